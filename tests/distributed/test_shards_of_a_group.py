@@ -118,7 +118,7 @@ def test_what_is_no_group_is_refused_with_what_is(pool: WorkerPool) -> None:
         "is no tensor",
         "SequenceMesh.from_device_mesh(device_mesh",
         "SequenceMesh.from_device_mesh(device_mesh",
-        "ConfigError: 'sp' was given",
+        "ConfigError: a str was given as the sequence-parallel group",
         "must be a DeviceMesh",
         "two dims with the names ulysses and ring",
         "ConfigError: ulysses_degree=3 does not divide the 4 ranks",
