@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,11 +27,13 @@ def draw(head: Sequence[str], rows: Sequence[Row], out: Path) -> None:
     for row in rows:
         policies.setdefault(row["policy"], []).append(row)
     count = math.ceil(len(policies) / COLUMNS)
+    columns = min(COLUMNS, len(policies))
     figure = new_figure(10, 1 + 2.5 * count)
     title = f"Memory over one step, GiB: {rows[0]['shape']}"
-    figure.suptitle("\n".join([title, *head[-1:]]), fontsize="medium")
-    panels = figure.subplots(count, COLUMNS, sharey=True, squeeze=False).flat
-    for axes, (policy, moments) in zip(panels, policies.items(), strict=False):
+    lines = [title, *(line for text in head[-1:] for line in textwrap.wrap(text, 130))]
+    figure.suptitle("\n".join(lines), fontsize="medium")
+    panels = figure.subplots(count, columns, sharey=True, squeeze=False).flat
+    for (policy, moments), axes in zip(policies.items(), panels, strict=False):
         sizes = [[max(float(row[kind]), 0.0) for row in moments] for kind, *_ in KINDS]
         colors, names = [color for *_, color in KINDS], [name for _, name, _ in KINDS]
         axes.stackplot(range(len(moments)), *sizes, colors=colors, labels=names, alpha=0.85)
