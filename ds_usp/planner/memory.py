@@ -206,7 +206,7 @@ def _saved_bytes(
     work: Workload, config: ParallelConfig, stage: int, shared: ModelWideBytes
 ) -> tuple[float, float, float]:
     """Activations that are saved at the peak; those of them that stay on the GPU if all are
-    offloaded; and those that are then in host memory.
+    offloaded; and the most that are then in host memory, blocks in transfer too.
 
     With K layers a checkpoint the inputs of groups of K are saved, and in a group's backward pass
     those of its other layers (``ds_usp.memory.LayerMemory``).
@@ -219,20 +219,34 @@ def _saved_bytes(
         everything = (groups + group - 1) * inputs + saved * layers * kept
         # What attention has stored comes back for a whole group at once.
         stays = (min(2, groups) + min(2, group - 1)) * inputs + group * kept
-        return everything, stays, everything - inputs - group * kept
+        offloaded = _offloaded_inputs(layers, group, saved) * inputs
+        return everything, stays, offloaded + (saved * layers - group) * kept
     if config.offload_unit == "chunk":
-        units, always_resident, unit_bytes = saved, min(4, saved), layers * shared.per_layer
+        units, resident, unit_bytes = saved, min(4, saved), layers * shared.per_layer
+        offloaded = units - resident
     else:
-        units, always_resident, unit_bytes = (
-            saved * layers,
-            min(2, saved * layers),
-            shared.per_layer,
-        )
-    return (
-        units * unit_bytes,
-        always_resident * unit_bytes,
-        (units - always_resident) * unit_bytes,
-    )
+        units, unit_bytes = saved * layers, shared.per_layer
+        resident, offloaded = min(2, units), units - 1
+    return units * unit_bytes, resident * unit_bytes, offloaded * unit_bytes
+
+
+def _offloaded_inputs(layers: int, group: int, saved: int) -> int:
+    """Inputs of layers in host memory, at most: those of all groups when the forward pass ends; or
+    those of the groups before the one in backward, with the inputs of its own layers but three.
+
+    Args:
+        group: layers of a checkpoint, at least two.
+        saved: micro batches in flight.
+
+    Counted in ``tests/unit/test_checkpoint_layers.py``.
+    """
+    groups = math.ceil(layers / group)
+    last = layers - (groups - 1) * group
+    before = saved * groups
+    at_the_end = before - (last == 1)  # the last layer's input is not copied
+    in_backward = before - 1 + max(0, last - 3)
+    in_a_whole_group = before - 2 + max(0, group - 3) if groups > 1 else 0
+    return max(at_the_end, in_backward, in_a_whole_group)
 
 
 def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float, float]:

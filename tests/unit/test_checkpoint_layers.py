@@ -19,10 +19,15 @@ from ds_usp import ConfigError, RecomputeError
 from ds_usp.memory import LayerMemory, Offload, in_chunks
 from ds_usp.memory.pinned_transfer import HostDeviceCopier
 from ds_usp.memory.saved_tensor_hooks import saved_tensors
+from ds_usp.planner.formulas import input_bytes
+from ds_usp.planner.memory import memory as planned_memory
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 CPU = torch.device("cpu")
 SIZES = Sizes(tokens=16, heads=2, dim=8, ffn=48, layers=7)
 HIDDEN_BYTES = SIZES.tokens * SIZES.hidden * 4
+FULL = ParallelConfig(recompute="full", offload_unit="layer", offload_ratio=1.0)
 
 
 def offload(ratio: float) -> Offload:
@@ -115,6 +120,20 @@ def test_layers_run_and_inputs_kept(layers: int, size: int) -> None:
         assert layer.most <= groups + size + 1
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_host_memory_is_the_planners(size: int) -> None:
+    for layers in (4, 8, 9, 12, 32):
+        sizes = SIZES._replace(layers=layers)
+        moving = Offload(1.0, CPU, min_bytes=0, copier=HostDeviceCopier(CPU, HIDDEN_BYTES))
+        model = Stack(LayerMemory("full", moving, checkpoint_layers=size), sizes)
+        (x,) = model.inputs(1)
+        model(x).backward()
+        shape = ModelShape("stack", layers, sizes.hidden, sizes.ffn, sizes.heads, sizes.heads, 100)
+        work, config = Workload(shape, sizes.tokens), FULL.replace(checkpoint_layers=size)
+        planned = planned_memory(work, config).offloaded / input_bytes(work, config)
+        assert moving.copier.pool.num_blocks == round(planned), layers
 
 
 def test_a_graph_that_is_dropped_frees_the_group() -> None:
