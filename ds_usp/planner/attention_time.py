@@ -176,15 +176,7 @@ def _predicted(
     cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
 ) -> AttentionTime:
     """One direction of a call, from the cluster's rates alone, without its measured calls."""
-    attention_config = ParallelConfig(
-        tp=config.tp,
-        ulysses=config.ulysses,
-        ring=config.ring,
-        order=config.order,
-        micro_batch=config.micro_batch,
-        param_bytes=config.param_bytes,
-    )
-    return _simulated(cluster, work, attention_config, backward, impl)
+    return _simulated(cluster, work, config.of_attention(), backward, impl)
 
 
 @lru_cache(maxsize=4096)

@@ -122,6 +122,17 @@ class ParallelConfig:
     grad_bytes: int = 4
     unsharded_grad_reduce: bool = False
 
+    def of_attention(self) -> ParallelConfig:
+        """What the time of attention and of its projections depends on, the rest at defaults."""
+        return ParallelConfig(
+            tp=self.tp,
+            ulysses=self.ulysses,
+            ring=self.ring,
+            order=self.order,
+            micro_batch=self.micro_batch,
+            param_bytes=self.param_bytes,
+        )
+
     def replace(self, **changes: object) -> ParallelConfig:
         """A copy with other values: ``dataclasses.replace`` at a sixth of its time, which counts
         in a search of a hundred thousand configurations.

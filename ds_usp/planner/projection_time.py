@@ -37,8 +37,8 @@ def block_time(
         projections: one of ``PROJECTIONS``.
     """
     if projections != OFF:
-        return _block_time(cluster, work, _degrees(config), projections)
-    return _plain_time(cluster, work, _degrees(config))
+        return _block_time(cluster, work, config.of_attention(), projections)
+    return _plain_time(cluster, work, config.of_attention())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,6 @@ def projection_gain(
     """What a way to multiply the projections saves of a layer's time, forward and backward."""
     plain, under = (block_time(cluster, work, config, x).total for x in (OFF, projections))
     return (plain - under) / layer_time(cluster, work, config).total
-
-
-def _degrees(config: ParallelConfig) -> ParallelConfig:
-    """What the block's time depends on."""
-    return ParallelConfig(
-        tp=config.tp,
-        ulysses=config.ulysses,
-        ring=config.ring,
-        order=config.order,
-        micro_batch=config.micro_batch,
-        param_bytes=config.param_bytes,
-    )
 
 
 @lru_cache(maxsize=1024)

@@ -70,8 +70,8 @@ def test_losses_and_gradients_are_those_of_the_whole(
 
 
 def test_fp64_is_not_rounded(pool: WorkerPool) -> None:
-    (found,) = pool.run(errors, 1, chunks=4, dtype=torch.float64)
-    assert max(found) < 1e-12, found
+    (of_rank,) = pool.run(errors, 1, chunks=4, dtype=torch.float64)
+    assert max(of_rank) < 1e-12, of_rank
 
 
 @pytest.mark.parametrize("token_wise", [False, True])
