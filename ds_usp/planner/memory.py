@@ -220,7 +220,11 @@ def _saved_bytes(
         # What attention has stored comes back for a whole group at once.
         stays = (min(2, groups) + min(2, group - 1)) * inputs + group * kept
         offloaded = _offloaded_inputs(layers, group, saved) * inputs
-        return everything, stays, offloaded + (saved * layers - group) * kept
+        # At the end of the forward pass all layers' results of attention but the last one's are
+        # on the host; when a group's inputs are computed again, its own are back.
+        at_the_end = (groups - (layers % group == 1)) * inputs + (saved * layers - 1) * kept
+        in_backward = offloaded + (saved * layers - group) * kept
+        return everything, stays, max(at_the_end, in_backward)
     if config.offload_unit == "chunk":
         units, resident, unit_bytes = saved, min(4, saved), layers * shared.per_layer
         offloaded = units - resident

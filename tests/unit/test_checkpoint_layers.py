@@ -122,6 +122,14 @@ def test_layers_run_and_inputs_kept(layers: int, size: int) -> None:
         gc.enable()
 
 
+def offloaded_inputs(sizes: Sizes, config: ParallelConfig) -> float:
+    """What the planner says of host memory, in inputs of a layer."""
+    heads = sizes.heads, sizes.heads
+    shape = ModelShape("stack", sizes.layers, sizes.hidden, sizes.ffn, *heads, 100)
+    work = Workload(shape, sizes.tokens)
+    return planned_memory(work, config).offloaded / input_bytes(work, config)
+
+
 @pytest.mark.parametrize("size", range(1, 9))
 def test_host_memory_is_the_planners(size: int) -> None:
     for layers in (4, 8, 9, 12, 32):
@@ -130,10 +138,19 @@ def test_host_memory_is_the_planners(size: int) -> None:
         model = Stack(LayerMemory("full", moving, checkpoint_layers=size), sizes)
         (x,) = model.inputs(1)
         model(x).backward()
-        shape = ModelShape("stack", layers, sizes.hidden, sizes.ffn, sizes.heads, sizes.heads, 100)
-        work, config = Workload(shape, sizes.tokens), FULL.replace(checkpoint_layers=size)
-        planned = planned_memory(work, config).offloaded / input_bytes(work, config)
+        planned = offloaded_inputs(sizes, FULL.replace(checkpoint_layers=size))
         assert moving.copier.pool.num_blocks == round(planned), layers
+
+
+@pytest.mark.parametrize(("size", "layers"), [(2, 8), (4, 16)])
+def test_attentions_results_in_host_memory_are_the_planners(size: int, layers: int) -> None:
+    sizes, moving = SIZES._replace(layers=layers), offload(1.0)
+    model = Stack(LayerMemory("attention", moving, checkpoint_layers=size), sizes)
+    (x,) = model.inputs(1)
+    loss = model(x)
+    planned = offloaded_inputs(sizes, FULL.replace(recompute="attention", checkpoint_layers=size))
+    assert 1 <= planned * HIDDEN_BYTES / moving.bytes_away < 1.1
+    loss.backward()
 
 
 def test_a_graph_that_is_dropped_frees_the_group() -> None:
