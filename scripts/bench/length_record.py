@@ -157,7 +157,7 @@ class StepRecord:
         return here + states
 
     def detach(self) -> None:
-        """Let go of the loop's host memory."""
+        """Drop the references to the offload and the states, which hold the host memory."""
         self._offload = self._states = None
 
     def print(self, line: str) -> None:

@@ -134,7 +134,7 @@ def late_difference(ctx: RankContext, use_mailbox: bool) -> tuple[list[str], int
 
 
 def after_passes(ctx: RankContext, how: str) -> list[int]:
-    """How often waiting streams were let go: at a call that is new to the ranks, and at the next,
+    """How often waiting streams were released: at a call that is new to the ranks, and at the next,
     where one pass was broken off, a call is another one, or a rank has an error of its own."""
     checker, freed = checker_of(ctx, True), mock.Mock()
     checker.on_failure = freed
