@@ -1,4 +1,4 @@
-"""Steps of a diffusion transformer: ds_usp beside diffusers' own context parallelism.
+"""Steps of a diffusion transformer: ds_usp beside diffusers' context parallelism and xDiT.
 
     python scripts/bench/bench_diffusers.py --ranks 2 --out diffusers.jsonl
     python scripts/bench/bench_diffusers.py --ranks 2 --device cpu --smoke   # shows that it runs
@@ -8,8 +8,9 @@ to 10 blocks at 480p and 720p (32,760 and 75,600 tokens), one sample, bf16, rand
 ``forward`` is a forward pass as in sampling, ``train`` a forward and backward pass with gradient
 checkpointing; gradients stay on their rank, as averaging them costs all methods the same. Cases:
 diffusers on one GPU (rank 0, the others wait), ds_usp on every ulysses x ring of the ranks,
-diffusers' Ulysses and its ring, on the same attention kernel, eager and with compiled blocks.
-diffusers has no context parallelism on FlashAttention-4.
+diffusers' Ulysses and its ring, and xDiT's transformers on every ulysses x ring (sampling only, if
+xfuser is installed), on the same attention kernel, eager and with compiled blocks. diffusers has no
+context parallelism on FlashAttention-4, and xDiT no ring.
 
 One process for each rank runs all cases, those of a transformer on the same weights; rounds
 interleave the cases of a workload. Outputs and a few gradients are compared with the first case's:
@@ -42,7 +43,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 ResultT = TypeVar("ResultT")
-PACKAGES = ("diffusers", "flash-attn-4")
+PACKAGES = ("diffusers", "flash-attn-4", "xfuser")
 WORKLOADS = [
     f"{shape}:{kind}"
     for shape in ("flux-1024", "wan-480p", "wan-720p", "flux-2048")

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from xdit_case import of_xdit
 
 Given = dict[str, Any]
+Prepared = tuple[Any, Callable[[], int]]
 # The attention kernels: ds_usp's name and diffusers' backend.
 KERNELS = {
     "flash4": "flash_4_hub",
@@ -244,13 +246,13 @@ class Case:
     """A way to run a transformer.
 
     Args:
-        prepare: changes the modules of a case, called on every rank; returns a function of the GPU
-            memory that torch's allocator does not count.
+        prepare: changes or wraps the modules of a case, called on every rank; returns what is run
+            and a function of the GPU memory that torch's allocator does not count.
         compiled: whether the repeated blocks are.
         sharded: see :class:`Step`.
     """
 
-    prepare: Callable[[Any], Callable[[], int]]
+    prepare: Callable[[Any], Prepared]
     compiled: bool = False
     sharded: bool = True
 
@@ -261,8 +263,9 @@ class Case:
         modules.train(train)
         if train:
             modules.enable_gradient_checkpointing()
+        modules, reserved_bytes = self.prepare(modules)
         step = Step(modules, given, train, self.sharded)
-        step.reserved_bytes = self.prepare(modules)
+        step.reserved_bytes = reserved_bytes
         if self.compiled:
             modules.compile_repeated_blocks(dynamic=False)
         return step
@@ -288,13 +291,13 @@ def set_backend(transformer: Any, kernel: str, of: str = "*") -> None:
             processor._attention_backend = backend
 
 
-def alone(kernel: str, transformer: Any) -> Callable[[], int]:
+def alone(kernel: str, transformer: Any) -> Prepared:
     """diffusers as it is."""
     set_backend(transformer, kernel)
-    return int
+    return transformer, int
 
 
-def of_ds_usp(kernel: str, ulysses: int, transformer: Any) -> Callable[[], int]:
+def of_ds_usp(kernel: str, ulysses: int, transformer: Any) -> Prepared:
     """Enabled on ulysses x ring over all ranks; local cross-attention is diffusers' own, on the
     same kernel."""
     from ds_usp.integrations.diffusers import PLANS, enable
@@ -303,7 +306,7 @@ def of_ds_usp(kernel: str, ulysses: int, transformer: Any) -> Callable[[], int]:
     for path in PLANS[type(transformer).__name__].local:
         set_backend(transformer, kernel, of=path)
     enable(transformer, mesh, kernel=kernel, gradients="sum")
-    return lambda: mesh.reserved_bytes
+    return transformer, lambda: mesh.reserved_bytes
 
 
 @lru_cache
@@ -313,7 +316,7 @@ def _mesh_of_ds_usp(ulysses: int) -> Any:
     return SequenceMesh.from_group(None, ulysses)
 
 
-def of_diffusers(kernel: str, ulysses: int, ring: int, transformer: Any) -> Callable[[], int]:
+def of_diffusers(kernel: str, ulysses: int, ring: int, transformer: Any) -> Prepared:
     """diffusers' own context parallelism."""
     from diffusers import ContextParallelConfig
 
@@ -323,7 +326,7 @@ def of_diffusers(kernel: str, ulysses: int, ring: int, transformer: Any) -> Call
     degrees = {"ulysses_degree": ulysses, "ring_degree": ring}
     config = ContextParallelConfig(**degrees, mesh=_mesh_of_diffusers(ulysses, ring))
     transformer.enable_parallelism(config=config)
-    return int
+    return transformer, int
 
 
 @lru_cache
@@ -341,12 +344,15 @@ def cases(world: int, kernels: Sequence[str], compiled: Sequence[bool]) -> dict[
         for compile_it in compiled:
             end = f"{' compiled' if compile_it else ''}, {kernel}"
             by_name[f"one GPU{end}"] = Case(partial(alone, kernel), compile_it, sharded=False)
-            for ulysses in (u for u in range(world, 0, -1) if world % u == 0):
-                name = f"ds_usp {ulysses}x{world // ulysses}{end}"
-                by_name[name] = Case(partial(of_ds_usp, kernel, ulysses), compile_it)
+            degrees = [(u, world // u) for u in range(world, 0, -1) if world % u == 0]
+            for ulysses, ring in degrees:
+                prepare = partial(of_ds_usp, kernel, ulysses)
+                by_name[f"ds_usp {ulysses}x{ring}{end}"] = Case(prepare, compile_it)
             if world > 1:
-                of_kind = {"ulysses": (world, 1), "ring": (1, world)}
-                for kind, degrees in of_kind.items():
-                    prepare = partial(of_diffusers, kernel, *degrees)
+                for kind, mesh in {"ulysses": (world, 1), "ring": (1, world)}.items():
+                    prepare = partial(of_diffusers, kernel, *mesh)
                     by_name[f"diffusers {kind} {world}{end}"] = Case(prepare, compile_it)
+                for ulysses, ring in degrees:
+                    prepare = partial(of_xdit, kernel, ulysses, ring)
+                    by_name[f"xdit {ulysses}x{ring}{end}"] = Case(prepare, compile_it)
     return by_name
