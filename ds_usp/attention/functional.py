@@ -24,6 +24,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.saved_attention import compute_or_replay, is_saving
+from ds_usp.second_derivatives import refuse_second_derivative
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -94,11 +95,7 @@ class UnifiedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
         """See :func:`ds_usp.attention.backward_pass.attention_backward`."""
-        if torch.is_grad_enabled():  # create_graph=True; kernels have no second derivative
-            raise UnsupportedAttentionError(
-                "the gradient of attention was asked to be differentiable itself "
-                "(create_graph=True), which no kernel here computes"
-            )
+        refuse_second_derivative("attention", UnsupportedAttentionError)
         plan: AttentionPlan = ctx.plan
         ctx.mesh.consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
         sinks, *saved = ctx.saved_tensors

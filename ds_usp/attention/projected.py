@@ -33,6 +33,7 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
 from ds_usp.kernels.rotary_positions import RotaryPositions
 from ds_usp.memory.saved_attention import is_saving
+from ds_usp.second_derivatives import refuse_second_derivative
 from ds_usp.warn_once import warn_once
 
 Keep = Literal["arrivals", "input"]
@@ -84,11 +85,7 @@ class ProjectedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of all tensors; see :class:`ProjectedBackward`."""
-        if torch.is_grad_enabled():  # create_graph=True; kernels have no second derivative
-            raise UnsupportedAttentionError(
-                "the gradient of projected_attention was asked to be differentiable itself "
-                "(create_graph=True), which no kernel here computes"
-            )
+        refuse_second_derivative("projected_attention", UnsupportedAttentionError)
         call: _Call = ctx.call
         mesh, plan = call.mesh, call.plan
         mesh.consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)

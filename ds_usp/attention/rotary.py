@@ -36,9 +36,10 @@ def check_local_rotary(rotary: Rotary, tokens: int, head_dim: int) -> None:
     """Check that a table ``[s, r]``, or positions, are those of a rank's tokens.
 
     Raises:
-        ConfigError: shapes that do not fit, or a table that requires a gradient.
+        ConfigError: shapes that do not fit; a table or inverse frequencies that are trained.
     """
     if isinstance(rotary, RotaryPositions):
+        rotary.check()
         positions, inverse = rotary
         if positions.shape != (tokens,) or inverse.ndim != 1 or 2 * len(inverse) > head_dim:
             raise ConfigError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.second_derivatives import refuse_second_derivative
 
 Reduction = Literal["mean", "sum"]
 
@@ -77,6 +78,7 @@ class JoinShards(torch.autograd.Function):
         layout, mesh, dim, gradients = ctx.arguments
         grad = grad.clone(memory_format=torch.contiguous_format)
         if mesh.sp_group is not None:
+            refuse_second_derivative("an output that is joined over the ranks")
             dist.all_reduce(grad, group=mesh.sp_group)
         shard = layout.shard(grad, dim, mesh.rank)
         return (shard if gradients == "mean" else shard / mesh.sp_degree), None, None, None, None

@@ -45,6 +45,18 @@ class RotaryPositions(NamedTuple):
         dtype = torch.float32 if seq_len <= _EXACT_IN_FP32 else torch.float64
         return cls(positions, inverse_frequencies(dim, base, dtype, positions.device))
 
+    def check(self) -> None:
+        """Refuse inverse frequencies that are trained.
+
+        Raises:
+            ConfigError: they require a gradient, which no rotation by positions computes.
+        """
+        if torch.is_grad_enabled() and self.inverse_frequencies.requires_grad:
+            raise ConfigError(
+                "inverse_frequencies require a gradient, which a rotation by positions does not "
+                "compute: detach them, or rotate by tables, apply_rotary((q, k), cos, sin, ...)"
+            )
+
     def table(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cos and sin ``[stop - start, r]`` of these tokens."""
         inverse = self.inverse_frequencies
@@ -94,9 +106,13 @@ def rotate_projected(
         rotary: of the s tokens.
         kv_heads, head_dim: g, D.
 
+    Within an activation checkpoint qkv is computed there too: an input of the checkpoint would be
+    rotated again when it is recomputed.
+
     Raises:
-        ConfigError: shapes that do not fit.
+        ConfigError: shapes that do not fit, or inverse frequencies that are trained.
     """
+    rotary.check()
     if qkv.ndim != 3 or qkv.shape[2] % (kv_heads * head_dim):
         raise ConfigError(
             f"qkv {list(qkv.shape)} must be [s, b, g n D] of g={kv_heads} key/value heads, D="
@@ -111,6 +127,7 @@ def rotate_projected(
 def rotated(x: torch.Tensor, rotary: RotaryPositions, token_dim: int) -> torch.Tensor:
     """Rotated heads ``[b, s, h, D]`` with ``token_dim`` 1, or ``[s, b, h, D]`` with 0, as a new
     tensor."""
+    rotary.check()
     copy = x.clone(memory_format=torch.contiguous_format)
     out: torch.Tensor = RotationInPlace.apply(copy, *rotary, token_dim, None, False)
     return out

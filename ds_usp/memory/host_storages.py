@@ -46,28 +46,37 @@ class HostStorages:
 
         Storages on another device, of less than 64 KiB, or whose memory is not torch's own (a
         mapped file, an array of NumPy) stay where they are.
-        Until :meth:`bring_back` nothing may write to them. Without effect if they were sent.
+        What is written to them before :meth:`free` is sent again there, if torch counts it as a
+        version of these tensors: not through ``.data``. Without effect if they were sent.
         """
         if self._sent is not None:
             return
         storages: dict[int, torch.UntypedStorage] = {}
+        versions = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
             is_here = tensor.device.type == self._device.type
             if is_here and storage.nbytes() >= _MIN_BYTES and storage.resizable():
                 storages[storage_id(tensor)] = storage
+                versions.append((tensor, tensor._version))
         chosen = list(storages.values())
         sizes = [storage.nbytes() for storage in chosen]
         if sizes:
             allocation, event = self._copier.to_host([_bytes_of(x) for x in chosen])
-            self._sent = _Sent(chosen, sizes, allocation, event)
+            self._sent = _Sent(chosen, sizes, allocation, event, versions)
 
     def free(self) -> None:
         """Free the device memory of what was sent; the current stream waits for the copies."""
         if self._sent is None or self._is_freed:
             return
-        self._copier.wait(self._sent.event)
-        for storage in self._sent.storages:
+        sent = self._sent
+        self._copier.wait(sent.event)
+        if any(tensor._version != version for tensor, version in sent.versions):
+            self._sent = None
+            self.send([tensor for tensor, _ in sent.versions])
+            self.free()
+            return
+        for storage in sent.storages:
             storage.resize_(0)
         self._is_freed = True
 
@@ -95,12 +104,17 @@ class HostStorages:
 
 
 class _Sent(NamedTuple):
-    """Storages whose bytes are, or are being copied, in host memory, one after another."""
+    """Storages whose bytes are, or are being copied, in host memory, one after another.
+
+    Attributes:
+        versions: the tensors that were sent, with their versions then.
+    """
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]
     allocation: PinnedAllocation
     event: CopyEvent
+    versions: list[tuple[Tensor, int]]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_usp.errors import ConfigError
+from ds_usp.second_derivatives import refuse_second_derivative
+from ds_usp.training.batch import IGNORE_INDEX
 from ds_usp.training.logits import Logits
 
 Group = dist.ProcessGroup | None
@@ -44,17 +46,26 @@ def chunked_weighted_loss(
     Args:
         labels: token ids of the full vocabulary, or -100: no loss and no gradient.
         chunks: number of chunks of tokens.
+        loss_weights: get no gradient.
         tp_group: the ranks among which the vocabulary is sharded, in rank order, and which all have
             these tokens; None: one rank has all of it. Collective over it.
 
     Raises:
-        ConfigError: shapes or dtypes that do not fit, fp16, or chunks below 1.
+        ConfigError: shapes or dtypes that do not fit, fp16, chunks below 1, loss weights that
+            require a gradient; on CPUs also a label outside of the vocabulary whose weight is not
+            0. On GPUs, which are not waited for, loss and gradients are then NaN.
     """
     rows = _validate(hidden, weight, labels, chunks)
     if loss_weights.shape != labels.shape:
         raise ConfigError(f"labels {list(labels.shape)}, loss_weights {list(loss_weights.shape)}")
+    if torch.is_grad_enabled() and loss_weights.requires_grad:
+        raise ConfigError(
+            "loss_weights require a gradient, which chunked_weighted_loss does not compute: detach "
+            "them, or use (chunked_token_losses(...) * loss_weights).sum()"
+        )
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     factors = loss_weights.reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+    factors = _refuse_unknown(rows[2], factors, len(weight) * _ranks(tp_group))
     loss: Tensor = WeightedLoss.apply(*rows, factors, chunks, tp_group, needs_grad)
     return loss
 
@@ -110,6 +121,7 @@ class WeightedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """The saved gradients, scaled in fp32: in bf16 the factor itself would be rounded, and all
         gradients of the model be wrong by as much."""
+        refuse_second_derivative("chunked_weighted_loss")
         dhidden, dweight = ctx.saved_tensors
         scaled = torch.empty_like(dhidden)
         for out_chunk, grad_chunk in zip(
@@ -137,6 +149,7 @@ class TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
         """Gradients chunk by chunk."""
+        refuse_second_derivative("chunked_token_losses")
         hidden, weight, labels = ctx.saved_tensors
         grads = _Gradients(hidden, weight, ctx.needs_input_grad[1])
         for rows, logits in _chunks(hidden, weight, labels, *ctx.chunks_and_group):
@@ -187,9 +200,32 @@ class _Gradients:
     def result(self, group: Group) -> tuple[Tensor, Tensor | None]:
         """The gradient of hidden, reduced over vocabulary shards, and of the weight in fp32
         (fp64 for fp64); None if it is not trained."""
-        if group is not None and dist.get_world_size(group) > 1:
+        if _ranks(group) > 1:
             dist.all_reduce(self._dhidden, group=group)
         return self._dhidden, self._dweight
+
+
+def _ranks(group: Group) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _refuse_unknown(labels: Tensor, loss_weights: Tensor, vocab_size: int) -> Tensor:
+    """The loss weights, NaN on a GPU where a label is outside of the vocabulary.
+
+    Shapes:
+        ``[T]`` all.
+
+    Raises:
+        ConfigError: there is one, on a CPU.
+    """
+    outside = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))
+    outside &= loss_weights != 0
+    if labels.device.type == "cpu" and outside.any():
+        raise ConfigError(
+            f"a label is {int(labels[outside][0])}, and the vocabulary has {vocab_size} entries: "
+            f"give token ids from 0 to {vocab_size - 1}, or {IGNORE_INDEX} where no loss is wanted"
+        )
+    return loss_weights.masked_fill(outside, torch.nan)
 
 
 def _validate(

@@ -26,30 +26,32 @@ _MASTERS = (
     "fp32_partitioned_groups_flat",
 )
 
+# Methods that read or write states.
+_OF_OPTIMIZER = ("step", "state_dict", "load_state_dict", "refresh_fp32_params")
+_OF_ENGINE = ("save_checkpoint", "load_checkpoint")
+
 
 def keep_states_on_host(engine: Any) -> StatesOnHost:
     """Let an engine's optimizer states and master weights wait in host memory while it computes.
 
     They leave the device before the engine's next forward pass, with copies that start when an
-    optimizer step ends, and are back before the optimizer's step and while the engine saves or
-    loads a checkpoint. What else reads them does so within :meth:`StatesOnHost.on_device`.
+    optimizer step ends, and are back before the optimizer's step, while the engine saves or loads
+    a checkpoint, and while the optimizer saves, loads or refreshes its states. What else reads or
+    writes them does so within :meth:`StatesOnHost.on_device`.
 
     Args:
         engine: of ``deepspeed.initialize``, its pipeline engine too. The engine's module gets a
-            hook, and ``step`` of its optimizer and ``save_checkpoint`` and ``load_checkpoint`` of
-            the engine are wrapped.
+            hook, and these methods of the optimizer and of the engine are wrapped.
 
     Raises:
         ConfigError: DeepSpeed offloads optimizer or parameters itself; the optimizer's fp32
             weights are not where ZeRO of DeepSpeed 0.19 has them; or it is DeepSpeed's Muon.
     """
     states = StatesOnHost(engine)
-    for owner, name in (
-        (engine.optimizer, "step"),
-        (engine, "save_checkpoint"),
-        (engine, "load_checkpoint"),
-    ):
-        setattr(owner, name, states.on_device()(getattr(owner, name)))
+    for owner, names in ((engine.optimizer, _OF_OPTIMIZER), (engine, _OF_ENGINE)):
+        for name in names:
+            if hasattr(owner, name):
+                setattr(owner, name, states.on_device()(getattr(owner, name)))
     engine.module.register_forward_pre_hook(lambda *_: states.leave())
     return states
 

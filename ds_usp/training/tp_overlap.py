@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_usp.errors import ConfigError
+from ds_usp.second_derivatives import refuse_second_derivative
 from ds_usp.training.tp_comm import TensorParallelComm
 
 
@@ -140,6 +141,7 @@ class AllGatherLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("all_gather_linear")
         x, weight = ctx.saved_tensors
         comm: TensorParallelComm = ctx.comm
         grad = _rows(grad)
@@ -163,6 +165,7 @@ class LinearReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("linear_reduce_scatter")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         shard = _rows(grad)
@@ -184,6 +187,7 @@ class SplitTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative("split_tokens")
         return ctx.comm.start_gather(grad)(), None
 
 
@@ -198,6 +202,7 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative("gather_tokens")
         return _own(grad, ctx.comm), None
 
 

@@ -143,6 +143,30 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
         assert seen.elements == most
 
 
+def test_what_would_lack_a_gradient_is_refused() -> None:
+    hidden, weight, labels, weights = inputs()
+    hidden.requires_grad_()
+    losses = (
+        chunked_weighted_loss(hidden, weight, labels, weights, chunks=3),
+        chunked_token_losses(hidden, weight, labels, chunks=3).sum(),
+    )
+    for loss in losses:
+        with pytest.raises(ConfigError, match="create_graph"):
+            torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(ConfigError, match="detach"):
+        chunked_weighted_loss(hidden, weight, labels, weights.requires_grad_(), chunks=3)
+
+
+@pytest.mark.parametrize("label", [V, -1])
+def test_a_label_outside_of_the_vocabulary_is_refused(label: int) -> None:
+    hidden, weight, labels, weights = inputs()
+    labels[4, 0] = label  # its weight is 0
+    chunked_weighted_loss(hidden, weight, labels, weights, chunks=3)
+    labels[0, 1] = label
+    with pytest.raises(ConfigError, match=f"a label is {label}, and the vocabulary has {V}"):
+        chunked_weighted_loss(hidden, weight, labels, weights, chunks=3)
+
+
 def test_without_gradients_none_are_computed() -> None:
     hidden, weight, labels, weights = inputs()
     with torch.no_grad(), FlopCounterMode(display=False) as flops:

@@ -188,11 +188,23 @@ def refusals_on_rank(ctx: RankContext) -> list[str]:
             call()
         except ConfigError as error:
             texts.append(str(error))
+    x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(4, 4)
+    for made in (
+        all_gather_linear(x, weight, None, comm),
+        linear_reduce_scatter(x, weight, comm),
+        split_tokens(x, comm),
+        gather_tokens(x, comm),
+    ):
+        try:
+            torch.autograd.grad(made.sum(), x, create_graph=True)
+        except ConfigError as error:
+            texts.append(str(error))
     return texts
 
 
 def test_what_does_not_fit_is_refused(pool: WorkerPool) -> None:
-    for uneven, uneven_too, shape, dtype in pool.run(refusals_on_rank, 2):
+    for uneven, uneven_too, shape, dtype, *second in pool.run(refusals_on_rank, 2):
+        assert ["create_graph" in text for text in second] == [True] * 4
         assert uneven == uneven_too
         assert (
             "3 tokens" in uneven

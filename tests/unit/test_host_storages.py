@@ -40,6 +40,40 @@ def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.Mon
     assert small.equal(torch.ones(3)) and storages.bytes_away == 0
 
 
+def test_what_is_written_after_the_copies_began_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    storages = HostStorages(CPU)
+    states, other = torch.arange(100.0), torch.ones(100)
+    storages.send([states, other])
+    states[50:].zero_()  # as who clears a momentum between two steps
+    storages.free()
+    assert states.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    storages.bring_back()
+    assert states.sum() == sum(range(50)) and other.equal(torch.ones(100))
+
+
+def test_an_optimizer_loads_its_states_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storages, "_MIN_BYTES", 1)
+    master, module = torch.arange(8.0), torch.nn.Linear(2, 2)
+    zero = SimpleNamespace(
+        single_partition_of_fp32_groups=[master],
+        optimizer=SimpleNamespace(state={}, param_groups=[]),
+        step=lambda: master.data.add_(1),
+        refresh_fp32_params=lambda: master.data.fill_(7),
+    )
+    made = engine(zero)
+    made.module = module
+    keep_states_on_host(made)
+    for used in (zero.step, zero.refresh_fp32_params):
+        module(torch.ones(1, 2))
+        assert master.untyped_storage().nbytes() == 0
+        used()
+    zero.refresh_fp32_params()  # its copy to the host has begun
+    module(torch.ones(1, 2))
+    zero.step()
+    assert master.equal(torch.full((8,), 8.0))
+
+
 def test_nothing_is_lost_where_device_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
     storages = HostStorages(CPU)

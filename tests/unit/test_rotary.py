@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 
+from ds_usp.attention.rotary import check_local_rotary
 from ds_usp.errors import ConfigError
 from ds_usp.kernels import rotary_positions
 from ds_usp.kernels.rotary import apply_rotary
@@ -176,3 +177,12 @@ def test_a_projection_of_other_sizes_is_refused() -> None:
         rotate_projected(torch.zeros(4, 1, 100), rotary, 3, 16)
     with pytest.raises(ConfigError, match="4 tokens"):
         rotary.rotate_in_place([torch.zeros(1, 4, 2, 8)], 1)
+
+
+def test_inverse_frequencies_that_are_trained_are_refused() -> None:
+    x, rotary = torch.zeros(4, 1, 96), RotaryPositions.of(torch.arange(4), 16, seq_len=4)
+    trained = rotary._replace(inverse_frequencies=rotary.inverse_frequencies.requires_grad_())
+    with pytest.raises(ConfigError, match="detach"):
+        rotate_projected(x, trained, 2, 16)
+    with pytest.raises(ConfigError, match="detach"):
+        check_local_rotary(trained, 4, 16)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.integrations.transformers.loss import WholeBatchLoss
+from ds_usp.second_derivatives import refuse_second_derivative
 from ds_usp.training.batch import IGNORE_INDEX
 
 
@@ -75,6 +76,7 @@ class MeanOfGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """The mean over the ranks of the mesh."""
+        refuse_second_derivative("the loss of a whole batch")
         grad = grad.clone()
         dist.all_reduce(grad, group=ctx.mesh.sp_group)
         return grad / ctx.mesh.sp_degree, None

@@ -109,7 +109,8 @@ class ChunkedHead:
         """Gradients are computed in the forward pass: no logits are computed twice."""
         dtype = _compute_dtype(hidden)
         weight = cast(nn.Linear, self._head).weight
-        count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device)
+        accumulated = torch.promote_types(dtype, torch.float32)
+        count = torch.as_tensor(count, dtype=accumulated, device=hidden.device)
         weights = torch.where(labels != IGNORE_INDEX, 1 / count, 0.0)
         with torch.autocast(hidden.device.type, enabled=False):
             loss = chunked_weighted_loss(
