@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from trainer_runs import PLAIN_SGD, degrees, relative_difference, train
-from usp_trainer import projections
+from usp_trainer.projections import NOT_SERVED
 
 import ds_usp
+from megatron_patches.projection_overlap import check_projections, keep_of
 
 LIMIT = 1e-5
 ON, AGAIN = (f" --usp-projection-overlap {mode}" for mode in ("on", "recompute"))
@@ -38,9 +39,9 @@ def test_overlapped_projections_train_what_one_rank_trains(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [
-        ({"tensor_model_parallel_size": 2}, "use --tensor-model-parallel-size 1, or --usp-proj"),
-        ({"usp_recompute": "gemm-last"}, "use --usp-recompute full, or --usp-projection"),
-        ({"transformer_impl": "transformer_engine"}, "use --transformer-impl local, or"),
+        ({"tensor_model_parallel_size": 2}, "Use --tensor-model-parallel-size 1, or --usp-proj"),
+        ({"usp_recompute": "gemm-last"}, "Use --usp-recompute full, or --usp-projection"),
+        ({"transformer_impl": "transformer_engine"}, "Use --transformer-impl local, or"),
     ],
 )
 def test_what_cannot_be_served_is_refused_or_left_off(changes: dict[str, object], fix: str) -> None:
@@ -51,11 +52,11 @@ def test_what_cannot_be_served_is_refused_or_left_off(changes: dict[str, object]
         "transformer_impl": "local",
         "device": "cpu",
     }
-    projections.check(Namespace(**plain))
+    check_projections(Namespace(**plain), NOT_SERVED)
     with pytest.raises(ds_usp.ConfigError, match=fix):
-        projections.check(Namespace(**{**plain, **changes}))
+        check_projections(Namespace(**{**plain, **changes}), NOT_SERVED)
     crossing = ds_usp.SequenceMesh(4, 1, 0, ulysses_in_node=False)
     auto = {**plain, "usp_projection_overlap": "auto"}
-    assert projections.keep_of(Namespace(**auto), crossing) == "arrivals"
-    assert projections.keep_of(Namespace(**{**auto, **changes}), crossing) is None
-    assert projections.keep_of(Namespace(**auto), ds_usp.SequenceMesh(4, 1, 0)) is None
+    assert keep_of(Namespace(**auto), crossing, NOT_SERVED) == "arrivals"
+    assert keep_of(Namespace(**{**auto, **changes}), crossing, NOT_SERVED) is None
+    assert keep_of(Namespace(**auto), ds_usp.SequenceMesh(4, 1, 0), NOT_SERVED) is None

@@ -18,8 +18,9 @@ from megatron_patches.flags import (
     add_report_flag,
     add_states_flag,
 )
+from megatron_patches.projection_overlap import add_projection_flag
 from megatron_patches.settings import MeshSettings
-from usp_trainer import projections, tp_tokens
+from usp_trainer import tp_tokens
 from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
 from usp_trainer.command_line import Parser
 from usp_trainer.transformer_impl import CHOICES
@@ -155,15 +156,7 @@ def _parallel(parser: Parser) -> None:
         tp_tokens.OFF,
         "shard tokens over the tensor-parallel ranks between linear layers: less memory",
     )
-    add(
-        "--usp-projection-overlap",
-        projections.CHOICES,
-        projections.AUTO,
-        "compute the products before and after attention under its exchanges, with megatron-core's "
-        "own linear layers; recompute: also compute and exchange queries, keys and values again in "
-        "backward, one chunk of heads at a time; auto: on where the planner forecasts a layer "
-        "more than 1 %% shorter",
-    )
+    add_projection_flag(group)
     add("--pipeline-model-parallel-size", COUNT, 1, "stages")
     add("--zero-stage", tuple(range(4)), 1, "DeepSpeed's ZeRO stage", type=int)
     add_attention_flags(

@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from ds_usp.planner import AUTO, Choice, ProjectionChoice
 from megatron_patches.flags import PlannedRun
+from megatron_patches.projection_overlap import resolve_projections
 from usp_trainer import projections, tp_tokens
 from usp_trainer.input_files import TEXT_VOCAB_SIZE
 from usp_trainer.launch import broadcast_from_rank0
@@ -36,19 +37,17 @@ def resolve_auto_args(args: Namespace, world_size: int) -> tuple[Namespace, tupl
         ConfigError, LayoutError: on every rank; also where the planner finds that nothing fits.
     """
     args, why = _resolve_degree(args, world_size)
-    if args.usp_projection_overlap != projections.AUTO or args.ds_sequence_parallel_size == 1:
-        return args, why
-    if projections.obstacle(args):
-        args.usp_projection_overlap = projections.OFF
+    if args.ds_sequence_parallel_size == 1:
         return args, why
     run, on_gpu = planned_run(args), args.device == "cuda"
-    choice: ProjectionChoice | None = broadcast_from_rank0(
-        lambda: run.choose_projections(on_gpu=on_gpu)
-    )
-    if choice is None:  # by the mesh's nodes, when it is there
-        return args, why
-    args.usp_projection_overlap = projections.ON if choice.overlap else projections.OFF
-    return args, (*why, f"planner: {choice.why}")
+
+    def choose() -> ProjectionChoice | None:
+        choice: ProjectionChoice | None = broadcast_from_rank0(
+            lambda: run.choose_projections(on_gpu=on_gpu)
+        )
+        return choice
+
+    return args, (*why, *resolve_projections(args, choose, projections.NOT_SERVED))
 
 
 def _resolve_degree(args: Namespace, world_size: int) -> tuple[Namespace, tuple[str, ...]]:

@@ -41,6 +41,7 @@ from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
 from megatron_patches.megatron_core.projections import overlap_projections
 from megatron_patches.megatron_core.rotary import rotate_in_projection
+from megatron_patches.projection_overlap import keep_of
 from usp_trainer import projections, transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
@@ -340,7 +341,8 @@ def layer_specs(
         )
     numbers = range(1, args.num_layers + 1)
     memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
-    more = memory, chunks, loss.comm, projections.keep_of(args, mesh), args.zero_stage == 3
+    keep = keep_of(args, mesh, projections.NOT_SERVED)
+    more = memory, chunks, loss.comm, keep, args.zero_stage == 3
     layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
     return [
         first,

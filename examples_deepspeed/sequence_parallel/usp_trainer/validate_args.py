@@ -16,6 +16,7 @@ from megatron_patches.flags import (
     check_mlp_chunks,
     check_report_flag,
 )
+from megatron_patches.projection_overlap import check_projections
 from usp_trainer import (
     environment,
     input_files,
@@ -99,7 +100,7 @@ def validate_flags(args: Namespace, world_size: int) -> None:
     check_checkpoint_layers(args)
     _check_states(args)
     transformer_impl.check(args)
-    projections.check(args)
+    check_projections(args, projections.NOT_SERVED)
 
 
 def _check_degrees(args: Namespace, world_size: int) -> None:
