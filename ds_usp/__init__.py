@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ds_usp._version import __version__
+from ds_usp.allocator_options import allocator_variables
 from ds_usp.config import USPConfig
 from ds_usp.errors import (
     CheckpointError,
@@ -94,6 +95,7 @@ __all__ = [
     "USPSelfAttention",
     "UnsupportedAttentionError",
     "__version__",
+    "allocator_variables",
     "projected_attention",
     "usp_attention",
     "usp_joint_attention",

@@ -38,5 +38,10 @@ start() {
     return
   fi
   command -v torchrun >/dev/null || die "there is no torchrun on PATH. Run: . $root/scripts/env.sh"
+  if [[ "${usp_offload_ratio:-0}" != 0 && "$device" == cuda ]]; then # let torch pin memory faster
+    local options="import os, ds_usp; print(*map('='.join, ds_usp.allocator_variables(os.environ).items()))"
+    options="$(python -c "$options")"
+    [[ -z "$options" ]] || export "${options?}"
+  fi
   "${command[@]}" "$@"
 }

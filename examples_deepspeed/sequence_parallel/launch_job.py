@@ -24,7 +24,7 @@ from usp_trainer.arguments import build_parser
 from usp_trainer.environment import variables
 from usp_trainer.validate_args import validate_flags
 
-from ds_usp import ConfigError, DataError, USPError
+from ds_usp import ConfigError, DataError, USPError, allocator_variables
 from ds_usp.planner import AUTO
 
 ENCODE = (
@@ -32,6 +32,9 @@ ENCODE = (
     "--output-prefix my --vocab-file VOCAB --merge-file MERGES --tokenizer-type GPT2BPETokenizer "
     "--append-eod --workers 8, then DATA_PATH=my_text_document"
 )
+
+# Flags that keep tensors in host memory.
+KEEPS_HOST_MEMORY = ("--usp-offload-ratio", "--usp-states-on-host")
 
 
 class Job:
@@ -240,7 +243,8 @@ class Job:
         return text + (f"\n\n# {self.config}\n{config}" if config else "")
 
     def exports(self) -> dict[str, str]:
-        """Variables for the training processes; those that are set already stay."""
+        """Variables for the training processes; those that are set already stay, and what is named
+        in the one of torch's allocators."""
         # FlashAttention-4 compiles kernels at the first step; a disk cache saves later starts that.
         variables = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
         if self.program.needs_one_queue() or "--sequence-parallel" in self.arguments:
@@ -248,7 +252,14 @@ class Job:
         if self.is_on_cpu:
             variables["OMP_NUM_THREADS"] = "1"
         kept = {name: value for name, value in variables.items() if name not in self.environment}
-        return kept | ({"DS_ACCELERATOR": "cpu"} if self.is_on_cpu else {})
+        if self.is_on_cpu:
+            return kept | {"DS_ACCELERATOR": "cpu"}
+        names = {argument.partition("=")[0] for argument in self.arguments}
+        if self.program.checkout and names.intersection(
+            KEEPS_HOST_MEMORY
+        ):  # the trainer does it itself
+            kept |= allocator_variables(self.environment, expandable_segments=True)
+        return kept
 
 
 def _count_slots(hostfile: str, num_gpus: str) -> int:

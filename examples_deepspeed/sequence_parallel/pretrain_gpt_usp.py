@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
 
     try:
         args.device = launch.select_device(args.device)
+        launch.set_allocator_options(args)
         # DeepSpeed is imported after its device is set, and before the ranks are forked.
         from usp_trainer.loop import pretrain
 

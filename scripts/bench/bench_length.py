@@ -37,8 +37,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
 import torch
 from bench_harness import Session, Table, append_row, common_flags, read_rows
 from length_longest import ALSTTrial, Trial, longest
@@ -274,7 +272,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run the part that the command line names."""
     args = parse()
-    select_device(args.device)
+    if select_device(args.device) == "cuda":  # for every case and row alike
+        os.environ.update(ds_usp.allocator_variables(os.environ, expandable_segments=True))
     prepare_deepspeed()
     args.out.mkdir(parents=True, exist_ok=True)
     session = Session.start(args.device, 600)

@@ -39,7 +39,7 @@ NAMES: dict[str, Doors] = {
         "group of this rank": "SequenceMesh",
         "a value that changes nothing until a call gets it; checked when it is made": "MaskSpec "
         "Degrees RankGrid Scores Projection",
-        "changes speed and memory, never the result": "Tuning",
+        "changes speed and memory, never the result": "Tuning allocator_variables",
         "counts, and changes nothing": "CommLedger",
         "settings of a program that shards the batch itself (zigzag)": "USPConfig",
         "is raised": "CheckpointError ConfigError DataError LayoutError MeshError PatchError "

@@ -55,6 +55,7 @@ PARAMETERS = {
     "Degrees": "sp ulysses ring tp pp world heads kv_heads ffn",
     "USPConfig": "sp_degree ulysses_degree layout order kernel",
     "USPConfig.from_args": "args",
+    "allocator_variables": "environment expandable_segments torch_header",
 }
 
 

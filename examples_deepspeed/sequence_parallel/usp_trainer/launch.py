@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_usp import ConfigError
+from ds_usp import ConfigError, allocator_variables
 from ds_usp.training import prepare_deepspeed
 from usp_trainer import environment
 from usp_trainer.failures import Failure, describe, exit_failure, report, summary
@@ -40,6 +40,15 @@ def select_device(device: str) -> str:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     return device
+
+
+def set_allocator_options(args: Namespace) -> None:
+    """Let torch pin host memory faster and use GPU memory in growing segments, if the flags keep
+    activations or optimizer states in host memory; must be called before the first use of a GPU.
+
+    A variable of the user's keeps what it names."""
+    if args.device == "cuda" and (args.usp_offload_ratio or args.usp_states_on_host):
+        os.environ.update(allocator_variables(os.environ, expandable_segments=True))
 
 
 def run_rank(main: Main, args: Namespace) -> int:

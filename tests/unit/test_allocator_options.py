@@ -1,0 +1,130 @@
+"""Options of torch's allocators: what is added to a user's, which variable torch reads, when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from pretrain_scripts import PROGRAMS, run_script, start
+
+from ds_usp import allocator_variables
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
+
+from usp_trainer import launch  # noqa: E402
+
+REGISTER, THREADS = "pinned_use_cuda_host_register", "pinned_num_register_threads"
+PIN = f"{REGISTER}:True,{THREADS}:8"
+GROW, STAY = "expandable_segments:True", "expandable_segments:False"
+# Names in the header of torch 2.6 to 2.9, and of 2.10 and later, which reads a second variable.
+OLD = f'{REGISTER}() {THREADS}() expandable_segments() get_env("PYTORCH_CUDA_ALLOC_CONF")'
+NEW = f'{OLD} get_env("PYTORCH_ALLOC_CONF")'
+CUDA, ANY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+ROUNDING = "roundup_power2_divisions:[256:1,512:2,>:4]"
+
+
+@pytest.mark.parametrize(
+    ("given", "header", "variable", "value"),
+    [
+        ({}, NEW, CUDA, f"{PIN},{GROW}"),
+        ({CUDA: ""}, NEW, CUDA, f"{PIN},{GROW}"),
+        ({CUDA: "max_split_size_mb:64"}, NEW, CUDA, f"max_split_size_mb:64,{PIN},{GROW}"),
+        ({CUDA: f" {ROUNDING}, "}, NEW, CUDA, f"{ROUNDING},{PIN},{GROW}"),
+        ({CUDA: STAY}, NEW, CUDA, f"{STAY},{PIN}"),
+        ({CUDA: f"{THREADS} : 4"}, NEW, CUDA, f"{THREADS} : 4,{REGISTER}:True,{GROW}"),
+        ({CUDA: "backend:cudaMallocAsync"}, NEW, CUDA, f"backend:cudaMallocAsync,{PIN}"),
+        ({ANY: "a:1"}, NEW, ANY, f"a:1,{PIN},{GROW}"),
+        ({ANY: "a:1"}, OLD, CUDA, f"{PIN},{GROW}"),
+        ({ANY: "a:1", CUDA: "b:2"}, NEW, CUDA, f"b:2,{PIN},{GROW}"),
+        ({}, OLD.replace(THREADS, "other"), CUDA, f"{REGISTER}:True,{GROW}"),
+    ],
+)
+def test_what_the_user_names_stays_and_what_torch_knows_is_added(
+    given: dict[str, str], header: str, variable: str, value: str
+) -> None:
+    before = dict(given)
+    added = allocator_variables(given, expandable_segments=True, torch_header=header)
+    assert added == {variable: value} and given == before
+    assert allocator_variables(given | added, expandable_segments=True, torch_header=header) == {}
+    without = value.removesuffix(f",{GROW}")
+    assert allocator_variables(given, torch_header=header) == {variable: without}
+
+
+def test_nothing_is_added_for_a_torch_that_does_not_say_what_it_knows() -> None:
+    assert allocator_variables({CUDA: "a:1"}, expandable_segments=True, torch_header="") == {}
+
+
+def test_the_installed_torch_reads_it_after_its_import() -> None:
+    code = (
+        "import os, torch, ds_usp; print(ds_usp.allocator_variables(os.environ)); "
+        "os.environ.update(ds_usp.allocator_variables(os.environ)); "
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    environment = {**os.environ, ANY: "max_split_size_mb:50", CUDA: "max_split_size_mb:64"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    options = f"max_split_size_mb:64,{PIN}"
+    assert done.stdout.splitlines() == [str({CUDA: options}), options]
+
+
+@pytest.mark.parametrize(
+    ("device", "ratio", "states", "is_set"),
+    [
+        ("cuda", 0.5, False, True),
+        ("cuda", "auto", False, True),
+        ("cuda", 0.0, True, True),
+        ("cuda", 0.0, False, False),
+        ("cpu", 0.5, True, False),
+    ],
+)
+def test_the_trainer_sets_them_for_host_memory_on_gpus(
+    device: str, ratio: float | str, states: bool, is_set: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ANY, raising=False)
+    monkeypatch.setenv(CUDA, "max_split_size_mb:64")
+    flags = {"device": device, "usp_offload_ratio": ratio, "usp_states_on_host": states}
+    launch.set_allocator_options(Namespace(**flags))
+    added = f",{PIN},{GROW}" if is_set else ""
+    assert os.environ[CUDA] == f"max_split_size_mb:64{added}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "device", "is_set"),
+    [
+        ("--usp-offload-ratio=0.5", "cuda", True),
+        ("--usp-states-on-host", "cuda", True),
+        ("--usp-states-on-host", "cpu", False),
+        ("--usp-mlp-chunks=2", "cuda", False),
+    ],
+)
+def test_a_script_sets_them_for_a_checkout(
+    argument: str, device: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / "data").with_suffix(suffix).write_text("tokens")
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr("os.execvpe", lambda *call: started.append(call) or 0)
+    settings = {"TOKENIZER_TYPE": "NullTokenizer", "VOCAB_SIZE": "64", "DEVICE": device}
+    settings |= {"OUTPUT_HOME": str(tmp_path), "DATA_PATH": str(tmp_path / "data")}
+    settings |= {"NUM_GPUS": "4", CUDA: "a:1", **PROGRAMS["megatron_deepspeed"]}
+    assert start("tiny", argument, **settings) == 0
+    ((_, _, variables),) = started
+    assert variables[CUDA] == (f"a:1,{PIN},{GROW}" if is_set else "a:1")
+
+
+@pytest.mark.parametrize(("ratio", "is_set"), [("0.5", True), ("0", False)])
+def test_a_script_sets_them_for_transformers(ratio: str, is_set: bool, tmp_path: Path) -> None:
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\necho "${{{CUDA}-}} ${{{ANY}-}}"\n')
+    torchrun.chmod(0o755)
+    script = ROOT / "examples_deepspeed" / "transformers_sft" / "sft_qwen3_1.7B_usp_32k_2gpu.sh"
+    settings = {"USP_OFFLOAD_RATIO": ratio, "PYTHONPATH": str(ROOT), ANY: "a:1, b:2"}
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = run_script(script, PATH=path, **settings)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == (f"a:1, b:2,{PIN}" if is_set else "a:1, b:2")
