@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 from peak_memory import peak_of
-from training_models import Model, batch_of, difference, forward, gradients, llama
+from training_models import Model, batch_of, difference, forward, gpt2, gradients, llama
 
 from ds_usp.errors import ConfigError, LayoutError
 
@@ -124,6 +125,26 @@ def test_gradients_are_those_without_options(
         options=OTHER_OPTIONS[options],
     ):
         assert error < 1e-5
+
+
+def rows_of_gpt2(ctx: RankContext, chunks: int) -> float:
+    """The difference of gradients to one process's, of a batch of two rows."""
+    from ds_usp.integrations.transformers import enable
+
+    model = gpt2()
+    forward(model, batch_of(23)).backward()
+    plain = gradients(model)
+    with enable(model, mesh_of(2), gradients="sum", mlp_chunks=chunks):
+        forward(model, batch_of(23)).backward()
+    summed = gradients(model)
+    for gradient in summed.values():
+        dist.all_reduce(gradient)
+    return difference(summed, plain)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_layers_that_take_views_are_given_contiguous_chunks(pool: WorkerPool, chunks: int) -> None:
+    assert max(pool.run(rows_of_gpt2, 2, chunks=chunks)) < 1e-5
 
 
 def peak_and_offload(ctx: RankContext, options: dict[str, Any]) -> tuple[int, float]:

@@ -51,6 +51,14 @@ def granite(**changes: Any) -> Model:
     return _tiny(GraniteForCausalLM, GraniteConfig, logits_scaling=3.0, **changes)
 
 
+def gpt2() -> Model:
+    """Whose linear layers take views of their input."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return _tiny(GPT2LMHeadModel, GPT2Config, **rates)
+
+
 def modernbert() -> Model:
     """Not causal, and a head with a bias."""
     from transformers import ModernBertConfig, ModernBertForMaskedLM

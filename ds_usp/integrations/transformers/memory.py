@@ -191,9 +191,13 @@ def _other_than_tokenwise(mlp: nn.Module) -> str:
 
 
 def _run_mlp(mlp: nn.Module, chunks: int, x: Tensor) -> Tensor:
-    """``mlp.forward(x)`` in chunks of tokens.
+    """``mlp.forward(x)`` in chunks of the tokens of all rows.
+
+    In one row, so that a chunk is contiguous: GPT-2's layers take views of what they are given.
 
     Shapes:
-        x ``[..., s_local, h]``, the result too.
+        x ``[b, s_local, h]``, the result too.
     """
-    return in_chunks(partial(type(mlp).forward, mlp), x, chunks, dim=x.ndim - 2)
+    tokens = x.reshape(1, -1, x.shape[-1])
+    out = in_chunks(partial(type(mlp).forward, mlp), tokens, chunks, dim=1)
+    return out.view(*x.shape[:-1], out.shape[-1])
