@@ -258,7 +258,7 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
         fixed = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
         settings = ("fused_activation", "fused_loss", *LENGTH_FLAGS)
         base = ParallelConfig(**{name: getattr(self, name) for name in settings})
-        result = search(cluster, work, self.gpus, self._framework(), budget, fixed, base)
+        result = search(cluster, work, self.gpus, self._framework(base), budget, fixed, base)
         plans = result.plans
         emitted = emit(self.emit, work, plans[0].config) if self.emit and plans else None
         if self.svg:
@@ -284,17 +284,17 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
             content["settings"] = [*settings_lines(*best)]
         return content
 
-    def _framework(self) -> FrameworkCaps:
+    def _framework(self, base: ParallelConfig) -> FrameworkCaps:
         """The framework whose rules hold: that of what is emitted, if something is."""
         if not self.emit:
-            return framework_caps(self.engine or "any")
+            return framework_caps(self.engine or "any").with_settings_of(base)
         name = FRAMEWORK_OF[self.emit]
         if self.engine not in (None, name):
             raise ConfigError(
                 f"--emit {self.emit} is what {name} can run, not --engine {self.engine}: leave "
                 "one out"
             )
-        return framework_caps(name)
+        return framework_caps(name).with_settings_of(base)
 
     def _draw(self, path: Path, result: SearchResult) -> None:
         """Write the ``--svg`` of the listed plans.

@@ -48,6 +48,8 @@ def degree_configs(
             refused[reason] += 1
         elif model.layers % pp:
             refused["layers do not divide into stages"] += 1
+        elif pp > 1 and framework.not_in_pipeline(work, base):
+            refused[framework.not_in_pipeline(work, base)] += 1
         elif work.global_batch % dp:
             refused["the global batch does not divide among dp"] += 1
         else:
@@ -79,9 +81,10 @@ def degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
     return combinations
 
 
-def fixed_text(fixed: Mapping[str, object]) -> str:
-    """The fixed axes, for a message."""
-    return ", ".join(f"{axis} {value}" for axis, value in fixed.items())
+def fixed_text(fixed: Mapping[str, object], base: ParallelConfig | None = None) -> str:
+    """The fixed axes, and the settings of ``base`` that trade time for length, for a message."""
+    words = [f"{axis} {value}" for axis, value in fixed.items()]
+    return ", ".join([*words, *(base.length_settings() if base else [])])
 
 
 def refusal_rule(work: Workload, config: ParallelConfig) -> str | None:

@@ -93,11 +93,7 @@ def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
     model = work.model
     _refuse_facts(model, "Megatron-DeepSpeed", missing=("qkv_bias", "qk_norm"))
     memory = _memory_flags(work, config)
-    if config.heads_in_chunks:
-        raise ConfigError(
-            "Megatron-DeepSpeed has no --usp-projection-overlap: emit a script for the trainer, or "
-            "plan with --projection-overlap off"
-        )
+    framework_caps("megatron-deepspeed").with_settings_of(config)
     flags = ["--tensor-model-parallel-size", str(config.tp)]
     flags += [
         "--ds-sequence-parallel-size",
@@ -203,10 +199,9 @@ def _megatron_lm(
         raise ConfigError(
             f"Megatron-LM's flags offload nothing, the plan has {config.offload_ratio:g}"
         )
-    _refuse_length_flags(framework, config)
-    for flag, used in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
-        if used:
-            raise ConfigError(f"Megatron-LM's flags have no {flag[2:]}: leave {flag} out")
+    framework_caps(framework).with_settings_of(config)
+    if work.documents:
+        raise ConfigError("Megatron-LM's flags have no documents: leave --documents out")
     flags = ["--tensor-model-parallel-size", str(config.tp)]
     flags += ["--sequence-parallel"] if config.tp > 1 and config.tp_sequence else []
     flags += ["--context-parallel-size", str(config.sp)]
@@ -227,19 +222,6 @@ def _megatron_lm(
     if not model.learned_positions:
         flags += ["--position-embedding-type", "rope", "--rotary-base", str(int(model.rope_theta))]
     return _joined([*flags, *_recompute_flags(config)])
-
-
-def _refuse_length_flags(framework: str, config: ParallelConfig) -> None:
-    """Refuse settings that trade time for length and have no flag in a framework."""
-    known = framework_caps(framework).length_flags
-    has = {"mlp_chunks": config.mlp_chunks > 1, "states_on_host": config.states_on_host}
-    has |= {"projection_overlap": config.heads_in_chunks}
-    has |= {"checkpoint_layers": config.checkpoint_layers > 1}
-    missing = [name.replace("_", "-") for name, used in has.items() if used and name not in known]
-    if missing:
-        raise ConfigError(
-            f"{framework}'s flags have no {', '.join(missing)}: search with --engine {framework}"
-        )
 
 
 def _recompute_flags(config: ParallelConfig) -> list[str]:

@@ -57,6 +57,7 @@ class FrameworkCaps:
         offloads: saved activations can go to host memory.
         offloads_chunks: in units of a chunk of layers, not of one layer alone.
         chunks_loss: it can compute the loss in chunks; ``chunks_loss_in_pipeline``: in one, too.
+        documents_in_pipeline: it keeps packed documents apart in a pipeline.
         length_flags: which of :data:`LENGTH_FLAGS` it has.
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
@@ -74,6 +75,7 @@ class FrameworkCaps:
     offloads_chunks: bool = False
     chunks_loss: bool = False
     chunks_loss_in_pipeline: bool = False
+    documents_in_pipeline: bool = True
     length_flags: tuple[str, ...] = ()
     tp_sequence: bool = True
     orders: tuple[str, ...] = ORDERS
@@ -84,6 +86,33 @@ class FrameworkCaps:
         """Whether a run with full logits could chunk its loss instead."""
         in_pipeline = config.pp == 1 or self.chunks_loss_in_pipeline
         return self.chunks_loss and in_pipeline and not config.fused_loss
+
+    def not_in_pipeline(self, work: Workload, config: ParallelConfig) -> str:
+        """Why a run cannot have a pipeline, as a rule without numbers; "" if it can."""
+        if config.fused_loss and self.chunks_loss and not self.chunks_loss_in_pipeline:
+            return f"{self.name} has no chunked loss in a pipeline"
+        if work.documents and not self.documents_in_pipeline:
+            return f"{self.name} has no packed documents in a pipeline"
+        return ""
+
+    def with_settings_of(self, config: ParallelConfig) -> FrameworkCaps:
+        """Itself, if it has the settings of a config that trade time for length, and its loss.
+
+        Raises:
+            ConfigError: which it lacks.
+        """
+        used = {
+            "mlp_chunks": config.mlp_chunks > 1,
+            "projection_overlap": config.heads_in_chunks,
+            "states_on_host": config.states_on_host,
+            "checkpoint_layers": config.checkpoint_layers > 1,
+        }
+        lacking = [flag for flag in used if used[flag] and flag not in self.length_flags]
+        lacking += ["fused_loss"] if config.fused_loss and not self.chunks_loss else []
+        if lacking:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in lacking)
+            raise ConfigError(f"{self.name} has no {names}: leave it out, or take another --engine")
+        return self
 
     def refusal(self, config: ParallelConfig, axis: str, value: object) -> str:
         """Why these degrees do not go with a value of another axis, as a short heading."""
@@ -107,6 +136,7 @@ _MEGATRON_DEEPSPEED = FrameworkCaps(
     interleaves=False,
     offloads=True,
     chunks_loss=True,
+    documents_in_pipeline=False,
     length_flags=tuple(flag for flag in LENGTH_FLAGS if flag != "projection_overlap"),
     tp_sequence=False,
     orders=ORDERS[:1],

@@ -264,7 +264,7 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
             f"tp {tp} x ulysses {config.ulysses} x ring {config.ring} x pp {pp} x dp {dp} = "
             f"{config.gpus} ranks, but there are {gpus} GPUs"
         )
-    yield from _memory_violations(work, config)
+    yield from memory_violations(work, config)
     if work.global_batch % (dp * config.micro_batch):
         yield (
             f"a global batch of {work.global_batch} does not divide among dp {dp} x micro batch "
@@ -285,17 +285,18 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
         yield f"ZeRO-{config.zero} does not go with a pipeline (pp={pp}); use ZeRO-1"
 
 
-def _memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
-    """A sentence for each rule of the settings that trade time for length."""
+def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
+    """A sentence for each rule of the settings that trade time for length, with its numbers behind
+    the last colon."""
     tokens = work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1))
     if config.mlp_chunks > tokens:
-        yield f"an MLP in {config.mlp_chunks} chunks: a rank has {tokens} tokens of a sequence"
+        yield f"an MLP in more chunks than tokens: {config.mlp_chunks}, a rank has {tokens}"
     if config.mlp_chunks > 1 and config.recompute == "attention-only":
         yield "no program has an MLP in chunks with recompute attention-only"
     if config.checkpoint_layers > 1 and config.recompute not in CHECKPOINTED:
         yield (
-            f"{config.checkpoint_layers} layers a checkpoint go with recompute "
-            f"{' or '.join(CHECKPOINTED)}, not with {config.recompute}"
+            f"several layers a checkpoint go with recompute {' or '.join(CHECKPOINTED)}, not with "
+            f"{config.recompute}: there are {config.checkpoint_layers}"
         )
     if config.heads_in_chunks:
         yield from projection_violations(config)

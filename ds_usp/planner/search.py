@@ -22,10 +22,10 @@ from ds_usp.planner.memory import (
 )
 from ds_usp.planner.parallel_config import (
     CHECKPOINTED,
-    PROJECTS_AGAIN,
     RECOMPUTE,
     ParallelConfig,
     Workload,
+    memory_violations,
 )
 from ds_usp.planner.search_result import GIB, Plan, SearchResult
 from ds_usp.planner.step_time import (
@@ -88,7 +88,7 @@ def search(
     if collector.unmet and not result.considered:
         why = ", ".join(rule for rule, _ in collector.unmet.most_common())
         raise ConfigError(
-            f"no configuration of {gpus} GPUs has {fixed_text(fixed)}: {why}; leave one out"
+            f"no configuration of {gpus} GPUs has {fixed_text(fixed, base)}: {why}; leave one out"
         )
     if not result.plans:
         degree_sets = collector.search_longer(degree_sets, fixed)
@@ -113,24 +113,25 @@ class _Collector:
         """Evaluate all settings of one set of degrees."""
         result, framework = self._result, self._framework
         known = framework.zero_in_pipeline if base.pp > 1 else framework.zero
+        if base.states_on_host and fixed.get("zero") != 0:
+            known = tuple(zero for zero in known if zero)
         stages = values_of(fixed, "zero", known[:1] if base.zero_ranks == 1 else known)
         both = min(base.ulysses, base.ring) > 1
         orders = values_of(fixed, "order", framework.orders if both else framework.orders[:1])
         recompute = values_of(fixed, "recompute", framework.recompute)
-        if base.mlp_chunks > 1:
-            recompute = [mode for mode in recompute if mode != "attention-only"]
-        if base.heads_in_chunks:
-            recompute = [mode for mode in recompute if mode in PROJECTS_AGAIN]
         batches = values_of(fixed, "micro_batch", divisors(result.work.global_batch // base.dp))
         if not (stages and orders and recompute and batches):
             axes = {"zero": stages, "order": orders, "recompute": recompute, "micro_batch": batches}
             axis = next(axis for axis, values in axes.items() if not values)
-            why = framework.refusal(base, axis, fixed[axis])
-            self.unmet[why] += 1
-            result.refused[why] += 1
+            self._refuse(framework.refusal(base, axis, fixed[axis]))
             return
         schedule = framework.schedule if base.pp > 1 else "1f1b"
         base = base.replace(schedule=schedule, zero=max(stages))
+        broken = {mode: self._broken_rule(base.replace(recompute=mode)) for mode in recompute}
+        recompute = [mode for mode, rule in broken.items() if not rule]
+        if not recompute:
+            self._refuse(next(iter(broken.values())))
+            return
         *on_gpu, optimizer = states_bytes(stage_elements(result.work, base, 0), base)
         states = sum(on_gpu) + (0.0 if base.states_on_host else optimizer)
         for micro_batch in batches:
@@ -144,6 +145,16 @@ class _Collector:
                 config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
                 for order in self._distinct_orders(config, orders):
                     self._zero_and_stages(config.replace(order=order), stages, chunks)
+
+    def _refuse(self, rule: str) -> None:
+        """Count a set of degrees that cannot have what is given."""
+        self.unmet[rule] += 1
+        self._result.refused[rule] += 1
+
+    def _broken_rule(self, config: ParallelConfig) -> str:
+        """The first rule of the settings that trade time for length that a config breaks, without
+        numbers; "" for none."""
+        return next(memory_violations(self._result.work, config), "").partition(":")[0]
 
     def _distinct_orders(self, config: ParallelConfig, orders: Sequence[str]) -> list[str]:
         """The orders, less those that take as long as the one before: they are the same plan."""

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -193,6 +194,71 @@ def test_every_cut_is_refused_or_looked_at() -> None:
         if dp == 1
     ]
     assert result.considered == 4 * sum(stages)  # kinds of recomputation
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"checkpoint_layers": 4},
+        {"projection_overlap": "recompute"},
+        {"states_on_host": True},
+        {"mlp_chunks": 1500},
+        {"fused_loss": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+@pytest.mark.parametrize("how", ["any", "trainer"])
+def test_given_settings_are_in_possible_plans_alone(how: str, settings: dict[str, Any]) -> None:
+    work, framework = Workload(load_model("llama3-8b"), 8192, 8), framework_caps(how)
+    result = search(
+        load_cluster("h200"),
+        work,
+        8,
+        framework.with_settings_of(ParallelConfig(**settings)),
+        base=ParallelConfig(**settings),
+    )
+    assert result.plans
+    for plan in (*result.plans, *result.best_with.values()):
+        assert infeasible_reason(work, plan.config, 8) is None
+        assert not (how == "trainer" and plan.config.fused_loss and plan.config.pp > 1)
+        assert {name: getattr(plan.config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "fixed", "says"),
+    [
+        (
+            {"checkpoint_layers": 2},
+            {"recompute": "none"},
+            "has recompute none, 2 layers a checkpoint: several layers a checkpoint go with",
+        ),
+        ({"projection_overlap": "recompute"}, {"tp": 8}, "tp 8, heads in chunks: projection over"),
+        ({"mlp_chunks": 9000}, {}, "has MLP in 9000 chunks: an MLP in more chunks than tokens"),
+    ],
+)
+def test_settings_that_no_config_has_are_named(
+    settings: dict[str, Any], fixed: dict[str, object], says: str
+) -> None:
+    work, base = Workload(load_model("llama3-8b"), 8192, 8), ParallelConfig(**settings)
+    with pytest.raises(ConfigError, match="no configuration of 8 GPUs has") as error:
+        search(load_cluster("h200"), work, 8, fixed=fixed, base=base)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("megatron-core", {"mlp_chunks": 2}),
+        ("megatron-lm", {"states_on_host": True}),
+        ("megatron-lm", {"fused_loss": True}),
+        ("megatron-deepspeed", {"projection_overlap": "recompute"}),
+    ],
+)
+def test_settings_that_a_framework_lacks_are_named(how: str, settings: dict[str, Any]) -> None:
+    (flag,) = settings
+    with pytest.raises(ConfigError, match=f"{how} has no --{flag.replace('_', '-')}: leave"):
+        framework_caps(how).with_settings_of(ParallelConfig(**settings))
+    assert framework_caps("any").with_settings_of(ParallelConfig(**settings))
 
 
 def test_help_is_true() -> None:
