@@ -17,10 +17,11 @@ train    all memory settings, a window of 4096 tokens, two steps; the planner's 
 layer    one layer, forward and backward, attention to all tokens; its rate beside that of the
          kernel alone on one GPU.
 flags    losses of 12 steps with all settings, with none, and with none on another mesh, whose
-         difference is bf16's; then settings one on top of the other, and each alone.
+         difference is bf16's; then settings one on top of the other, and each alone. --only NAME...
+         measures some of these runs, by the names of their rows; the table has those of DIR.
 longest  the longest sequence that trains a step, of the trainer or of ALST (UlyssesSPAttentionHF,
          tiled MLP, tiled loss, activation checkpoints on the CPU, ZeRO-3), both with the window
-         and with the optimizer's states on the GPU.
+         and with the optimizer's states on the GPU. --first TOKENS begins near the expected length.
 
 Rows are JSON lines in DIR/length.jsonl, each written at once. ``--smoke --device cpu`` shows that
 it runs.
@@ -169,26 +170,35 @@ def _kernel_rate(session: Session, args: argparse.Namespace) -> float:
 
 def flags(session: Session, args: argparse.Namespace) -> None:
     """Losses with all settings, with none and on another mesh; then time and peak of each."""
+    runs = {run.name: run for run in compared_runs(args, session.world)}
+    unknown = [name for name in args.only if name not in runs]
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]!r}: there is no such run, but {'; '.join(runs)}")
+    for name, run in runs.items():
+        if not args.only or name in args.only:
+            _tried(session, args, run)
+    if session.rank == 0:
+        session.print0("\n".join(table(runs_of(read_rows(args.out / "length.jsonl")))))
+
+
+def compared_runs(args: argparse.Namespace, world: int) -> list[Run]:
+    """The runs of ``flags``: those whose losses are compared, settings one on top of the other, and
+    each alone."""
     everything = tuple(SETTINGS)
-    compared = {"none": (), "all": everything}
-    for name, settings in compared.items():
-        text = f"{settings_text(args, *settings)} {args.more if settings else ''}"
-        run = new_run(args, name, settings=text, steps=args.compare_steps, samples=4)
-        _tried(session, args, run)
-    if session.world > 1:
-        other = session.world if args.ulysses < session.world else 1
-        run = new_run(args, "none, other mesh", steps=args.compare_steps, samples=4)
-        _tried(session, args, replace(run, ulysses=other))
-    on_top = [everything[: count + 1] for count in range(len(everything) - 1)]
-    for names in on_top:
-        run = new_run(args, f"+ {names[-1]}", settings=settings_text(args, *names))
-        _tried(session, args, run)
+    text = f"{settings_text(args, *everything)} {args.more}"
+    none = new_run(args, "none", steps=args.compare_steps, samples=4)
+    runs = [none, replace(none, name="all", settings=text)]
+    if world > 1:
+        other = world if args.ulysses < world else 1
+        runs.append(replace(none, name="none, other mesh", ulysses=other))
+    for count in range(1, len(everything)):
+        names = everything[:count]
+        runs.append(new_run(args, f"+ {names[-1]}", settings=settings_text(args, *names)))
     for name in everything[1:]:
         names = ("recompute full", name) if name in _NEEDS_CHECKPOINTS else (name,)
         title = f"only {' and '.join(names)}"
-        _tried(session, args, new_run(args, title, settings=settings_text(args, *names)))
-    if session.rank == 0:
-        session.print0("\n".join(table(runs_of(read_rows(args.out / "length.jsonl")))))
+        runs.append(new_run(args, title, settings=settings_text(args, *names)))
+    return runs
 
 
 def _tried(session: Session, args: argparse.Namespace, run: Run) -> None:
@@ -256,6 +266,8 @@ def parse() -> argparse.Namespace:
     add("--seconds", type=float, default=480.0, help="after which no further run begins")
     add("--case", choices=("ds_usp", "ALST"), default="ds_usp", help="of longest")
     add("--trials", type=int, default=6, help="of longest")
+    add("--first", type=int, help="tokens of the first trial of longest (default: --tokens)")
+    add("--only", nargs="+", default=[], metavar="NAME", help="the runs of flags to measure")
     args = parser.parse_args()
     defaults = OTHERS | FULL[args.part] | (SMOKE if args.smoke else {})
     for name, value in defaults.items():
@@ -265,6 +277,7 @@ def parse() -> argparse.Namespace:
         args.layers = 1
     if args.smoke and args.window:
         args.window = 64
+    args.first = args.first or args.tokens
     args.out = args.out or Path("bench_length")
     return args
 

@@ -28,7 +28,7 @@ def longest(session: Session, args: argparse.Namespace, trial: Trial, begin: flo
         collect_memory()
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
         capacity = -session.all_reduced([-float(free)], dist.ReduceOp.MAX)[0]
-    search = Search(capacity, args.tokens, args.unit)
+    search = Search(capacity, args.first, args.unit)
     for _ in range(args.trials):
         tokens = search.next()
         spent = session.all_reduced([time.monotonic() - begin], dist.ReduceOp.MAX)[0]

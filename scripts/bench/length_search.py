@@ -14,7 +14,8 @@ class Search:
 
     Args:
         capacity: bytes that a rank can use.
-        first: tokens to begin with; the second trial has twice as many.
+        first: tokens to begin with; the second trial has twice as many, or less where one length
+            shows that more may not fit.
         unit: lengths are multiples of it.
     """
 
@@ -31,9 +32,12 @@ class Search:
 
     def next(self) -> int | None:
         """The next length; None: the longest is known."""
-        if len(self.peaks) < 2 and self.failed is None:
-            return self.first << len(self.peaks)
         best = self.longest
+        if self.failed is None and not self.peaks:
+            return self.first
+        if self.failed is None and len(self.peaks) == 1:  # a part of the peak does not grow
+            fits = best * self.capacity / max(self.peaks[best], 1.0)
+            return self._rounded(min(2 * best, max(fits * 0.98, best * _CLOSE)))
         if self.failed is not None:
             if self.failed - best <= self.unit or self.failed <= best * _CLOSE:
                 return None

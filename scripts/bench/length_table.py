@@ -51,13 +51,14 @@ def table(runs: Mapping[str, Steps]) -> list[str]:
                 lines.append(f"| {name} | {count} | {' | '.join(parts)} |")
     lines += ["", "| setting | s a step | of none | peak GiB | host GiB a GPU | planner GiB |"]
     lines.append("|---|---|---|---|---|---|")
-    base = _seconds(runs[NONE]) if NONE in runs else float("nan")
+    base = _seconds(runs[NONE]) if NONE in runs else None
     for name, steps in runs.items():
         seconds, last = _seconds(steps), steps[1:] or steps
         peak, host = (max(row[key] for row in last) for key in ("peak_gib", "pinned_gib"))
         host += max(row["states_gib"] for row in last)
+        ratio = f"{seconds / base:.2f}" if base else ""
         lines.append(
-            f"| {name} | {seconds:.2f} | {seconds / base:.2f} | {peak:.1f} | {host:.1f} | "
+            f"| {name} | {seconds:.2f} | {ratio} | {peak:.1f} | {host:.1f} | "
             f"{last[-1]['predicted_gib']:.1f} |"
         )
     return lines

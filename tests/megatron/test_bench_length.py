@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -72,3 +73,38 @@ def test_all_settings_train_as_none_and_leave_nothing(tmp_path: Path) -> None:
     forward = [f"forward {n + 1}" for n in range(LAYERS)]
     backward = [f"backward {n}" for n in range(LAYERS, 0, -1)]
     assert [row["place"] for row in moments] == STEPS * [*forward, *backward, "end"]
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ("", "none, all, none, other mesh, + recompute full, + loss in chunks, + MLP in chunks"),
+        ("none;+ offload", "none, + offload"),
+        ("only states on the host", "only states on the host"),
+    ],
+)
+def test_flags_measures_the_named_runs(
+    only: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = flags_without_training(tmp_path, monkeypatch, only)
+    assert ", ".join(measured).startswith(names) and bool(only) == (len(measured) < 3)
+
+
+def test_flags_refuses_a_name_that_no_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=r"--only 'offload': .* but none; all; .*\+ offload"):
+        flags_without_training(tmp_path, monkeypatch, "offload")
+
+
+def flags_without_training(folder: Path, monkeypatch: pytest.MonkeyPatch, only: str) -> list[str]:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import bench_length
+
+    measured: list[str] = []
+    monkeypatch.setattr(bench_length, "_tried", lambda _, args, run: measured.append(run.name))
+    line = ["flags", "--smoke", "--device", "cpu", "--out", str(folder)]
+    line += ["--only", *only.split(";")] if only else []
+    monkeypatch.setattr(sys, "argv", ["bench_length.py", *line])
+    bench_length.flags(SimpleNamespace(rank=0, world=2, print0=print), bench_length.parse())
+    return measured

@@ -66,3 +66,17 @@ def test_the_table_has_the_largest_difference_and_the_median_of_later_steps() ->
     assert "| all | 3 | 2.5e-01 | 0.0e+00 |" in lines
     assert "| none | 2.00 | 1.00 | 3.0 | 0.8 | 2.5 |" in lines
     assert "| all | 3.00 | 1.50 | 3.0 | 0.8 | 2.5 |" in lines
+
+
+@pytest.mark.parametrize(("capacity", "second"), [(8 * 1024, 1280), (100 * 1024, 2048)])
+def test_the_second_length_fits_by_the_first(capacity: int, second: int) -> None:
+    search = Search(capacity, first=1024, unit=256)
+    assert search.next() == 1024
+    search.peaks[1024] = 6 * 1024
+    assert search.next() == second
+
+
+def test_a_table_without_the_plain_run_has_no_ratio() -> None:
+    sizes = {"peak_gib": 3.0, "pinned_gib": 0.5, "states_gib": 0.25, "predicted_gib": 2.5}
+    row = {"part": "flags", "name": "all", "step": 1, "loss": 4.0, "seconds": 3.0, **sizes}
+    assert table(runs_of([row]))[-1] == "| all | 3.00 |  | 3.0 | 0.8 | 2.5 |"
