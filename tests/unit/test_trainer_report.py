@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ds_usp import ConfigError
 
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import progress, quickstart, stop_rule, trackers  # noqa: E402
+from usp_trainer import first_step, progress, quickstart, stop_rule, trackers  # noqa: E402
 from usp_trainer.arguments import parse  # noqa: E402
 from usp_trainer.validate_args import model_parallel_size, validate_and_derive  # noqa: E402
 
@@ -190,3 +192,69 @@ def test_a_run_stops_by_steps_and_by_minutes(monkeypatch: pytest.MonkeyPatch) ->
         None,
         "--exit-interval 3",
     ]
+
+
+class Waits(torch.autograd.Function):
+    """Its forward and backward pass go on until a line is printed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wait: Any) -> torch.Tensor:
+        ctx.wait = wait
+        wait()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.wait()
+        return grads[0] * 2, None
+
+
+class WaitingLayer(torch.nn.Module):
+    def __init__(self, wait: Any) -> None:
+        super().__init__()
+        self.wait = wait
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Waits.apply(x, self.wait)
+
+
+def test_a_long_first_step_says_where_it_is() -> None:
+    lines: list[str] = []
+    printed = threading.Semaphore(0)
+
+    def wait() -> None:
+        while printed.acquire(blocking=False):
+            pass
+        assert printed.acquire(timeout=30) and printed.acquire(timeout=30)
+
+    def print_line(line: str) -> None:
+        lines.append(line)
+        printed.release()
+
+    layers = [WaitingLayer(wait), WaitingLayer(wait)]
+    with first_step.progress_lines([(3, layers[0]), (4, layers[1])], 8, print_line, 0.01):
+        x = torch.ones(2, requires_grad=True)
+        layers[1](layers[0](x)).sum().backward()
+    texts = [line.partition(" s: ")[2] for line in lines]
+    note = "; a first step compiles kernels and may pin host memory"
+    assert texts[0].endswith(note) and not any(text.endswith(note) for text in texts[1:])
+    places = [text.removesuffix(note) for text in texts]
+    order = [("forward", 3), ("forward", 4), ("backward", 4), ("backward", 3)]
+    expected = [f"{direction} pass of layer {number} of 8" for direction, number in order]
+    seen = [place for place in dict.fromkeys(places) if place != "before the first layer"]
+    assert seen == expected
+    assert x.grad is not None and x.grad.tolist() == [4.0, 4.0]
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+
+
+def test_a_short_first_step_prints_nothing() -> None:
+    layer, lines, threads = torch.nn.Linear(2, 2), [], threading.active_count()
+    with first_step.progress_lines([(1, layer)], 1, lines.append, 60.0):
+        layer(torch.ones(1, 2)).sum().backward()
+    assert not lines
+    with (
+        pytest.raises(ConfigError),
+        first_step.progress_lines([(1, layer)], 1, lines.append, 60.0),
+    ):
+        raise ConfigError("a step that fails")
+    assert not layer._forward_hooks and threading.active_count() == threads

@@ -6,6 +6,7 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,13 @@ from ds_usp.profiling import exposed
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 from megatron_patches.megatron_core.groups import initialize_groups
-from usp_trainer import checkpoint, progress, tp_tokens, transformer_impl
+from usp_trainer import checkpoint, first_step, progress, tp_tokens, transformer_impl
 from usp_trainer.auto_args import resolve_auto_args
 from usp_trainer.checkpoint import Progress
 from usp_trainer.data import TokenData
 from usp_trainer.engine import Trainer, learning_rate
 from usp_trainer.launch import broadcast_from_rank0
-from usp_trainer.model import build_model, padded_vocab_size
+from usp_trainer.model import Layer, build_model, padded_vocab_size
 from usp_trainer.nonfinite import check_weights, not_finite_error
 from usp_trainer.run_folder import RunFolders
 from usp_trainer.stop_rule import StopRule
@@ -154,9 +155,12 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
     args, reporter, reason = loop.args, None, None
     if dist.get_rank() == 0:
         reporter = _build_reporter(loop, explanation)
+    watch = _watch_first_step(loop, reporter)
     while loop.progress.step < args.train_iters and not reason:
         is_reported = loop.progress.step + 1 == args.usp_report_communication
-        row = loop.reported_step() if is_reported else loop.step()
+        with watch:
+            row = loop.reported_step() if is_reported else loop.step()
+        watch = nullcontext()
         reason = stop_rule.reason(row["step"])
         last = row["step"] == args.train_iters or reason is not None
         if _is_due(row["step"], args.eval_interval):
@@ -193,6 +197,17 @@ def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.
                 f"--train-iters above {step}"
             )
     return reporter
+
+
+def _watch_first_step(
+    loop: TrainingLoop, reporter: progress.ProgressReporter | None
+) -> AbstractContextManager[None]:
+    """Prints where the first step is, on rank 0."""
+    if reporter is None or loop.args.quiet:
+        return nullcontext()
+    modules = loop.trainer.engine.module.modules()
+    layers = [(layer.number, layer) for layer in modules if isinstance(layer, Layer)]
+    return first_step.progress_lines(layers, loop.args.num_layers, reporter.print_above)
 
 
 def _print_nothing(line: str) -> None:
