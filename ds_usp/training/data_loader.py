@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -133,14 +134,14 @@ class SequenceParallelDataLoader:
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         """One pass over the loader, as sharded batches; collective."""
-        batches = iter(self._loader) if self.mesh.rank == 0 and self._loader is not None else None
+        batches = _batches(self._loader) if self.mesh.rank == 0 else None
         while True:
             local = self._read(batches)
             statuses = self._gather_statuses(local)
             if statuses is None:
                 return
             loss_tokens = sum(status.loss_tokens for status in statuses)
-            yield self._shard(self._broadcast(local.batch), loss_tokens)
+            yield self._shard(self._broadcast(local.batch, local.header), loss_tokens)
 
     def _layout_of(self, batch: FullBatch) -> TokenLayout:
         """The batch's token layout; ``balanced`` depends on its documents, one if it has none."""
@@ -155,16 +156,15 @@ class SequenceParallelDataLoader:
             return _LocalRead(_Status(_NO_LOADER))
         try:
             entries = next(batches)
-        except StopIteration:
-            return _LocalRead(_Status(_END))
-        except Exception as error:  # a data set may raise anything
-            return _LocalRead(_failed(error), error=error)
-        try:
             batch = full_batch(entries, self._whole)
             self._layout_of(batch)
-        except ValueError as error:
+            header = _header(batch)
+            status = _Status(_BATCH, batch.loss_tokens, batch.digest())
+        except StopIteration:
+            return _LocalRead(_Status(_END))
+        except Exception as error:  # any: the other ranks would wait for this one
             return _LocalRead(_failed(error), error=error)
-        return _LocalRead(_Status(_BATCH, batch.loss_tokens, batch.digest()), batch)
+        return _LocalRead(status, batch, header)
 
     def _gather_statuses(self, local: _LocalRead) -> list[_Status] | None:
         """Statuses of all ranks' reads; None where a loader has ended.
@@ -205,18 +205,15 @@ class SequenceParallelDataLoader:
     def _notice(self, text: str) -> None:
         warn_once(text, rank=0 if self._group is None else dist.get_rank(self._group))
 
-    def _broadcast(self, batch: FullBatch | None) -> FullBatch:
-        """Broadcast the batch that rank 0 of the mesh has read."""
+    def _broadcast(self, batch: FullBatch | None, header: bytes) -> FullBatch:
+        """Broadcast the batch that rank 0 of the mesh has read, and its header."""
         group = self.mesh.sp_group
         if group is None or dist.get_world_size(group) == 1:
             return cast(FullBatch, batch)
         source = dist.get_global_rank(group, 0)
-        header: list[Any] = [None]
-        if batch is not None:
-            shapes = {name: (x.shape, x.dtype) for name, x in batch.sharded.items()}
-            header = [(shapes, batch.whole, batch.documents)]
-        dist.broadcast_object_list(header, source, group, self._transport)
-        shapes, whole, documents = header[0]
+        headers = [header]
+        dist.broadcast_object_list(headers, source, group, self._transport)
+        shapes, whole, documents = pickle.loads(headers[0])
         sharded: dict[str, Tensor] = {}
         for name, (shape, dtype) in shapes.items():
             if batch is None:
@@ -274,7 +271,29 @@ class _LocalRead(NamedTuple):
 
     status: _Status
     batch: FullBatch | None = None
+    header: bytes = b""
     error: Exception | None = None
+
+
+def _batches(loader: Iterable[Mapping[str, Any]] | None) -> Iterator[Mapping[str, Any]]:
+    """One pass over a loader, which is first asked for an iterator where its first batch is."""
+    yield from cast(Iterable[Mapping[str, Any]], loader)
+
+
+def _header(batch: FullBatch) -> bytes:
+    """What a batch holds besides its sharded tensors, and their shapes, pickled.
+
+    Raises:
+        DataError: an entry that cannot be pickled.
+    """
+    shapes = {name: (x.shape, x.dtype) for name, x in batch.sharded.items()}
+    try:
+        return pickle.dumps((shapes, batch.whole, batch.documents))
+    except Exception as error:  # pickle's errors have no common class
+        raise DataError(
+            f"one of the batch's entries {sorted(batch.whole)} cannot be sent to the other ranks "
+            f"({error}): leave it out of the batch"
+        ) from error
 
 
 def _failed(error: Exception) -> _Status:

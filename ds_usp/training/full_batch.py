@@ -82,13 +82,19 @@ def full_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> FullBatch
     if tokens.is_floating_point():
         raise DataError(f"{TOKENS} are {tokens.dtype}, expected whole numbers")
     for name in (LABELS, SHIFTED, POSITIONS, PADDING):
-        if entries.get(name) is None:
+        value = entries.get(name)
+        if value is None:
             entries.pop(name, None)
-        elif tuple(entries[name].shape) != tuple(tokens.shape):
+        elif not isinstance(value, Tensor):
+            raise DataError(f"{name} is a {type(value).__name__}: give a tensor, as {TOKENS} is")
+        elif value.shape != tokens.shape:
+            hint = (
+                ". Masks of pairs of tokens are not sharded: give attention a MaskSpec, and "
+                "documents by position_ids or cu_seqlens"
+            )
             raise DataError(
-                f"{name} is {list(entries[name].shape)}, {TOKENS} are {list(tokens.shape)}: both "
-                "must be [batch, sequence]. Masks of pairs of tokens are not sharded: give "
-                "a MaskSpec, and documents by position_ids or cu_seqlens"
+                f"{name} is {list(value.shape)}, {TOKENS} are {list(tokens.shape)}: both "
+                f"must be [batch, sequence]{hint if name == PADDING else ''}"
             )
     num_real_tokens = _count_real_tokens(entries.pop(PADDING, None), tokens)
     documents = _documents(entries, num_real_tokens, tokens)

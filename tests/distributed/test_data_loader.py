@@ -115,20 +115,40 @@ def test_replicas_that_read_the_same_are_told(pool: WorkerPool) -> None:
 def broken(ctx: RankContext, *, case: str) -> Any:
     mesh = mesh_of(2, 1)
 
+    tokens = torch.ones(2, 8, dtype=torch.int64)
+    bad = {
+        "length": {"input_ids": tokens[:, :1]},  # fewer tokens than ranks
+        "list": {"input_ids": tokens, "labels": tokens.tolist()},
+        "cu_seqlens": {"input_ids": tokens, "cu_seqlens": [object()]},
+        "pickling": {"input_ids": tokens, "collate": lambda: None},
+    }
+
     def loader() -> Any:
         yield samples(ctx.rank, 1)[0]
         if ctx.rank == 2:
             if case == "reading":
                 raise OSError("no such file")
-            yield {"input_ids": torch.ones(2, 1, dtype=torch.int64)}  # fewer tokens than ranks
+            yield bad[case]
         yield samples(ctx.rank, 1)[0]
 
-    return sum(1 for _ in SequenceParallelDataLoader(loader(), mesh))
+    class NoWorkers:
+        def __iter__(self) -> Any:
+            raise OSError("no worker processes")
+
+    full = NoWorkers() if case == "start" and ctx.rank == 2 else loader()
+    return sum(1 for _ in SequenceParallelDataLoader(full, mesh))
 
 
 @pytest.mark.parametrize(
     ("case", "own", "message"),
-    [("reading", OSError, "no such file"), ("length", LayoutError, "leave a rank")],
+    [
+        ("reading", OSError, "no such file"),
+        ("start", OSError, "no worker processes"),
+        ("length", LayoutError, "leave a rank"),
+        ("list", DataError, "labels is a list: give a tensor"),
+        ("cu_seqlens", Exception, "object"),
+        ("pickling", DataError, "entries ['collate'] cannot be sent to the other ranks"),
+    ],
 )
 def test_an_error_of_one_replica_is_raised_on_every_rank(
     case: str, own: type, message: str, pool: WorkerPool
