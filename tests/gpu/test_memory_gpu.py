@@ -5,6 +5,9 @@ pytest tests/gpu/test_memory_gpu.py
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -96,3 +99,20 @@ def test_policies_agree() -> None:
         for g, w in zip(Model(recompute, 0.3).gradients(), want, strict=True):
             error = (g - w).float().norm() / w.float().norm().clamp(min=1e-12)
             assert float(error) < 1e-2, recompute
+
+
+def test_options_that_are_set_after_the_import_of_torch_are_read() -> None:
+    code = """
+import os, torch, ds_usp
+assert torch.cuda.is_available()
+os.environ.update(ds_usp.allocator_variables(os.environ, expandable_segments=True))
+host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+x = torch.arange(1 << 26, device="cuda").to(torch.uint8)
+host.copy_(x)
+assert host.is_pinned() and torch.equal(host.cuda(), x)
+print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+"""
+    command = [sys.executable, "-c", code]
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["True"]), done.stderr
