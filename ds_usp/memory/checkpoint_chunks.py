@@ -1,11 +1,11 @@
 """Activation checkpoints of token-wise functions, one chunk of tokens at a time.
 
-torch's checkpoints do the work, so that the parameters of all chunks stay inputs of one graph:
-autograd sums a parameter's gradients of the chunks before the parameter gets them, and hooks of
-DDP, ZeRO and FSDP see one gradient in each backward pass. Only the chunks' borders are functions of
-this module: each chunk's result is written into the output as soon as it is known, and each chunk's
-gradient into that of the input. ``torch.split`` and ``torch.cat`` would hold two more tensors of
-all tokens, one in each direction.
+torch's checkpoints do the work, so that the parameters of all chunks stay inputs of one graph: a
+parameter's gradients of the chunks are summed before the parameter gets them
+(:mod:`ds_usp.memory.chunk_gradients`), and hooks of DDP, ZeRO and FSDP see one gradient in each
+backward pass. Only the chunks' borders are functions of this module: each chunk's result is written
+into the output as soon as it is known, and each chunk's gradient into that of the input.
+``torch.split`` and ``torch.cat`` would hold two more tensors of all tokens, one in each direction.
 
 Source: DeepSpeed's ALST (Bekman et al., 2506.13996), section 3.1.1, whose tiled MLP runs its own
 backward passes and so needs to tell ZeRO which of its gradients is the last.
@@ -17,24 +17,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_usp.errors import ConfigError
+from ds_usp.memory.chunk_gradients import sum_in_fp32
 
 
-def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, chunks: int, dim: int = 0) -> Tensor:
+def in_chunks(
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    chunks: int,
+    dim: int = 0,
+    module: nn.Module | None = None,
+) -> Tensor:
     """``run(x)`` in chunks along ``dim``, each checkpointed: an MLP whose intermediate tensors
     never exist for all tokens.
 
     Backward keeps ``x`` and no other tensor of all tokens, and runs the function once more for
     each chunk. The gradient of ``x`` is that of ``run(x)``; those of parameters are sums over
-    chunks, in the parameters' dtype.
+    chunks, in fp32 for the parameters of a module, else (and under ``torch.compile``) in the
+    parameters' dtype.
 
     Args:
         run: computes every index along ``dim`` independently, as an MLP does tokens; its result
             has as many, and may differ in the other sizes.
         chunks: how many, of sizes that differ by at most 1.
+        module: whose parameters ``run`` uses. None: the module that ``run`` is, is a method of or
+            has as the first argument of a ``functools.partial``, if it does.
 
     Raises:
         ConfigError: fewer than 1, or more than ``x`` has indices along ``dim``; or ``run`` returns
@@ -50,7 +60,7 @@ def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, chunks: int, dim: int 
     if torch.compiler.is_compiling():  # a compiler has no use for the order of writes
         split = torch.tensor_split(x, chunks, dim)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in split], dim)
-    size, output = x.shape[dim], x
+    size, output, run = x.shape[dim], x, sum_in_fp32(run, module)
     for index in range(chunks):
         start, stop = index * size // chunks, (index + 1) * size // chunks
         x, part = TakeChunk.apply(x, dim, start, stop)

@@ -159,7 +159,7 @@ def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> An
     recomputed before the second GEMM."""
     state = get_state()
     if state.mlp_chunks:
-        return _run_in_chunks(partial(original, mlp), hidden_states, state.mlp_chunks)
+        return _run_in_chunks(mlp, partial(original, mlp), hidden_states, state.mlp_chunks)
     if state.memory.recompute != "gemm-last":
         return original(mlp, hidden_states)
     projected, bias = mlp.dense_h_to_4h(hidden_states)
@@ -167,7 +167,7 @@ def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> An
 
 
 def _run_in_chunks(
-    run: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, chunks: int
+    mlp: Any, run: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, chunks: int
 ) -> tuple[Tensor, Tensor | None]:
     """``run(hidden)`` in chunks of tokens; the bias, which the layer adds, is that of all chunks.
 
@@ -181,7 +181,7 @@ def _run_in_chunks(
         biases[:] = [bias]
         return output
 
-    output = in_chunks(run_chunk, hidden, chunks)
+    output = in_chunks(run_chunk, hidden, chunks, module=mlp)
     return output, biases[0]
 
 

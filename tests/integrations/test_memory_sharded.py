@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from cases import mesh_of
 from harness import RankContext, WorkerPool
 from torch.distributed.tensor import DTensor
 from training_models import Model, batch_of, granite, llama
+
+from ds_usp.memory import chunk_gradients
 
 RATE = 256.0
 WRAPPERS = ("ZeRO-3", "FSDP2", "FSDP2, head by itself")
@@ -85,10 +88,13 @@ def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: boo
     if reentrant:
         model.gradient_checkpointing_enable({"use_reentrant": True})
     enable(model, mesh_of(2), **OPTIONS[options])
-    if wrapper == "ZeRO-3":
-        deepspeed_step(model)
-    else:
-        fsdp_step(model, "head" in wrapper)
+    # Gradients of chunks are summed as those of bf16 parameters are, but in fp32 to the digit.
+    as_of_bf16 = (torch.float32,) if options == "mlp" else chunk_gradients.LOW_PRECISION
+    with mock.patch.object(chunk_gradients, "LOW_PRECISION", as_of_bf16):
+        if wrapper == "ZeRO-3":
+            deepspeed_step(model)
+        else:
+            fsdp_step(model, "head" in wrapper)
     got = {name: p.whole - before[name] for name, p in model.named_parameters()}
     return max(float((got[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted)
 

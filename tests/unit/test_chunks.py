@@ -114,3 +114,67 @@ def test_functions_and_numbers_that_are_no_chunks_are_refused() -> None:
         in_chunks(lambda part: part.mean(1, keepdim=True), x, 2, dim=1)
     with pytest.raises(RuntimeError, match="being modified inplace"):
         in_chunks(lambda part: part.mul_(2), x.requires_grad_().clone(), 2, dim=1)
+
+
+def low_precision(chunks: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Gradients of a module's parameters at the same point in both precisions; its second linear
+    layer's weight is that of the first one too."""
+    mlp = mlp_of(64, 64).bfloat16().to(dtype)
+    mlp[3].weight = mlp[1].weight
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(4096, 64, generator=generator).bfloat16().to(dtype) for _ in range(2))
+    in_chunks(mlp, x, chunks).backward(grad + 0.5)
+    return [p.grad.double() for p in mlp.parameters()]
+
+
+@pytest.mark.parametrize("chunks", [2, 32, 1024])
+def test_gradients_of_bf16_parameters_are_as_good_as_of_all_tokens_at_once(chunks: int) -> None:
+    exact = low_precision(1, torch.float64)
+    for whole, actual, wanted in zip(low_precision(1), low_precision(chunks), exact, strict=True):
+        error = oracle.relative_error(actual, wanted)
+        assert error < 1.5 * max(oracle.relative_error(whole, wanted), 2**-9)
+
+
+def test_a_closure_names_the_module_whose_gradients_are_summed_in_fp32() -> None:
+    mlp, x = mlp_of().bfloat16(), torch.randn(64, H).bfloat16()
+
+    def total(module: nn.Module | None) -> list[Tensor]:
+        mlp.zero_grad()
+        in_chunks(lambda part: mlp(part), x, 64, module=module).sum().backward()
+        return [p.grad for p in mlp.parameters()]
+
+    unnamed, named = total(None), total(mlp)
+    assert not all(map(torch.equal, unnamed, named))
+    mlp.zero_grad()
+    in_chunks(mlp, x, 64).sum().backward()
+    assert all(map(torch.equal, named, [p.grad for p in mlp.parameters()]))
+
+
+def test_parameters_stay_the_modules_own_and_a_failed_backward_pass_leaves_nothing() -> None:
+    mlp, x = mlp_of().bfloat16(), torch.randn(32, H).bfloat16().requires_grad_()
+    mlp[3].weight.requires_grad_(False)
+    before = dict(mlp.named_parameters())
+
+    def gradients_of(loss: Tensor) -> list[Tensor]:
+        used = [p for p in mlp.parameters() if p.requires_grad]
+        return list(torch.autograd.grad(loss, used, retain_graph=True))
+
+    loss = in_chunks(mlp, x, 4).float().square().sum()
+    first = gradients_of(loss)
+    calls = []
+
+    def fail(_: Tensor) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("in the middle")
+
+    hook = mlp[3].bias.register_hook(lambda _: None)
+    hook.remove()
+    with pytest.raises(ValueError, match="in the middle"):
+        fails = mlp[2].register_forward_hook(lambda *_: fail(x))
+        gradients_of(loss)
+    fails.remove()
+    assert all(map(torch.equal, gradients_of(loss), first))
+    assert all(p is before[name] for name, p in mlp.named_parameters())
+    second = torch.autograd.grad(loss, list(before.values())[:2], create_graph=True)
+    torch.autograd.grad(second[0].float().square().sum(), x)
