@@ -243,9 +243,9 @@ def ds_config(work: Workload, config: ParallelConfig) -> str:
     """DeepSpeed's configuration file, for ``initialize_deepspeed`` and for Megatron-DeepSpeed."""
     _refuse_zero(config)
     zero: dict[str, object] = {"stage": config.zero}
+    zero["reduce_bucket_size"] = bucket_elements(work.model, config.tp, config.zero)
     if config.zero in (1, 2):
         zero |= {"contiguous_gradients": True, "overlap_comm": config.overlap_gradients}
-        zero["reduce_bucket_size"] = bucket_elements(work.model, config.tp, config.zero)
         zero["allgather_bucket_size"] = LEAST_BUCKET_ELEMENTS
     content = {
         "train_micro_batch_size_per_gpu": config.micro_batch,

@@ -18,7 +18,12 @@ def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
     Before DeepSpeed reduces a bucket it waits for the one before, which the products that fill a
     smaller one do not hide. A gradient that is larger than a bucket is reduced where it lies, which
     ZeRO-2 with ``overlap_comm`` frees too early (``ds_usp/training/gradient_buckets.py``).
+
+    ZeRO-3 allocates a bucket for good, in fp32 where sequences are sharded (2 GB with DeepSpeed's
+    default), and waits for its reduction whatever its size: it is as small as a link allows.
     """
+    if zero == 3:
+        return LEAST_BUCKET_ELEMENTS
     largest = model.hidden * model.ffn * (2 if model.gated else 1) // tp
     table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
     return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ds_usp.errors import ConfigError
 from ds_usp.memory import GemmLast, recompute_before
+from megatron_patches.megatron_core.activation import activate
 
 
 def recompute_gemm_last(layer: TransformerLayer, *, mlp: bool = True) -> None:
@@ -67,19 +67,6 @@ def _mlp(mlp: Any, hidden: Tensor, **unsupported: Any) -> tuple[Tensor, Tensor |
         raise ConfigError(f"GEMM-last recomputation: MLP.forward was given {names}")
     projected, bias = mlp.linear_fc1(hidden)
     result: tuple[Tensor, Tensor | None] = recompute_before(
-        partial(_activate, mlp.config, bias), mlp.linear_fc2, projected
+        partial(activate, mlp.config, bias), mlp.linear_fc2, projected
     )
     return result
-
-
-def _activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
-    """The activation function as ``MLP.forward`` applies it, without fusion."""
-    projected = projected if bias is None else projected + bias
-    if not config.gated_linear_unit:
-        activated: Tensor = config.activation_func(projected)
-        return activated
-    gate, value = torch.chunk(projected, 2, dim=-1)
-    if (limit := config.activation_func_clamp_value) is not None:
-        gate, value = gate.clamp(max=limit), value.clamp(min=-limit, max=limit)
-    product: Tensor = config.activation_func(gate) * (value + config.glu_linear_offset)
-    return product

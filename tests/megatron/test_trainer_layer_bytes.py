@@ -25,6 +25,7 @@ GPT = """
     --num-layers 1 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16 --device cpu
     --micro-batch-size 2 --make-vocab-size-divisible-by 2
 """
+GATED = "--swiglu --ffn-hidden-size 704 --disable-bias-linear"
 Degrees = tuple[int, int, int]  # tp, ulysses, ring
 MESHES: dict[int, list[Degrees]] = {
     1: [(1, 1, 1)],
@@ -34,14 +35,15 @@ MESHES: dict[int, list[Degrees]] = {
 
 
 def saved_over_formula(ctx: RankContext, degrees: list[Degrees]) -> list[float]:
-    """Counted bytes over the formula's, for all degrees, without and with recomputation; under
-    tensor parallelism also with sharded tokens."""
+    """Counted bytes over the formula's, for all degrees, without and with recomputation, with and
+    without a gate; under tensor parallelism also with sharded tokens."""
     prepare_deepspeed()
     cases = [
-        (*tp_ulysses_ring, recompute, flags)
+        (*tp_ulysses_ring, recompute, f"{flags} {mlp}")
         for tp_ulysses_ring in degrees
         for recompute in ("none", "full")
         for flags in (["", "--usp-tp-shard-tokens on"] if tp_ulysses_ring[0] > 1 else [""])
+        for mlp in ("", GATED)
     ]
     return [_counted(*case) / _predicted(*case) for case in cases]
 
@@ -130,8 +132,9 @@ def policies_over_formula(ctx: RankContext) -> dict[str, tuple[float, float]]:
 
     prepare_deepspeed()
     ratios = {}
-    for recompute, chunks in product(("none", "gemm-last", "attention", "full"), (0, 3)):
-        args = validated(1, 2, 1, f"--usp-recompute {recompute} --usp-mlp-chunks {chunks}")
+    policies = ("none", "gemm-last", "attention", "full")
+    for recompute, chunks, mlp in product(policies, (0, 3), ("", GATED)):
+        args = validated(1, 2, 1, f"--usp-recompute {recompute} --usp-mlp-chunks {chunks} {mlp}")
         run = planned_run(args)
         formula = layer_bytes(run.workload(), run.parallel_config())
         layer, x = layer_and_input(args)
@@ -143,7 +146,7 @@ def policies_over_formula(ctx: RankContext) -> dict[str, tuple[float, float]]:
             layer.number += 1  # the next layer, at which the offload of the first is due
             layer(y).sum().backward()
         assert offload.counts.offloaded == pytest.approx(0.5 * offload.counts.saved, rel=0.01)
-        ratios[f"{recompute}, {chunks}"] = saved / formula, offload.counts.saved / formula
+        ratios[f"{recompute}, {chunks} {mlp}"] = saved / formula, offload.counts.saved / formula
     return ratios
 
 
@@ -160,4 +163,4 @@ def test_every_policy_with_and_without_mlp_chunks_saves_what_the_formula_says() 
             for policy, counted in ratios.items()
             if counted != pytest.approx((1.0, 1.0), abs=0.01)
         }
-        assert len(ratios) == 8 and not wrong
+        assert len(ratios) == 16 and not wrong

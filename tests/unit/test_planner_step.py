@@ -11,7 +11,11 @@ from ds_usp.planner import Cluster, ModelShape, ParallelConfig, Workload, load_c
 from ds_usp.planner.data_parallel_time import data_parallel_time
 from ds_usp.planner.explain_step import settings_lines, step_rows
 from ds_usp.planner.formulas import stage_elements
-from ds_usp.planner.gradient_buckets import bucket_elements, full_buckets
+from ds_usp.planner.gradient_buckets import (
+    LEAST_BUCKET_ELEMENTS,
+    bucket_elements,
+    full_buckets,
+)
 from ds_usp.planner.hidden import in_buckets, under
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.tensor_parallel_time import tensor_parallel_time
@@ -68,6 +72,7 @@ def test_buckets_hold_every_matrix_once_and_none_is_cut(name: str, tp: int) -> N
     table = model.padded_vocab(tp) * model.hidden / tp
     assert all(size <= max(elements, table) for _, size in filled)
     assert bucket_elements(model, tp, 2) == max(elements, table)
+    assert bucket_elements(model, tp, 3) == LEAST_BUCKET_ELEMENTS  # it is there all the time
 
 
 def test_the_forecast_beside_reported_steps() -> None:

@@ -147,16 +147,14 @@ def make_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
 def deepspeed_config(args: Namespace) -> dict[str, Any]:
     """DeepSpeed's configuration, without the keys that ds_usp.training sets."""
     zero: dict[str, Any] = {"stage": args.zero_stage}
-    if args.zero_stage in (1, 2) and args.pipeline_model_parallel_size == 1:
-        # Gradients are reduced under backward. In bf16 only under ZeRO-2: under ZeRO-1 DeepSpeed's
-        # bf16 optimizer, which alone accumulates in fp32 there, reduces all of them at the end.
+    if args.zero_stage and args.pipeline_model_parallel_size == 1:
+        # Gradients are reduced under backward. In bf16 only under ZeRO-2 and 3: under ZeRO-1
+        # DeepSpeed's bf16 optimizer, which alone accumulates in fp32 there, reduces all at the end.
         model = planned_run(args).model_shape()
         degrees = args.tensor_model_parallel_size, args.zero_stage
-        zero |= {
-            "overlap_comm": True,
-            "reduce_bucket_size": bucket_elements(model, *degrees),
-            "allgather_bucket_size": LEAST_BUCKET_ELEMENTS,
-        }
+        zero["reduce_bucket_size"] = bucket_elements(model, *degrees)
+        if args.zero_stage < 3:
+            zero |= {"overlap_comm": True, "allgather_bucket_size": LEAST_BUCKET_ELEMENTS}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.accumulation_steps,

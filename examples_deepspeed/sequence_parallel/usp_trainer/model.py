@@ -37,6 +37,7 @@ from ds_usp.training import (
     sum_gradients,
     weighted_loss,
 )
+from megatron_patches.megatron_core.activation import without_zero_offset
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
 from megatron_patches.megatron_core.projections import overlap_projections
@@ -105,6 +106,7 @@ class Layer(nn.Module):
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
         self.number, self.memory = number, memory
+        without_zero_offset(self.layer)
         if comm:
             sum_gradients(parameters_of_shards(self.layer), comm.group)
         if mlp_chunks:
