@@ -112,15 +112,12 @@ class USPCoreAttention(torch.nn.Module):
                 f"the call asks for mask {attn_mask_type}, the layer was built for "
                 f"{self.attn_mask_type}. Set attn_mask_type in the layer's spec"
             )
-        mask, layout, padding = self.mask, self.layout, None
-        if packed_seq_params is not None:
-            documents = packed_documents(packed_seq_params, mask, layout, self.mesh, query)
-            mask, layout, padding = documents.mask, documents.layout, documents.padding
-            if query.ndim == 3:
-                query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        options, padding = self.call_options(packed_seq_params, query)
+        if packed_seq_params is not None and query.ndim == 3:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         if attention_mask is not None:
+            mask, layout = options["mask"], options["layout"]
             check_dense_mask(attention_mask, mask, layout, self.mesh, query.shape[0])
-        options = self.call_options() | {"layout": layout, "mask": mask}
         out = ds_usp.usp_attention(
             query.transpose(0, 1),
             key.transpose(0, 1),
@@ -133,12 +130,26 @@ class USPCoreAttention(torch.nn.Module):
         # Whatever the program does with padding, nothing of it reaches a gradient.
         return out if padding is None else out.masked_fill(padding, 0.0)
 
-    def call_options(self) -> dict[str, Any]:
-        """Arguments of ``ds_usp.usp_attention`` for a call without documents."""
-        options = {**self._options, "layout": self.layout, "mask": self.mask}
+    def call_options(
+        self, packed_seq_params: Any, tokens: Tensor
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """Arguments of ``ds_usp.usp_attention`` for a call, and where this rank has padding.
+
+        Args:
+            packed_seq_params: the documents, as of :meth:`forward`; None: one a sequence.
+            tokens: ``[s_local, ...]``.
+
+        Returns:
+            The arguments, and True for padding tokens, ``[s_local, 1 or b, 1]``; None without any.
+        """
+        mask, layout, padding = self.mask, self.layout, None
+        if packed_seq_params is not None:
+            documents = packed_documents(packed_seq_params, mask, layout, self.mesh, tokens)
+            mask, layout, padding = documents.mask, documents.layout, documents.padding
+        options = {**self._options, "layout": layout, "mask": mask}
         if self.softmax_type != "vanilla":
             options["scores"] = self._with_sinks()
-        return options
+        return options, padding
 
     def _with_sinks(self) -> ds_usp.Scores:
         """Attention sinks, extra logits in the softmax ``[h]``."""

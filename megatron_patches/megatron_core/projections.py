@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -15,7 +17,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_core.core_attention import USPCoreAttention
-from megatron_patches.megatron_core.rotary import RotatingForward
+from megatron_patches.megatron_core.rotary import RotatingForward, rotary_table
 
 Keep = Literal["arrivals", "input"]
 
@@ -29,7 +31,6 @@ _OPTIONS = (
     "gradient_accumulation_fusion",
     "no_rope_freq",
     "qk_clip",
-    "recompute_granularity",
     "rotary_interleaved",
     "sequence_parallel",
     "test_mode",
@@ -56,10 +57,7 @@ def overlap_projections(
     """
     attention = layer.self_attention
     if reason := _reason_of(attention):
-        raise ConfigError(
-            f"projections cannot be computed under the exchanges of layer {layer.layer_number}: "
-            f"{reason}. Leave them to their own layers"
-        )
+        raise _refusal(layer.layer_number, reason)
     if partitioned:
         from deepspeed.runtime.zero import register_external_parameter
 
@@ -69,27 +67,54 @@ def overlap_projections(
     attention.forward = partial(_forward, attention, attention.forward, keep, partitioned)
 
 
+def _refusal(layer_number: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"projections cannot be computed under the exchanges of layer {layer_number}: {reason}. "
+        "Leave them to their own layers (--usp-projection-overlap off)"
+    )
+
+
 def _reason_of(attention: Any) -> str | None:
     """Why the layer is not served; None if it is."""
     if type(attention) is not SelfAttention:
         return f"attention is a {type(attention).__name__}, no SelfAttention"
-    if type(attention.core_attention) is not USPCoreAttention:
-        return f"core attention is a {type(attention.core_attention).__name__}"
-    config, qkv, proj = attention.config, attention.linear_qkv, attention.linear_proj
+    if reason := _kinds_reason(attention) or _hooks_reason(attention):
+        return reason
+    config = attention.config
     if config.tensor_model_parallel_size > 1:
         return "weights are sharded by tensor parallelism"
-    for linear, kind in ((qkv, ColumnParallelLinear), (proj, RowParallelLinear)):
-        if type(linear) is not kind:
-            return f"a projection is a {type(linear).__name__}, no {kind.__name__}"
-        if reason := _call_reason(linear):
-            return reason
     for norm in (attention.q_layernorm, attention.k_layernorm):
         if norm is not None and not isinstance(norm, IdentityOp):
             return "queries or keys are normalized between their projection and attention"
     for name in _OPTIONS:
         if getattr(config, name, None):
             return f"megatron-core's {name} is set"
+    if config.recompute_granularity == "selective":
+        return "megatron-core recomputes parts of the layer (recompute_granularity='selective')"
     return None
+
+
+def _modules(attention: Any) -> Iterator[tuple[Any, type, str]]:
+    """The modules that are not called, in the order of their calls: with class and name."""
+    yield attention.linear_qkv, ColumnParallelLinear, "a projection"
+    yield attention.core_attention, USPCoreAttention, "core attention"
+    yield attention.linear_proj, RowParallelLinear, "a projection"
+
+
+def _kinds_reason(attention: Any) -> str | None:
+    """Which module is of another class, as that of an adapter; None if none."""
+    for module, kind, name in _modules(attention):
+        if type(module) is not kind:
+            return f"{name} is a {type(module).__name__}, no {kind.__name__}"
+    return None
+
+
+def _hooks_reason(attention: Any) -> str | None:
+    """What the call of a module does besides its class's forward; None if nothing."""
+    if hasattr(attention.linear_qkv.weight, "ds_id"):
+        return None  # hooks of ZeRO-3 gather weights; ds_usp says whether they are gathered
+    reasons = (_call_reason(module, name) for module, _, name in _modules(attention))
+    return next(filter(None, reasons), None)
 
 
 def _forward(
@@ -101,59 +126,73 @@ def _forward(
     attention_mask: Tensor | None,
     *args: Any,
     rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+    packed_seq_params: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``SelfAttention.forward`` of hidden states ``[s_local, b, c]``."""
-
-    def plain() -> Tensor:
-        out: Tensor = original(
-            hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **options
-        )[0]
-        return out.transpose(0, 1)
-
+    if reason := _kinds_reason(attention):  # its weights are no longer all of a projection
+        raise _refusal(attention.layer_number, reason)
+    positions = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+    run = partial(original, hidden_states, attention_mask, *args, **positions, **options)
+    reason = _reason_of_call(attention, attention_mask, rotary_pos_emb, args, options)
     project = attention.linear_qkv.forward
     rotary: tuple[Tensor, Tensor] | None = (
         project.rotary if isinstance(project, RotatingForward) else None
     )
-    if isinstance(rotary_pos_emb, Tensor):  # in the dtype in which megatron-core rotates
-        angles = rotary_pos_emb.flatten(1)
-        rotary = angles.cos().to(hidden_states.dtype), angles.sin().to(hidden_states.dtype)
+    if reason is None:
+        _wait_for_weights(attention, hidden_states)
+        if isinstance(rotary_pos_emb, Tensor):
+            rotary = rotary_table(attention, rotary_pos_emb, packed_seq_params, hidden_states)
+    of_call, padding = attention.core_attention.call_options(packed_seq_params, hidden_states)
     out = ds_usp.projected_attention(
         hidden_states.transpose(0, 1),
         _projection(attention, partitioned),
         rotary=rotary,
         keep=keep,
-        plain=plain,
-        why_plain=_reason_of_call(attention, attention_mask, rotary_pos_emb, args, options),
-        **attention.core_attention.call_options(),
-    )
-    return out.transpose(0, 1), attention.linear_proj.bias
+        plain=lambda: run()[0].transpose(0, 1),
+        why_plain=reason,
+        **of_call,
+    ).transpose(0, 1)
+    if padding is not None:  # of whose zeros core attention's caller computes zeros
+        out = out.masked_fill(padding, 0.0)
+    return out, attention.linear_proj.bias
 
 
-def _call_reason(linear: Any) -> str | None:
-    """What a call of this layer does besides its class's forward; None if nothing."""
-    hooks = linear._forward_hooks, linear._forward_pre_hooks
-    if any(hooks) or linear._backward_hooks or linear._backward_pre_hooks:
-        return "a projection has hooks, which only its own call runs"
-    forward = vars(linear).get("forward")
+def _wait_for_weights(attention: Any, hidden: Tensor) -> None:
+    """Run the hooks that wait for a distributed optimizer's gathered weights."""
+    for module, _, _ in _modules(attention):
+        for hook in module._forward_pre_hooks.values():
+            if _is_wait(hook):
+                hook(module, (hidden,))
+
+
+def _is_wait(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is that of megatron-core's DistributedDataParallel, which waits for a module's
+    weights and changes nothing."""
+    maker = DistributedDataParallel._make_forward_pre_hook
+    names = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
+    return names == (maker.__module__, f"{maker.__qualname__}.<locals>.hook")
+
+
+def _call_reason(module: Any, name: str) -> str | None:
+    """:func:`_hooks_reason` of one module."""
+    hooks = [module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
+    if any(hooks) or not all(map(_is_wait, module._forward_pre_hooks.values())):
+        return f"{name} has hooks, which only its own call runs"
+    forward = vars(module).get("forward")
     if isinstance(forward, RotatingForward):  # which projected_attention does itself
-        forward = None if forward.project == MethodType(type(linear).forward, linear) else forward
+        forward = None if forward.project == MethodType(type(module).forward, module) else forward
     if forward is not None:
-        return "a projection's forward is replaced, as by GEMM-last recomputation"
+        return f"the forward of {name} is replaced, as by GEMM-last recomputation"
     return None
 
 
 def _reason_of_call(
     attention: Any, mask: Any, rotary: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> str | None:
-    """Why one call is not served; None if it is. Hooks come later too, as those of megatron-core's
-    DistributedDataParallel, which wait for a layer's gathered weights."""
-    for linear in (attention.linear_qkv, attention.linear_proj):
-        is_partitioned = hasattr(linear.weight, "ds_id")  # ds_usp says so, instead of its hooks
-        if not is_partitioned and (reason := _call_reason(linear)):
-            return reason
-    if options.get("packed_seq_params") is not None:
-        return "documents are packed (packed_seq_params)"
+    """Why one call is not served; None if it is. Modules may get hooks after they were built."""
+    if reason := _hooks_reason(attention):
+        return reason
     given = [name for name, value in options.items() if value is not None]
     if mask is not None or given or any(value is not None for value in args):
         return f"the call has more arguments: {', '.join(given) or 'an attention mask'}"

@@ -10,6 +10,7 @@ import pytest
 import stock_megatron_core
 import torch
 from harness import RankContext, fork_world
+from overlapped_layers import overlap
 from stock_megatron_core import DenseAttention
 from test_patched_megatron_core import LIMIT, programs, usp_core
 
@@ -50,12 +51,20 @@ MODELS = {
     },
     "packed and padded": {"kv_heads": 2, **DOCUMENTS},
     "multi-token prediction": {"mtp_num_layers": 1, "calculate_per_token_loss": True},
+    "learned positions": {"rotary": False},
 }
 # What is computed another way, with the same result.
 RECOMPUTED = {
     "MLA, YaRN": UP_PROJECTION,
     "packed and padded": CORE,
     "windows between full layers, learnable sinks": CORE,
+}
+# With projections under the exchanges, by what is kept.
+OVERLAPPED = {
+    "packed and padded": ("arrivals", "input"),
+    "windows between full layers, learnable sinks": ("input",),
+    "multi-token prediction": ("arrivals",),
+    "learned positions": ("input",),
 }
 
 
@@ -81,6 +90,10 @@ def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank: dict[str, Any], gri
     cases = {name: (settings, {"cp": cp, **model}) for name, model in MODELS.items()}
     for name, extra in RECOMPUTED.items():
         cases[f"{name}: recomputed"] = cases[name][0], {**cases[name][1], **extra}
+    for name, keeps in OVERLAPPED.items():
+        for keep in keeps:
+            change = {"change": partial(overlap, keep=keep)}
+            cases[f"{name}: overlapped, {keep}"] = cases[name][0], {**cases[name][1], **change}
     for results in fork_world(programs, 4, cases=cases):
         for name, result in results.items():
             expected = one_rank[name.partition(": ")[0]]
