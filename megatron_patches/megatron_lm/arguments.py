@@ -19,10 +19,11 @@ from megatron_patches.megatron_core.context_parallel import (
     Settings,
     check_degrees,
 )
-from megatron_patches.megatron_lm import context_parallel_kind, memory, unsupported
+from megatron_patches.megatron_lm import context_parallel_kind, memory, projections, unsupported
 from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
 from megatron_patches.megatron_lm.state import compare_script
+from megatron_patches.projection_overlap import add_projection_flag
 from megatron_patches.settings import MeshSettings
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
@@ -73,6 +74,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_kernel_flag(group, default=settings.kernel)
     flags.add_recompute_flag(group)
     flags.add_mlp_chunks_flag(group)
+    add_projection_flag(group)
     flags.add_report_flag(group)
     default = parser.get_default("cp_comm_type")
     parser.set_defaults(cp_comm_type=context_parallel_kind.NotGiven(default))
@@ -104,9 +106,11 @@ def validate_args(
         validated = original(args, defaults)
     memory.check_flags(args)
     unsupported.refuse(args)
+    projections.check_flag(args)
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = _auto_degree(args)
         _check_degrees(args)
+    _print_once(args, *projections.resolve_flag(args))
     context_parallel.settings = _settings(args)
     usp = context_parallel_kind.uses_usp(args)
     if context_parallel_kind.attends_on_one_rank(args) or (
@@ -172,5 +176,5 @@ def _auto_degree(args: Any) -> int | None:
 
 
 def _print_once(args: Any, *lines: str) -> None:
-    if args.rank == 0:
+    if args.rank == 0 and lines:
         print("\n".join(lines), flush=True)  # noqa: T201 - as Megatron-LM prints

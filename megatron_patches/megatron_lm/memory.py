@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory
+from megatron_patches.megatron_lm import projections
 from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
 from megatron_patches.refusals import Refusal, refuse
 
@@ -150,8 +151,9 @@ def _check_mlp_chunks(args: Any) -> None:
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute``, and its MLP
-    the chunks of ``--usp-mlp-chunks``."""
+    """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute``, its MLP the
+    chunks of ``--usp-mlp-chunks``, its attention the projections of ``--usp-projection-overlap``.
+    """
     from megatron.core.tensor_parallel import checkpoint
     from megatron.training import get_args
 
@@ -168,6 +170,7 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     elif recompute != "none":
         memory = LayerMemory(recompute, checkpoint=lambda run, x: checkpoint(run, False, x))
         object.__setattr__(layer, _ATTRIBUTE, memory)
+    projections.overlap_in_layer(layer, get_args())
 
 
 def run_layer(

@@ -13,7 +13,7 @@ _SAME = (
     *("swiglu", "untie_embeddings_and_output_weights", "add_bias_linear", "vocab_size"),
     *("seq_length", "global_batch_size", "micro_batch_size", "bf16", "fp16"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("ulysses_degree", "usp_cluster", "usp_mlp_chunks"),
+    *("ulysses_degree", "usp_cluster", "usp_mlp_chunks", "usp_projection_overlap"),
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_patches.patch_set import applied_sets
+from collections.abc import Iterator
+
+from megatron_patches.patch_set import PatchSet, applied_sets
 
 FRAMEWORK = "megatron_lm"
 
@@ -13,6 +15,20 @@ def compare_script() -> None:
     Raises:
         PatchError: a script that does not match.
     """
-    for patches in applied_sets():
-        if patches.framework == FRAMEWORK:
-            patches.apply_later()
+    for patches in _applied():
+        patches.apply_later()
+
+
+def verify_flag(flag: str) -> None:
+    """Compare the functions that matter once a flag is given (``Bypass``); nothing where the
+    patches were applied unchecked.
+
+    Raises:
+        PatchError: with each of them that is not the known one.
+    """
+    for patches in _applied():
+        patches.verify_flag(flag)
+
+
+def _applied() -> Iterator[PatchSet]:
+    return (patches for patches in applied_sets() if patches.framework == FRAMEWORK)

@@ -159,6 +159,39 @@ def test_check_names_an_edit(copy: Path, file: str, old: str, new: str, message:
     assert message or f"megatron_lm at {copy} matches" in checked.stdout
 
 
+def test_projections_are_overlapped_where_they_are_asked_for(starts: Starts) -> None:
+    served = f"{CP4} --no-gradient-accumulation-fusion"
+
+    def wanted(flags: str) -> str:
+        return str(starts.start(flags)["args"]["usp_projection_overlap"])
+
+    assert wanted(f"{served} --usp-projection-overlap recompute") == "recompute"
+    assert wanted(served) == "auto"  # without a forecast, by the nodes of the mesh
+    assert wanted(CP4) == "off"
+    assert wanted(f"{served} --usp-recompute attention") == "off"
+    one_rank = f"{LOCAL} --no-gradient-accumulation-fusion --usp-projection-overlap on"
+    assert "has no effect with --context-parallel-size 1" in starts.start(one_rank)["printed"]
+
+
+def test_an_edited_linear_layer_is_not_bypassed(copy: Path) -> None:
+    file = copy / "megatron/core/tensor_parallel/layers.py"
+    text = file.read_text(encoding="utf-8")
+    old = "output_ = output_parallel"
+    assert old in text
+    file.write_text(text.replace(old, "output_ = 2 * output_parallel"), encoding="utf-8")
+    starts = Starts(copy)
+    try:
+        served = f"{CP4} --no-gradient-accumulation-fusion"
+        message = starts.error(f"{served} --usp-projection-overlap on")
+        auto = starts.start(served)
+    finally:
+        file.write_text(text, encoding="utf-8")
+        starts.close()
+    assert "PatchError" in message and "RowParallelLinear.forward: its source" in message
+    assert auto["args"]["usp_projection_overlap"] == "off"
+    assert "--usp-projection-overlap auto is off" in auto["printed"]
+
+
 PACKED = """
 import sys
 from pathlib import Path

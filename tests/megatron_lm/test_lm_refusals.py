@@ -8,6 +8,27 @@ from lm_start import LOCAL, Starts
 
 CP4 = f"{LOCAL} --context-parallel-size 4 --ulysses-degree 2"
 TE = "2.20.2"
+ON, UNFUSED = "--usp-projection-overlap on", "--no-gradient-accumulation-fusion"
+FSDP = "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist"
+NOT_OVERLAPPED = [
+    ("", "Add --no-gradient-accumulation-fusion, or --usp-projection-overlap off"),
+    (f"{UNFUSED} --tensor-model-parallel-size 2", "--tensor-model-parallel-size is 2. Use"),
+    (f"{UNFUSED} --qk-layernorm", "--qk-layernorm and --qk-l2-norm normalize queries and keys"),
+    (f"{UNFUSED} --attention-output-gate", "--attention-output-gate"),
+    (
+        f"{UNFUSED} --no-rope-freq 2 --position-embedding-type rope",
+        "--no-rope-freq. Leave them out",
+    ),
+    (f"{UNFUSED} --multi-latent-attention --position-embedding-type rope", "several products"),
+    (
+        f"{UNFUSED} --no-bias-gelu-fusion --usp-recompute gemm-last",
+        "both replace the projections. Use --usp-recompute full, or",
+    ),
+    (f"{UNFUSED} --usp-recompute attention", "saves the results of attention without its"),
+    (f"{UNFUSED} --recompute-activations", "Use --recompute-granularity full or --usp-recompute"),
+    (f"{UNFUSED} --fp8-format hybrid", "in their own dtype, not in fp8 or fp4"),
+    (f"{UNFUSED} {FSDP}", "--use-torch-fsdp2 and --use-megatron-fsdp gather weights by hooks"),
+]
 REFUSED = [
     (f"{LOCAL} --ulysses-degree 2", "--ulysses-degree 2 does not divide --context-parallel-size 1"),
     (
@@ -93,8 +114,15 @@ REFUSED = [
         "--ulysses-degree auto: the planner knows dense models",
     ),
     (f"{LOCAL} --usp-recompute attention --attention-dropout 0.1", "Set --attention-dropout 0"),
+    *((f"{CP4} {ON} {flags}", message) for flags, message in NOT_OVERLAPPED),
+    (f"{CP4} --usp-projection-overlap recompute {UNFUSED} --qk-l2-norm", "between their"),
 ]
 REFUSED_WITH_TRANSFORMER_ENGINE = [
+    (
+        f"--context-parallel-size 4 {ON} {UNFUSED}",
+        "--usp-projection-overlap on multiplies weights of Megatron-LM's own linear layers, and "
+        "--transformer-impl is transformer_engine. Use --transformer-impl local, or",
+    ),
     (
         "--context-parallel-size 4 --ulysses-degree 2 --cp-comm-type p2p",
         "--cp-comm-type p2p is TransformerEngine's own context parallelism, and --ulysses-degree 2 "
