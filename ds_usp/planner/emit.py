@@ -225,10 +225,14 @@ def _megatron_lm(
 
 
 def _recompute_flags(config: ParallelConfig) -> list[str]:
-    """Recomputation and chunks of the MLP; Megatron-LM's own checkpoints of layers take none."""
+    """Recomputation, chunks of the MLP and of the heads; Megatron-LM's own checkpoints of layers
+    take no chunks of the MLP."""
     flags: list[str] = []
     if config.mlp_chunks > 1:
-        flags += [*_mlp_flags(config), "--no-gradient-accumulation-fusion"]
+        flags += _mlp_flags(config)
+    if config.heads_in_chunks:
+        flags += ["--usp-projection-overlap", "recompute", "--transformer-impl", "local"]
+    flags += ["--no-gradient-accumulation-fusion"] if flags else []
     if config.recompute == "attention" or (config.recompute == "full" and flags):
         flags += ["--usp-recompute", config.recompute]
     elif config.recompute == "full":

@@ -35,7 +35,7 @@ def length_options(work: Workload, config: ParallelConfig, flag: str) -> list[Pa
         return [] if refused else [config.replace(mlp_chunks=chunks)]
     if flag == "projection_overlap":
         changed = config.replace(projection_overlap="recompute")
-        refused = config.heads_in_chunks or any(projection_violations(changed))
+        refused = config.heads_in_chunks or any(projection_violations(work.model, changed))
         return [] if refused else [changed]
     if flag == "states_on_host":
         refused = config.states_on_host or config.zero == 0
@@ -176,7 +176,7 @@ FRAMEWORKS = (
         schedule="1f1b",
         interleaves=True,
         offloads=False,
-        length_flags=("mlp_chunks",),
+        length_flags=("mlp_chunks", "projection_overlap"),
         orders=ORDERS[:1],
     ),
 )

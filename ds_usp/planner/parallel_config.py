@@ -299,13 +299,18 @@ def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
             f"{config.recompute}: there are {config.checkpoint_layers}"
         )
     if config.heads_in_chunks:
-        yield from projection_violations(config)
+        yield from projection_violations(work.model, config)
     if config.states_on_host and config.zero == 0:
         yield "states on the host are planned for ZeRO-1 to 3, not for ZeRO-0"
 
 
-def projection_violations(config: ParallelConfig) -> Iterator[str]:
+def projection_violations(model: ModelShape, config: ParallelConfig) -> Iterator[str]:
     """What does not go with queries, keys and values by chunks of heads."""
+    if model.qk_norm:
+        yield (
+            "projection overlap recompute multiplies queries and keys just before their exchange, "
+            f"and {model.name} normalizes them between"
+        )
     if config.tp > 1:
         yield f"projection overlap recompute multiplies whole weights: tp is {config.tp}, not 1"
     if config.sp == 1:

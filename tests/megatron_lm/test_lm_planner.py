@@ -15,7 +15,12 @@ LLAMA = ModelShape("tiny", 4, 64, 96, 8, 4, 257, rope_theta=500000.0, norm_epsil
 GPT = replace(LLAMA, kv_heads=8, gated=False, tied=True, learned_positions=True, biases=True)
 ATTENTION = ParallelConfig(ulysses=2, ring=2, recompute="attention", overlap_gradients=True)
 STAGES = ParallelConfig(tp=2, ulysses=2, pp=2, layers_per_virtual_stage=1, recompute="full")
-PLANS = [(LLAMA, ATTENTION.replace(mlp_chunks=3)), (GPT, STAGES.replace(mlp_chunks=2))]
+HEADS = ATTENTION.replace(recompute="full", mlp_chunks=2, projection_overlap="recompute")
+PLANS = [
+    (LLAMA, ATTENTION.replace(mlp_chunks=3)),
+    (GPT, STAGES.replace(mlp_chunks=2)),
+    (LLAMA, HEADS),
+]
 
 
 def emitted(model: ModelShape, config: ParallelConfig) -> str:
@@ -25,7 +30,7 @@ def emitted(model: ModelShape, config: ParallelConfig) -> str:
     return f"{text.replace(' --bf16', '')} {padding} {SGD_BY_ADAM}"
 
 
-@pytest.mark.parametrize(("model", "config"), PLANS, ids=["llama", "gpt"])
+@pytest.mark.parametrize(("model", "config"), PLANS, ids=["llama", "gpt", "heads in chunks"])
 def test_an_emitted_plan_trains_as_one_rank_does(
     server: TrainingServer, model: ModelShape, config: ParallelConfig
 ) -> None:

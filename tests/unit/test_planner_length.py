@@ -181,6 +181,13 @@ def test_a_plan_has_them_where_nothing_fits_without() -> None:
 
 def test_megatron_lm_has_chunks_alone() -> None:
     config = ParallelConfig(ulysses=2, recompute="full", mlp_chunks=8)
+    heads = emit("megatron-lm", WORK, config.replace(projection_overlap="recompute", mlp_chunks=0))
+    for flags in ("--usp-projection-overlap recompute", "--usp-recompute full"):
+        assert flags in heads.replace("\\\n", "")
+    assert heads.count("--no-gradient-accumulation-fusion") == 1
+    normed = replace(WORK, model=replace(LLAMA, qk_norm=True))
+    reason = infeasible_reason(normed, config.replace(projection_overlap="recompute"))
+    assert reason and "normalizes them between" in reason
     with pytest.raises(ConfigError, match="megatron-core has no --mlp-chunks"):
         emit("megatron-core", WORK, config)
     with pytest.raises(ConfigError, match="megatron-lm has no --states-on-host"):
