@@ -12,6 +12,7 @@ from cases import mesh_of
 from diffusers import FirstBlockCacheConfig
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, relative
+from peft import LoraConfig
 from tiny_diffusers import arguments, build
 
 import ds_usp
@@ -95,6 +96,32 @@ def test_every_rank_refuses(pool: WorkerPool, make: Any, kind: str, text: str) -
     for have, message in pool.run(refused, WORLD, make=make):
         assert kind in ("", have), (have, message)
         assert text in message
+
+
+def gradients_of_adapters(transformer: Any, scale: float) -> list[torch.Tensor]:
+    given = arguments("WanTransformer3DModel")
+    transformer.zero_grad()
+    out = transformer(**given, attention_kwargs={"scale": scale}, return_dict=False)[0]
+    out.square().mean().backward()
+    return [p.grad for n, p in transformer.named_parameters() if "lora" in n]
+
+
+def test_a_lora_scale_is_refused_where_backward_computes_blocks_without_it() -> None:
+    """As diffusers does alone: if it no longer does, this fails, and the scale can be served."""
+    transformer = build("WanTransformer3DModel")
+    transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"]))
+    whole = gradients_of_adapters(transformer, 0.5)
+    transformer.enable_gradient_checkpointing()
+    again = gradients_of_adapters(transformer, 0.5)
+    assert max(map(relative, again, whole)) > 0.1
+    with enable(transformer, ds_usp.SequenceMesh.single()):
+        with pytest.raises(ds_usp.UnsupportedAttentionError, match=r"LoRA's scale 0\.5 with"):
+            gradients_of_adapters(transformer, 0.5)
+        with torch.no_grad():  # nothing is computed again
+            transformer(**arguments("WanTransformer3DModel"), attention_kwargs={"scale": 0.5})
+        assert all(map(torch.any, gradients_of_adapters(transformer, 1.0)))
+        transformer.disable_gradient_checkpointing()
+        assert max(map(relative, gradients_of_adapters(transformer, 0.5), whole)) < BOUND
 
 
 def compared_at_the_end(ctx: RankContext) -> tuple[str, int, str]:

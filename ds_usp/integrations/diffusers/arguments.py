@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import diffusers
+import torch
 from torch import Tensor, nn
 
 from ds_usp.errors import UnsupportedAttentionError
@@ -38,10 +39,30 @@ def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, 
     for name, value in arguments.items():
         if name in ATTENTION_KWARGS:
             for key, inner in (value or {}).items():
-                if key != _LORA_SCALE and _is_given(inner):
+                if key == _LORA_SCALE:
+                    _check_lora_scale(transformer, inner)
+                elif _is_given(inner):
                     raise _refusal(transformer, key, f" in {name}")
         elif name not in known and _is_given(value):
             raise _refusal(transformer, name)
+
+
+def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:
+    """Refuse LoRA's scale where blocks are computed again without it: diffusers sets the layers
+    back when the forward pass ends (``apply_lora_scale``), before the backward pass.
+
+    Raises:
+        UnsupportedAttentionError: adapters with a scale, and gradient checkpointing.
+    """
+    again = torch.is_grad_enabled() and getattr(transformer, "is_gradient_checkpointing", False)
+    if not again or scale in (None, 1):
+        return
+    if any(hasattr(module, "unscale_layer") for module in transformer.modules()):  # PEFT's
+        raise UnsupportedAttentionError(
+            f"{type(transformer).__name__}: LoRA's scale {scale} with gradient checkpointing: "
+            "diffusers resets the scale before backward computes the blocks again, and gradients "
+            "would be wrong. Put the scale into lora_alpha, or disable_gradient_checkpointing()"
+        )
 
 
 def _is_given(value: Any) -> bool:
