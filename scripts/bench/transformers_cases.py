@@ -259,7 +259,9 @@ def alst_case(settings: Settings, *, cpu_checkpoints: bool = False) -> Training:
         layer.mlp.forward = types.MethodType(_tiled_mlp, layer.mlp)
     model.forward = types.MethodType(_tiled_forward, model)
     engine = zero3(settings, model, mpu)
-    loss_of = partial(_alst_loss, engine, mpu.get_sequence_parallel_group())
+    # For one rank DeepSpeed makes no groups, and attention is not wrapped.
+    group = mpu.get_sequence_parallel_group() if mpu else dist.group.WORLD
+    loss_of = partial(_alst_loss, engine, group)
     if not cpu_checkpoints:
         return of_engine(engine, loss_of)
 
