@@ -134,6 +134,7 @@ MEGATRON_LM_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-mlp-chunks",
+    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
     "nothing is traced": "--usp-report-communication",
 }
 
