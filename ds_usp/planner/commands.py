@@ -40,7 +40,7 @@ from ds_usp.planner.field_checks import (
 )
 from ds_usp.planner.frameworks import FRAMEWORKS, LENGTH_FLAGS, FrameworkCaps, framework_caps
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.max_length import all_configs, length_steps, max_lengths, min_workload
+from ds_usp.planner.max_length import all_configs, length_steps, longest_workload, max_lengths
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import (
@@ -203,7 +203,7 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
             base = config.replace(dp=self.dp or 1)
             configs = all_configs(model, base, self.gpus or 0, cluster)
         else:
-            require_feasible(min_workload(model, config), config, self.gpus)
+            require_feasible(*longest_workload(model, config), self.gpus)
             configs = [config]
         limits = cluster, budget, self.workspace_bytes(cluster)
         rows = max_lengths(model, configs, *limits)

@@ -12,11 +12,11 @@ from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
-    CHECKPOINTED,
     RECOMPUTE,
     ParallelConfig,
     Workload,
     infeasible_reason,
+    memory_violations,
 )
 
 STEP = 1024  # tokens: lengths are multiples of it
@@ -42,9 +42,10 @@ class MaxLength:
     added: str = ""
 
 
-def min_workload(model: ModelShape, config: ParallelConfig) -> Workload:
-    """The shortest workload: a token for each rank, micro batches that fill the stages."""
-    return _workload(model, config, config.sp * config.tp)
+def longest_workload(model: ModelShape, config: ParallelConfig) -> tuple[Workload, ParallelConfig]:
+    """The longest sequence that is tried, and the config with full recomputation, which goes with
+    all other settings: what breaks a rule here has no longest sequence at all."""
+    return _workload(model, config, _MAX_TOKENS), config.replace(recompute="full")
 
 
 def _workload(model: ModelShape, config: ParallelConfig, seq_len: int) -> Workload:
@@ -72,8 +73,7 @@ def max_lengths(
     results = []
     for recompute in RECOMPUTE:
         configs = [base.replace(recompute=recompute, offload_ratio=0.0) for base in bases]
-        several = configs[0].checkpoint_layers > 1 and recompute not in CHECKPOINTED
-        if several or (configs[0].mlp_chunks > 1 and recompute == "attention-only"):
+        if any(memory_violations(_workload(model, configs[0], _MAX_TOKENS), configs[0])):
             continue
         for offload in (False, True):
             results.append(_furthest(model, configs, offload, *limits))
@@ -176,8 +176,8 @@ def all_configs(
         if tp > cluster.gpus_per_node:
             continue
         config = base.replace(tp=tp, ulysses=ulysses, ring=ring, pp=pp)
-        work = min_workload(model, config)
-        infeasible = infeasible_reason(work, config)
+        work, recomputed = longest_workload(model, config)
+        infeasible = infeasible_reason(work, recomputed)
         reason = reason or infeasible or ""
         if not (infeasible or refusal_rule(work, config)):
             configs.append(config)

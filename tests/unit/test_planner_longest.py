@@ -122,3 +122,23 @@ def test_searched_degrees_leave_those_that_are_given(capsys: pytest.CaptureFixtu
     assert {row["tp"] for row in rows("")} == {1}
     assert main(["longest", "--model", "llama3-8b", "--gpus", "9", "--dp", "2"]) == 2
     assert "has dp 2: degrees multiply" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["--gpus 8", "--ulysses 4 --ring 2"])
+@pytest.mark.parametrize(
+    ("setting", "modes"),
+    [
+        ("--mlp-chunks 4", {"none", "gemm-last", "attention", "full"}),
+        ("--checkpoint-layers 2", {"attention", "full"}),
+        ("--projection-overlap recompute", {"none", "full"}),
+        ("--states-on-host", {"none", "gemm-last", "attention-only", "attention", "full"}),
+    ],
+)
+def test_rows_are_those_that_a_given_setting_goes_with(
+    capsys: pytest.CaptureFixture[str], setting: str, modes: set[str], where: str
+) -> None:
+    line = f"max-length --model llama3-8b --cluster h200 {where} {setting} --json"
+    assert main(line.split()) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["recompute"] for row in rows} == modes
+    assert all(row["seq_len"] > 0 for row in rows)
