@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -157,6 +158,7 @@ def _shape(name: str, entry: Any, path: Path) -> ModelShape:
         stated = (entry.get(alias) for alias in (field, *aliases.split()))
         values[field] = next((x for x in stated if x is not None), values.get(field))
     values = {field: value for field, value in values.items() if value is not None}
+    _check_spelling(name, entry, values, path)
     values["other_facts"] = _other_facts(entry, values.get("gated", True))
     if defaults is _GPT:
         values.setdefault("ffn", 4 * values.get("hidden", 0))
@@ -168,6 +170,27 @@ def _shape(name: str, entry: Any, path: Path) -> ModelShape:
     if missing:
         raise ConfigError(f"{path}: model {name} has no {', '.join(missing)}")
     return ModelShape(name=name or path.stem, **values)
+
+
+def _check_spelling(
+    name: str, entry: Mapping[str, Any], values: Mapping[str, Any], path: Path
+) -> None:
+    """Check that no key is nearly the name of a field that has no value: ``kv_heads`` would be
+    ``heads`` then. Other keys are those of HuggingFace's configurations that change no plan.
+
+    Raises:
+        ConfigError: such a key.
+    """
+    names = {field: (field, *aliases.split()) for field, aliases in _ALIASES.items()}
+    known = {key for keys in names.values() for key in keys}
+    absent = [key for field, keys in names.items() if field not in values for key in keys]
+    for key in entry:
+        near = [] if key in known else get_close_matches(key, absent, n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(
+                f"{path}: model {name} has {key!r}, which is no field, and no {near[0]!r}: write "
+                f"{near[0]!r}, or leave {key!r} out"
+            )
 
 
 def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

@@ -125,6 +125,18 @@ def test_facts_that_flags_are_written_from(tmp_path: Path) -> None:
     assert facts("gemma").other_facts == ("layers of model_type gemma",)
 
 
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [("kv_hedds", "kv_heads"), ("n_kv_heads", "kv_heads"), ("rope_thetta", "rope_theta")],
+)
+def test_a_misspelt_field_is_no_default(tmp_path: Path, key: str, field: str) -> None:
+    sizes = {name: value for name, value in ENTRY.items() if name != "kv_heads"}
+    path = tmp_path / "model.json"
+    with pytest.raises(ConfigError, match=f"{key}', which is no field.* write '{field}'"):
+        load_model(write(path, {**sizes, key: 2}))
+    load_model(write(path, {**sizes, field: 2, "max_position_embeddings": 8192}))
+
+
 def test_gpt2s_config(tmp_path: Path) -> None:
     gpt2 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257}
     shape = load_model(write(tmp_path / "config.json", gpt2))
