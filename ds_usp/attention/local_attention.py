@@ -78,11 +78,13 @@ def resolve_ring_attention(
     if detected is not None:
         return detected
     if mask is None or dropout_p is None:
+        given = {"mask=MaskSpec.causal()": mask, "dropout_p=0.0": dropout_p}
+        missing = [example for example, value in given.items() if value is None]
         raise UnsupportedAttentionError(
             f"with a ring the attention of {type(module).__name__} must be known, and it is no "
-            "class whose attributes can be read. Give what it computes: USPAttention(..., "
-            "mask=MaskSpec.causal(), softmax_scale=..., dropout_p=0.0), or use ulysses_degree = "
-            "sequence-parallel size (ring 1), which runs it as it is."
+            "class whose attributes can be read. Give what it computes too, for example "
+            f"{' and '.join(missing)} (softmax_scale is head_dim ** -0.5 unless given), or use "
+            "ulysses_degree = sequence-parallel size (ring 1), which runs it as it is"
         )
     if isinstance(module, torch.nn.Module):
         _check_unknown_module(module, mask, dropout_p)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -65,8 +66,17 @@ def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) ->
     """Check that cos and sin ``[tokens, 1, 1, rot_dim]`` cover the whole sequence.
 
     Raises:
-        ConfigError: cos and sin of another shape, or for fewer tokens than the sequence has.
+        ConfigError: no pair, cos and sin of another shape, or for fewer tokens than the sequence
+            has.
     """
+    shape: Any = getattr(rotary, "shape", None)  # not a pair, but a tensor of something else
+    if shape is not None or len(rotary) != 2:
+        given = len(rotary) if shape is None else list(shape)
+        raise ConfigError(
+            "the argument behind batch_dim_idx is rotary_pos_emb, cos and sin (as in DeepSpeed), "
+            f"and got {type(rotary).__name__} {given}. Give what the local attention takes, such "
+            "as a mask, behind it, attn(q, k, v, 0, None, mask), or by name"
+        )
     cos, sin = rotary
     if cos.ndim != 4 or cos.shape != sin.shape or cos.shape[1:3] != (1, 1):
         raise ConfigError(

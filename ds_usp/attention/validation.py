@@ -384,5 +384,6 @@ def check_dims(scatter_idx: int, gather_idx: int | None) -> None:
     if scatter_idx != 2 or gather_idx not in (None, 0, 1):
         raise ConfigError(
             f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are dim 2, tokens are "
-            "dim 0 of [s, b, h, d] or dim 1 of [b, s, h, d]"
+            "dim 0 of [s, b, h, d] or dim 1 of [b, s, h, d]. Transpose q, k, v and the output of "
+            "[b, h, s, d], and give scatter_idx=2"
         )

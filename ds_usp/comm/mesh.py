@@ -178,9 +178,10 @@ class SequenceMesh:
 
         Raises:
             ConfigError: the grid is not as large as the world.
+            MeshError: torch.distributed does not run.
         """
-        if not dist.is_initialized() or dist.get_world_size() != grid.world_size:
-            have = dist.get_world_size() if dist.is_initialized() else 0
+        have = dist.get_world_size(group_of_this_rank(None))
+        if have != grid.world_size:
             sizes = zip(grid.order, grid.shape, strict=True)
             axes = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
             raise ConfigError(

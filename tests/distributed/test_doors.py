@@ -237,6 +237,18 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         lambda ctx: ring_around(ctx, Scaled(), softmax_scale=0.2),
         "has softmax_scale=0.1",
     ),
+    "ring without dropout_p": (
+        lambda ctx: ring_around(ctx, dropout_p=None),
+        r"Give what it computes too, for example dropout_p=0.0 \(",
+    ),
+    "a mask where rotary_pos_emb is": (
+        lambda ctx: ring_around(ctx, dims=(0, torch.ones(8, 8))),
+        r"behind batch_dim_idx is rotary_pos_emb, .* got Tensor \[8, 8\]",
+    ),
+    "dims of [b, h, s, d]": (
+        lambda ctx: ds_usp.USPAttention(lambda q, k, v: q, ctx.group, 1, 2),
+        "scatter_idx=1, gather_idx=2.* Transpose q, k, v",
+    ),
     "a mask in words": (lambda ctx: ring_around(ctx, mask="causal"), "must be a MaskSpec"),
     "dropout above 1": (lambda ctx: ring_around(ctx, dropout_p=2.0), "dropout_p=2.0 must be"),
     "an order beside a mesh": (
@@ -269,6 +281,11 @@ def test_what_was_silently_something_else_is_refused(pool: WorkerPool) -> None:
     for message_of in pool.run(messages, WORLD):
         for name, (_, wanted) in REFUSED.items():
             assert re.search(wanted, message_of[name]), (name, message_of[name])
+
+
+def test_a_grid_before_init_process_group() -> None:
+    with pytest.raises(ds_usp.MeshError, match="distributed is not initialized"):
+        SequenceMesh.build(ds_usp.RankGrid({"ulysses": 2, "ring": 2}))
 
 
 def own_scale(ctx: RankContext) -> bool:
