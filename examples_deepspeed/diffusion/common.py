@@ -77,6 +77,15 @@ def start(args: argparse.Namespace) -> torch.device:
     return device
 
 
+def leave(code: int) -> int:
+    """End torch.distributed: without it a process with gloo may abort at exit (SIGABRT).
+
+    Returns the exit code.
+    """
+    dist.destroy_process_group()
+    return code
+
+
 def mesh_of(heads: int, ulysses_degree: int, ranks: int = 0) -> ds_usp.SequenceMesh:
     """The mesh of this rank: ``ranks`` next to each other share every batch (0: all)."""
     world = dist.get_world_size()

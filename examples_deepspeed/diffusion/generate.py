@@ -10,7 +10,7 @@ Rank 0 encodes the prompt, shows the progress, decodes, and writes ``latents.saf
 import diffusers
 import torch
 import torch.distributed as dist
-from common import flags, mesh_of, print0, start, tiny_pipeline, write
+from common import flags, leave, mesh_of, print0, start, tiny_pipeline, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_usp.integrations.diffusers import enable
@@ -137,4 +137,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(leave(main()))

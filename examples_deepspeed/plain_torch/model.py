@@ -145,6 +145,15 @@ def start(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Sequence
     return device, dtype, SequenceMesh.build(grid)
 
 
+def leave(code: int) -> int:
+    """End torch.distributed: without it a process with gloo may abort at exit (SIGABRT).
+
+    Returns the exit code.
+    """
+    dist.destroy_process_group()
+    return code
+
+
 def attention_of(batch: ShardedBatch, mesh: SequenceMesh) -> Attention:
     """Causal attention within the batch's documents, over all ranks of the mesh."""
     mask = MaskSpec.causal(batch.documents)

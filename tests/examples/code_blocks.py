@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import RankContext
 from torch import nn
@@ -118,8 +120,17 @@ def namespace(ctx: RankContext) -> dict[str, Any]:
 
 
 def run_python(ctx: RankContext, *, page: list[Block]) -> list[str]:
-    """Run the blocks of a page in order in one namespace; the first failed doctest, if any."""
+    """Run the blocks of a page in order in one namespace; the first failed doctest, if any.
+
+    Blocks that start and end ``torch.distributed`` run in the groups that the ranks have.
+    """
     space = namespace(ctx)
+    with patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT):
+        return run_blocks(page, space)
+
+
+def run_blocks(page: list[Block], space: dict[str, Any]) -> list[str]:
+    """:func:`run_python` in a namespace."""
     for block in page:
         try:
             if block.text.startswith(">>> "):
