@@ -14,6 +14,23 @@ from ds_usp.memory import GemmLast, LayerMemory, recompute_before
 MESH = SequenceMesh.single()
 
 
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm that saves its input, its weight and one number a token, as fused ones do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+        ctx.save_for_backward(x, weight, rstd)
+        return (x.float() * rstd).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, rstd = ctx.saved_tensors
+        hat, inner = x.float() * rstd, grad.float() * weight.float()
+        dx = rstd * (inner - hat * (inner * hat).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (grad.float() * hat).sum((0, 1)).to(weight.dtype)
+
+
 class Sizes(NamedTuple):
     tokens: int
     heads: int

@@ -203,20 +203,27 @@ def input_bytes(work: Workload, config: ParallelConfig) -> float:
     return size / (config.tp if config.tp_sequence else 1)
 
 
-def mlp_chunk_bytes(work: Workload, config: ParallelConfig) -> float:
-    """Bytes that live in the backward pass of an MLP in chunks, beside what the layer saves.
+def mlp_backward_bytes(work: Workload, config: ParallelConfig) -> float:
+    """Bytes that live in the backward pass of an MLP, beside what the layer saves.
 
-    The gradients of its output and of its input, of all tokens, and what one chunk saves when it is
-    computed again (``ds_usp.memory.in_chunks``). 0 without chunks.
+    The gradient of its output, and those of what follows fc1, where most of them are there: with a
+    gate when their product's gradient is divided between its factors, f elements a token and tensor
+    of a width f. What ``gemm-last`` recomputes is there, too.
+
+    In chunks (``ds_usp.memory.in_chunks``): the gradients of its output and of its input, of all
+    tokens, and those and all that one chunk saves when it is computed again.
     """
+    model, tokens = work.model, work.rank_tokens(config)
+    width = tokens * model.ffn / config.tp * config.param_bytes
+    inside = width * ((2 if model.gated else 1) + (config.recompute == "gemm-last"))
     if config.mlp_chunks <= 1:
-        return 0.0
+        return input_bytes(work, config) + inside
     whole, chunked = (
         config.replace(recompute="none", mlp_chunks=0),
         config.replace(recompute="none"),
     )
-    behind_norm2 = layer_bytes(work, whole) - layer_bytes(work, chunked)
-    return 2 * input_bytes(work, config) + behind_norm2 / config.mlp_chunks
+    inside += layer_bytes(work, whole) - layer_bytes(work, chunked)
+    return 2 * input_bytes(work, config) + inside / config.mlp_chunks
 
 
 def saved_virtual_stages(work: Workload, config: ParallelConfig, stage: int) -> int:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields, replace
 from ds_usp.planner.formulas import (
     input_bytes,
     layer_bytes,
-    layer_elements,
-    mlp_chunk_bytes,
+    mlp_backward_bytes,
     saved_virtual_stages,
     stage_elements,
 )
 from ds_usp.planner.layer_peak import attention_peak
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.zero3 import bucket_bytes, gathered_bytes, step_bytes
 
 _BUCKET_ELEMENTS = 500_000_000  # a larger tensor goes alone, as it lies
 
@@ -24,13 +24,13 @@ class Memory:
     """Bytes on one rank of one pipeline stage at its peak.
 
     Args:
-        weights, gradients, optimizer: ZeRO's shards; gradients with the copies that reducing
-            them takes, where that is the peak.
+        weights, gradients, optimizer: ZeRO's shards; gradients with the bucket of ZeRO-3, and the
+            copies of the step, where that is the peak.
         activations: saved for backward, less what is offloaded.
         logits: of the last stage, and their gradient's fp32; 0 where a layer's backward is worse.
         exchange: buffers of one attention call.
-        transient: what lives while one layer is computed: a recomputed layer, gathered weights;
-            both 0 where the loss is worse.
+        transient: what lives while one layer is computed: gradients in its MLP, a recomputed layer,
+            gathered weights; where the loss is worse, these alone, and no exchange.
         workspace: what no formula counts.
         stage: which pipeline stage it is.
         offloaded: bytes of activations in host memory, not part of the total.
@@ -81,30 +81,36 @@ class ModelWideBytes:
     logits: float
     exchange: float
     transient: float
+    gathered_at_loss: float
+    bucket: float
 
 
 def model_wide_bytes(work: Workload, config: ParallelConfig) -> ModelWideBytes:
     """The bytes of :func:`memory` that do not depend on the offload ratio."""
-    one, logits = layer_elements(work.model, config.tp), logits_bytes(work, config)
+    logits = logits_bytes(work, config)
     exchange, transient = _recomputed_layer_bytes(work, config)
-    if config.zero == 3 and config.zero_ranks > 1:
-        transient += 2 * one * config.param_bytes + one * config.grad_bytes
-    layer_input = input_bytes(work, config)
-    return ModelWideBytes(layer_bytes(work, config), layer_input, logits, exchange, transient)
+    return ModelWideBytes(
+        per_layer=layer_bytes(work, config),
+        layer_input=input_bytes(work, config),
+        logits=logits,
+        exchange=exchange,
+        transient=transient + gathered_bytes(work, config, at_loss=False),
+        gathered_at_loss=gathered_bytes(work, config, at_loss=True) if logits else 0.0,
+        bucket=bucket_bytes(work, config),
+    )
 
 
 def _recomputed_layer_bytes(work: Workload, config: ParallelConfig) -> tuple[float, float]:
     """Buffers of exchanges, and what else lives in the backward pass of one layer beside what
-    layers save, at the worse moment: that of the MLP or, where that is in chunks, of attention."""
+    layers save, at the worse moment: that of the MLP or, where layers are recomputed, of attention.
+    """
     exchange, transient = exchange_bytes(work, config), 0.0
-    if config.recompute in ("full", "attention"):
-        transient += layer_bytes(work, config.replace(recompute="none"))
-    if config.recompute == "attention":  # what it saves is counted already
-        transient -= layer_bytes(work, config)
-    if config.mlp_chunks <= 1 or config.recompute not in ("full", "attention"):
+    if config.recompute in ("full", "attention"):  # what these save is counted already
+        transient = layer_bytes(work, config.replace(recompute="none")) - layer_bytes(work, config)
+    at_mlp = transient + mlp_backward_bytes(work, config)
+    if config.recompute not in ("full", "attention"):
         # An exchange and the MLP's backward pass are not at the same time.
-        return exchange, transient + max(0.0, mlp_chunk_bytes(work, config) - exchange)
-    at_mlp = transient + mlp_chunk_bytes(work, config)
+        return exchange, max(0.0, at_mlp - exchange)
     peak = attention_peak(work, config)
     kept = 0.0
     if config.recompute == "attention":
@@ -155,7 +161,7 @@ def stage_memory(
     The peak is at the loss or in a layer's backward: the logits are freed before a layer's exchange
     buffers and recomputed activations are allocated, so only the larger of the two counts. Or it is
     at the step, when activations are freed, gradients are copied, and states are back that wait in
-    host memory else.
+    host memory else. It is a later step's than the first one, which has no moments of Adam yet.
     """
     return _stage(work, config, stage, model_wide_bytes(work, config), workspace_bytes)
 
@@ -170,8 +176,7 @@ def _stage(
     """Memory of one pipeline stage: the larger of its peaks in backward and at the step.
 
     The peak in backward holds activations and either the logits or a layer's buffers; the peak at
-    the step has the copies that the gradients' reduction makes, states that were on the host, and
-    no activations.
+    the step has copies of gradients, states that were on the host, and no activations.
     """
     elements = stage_elements(work, config, stage)
     weights, gradients, optimizer = states_bytes(elements, config)
@@ -180,13 +185,14 @@ def _stage(
     offloaded = on_host * config.offload_ratio
     host_states = optimizer if config.states_on_host else 0.0
     logits = shared.logits if stage == config.pp - 1 else 0.0
-    reduction_copies = reduction_bytes(elements, config)
-    peak_buffers = max(logits, shared.exchange + shared.transient)
-    if reduction_copies + host_states > resident + peak_buffers:
-        states = (weights, gradients + reduction_copies, optimizer)
+    gradients += shared.bucket
+    copies = reduction_bytes(elements, config) + step_bytes(elements, config)
+    at_layer, at_loss = shared.exchange + shared.transient, logits + shared.gathered_at_loss
+    if copies + host_states > resident + max(at_loss, at_layer):
+        states = (weights, gradients + copies, optimizer)
         nothing = (0.0, 0.0, 0.0, 0.0)
         return Memory(*states, *nothing, workspace_bytes, stage, offloaded, host_states)
-    peak_at_loss = logits > shared.exchange + shared.transient
+    peak_at_loss = at_loss > at_layer
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -194,7 +200,7 @@ def _stage(
         activations=resident,
         logits=logits if peak_at_loss else 0.0,
         exchange=0.0 if peak_at_loss else shared.exchange,
-        transient=0.0 if peak_at_loss else shared.transient,
+        transient=shared.gathered_at_loss if peak_at_loss else shared.transient,
         workspace=workspace_bytes,
         stage=stage,
         offloaded=offloaded,
@@ -264,7 +270,7 @@ def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float,
 
 
 def reduction_bytes(elements: float, config: ParallelConfig) -> float:
-    """Copies of all gradients while they are all-reduced: in the parameters' dtype, and as one
+    """Copies of all gradients while ZeRO-1 all-reduces them: in the parameters' dtype, and as one
     flat tensor, which DeepSpeed makes of what one of its buckets holds."""
     if not config.unsharded_grad_reduce or config.zero != 1 or config.zero_ranks == 1:
         return 0.0

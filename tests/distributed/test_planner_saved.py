@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from cases import mesh_of
 from harness import RankContext, WorkerPool
+from memory_model import FusedNorm
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
@@ -20,23 +21,6 @@ from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 SHAPE = ModelShape("layer", 1, 256, 704, 8, 4, 100)
 SEQ_LEN, B = 64, 2
-
-
-class FusedNorm(torch.autograd.Function):
-    """RMSNorm that saves its input, its weight and one number a token, as fused ones do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-        ctx.save_for_backward(x, weight, rstd)
-        return (x.float() * rstd).to(x.dtype) * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight, rstd = ctx.saved_tensors
-        hat, inner = x.float() * rstd, grad.float() * weight.float()
-        dx = rstd * (inner - hat * (inner * hat).mean(-1, keepdim=True))
-        return dx.to(x.dtype), (grad.float() * hat).sum((0, 1)).to(weight.dtype)
 
 
 class Layer(torch.nn.Module):

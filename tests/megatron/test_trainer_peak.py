@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import RankContext, fork_world
+from peak_memory import LiveBytes
 from test_trainer_layer_bytes import layer_and_input, validated
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ds_usp.kernels import rotary, rotary_positions
 from ds_usp.planner.layer_peak import attention_peak
@@ -21,31 +19,6 @@ MODEL = """
     --num-key-value-heads 8 --ffn-hidden-size 256 --swiglu --disable-bias-linear
     --use-rotary-position-embeddings --usp-recompute full --usp-mlp-chunks 16
 """
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of results of operators that live at once; not what a kernel has inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        of_inputs = {
-            x.untyped_storage()._cdata
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
-        }
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                if storage._cdata not in of_inputs:
-                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
-        return out
 
 
 def peak_bytes(args: Any) -> int:

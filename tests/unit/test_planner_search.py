@@ -80,8 +80,10 @@ def test_what_is_left_out_is_slower() -> None:
         for (name, value), best in result.best_with.items():
             if name == axis:
                 alone = find("llama3-8b", 65536, 4, 8, **{axis: value})
-                assert alone.plans[0].mfu == pytest.approx(best.mfu, abs=5e-5), (axis, value)
-                assert alone.plans[0].mfu <= result.plans[0].mfu + 1e-12
+                # Plans whose MFU is the same in four digits are sorted by their settings.
+                fastest = max(plan.mfu for plan in alone.plans)
+                assert fastest == pytest.approx(best.mfu, abs=5e-5), (axis, value)
+                assert fastest <= max(plan.mfu for plan in result.plans) + 1e-12
 
 
 def test_dp_before_sp() -> None:
