@@ -13,14 +13,26 @@ die() {
 }
 
 # setting NAME DEFAULT: the value of the environment, else of the script, else the default.
+names=()
 setting() {
   local capitals="${1^^}"
+  names+=("$capitals")
   printf -v "$1" '%s' "${!capitals-${!1-$2}}"
+}
+
+# refuse_misspelt: no variable of the environment is nearly the name of a setting.
+refuse_misspelt() {
+  local near code="import os, sys; from launch_settings import misspelt_setting as near
+print(*near(os.environ, sys.argv[1:]) or ())"
+  near="$(PYTHONPATH="$here/../sequence_parallel:$PYTHONPATH" python -c "$code" "${names[@]}")"
+  [[ -z "$near" ]] || die "${near% *} is no setting; did you mean ${near#* }? The settings are in" \
+    "$here/launch.sh; unset ${near% *} if it is meant for another program"
 }
 
 # check_settings NAME...: these are whole numbers, and the degrees of parallelism divide the ranks.
 check_settings() {
   local name
+  refuse_misspelt
   for name in num_gpus sp_size ulysses_degree "$@"; do
     [[ "${!name}" =~ ^[0-9]+$ ]] || die "${name^^}='${!name}' must be a whole number"
   done

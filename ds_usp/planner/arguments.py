@@ -106,7 +106,8 @@ class OneLineParser(ArgumentParser):
     def _refuse(self, unknown: Sequence[str]) -> None:
         """Raise ``ConfigError`` for the first of these arguments, with the nearest known one."""
         for name in unknown:
-            near = get_close_matches(name, self._option_string_actions, n=1)
+            flags = [flag for flag in self._option_string_actions if flag not in ("-h", "--help")]
+            near = get_close_matches(name, flags, n=1)
             self.error(f"unknown argument {name}" + (f" (did you mean {near[0]}?)" if near else ""))
 
 

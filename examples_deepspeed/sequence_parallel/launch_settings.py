@@ -171,18 +171,19 @@ MEGATRON_NAMES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def misspelt_setting(variables: Iterable[str]) -> tuple[str, str] | None:
-    """An environment variable that is probably meant as a setting, and that setting; None if there
-    is none.
+def misspelt_setting(
+    variables: Iterable[str], settings: Sequence[str] = tuple(name.upper() for name in DEFAULTS)
+) -> tuple[str, str] | None:
+    """An environment variable that is probably meant as one of the settings, and that setting;
+    None if there is none.
 
     It is Megatron's name of a setting (``MEGATRON_NAMES``), a misspelling or a beginning of one
     (:func:`_similar_setting`), in upper case. Of several the first in alphabetical order.
     """
-    settings = [name.upper() for name in DEFAULTS]
     for variable in sorted(variables):
         if re.fullmatch("[A-Z][A-Z0-9_]+", variable) and variable not in settings:
             meant = MEGATRON_NAMES.get(variable) or _similar_setting(variable, settings)
-            if meant:
+            if meant in settings:
                 return variable, meant
     return None
 
@@ -190,12 +191,12 @@ def misspelt_setting(variables: Iterable[str]) -> tuple[str, str] | None:
 def _similar_setting(variable: str, settings: Sequence[str]) -> str | None:
     """Setting that an unknown environment variable probably misspells or begins; None if none.
 
-    A misspelling is within an edit distance of 2 for settings of 12 or more letters, 1 from 5,
+    A misspelling is within an edit distance of 2 for settings of 12 or more letters, 1 from 6,
     else 0. Variables that other programs own (``FOREIGN_VARIABLES``) match nothing."""
     if FOREIGN_VARIABLES.fullmatch(variable):
         return None
     for setting in settings:
-        allowed = 2 if len(setting) > 11 else int(len(setting) > 4)
+        allowed = 2 if len(setting) > 11 else int(len(setting) > 5)
         is_near = abs(len(setting) - len(variable)) <= allowed  # cheap bound of the distance
         if is_near and edit_distance(variable, setting) <= allowed:
             return setting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -377,5 +378,9 @@ def test_a_misspelt_setting_is_found_among_ordinary_variables() -> None:
     from launch_settings import misspelt_setting
 
     assert misspelt_setting(ORDINARY.split()) is None
+    for folder in ("transformers_sft", "diffusion"):
+        text = (ROOT / "examples_deepspeed" / folder / "launch.sh").read_text(encoding="utf-8")
+        others = [name.upper() for name in re.findall(r"^setting (\w+)", text, re.MULTILINE)]
+        assert "ULYSSES_DEGREE" in others and misspelt_setting(ORDINARY.split(), others) is None
     for variable, setting in MISSPELT.items():
         assert misspelt_setting([*ORDINARY.split(), variable]) == (variable, setting)

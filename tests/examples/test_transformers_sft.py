@@ -60,6 +60,8 @@ REFUSED = [
     ({"GLOBAL_BATCH_SIZE": "3", "BATCH_SIZE": "2"}, "GLOBAL_BATCH_SIZE=3 must be a multiple of"),
     ({"ZERO_STAGE": "4"}, "ZERO_STAGE='4' must be 0, 1, 2, 3 or empty"),
     ({"MODEL": ""}, "MODEL is not set"),
+    ({"SEQ_LENGHT": "65536"}, "SEQ_LENGHT is no setting; did you mean SEQ_LENGTH?"),
+    ({"MICRO_BATCH_SIZE": "2"}, "MICRO_BATCH_SIZE is no setting; did you mean BATCH_SIZE?"),
 ]
 
 

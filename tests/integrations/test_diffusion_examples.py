@@ -67,6 +67,7 @@ def test_the_readme_lists_the_scripts_and_settings() -> None:
 REFUSED = [
     (GENERATE, {"SP_SIZE": "2"}, "SP_SIZE=2: all 4 ranks share a sample"),
     (GENERATE, {"STEPS": "many"}, "STEPS='many' must be a whole number"),
+    (GENERATE, {"ULYSES_DEGREE": "2"}, "ULYSES_DEGREE is no setting; did you mean ULYSSES_DEGREE?"),
     (GENERATE, {"MODEL": ""}, "MODEL is not set: a folder, an id of the hub, or tiny-flux"),
     (TRAIN, {"ULYSSES_DEGREE": "3"}, "ULYSSES_DEGREE=3 must divide SP_SIZE=4"),
     (TRAIN, {"PROGRAM": "sft.py"}, "PROGRAM='sft.py' must be generate.py or"),
