@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
+from ds_usp.attention.validation import no_mask_error
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
 
@@ -155,9 +156,7 @@ def check_overrides(
             belong to a batch.
     """
     if mask is not None and not isinstance(mask, MaskSpec):
-        raise ConfigError(
-            f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
-        )
+        raise no_mask_error(mask)
     if dropout_p is not None and not 0 <= dropout_p < 1:
         raise ConfigError(f"dropout_p={dropout_p} must be 0 or more and less than 1")
     if mask is not None and mask.documents:

@@ -269,6 +269,12 @@ def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: Tok
     return f"{layout}, {layout.order}"
 
 
+def no_mask_error(mask: object) -> ConfigError:
+    """The error of a mask that is no :class:`MaskSpec`, of a tensor with its shape only."""
+    given = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
+    return ConfigError(f"mask={given} must be a MaskSpec: MaskSpec.causal(), .full(), .window()")
+
+
 def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
     """Check the mask, and its documents against the queries ``[b, s, h, d]``.
 
@@ -277,9 +283,7 @@ def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
         UnsupportedAttentionError: documents in a CUDA graph, which would replay these for others.
     """
     if not isinstance(mask, MaskSpec):
-        raise ConfigError(
-            f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
-        )
+        raise no_mask_error(mask)
     mask.check_length(layout.seq_len, q.shape[0])
     if mask.documents and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedAttentionError(

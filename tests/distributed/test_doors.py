@@ -250,6 +250,10 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         "scatter_idx=1, gather_idx=2.* Transpose q, k, v",
     ),
     "a mask in words": (lambda ctx: ring_around(ctx, mask="causal"), "must be a MaskSpec"),
+    "a mask tensor": (
+        lambda ctx: function_on(ctx, mesh=mesh(ctx, ALL_ORDERS[0])["mesh"], mask=torch.ones(8, 8)),
+        r"mask=a tensor \[8, 8\] must be a MaskSpec",
+    ),
     "dropout above 1": (lambda ctx: ring_around(ctx, dropout_p=2.0), "dropout_p=2.0 must be"),
     "an order beside a mesh": (
         lambda ctx: ring_around(ctx, **mesh(ctx, ALL_ORDERS[0]), order=ALL_ORDERS[1]),

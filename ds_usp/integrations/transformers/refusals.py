@@ -135,7 +135,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
     if getattr(model.config, "output_attentions", False):
         yield "config.output_attentions: " + _FLAGS["output_attentions"]
     if getattr(model.config, "return_dict", True) is False:
-        yield "config.return_dict is False: outputs are found by their names; set it to True"
+        yield "config.return_dict is False, and ds_usp takes outputs by their names: set it to True"
     if has_head(model) and model.loss_function not in SUMS_OVER_TOKENS:
         name = getattr(model.loss_function, "__name__", repr(model.loss_function))
         yield (
@@ -223,7 +223,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             f"{IGNORE_INDEX}; leave ignore_index out"
         )
     if arguments.get("return_dict") is False:
-        raise UnsupportedAttentionError("return_dict=False: outputs are found by their names")
+        raise UnsupportedAttentionError(
+            "return_dict=False, and ds_usp takes outputs by their names: leave it out"
+        )
     for name, value in arguments.items():
         if name not in _KNOWN_TENSORS and holds_tensor(value):
             raise UnsupportedAttentionError(
