@@ -153,7 +153,7 @@ def _forward(
         why_plain=reason,
         **of_call,
     ).transpose(0, 1)
-    if padding is not None:  # of whose zeros core attention's caller computes zeros
+    if padding is not None:  # where core attention gives zeros, of which the product is zero
         out = out.masked_fill(padding, 0.0)
     return out, attention.linear_proj.bias
 

@@ -87,8 +87,10 @@ def rotary_table(
     packed = getattr(packed_seq_params, "qkv_format", None) == "thd"
     version = None if angles.is_inference() else angles._version
     key = (hidden.shape[0], hidden.dtype, version)
+    # Tensors of inference mode cannot be saved for backward.
+    is_shared = not (packed or torch.is_inference_mode_enabled())
     known, table = getattr(angles, _TABLE, (None, None))
-    if table is not None and known == key and not packed:
+    if table is not None and known == key and is_shared:
         result: tuple[Tensor, Tensor] = table
         return result
     half = angles.shape[-1] // 2
@@ -104,7 +106,7 @@ def rotary_table(
     # x1, x2 -> x1 cos1 - x2 sin1, x2 cos2 + x1 sin2
     (cos1, sin2), (minus_sin1, cos2) = (x.unbind(1) for x in rotated.unbind(1))
     table = torch.cat((cos1, cos2), 1), torch.cat((-minus_sin1, sin2), 1)
-    if not packed:
+    if is_shared:
         setattr(angles, _TABLE, (key, table))
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,3 +106,31 @@ def test_hooks_that_come_later_run() -> None:
         assert hooked == pytest.approx(plain, rel=1e-6)
         assert calls == 1
         assert reasons == [REASONS["a hook"]]
+
+
+def tables(ctx: RankContext) -> list[Any]:
+    """Tables of angles, of their first use under inference mode and later, and of other halves."""
+    from megatron_patches.megatron_core.rotary import rotary_table
+
+    options = ("apply_rope_fusion", "rotary_interleaved", "multi_latent_attention")
+    attention = SimpleNamespace(
+        config=SimpleNamespace(**dict.fromkeys(options, False)),
+        pg_collection=SimpleNamespace(cp=ctx.group),
+    )
+    angles = torch.linspace(-9, 9, 48).view(8, 1, 1, 6)
+    hidden = torch.empty(8, 2, 5, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        rotary_table(attention, angles, None, hidden)
+    first = rotary_table(attention, angles, None, hidden)
+    again = rotary_table(attention, angles, None, hidden)
+    fp32 = rotary_table(attention, angles, None, hidden.float())
+    shared = [a is b for a, b in zip(first, again, strict=True)]
+    return [angles, first, fp32, shared, first[0].is_inference()]
+
+
+def test_layers_share_a_table_that_megatron_core_rotates_by() -> None:
+    ((angles, bf16, fp32, shared, is_inference),) = fork_world(tables, 1)
+    expected = angles.flatten(1).cos(), angles.flatten(1).sin()
+    for table, known in zip((*bf16, *fp32), 2 * expected, strict=True):
+        assert torch.equal(table, known.to(table.dtype))
+    assert shared == [True, True] and not is_inference
