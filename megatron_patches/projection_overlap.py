@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ds_usp import SequenceMesh
     from ds_usp.planner import ProjectionChoice
 
+Keep = Literal["arrivals", "input"]  # as of ds_usp.projected_attention
 AUTO, ON, OFF, RECOMPUTE = "auto", "on", "off", "recompute"
 CHOICES = (AUTO, ON, OFF, RECOMPUTE)
 FLAG = "--usp-projection-overlap {usp_projection_overlap}"
@@ -87,9 +88,7 @@ def resolve_projections(
     return (f"planner: {choice.why}",)
 
 
-def keep_of(
-    args: Any, mesh: SequenceMesh, rows: Iterable[Refusal] = ()
-) -> Literal["arrivals", "input"] | None:
+def keep_of(args: Any, mesh: SequenceMesh, rows: Iterable[Refusal] = ()) -> Keep | None:
     """What a layer's attention keeps for backward; None: its projections are not overlapped.
 
     Where the planner had no forecast, ``auto`` overlaps them where exchanges cross nodes.

@@ -141,6 +141,7 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> list[str]:
     several = config.checkpoint_layers > 1
     flags += ["--usp-checkpoint-layers", str(config.checkpoint_layers)] if several else []
     flags += ["--usp-states-on-host"] if config.states_on_host else []
+    flags += ["--usp-projection-overlap", "recompute"] if config.heads_in_chunks else []
     return flags + (["--reset-attention-mask", "--reset-position-ids"] if work.documents else [])
 
 
@@ -311,7 +312,7 @@ def script(work: Workload, config: ParallelConfig) -> str:
     more += ["--normalization", "layernorm" if model.biases else "rmsnorm"]
     more += ["--layernorm-epsilon", f"{model.norm_epsilon:g}", *_memory_flags(work, config)]
     if config.heads_in_chunks:
-        more += ["--usp-projection-overlap", "recompute", "--transformer-impl", "local"]
+        more += ["--transformer-impl", "local"]
     return _SCRIPT.format(
         name=model.name,
         seq_length=work.seq_len,

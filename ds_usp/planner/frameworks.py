@@ -137,7 +137,7 @@ _MEGATRON_DEEPSPEED = FrameworkCaps(
     offloads=True,
     chunks_loss=True,
     documents_in_pipeline=False,
-    length_flags=tuple(flag for flag in LENGTH_FLAGS if flag != "projection_overlap"),
+    length_flags=LENGTH_FLAGS,
     tp_sequence=False,
     orders=ORDERS[:1],
     unsharded_grad_reduce=True,
@@ -157,7 +157,7 @@ FRAMEWORKS = (
         length_flags=LENGTH_FLAGS,
     ),
     _MEGATRON_DEEPSPEED,
-    replace(_MEGATRON_DEEPSPEED, name="trainer", length_flags=LENGTH_FLAGS),
+    replace(_MEGATRON_DEEPSPEED, name="trainer"),
     FrameworkCaps(
         "megatron-core",
         zero=(0, 1),

@@ -84,8 +84,8 @@ class ParallelConfig:
         mlp_chunks: each layer's norm 2, MLP and residual are computed in so many chunks of a rank's
             tokens and again in backward (``--usp-mlp-chunks``); 0 or 1: in one.
         projection_overlap: ``recompute``: queries, keys and values exist for a chunk of heads at a
-            time, and are projected and exchanged again in backward (the trainer's
-            ``--usp-projection-overlap recompute``).
+            time, and are projected and exchanged again in backward
+            (``--usp-projection-overlap recompute``).
         checkpoint_layers: so many layers have one checkpoint around those that ``recompute`` makes
             (``--usp-checkpoint-layers``); 1: none.
         states_on_host: optimizer states and fp32 weights are in host memory but for the step

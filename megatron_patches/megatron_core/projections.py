@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -18,8 +18,7 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_core.core_attention import USPCoreAttention
 from megatron_patches.megatron_core.rotary import RotatingForward, rotary_table
-
-Keep = Literal["arrivals", "input"]
+from megatron_patches.projection_overlap import Keep
 
 # Options of a configuration with which a layer computes something else around attention.
 _OPTIONS = (

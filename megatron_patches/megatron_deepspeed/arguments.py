@@ -15,14 +15,18 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory
-from ds_usp.planner import AUTO
+from ds_usp.planner import AUTO, ProjectionChoice
 from ds_usp.training import check_zero_stage, offload_ratio
-from megatron_patches import flags
+from megatron_patches import flags, projection_overlap
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.compat.runtime import switch_off_missing_fusions
-from megatron_patches.megatron_deepspeed.startup import patch_script, verify_flag
+from megatron_patches.megatron_deepspeed.startup import is_known, patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
-from megatron_patches.megatron_deepspeed.unsupported import refuse, refuse_framework_failures
+from megatron_patches.megatron_deepspeed.unsupported import (
+    refuse,
+    refuse_framework_failures,
+    unserved_projections,
+)
 from megatron_patches.settings import MeshSettings
 
 _FLASH = (
@@ -55,6 +59,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     group = parser.add_argument_group(title="unified sequence parallel")
     flags.add_degree_flags(group, default=settings.ulysses_degree)
     flags.add_attention_flags(group, settings=settings)
+    projection_overlap.add_projection_flag(group)
     group = parser.add_argument_group(title="unified sequence parallel, memory")
     flags.add_memory_flags(group, ratio_type=offload_ratio)
     flags.add_mlp_chunks_flag(group)
@@ -98,6 +103,7 @@ def validate_args(
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
         patch_script()
+    _choose_projections(run)
     flags.check_mlp_chunks(args, layout)
     return validated
 
@@ -157,6 +163,34 @@ def _auto_degree(run: flags.PlannedRun) -> int:
     if run.args.rank == 0:
         print("\n".join(choice.why), flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints
     return choice.ulysses
+
+
+def _choose_projections(run: flags.PlannedRun) -> None:
+    """Refuse ``--usp-projection-overlap`` where layers cannot be served, and decide its ``auto``,
+    each rank before there are groups; rank 0 prints the planner's reason.
+
+    Ranks whose decisions differ are refused at their first call of attention.
+
+    Raises:
+        ConfigError: with the reason and the fix.
+        PatchError: edited linear layers, whose edits would have no effect.
+    """
+    args, flag = run.args, "--usp-projection-overlap"
+    rows = unserved_projections(_deepspeed_config(args))
+    projection_overlap.check_projections(args, rows)
+    if args.ds_sequence_parallel_size == 1:
+        return
+    if args.usp_projection_overlap == projection_overlap.AUTO and not is_known(flag):
+        args.usp_projection_overlap = projection_overlap.OFF
+
+    def choose() -> ProjectionChoice | None:
+        return run.choose_projections(on_gpu=torch.cuda.is_available())
+
+    why = projection_overlap.resolve_projections(args, choose, rows)
+    if why and args.rank == 0:
+        print("\n".join(why), flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints
+    if args.usp_projection_overlap != projection_overlap.OFF:
+        verify_flag(flag)
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:

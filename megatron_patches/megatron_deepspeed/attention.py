@@ -13,6 +13,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.training import apply_rotary, local_positions, rotary_frequencies
+from megatron_patches.megatron_deepspeed import projections
 from megatron_patches.megatron_deepspeed.state import (
     FrameworkState,
     current_mask,
@@ -58,34 +59,37 @@ class SequenceParallelAttention(torch.nn.Module):
             mixed: ``[s_local, b, (h + 2 * h_kv) * d]``, all queries, then keys, then values, as
             Megatron-DeepSpeed's projection has them; result ``[s_local, b, h * d]``.
         """
-        state = self.state
         counts = (self.heads, self.kv_heads, self.kv_heads)
-        projections = qkv.split([count * self.head_dim for count in counts], dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projections)
-        if self.rotary_dim:
-            table = rotary_table(
-                state.layout, state.mesh.rank, self.rotary_dim, self.rotary_base, q.device
-            )
+        parts = qkv.split([count * self.head_dim for count in counts], dim=-1)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
+        table = self.rotary(q.device)
+        if table is not None:
             q, k = apply_rotary((q, k), *table, token_dim=0)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        mask = current_mask()
         # Flash attention here has no document mask; with documents dropout is refused.
-        flash = self.flash and not mask.documents
-        out = self._flash(q, k, v) if flash else self._attend(q, k, v, mask)
+        flash = self.flash and not current_mask().documents
+        out = (
+            self._flash(q, k, v) if flash else ds_usp.usp_attention(q, k, v, **self.call_options())
+        )
         return out.transpose(0, 1).flatten(2).contiguous()  # viewed as [s * b, h * d]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ds_usp.MaskSpec) -> Tensor:
-        """Sequence-parallel attention with the mesh, layout and kernel of the patches' state."""
-        out: Tensor = ds_usp.usp_attention(
-            q,
-            k,
-            v,
-            mesh=self.state.mesh,
-            layout=self.state.layout,
-            mask=mask,
-            kernel=self.state.kernel,
-        )
-        return out
+    def rotary(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Cosine and sine ``[s_local, rotary_dim]`` of this rank's tokens; None: no rotation."""
+        if not self.rotary_dim:
+            return None
+        layout, rank = self.state.layout, self.state.mesh.rank
+        return rotary_table(layout, rank, self.rotary_dim, self.rotary_base, device)
+
+    def call_options(self) -> dict[str, Any]:
+        """Mesh, layout and kernel of the patches' state, and the mask of the micro batch, as
+        :func:`ds_usp.usp_attention` takes them."""
+        state = self.state
+        return {
+            "mesh": state.mesh,
+            "layout": state.layout,
+            "mask": current_mask(),
+            "kernel": state.kernel,
+        }
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The local flash attention under Megatron's tracked random state."""
@@ -134,6 +138,8 @@ def build_attention(
         rotary_base=flags.rope_theta,
         flash=getattr(layer, "core_attention_flash", None),
     )
+    if state.projections is not None:
+        projections.prepare_layer(layer, state.projections)
 
 
 @contextmanager
@@ -177,6 +183,9 @@ def attend(
             "inference attends one token at a time, with a cache; it has no sequence parallelism. "
             "Generate without these patches"
         )
+    overlapped = layer.sequence_parallel_attention.state.projections
+    if overlapped is not None:
+        return projections.attend(layer, overlapped, hidden_states)
     qkv, _ = layer.query_key_value(hidden_states)
     return layer.dense(layer.sequence_parallel_attention(qkv))
 

@@ -18,7 +18,8 @@ _SP_LOSS = f"{_CORE}.sequence_parallel.cross_entropy"
 _SOFTMAX = "megatron.model.fused_softmax"
 _ATTENTION = "usp_attention computes scores, softmax and scale"
 _FLASH = "with a ring usp_attention computes it"
-_CHUNKS = "--usp-loss-chunks"
+_PARALLEL = f"{_CORE}.tensor_parallel"
+_LINEAR = f"{_PARALLEL}.layers"
 
 # What computes the same instead: the functions, each with its fingerprint.
 _ALWAYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -69,11 +70,28 @@ _ALWAYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-_WITH_LOSS_CHUNKS: Mapping[str, str] = MappingProxyType(
+# With a flag alone: what computes the same instead, and the functions.
+_WITH_FLAG: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
-        "megatron.model.language_model:parallel_lm_logits": "51103b2cf92422b1",
-        f"{_CORE}.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy": "91046d1e87f30023",
-        f"{_CORE}.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy": "c077bc1a990c7ac2",
+        "--usp-loss-chunks": (
+            "chunked_token_losses computes the losses without logits",
+            {
+                "megatron.model.language_model:parallel_lm_logits": "51103b2cf92422b1",
+                f"{_PARALLEL}.cross_entropy:vocab_parallel_cross_entropy": "91046d1e87f30023",
+                f"{_PARALLEL}.cross_entropy:_VocabParallelCrossEntropy": "c077bc1a990c7ac2",
+            },
+        ),
+        "--usp-projection-overlap": (
+            "projected_attention multiplies the weights around attention",
+            {
+                f"{_LINEAR}:ColumnParallelLinear.forward": "fb8d57efb5255371",
+                f"{_LINEAR}:RowParallelLinear.forward": "35173900371789f9",
+                f"{_LINEAR}:linear_with_grad_accumulation_and_async_allreduce": "26f9006edaf937b8",
+                f"{_LINEAR}:LinearWithGradAccumulationAndAsyncCommunication.backward": (
+                    "5d60c19d3f934ee9"
+                ),
+            },
+        ),
     }
 )
 
@@ -85,9 +103,9 @@ def rows() -> tuple[Bypass, ...]:
         for reason, functions in _ALWAYS.items()
         for target, digest in functions.items()
     )
-    reason = "chunked_token_losses computes the losses without logits"
-    chunked = (
-        Bypass(target, reason, source_guard(digest), flag=_CHUNKS)
-        for target, digest in _WITH_LOSS_CHUNKS.items()
+    with_flag = (
+        Bypass(target, reason, source_guard(digest), flag=flag)
+        for flag, (reason, functions) in _WITH_FLAG.items()
+        for target, digest in functions.items()
     )
-    return (*always, *chunked)
+    return (*always, *with_flag)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,13 +10,15 @@ import torch.distributed as dist
 
 import ds_usp
 from ds_usp.errors import ConfigError
-from megatron_patches.megatron_deepspeed.arguments import layer_memory
+from megatron_patches.megatron_deepspeed.arguments import layer_memory, planned_run
 from megatron_patches.megatron_deepspeed.state import (
     FrameworkState,
+    Projections,
     get_state,
     is_active,
     set_state,
 )
+from megatron_patches.projection_overlap import keep_of
 
 Ranks = tuple[int, ...]
 
@@ -107,10 +108,26 @@ def initialize_model_parallel(
     mesh = ds_usp.SequenceMesh.from_group(
         parallel_state._SEQUENCE_PARALLEL_GROUP, config.ulysses, config.order
     )
-    layout = mesh.layout(config.layout, args.seq_length)
-    state = FrameworkState(grid, mesh, layout, config.kernel, is_active(args), layer_memory(args))
-    on_host = args.usp_states_on_host
-    set_state(replace(state, mlp_chunks=args.usp_mlp_chunks, states_on_host=on_host))
+    set_state(_state(args, config, grid, mesh))
+
+
+def _state(
+    args: Any, config: ds_usp.USPConfig, grid: ds_usp.RankGrid, mesh: ds_usp.SequenceMesh
+) -> FrameworkState:
+    """The state of validated arguments. ``--usp-projection-overlap auto`` here means that layers
+    can be served, and that the planner has no forecast."""
+    keep = keep_of(args, mesh)
+    return FrameworkState(
+        grid,
+        mesh,
+        mesh.layout(config.layout, args.seq_length),
+        config.kernel,
+        is_active(args),
+        layer_memory(args),
+        mlp_chunks=args.usp_mlp_chunks,
+        states_on_host=args.usp_states_on_host,
+        projections=keep and Projections(keep, planned_run(args).zero == 3),
+    )
 
 
 def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> ds_usp.RankGrid:

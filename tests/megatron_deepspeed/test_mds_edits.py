@@ -48,6 +48,7 @@ PAIRS: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any
     "attention": ("", (1, {}), (2, SP2), "--usp-recompute attention"),
     "full": ("", (1, {}), (2, SP2), "--usp-recompute full"),
     "offload": ("", (1, {}), (2, SP2), "--usp-offload-ratio 0.5"),
+    "projections": ("", (1, {}), (2, SP2), "--usp-projection-overlap on"),
 }  # fmt: skip
 _TRACKER = "megatron.core.tensor_parallel.random:CudaRNGStatesTracker"
 _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction"
@@ -198,11 +199,22 @@ def test_an_edit_without_effect_is_refused_at_the_start(server: TrainingServer) 
         assert "An edit has no effect" in str(seen["refused"])
 
 
-def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(server: TrainingServer) -> None:
-    edited = "megatron.model.language_model:parallel_lm_logits"
+@pytest.mark.parametrize(
+    ("flag", "edited"),
+    [
+        ("--usp-loss-chunks 2", "megatron.model.language_model:parallel_lm_logits"),
+        (
+            "--usp-projection-overlap on",
+            "megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
+        ),
+    ],
+)
+def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(
+    server: TrainingServer, flag: str, edited: str
+) -> None:
     for seen in server.attempt(2, flags(more=SHORT, **SP2), edited=edited):
         assert f"{MARK} {edited}" in seen["traceback"]
-    for seen in server.attempt(2, flags(more=f"{SHORT} --usp-loss-chunks 2", **SP2), edited=edited):
+    for seen in server.attempt(2, flags(more=f"{SHORT} {flag}", **SP2), edited=edited):
         assert f"{edited}: its source is another" in str(seen["refused"])
         assert not seen["groups"]
 

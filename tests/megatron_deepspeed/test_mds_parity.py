@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from mds_runs import TrainingServer, flags, losses_of, relative_difference
@@ -26,6 +27,9 @@ RECOMPUTE = {
     "deepspeed": "--checkpoint-activations --deepspeed-activation-checkpointing",
     "full": "--recompute-granularity full --recompute-method uniform",
 }
+PACKED = "--reset-attention-mask --reset-position-ids --eod-mask-loss --seq-length 512 "
+PACKED += "--max-position-embeddings 512"
+ATTENTION = "megatron_patches.megatron_deepspeed.attention:SequenceParallelAttention.forward"
 # name: (ranks, degrees)
 GRIDS = {
     "u2": (2, {"sp": 2, "u": 2}),
@@ -145,13 +149,51 @@ def test_saved_attention_sends_what_a_plain_run_does(server: TrainingServer) -> 
         assert 0 < plain[rank]["sent"] == saved[rank]["sent"] < full[rank]["sent"]
 
 
+def refuse_plain(original: Any, *args: Any) -> None:
+    """``SequenceParallelAttention.forward`` where projections are to be under its exchanges."""
+    raise AssertionError("attention was called between its projections")
+
+
+@pytest.mark.parametrize(
+    ("grid", "zero", "model", "more"),
+    [
+        ("u2", 0, "gpt", RECOMPUTE["deepspeed"]),
+        ("u2r2", 3, "llama", ""),
+        ("u4", 2, "gqa", "--usp-recompute full --usp-checkpoint-layers 2 --usp-mlp-chunks 3"),
+        ("r4", 3, "rope", "--usp-recompute full --usp-offload-ratio 1"),
+        ("r2-pp2", 1, "gpt", "--usp-layout contiguous"),
+        ("u2", 1, "rope", PACKED),
+    ],
+)
+def test_projections_under_the_exchanges_train_the_same(
+    server: TrainingServer, grid: str, zero: int, model: str, more: str
+) -> None:
+    world, degrees = GRIDS[grid]
+    # Without it ZeRO-3 keeps parameters of this size whole.
+    partition = {"zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0}}
+    plain, on, again = (
+        server.run(
+            world,
+            flags(
+                zero=zero,
+                config=partition,
+                more=f"{MODELS[model]} {more} --usp-projection-overlap {overlap}",
+                **degrees,
+            ),
+            extra=((ATTENTION, refuse_plain),) if overlap != "off" else (),
+        )
+        for overlap in ("off", "on", "recompute")
+    )
+    for other in (on, again):
+        assert relative_difference(losses_of(other), losses_of(plain)) < 1e-6
+        assert relative_difference(other[0]["norms"], plain[0]["norms"]) < 1e-6
+    assert on[0]["sent"] == plain[0]["sent"]
+    assert (again[0]["sent"] > on[0]["sent"]) == ("u" in grid)
+
+
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_the_layout_changes_nothing(server: TrainingServer, model: str) -> None:
     check(server, "u2r2", 1, model, "--usp-layout contiguous")
-
-
-PACKED = "--reset-attention-mask --reset-position-ids --eod-mask-loss --seq-length 512 "
-PACKED += "--max-position-embeddings 512"
 
 
 @pytest.mark.parametrize(

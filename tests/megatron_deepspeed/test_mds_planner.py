@@ -28,7 +28,17 @@ GPT = ModelShape(
 PLAIN = ParallelConfig(tp_sequence=False)
 CASES = {
     "memory": (LLAMA, PLAIN.replace(ulysses=2, ring=2, recompute="gemm-last", fused_loss=True)),
-    "full": (LLAMA, PLAIN.replace(ring=2, dp=2, zero=3, recompute="full", offload_ratio=0.5)),
+    "full": (
+        LLAMA,
+        PLAIN.replace(
+            ring=2,
+            dp=2,
+            zero=3,
+            recompute="full",
+            offload_ratio=0.5,
+            projection_overlap="recompute",
+        ),
+    ),
     "pipeline": (GPT, PLAIN.replace(ulysses=2, pp=2, recompute="attention", offload_ratio=1.0)),
 }
 

@@ -126,6 +126,7 @@ FRAMEWORK_FLAGS: Doors = {
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
     "--usp-mlp-chunks --usp-checkpoint-layers --usp-states-on-host",
+    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
     "nothing is traced": "--usp-report-communication",
     "no tokens are sharded over tensor-parallel ranks; refused": "--usp-tp-shard-tokens",
 }

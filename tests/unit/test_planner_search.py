@@ -253,7 +253,7 @@ def test_settings_that_no_config_has_are_named(
         ("megatron-core", {"mlp_chunks": 2}),
         ("megatron-lm", {"states_on_host": True}),
         ("megatron-lm", {"fused_loss": True}),
-        ("megatron-deepspeed", {"projection_overlap": "recompute"}),
+        ("megatron-core", {"projection_overlap": "recompute"}),
     ],
 )
 def test_settings_that_a_framework_lacks_are_named(how: str, settings: dict[str, Any]) -> None:

@@ -1,9 +1,11 @@
-"""``auto`` of projections under the exchanges: in the trainer and in ``USPSelfAttention``."""
+"""``auto`` of projections under the exchanges: in the trainer, in Megatron-DeepSpeed and in
+``USPSelfAttention``."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import torch
 import ds_usp
 from ds_usp.attention import projection_choice
 from ds_usp.attention.projection_choice import overlap_pays
+from ds_usp.errors import PatchError
 from ds_usp.planner import Cluster, load_cluster
+from megatron_patches.megatron_deepspeed import arguments, startup
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples_deepspeed" / "sequence_parallel"))
 
@@ -52,6 +56,17 @@ def test_the_first_rank_logs_the_reason_once(caplog: pytest.LogCaptureFixture) -
     assert len([line for line in caplog.messages if "no forecast for CPUs" in line]) <= 1
 
 
+def use_cluster(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster that ranks find themselves on: of h800 each node has one; "": an unknown one."""
+
+    def this_cluster(*_: object, **__: object) -> Cluster:
+        if not name:
+            raise ds_usp.ConfigError("no built-in cluster")
+        return load_cluster(name).with_gpus_per_node(1 if name == "h800" else 2)
+
+    monkeypatch.setattr("ds_usp.training.this_cluster", this_cluster)
+
+
 @pytest.mark.parametrize(
     ("cluster", "more", "resolved", "line"),
     [
@@ -65,15 +80,10 @@ def test_the_first_rank_logs_the_reason_once(caplog: pytest.LogCaptureFixture) -
 def test_the_trainer_asks_the_planner_and_prints_why(
     cluster: str, more: str, resolved: str, line: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def this_cluster(*_: object, **__: object) -> Cluster:
-        if not cluster:
-            raise ds_usp.ConfigError("no built-in cluster")
-        return load_cluster(cluster).with_gpus_per_node(1 if cluster == "h800" else 2)
-
     def run(compute: Any) -> Any:
         return compute()
 
-    monkeypatch.setattr("ds_usp.training.this_cluster", this_cluster)
+    use_cluster(cluster, monkeypatch)
     monkeypatch.setattr(auto_args, "broadcast_from_rank0", run)
     flags = f"""--ds-sequence-parallel-size 2 --ulysses-degree 2 --seq-length 16384 --bf16
         --hidden-size 4096 --num-attention-heads 32 --transformer-impl local {more}"""
@@ -83,3 +93,42 @@ def test_the_trainer_asks_the_planner_and_prints_why(
     assert args.usp_projection_overlap == resolved
     assert len(why) == (line is not None)
     assert line is None or line in why[0]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "given", "resolved", "line"),
+    [
+        ("h200", {}, "off", " longer with projections"),
+        ("h800", {}, "on", " shorter with projections"),
+        ("h800", {"use_flash_attn": True}, "off", ""),
+        ("h800", {"edited": True}, "off", ""),
+        ("", {}, "auto", ""),  # no forecast: by the mesh's nodes
+        ("h800", {"usp_projection_overlap": "recompute"}, "recompute", ""),
+    ],
+)
+def test_megatron_deepspeed_asks_the_planner_and_prints_why(
+    cluster: str,
+    given: dict[str, Any],
+    resolved: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def verify(flag: str) -> None:
+        if flag == "--usp-projection-overlap" and given.get("edited"):
+            raise PatchError("RowParallelLinear.forward: its source is another")
+
+    use_cluster(cluster, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for module in (arguments, startup):
+        monkeypatch.setattr(module, "verify_flag", verify)
+    flags = """--ds-sequence-parallel-size 2 --ulysses-degree 2 --seq-length 16384 --bf16
+        --hidden-size 4096 --num-attention-heads 32 --transformer-impl local"""
+    args = Namespace(**vars(parse(flags.split())))
+    sizes = {"ffn_hidden_size": 16384, "num_key_value_heads": 32, "global_batch_size": 1}
+    more = {"deepspeed_config": {}, "use_flash_attn": False, "enable_zbh1_pipeline": False}
+    vars(args).update(sizes | more | {"rank": 0, "world_size": 2} | given)
+    arguments._choose_projections(arguments.planned_run(args))
+    assert args.usp_projection_overlap == resolved
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == bool(line) and line in printed
