@@ -267,6 +267,8 @@ AUTOGRAD_FUNCTIONS = {
     "TakeChunk",
     "WithoutValues",
     "WriteChunk",
+    "_Sum",
+    "_View",
     "AllGatherLinear",
     "LinearReduceScatter",
     "SplitTokens",
