@@ -72,7 +72,10 @@ class MaskSpec:
 
     @classmethod
     def window(cls, left: int | None, right: int | None = 0, documents: Any = ()) -> MaskSpec:
-        """Every token sees ``left`` tokens before it and ``right`` after it, and itself."""
+        """Every token sees ``left`` tokens before it and ``right`` after it, and itself.
+
+        ``sliding_window=w`` of transformers counts the token itself: ``window(w - 1)``.
+        """
         return cls(left, right, documents)
 
     @classmethod
