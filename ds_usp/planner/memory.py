@@ -186,7 +186,7 @@ def _stage(
     host_states = optimizer if config.states_on_host else 0.0
     logits = shared.logits if stage == config.pp - 1 else 0.0
     gradients += shared.bucket
-    copies = reduction_bytes(elements, config) + step_bytes(elements, config)
+    copies = reduction_bytes(elements, config) + step_bytes(work, elements, config)
     at_layer, at_loss = shared.exchange + shared.transient, logits + shared.gathered_at_loss
     if copies + host_states > resident + max(at_loss, at_layer):
         states = (weights, gradients + copies, optimizer)

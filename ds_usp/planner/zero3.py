@@ -33,23 +33,28 @@ def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> 
     """
     if config.zero != 3 or config.zero_ranks == 1:
         return 0.0
-    model, tp = work.model, config.tp
     elements = stage_elements(work, config, 0)
     if not at_loss:
         elements -= head_elements(work, config)
-    matrix = model.hidden * model.ffn * (2 if model.gated else 1)
-    largest = max(model.padded_vocab(tp) * model.hidden, matrix) / tp
-    return min(elements, LIVE_ELEMENTS + largest) * config.param_bytes
+    return min(elements, LIVE_ELEMENTS + _largest_parameter(work, config)) * config.param_bytes
 
 
-def step_bytes(elements: float, config: ParallelConfig) -> float:
-    """Copies of the optimizer's step, one sub-group after another, in fp32: the gradients as one
-    flat tensor, and the root of the second moment, which torch's AdamW takes of all its tensors at
-    once. 0 but in ZeRO-3.
+def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float:
+    """The optimizer's step, one sub-group after another: a copy of the gradients in fp32 as one
+    flat tensor. A fused optimizer allocates nothing; torch's AdamW that is not fused as much again.
+    0 but in ZeRO-3. A sub-group has its last parameter whole.
 
     Args:
         elements: of the parameters of a stage, before they are sharded.
     """
     if config.zero != 3:
         return 0.0
-    return 8.0 * min(elements / config.zero_ranks, SUB_GROUP_ELEMENTS)
+    last = _largest_parameter(work, config) / config.zero_ranks
+    return 4.0 * min(elements / config.zero_ranks, SUB_GROUP_ELEMENTS + last)
+
+
+def _largest_parameter(work: Workload, config: ParallelConfig) -> float:
+    """Elements of the largest parameter: an embedding or a matrix of the MLP."""
+    model, tp = work.model, config.tp
+    matrix = model.hidden * model.ffn * (2 if model.gated else 1)
+    return max(model.padded_vocab(tp) * model.hidden, matrix) / tp

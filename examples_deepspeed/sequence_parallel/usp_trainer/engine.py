@@ -140,8 +140,10 @@ def make_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
     ]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
-    betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps)
+    # Not fused, it allocates 4 bytes a parameter of a ZeRO-3 sub-group for each step.
+    options: dict[str, Any] = {"fused": True} if args.device == "cuda" else {}
+    options["betas"] = (args.adam_beta1, args.adam_beta2)
+    return torch.optim.AdamW(groups, lr=args.lr, eps=args.adam_eps, **options)
 
 
 def deepspeed_config(args: Namespace) -> dict[str, Any]:
