@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
+import torch.distributed as dist
 from harness import RankContext, WorkerPool
 from tiny_diffusers import MASKS
 
@@ -28,7 +30,12 @@ def first_program(ctx: RankContext) -> bool:
     """With no names but its own."""
     program = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     names: dict[str, object] = {}
-    exec(compile(program, str(PAGE), "exec"), names)
+    with (  # the ranks have met, and stay together for other tests
+        mock.patch.object(dist, "init_process_group") as begin,
+        mock.patch.object(dist, "destroy_process_group") as end,
+    ):
+        exec(compile(program, str(PAGE), "exec"), names)
+    assert begin.call_count == end.call_count == 1
     return bool(names["difference"] < 1e-5)  # type: ignore[operator]
 
 
