@@ -27,6 +27,7 @@ from ds_usp.attention.validation import (
     token_layout,
 )
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, ring_schedule
@@ -81,6 +82,9 @@ def plan_call(
     Returns:
         The call signature, which must be the same on every rank, and the plan.
     """
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+        given = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise ConfigError(f"q, k and v must be tensors [b, s_local, heads, head_dim], got {given}")
     plans, scores = options.mesh.plans, options.scores
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (

@@ -38,7 +38,15 @@ def projected(**options: object) -> object:
     return ds_usp.projected_attention(torch.ones(1, 4, 16), **{**arguments, **options})
 
 
+def usp_attention(value: object) -> object:
+    q = torch.ones(1, 4, 2, 8)
+    mask = ds_usp.MaskSpec.causal()
+    return ds_usp.usp_attention(q, q, value, mesh=MESH, layout="zigzag", mask=mask)
+
+
 CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "no values": (lambda: usp_attention(None), "got Tensor, Tensor, NoneType"),
+    "an array": (lambda: usp_attention(torch.ones(1, 4, 2, 8).numpy()), "Tensor, ndarray"),
     "modules as weights": (lambda: projection(qkv=Linear(16, 96)), "takes the layers"),
     "two weights": (lambda: projection(qkv=(QKV, QKV)), "2 weights of queries"),
     "a bias as a number": (lambda: projection(out_bias=1.0), "out_bias is float"),
