@@ -15,9 +15,10 @@ class AttentionPeak(NamedTuple):
     """Bytes on one rank, of one micro batch.
 
     Attributes:
-        held: what a layer has during all of it: the gradients of its output, of what attention's
-            branch is added to, and of its queries, keys and values; the norm's output; queries,
-            keys, values and the attention output, with their log-sum-exp.
+        held: what a layer has during all of it: the gradients of its output and of what attention's
+            branch is added to; the norm's output; the attention output with its log-sum-exp; its
+            gradient, or for heads in chunks those of queries, keys and values; without Ulysses
+            queries, keys and values that a layer saves; on one rank their gradients, too.
         buffers: of exchanges, and partial gradients.
         kernel: sums in fp32 of FlashAttention's backward kernel: dQ, and with grouped heads dK and
             dV (``dq_accum`` in its sources, versions 2 to 4). Other kernels have none.
@@ -37,9 +38,10 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     on links of a node. With ``projection_overlap="recompute"`` a chunk and the next one are there
     at once: with Ulysses 13 a + 7 e; in a ring 8.5 a + 6.5 e and five blocks of keys and values.
     Counted on a trainer's layer, operator by operator (``tests/megatron/test_trainer_peak.py``,
-    with Ulysses); the ring's numbers are fitted to such counts: up to 4 % too high, for heads in
-    chunks up to 15 %. Where both degrees are above 1 the whole is 7 to 8 % too high in two counts,
-    for heads in chunks 12 % too low with as many KV heads as heads, and 27 % too high with half.
+    with Ulysses and on one rank); the ring's numbers are fitted to such counts: up to 4 % too high,
+    for heads in chunks up to 15 %. Where both degrees are above 1 the whole is 7 to 8 % too high in
+    two counts, for heads in chunks 12 % too low with as many KV heads as heads, and 27 % too high
+    with half.
     """
     model, tp = work.model, config.tp
     hidden = input_bytes(work, config) / config.param_bytes
@@ -53,16 +55,20 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
         held = 2 * q + kv  # attention's output; gradients of queries, keys and values
         buffers = 13 * a + 7 * e if config.ulysses > 1 else 8.5 * a + 6.5 * e
         buffers += 5 * e if config.ring > 1 else 0.0
+    elif config.ulysses > 1:
+        held = 2 * q  # the output and its gradient
+        # Saved, results; the kernel's gradients, sent, received; a return.
+        buffers = 2 * (q + kv * copies) + 3 * (a + e) + b + f
+        buffers += 3 * kv * copies if config.ring > 1 else 0.0
     else:
-        held, buffers = 2 * q, 0.0  # the output and its gradient
-        if config.ulysses > 1:  # saved, results; the kernel's gradients, sent, received; a return
-            buffers = 2 * (q + kv * copies) + 3 * (a + e) + b + f
-            buffers += 3 * kv * copies if config.ring > 1 else 0.0
-        elif config.ring > 1:
-            # A copy of grouped queries, beside the projection's output that they are a part of.
-            held += q + kv + (q if model.kv_heads < model.heads else 0.0)
+        # A copy of grouped queries, beside the projection's output that they are a part of.
+        held = 3 * q + kv + (q if model.kv_heads < model.heads else 0.0)
+        gradients = q + kv
+        if config.ring > 1:  # sums of what ranks return
             in_flight = 2 * a + 3.5 * e + (2 * b + 3.5 * f) * (0.5 if len(parts) == 2 else 1)
-            buffers = q + kv + in_flight
+            buffers = gradients + in_flight
+        else:
+            held, buffers = held + gradients, 0.0
     kernel = 4 * tokens * (a + (e if model.kv_heads < model.heads else 0.0))
     lse = 4.0 * model.heads / tp
     return AttentionPeak(

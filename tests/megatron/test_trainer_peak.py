@@ -36,31 +36,54 @@ def peak_bytes(args: Any) -> int:
     return live.peak
 
 
-def measured_and_formula(ctx: RankContext, tokens: tuple[int, int]) -> list[tuple[float, float]]:
-    """With whole heads in one chunk, in four, and projected in chunks, bytes of as many tokens as
-    the two lengths differ in: weights and their gradients do not grow."""
+def growth(degree: int, flags: str, chunks: int, tokens: tuple[int, int]) -> tuple[float, float]:
+    """Measured and by the formula, bytes of as many tokens as two lengths differ in: weights and
+    their gradients do not grow.
+
+    Args:
+        degree: of Ulysses.
+        chunks: of heads in a call of attention.
+        tokens: of a rank, the two lengths.
+    """
     from usp_trainer.auto_args import planned_run
 
+    both = []
+    for count in tokens:
+        length = f"--micro-batch-size 1 --seq-length {degree * count}"
+        args = validated(1, degree, 1, f"{MODEL} {flags} {length}")
+        run = planned_run(args)
+        # As on GPUs, by the length of a call; CPUs take one chunk.
+        with mock.patch.object(CallSize, "num_chunks", lambda _: chunks):
+            expected = attention_peak(run.workload(), run.parallel_config())
+            both.append((peak_bytes(args), expected.held + expected.buffers))
+    (few, few_formula), (many, many_formula) = both
+    return float(many - few), many_formula - few_formula
+
+
+def growth_of_cases(
+    ctx: RankContext, degree: int, cases: list[tuple[str, int]], tokens: tuple[int, int]
+) -> list[tuple[float, float]]:
+    """:func:`growth` of each of the cases, flags and chunks."""
     prepare_deepspeed()
     rotary._CPU_ELEMENTS = rotary_positions._TABLE_ELEMENTS = 2**13  # not in proportion to tokens
-    results = []
-    for overlap, chunks in (("off", 1), ("off", 4), ("recompute", 1)):
-        both = []
-        for count in tokens:
-            flags = f"{MODEL} --usp-projection-overlap {overlap} --micro-batch-size 1"
-            args = validated(1, 2, 1, f"{flags} --seq-length {2 * count}")
-            run = planned_run(args)
-            # As on GPUs, by the length of a call; CPUs take one chunk.
-            with mock.patch.object(CallSize, "num_chunks", lambda _, number=chunks: number):
-                expected = attention_peak(run.workload(), run.parallel_config())
-                both.append((peak_bytes(args), expected.held + expected.buffers))
-        (few, few_formula), (many, many_formula) = both
-        results.append((float(many - few), many_formula - few_formula))
-    return results
+    return [growth(degree, flags, chunks, tokens) for flags, chunks in cases]
 
 
 def test_the_peak_of_a_recomputed_layer_is_the_formula() -> None:
-    for whole, chunked, projected in fork_world(measured_and_formula, 2, tokens=(768, 1024)):
-        for measured, formula in (whole, chunked, projected):
+    """With whole heads in one chunk, in four, and projected in chunks."""
+    overlap = "--usp-projection-overlap"
+    cases = [(f"{overlap} off", 1), (f"{overlap} off", 4), (f"{overlap} recompute", 1)]
+    for ranks in fork_world(growth_of_cases, 2, degree=2, cases=cases, tokens=(768, 1024)):
+        whole, chunked, projected = ranks
+        for measured, formula in ranks:
             assert measured == pytest.approx(formula, rel=0.01)
         assert projected[0] < chunked[0] < 0.75 * whole[0]
+
+
+def test_the_peak_without_sequence_parallelism_is_the_formula() -> None:
+    """With as many key/value heads as heads, with half and with a quarter: grouped queries are
+    copied. Shorter sequences have their peak where a weight's gradient is computed."""
+    cases = [(f"--num-key-value-heads {kv_heads}", 1) for kv_heads in (8, 4, 2)]
+    (peaks,) = fork_world(growth_of_cases, 1, degree=1, cases=cases, tokens=(1024, 1536))
+    for measured, formula in peaks:
+        assert measured == pytest.approx(formula, rel=0.01)

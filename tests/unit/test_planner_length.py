@@ -79,6 +79,27 @@ def test_an_mlp_in_chunks_is_never_whole() -> None:
     assert memory(WORK, few).exchange == 0
 
 
+@pytest.mark.parametrize(
+    ("tokens", "on_host", "measured"),
+    [
+        (524288, True, 71.29),
+        (655360, False, 93.55),
+        (950272, False, 127.53),
+        (983040, False, 131.30),
+    ],
+)
+def test_the_longest_sequences_of_one_gpu(tokens: int, on_host: bool, measured: float) -> None:
+    """GiB of 4 layers on one H200 (docs/usage/million-tokens.md). Without states on the host the
+    runs were of one step, which has no moments of Adam yet, 8 bytes a parameter."""
+    work = Workload(replace(LLAMA, layers=4), tokens)
+    config = FULL.replace(
+        ulysses=1, mlp_chunks=32, offload_ratio=0.95, checkpoint_layers=4, states_on_host=on_host
+    )
+    needs = memory(work, config, H200.workspace_bytes)
+    moments = 0 if on_host else needs.optimizer * 8 / 12
+    assert (needs.total - moments) / GIB == pytest.approx(measured, rel=0.01)
+
+
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2), (4, 1)])
 def test_heads_in_chunks_need_less_of_a_layer(degrees: tuple[int, int]) -> None:
     ulysses, ring = degrees
