@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any, TypeGuard
 
 import torch
@@ -60,22 +61,33 @@ class _ChunkSums:
     @contextmanager
     def views(self) -> Iterator[None]:
         """Let submodules compute with views of their parameters, as long as each one runs."""
-        replaced: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        handles = []
+        replaced: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] = {}
+        handles, thread = [], get_ident()
+
+        def is_of_run() -> bool:  # hooks run in calls from other threads and compiled code too
+            return not torch.compiler.is_compiling() and get_ident() == thread
 
         def replace(part: nn.Module, *_: Any) -> None:
-            if part not in replaced:
-                replaced[part] = {n: p for n, p in part._parameters.items() if _is_summed(p)}
-                part._parameters.update((n, self._view(p)) for n, p in replaced[part].items())
+            # A view that is made without gradients would pass none on in later calls either.
+            if not is_of_run() or part in replaced or not torch.is_grad_enabled():
+                return
+            summed = {n: p for n, p in part._parameters.items() if _is_summed(p) and p.numel()}
+            replaced[part] = {name: (p, self._view(p)) for name, p in summed.items()}
+            views: Any = {name: view for name, (_, view) in replaced[part].items()}
+            part._parameters.update(views)
 
         def restore(part: nn.Module, *_: Any) -> None:
-            part._parameters.update(replaced.pop(part, {}))
+            for name, (parameter, view) in (replaced.pop(part, {}) if is_of_run() else {}).items():
+                if part._parameters.get(name) is view:
+                    part._parameters[name] = parameter
 
+        if self._root in self._modules:  # its forward may be called without its hooks, or with them
+            handles.append(self._root.register_forward_pre_hook(restore, prepend=True))
         for part in self._modules:
             handles.append(part.register_forward_pre_hook(replace))
             handles.append(part.register_forward_hook(restore, prepend=True))
         try:
-            if self._root in self._modules:  # its forward may be called without its hooks
+            if self._root in self._modules:
                 replace(self._root)
             yield
         finally:
@@ -98,13 +110,13 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
         """Shapes: the result ``[0]``."""
         ctx.set_materialize_grads(False)
-        ctx.total, ctx.pass_id, ctx.dtype = None, None, parameter.dtype
+        ctx.totals, ctx.dtype = {}, parameter.dtype
         return parameter.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> Tensor | None:
         """After the backward passes of all views, of as many chunks as the loss depends on."""
-        total, ctx.total = ctx.total, None
+        total = ctx.totals.pop(torch._C._current_graph_task_id(), None)
         return None if total is None else total.to(ctx.dtype)
 
 
@@ -120,16 +132,19 @@ class _View(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
-        """Add the gradient to the sum."""
-        node, pass_id = ctx.node, torch._C._current_graph_task_id()
+        """Add the gradient to the sum of this backward pass.
+
+        One pass may run inside another, as a reentrant checkpoint's does; the sum of one that
+        failed stays unused until the graph is freed.
+        """
+        totals, pass_id = ctx.node.totals, torch._C._current_graph_task_id()
         if grad is not None:
-            if node.total is None or node.pass_id != pass_id:  # an earlier one may have failed
-                node.total = grad.to(torch.float32, copy=True)
-                node.pass_id = pass_id
+            if pass_id not in totals:
+                totals[pass_id] = grad.to(torch.float32, copy=True)
             elif torch.is_grad_enabled():  # create_graph=True: autograd keeps what was added
-                node.total = node.total + grad
+                totals[pass_id] = totals[pass_id] + grad
             else:
-                node.total += grad
+                totals[pass_id] += grad
         return None, None, None
 
 
@@ -144,8 +159,8 @@ def _module_of(run: Callable[..., Any]) -> nn.Module | None:
 
 
 def _sums_by_itself(module: nn.Module) -> bool:
-    """Whether a part of a module adds to fp32 gradients in its own backward pass, or is compiled:
-    then autograd's sums stay.
+    """Whether a part of a module adds to fp32 gradients in its own backward pass, or is compiled
+    (as its forward method may be): then autograd's sums stay.
 
     Megatron's linear layers with ``gradient_accumulation_fusion`` and TransformerEngine's with
     ``fuse_wgrad_accumulation`` add each chunk's gradient to ``main_grad``.
@@ -154,6 +169,7 @@ def _sums_by_itself(module: nn.Module) -> bool:
         getattr(part, "gradient_accumulation_fusion", False)
         or getattr(part, "fuse_wgrad_accumulation", False)
         or getattr(part, "_compiled_call_impl", None) is not None
+        or hasattr(part.forward, "_torchdynamo_orig_callable")
         or type(part).__module__.startswith(("torch._dynamo", "transformer_engine"))
         for part in module.modules()
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
+from functools import partial
 
 import oracle
 import pytest
@@ -178,3 +181,95 @@ def test_parameters_stay_the_modules_own_and_a_failed_backward_pass_leaves_nothi
     assert all(p is before[name] for name, p in mlp.named_parameters())
     second = torch.autograd.grad(loss, list(before.values())[:2], create_graph=True)
     torch.autograd.grad(second[0].float().square().sum(), x)
+
+
+class _OwnAndNoGrad(nn.Module):
+    """A weight of its own, which a reentrant checkpoint uses too, and a layer that runs without
+    gradients first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.randn(H, H) / 4), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.linear(x).abs().mean(-1, keepdim=True)
+        weight = self.weight  # the checkpoint's backward pass runs inside that of the other uses
+        x = checkpoint(lambda part: (part @ weight).tanh(), x @ weight, use_reentrant=True)
+        return self.linear(x @ weight) * scale
+
+
+@pytest.mark.parametrize("call", ["its forward", "with its hooks"])
+def test_no_gradient_is_lost_without_grad_mode_or_in_a_backward_pass_inside_another(
+    call: str,
+) -> None:
+    torch.manual_seed(0)
+    module, x = _OwnAndNoGrad().bfloat16(), torch.randn(64, H).bfloat16()
+    exact = copy.deepcopy(module).double()
+    exact(x.double()).square().sum().backward()
+    run = partial(_OwnAndNoGrad.forward, module) if call == "its forward" else module
+    in_chunks(run, x, 4).float().square().sum().backward()
+    for actual, wanted in zip(module.parameters(), exact.parameters(), strict=True):
+        assert oracle.relative_error(actual.grad.double(), wanted.grad) < 2**-7
+
+
+def test_hooks_before_a_modules_forward_see_its_own_parameters_and_may_gather_them() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(H, H).bfloat16(), torch.randn(64, H).bfloat16()
+    wanted = torch.autograd.grad(in_chunks(module, x, 4).sum(), list(module.parameters()))
+    weight, whole, seen = module.weight, module.weight.data, []
+
+    def gather(part: nn.Module, _: object) -> None:  # as ZeRO-3's hook does
+        seen.append(part.weight)
+        part.weight.data = whole
+
+    def release(*_: object) -> None:
+        weight.data = whole.new_empty(0)
+
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(release)
+    release()
+    out = in_chunks(module, x, 4).sum()
+    weight.data = whole
+    actual = torch.autograd.grad(out, list(module.parameters()))
+    assert len(seen) >= 4 and all(parameter is weight for parameter in seen)
+    assert all(map(torch.equal, actual, wanted))
+
+
+def test_calls_from_another_thread_leave_no_view_in_a_module() -> None:
+    mlp, x = mlp_of().bfloat16(), torch.randn(32, H).bfloat16()
+    before = dict(mlp.named_parameters())
+    inside, over = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:  # the other thread's call has taken the hooks of this one's chunk
+        inside.set()
+        over.wait(10)
+
+    def call_in_the_other_thread() -> None:
+        handle = mlp[1].register_forward_pre_hook(
+            lambda *_: wait() if threading.current_thread() is other else None, prepend=True
+        )
+        other.start()
+        inside.wait(10)
+        handle.remove()
+
+    def run(part: Tensor) -> Tensor:
+        if not inside.is_set():
+            call_in_the_other_thread()
+        return mlp(part)
+
+    other = threading.Thread(target=mlp, args=(x,))
+    in_chunks(run, x, 2, module=mlp)
+    over.set()
+    other.join()
+    assert all(p is before[name] for name, p in mlp.named_parameters())
+    assert len(before) == len(list(mlp.named_parameters()))
+
+
+def test_a_compiled_forward_method_keeps_the_sums_of_autograd() -> None:
+    mlp, x = mlp_of().bfloat16(), torch.randn(32, H).bfloat16()
+    mlp.forward = torch.compile(mlp.forward, backend="aot_eager")
+    for _ in range(2):
+        mlp.zero_grad()
+        in_chunks(mlp, x, 4).sum().backward()
+    assert all(p.grad is not None for p in mlp.parameters())
