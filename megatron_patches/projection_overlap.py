@@ -101,5 +101,25 @@ def keep_of(args: Any, mesh: SequenceMesh, rows: Iterable[Refusal] = ()) -> Keep
     return "input" if wanted == RECOMPUTE else "arrivals"
 
 
+def has_hooks(module: Any, allowed: Callable[[Any], bool] | None = None) -> bool:
+    """Whether a module has hooks that would not run where its weights are used without its call.
+
+    Those of DeepSpeed's ZeRO-3, which gather and partition the weights, do not count: the module
+    that uses the weights has them gathered, or :func:`ds_usp.projected_attention` leaves them be.
+
+    Args:
+        allowed: of further hooks that do not count.
+    """
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    hooks = (hook for kind in kinds for hook in getattr(module, kind).values())
+    return any(not (_is_of_zero3(hook) or (allowed and allowed(hook))) for hook in hooks)
+
+
+def _is_of_zero3(hook: Any) -> bool:
+    """DeepSpeed defines them there; some are wrapped for profiles, by a function of utils.nvtx."""
+    name = getattr(hook, "__module__", None) or ""
+    return name.startswith("deepspeed.runtime.zero.") or name == "deepspeed.utils.nvtx"
+
+
 def _is_served(args: Any, rows: Iterable[Refusal]) -> bool:
     return not any(row.applies(args) for row in (*_ROWS, *rows))

@@ -18,7 +18,7 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_core.core_attention import USPCoreAttention
 from megatron_patches.megatron_core.rotary import RotatingForward, rotary_table
-from megatron_patches.projection_overlap import Keep
+from megatron_patches.projection_overlap import Keep, has_hooks
 
 # Options of a configuration with which a layer computes something else around attention.
 _OPTIONS = (
@@ -110,8 +110,6 @@ def _kinds_reason(attention: Any) -> str | None:
 
 def _hooks_reason(attention: Any) -> str | None:
     """What the call of a module does besides its class's forward; None if nothing."""
-    if hasattr(attention.linear_qkv.weight, "ds_id"):
-        return None  # hooks of ZeRO-3 gather weights; ds_usp says whether they are gathered
     reasons = (_call_reason(module, name) for module, _, name in _modules(attention))
     return next(filter(None, reasons), None)
 
@@ -175,8 +173,7 @@ def _is_wait(hook: Callable[..., Any]) -> bool:
 
 def _call_reason(module: Any, name: str) -> str | None:
     """:func:`_hooks_reason` of one module."""
-    hooks = [module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
-    if any(hooks) or not all(map(_is_wait, module._forward_pre_hooks.values())):
+    if has_hooks(module, _is_wait):
         return f"{name} has hooks, which only its own call runs"
     forward = vars(module).get("forward")
     if isinstance(forward, RotatingForward):  # which projected_attention does itself

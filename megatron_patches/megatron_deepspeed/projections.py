@@ -9,6 +9,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_deepspeed.state import Projections
+from megatron_patches.projection_overlap import has_hooks
 
 
 def prepare_layer(layer: Any, projections: Projections) -> None:
@@ -59,7 +60,7 @@ def attend(layer: Any, projections: Projections, hidden: Tensor) -> tuple[Tensor
         rotary=attention.rotary(hidden.device),
         keep=projections.keep,
         plain=plain,
-        why_plain=None if projections.partitioned else _reason_of_hooks(layer),
+        why_plain=_reason_of_hooks(layer),
         **attention.call_options(),
     )
     # Linear layers behind it view what norms and sums make of it as [s * b, c].
@@ -81,9 +82,8 @@ def _check_linear_layers(layer: Any) -> None:
 
 
 def _reason_of_hooks(layer: Any) -> str | None:
-    """Why a call is not served; None if it is. Under ZeRO-3 the hooks gather weights."""
-    for module in (layer.query_key_value, layer.sequence_parallel_attention, layer.dense):
-        hooks = module._forward_hooks, module._forward_pre_hooks
-        if any(hooks) or module._backward_hooks or module._backward_pre_hooks:
-            return "a projection or attention has hooks, which only its own call runs"
+    """Why a call is not served; None if it is."""
+    modules = layer.query_key_value, layer.sequence_parallel_attention, layer.dense
+    if any(map(has_hooks, modules)):
+        return "a projection or attention has hooks, which only its own call runs"
     return None

@@ -17,6 +17,7 @@ from ds_usp.attention import projected
 
 REASONS = {
     "a hook": "a projection has hooks, which only its own call runs",
+    "a hook, with weights of ZeRO-3": "a projection has hooks, which only its own call runs",
     "a hook of attention": "core attention has hooks, which only its own call runs",
     "an adapter": "a projection is a Adapted, no ColumnParallelLinear",
     "norms of queries and keys": "queries or keys are normalized between their projection and",
@@ -38,7 +39,9 @@ def built(case: str) -> Any:
 
 def change(model: Any, case: str) -> None:
     attention = layers_of(model)[1].self_attention
-    if case == "a hook":
+    if "ZeRO-3" in case:
+        attention.linear_qkv.weight.ds_id = 0  # as DeepSpeed's partitioned parameters have
+    if case.startswith("a hook,") or case == "a hook":
         attention.linear_proj.register_forward_hook(lambda *_: None)
     elif case == "a hook of attention":
         attention.core_attention.register_forward_pre_hook(lambda *_: None)
