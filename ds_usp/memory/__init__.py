@@ -2,7 +2,7 @@
 
 from ds_usp.memory.checkpoint_chunks import in_chunks
 from ds_usp.memory.gemm_last import GemmLast, recompute_before
-from ds_usp.memory.layers import RECOMPUTE, LayerMemory
+from ds_usp.memory.layers import RECOMPUTE, LayerMemory, run_for_gradients
 from ds_usp.memory.offload import Offload
 from ds_usp.memory.saved_attention import keep_attention
 
@@ -14,4 +14,5 @@ __all__ = [
     "in_chunks",
     "keep_attention",
     "recompute_before",
+    "run_for_gradients",
 ]

@@ -27,17 +27,20 @@ Checkpoint = Callable[..., Any]  # of the function and its inputs
 def reentrant_checkpoint(run: Callable[..., Any], *inputs: Any) -> Any:
     """torch's reentrant checkpoint: suits ZeRO-3, whose partitioned parameters change shape. What
     the function returns when it is recomputed is not kept in memory during its backward pass."""
-    return checkpoint(partial(_run_for_gradients, run), *inputs, use_reentrant=True)
+    return checkpoint(partial(run_for_gradients, run), *inputs, use_reentrant=True)
 
 
-def _run_for_gradients(run: Callable[..., Any], *inputs: Any) -> Any:
-    """The function's results; in a recomputation, where torch enables gradients, without their
-    values, which the backward pass starts from but does not read."""
+def run_for_gradients(run: Callable[..., Any], *inputs: Any) -> Any:
+    """The function's results; in the recomputation of a reentrant checkpoint, where torch enables
+    gradients, without their values, which the backward pass starts from but does not read. Single
+    elements keep theirs: Megatron-DeepSpeed's checkpoint reads the loss of experts."""
     out = run(*inputs)
     if not torch.is_grad_enabled():
         return out
     results = [
-        WithoutValues.apply(x) if isinstance(x, torch.Tensor) and x.requires_grad else x
+        WithoutValues.apply(x)
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.numel() > 1
+        else x
         for x in (out if isinstance(out, tuple) else (out,))
     ]
     return tuple(results) if isinstance(out, tuple) else results[0]

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import ConfigError
-from ds_usp.memory import LayerMemory
+from ds_usp.memory import LayerMemory, run_for_gradients
 from ds_usp.planner import AUTO, ProjectionChoice
 from ds_usp.training import check_zero_stage, offload_ratio
 from megatron_patches import flags, projection_overlap
@@ -146,7 +147,8 @@ def layer_memory(args: Any) -> LayerMemory:
     from megatron.core import tensor_parallel
 
     def checkpoint(run: Callable[..., Any], hidden: Tensor) -> Any:
-        return tensor_parallel.checkpoint(run, False, hidden)
+        # It holds the recomputed output during the layer's whole backward pass.
+        return tensor_parallel.checkpoint(partial(run_for_gradients, run), False, hidden)
 
     device = torch.device(get_accelerator().current_device_name())
     return planned_run(args).layer_memory(

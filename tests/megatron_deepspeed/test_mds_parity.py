@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from mds_runs import TrainingServer, flags, losses_of, relative_difference
 
 LIMIT = 1e-5  # fp32, losses and gradient norms, at every step
@@ -147,6 +148,38 @@ def test_saved_attention_sends_what_a_plain_run_does(server: TrainingServer) -> 
     )
     for rank in range(4):
         assert 0 < plain[rank]["sent"] == saved[rank]["sent"] < full[rank]["sent"]
+
+
+OUTPUTS: list[int] = []  # on a rank: bytes of what layers return when they are recomputed
+
+
+def watch_checkpoint(original: Any, run: Any, *args: Any) -> Any:
+    """``tensor_parallel.checkpoint``: a recomputation, and none else, has gradients enabled."""
+
+    def watched(*inputs: Any) -> Any:
+        out = run(*inputs)
+        if torch.is_grad_enabled():
+            tensors = out if isinstance(out, tuple) else (out,)
+            OUTPUTS.extend(x.untyped_storage().nbytes() for x in tensors)
+        return out
+
+    return original(watched, *args)
+
+
+def check_outputs(original: Any, *args: Any) -> Any:
+    """``train``: each output is in the memory of one element."""
+    result = original(*args)
+    assert OUTPUTS and max(OUTPUTS) <= 4, OUTPUTS
+    return result
+
+
+def test_recomputed_layers_keep_no_output(server: TrainingServer) -> None:
+    wraps = {
+        "megatron.core.tensor_parallel:checkpoint": watch_checkpoint,
+        "megatron.training:train": check_outputs,
+    }
+    text = flags(zero=1, more="--train-iters 1 --usp-recompute full")
+    server.run(1, text, extra=tuple(wraps.items()))
 
 
 def refuse_plain(original: Any, *args: Any) -> None:

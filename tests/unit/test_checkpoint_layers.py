@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_usp import ConfigError, RecomputeError
-from ds_usp.memory import LayerMemory, Offload, in_chunks
+from ds_usp.memory import LayerMemory, Offload, in_chunks, run_for_gradients
 from ds_usp.memory.pinned_transfer import HostDeviceCopier
 from ds_usp.memory.saved_tensor_hooks import saved_tensors
 from ds_usp.planner.formulas import input_bytes
@@ -315,3 +315,16 @@ def test_policies_without_checkpoints_are_refused() -> None:
             LayerMemory(recompute, checkpoint_layers=2)
     with pytest.raises(ConfigError, match="whole number of 1 or more"):
         LayerMemory("full", checkpoint_layers=0)
+
+
+def test_a_recomputation_keeps_the_values_of_single_elements_alone() -> None:
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x, x.sum()
+
+    x = torch.arange(3.0, requires_grad=True)
+    hidden, loss = run_for_gradients(run, x)
+    assert hidden.shape == (3,) and hidden.untyped_storage().nbytes() == 4 and loss == 3
+    torch.autograd.backward((hidden, loss), (torch.ones(3), torch.ones(())))
+    assert x.grad is not None and x.grad.tolist() == [3, 3, 3]
+    with torch.no_grad():
+        assert run_for_gradients(run, x)[0].tolist() == [0, 2, 4]
