@@ -36,8 +36,8 @@ def in_chunks(
 
     Backward keeps ``x`` and no other tensor of all tokens, and runs the function once more for
     each chunk. The gradient of ``x`` is that of ``run(x)``; those of parameters are sums over
-    chunks, in fp32 for the parameters of a module, else (and under ``torch.compile``) in the
-    parameters' dtype.
+    chunks, in fp32 for the parameters of a module, else (and under ``torch.compile``, for
+    TransformerEngine's layers and FSDP1's) in the parameters' dtype.
 
     Args:
         run: computes every index along ``dim`` independently, as an MLP does tokens; its result

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+# Megatron's layers of TransformerEngine are subclasses in a package of Megatron's.
+_OWN_SUMS = ("torch._dynamo", "transformer_engine")
 
 
 def sum_in_fp32(run: Callable[[Tensor], Tensor], module: nn.Module | None) -> Any:
@@ -170,7 +172,7 @@ def _sums_by_itself(module: nn.Module) -> bool:
         or getattr(part, "fuse_wgrad_accumulation", False)
         or getattr(part, "_compiled_call_impl", None) is not None
         or hasattr(part.forward, "_torchdynamo_orig_callable")
-        or type(part).__module__.startswith(("torch._dynamo", "transformer_engine"))
+        or any(kind.__module__.startswith(_OWN_SUMS) for kind in type(part).__mro__)
         for part in module.modules()
     )
 

@@ -273,3 +273,16 @@ def test_a_compiled_forward_method_keeps_the_sums_of_autograd() -> None:
         mlp.zero_grad()
         in_chunks(mlp, x, 4).sum().backward()
     assert all(p.grad is not None for p in mlp.parameters())
+
+
+def test_subclasses_of_transformer_engines_layers_keep_the_sums_of_autograd() -> None:
+    engines = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.linear"})
+    megatrons = type("TELinear", (engines,), {"__module__": "megatron.core.extensions"})
+    linear, seen = megatrons(H, H).bfloat16(), []
+
+    def run(part: Tensor) -> Tensor:
+        seen.append(linear.weight)
+        return part @ linear.weight
+
+    in_chunks(run, torch.ones(4, H).bfloat16(), 2, module=linear)
+    assert len(seen) == 2 and all(weight is linear.weight for weight in seen)
