@@ -82,9 +82,14 @@ def plan_call(
     Returns:
         The call signature, which must be the same on every rank, and the plan.
     """
-    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
-        given = ", ".join(type(x).__name__ for x in (q, k, v))
-        raise ConfigError(f"q, k and v must be tensors [b, s_local, heads, head_dim], got {given}")
+    given: tuple[object, ...] = q, k, v
+    if not (
+        isinstance(given[0], torch.Tensor)
+        and isinstance(given[1], torch.Tensor)
+        and isinstance(given[2], torch.Tensor)
+    ):
+        names = ", ".join(type(x).__name__ for x in given)
+        raise ConfigError(f"q, k and v must be tensors [b, s_local, heads, head_dim], got {names}")
     plans, scores = options.mesh.plans, options.scores
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (

@@ -76,7 +76,7 @@ NAMES: dict[str, Doors] = {
     },
     "ds_usp.memory": {
         "changes memory and time, never the result; refuses what it cannot repeat": "GemmLast "
-        "LayerMemory Offload in_chunks keep_attention recompute_before",
+        "LayerMemory Offload in_chunks keep_attention recompute_before run_for_gradients",
         "is the list of names": "RECOMPUTE",
     },
 }
