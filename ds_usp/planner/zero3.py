@@ -6,6 +6,8 @@ Counted on H200s by the stacks that allocated what was alive at a step's peak, a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ds_usp.planner.formulas import head_elements, stage_elements
 from ds_usp.planner.gradient_buckets import bucket_elements
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
@@ -42,15 +44,37 @@ def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> 
 def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float:
     """The optimizer's step, one sub-group after another: a copy of the gradients in fp32 as one
     flat tensor. A fused optimizer allocates nothing; torch's AdamW that is not fused as much again.
-    0 but in ZeRO-3. A sub-group has its last parameter whole.
+    0 but in ZeRO-3. Parameters join a sub-group until it has :data:`SUB_GROUP_ELEMENTS`, the last
+    one whole; the largest sub-group counts.
 
     Args:
         elements: of the parameters of a stage, before they are sharded.
     """
     if config.zero != 3:
         return 0.0
-    last = _largest_parameter(work, config) / config.zero_ranks
-    return 4.0 * min(elements / config.zero_ranks, SUB_GROUP_ELEMENTS + last)
+    shard = elements / config.zero_ranks
+    if shard <= SUB_GROUP_ELEMENTS:
+        return 4.0 * shard
+    largest = held = 0.0
+    for size in _matrices(work, config):
+        held += size / config.zero_ranks
+        if held >= SUB_GROUP_ELEMENTS:
+            largest, held = max(largest, held), 0.0
+    return 4.0 * max(largest, held)
+
+
+def _matrices(work: Workload, config: ParallelConfig) -> Iterator[float]:
+    """Elements of the matrices of a stage on one tensor-parallel rank, in the model's order."""
+    model, tp = work.model, config.tp
+    table = model.padded_vocab(tp) * model.hidden
+    queries, keys = model.hidden * model.q_width, model.hidden * model.kv_width
+    mlp = model.hidden * model.ffn
+    yield table / tp
+    for _ in range(config.layers_per_stage(model)):
+        for size in (queries, queries + 2 * keys, mlp * (2 if model.gated else 1), mlp):
+            yield size / tp
+    if not model.tied:
+        yield table / tp
 
 
 def _largest_parameter(work: Workload, config: ParallelConfig) -> float:

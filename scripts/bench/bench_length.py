@@ -19,9 +19,11 @@ layer    one layer, forward and backward, attention to all tokens; its rate besi
 flags    losses of 12 steps with all settings, with none, and with none on another mesh, whose
          difference is bf16's; then settings one on top of the other, and each alone. --only NAME...
          measures some of these runs, by the names of their rows; the table has those of DIR.
-longest  the longest sequence that trains a step, of the trainer or of ALST (UlyssesSPAttentionHF,
-         tiled MLP, tiled loss, activation checkpoints on the CPU, ZeRO-3), both with the window
-         and with the optimizer's states on the GPU. --first TOKENS begins near the expected length.
+         --always NAME... switches settings on in every run, "none" too, where it fits no GPU else.
+longest  the longest sequence that trains a step other than the first, which has no moments of Adam:
+         of the trainer or of ALST (UlyssesSPAttentionHF, tiled MLP, tiled loss, activation
+         checkpoints on the CPU, ZeRO-3), both with the window and with the optimizer's states on
+         the GPU. --first TOKENS begins near the expected length.
 
 Rows are JSON lines in DIR/length.jsonl, each written at once. ``--smoke --device cpu`` shows that
 it runs.
@@ -51,16 +53,23 @@ import ds_usp
 from ds_usp.training import prepare_deepspeed
 
 BEGIN = time.monotonic()
+HEADS = "heads in chunks"  # of exchanges: of several ranks alone
 # In the order of docs/usage/million-tokens.md, after the recomputation that three of them need.
 SETTINGS = {
     "recompute full": "--usp-recompute full",
     "loss in chunks": "--usp-loss-chunks {loss}",
     "MLP in chunks": "--usp-mlp-chunks {mlp}",
+    HEADS: "--usp-projection-overlap recompute",
     "offload": "--usp-offload-ratio {ratio}",
     "4 layers a checkpoint": "--usp-checkpoint-layers 4",
     "states on the host": "--usp-states-on-host",
 }
-_NEEDS_CHECKPOINTS = ("offload", "4 layers a checkpoint")
+_NEEDS_CHECKPOINTS = (HEADS, "offload", "4 layers a checkpoint")
+
+
+def all_settings(world: int, *but: str) -> list[str]:
+    """The names of the settings that so many ranks can have."""
+    return [name for name in SETTINGS if name not in but and (world > 1 or name != HEADS)]
 
 
 def settings_text(args: argparse.Namespace, *names: str) -> str:
@@ -77,7 +86,7 @@ def new_run(args: argparse.Namespace, name: str, **changes: object) -> Run:
 
 def train(session: Session, args: argparse.Namespace) -> None:
     """All settings at full length, the memory of every step recorded."""
-    settings = args.settings or settings_text(args, *SETTINGS)
+    settings = args.settings or settings_text(args, *all_settings(session.world))
     run = new_run(args, "train", settings=f"{settings} {args.more}")
     moments = Table(session, args.out / "moments.csv", MOMENTS, str(run))
     Trained(session, run, args.out, BEGIN, "train", moments).train()
@@ -183,21 +192,27 @@ def flags(session: Session, args: argparse.Namespace) -> None:
 
 def compared_runs(args: argparse.Namespace, world: int) -> list[Run]:
     """The runs of ``flags``: those whose losses are compared, settings one on top of the other, and
-    each alone."""
-    everything = tuple(SETTINGS)
-    text = f"{settings_text(args, *everything)} {args.more}"
-    none = new_run(args, "none", steps=args.compare_steps, samples=4)
+    each alone; all with the settings that are always on."""
+    everything = all_settings(world, *args.always)
+    always = settings_text(args, *args.always)
+
+    def settings(*names: str) -> str:
+        return f"{always} {settings_text(args, *names)}".strip()
+
+    text = f"{settings(*everything)} {args.more}"
+    none = new_run(args, "none", steps=args.compare_steps, samples=4, settings=always)
     runs = [none, replace(none, name="all", settings=text)]
     if world > 1:
         other = world if args.ulysses < world else 1
         runs.append(replace(none, name="none, other mesh", ulysses=other))
     for count in range(1, len(everything)):
         names = everything[:count]
-        runs.append(new_run(args, f"+ {names[-1]}", settings=settings_text(args, *names)))
+        runs.append(new_run(args, f"+ {names[-1]}", settings=settings(*names)))
     for name in everything[1:]:
-        names = ("recompute full", name) if name in _NEEDS_CHECKPOINTS else (name,)
-        title = f"only {' and '.join(names)}"
-        runs.append(new_run(args, title, settings=settings_text(args, *names)))
+        names = [name]
+        if name in _NEEDS_CHECKPOINTS and "recompute full" in everything:
+            names.insert(0, "recompute full")
+        runs.append(new_run(args, f"only {' and '.join(names)}", settings=settings(*names)))
     return runs
 
 
@@ -216,9 +231,9 @@ def _tried(session: Session, args: argparse.Namespace, run: Run) -> None:
 def search(session: Session, args: argparse.Namespace) -> None:
     """The longest sequence of one case."""
     if args.case == "ALST":
-        trial: Trial = ALSTTrial(session, f"{args.model}/{args.layers}", args.window)
+        trial: Trial = ALSTTrial(session, f"{args.model}/{args.layers}", args.window, args.unit)
     else:
-        names = [name for name in SETTINGS if name != "states on the host"]
+        names = all_settings(session.world, "states on the host")
         settings = args.settings or settings_text(args, *names)
         run = new_run(args, args.case, settings=f"{settings} {args.more}")
         trial = partial(_trained, session, args, run)
@@ -240,7 +255,7 @@ FULL = {
     "train": {"layers": 32, "tokens": 2**21, "steps": 2, "window": 4096, "ulysses": 1},
     "layer": {"layers": 1, "tokens": 2**21, "steps": 1, "window": 0, "ulysses": 1},
     "flags": {"layers": 4, "tokens": 2**17, "steps": 2, "window": 0, "ulysses": 2},
-    "longest": {"layers": 8, "tokens": 2**17, "steps": 1, "window": 4096, "ulysses": 1},
+    "longest": {"layers": 8, "tokens": 2**17, "steps": 2, "window": 4096, "ulysses": 1},
 }
 FULL["flags"] |= {"loss_chunks": 16, "mlp_chunks": 4}
 SMOKE = {"tokens": 512, "layers": 5, "model": "tiny", "loss_chunks": 4, "mlp_chunks": 4}
@@ -268,6 +283,7 @@ def parse() -> argparse.Namespace:
     add("--trials", type=int, default=6, help="of longest")
     add("--first", type=int, help="tokens of the first trial of longest (default: --tokens)")
     add("--only", nargs="+", default=[], metavar="NAME", help="the runs of flags to measure")
+    add("--always", nargs="+", default=[], metavar="NAME", choices=SETTINGS, help="of flags")
     args = parser.parse_args()
     defaults = OTHERS | FULL[args.part] | (SMOKE if args.smoke else {})
     for name, value in defaults.items():

@@ -64,10 +64,11 @@ class ALSTTrial:
     Args:
         model: as of ``transformers_cases``.
         window: tokens before a token that attention sees.
+        first: tokens of an engine's first step, after which Adam has its moments.
     """
 
-    def __init__(self, session: Session, model: str, window: int) -> None:
-        self._session, self._window = session, window
+    def __init__(self, session: Session, model: str, window: int, first: int) -> None:
+        self._session, self._window, self._first = session, window, first
         self._settings = Settings(session.device, model, (1, 1), {}, _KERNEL)
         self._training: Training | None = None
 
@@ -76,6 +77,7 @@ class ALSTTrial:
         if self._training is None:
             register_window(self._window)
             self._training = alst_case(self._settings, cpu_checkpoints=True)
+            self._training.step(new_batch(self._settings, f"plain:{self._first}"))
         session, batch = self._session, new_batch(self._settings, f"plain:{tokens}")
         if session.on_gpu:
             torch.cuda.empty_cache()

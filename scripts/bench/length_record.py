@@ -53,6 +53,7 @@ class StepRecord:
     Attributes:
         peak, reserved, used: most bytes allocated by torch, reserved by its allocator, and used on
             the device by all processes.
+        outside: most bytes used there and not reserved by torch's allocator.
         host, states, pinned: most bytes of activations and of optimizer states that were in host
             memory, and the bytes pinned for activations.
         node: most bytes of the machine's memory in use, of this container or of all.
@@ -68,21 +69,28 @@ class StepRecord:
         self._printed = self._step_begin = time.monotonic()
         self.moments: list[Moment] = []
         self._pairs: list[tuple[str, Mark, Mark]] = []
-        self.peak = self.reserved = self.used = 0
+        self.peak = self.reserved = self.used = self.outside = 0
         self.host = self.states = self.pinned = self.node = 0
         self._offload: Any = None
         self._states: Any = None
         self.title = ""
 
-    def attach(self, loop: Any) -> None:
-        """Record the steps of the trainer's loop."""
+    def attach(self, loop: Any, *, attention: bool = False) -> None:
+        """Record the steps of the trainer's loop.
+
+        Args:
+            attention: time the core attention of layers too; a layer whose core attention has hooks
+                runs its projections before it, and never heads in chunks.
+        """
         from usp_trainer.model import Layer
 
         layers = [part for part in loop.trainer.engine.module.modules() if isinstance(part, Layer)]
         self._offload, self._states = layers[0].memory.offload, loop.trainer.states
         for layer in layers:
             self._attach_to(layer, f"{layer.number}", self.sample)
-            self._attach_to(layer.layer.self_attention.core_attention, "attention", None)
+            if attention:
+                core = layer.layer.self_attention.core_attention
+                self._attach_to(core, "attention", None)
 
     def _attach_to(
         self, module: nn.Module, name: str, sample: Callable[[str], None] | None
@@ -133,8 +141,9 @@ class StepRecord:
             device, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             free, total = torch.cuda.mem_get_info()
-            self.used = max(self.used, total - free)
-            self.reserved = max(self.reserved, torch.cuda.memory_reserved())
+            used, reserved = total - free, torch.cuda.memory_reserved()
+            self.used, self.reserved = max(self.used, used), max(self.reserved, reserved)
+            self.outside = max(self.outside, used - reserved)
         host = self._count_host()
         self.peak = max(self.peak, peak)
         self.moments.append(Moment(place, now - self._step_begin, device, peak, host))
@@ -144,7 +153,8 @@ class StepRecord:
             self._printed = now
             self.print(
                 f"{self.title} {place}: {device / GIB:.1f} GiB, at most {self.peak / GIB:.1f}, "
-                f"{host / GIB:.1f} on the host, machine {self.node / GIB:.1f}"
+                f"{self.outside / GIB:.1f} outside torch, {host / GIB:.1f} on the host, machine "
+                f"{self.node / GIB:.1f}"
             )
 
     def _count_host(self) -> int:

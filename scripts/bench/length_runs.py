@@ -234,7 +234,7 @@ class Trained:
 
     def _begin(self, loop: Any) -> None:
         self._loop = loop
-        self.record.attach(loop)
+        self.record.attach(loop, attention=self.part == "layer")
         left = collect_memory()
         self.record.print(f"{self.run.name}: model and engine are ready, {left / GIB:.2f} GiB")
 
@@ -249,6 +249,7 @@ class Trained:
             "before_gib": self.before,
             "reserved_gib": record.reserved,
             "used_gib": record.used,
+            "outside_gib": record.outside,
             "staging_gib": staging,
             "host_gib": record.host,
             "states_gib": record.states,
@@ -310,7 +311,8 @@ def summary(row: dict[str, Any]) -> str:
         f"{row['grad_norm']:.6f}, {row['seconds']:.2f} s, {row['tokens_per_s']:,.0f} tokens/s; "
         f"peak {row['peak_gib']:.2f} GiB (planner {row['predicted_gib']:.2f}, with a window's "
         f"exchange {row['predicted_window_gib']:.2f}), staging {row['staging_gib']:.2f}, used "
-        f"{row['used_gib']:.2f}; host {row['host_gib']:.2f} + {row['states_gib']:.2f} (planner "
+        f"{row['used_gib']:.2f}, outside torch {row['outside_gib']:.2f}; host "
+        f"{row['host_gib']:.2f} + {row['states_gib']:.2f} (planner "
         f"{row['predicted_host_gib']:.2f}), RSS {row['rss_gib']:.2f}, machine "
         f"{row['machine_gib']:.2f}"
     )

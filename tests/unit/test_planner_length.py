@@ -28,6 +28,7 @@ from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
 from ds_usp.planner.search import search
 from ds_usp.planner.step_time import step_time
+from ds_usp.planner.zero3 import bucket_bytes, step_bytes
 
 GIB = 2**30
 LLAMA, H200 = load_model("llama3-8b"), load_cluster("h200")
@@ -59,6 +60,23 @@ def test_states_are_on_the_gpu_for_the_step_alone() -> None:
     assert at_step.activations == at_step.transient == 0 and at_step.optimizer == optimizer
     # No ratio of offload helps the step.
     assert offload_needed(short, FULL.replace(states_on_host=True), at_step.total - 1, 0) > 1
+
+
+def test_the_step_copies_the_gradients_of_the_largest_sub_group() -> None:
+    """Embedding, two layers, and of the third one what attention has: then 10**9 are there. One
+    H200, 65,536 tokens, 4 layers, all settings: 36.33 GiB, whose peak is at the step."""
+    alone = ParallelConfig(zero=3, recompute="full", fused_loss=True, mlp_chunks=4)
+    alone = alone.replace(states_on_host=True, checkpoint_layers=4, offload_ratio=0.95)
+    alone = alone.replace(offload_unit="layer")
+    work = Workload(replace(LLAMA, layers=4), 65536)
+    needs = memory(work, alone, H200.workspace_bytes)
+    table, layer, attention = 128256 * 4096, 218_103_808, 41_943_040
+    elements = stage_elements(work, alone, 0)
+    copies = needs.gradients - states_bytes(elements, alone)[1] - bucket_bytes(work, alone)
+    assert copies == 4 * (table + 2 * layer + attention)
+    assert needs.total / GIB == pytest.approx(36.33, rel=0.02)
+    few = Workload(replace(LLAMA, layers=1), 65536)
+    assert step_bytes(few, 10**9, alone) == 4e9  # one sub-group
 
 
 def test_an_mlp_in_chunks_is_never_whole() -> None:
