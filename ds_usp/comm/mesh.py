@@ -28,6 +28,7 @@ from ds_usp.comm.process_groups import (
     subgroup,
     ulysses_ranks_share_node,
 )
+from ds_usp.comm.shards import gather_shards
 from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
@@ -362,15 +363,14 @@ class SequenceMesh:
         return TokenLayout(kind, seq_len, *degrees, self.order, documents)
 
     def gather(self, local: torch.Tensor, layout: TokenLayout, dim: int) -> torch.Tensor:
-        """The full tensor, on every rank, from this rank's shard and the others'; collective. See
-        :meth:`TokenLayout.gather`, which this is over the ranks of the mesh.
+        """The full tensor, on every rank, as by :meth:`TokenLayout.gather`; collective.
 
         Raises:
-            LayoutError: on every rank, if one of them holds something else than its shard.
+            LayoutError, MeshError: this rank, or another one, holds something else than its shard.
         """
-        if self.sp_group is None:
-            return layout.gather([local], dim)
-        return layout.gather(local, dim, group=self.sp_group)
+        if self.sp_group is not None:
+            return gather_shards(local, layout, dim, self.sp_group, self.consistency)
+        return layout.gather([local], dim)
 
     def check(self) -> None:
         """Compare how many calls and backward passes each rank has made; collective over the mesh.

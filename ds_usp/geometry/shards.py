@@ -36,7 +36,16 @@ def shards_of_group(layout: TokenLayout, local: Any, dim: int, group: Any) -> li
         )
     if not hasattr(local, "new_empty"):
         raise LayoutError(f"{local!r} is no tensor: with group= give this rank's own shard")
-    dim = _compare(layout, local, dim, group)
+    return all_gather_shards(layout, local, _compare(layout, local, dim, group), group)
+
+
+def all_gather_shards(layout: TokenLayout, local: Any, dim: int, group: Any) -> list[Any]:
+    """:func:`shards_of_group` where the ranks know that each holds its shard: the CPU does not wait
+    for a GPU.
+
+    Args:
+        dim: counted from the front.
+    """
     max_length = max(layout.length(rank) for rank in range(layout.degree))
     padded = local.new_zeros((*local.shape[:dim], max_length, *local.shape[dim + 1 :]))
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)

@@ -61,6 +61,26 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }
 
 
+def gather_wrong_over_a_mesh(ctx: RankContext) -> dict[str, tuple[str, str]]:
+    errors, mesh = {}, mesh_of(2)
+    for how, (change, _) in WRONG.items():
+        local = torch.randn(1, LAYOUT.length(ctx.rank), 3)
+        with pytest.raises(ds_usp.USPError) as caught:
+            mesh.gather(change(local) if ctx.rank == 1 else local, LAYOUT, 1)
+        errors[how] = type(caught.value).__name__, str(caught.value)
+        right = torch.full((1, LAYOUT.length(ctx.rank), 3), float(ctx.rank))
+        assert mesh.gather(right, LAYOUT, 1).shape == (1, LAYOUT.seq_len, 3), how  # it continues
+    return errors
+
+
+def test_a_mesh_says_which_rank_holds_something_else(pool: WorkerPool) -> None:
+    for rank, errors in enumerate(pool.run(gather_wrong_over_a_mesh, WORLD)):
+        for how, (kind, message) in errors.items():
+            at_rank_1 = how in ("a token more", "no such dim", "a gradient")  # which knows it
+            assert kind == ("LayoutError" if at_rank_1 and rank == 1 else "MeshError"), (how, kind)
+            assert "rank 1" in message, (how, message)
+
+
 def gather_wrong(ctx: RankContext) -> dict[str, str]:
     message_of = {}
     for how, (change, _) in WRONG.items():

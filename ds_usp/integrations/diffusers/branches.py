@@ -15,6 +15,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import align_group_counters, subgroup
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.shards import all_gather_shards
 
 _BATCH = "hidden_states"  # of every class of diffusers the argument with the batch as its dim 0
 
@@ -95,7 +96,8 @@ class Branches:
             return out
         if isinstance(out, Tensor):
             layout = TokenLayout("contiguous", out.shape[0] * self.degree, self.degree, 1)
-            return layout.gather(out, 0, group=self.group)
+            # Of the same shape on all ranks, which have compared the arguments.
+            return layout.gather(all_gather_shards(layout, out, 0, self.group), 0)
         if isinstance(out, Mapping):  # the outputs of diffusers, which are dataclasses too
             return type(out)(**{key: self.join(value) for key, value in out.items()})
         if isinstance(out, (list, tuple)):
