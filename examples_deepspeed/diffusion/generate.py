@@ -111,6 +111,8 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--guidance-scale", type=float, help="default: the pipeline's")
     parser.add_argument("--compile", action="store_true", help="the blocks of the transformers")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay the steps from CUDA "
+                        "graphs: faster where the CPU is slower than the GPU")  # fmt: skip
     parser.add_argument("--check", type=int, default=0, metavar="STEPS",
                         help="compare the latents after so many steps with one rank's")  # fmt: skip
     args = parser.parse_args(argv)
@@ -120,7 +122,7 @@ def main(argv=None):
     pipeline, options = load(args, device)
     mesh = mesh_of(pipeline.transformer.config.num_attention_heads, args.ulysses_degree)
     rank0 = dist.get_rank() == 0
-    with enable(pipeline, mesh, kernel=args.kernel) as enabled:
+    with enable(pipeline, mesh, kernel=args.kernel, cuda_graphs=args.cuda_graphs) as enabled:
         for transformer in enabled.transformers if args.compile else ():
             transformer.compile_repeated_blocks()
         kind = "pil" if rank0 else "latent"  # the other ranks decode nothing

@@ -7,10 +7,11 @@ Flux.1-dev's transformer at 1024 and 2048 pixels (4,608 and 16,896 tokens), and 
 to 10 blocks at 480p and 720p (32,760 and 75,600 tokens), one sample, bf16, random weights.
 ``forward`` is a forward pass as in sampling, ``train`` a forward and backward pass with gradient
 checkpointing; gradients stay on their rank, as averaging them costs all methods the same. Cases:
-diffusers on one GPU (rank 0, the others wait), ds_usp on every ulysses x ring of the ranks,
-diffusers' Ulysses and its ring, and xDiT's transformers on every ulysses x ring (sampling only, if
-xfuser is installed), on the same attention kernel, eager and with compiled blocks. diffusers has no
-context parallelism on FlashAttention-4, and xDiT no ring.
+diffusers on one GPU (rank 0, the others wait), ds_usp on every ulysses x ring of the ranks, without
+and with CUDA graphs (sampling only), diffusers' Ulysses and its ring, and xDiT's transformers on
+every ulysses x ring (sampling only, if xfuser is installed), on the same attention kernel, eager
+and with compiled blocks. diffusers has no context parallelism on FlashAttention-4, and xDiT no
+ring.
 
 One process for each rank runs all cases, those of a transformer on the same weights; rounds
 interleave the cases of a workload. Outputs and a few gradients are compared with the first case's:
@@ -143,7 +144,7 @@ class Run:
                 steps[name], rows[name] = result
                 self._say(name, rows[name])
         # Not before all are compiled: cases share code, whose compilation another may have dropped.
-        for name in [name for name in steps if known[name].compiled]:
+        for name in [x for x in steps if known[x].compiled and not known[x].graphs]:
             result = self._bounded(name, partial(self._with_peak, steps[name], steps[name]))
             if isinstance(result, str):
                 self._refuse(name, result)

@@ -197,13 +197,18 @@ class Step:
         transformer: whose parameters' gradients are dropped after each step.
         sharded: whether all ranks share it; else rank 0 runs it alone, the others do nothing.
 
+        warm_ups: passes before the one with results.
+
     Attributes:
         reserved_bytes: GPU memory that torch's allocator does not count.
     """
 
-    def __init__(self, transformer: nn.Module, given: Given, train: bool, sharded: bool) -> None:
+    def __init__(
+        self, transformer: nn.Module, given: Given, train: bool, sharded: bool, warm_ups: int
+    ) -> None:
         self._transformer, self._given, self._train = transformer, given, train
         self._sharded, self._idle = sharded, not sharded and dist.get_rank() > 0
+        self._warm_ups = warm_ups
         self.reserved_bytes: Callable[[], int] = int
 
     def __call__(self) -> None:
@@ -213,6 +218,8 @@ class Step:
 
     def results(self) -> list[Tensor]:
         """The output and, in training, gradients of some parameters, summed over the ranks."""
+        for _ in range(self._warm_ups):
+            self()
         output = self._run()
         tensors = [] if self._idle else [output, *self._gradients()]
         if self._sharded:
@@ -250,11 +257,13 @@ class Case:
             and a function of the GPU memory that torch's allocator does not count.
         compiled: whether the repeated blocks are.
         sharded: see :class:`Step`.
+        graphs: whether passes are replayed from CUDA graphs from the third on.
     """
 
     prepare: Callable[[Any], Prepared]
     compiled: bool = False
     sharded: bool = True
+    graphs: bool = False
 
     def step(self, transformer: nn.Module, given: Given, train: bool) -> Step:
         """A step on a copy of the modules, with the same parameters."""
@@ -264,7 +273,7 @@ class Case:
         if train:
             modules.enable_gradient_checkpointing()
         modules, reserved_bytes = self.prepare(modules)
-        step = Step(modules, given, train, self.sharded)
+        step = Step(modules, given, train, self.sharded, 2 if self.graphs else 0)
         step.reserved_bytes = reserved_bytes
         if self.compiled:
             modules.compile_repeated_blocks(dynamic=False)
@@ -297,15 +306,21 @@ def alone(kernel: str, transformer: Any) -> Prepared:
     return transformer, int
 
 
-def of_ds_usp(kernel: str, ulysses: int, transformer: Any) -> Prepared:
+def of_ds_usp(kernel: str, ulysses: int, transformer: Any, cuda_graphs: bool = False) -> Prepared:
     """Enabled on ulysses x ring over all ranks; local cross-attention is diffusers' own, on the
-    same kernel."""
+    same kernel.
+
+    Raises:
+        ValueError: CUDA graphs in training, of which ds_usp makes none.
+    """
     from ds_usp.integrations.diffusers import PLANS, enable
 
+    if cuda_graphs and transformer.training:
+        raise ValueError("passes with gradients are not captured in CUDA graphs")
     mesh = _mesh_of_ds_usp(ulysses)
     for path in PLANS[type(transformer).__name__].local:
         set_backend(transformer, kernel, of=path)
-    enable(transformer, mesh, kernel=kernel, gradients="sum")
+    enable(transformer, mesh, kernel=kernel, gradients="sum", cuda_graphs=cuda_graphs)
     return transformer, lambda: mesh.reserved_bytes
 
 
@@ -348,6 +363,10 @@ def cases(world: int, kernels: Sequence[str], compiled: Sequence[bool]) -> dict[
             for ulysses, ring in degrees:
                 prepare = partial(of_ds_usp, kernel, ulysses)
                 by_name[f"ds_usp {ulysses}x{ring}{end}"] = Case(prepare, compile_it)
+                prepare = partial(of_ds_usp, kernel, ulysses, cuda_graphs=True)
+                by_name[f"ds_usp {ulysses}x{ring} graphs{end}"] = Case(
+                    prepare, compile_it, graphs=True
+                )
             if world > 1:
                 for kind, mesh in {"ulysses": (world, 1), "ring": (1, world)}.items():
                     prepare = partial(of_diffusers, kernel, *mesh)

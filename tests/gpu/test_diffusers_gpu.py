@@ -175,8 +175,8 @@ def parallelism_of_diffusers(device: torch.device) -> Iterator[tuple[str, float]
     torch.accelerator.device_count = count
 
 
-def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
-    """A capture is refused by name, and leaves the transformer usable."""
+def refused_capture(device: torch.device) -> Iterator[tuple[str, float]]:
+    """A capture of one's own is refused by name, and leaves the transformer usable."""
     from ds_usp.integrations.diffusers import enable
 
     transformer, given = model_on(device, "WanTransformer3DModel")
@@ -191,18 +191,65 @@ def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
         yield "after a refused CUDA graph", relative(transformer(**given).sample, want)
 
 
+def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Passes that ds_usp captures, of two batches in turns, compiled too; a rank that differs."""
+    from tiny_diffusers import ALWAYS_MASKED, arguments, build
+
+    from ds_usp.integrations.diffusers import PLANS, enable
+
+    for name in [name for name in PLANS if name not in ALWAYS_MASKED]:
+        transformer = build(name).eval().to(device)
+        batches = [moved(arguments(name, seed=seed), device) for seed in (1, 2)]
+        with torch.no_grad():
+            wants = [transformer(**given).sample for given in batches]
+            for ulysses in MESHES:
+                mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+                with enable(transformer, mesh, cuda_graphs=True):
+                    yield (
+                        f"{name}, ulysses {ulysses}, CUDA graphs",
+                        of_turns(transformer, batches, wants),
+                    )
+    with torch.no_grad():
+        transformer, given = model_on(device, "WanTransformer3DModel")
+        want = transformer(**given).sample
+        mesh = ds_usp.SequenceMesh.from_group(None, 2)
+        with enable(transformer, mesh, cuda_graphs=True):
+            transformer.compile_repeated_blocks(fullgraph=True)
+            yield "compiled blocks in CUDA graphs", of_turns(transformer, [given], [want])
+            if dist.get_rank():  # has no graph any more
+                transformer.proj_out.weight.data = transformer.proj_out.weight.data.clone()
+            with pytest.raises(ds_usp.MeshError, match="replayed from a CUDA graph"):
+                transformer(**given)
+            yield "after ranks that differ", of_turns(transformer, [given], [want])
+
+
+def of_turns(transformer: Any, batches: list[Any], wants: list[Tensor]) -> float:
+    """The largest error of four passes with each batch; infinite, with the reason, if refused."""
+    try:
+        outputs = [transformer(**given).sample for _ in range(4) for given in batches]
+    except ds_usp.UnsupportedAttentionError as error:
+        say(str(error)[:300])
+        return float("inf")
+    return max(relative(*pair) for pair in zip(outputs, 4 * wants, strict=True))
+
+
 def host_and_gpu(device: torch.device) -> Iterator[tuple[str, float]]:
     """The host does not wait for the GPU within a pass; other noise on a rank is an error."""
     from ds_usp.integrations.diffusers import enable
 
-    transformer, given = model_on(device, "WanTransformer3DModel")
+    for name in ("WanTransformer3DModel", "FluxTransformer2DModel"):
+        transformer, given = model_on(device, name)
+        mesh = ds_usp.SequenceMesh.from_group(None, 2)
+        with torch.no_grad():
+            alone = waits(transformer, given)
+            with enable(transformer, mesh):
+                transformer(**given)  # the first calls of a kind wait for the other ranks' records
+                sharded = waits(transformer, given)
+        say(f"{name}: waits of one GPU: {alone or 'none'}; of the mesh: {sharded or 'none'}")
+        yield f"{name}, waits within a pass", float("inf") if sharded and not alone else 0.0
     with torch.no_grad():
-        want, alone = transformer(**given).sample, waits(transformer, given)
-        with enable(transformer, ds_usp.SequenceMesh.from_group(None, 2)):
-            transformer(**given)  # the first calls of a kind wait for the other ranks' records
-            sharded = waits(transformer, given)
-            say(f"waits of one GPU: {alone or 'none'}; of the mesh: {sharded or 'none'}")
-            yield "waits within a pass", float("inf") if sharded and not alone else 0.0
+        want = transformer(**given).sample
+        with enable(transformer, mesh):
             noise = {"hidden_states": given["hidden_states"] + dist.get_rank()}
             with pytest.raises(ds_usp.MeshError, match="noise from generators of one seed"):
                 transformer(**given | noise)
@@ -269,8 +316,12 @@ def of_compiled_blocks(
 
 
 def test_transformers_and_examples() -> None:
-    run(classes, guidance, parallelism_of_diffusers, graphs, host_and_gpu, examples)
+    run(classes, guidance, parallelism_of_diffusers, refused_capture, host_and_gpu, examples)
 
 
 def test_compiled_blocks() -> None:
     run(compiled)
+
+
+def test_cuda_graphs() -> None:
+    run(graphs)

@@ -16,6 +16,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.arguments import bind, check_arguments
 from ds_usp.integrations.diffusers.branches import Branches
+from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_backend, check_processor, sharded
@@ -111,6 +112,10 @@ class ShardedTransformer:
                 module.processor = processor
         self._handles = list(self._register())
         self._modules = list(self._modules_of_plan())
+        self._graphs: ForwardGraphs | None = None
+        if options.cuda_graphs:
+            own_hooks = frozenset(handle.id for handle in self._handles)
+            self._graphs = transformer.forward = ForwardGraphs(transformer, own_hooks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
         """Of a copy of the transformer, which is sharded by itself over the same mesh."""
@@ -150,6 +155,9 @@ class ShardedTransformer:
         self._removed = True
         self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
+        if self._graphs is not None:
+            self._graphs.clear()
+            del self.transformer.forward
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -192,12 +200,19 @@ class ShardedTransformer:
         advice = "give every rank the same batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
-        with same_on_all_ranks(self._mesh, call, arguments, deferred=True) as values:
+        if self.state is not None and self._graphs is not None:  # so was this
+            self._graphs.clear()
+        compared, mode = dict(arguments), Mode.GRADIENTS
+        with same_on_all_ranks(self._mesh, call, compared, deferred=True) as values:
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, arguments)
             given = self._branches.split(name, arguments, frozenset(self._plan.unbatched))
+            if self._graphs is not None:
+                mode = self._graphs.choose(given)
+                compared["the pass is"] = mode.value
         orders = frozenset(self._plan.attention.values())
         self.state = PassState(name, self._branches.mesh, self._options, orders, values)
+        self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
         if torch.is_grad_enabled():
             self._wrap_checkpoints(self.state)
         return (), _sharded(self.state, given, self._plan.inputs.get("", {}))
@@ -207,6 +222,8 @@ class ShardedTransformer:
         """After every pass, one that has raised too (without an output)."""
         state, self.state = self.state, None
         self._restore_checkpoints()
+        if out is None and self._graphs is not None:
+            self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
         if out is not None and state is not None:
             state.values.finish()
         if out is not None and state is not None and not state.joined:
@@ -318,13 +335,20 @@ class ShardedTransformer:
         """Read the mask of keys; the module goes on without it."""
         arguments = bind(module, args, kwargs)
         if arguments.get(argument) is not None:
+            if self._graphs is not None and not torch.is_grad_enabled():
+                raise UnsupportedAttentionError(
+                    f"{type(self.transformer).__name__} with cuda_graphs=True was given a mask of "
+                    "text, whose padding is counted on the host: leave the mask out where no text "
+                    "is padded, or use cuda_graphs=False"
+                )
             self._active(module).read_mask(arguments[argument], order)
             arguments[argument] = None
         return (), arguments
 
     @disable_in_compile("outputs are joined over the ranks")
     def _join_output(self, module: nn.Module, _: Any, out: Tensor) -> Tensor:
-        return self._active(module).join(out)
+        join = self._active(module).join
+        return join(out) if self._graphs is None else self._graphs.outside(join, out)
 
 
 def _is_running(transformer: nn.Module) -> bool:
@@ -347,7 +371,7 @@ def _refuse_capture(name: str) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedAttentionError(
             f"a CUDA graph captures an enabled {name}, whose ranks compare their arguments in each "
-            "forward pass: call it without the graph"
+            "forward pass: call it without the graph, and let enable(..., cuda_graphs=True) capture"
         )
 
 

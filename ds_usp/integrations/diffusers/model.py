@@ -13,6 +13,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.branches import branches_of, degrees_of_branch
+from ds_usp.integrations.diffusers.graphs import check_graphs
 from ds_usp.integrations.diffusers.hooks import (
     ShardedTransformer,
     check_attention,
@@ -37,6 +38,7 @@ def enable(
     gradients: Reduction = "mean",
     tuning: Tuning = AUTO_TUNING,
     cfg_degree: int = 1,
+    cuda_graphs: bool = False,
 ) -> EnabledTransformer:
     """Shard every forward pass of a diffusion transformer over the ranks of a mesh.
 
@@ -59,10 +61,15 @@ def enable(
         cfg_degree: 2 splits the batch in two halves, as classifier-free guidance makes them, each
             of them over half of the mesh's ranks: half of the ring if its degree is even, else half
             of the Ulysses axis. Any divisor of an axis, and of every batch; sampling only.
+        cuda_graphs: capture forward passes without gradients in CUDA graphs: of arguments of the
+            same shapes the first pass runs without, the second is captured, all others are
+            replayed. For calls that are launch-bound, as at a few thousand tokens. Needs GPUs that
+            exchange by copy engines. The memory of one pass stays allocated.
 
     Raises:
         ConfigError: another version of diffusers, no transformer, one that is enabled already, or
-            that the plan does not fit; diffusers' own parallelism.
+            that the plan does not fit; diffusers' own parallelism; CUDA graphs without a GPU, or
+            where exchanges are by NCCL.
         UnsupportedAttentionError: a class without a plan, an option of the configuration that
             treats tokens by their index, an IP-Adapter, a cache or an attention backend.
         MeshError: on every rank, if their options differ; collective over the mesh.
@@ -72,7 +79,9 @@ def enable(
     error: Exception | None = None
     try:  # what one rank refuses every rank refuses
         _check_version()
-        options = Options(kernel, gradients, tuning)
+        options = Options(kernel, gradients, tuning, cuda_graphs)
+        if cuda_graphs:
+            check_graphs(mesh, tuning)
         transformers = _transformers_of(model_or_pipeline)
         plans = [plan or _plan_of(transformer) for transformer in transformers]
         for transformer, its_plan in zip(transformers, plans, strict=True):

@@ -40,6 +40,7 @@ class Options:
     kernel: str = AUTO
     gradients: Reduction = "mean"
     tuning: Tuning = AUTO_TUNING
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         check_kernel_name(self.kernel)
