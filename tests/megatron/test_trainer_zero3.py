@@ -26,6 +26,8 @@ RUNS = {
     "loss, all gathered": "--num-layers 2 --seq-length 2048",
     "loss": "--num-layers 6 --seq-length 2048",
     "layer": "--num-layers 2 --seq-length 4096 --usp-recompute full --usp-loss-chunks 64",
+    "loss in chunks": """--num-layers 2 --seq-length 2048 --usp-recompute full --usp-mlp-chunks 4
+        --usp-loss-chunks 64""",
     "step": "--num-layers 4 --seq-length 64",
 }
 

@@ -268,13 +268,18 @@ def test_the_worst_moment_is_the_loss_or_a_layers_backward() -> None:
     kept = 2 * 2 * work.model.hidden  # the last norm's input and the head's
     assert loss.logits == 8192 * (50304 * 6 + kept)
     assert loss.exchange == loss.transient == 0
-    layer = memory(work, replace(config, fused_loss=True))
-    one = 16384 * 1024 * 2  # q, k or v of a ring rank's tokens and a Ulysses rank's heads
+    chunked = replace(config, fused_loss=True)
+    at_loss = memory(work, chunked)  # the head's gradient three times, inputs, their gradients
+    assert at_loss.logits == 50304 * 2048 * 10 + 3 * 8192 * 2048 * 2
+    assert at_loss.exchange == at_loss.transient == 0
+    work = replace(work, seq_len=131072)
+    layer = memory(work, chunked)
+    one = 65536 * 1024 * 2  # q, k or v of a ring rank's tokens and a Ulysses rank's heads
     assert layer.logits == 0 and layer.exchange == 2 * 3 * one + 5 * 2 * one
     assert layer.transient == 0  # gradients in the MLP, 5 h a token, are fewer
     again = replace(config, fused_loss=True, recompute="full")
     needs, attention = memory(work, again), attention_peak(work, again)
-    hidden = 8192 * 2048 * 2
+    hidden = 32768 * 2048 * 2
     # In the MLP: what the layer saves but its input, which is saved already; the gradients of its
     # output and of what the activation function takes.
     in_mlp = layer.activations / 24 - hidden + hidden + 4 * hidden

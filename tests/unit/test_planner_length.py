@@ -98,6 +98,20 @@ def test_an_mlp_in_chunks_is_never_whole() -> None:
 
 
 @pytest.mark.parametrize(
+    ("recompute", "mlp_chunks", "measured"),
+    [("none", 0, 43.36), ("none", 4, 28.36), ("full", 4, 22.84)],
+)
+def test_a_loss_in_chunks_has_a_peak(recompute: str, mlp_chunks: int, measured: float) -> None:
+    """GiB of 2 layers on 2 H100, 131,072 tokens, loss in 16 chunks (docs/usage/million-tokens.md),
+    less the workspace."""
+    work = Workload(replace(LLAMA, layers=2), 131072)
+    config = FULL.replace(recompute=recompute, mlp_chunks=mlp_chunks)
+    needs = memory(work, config)
+    assert needs.total / GIB == pytest.approx(measured, rel=0.01)
+    assert needs.logits > needs.exchange == 0
+
+
+@pytest.mark.parametrize(
     ("tokens", "on_host", "measured"),
     [
         (524288, True, 71.29),
