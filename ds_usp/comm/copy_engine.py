@@ -181,6 +181,11 @@ class CopyEngine:
             self._flags.local.fill_(1)
         return True
 
+    def note_replay(self) -> None:
+        """The current stream launches a CUDA graph, whose waits :meth:`abort_waits` may have to
+        end."""
+        self._current = current_stream(self._device)
+
     @property
     def captured(self) -> bool:
         """A CUDA graph holds addresses of the memory, which it must not outlive."""

@@ -94,6 +94,12 @@ def num_exchanges(engines: Mapping[str, CopyEngine]) -> int:
     return sum([engine.exchanges for engine in engines.values()])
 
 
+def note_replay(engines: Mapping[str, CopyEngine]) -> None:
+    """The current stream launches a CUDA graph with exchanges of the copy engines of a mesh."""
+    for engine in engines.values():
+        engine.note_replay()
+
+
 def abort_waits(engines: Mapping[str, CopyEngine]) -> None:
     """End whatever this rank's streams wait for, from a thread: each exchange in flight waits anew
     when the one before it is done. A process that ends meanwhile waits for it, a minute at most."""

@@ -18,8 +18,8 @@ def gather_shards(
     group: dist.ProcessGroup,
     consistency: ConsistencyChecker,
 ) -> torch.Tensor:
-    """The full tensor, on every rank. Collective over the group, whose ranks the checker compares:
-    on GPUs the CPU waits only for the first of several like it.
+    """The full tensor, on every rank. Collective over the group, whose ranks the checker compares
+    on their CPUs, which do not wait for a GPU.
 
     Shapes:
         local: ``layout.length(rank)`` along ``dim``; the result has ``layout.seq_len`` there.
@@ -34,7 +34,7 @@ def gather_shards(
         dim, signature = _check(local, layout, dim, group)
     except LayoutError as refused:
         error = refused
-    consistency.check_call(signature, error=error, wait=not local.is_cuda)
+    consistency.check_now(signature, error)
     return layout.gather(all_gather_shards(layout, local, dim, group), dim)
 
 

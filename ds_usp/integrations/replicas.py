@@ -93,7 +93,7 @@ def join_shards(
         x: ``layout.length(mesh.rank)`` along ``dim``; the result has ``layout.seq_len`` there.
 
     Raises:
-        LayoutError: on every rank, if one of them holds something else than its shard.
+        LayoutError, MeshError: this rank, or another one, holds something else than its shard.
     """
     if x.dtype == torch.bool:  # which not every backend gathers
         return mesh.gather(x.to(torch.uint8), layout, dim).bool()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import harness
+import pytest
+import torch
+from graph_tapes import Tape, Tapes
 
 collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]
 if not find_spec("diffusers"):  # which needs Python 3.11
@@ -26,3 +30,16 @@ harness.PRELOAD = (
     "training_models",
     "tiny_diffusers",
 )
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
+    """All graphs that a test has made, without autograd."""
+    from ds_usp.integrations.diffusers import graphs, model
+
+    monkeypatch.setattr(graphs, "CudaGraphs", Tapes)
+    monkeypatch.setattr(graphs, "check_device", lambda *_: None)
+    monkeypatch.setattr(model, "check_graphs", lambda *_: None)
+    monkeypatch.setattr(Tapes, "made", [])
+    with torch.no_grad():
+        yield Tapes.made

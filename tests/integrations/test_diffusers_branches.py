@@ -44,6 +44,22 @@ def test_every_class_may_split_its_batch(pool: WorkerPool) -> None:
         assert all(error <= BOUND for error in errors.values()), errors
 
 
+def other_dtypes(ctx: RankContext) -> None:
+    transformer, given = build("WanTransformer3DModel").eval(), arguments("WanTransformer3DModel")
+    dtype = torch.bfloat16 if ctx.rank < 2 else torch.float16
+    with (
+        torch.no_grad(),
+        enable(transformer, mesh_of(2), cfg_degree=2),
+        torch.autocast("cpu", dtype),
+    ):
+        transformer(**given)
+
+
+def test_parts_with_other_dtypes_are_refused(pool: WorkerPool) -> None:
+    for error in pool.errors(other_dtypes, WORLD):
+        assert "outputs of a part" in str(error) and "float16" in str(error)
+
+
 def sampled(ctx: RankContext) -> tuple[float, torch.Tensor]:
     pipeline, sample = sd3_pipeline()
     want = sample(pipeline)

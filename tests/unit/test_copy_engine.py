@@ -153,3 +153,21 @@ def test_with_a_slot_less_ranks_wait(has_ring: bool, backward: bool, steps: int)
     way = has_ring, backward, steps
     with contextlib.suppress(MeshError):
         assert seconds_of(*way, -1) > seconds_of(*way, 0)
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_waits_of_a_replayed_graph_are_ended(replayed: bool) -> None:
+    """A replay packs nothing, so the engine has seen its stream only if it was noted."""
+    idle, busy = mock.Mock(query=lambda: True), mock.Mock(query=lambda: False)
+    engine = CopyEngine.__new__(CopyEngine)
+    engine.__dict__.update(
+        _device=None, _stream=idle, _current=idle, _abort_stream=idle, _flags=mock.Mock()
+    )
+    with (
+        mock.patch("ds_usp.comm.copy_engine.current_stream", lambda _: busy),
+        mock.patch("torch.cuda.stream", contextlib.nullcontext),
+    ):
+        if replayed:
+            engine.note_replay()
+        assert engine.abort_waits() == replayed
+    assert engine._flags.local.fill_.called == replayed

@@ -57,12 +57,17 @@ def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:
     again = torch.is_grad_enabled() and getattr(transformer, "is_gradient_checkpointing", False)
     if not again or scale in (None, 1):
         return
-    if any(hasattr(module, "unscale_layer") for module in transformer.modules()):  # PEFT's
+    if any(map(is_adapter, transformer.modules())):
         raise UnsupportedAttentionError(
             f"{type(transformer).__name__}: LoRA's scale {scale} with gradient checkpointing: "
             "diffusers resets the scale before backward computes the blocks again, and gradients "
             "would be wrong. Put the scale into lora_alpha, or disable_gradient_checkpointing()"
         )
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether it is a layer of PEFT."""
+    return hasattr(module, "unscale_layer")
 
 
 def _is_given(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,19 +90,38 @@ class Branches:
             return value[:size]
         return value
 
-    def join(self, out: Any) -> Any:
-        """The outputs of all samples, from those of this part and of the others. Collective."""
+    def join(self, out: Any, whole: SequenceMesh) -> Any:
+        """The outputs of all samples, from those of this part and of the others. Collective.
+
+        Args:
+            whole: the mesh of all parts.
+
+        Raises:
+            MeshError: outputs of other shapes or dtypes on some ranks.
+        """
         if self.degree == 1:
             return out
+        whole.agree(f"outputs of a part, {', '.join(_shapes(out))}")
+        return self._join(out)
+
+    def _join(self, out: Any) -> Any:
         if isinstance(out, Tensor):
             layout = TokenLayout("contiguous", out.shape[0] * self.degree, self.degree, 1)
-            # Of the same shape on all ranks, which have compared the arguments.
             return layout.gather(all_gather_shards(layout, out, 0, self.group), 0)
         if isinstance(out, Mapping):  # the outputs of diffusers, which are dataclasses too
-            return type(out)(**{key: self.join(value) for key, value in out.items()})
+            return type(out)(**{key: self._join(value) for key, value in out.items()})
         if isinstance(out, (list, tuple)):
-            return type(out)(self.join(value) for value in out)
+            return type(out)(self._join(value) for value in out)
         return out
+
+
+def _shapes(out: Any) -> Iterator[str]:
+    """What is the same on all ranks of an output."""
+    if isinstance(out, Tensor):
+        yield f"{list(out.shape)} {out.dtype}"
+    elif isinstance(out, (Mapping, list, tuple)):
+        for value in out.values() if isinstance(out, Mapping) else out:
+            yield from _shapes(value)
 
 
 _MADE: WeakKeyDictionary[SequenceMesh, dict[int, Branches]] = WeakKeyDictionary()

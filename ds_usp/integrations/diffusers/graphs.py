@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -15,42 +16,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_usp.attention.tuning import Tuning
+from ds_usp.comm.copy_engine_channel import note_replay
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.config import p2p_disabled_reason
-from ds_usp.errors import ConfigError, UnsupportedAttentionError, USPError
+from ds_usp.errors import UnsupportedAttentionError, USPError
+from ds_usp.integrations.diffusers.graph_checks import (
+    check_compiled,
+    check_device,
+    check_modules,
+    identities,
+)
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.warn_once import warn_once
 
 _MAX_KINDS = 16  # of forward passes; their graphs share memory, but for arguments and outputs
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_ADAPTER = "unscale_layer"  # a method of PEFT's layers
 Key = tuple[object, ...]
-
-
-def check_graphs(mesh: SequenceMesh, tuning: Tuning) -> None:
-    """Refuse CUDA graphs where they cannot be captured.
-
-    Raises:
-        ConfigError: no GPU, or exchanges by NCCL.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("cuda_graphs=True needs a GPU; use cuda_graphs=False")
-    why = mesh.copy_engine_unavailable or p2p_disabled_reason()
-    why = "tuning has copies=False" if tuning.copies is False else why
-    if mesh.sp_degree > 1 and why is not None:
-        raise ConfigError(
-            f"cuda_graphs=True needs exchanges by copy engines, but {why}: a communicator of NCCL "
-            "that is in a CUDA graph does not end. Use cuda_graphs=False"
-        )
 
 
 class Mode(Enum):
     """How a forward pass runs; the text is what ranks compare."""
 
-    GRADIENTS = "with gradients, without a CUDA graph"
-    FIRST = "the first of its kind, without a CUDA graph"
+    GRADIENTS = "run with gradients"
+    FIRST = "run without a CUDA graph, as the first of its kind"
     CAPTURE = "captured in a CUDA graph"
     REPLAY = "replayed from a CUDA graph"
 
@@ -66,15 +55,19 @@ class Graph(Protocol):
 
 
 class CudaGraphs:
-    """Makes CUDA graphs whose memory is one pool."""
+    """Makes CUDA graphs whose memory is one pool, on the current device."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self.renew()
+
+    def renew(self) -> None:
+        """Take another pool: torch takes none again whose graphs are all gone."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """The stream that is captured; the GPU is idle."""
+        """The stream that is captured; the GPU is idle. Casts of autocast belong to the graph."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
@@ -90,6 +83,20 @@ class CudaGraphs:
         return graph
 
 
+class _HeldInputs(TorchDispatchMode):
+    """Holds all tensors that operators read within it: a module's cache (QwenImage's of rotary
+    embeddings has 128 entries) may drop one before the graph that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _pytree.tree_leaves((args, kwargs))
+        self._held += [x for x in given if isinstance(x, Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
 class RecordedPass:
     """A captured forward pass: its arguments' buffers, its graphs, and the collectives between.
 
@@ -99,19 +106,21 @@ class RecordedPass:
 
     Attributes:
         arguments: the tensors that the captured pass reads.
+        inputs: holds others, while it is entered.
     """
 
     def __init__(self, graphs: CudaGraphs, tensors: Sequence[Tensor]) -> None:
         self._graphs = graphs
         self.arguments = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+        self.inputs = _HeldInputs()
         self._parts: list[Callable[[], object]] = []
         self._outputs: list[Any] = []
         self._structure: Any = None
         self._capturing: Graph | None = None
 
     def capture(self, forward: Callable[[], Any]) -> None:
-        """Capture a pass, which computes nothing yet."""
-        with self._graphs.stream():
+        """Capture a pass, of which only the collectives run."""
+        with self._graphs.stream(), _no_autocast_cache():
             self._capturing = self._graphs.begin()
             try:
                 self._outputs, self._structure = _pytree.tree_flatten(forward())
@@ -131,7 +140,7 @@ class RecordedPass:
         self._parts.append(graph.replay)
 
     def between_graphs(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A collective of NCCL, which no graph may hold: see :func:`check_graphs`."""
+        """A collective of NCCL, which no graph holds: see ``check_graphs``."""
         self._end_graph()
         joined = collective(x)  # of what no kernel has written yet
         self._parts.append(lambda: joined.copy_(collective(x)))
@@ -141,12 +150,6 @@ class RecordedPass:
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """A pass with other values of its arguments; its outputs are not overwritten by others."""
         for buffer, x in zip(self.arguments, tensors, strict=True):
-            if buffer.shape != x.shape:  # changed since the ranks have compared it
-                raise ConfigError(
-                    f"a hook has changed an argument {list(buffer.shape)} to {list(x.shape)} after "
-                    "the ranks have compared it: register it before enable, or use "
-                    "cuda_graphs=False"
-                )
             buffer.copy_(x)
         for part in self._parts:
             part()
@@ -154,24 +157,41 @@ class RecordedPass:
         return _pytree.tree_unflatten(outputs, self._structure)
 
 
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Casts of weights are made in the graph: the cache's would be freed with its context."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 class ForwardGraphs:
     """The forward function of a transformer, which captures passes and replays them.
 
     The first pass of a kind runs without a graph, which allocates staging buffers and compiles
     kernels; the second is captured, and it and those after it are replayed. A kind is the shapes of
-    the tensors among the arguments, the values of the others, and the addresses of the weights.
-    With autograd nothing is captured.
+    the tensors among the arguments and the values of the others; all are dropped where modules or
+    weights were replaced. With autograd nothing is captured.
 
     Args:
         transformer: whose ``forward`` it is; the arguments are this rank's shards by then.
+        mesh: the ranks that compute a sample.
+
+    Attributes:
         own_hooks: the ids of the hooks on its modules that a replay may leave out.
     """
 
-    def __init__(self, transformer: nn.Module, own_hooks: frozenset[int]) -> None:
-        self._transformer, self._own_hooks = transformer, own_hooks
+    def __init__(self, transformer: nn.Module, mesh: SequenceMesh) -> None:
+        self._transformer, self._mesh = transformer, mesh
+        self.own_hooks: frozenset[int] = frozenset()
+        self._name = type(transformer).__name__
         self._graphs = CudaGraphs()
         self._modules: Key = ()  # what the recorded passes were captured with
         self._recorded: dict[Key, RecordedPass | None] = {}  # None: one pass has run
+        self._refused: dict[Key, str] = {}  # why kinds cannot be captured
         self._kind: Key | None = None  # of the pass that has begun; None: it is not captured
         self._recording: RecordedPass | None = None
         # diffusers reads it.
@@ -181,40 +201,53 @@ class ForwardGraphs:
         """Of a copy of the transformer: nothing is captured yet."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        ForwardGraphs.__init__(twin, copy.deepcopy(self._transformer, memo), self._own_hooks)
+        ForwardGraphs.__init__(twin, copy.deepcopy(self._transformer, memo), self._mesh)
+        twin.own_hooks = self.own_hooks
         return twin
 
     def clear(self) -> None:
-        """Drop all graphs, after the passes in flight."""
+        """Drop all graphs; those in flight end, as do replays that wait for a rank that does not
+        come, once the mesh's consistency check has failed."""
         self._kind = None
         if self._recorded:
-            torch.cuda.synchronize()
             self._recorded.clear()
-            self._graphs = CudaGraphs()  # torch takes no pool again whose graphs are gone
+            self._graphs.renew()
 
-    def choose(self, arguments: Mapping[str, Any]) -> Mode:
+    def choose(self, arguments: Mapping[str, Any]) -> tuple[Mode, str]:
         """Decide how the pass that begins will run.
 
+        Returns:
+            The mode, and a text that differs for other modes and kinds: ranks compare it.
+
         Raises:
+            ConfigError: weights on another device.
             UnsupportedAttentionError: arguments, or changes of modules, that no graph repeats.
         """
         self._kind = None
         if torch.is_grad_enabled():
-            return Mode.GRADIENTS
-        modules = tuple(_identities(self._transformer))
+            return Mode.GRADIENTS, Mode.GRADIENTS.value
+        modules = tuple(identities(self._transformer))
         if modules != self._modules:
-            _check_modules(self._transformer, self._own_hooks)
+            check_device(self._name, next(self._transformer.parameters()).device)
+            check_modules(self._transformer, self.own_hooks)
             self.clear()
+            self._refused.clear()
             self._modules = modules
-        self._kind = self._kind_of(arguments)
-        if self._kind not in self._recorded:
-            return Mode.FIRST
-        return Mode.CAPTURE if self._recorded[self._kind] is None else Mode.REPLAY
+        kind = self._kind_of(arguments)
+        if kind in self._refused:
+            raise UnsupportedAttentionError(self._refused[kind])
+        mode = Mode.FIRST
+        if kind in self._recorded:
+            mode = Mode.CAPTURE if self._recorded[kind] is None else Mode.REPLAY
+        if mode is not Mode.REPLAY:
+            check_compiled(self._transformer)
+        self._kind = kind
+        return mode, f"{mode.value} ({zlib.crc32(repr(kind).encode()):08x})"
 
     def _kind_of(self, arguments: Mapping[str, Any]) -> Key:
-        name = type(self._transformer).__name__
         device = next(self._transformer.parameters()).device
-        leaves, structure = _pytree.tree_flatten(dict(arguments))
+        given = {name: x for name, x in arguments.items() if x is not None}
+        leaves, structure = _pytree.tree_flatten(given)
         autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         modes = *autocast, torch.is_inference_mode_enabled(), self._transformer.training
         kind: list[object] = [str(structure), *modes]
@@ -223,14 +256,14 @@ class ForwardGraphs:
                 kind.append((x.shape, x.dtype))
             elif isinstance(x, Tensor):
                 raise UnsupportedAttentionError(
-                    f"{name}: an argument {list(x.shape)} is on {x.device}, and a CUDA graph takes "
-                    f"tensors on {device} only: move it there, or use cuda_graphs=False"
+                    f"{self._name}: an argument {list(x.shape)} is on {x.device}, and a CUDA graph "
+                    f"takes tensors on {device} only: move it there, or use cuda_graphs=False"
                 )
             elif isinstance(x, _PLAIN):
                 kind.append((type(x), x))
             else:
                 raise UnsupportedAttentionError(
-                    f"{name}: a CUDA graph cannot tell one argument of the type "
+                    f"{self._name}: a CUDA graph cannot tell one argument of the type "
                     f"{type(x).__name__} from another: use cuda_graphs=False"
                 )
         return tuple(kind)
@@ -244,8 +277,7 @@ class ForwardGraphs:
             return forward(*args, **kwargs)
         if kind not in self._recorded:
             out = forward(*args, **kwargs)
-            if len(self._recorded) == _MAX_KINDS:
-                self._warn_and_clear()
+            self._drop_oldest()
             self._recorded[kind] = None
             return out
         leaves, structure = _pytree.tree_flatten((args, kwargs))
@@ -256,77 +288,54 @@ class ForwardGraphs:
             buffers = iter(recorded.arguments)
             leaves = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
             args, kwargs = _pytree.tree_unflatten(leaves, structure)
-            self._capture(recorded, partial(forward, *args, **kwargs))
+            self._capture(kind, recorded, partial(forward, *args, **kwargs))
             self._recorded[kind] = recorded
+        # As for attention calls: a rank that does not come is noticed, and waits for it are ended.
+        self._mesh.consistency.check_call(f"a replayed pass of {self._name}", wait=False)
+        note_replay(self._mesh.copy_engines)
         return recorded.replay(tensors)
 
-    def _warn_and_clear(self) -> None:
+    def _drop_oldest(self) -> None:
+        if len(self._recorded) < _MAX_KINDS:
+            return
         warn_once(
-            f"{type(self._transformer).__name__}: {_MAX_KINDS} kinds of forward passes have CUDA "
-            "graphs; all are dropped for one more. If an argument is a number that changes with "
-            "each step, give it as a tensor: the values of others make a kind",
-            rank=0,
+            f"{self._name}: forward passes of more than {_MAX_KINDS} kinds; the oldest CUDA graph "
+            "is dropped for each further one. Numbers among the arguments make kinds by their "
+            "values, tensors by their shapes: give a number that changes with each step as a "
+            "tensor, and pad text to few lengths",
+            rank=self._mesh.rank,
         )
-        self.clear()
+        del self._recorded[next(iter(self._recorded))]
 
-    def _capture(self, recorded: RecordedPass, forward: Callable[[], Any]) -> None:
+    def _capture(self, kind: Key, recorded: RecordedPass, forward: Callable[[], Any]) -> None:
         self._recording = recorded
         try:
             recorded.capture(forward)
-        except USPError:
+        except (USPError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            raise UnsupportedAttentionError(
-                f"a forward pass of {type(self._transformer).__name__} cannot be captured in a "
-                f"CUDA graph: {error}. Use cuda_graphs=False"
-            ) from error
+            self._refused[kind] = (
+                f"a forward pass of {self._name} cannot be captured in a CUDA graph: {error}. Use "
+                "cuda_graphs=False"
+            )
+            raise UnsupportedAttentionError(self._refused[kind]) from error
         finally:
             self._recording = None
+
+    @disable_in_compile("a pass is captured in CUDA graphs")
+    def watch(self, *_: Any) -> None:
+        """Hook before a module that may read what only its own cache holds."""
+        if self._recording is not None:
+            self._recording.inputs.__enter__()
+
+    @disable_in_compile("a pass is captured in CUDA graphs")
+    def unwatch(self, *_: Any) -> None:
+        """Hook after it."""
+        if self._recording is not None:
+            self._recording.inputs.__exit__(None, None, None)
 
     def outside(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """A collective of NCCL within a pass: between graphs, if the pass is being captured."""
         if self._recording is None:
             return collective(x)
         return self._recording.between_graphs(collective, x)
-
-
-def _identities(transformer: nn.Module) -> Iterator[object]:
-    """What a captured pass depends on: addresses of weights and buffers, modules, their hooks."""
-    for module in transformer.modules():
-        own = vars(module)
-        yield id(module)
-        yield id(own.get("_compiled_call_impl"))
-        yield id(own.get("forward"))
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            yield from hooks
-        for tensors in (module._parameters, module._buffers):
-            for x in tensors.values():
-                if x is not None:  # of quantized weights that wrap others the object itself
-                    yield x.data_ptr() if type(x) in (Tensor, nn.Parameter) else id(x)
-
-
-def _check_modules(transformer: nn.Module, own_hooks: frozenset[int]) -> None:
-    """Refuse what happens around modules and would not be repeated by a graph.
-
-    Raises:
-        UnsupportedAttentionError: hooks inside of the transformer, forward functions that were
-            replaced (by offloading), or adapters that are not fused.
-    """
-    name = type(transformer).__name__
-    for path, module in transformer.named_modules():
-        why = ""
-        hooks = {*module._forward_pre_hooks, *module._forward_hooks} - own_hooks
-        if "_hf_hook" in vars(module) or (path and "forward" in vars(module)):
-            why = "has a forward function of offloading or of a hook, which may move its weights"
-        elif path and hooks:
-            why = "has a hook of another library or yours, which a graph does not call"
-        elif hasattr(module, _ADAPTER):
-            why = (
-                "is a layer of PEFT, whose scale and choice of adapters a graph does not follow: "
-                "fuse_lora() and unload_lora_weights() before enable"
-            )
-        if why:
-            raise UnsupportedAttentionError(
-                f"{name} with cuda_graphs=True: {path or 'the transformer'} {why}. Or use "
-                "cuda_graphs=False"
-            )

@@ -16,6 +16,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.arguments import bind, check_arguments
 from ds_usp.integrations.diffusers.branches import Branches
+from ds_usp.integrations.diffusers.graph_checks import refuse_capture
 from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
@@ -110,12 +111,13 @@ class ShardedTransformer:
                 processor = sharded(module.processor, order, self)
                 self._processors.append((module, module.processor, processor))
                 module.processor = processor
-        self._handles = list(self._register())
-        self._modules = list(self._modules_of_plan())
         self._graphs: ForwardGraphs | None = None
         if options.cuda_graphs:
-            own_hooks = frozenset(handle.id for handle in self._handles)
-            self._graphs = transformer.forward = ForwardGraphs(transformer, own_hooks)
+            transformer.forward = self._graphs = ForwardGraphs(transformer, branches.mesh)
+        self._handles = list(self._register())
+        self._modules = list(self._modules_of_plan())
+        if self._graphs is not None:
+            self._graphs.own_hooks = frozenset(handle.id for handle in self._handles)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
         """Of a copy of the transformer, which is sharded by itself over the same mesh."""
@@ -157,7 +159,8 @@ class ShardedTransformer:
         self._restore_checkpoints()
         if self._graphs is not None:
             self._graphs.clear()
-            del self.transformer.forward
+            if vars(self.transformer).get("forward") is self._graphs:  # else it was replaced
+                del self.transformer.forward
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -182,6 +185,9 @@ class ShardedTransformer:
                 )
         for path, outputs in plan.outputs.items():
             for module in modules_at(transformer, path):
+                if self._graphs is not None:
+                    yield module.register_forward_pre_hook(self._graphs.watch)
+                    yield module.register_forward_hook(self._graphs.unwatch, always_call=True)
                 yield module.register_forward_hook(partial(self._shard_outputs, outputs))
         for module in modules_at(transformer, plan.joined):
             yield module.register_forward_hook(self._join_output)
@@ -196,7 +202,7 @@ class ShardedTransformer:
         """Check the call on all ranks, and shard the transformer's own arguments."""
         arguments = bind(self.transformer, args, kwargs)
         name = type(self.transformer).__name__
-        _refuse_capture(name)
+        refuse_capture(name)
         advice = "give every rank the same batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
@@ -208,8 +214,7 @@ class ShardedTransformer:
             check_arguments(self.transformer, self._plan, arguments)
             given = self._branches.split(name, arguments, frozenset(self._plan.unbatched))
             if self._graphs is not None:
-                mode = self._graphs.choose(given)
-                compared["the pass is"] = mode.value
+                mode, compared["the pass is"] = self._graphs.choose(given)
         orders = frozenset(self._plan.attention.values())
         self.state = PassState(name, self._branches.mesh, self._options, orders, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
@@ -231,7 +236,7 @@ class ShardedTransformer:
                 f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
                 "output its plan joins: what it returns is a shard"
             )
-        return None if out is None else self._branches.join(out)
+        return None if out is None else self._branches.join(out, self._mesh)
 
     def _check_unchanged(self) -> None:
         """Refuse what was changed since :func:`enable`.
@@ -360,19 +365,6 @@ def _is_running(transformer: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _refuse_capture(name: str) -> None:
-    """Refuse a CUDA graph: the arguments are read on the host, which a capture does not allow.
-
-    Raises:
-        UnsupportedAttentionError: one is being captured.
-    """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedAttentionError(
-            f"a CUDA graph captures an enabled {name}, whose ranks compare their arguments in each "
-            "forward pass: call it without the graph, and let enable(..., cuda_graphs=True) capture"
-        )
 
 
 def _sharded(

@@ -13,7 +13,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.branches import branches_of, degrees_of_branch
-from ds_usp.integrations.diffusers.graphs import check_graphs
+from ds_usp.integrations.diffusers.graph_checks import check_graphs, check_modules
 from ds_usp.integrations.diffusers.hooks import (
     ShardedTransformer,
     check_attention,
@@ -80,12 +80,13 @@ def enable(
     try:  # what one rank refuses every rank refuses
         _check_version()
         options = Options(kernel, gradients, tuning, cuda_graphs)
-        if cuda_graphs:
-            check_graphs(mesh, tuning)
         transformers = _transformers_of(model_or_pipeline)
         plans = [plan or _plan_of(transformer) for transformer in transformers]
         for transformer, its_plan in zip(transformers, plans, strict=True):
             _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
+            if cuda_graphs:
+                check_graphs(mesh, tuning)
+                check_modules(transformer)
         names = ", ".join(map(_describe, transformers))
         named = f"{names} with {options}, cfg_degree {cfg_degree}"
     except Exception as refused:
