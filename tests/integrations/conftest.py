@@ -28,6 +28,7 @@ harness.PRELOAD = (
     "hf_trainer_runs",
     "model_runs",
     "training_models",
+    "further_diffusers",
     "tiny_diffusers",
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import diffusers
+import further_diffusers
 import torch
 from torch import Tensor
 
@@ -120,7 +121,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 _WAN = CONFIGS["WanTransformer3DModel"]
 _VACE = {"vace_layers": [0, 1], "vace_in_channels": 6}
-CONFIGS = {**CONFIGS, "WanVACETransformer3DModel": {**_WAN, **_VACE}}
+CONFIGS = {**CONFIGS, "WanVACETransformer3DModel": {**_WAN, **_VACE}, **further_diffusers.CONFIGS}
 HEADS = 8
 # Variants of a class that have tokens where it has none by default.
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -140,8 +141,12 @@ MASKS = {
     "LTXVideoTransformer3DModel": "encoder_attention_mask",
     "HunyuanVideoTransformer3DModel": "encoder_attention_mask",
     "PixArtTransformer2DModel": "encoder_attention_mask",
+    **further_diffusers.MASKS,
 }
-ALWAYS_MASKED = ("LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel")
+ALWAYS_MASKED = (
+    *("LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel"),
+    *further_diffusers.ALWAYS_MASKED,
+)
 
 
 def build(name: str, **changes: Any) -> Any:
@@ -168,6 +173,22 @@ def arguments(name: str, odd: bool = True, padded: bool = False, seed: int = 1) 
     torch.manual_seed(seed)
     text = 7 if odd else 8
     rows, columns = (5, 7) if odd else (4, 8)
+    if name in further_diffusers.CONFIGS:
+        frames, rows = (3, 3) if odd else (2, 4)
+        sizes = further_diffusers.Sizes(frames, rows, columns, text, 3 if padded else 0)
+        given = further_diffusers.arguments(name, sizes)
+    else:
+        given = _arguments(name, variant, rows, columns, text, odd)
+    if name in MASKS and MASKS[name] not in given and (padded or name in ALWAYS_MASKED):
+        real = torch.tensor([[text - 3 if padded else text], [text]])
+        given[MASKS[name]] = torch.arange(text) < real
+    return given
+
+
+def _arguments(
+    name: str, variant: str, rows: int, columns: int, text: int, odd: bool
+) -> dict[str, Any]:
+    """All but a mask."""
     given = _latents(name, rows, columns, odd)
     given["encoder_hidden_states"] = torch.randn(2, text, TEXT_DIM.get(name, 16))
     given["timestep"] = torch.tensor([3.0, 11.0])
@@ -184,9 +205,6 @@ def arguments(name: str, odd: bool = True, padded: bool = False, seed: int = 1) 
         given["timestep"] = torch.randint(0, 20, (2, tokens)).float()
     if "second image" in variant:
         given["img_shapes"] = [[(1, rows - 2, columns), (1, 2, columns)]] * 2
-    if name in MASKS and (padded or name in ALWAYS_MASKED):
-        real = torch.tensor([[text - 3 if padded else text], [text]])
-        given[MASKS[name]] = torch.arange(text) < real
     return given
 
 

@@ -2,6 +2,7 @@
 
 from ds_usp.integrations.diffusers.backend import register_backend
 from ds_usp.integrations.diffusers.model import EnabledTransformer, enable
-from ds_usp.integrations.diffusers.plans import PLANS, Plan, TokenDim
+from ds_usp.integrations.diffusers.plan import Plan, TokenDim
+from ds_usp.integrations.diffusers.plans import PLANS
 
 __all__ = ["PLANS", "EnabledTransformer", "Plan", "TokenDim", "enable", "register_backend"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_usp.errors import UnsupportedAttentionError
-from ds_usp.integrations.diffusers.plans import Plan, parameters_of
+from ds_usp.integrations.diffusers.plan import Plan, parameters_of
 
 ATTENTION_KWARGS = frozenset(
     {"attention_kwargs", "joint_attention_kwargs", "cross_attention_kwargs"}

@@ -19,7 +19,7 @@ from ds_usp.integrations.diffusers.branches import Branches
 from ds_usp.integrations.diffusers.graph_checks import refuse_capture
 from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
-from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
+from ds_usp.integrations.diffusers.plan import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_backend, check_processor, sharded
 from ds_usp.integrations.replicas import same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
@@ -137,7 +137,8 @@ class ShardedTransformer:
     def _modules_of_plan(self) -> Iterator[nn.Module]:
         """The modules that the plan names, as they are now."""
         plan = self._plan
-        for path in (*plan.inputs, *plan.outputs, *plan.masks, *plan.attention, plan.joined):
+        named = (*plan.inputs, *plan.outputs, *plan.masks, *plan.attention, *plan.gathered)
+        for path in (*named, plan.joined):
             yield from modules_at(self.transformer, path)
 
     def check_idle(self) -> None:
@@ -171,8 +172,8 @@ class ShardedTransformer:
 
     def _register(self) -> Iterator[RemovableHandle]:
         plan, transformer = self._plan, self.transformer
-        order = next(iter(plan.attention.values()))
         for path, argument in plan.masks.items():
+            order = plan.order_of_mask(path)
             for module in modules_at(transformer, path):
                 yield module.register_forward_pre_hook(
                     partial(self._take_mask, argument, order), with_kwargs=True
@@ -189,8 +190,11 @@ class ShardedTransformer:
                     yield module.register_forward_pre_hook(self._graphs.watch)
                     yield module.register_forward_hook(self._graphs.unwatch, always_call=True)
                 yield module.register_forward_hook(partial(self._shard_outputs, outputs))
+        for path, kind in plan.gathered.items():
+            for module in modules_at(transformer, path):
+                yield module.register_forward_hook(partial(self._join, kind, False))
         for module in modules_at(transformer, plan.joined):
-            yield module.register_forward_hook(self._join_output)
+            yield module.register_forward_hook(partial(self._join, plan.joined_kind, True))
         # The transformer's other hooks, if they were there before, see whole tensors.
         yield transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
         yield transformer.register_forward_hook(self._end, always_call=True, prepend=True)
@@ -351,8 +355,8 @@ class ShardedTransformer:
         return (), arguments
 
     @disable_in_compile("outputs are joined over the ranks")
-    def _join_output(self, module: nn.Module, _: Any, out: Tensor) -> Tensor:
-        join = self._active(module).join
+    def _join(self, kind: Kind, last: bool, module: nn.Module, _: Any, out: Tensor) -> Tensor:
+        join = partial(self._active(module).join, kind=kind, last=last)
         return join(out) if self._graphs is None else self._graphs.outside(join, out)
 
 

@@ -20,7 +20,8 @@ from ds_usp.integrations.diffusers.hooks import (
     check_transformer,
 )
 from ds_usp.integrations.diffusers.pass_state import Options
-from ds_usp.integrations.diffusers.plans import PLANS, Plan
+from ds_usp.integrations.diffusers.plan import Plan
+from ds_usp.integrations.diffusers.plans import PLANS
 from ds_usp.integrations.replicas import Reduction, check_mesh
 from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.kernels.registry import AUTO

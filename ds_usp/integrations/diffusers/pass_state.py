@@ -16,7 +16,7 @@ from ds_usp.geometry.joint import ContinuedLayout, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.geometry.segments import Segment
-from ds_usp.integrations.diffusers.plans import Kind, TokenDim
+from ds_usp.integrations.diffusers.plan import Kind, TokenDim
 from ds_usp.integrations.replicas import (
     Reduction,
     ValuesComparison,
@@ -129,6 +129,7 @@ class PassState:
         # Made once for all layers, and outside of compiled blocks.
         self._calls: dict[tuple[Kind, ...], AttentionCall] = {}
         self._documents: tuple[Borders, ...] | None = None  # None: no mask was given yet
+        self._masked: frozenset[Kind] = frozenset()
 
     def layout(self, kind: Kind) -> TokenLayout:
         """The layout of the image's or the text's tokens.
@@ -184,25 +185,38 @@ class PassState:
                 return view
         return layout.shard(x, token_dim.dim, rank)
 
-    def join(self, x: Tensor) -> Tensor:
-        """``[b, image tokens, ...]`` on every rank, from the ranks' shards."""
-        self.joined = True
-        return join_shards(x, self.layout("image"), self._mesh, 1, self._options.gradients)
+    def join(self, x: Tensor, kind: Kind, last: bool) -> Tensor:
+        """``[b, tokens, ...]`` on every rank, from the ranks' shards.
+
+        Args:
+            last: it is the output; else what follows is sharded again, and the ranks' gradients are
+                those of their shards, whose sum is the gradient whatever is done with the output's.
+        """
+        self.joined |= last
+        gradients = self._options.gradients if last else "mean"
+        return join_shards(x, self.layout(kind), self._mesh, 1, gradients)
 
     def read_mask(self, mask: Tensor, order: tuple[Kind, ...]) -> None:
-        """Take a mask of keys, of the whole text or of image and text.
+        """Take a mask of keys: of the whole text, of image and text, or of both in one sequence.
 
         Args:
             mask: ``[b, ...]`` with one number for each key, not 0 for real tokens.
             order: of the keys.
 
         Raises:
-            UnsupportedAttentionError: padding before real text, or numbers other than 0 and 1.
+            UnsupportedAttentionError: padding before real text, numbers other than 0 and 1, or a
+                mask of floats, which are added to scores.
             LayoutError: a mask of another length.
         """
         if self._documents is not None:  # of another layer, or a recomputation
             return
-        image, text = self.layout("image").seq_len, self.layout("text").seq_len
+        if mask.is_floating_point():
+            raise UnsupportedAttentionError(
+                f"{self._name}: a text mask of {mask.dtype}, which attention adds to its scores: "
+                "padding is not left out. Give a boolean mask, or none where no text is padded"
+            )
+        image = 0 if order == ("joint",) else self.layout("image").seq_len
+        text = self.layout("joint" if order == ("joint",) else "text").seq_len
         keys = mask.reshape(mask.shape[0], -1)
         if keys.shape[1] == image + text:
             keys = keys[:, image:] if order[-1] == "text" else keys[:, :text]
@@ -223,6 +237,7 @@ class PassState:
         total = image + text
         padded = min(counts) < text
         self._documents = tuple((0, image + n, total) for n in counts) if padded else ()
+        self._masked = frozenset(order)
         self._prepare_calls()
 
     def _prepare_calls(self) -> None:
@@ -233,10 +248,15 @@ class PassState:
 
     def _call(self, order: tuple[Kind, ...]) -> AttentionCall:
         lengths = tuple(self.layout(kind).length(self._mesh.rank) for kind in order)
+        documents = self._documents_of(order)
         # Padding is at the end only if text is.
-        moved = lengths[0] if self._documents and order[0] == "text" else 0
-        mask = MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full()
+        moved = lengths[0] if documents and order[0] == "text" else 0
+        mask = MaskSpec.full(documents)
         return AttentionCall(lengths, self._attention_layout(order, bool(moved)), mask, moved)
+
+    def _documents_of(self, order: tuple[Kind, ...]) -> tuple[Borders, ...]:
+        """The padding of an attention: that of the mask, if it is of these tokens."""
+        return (self._documents or ()) if self._masked == frozenset(order) else ()
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, order: tuple[Kind, ...], scale: float | None
@@ -269,14 +289,13 @@ class PassState:
         Without padding only the number of a rank's tokens matters: where these numbers are those of
         one contiguous sequence it is taken, whose shards are exchanged in one piece.
         """
-        image = self.layout("image")
-        if order == ("image",):
-            return image
-        text = self.layout("text")
+        if len(order) == 1:
+            return self.layout(order[0])
+        image, text = self.layout("image"), self.layout("text")
         contiguous = self._mesh.layout(LAYOUT, image.seq_len + text.seq_len)
         ranks = range(self._mesh.sp_degree)
         fits = all(image.length(r) + text.length(r) == contiguous.length(r) for r in ranks)
-        if fits and not self._documents:
+        if fits and not self._documents_of(order):
             return contiguous
         front, continued = order[0] == "text" and not moved, isinstance(text, ContinuedLayout)
         return JointLayout.of(image, text.seq_len, front, continued)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.pass_state import PassState
-from ds_usp.integrations.diffusers.plans import Kind
+from ds_usp.integrations.diffusers.plan import Kind
 
 _NATIVE = "native"
 _MARK, _ORDER = "_sharded_by_ds_usp", "_order_of_ds_usp"

@@ -1,0 +1,172 @@
+"""Tiny random diffusion transformers of further classes, and their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FLUX = {
+    "patch_size": 1,
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "joint_attention_dim": 16,
+    "axes_dims_rope": [4, 4, 8],
+}
+_WAN = {
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 32,
+    "ffn_dim": 32,
+    "num_layers": 1,
+    "rope_max_seq_len": 32,
+}
+_HUNYUAN = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "attention_head_dim": 8,
+    "num_layers": 1,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 16,
+    "text_embed_2_dim": 16,
+}
+# What a class is made of; heads aside.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "ChromaTransformer2DModel": {
+        **_FLUX,
+        "approximator_num_channels": 8,
+        "approximator_hidden_dim": 16,
+        "approximator_layers": 1,
+    },
+    "Flux3Transformer2DModel": {
+        "in_channels": 4,
+        "cond_in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "joint_attention_dim": 16,
+        "timestep_channels": 32,
+        "axes_dims_rope": (4, 4, 4, 4),
+    },
+    "HunyuanImageTransformer2DModel": {
+        **_HUNYUAN,
+        "num_single_layers": 1,
+        "rope_axes_dim": (4, 4),
+        "guidance_embeds": True,
+    },
+    "CogView4Transformer2DModel": {
+        "patch_size": 1,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 1,
+        "attention_head_dim": 8,
+        "text_embed_dim": 16,
+        "time_embed_dim": 16,
+        "condition_dim": 4,
+        "rope_axes_dim": (16, 16),
+    },
+    "CosmosTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "text_embed_dim": 16,
+        "adaln_lora_dim": 4,
+        "max_size": (4, 32, 32),
+        "patch_size": (1, 1, 1),
+        "concat_padding_mask": False,  # which needs torchvision
+    },
+    "SkyReelsV2Transformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": _WAN,
+    "AuraFlowTransformer2DModel": {
+        "sample_size": 8,
+        "patch_size": 1,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_mmdit_layers": 1,
+        "num_single_dit_layers": 1,
+        "attention_head_dim": 8,
+        "joint_attention_dim": 16,
+        "caption_projection_dim": 64,
+        "pos_embed_max_size": 64,
+    },
+    "LongCatImageTransformer2DModel": {**_FLUX, "pooled_projection_dim": 16},
+    "OvisImageTransformer2DModel": _FLUX,
+    "BriaTransformer2DModel": {**_FLUX, "guidance_embeds": False},
+}
+# The arguments that tell text from padding, and the classes that need them.
+MASKS = {
+    "ChromaTransformer2DModel": "attention_mask",
+    "HunyuanImageTransformer2DModel": "encoder_attention_mask",
+    "CosmosTransformer3DModel": "attention_mask",
+}
+ALWAYS_MASKED = ("HunyuanImageTransformer2DModel",)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a batch of two samples.
+
+    Args:
+        padded: tokens of the first sample's text that are padding.
+    """
+
+    frames: int
+    rows: int
+    columns: int
+    text: int
+    padded: int
+
+    def latents(self, *channels: int, frames: int = 0, patch: int = 1) -> Tensor:
+        """``[2, channels, frames if any, height, width]``."""
+        shape = (frames,) * bool(frames) + (patch * self.rows, patch * self.columns)
+        return torch.randn(2, *channels, *shape)
+
+    def mask(self, text: int = 0) -> Tensor:
+        """``[2, text]``: False for padding."""
+        text = text or self.text
+        return torch.arange(text) < torch.tensor([[text - self.padded], [text]])
+
+
+def arguments(name: str, sizes: Sizes) -> dict[str, Any]:
+    """Those of a class of this module; text and timesteps are the same for most."""
+    given: dict[str, Any] = {"encoder_hidden_states": torch.randn(2, sizes.text, 16)}
+    given["timestep"] = torch.tensor([0.15, 0.55])
+    if name == "CogView4Transformer2DModel":
+        conditions = dict.fromkeys(("original_size", "target_size", "crop_coords"))
+        given |= {key: torch.randint(1, 32, (2, 2)).float() for key in conditions}
+    if name == "HunyuanImageTransformer2DModel":
+        given |= {"encoder_hidden_states_2": torch.randn(2, 5, 16), "guidance": torch.ones(2)}
+        given["encoder_attention_mask_2"] = sizes.mask(5)
+    if name == "CosmosTransformer3DModel":
+        given["hidden_states"] = sizes.latents(3, frames=sizes.frames)
+        given["condition_mask"] = sizes.latents(1, frames=sizes.frames)
+        given["fps"] = 16
+        given["timestep"] = torch.rand(2, 1, sizes.frames, 1, 1)
+    elif name in ("SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"):
+        given["hidden_states"] = sizes.latents(4, frames=sizes.frames, patch=2)
+    elif "axes_dims_rope" in CONFIGS[name]:
+        given |= _token_arguments(name, sizes)
+    else:
+        given["hidden_states"] = sizes.latents(4)
+    return given
+
+
+def _token_arguments(name: str, sizes: Sizes) -> dict[str, Any]:
+    """Tokens of the image, and positions of all."""
+    grid = torch.cartesian_prod(torch.arange(sizes.rows), torch.arange(sizes.columns)).float()
+    axes = len(CONFIGS[name]["axes_dims_rope"])
+    given: dict[str, Any] = {"hidden_states": torch.randn(2, len(grid), 4)}
+    given["img_ids"] = torch.nn.functional.pad(grid, (1, axes - 3))
+    given["txt_ids"] = torch.arange(sizes.text).float()[:, None].expand(-1, axes)
+    if name == "ChromaTransformer2DModel" and sizes.padded:
+        image = torch.ones(2, len(grid), dtype=torch.bool)
+        given["attention_mask"] = torch.cat([sizes.mask(), image], 1)
+    return given

@@ -1,0 +1,67 @@
+"""What diffusers' pipelines give their transformers, against the plans."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import diffusers
+import pytest
+
+from ds_usp.integrations.diffusers import PLANS
+from ds_usp.integrations.diffusers.arguments import ATTENTION_KWARGS
+from ds_usp.integrations.diffusers.plan import parameters_of_class
+
+# Folders of pipelines by their transformer, and what of their arguments is refused by name.
+PIPELINES = {
+    "flux": "FluxTransformer2DModel",
+    "flux2": "Flux2Transformer2DModel",
+    "wan": "WanTransformer3DModel",
+    "qwenimage": "QwenImageTransformer2DModel",
+    "ltx": "LTXVideoTransformer3DModel",
+    "hunyuan_video": "HunyuanVideoTransformer3DModel",
+    "cogvideo": "CogVideoXTransformer3DModel",
+    "stable_diffusion_3": "SD3Transformer2DModel",
+    "pixart_alpha": "PixArtTransformer2DModel",
+    "chroma": "ChromaTransformer2DModel",
+    "hunyuan_image": "HunyuanImageTransformer2DModel",
+    "cogview4": "CogView4Transformer2DModel",
+    "cosmos": "CosmosTransformer3DModel",
+    "skyreels_v2": "SkyReelsV2Transformer3DModel",
+    "chronoedit": "ChronoEditTransformer3DModel",
+    "aura_flow": "AuraFlowTransformer2DModel",
+    "longcat_image": "LongCatImageTransformer2DModel",
+    "ovis_image": "OvisImageTransformer2DModel",
+    "bria": "BriaTransformer2DModel",
+}
+REFUSED_ARGUMENTS = (
+    *("controlnet_", "block_controlnet_", "kv_cache", "num_ref_tokens"),
+    "enable_diffusion_forcing",
+)
+OTHER_TRANSFORMERS = (
+    *("pipeline_wan_animate", "pipeline_wan_vace", "hunyuan_video_framepack"),
+    "pipeline_cosmos3_omni",
+)
+
+
+def arguments_of_pipelines(folder: str) -> Iterator[tuple[str, str]]:
+    """File and name of every argument that pipelines give their transformer. Those in a mapping
+    (``**cond_kwargs``, of texts and masks) are not seen."""
+    names = parameters_of_class(getattr(diffusers, PIPELINES[folder]))
+    for file in sorted((Path(diffusers.__file__).parent / "pipelines" / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            callee = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and callee in ("self.transformer", "current_model"):
+                yield from ((file.stem, name) for _, name in zip(node.args, names, strict=False))
+                yield from ((file.stem, keyword.arg) for keyword in node.keywords if keyword.arg)
+
+
+@pytest.mark.parametrize("folder", PIPELINES)
+def test_plans_know_what_pipelines_give(folder: str) -> None:
+    known = PLANS[PIPELINES[folder]].arguments | ATTENTION_KWARGS | {"return_dict"}
+    given = [pair for pair in arguments_of_pipelines(folder) if pair[1] not in known]
+    assert len(list(arguments_of_pipelines(folder))) > 4
+    for file, argument in given:
+        refused = argument.startswith(REFUSED_ARGUMENTS)
+        assert refused or any(name in file for name in OTHER_TRANSFORMERS), (file, argument)
