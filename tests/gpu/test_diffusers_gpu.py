@@ -113,7 +113,9 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def output_and_gradients(transformer: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    output = transformer(**given, return_dict=False)[0]
+    from tiny_diffusers import output_of
+
+    output = output_of(transformer, given)
     output.square().mean().backward()
     gradients = [p.grad.flatten() for p in transformer.parameters() if p.grad is not None]
     joined = torch.cat(gradients)

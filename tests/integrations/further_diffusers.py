@@ -100,14 +100,47 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "LongCatImageTransformer2DModel": {**_FLUX, "pooled_projection_dim": 16},
     "OvisImageTransformer2DModel": _FLUX,
     "BriaTransformer2DModel": {**_FLUX, "guidance_embeds": False},
+    "ZImageTransformer2DModel": {
+        "in_channels": 4,
+        "dim": 64,
+        "n_layers": 1,
+        "n_refiner_layers": 1,
+        "n_heads": 8,
+        "n_kv_heads": 8,
+        "cap_feat_dim": 16,
+        "axes_dims": [4, 2, 2],
+        "axes_lens": [128, 16, 16],
+    },
+    "Lumina2Transformer2DModel": {
+        "patch_size": 1,
+        "in_channels": 4,
+        "hidden_size": 64,
+        "num_layers": 1,
+        "num_refiner_layers": 1,
+        "num_kv_heads": 4,
+        "multiple_of": 16,
+        "axes_dim_rope": (4, 2, 2),
+        "axes_lens": (32, 16, 16),
+        "cap_feat_dim": 16,
+    },
+    "HunyuanVideo15Transformer3DModel": {
+        **_HUNYUAN,
+        "image_embed_dim": 16,
+        "rope_axes_dim": (4, 2, 2),
+    },
 }
 # The arguments that tell text from padding, and the classes that need them.
 MASKS = {
     "ChromaTransformer2DModel": "attention_mask",
     "HunyuanImageTransformer2DModel": "encoder_attention_mask",
     "CosmosTransformer3DModel": "attention_mask",
+    "Lumina2Transformer2DModel": "encoder_attention_mask",
+    "HunyuanVideo15Transformer3DModel": "encoder_attention_mask",
 }
-ALWAYS_MASKED = ("HunyuanImageTransformer2DModel",)
+ALWAYS_MASKED = (
+    *("HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"),
+    "Lumina2Transformer2DModel",
+)
 
 
 @dataclass(frozen=True)
@@ -137,15 +170,23 @@ class Sizes:
 
 def arguments(name: str, sizes: Sizes) -> dict[str, Any]:
     """Those of a class of this module; text and timesteps are the same for most."""
+    if name == "ZImageTransformer2DModel":
+        return _listed_arguments(sizes)
     given: dict[str, Any] = {"encoder_hidden_states": torch.randn(2, sizes.text, 16)}
     given["timestep"] = torch.tensor([0.15, 0.55])
     if name == "CogView4Transformer2DModel":
         conditions = dict.fromkeys(("original_size", "target_size", "crop_coords"))
         given |= {key: torch.randint(1, 32, (2, 2)).float() for key in conditions}
-    if name == "HunyuanImageTransformer2DModel":
-        given |= {"encoder_hidden_states_2": torch.randn(2, 5, 16), "guidance": torch.ones(2)}
+    if name.startswith("Hunyuan"):
+        given["encoder_hidden_states_2"] = torch.randn(2, 5, 16)
         given["encoder_attention_mask_2"] = sizes.mask(5)
-    if name == "CosmosTransformer3DModel":
+    if name == "HunyuanImageTransformer2DModel":
+        given["guidance"] = torch.ones(2)
+    if name == "HunyuanVideo15Transformer3DModel":
+        given["hidden_states"] = sizes.latents(4, frames=sizes.frames)
+        # Zeros stand for no image, whose tokens are padding.
+        given["image_embeds"] = torch.randn(2, 3, 16) * (sizes.padded == 0)
+    elif name == "CosmosTransformer3DModel":
         given["hidden_states"] = sizes.latents(3, frames=sizes.frames)
         given["condition_mask"] = sizes.latents(1, frames=sizes.frames)
         given["fps"] = 16
@@ -157,6 +198,16 @@ def arguments(name: str, sizes: Sizes) -> dict[str, Any]:
     else:
         given["hidden_states"] = sizes.latents(4)
     return given
+
+
+def _listed_arguments(sizes: Sizes) -> dict[str, Any]:
+    """Lists of samples, of which the model makes 32 tokens or a multiple."""
+    texts = [sizes.text, sizes.text + 32 * bool(sizes.padded)]
+    return {
+        "x": list(sizes.latents(4, 1, patch=2)),
+        "t": torch.tensor([0.15, 0.55]),
+        "cap_feats": [torch.randn(text, 16) for text in texts],
+    }
 
 
 def _token_arguments(name: str, sizes: Sizes) -> dict[str, Any]:

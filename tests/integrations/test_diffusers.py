@@ -13,7 +13,15 @@ import torch.distributed as dist
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, Result, relative, take_gradients
-from tiny_diffusers import MASKS, VARIANTS, arguments, build, flux_pipeline, wan_pipeline
+from tiny_diffusers import (
+    MASKS,
+    VARIANTS,
+    arguments,
+    build,
+    flux_pipeline,
+    output_of,
+    wan_pipeline,
+)
 from torch import Tensor
 
 import ds_usp
@@ -40,7 +48,7 @@ def forward_and_backward(transformer: Any, *passes: dict[str, Any]) -> tuple[Ten
     """The loss of some forward passes before one backward pass, and the last output."""
     loss = torch.zeros(())
     for given in passes:
-        output = transformer(**given, return_dict=False)[0]
+        output = output_of(transformer, given)
         target = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
         loss = loss + ((output - target) ** 2).mean()
     loss.backward()
@@ -148,16 +156,18 @@ def test_checkpointed_blocks_recompute_their_own_pass(
     assert set(calls) == {2 * 2 * 2}  # layers, passes, and again
 
 
-def summed(ctx: RankContext) -> Errors:
-    transformer, given = build(PIXART), arguments(PIXART)
+def summed(ctx: RankContext, name: str) -> Errors:
+    transformer, given = build(name), arguments(name)
     want = alone(transformer, given)
     with enable(transformer, mesh_of(2), gradients="sum"):
         have = on_the_mesh(transformer, given, divisor=1)
     return {f"rank {ctx.rank}": have.error(want)}
 
 
-def test_gradients_may_be_summed(pool: WorkerPool) -> None:
-    check(pool.run(summed, WORLD), WORLD)
+@pytest.mark.parametrize("name", [PIXART, "Lumina2Transformer2DModel"])
+def test_gradients_may_be_summed(pool: WorkerPool, name: str) -> None:
+    """Of tokens that are joined, and sharded again, within the transformer too."""
+    check(pool.run(summed, WORLD, name=name), WORLD)
 
 
 def of_two_meshes(ctx: RankContext) -> Errors:

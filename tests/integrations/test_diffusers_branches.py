@@ -94,6 +94,9 @@ def refusals(ctx: RankContext) -> list[str]:
             refused(transformer, **given | {"timestep": torch.zeros(3)})
             want = copy.deepcopy(transformer)(**given).sample  # which is enabled too
             assert torch.equal(transformer(**given).sample, want)
+    transformer = build("ZImageTransformer2DModel")
+    with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
+        refused(transformer, **arguments("ZImageTransformer2DModel"))
     return messages
 
 
@@ -107,6 +110,7 @@ def test_what_cannot_be_split_is_refused_on_every_rank(pool: WorkerPool) -> None
                 "under torch.no_grad()",
                 "does not divide a batch of 1",
                 "timestep [3] has 3 samples, where hidden_states has 2",
+                "takes a list of samples",
             ],
             strict=True,
         ):

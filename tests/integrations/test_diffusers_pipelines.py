@@ -34,10 +34,13 @@ PIPELINES = {
     "longcat_image": "LongCatImageTransformer2DModel",
     "ovis_image": "OvisImageTransformer2DModel",
     "bria": "BriaTransformer2DModel",
+    "z_image": "ZImageTransformer2DModel",
+    "lumina2": "Lumina2Transformer2DModel",
+    "hunyuan_video1_5": "HunyuanVideo15Transformer3DModel",
 }
 REFUSED_ARGUMENTS = (
     *("controlnet_", "block_controlnet_", "kv_cache", "num_ref_tokens"),
-    "enable_diffusion_forcing",
+    *("enable_diffusion_forcing", "siglip_feats", "image_noise_mask"),
 )
 OTHER_TRANSFORMERS = (
     *("pipeline_wan_animate", "pipeline_wan_vace", "hunyuan_video_framepack"),

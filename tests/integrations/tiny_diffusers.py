@@ -153,12 +153,19 @@ def build(name: str, **changes: Any) -> Any:
     """A transformer with the same weights in every process, none of them zero, in training."""
     name, variant = VARIANTS.get(name, (name, {}))
     torch.manual_seed(0)
-    config = {"num_attention_heads": HEADS, **CONFIGS[name], **variant, **changes}
+    heads = {} if "n_heads" in CONFIGS[name] else {"num_attention_heads": HEADS}
+    config = {**heads, **CONFIGS[name], **variant, **changes}
     transformer = getattr(diffusers, name)(**config)
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return transformer.float().train()
+
+
+def output_of(transformer: Any, given: Mapping[str, Any]) -> Tensor:
+    """The output of a forward pass; of a list of samples, their batch."""
+    output = transformer(**given, return_dict=False)[0]
+    return output if isinstance(output, Tensor) else torch.stack(output)
 
 
 def arguments(name: str, odd: bool = True, padded: bool = False, seed: int = 1) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class Branches:
                 f"{name}: cfg_degree={self.degree} is for sampling, and autograd is on: call it "
                 "under torch.no_grad(), or enable it with cfg_degree=1"
             )
+        if not isinstance(arguments.get(_BATCH), Tensor):
+            raise UnsupportedAttentionError(
+                f"{name}: cfg_degree={self.degree} splits batches of tensors, and this transformer "
+                f"takes a list of samples (no {_BATCH}): use cfg_degree=1"
+            )
         batch = arguments[_BATCH].shape[0]
         if batch % self.degree:
             raise UnsupportedAttentionError(

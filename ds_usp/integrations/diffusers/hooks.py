@@ -341,7 +341,7 @@ class ShardedTransformer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Arguments:
-        """Read the mask of keys; the module goes on without it."""
+        """Read the mask of keys; the module goes on without it, or without its values."""
         arguments = bind(module, args, kwargs)
         if arguments.get(argument) is not None:
             if self._graphs is not None and not torch.is_grad_enabled():
@@ -350,8 +350,9 @@ class ShardedTransformer:
                     "text, whose padding is counted on the host: leave the mask out where no text "
                     "is padded, or use cuda_graphs=False"
                 )
-            self._active(module).read_mask(arguments[argument], order)
-            arguments[argument] = None
+            state, mask = self._active(module), arguments[argument]
+            state.read_mask(mask, order)
+            arguments[argument] = state.mask_without_values(mask) if self._plan.needs_mask else None
         return (), arguments
 
     @disable_in_compile("outputs are joined over the ranks")

@@ -240,6 +240,11 @@ class PassState:
         self._masked = frozenset(order)
         self._prepare_calls()
 
+    def mask_without_values(self, mask: Tensor) -> Tensor:
+        """A mask ``[b, this rank's text tokens]`` for processors that cannot do without one."""
+        text = self.layout("text").length(self._mesh.rank)
+        return torch.empty((mask.shape[0], text), dtype=mask.dtype, device="meta")
+
     def _prepare_calls(self) -> None:
         """Make the calls of attention again, of all orders whose tokens are known by now."""
         for order in self._orders:

@@ -58,6 +58,8 @@ class Plan:
             them, else of the image's, becomes whole again.
         gathered: by module within the transformer, the tokens of its output that become whole, as
             they are sharded otherwise afterwards.
+        needs_mask: whether attention processors cannot do without the mask: they are given one that
+            has no values (on the device ``meta``), and what they make of it is not looked at.
         refused: by option of the configuration, the value that gives tokens a meaning by index.
     """
 
@@ -71,6 +73,7 @@ class Plan:
     unbatched: tuple[str, ...] = ()
     refused: Mapping[str, Any] = field(default_factory=dict)
     gathered: Mapping[str, Kind] = field(default_factory=dict)
+    needs_mask: bool = False
 
     @property
     def joined_kind(self) -> Kind:

@@ -182,5 +182,40 @@ _PLANS = {
     "LongCatImageTransformer2DModel": replace(_FLUX, whole=("timestep", "guidance")),
     "OvisImageTransformer2DModel": replace(_FLUX, whole=("timestep",)),
     "BriaTransformer2DModel": _FLUX,
+    "ZImageTransformer2DModel": Plan(
+        inputs={
+            "noise_refiner.0": {"x": _IMAGE},
+            "noise_refiner.*": {"freqs_cis": _IMAGE},
+            "layers.0": {"x": _SEQUENCE},
+            "layers.*": {"freqs_cis": _SEQUENCE},
+        },
+        attention={"noise_refiner.*.attention": ("image",), "layers.*.attention": ("joint",)},
+        local=("context_refiner.*.attention", "siglip_refiner.*.attention"),
+        masks={"layers.*": "attn_mask"},
+        whole=("x", "t", "cap_feats", "patch_size", "f_patch_size"),
+        gathered={"noise_refiner.-1": "image"},
+        joined="all_final_layer.*",
+    ),
+    "Lumina2Transformer2DModel": Plan(
+        inputs={
+            "noise_refiner.0": {"hidden_states": _IMAGE},
+            "noise_refiner.*": {"image_rotary_emb": _IMAGE},
+            "layers.0": {"hidden_states": _SEQUENCE},
+            "layers.*": {"image_rotary_emb": _SEQUENCE},
+        },
+        attention={"noise_refiner.*.attn": ("image",), "layers.*.attn": ("joint",)},
+        local=("context_refiner.*.attn",),
+        masks={"layers.*": "attention_mask"},
+        whole=("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"),
+        gathered={"noise_refiner.-1": "image"},
+        joined="norm_out",
+    ),
+    "HunyuanVideo15Transformer3DModel": replace(
+        _HUNYUAN,
+        attention={f"{_BLOCKS}.attn": ("image", "text")},
+        masks={_BLOCKS: "attention_mask"},
+        needs_mask=True,
+        whole=(*_HUNYUAN_TWO_TEXTS, "image_embeds"),
+    ),
 }
 PLANS: Mapping[str, Plan] = MappingProxyType(_PLANS)

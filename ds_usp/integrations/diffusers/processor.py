@@ -61,6 +61,8 @@ class _ShardedAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """The signature of torch's; ``enable_gqa`` is what fewer KV heads mean here anyway."""
+        if attn_mask is not None and attn_mask.device.type == "meta":  # the pass has its values
+            attn_mask = None
         if attn_mask is not None or dropout_p or is_causal:
             problem = f"a mask {list(attn_mask.shape)}" if attn_mask is not None else ""
             problem = problem or ("is_causal" if is_causal else f"dropout {dropout_p}")
