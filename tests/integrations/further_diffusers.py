@@ -123,6 +123,20 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "axes_lens": (32, 16, 16),
         "cap_feat_dim": 16,
     },
+    "LTX2VideoTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 64,
+        "audio_in_channels": 4,
+        "audio_out_channels": 4,
+        "audio_num_attention_heads": 8,
+        "audio_attention_head_dim": 4,
+        "audio_cross_attention_dim": 32,
+        "num_layers": 1,
+        "caption_channels": 16,
+        "rope_type": "split",
+    },
     "HunyuanVideo15Transformer3DModel": {
         **_HUNYUAN,
         "image_embed_dim": 16,
@@ -134,6 +148,7 @@ MASKS = {
     "ChromaTransformer2DModel": "attention_mask",
     "HunyuanImageTransformer2DModel": "encoder_attention_mask",
     "CosmosTransformer3DModel": "attention_mask",
+    "LTX2VideoTransformer3DModel": "encoder_attention_mask",
     "Lumina2Transformer2DModel": "encoder_attention_mask",
     "HunyuanVideo15Transformer3DModel": "encoder_attention_mask",
 }
@@ -186,6 +201,8 @@ def arguments(name: str, sizes: Sizes) -> dict[str, Any]:
         given["hidden_states"] = sizes.latents(4, frames=sizes.frames)
         # Zeros stand for no image, whose tokens are padding.
         given["image_embeds"] = torch.randn(2, 3, 16) * (sizes.padded == 0)
+    elif name == "LTX2VideoTransformer3DModel":
+        given |= _audio_arguments(sizes)
     elif name == "CosmosTransformer3DModel":
         given["hidden_states"] = sizes.latents(3, frames=sizes.frames)
         given["condition_mask"] = sizes.latents(1, frames=sizes.frames)
@@ -198,6 +215,23 @@ def arguments(name: str, sizes: Sizes) -> dict[str, Any]:
     else:
         given["hidden_states"] = sizes.latents(4)
     return given
+
+
+def _audio_arguments(sizes: Sizes) -> dict[str, Any]:
+    """Tokens of a video, with a timestep for each, and of its sound."""
+    tokens, audio = sizes.frames * sizes.rows * sizes.columns, sizes.text + 4
+    return {
+        "hidden_states": torch.randn(2, tokens, 4),
+        "timestep": torch.rand(2, tokens),
+        "audio_hidden_states": torch.randn(2, audio, 4),
+        "audio_timestep": torch.rand(2),
+        "audio_encoder_hidden_states": torch.randn(2, sizes.text, 16),
+        "audio_encoder_attention_mask": sizes.mask() if sizes.padded else None,
+        "num_frames": sizes.frames,
+        "height": sizes.rows,
+        "width": sizes.columns,
+        "audio_num_frames": audio,
+    }
 
 
 def _listed_arguments(sizes: Sizes) -> dict[str, Any]:

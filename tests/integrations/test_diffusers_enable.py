@@ -23,6 +23,7 @@ import ds_usp
 from ds_usp.integrations.diffusers import PLANS, Plan, TokenDim, enable
 from ds_usp.integrations.diffusers.hooks import check_attention
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
+from ds_usp.integrations.diffusers.plan import Tokens
 from ds_usp.integrations.replicas import ValuesComparison
 
 FLUX, WAN, PIXART = "FluxTransformer2DModel", "WanTransformer3DModel", "PixArtTransformer2DModel"
@@ -33,7 +34,8 @@ MESH = ds_usp.SequenceMesh.single()
 def test_a_shard_of_an_argument_is_a_view_where_nothing_keeps_it(gradients: bool) -> None:
     """The caller holds the whole tensor anyway; backward would keep it longer than its shard."""
     values = ValuesComparison(MESH, "model")
-    state = PassState("model", MESH, Options(), frozenset({("image",)}), values)
+    attentions = frozenset({Tokens(("image",), ("image",))})
+    state = PassState("model", MESH, Options(), attentions, values)
     x, image = torch.randn(1, 6, 4), TokenDim("image", 1)
     storage = x.untyped_storage().data_ptr()
     with torch.set_grad_enabled(gradients):

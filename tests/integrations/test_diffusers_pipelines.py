@@ -36,11 +36,13 @@ PIPELINES = {
     "bria": "BriaTransformer2DModel",
     "z_image": "ZImageTransformer2DModel",
     "lumina2": "Lumina2Transformer2DModel",
+    "ltx2": "LTX2VideoTransformer3DModel",
     "hunyuan_video1_5": "HunyuanVideo15Transformer3DModel",
 }
 REFUSED_ARGUMENTS = (
     *("controlnet_", "block_controlnet_", "kv_cache", "num_ref_tokens"),
     *("enable_diffusion_forcing", "siglip_feats", "image_noise_mask"),
+    *("spatio_temporal_guidance_blocks", "perturbation_mask", "video_self_attention_mask"),
 )
 OTHER_TRANSFORMERS = (
     *("pipeline_wan_animate", "pipeline_wan_vace", "hunyuan_video_framepack"),

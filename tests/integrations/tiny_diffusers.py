@@ -163,9 +163,11 @@ def build(name: str, **changes: Any) -> Any:
 
 
 def output_of(transformer: Any, given: Mapping[str, Any]) -> Tensor:
-    """The output of a forward pass; of a list of samples, their batch."""
-    output = transformer(**given, return_dict=False)[0]
-    return output if isinstance(output, Tensor) else torch.stack(output)
+    """The output of a forward pass; of several (audio, a list of samples) all numbers."""
+    outputs = transformer(**given, return_dict=False)
+    if len(outputs) == 1 and isinstance(outputs[0], Tensor):
+        return outputs[0]
+    return torch.cat([x.flatten() for x in (outputs if len(outputs) > 1 else outputs[0])])
 
 
 def arguments(name: str, odd: bool = True, padded: bool = False, seed: int = 1) -> dict[str, Any]:

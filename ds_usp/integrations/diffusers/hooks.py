@@ -106,9 +106,9 @@ class ShardedTransformer:
         self._removed = False
         self._stock_checkpoints: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._processors: list[tuple[nn.Module, Any, Any]] = []
-        for path, order in plan.attention.items():
+        for path, tokens in plan.tokens.items():
             for module in modules_at(transformer, path):
-                processor = sharded(module.processor, order, self)
+                processor = sharded(module.processor, tokens, self)
                 self._processors.append((module, module.processor, processor))
                 module.processor = processor
         self._graphs: ForwardGraphs | None = None
@@ -138,7 +138,7 @@ class ShardedTransformer:
         """The modules that the plan names, as they are now."""
         plan = self._plan
         named = (*plan.inputs, *plan.outputs, *plan.masks, *plan.attention, *plan.gathered)
-        for path in (*named, plan.joined):
+        for path in (*named, *plan.also_joined, plan.joined):
             yield from modules_at(self.transformer, path)
 
     def check_idle(self) -> None:
@@ -193,8 +193,9 @@ class ShardedTransformer:
         for path, kind in plan.gathered.items():
             for module in modules_at(transformer, path):
                 yield module.register_forward_hook(partial(self._join, kind, False))
-        for module in modules_at(transformer, plan.joined):
-            yield module.register_forward_hook(partial(self._join, plan.joined_kind, True))
+        for path, kind in ((plan.joined, plan.joined_kind), *plan.also_joined.items()):
+            for module in modules_at(transformer, path):
+                yield module.register_forward_hook(partial(self._join, kind, True))
         # The transformer's other hooks, if they were there before, see whole tensors.
         yield transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
         yield transformer.register_forward_hook(self._end, always_call=True, prepend=True)
@@ -219,8 +220,8 @@ class ShardedTransformer:
             given = self._branches.split(name, arguments, frozenset(self._plan.unbatched))
             if self._graphs is not None:
                 mode, compared["the pass is"] = self._graphs.choose(given)
-        orders = frozenset(self._plan.attention.values())
-        self.state = PassState(name, self._branches.mesh, self._options, orders, values)
+        tokens = frozenset(self._plan.tokens.values())
+        self.state = PassState(name, self._branches.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
         if torch.is_grad_enabled():
             self._wrap_checkpoints(self.state)

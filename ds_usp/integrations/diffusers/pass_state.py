@@ -16,7 +16,7 @@ from ds_usp.geometry.joint import ContinuedLayout, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.geometry.segments import Segment
-from ds_usp.integrations.diffusers.plan import Kind, TokenDim
+from ds_usp.integrations.diffusers.plan import Kind, TokenDim, Tokens
 from ds_usp.integrations.replicas import (
     Reduction,
     ValuesComparison,
@@ -56,6 +56,7 @@ def mesh_attention(
     mask: MaskSpec,
     scale: float | None,
     options: Options,
+    kv_layout: TokenLayout | None = None,
 ) -> Tensor:
     """:func:`usp_attention`, in the dtype that autocast has for torch's own attention.
 
@@ -72,6 +73,7 @@ def mesh_attention(
             v,
             mesh=mesh,
             layout=layout,
+            kv_layout=kv_layout,
             mask=mask,
             softmax_scale=scale,
             kernel=options.kernel,
@@ -87,13 +89,16 @@ class AttentionCall:
     they change, as they do with the number of tokens.
 
     Args:
-        lengths: of this rank's shards, in the order of the keys.
+        lengths, kv_lengths: of this rank's shards of the queries and keys, in their order.
         layout, mask: of the attention.
+        kv_layout: of the keys, if they are other tokens.
         moved: tokens at the front that attention takes last: text, whose padding is at the end.
     """
 
     lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
     layout: TokenLayout
+    kv_layout: TokenLayout | None
     mask: MaskSpec
     moved: int
 
@@ -106,7 +111,7 @@ class PassState:
     text and padding in this order, the padding being a document of its own.
 
     Args:
-        orders: the tokens of the attentions' keys.
+        attentions: the tokens of each.
         values: of its arguments, which the ranks may have still to compare.
 
     Attributes:
@@ -118,16 +123,16 @@ class PassState:
         name: str,
         mesh: SequenceMesh,
         options: Options,
-        orders: frozenset[tuple[Kind, ...]],
+        attentions: frozenset[Tokens],
         values: ValuesComparison,
     ) -> None:
         self.joined, self.values = False, values
         self._name, self._mesh, self._options = name, mesh, options
-        self._orders = orders
+        self._attentions = attentions
         self._lengths: dict[Kind, int] = {}
         self._layouts: dict[Kind, TokenLayout] = {}
         # Made once for all layers, and outside of compiled blocks.
-        self._calls: dict[tuple[Kind, ...], AttentionCall] = {}
+        self._calls: dict[Tokens, AttentionCall] = {}
         self._documents: tuple[Borders, ...] | None = None  # None: no mask was given yet
         self._masked: frozenset[Kind] = frozenset()
 
@@ -246,25 +251,30 @@ class PassState:
         return torch.empty((mask.shape[0], text), dtype=mask.dtype, device="meta")
 
     def _prepare_calls(self) -> None:
-        """Make the calls of attention again, of all orders whose tokens are known by now."""
-        for order in self._orders:
-            if all(kind in self._layouts for kind in order):
-                self._calls[order] = self._call(order)
+        """Make the calls of attention again, of all whose tokens are known by now."""
+        for tokens in self._attentions:
+            if all(kind in self._layouts for kind in (*tokens.queries, *tokens.keys)):
+                self._calls[tokens] = self._call(tokens)
 
-    def _call(self, order: tuple[Kind, ...]) -> AttentionCall:
-        lengths = tuple(self.layout(kind).length(self._mesh.rank) for kind in order)
-        documents = self._documents_of(order)
+    def _call(self, tokens: Tokens) -> AttentionCall:
+        order, keys = tokens
+        lengths, kv_lengths = (
+            tuple(self.layout(kind).length(self._mesh.rank) for kind in each) for each in tokens
+        )
+        kv_layout = None if keys == order else self._attention_layout(keys, False)
+        documents = self._documents_of(order) if kv_layout is None else ()
         # Padding is at the end only if text is.
         moved = lengths[0] if documents and order[0] == "text" else 0
         mask = MaskSpec.full(documents)
-        return AttentionCall(lengths, self._attention_layout(order, bool(moved)), mask, moved)
+        layout = self._attention_layout(order, bool(moved))
+        return AttentionCall(lengths, kv_lengths, layout, kv_layout, mask, moved)
 
     def _documents_of(self, order: tuple[Kind, ...]) -> tuple[Borders, ...]:
         """The padding of an attention: that of the mask, if it is of these tokens."""
         return (self._documents or ()) if self._masked == frozenset(order) else ()
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, order: tuple[Kind, ...], scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scale: float | None
     ) -> Tensor:
         """Attention of this rank's tokens with all.
 
@@ -274,18 +284,21 @@ class PassState:
         Raises:
             UnsupportedAttentionError: other tokens than these.
         """
-        if order not in self._calls:
-            for kind in order:
+        if tokens not in self._calls:
+            for kind in (*tokens.queries, *tokens.keys):
                 self.layout(kind)  # raises for the one that is not known
-        call = self._calls[order]
-        if not q.shape[1] == k.shape[1] == sum(call.lengths):
+        call = self._calls[tokens]
+        if q.shape[1] != sum(call.lengths) or k.shape[1] != sum(call.kv_lengths):
+            each = zip(tokens, (call.lengths, call.kv_lengths), strict=True)
+            have = [f"{' + '.join(map(str, n))} tokens ({' + '.join(kinds)})" for kinds, n in each]
             raise UnsupportedAttentionError(
                 f"{self._name}: an attention of {q.shape[1]} queries and {k.shape[1]} keys, where "
-                f"this rank has {' + '.join(map(str, call.lengths))} tokens ({' + '.join(order)})"
+                f"this rank has {' and '.join(dict.fromkeys(have))}"
             )
         if call.moved:
             q, k, v = (x.roll(-call.moved, 1) for x in (q, k, v))
-        out = mesh_attention(q, k, v, self._mesh, call.layout, call.mask, scale, self._options)
+        of_call = self._mesh, call.layout, call.mask, scale, self._options, call.kv_layout
+        out = mesh_attention(q, k, v, *of_call)
         return out.roll(call.moved, 1) if call.moved else out
 
     def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import diffusers
 from diffusers import ModelMixin
@@ -13,7 +13,14 @@ from torch import nn
 
 from ds_usp.errors import ConfigError
 
-Kind = Literal["image", "text", "joint"]
+Kind = Literal["image", "text", "joint", "audio"]
+
+
+class Tokens(NamedTuple):
+    """The tokens of an attention, in the order in which it has them."""
+
+    queries: tuple[Kind, ...]
+    keys: tuple[Kind, ...]
 
 
 @dataclass(frozen=True)
@@ -21,9 +28,9 @@ class TokenDim:
     """The dim of a tensor along which its tokens lie.
 
     Args:
-        kind: ``image`` (frames of a video too), ``text`` that takes part in the attention, or
-            ``joint``: image and text in one sequence, in which each sample may have an order of
-            its own.
+        kind: ``image`` (frames of a video too), ``text`` that takes part in the attention,
+            ``audio``, or ``joint``: image and text in one sequence, in which each sample may have
+            an order of its own.
         dim: counted from the end if it is negative.
         ndim: only tensors of so many dims have tokens, and not if they have one for all; None: all
             tensors.
@@ -46,6 +53,8 @@ class Plan:
             them.
         outputs: by module, the same for each of its outputs; None: it stays whole.
         attention: by attention module, its tokens in the order of its keys.
+        keys: by attention module, the tokens of its keys if they are others than its queries'
+            (cross-attention), which are those in ``attention``.
         local: the other attention modules, which are local to each rank: their keys are text that
             stays whole.
         masks: by module, its argument that tells text from padding: 0 or False for padding, which
@@ -56,6 +65,7 @@ class Plan:
         unbatched: those of all arguments that have no batch; the others have it as their dim 0.
         joined: the module whose output ``[b, tokens, ...]``, of ``joint`` tokens if the plan has
             them, else of the image's, becomes whole again.
+        also_joined: by module, the tokens of further outputs that become whole.
         gathered: by module within the transformer, the tokens of its output that become whole, as
             they are sharded otherwise afterwards.
         needs_mask: whether attention processors cannot do without the mask: they are given one that
@@ -74,6 +84,14 @@ class Plan:
     refused: Mapping[str, Any] = field(default_factory=dict)
     gathered: Mapping[str, Kind] = field(default_factory=dict)
     needs_mask: bool = False
+    keys: Mapping[str, Kind] = field(default_factory=dict)
+    also_joined: Mapping[str, Kind] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Mapping[str, Tokens]:
+        """By attention module, its tokens."""
+        keys = {path: (kind,) for path, kind in self.keys.items()}
+        return {path: Tokens(q, keys.get(path, q)) for path, q in self.attention.items()}
 
     @property
     def joined_kind(self) -> Kind:
@@ -108,12 +126,12 @@ class Plan:
                         transformer,
                         f"{path or 'the transformer'} takes no {', '.join(missing)}",
                     )
-        for path in self.attention:
+        for path in (*self.attention, *self.keys):
             for module in modules_at(transformer, path):
                 if not hasattr(module, "processor"):
                     raise _differs(transformer, f"{path} has no attention processor")
         self._check_attention(transformer)
-        for path in (*self.outputs, *self.gathered, self.joined):
+        for path in (*self.outputs, *self.gathered, *self.also_joined, self.joined):
             if not list(modules_at(transformer, path)) and path not in self.outputs:
                 raise _differs(transformer, f"there is no module {path}")
         for option in self.refused:

@@ -210,6 +210,41 @@ _PLANS = {
         gathered={"noise_refiner.-1": "image"},
         joined="norm_out",
     ),
+    "LTX2VideoTransformer3DModel": Plan(
+        inputs={
+            "": {
+                "hidden_states": _IMAGE,
+                "timestep": _OPTIONAL_IMAGE,
+                "video_keyframes_mask": _IMAGE,
+                "audio_hidden_states": TokenDim("audio", 1),
+                "audio_timestep": TokenDim("audio", 1, ndim=2),
+            }
+        },
+        outputs={
+            "rope": (TokenDim("image", -2),) * 2,
+            "cross_attn_rope": (TokenDim("image", -2),) * 2,
+            "audio_rope": (TokenDim("audio", -2),) * 2,
+            "cross_attn_audio_rope": (TokenDim("audio", -2),) * 2,
+        },
+        attention={
+            f"{_BLOCKS}.attn1": ("image",),
+            f"{_BLOCKS}.audio_attn1": ("audio",),
+            f"{_BLOCKS}.audio_to_video_attn": ("image",),
+            f"{_BLOCKS}.video_to_audio_attn": ("audio",),
+        },
+        keys={
+            f"{_BLOCKS}.audio_to_video_attn": "audio",
+            f"{_BLOCKS}.video_to_audio_attn": "image",
+        },
+        local=(f"{_BLOCKS}.attn2", f"{_BLOCKS}.audio_attn2"),
+        whole=(
+            *("encoder_hidden_states", "audio_encoder_hidden_states", "encoder_attention_mask"),
+            *("audio_encoder_attention_mask", "sigma", "audio_sigma", "num_frames", "height"),
+            *("width", "fps", "audio_num_frames", "video_coords", "audio_coords"),
+            *("isolate_modalities", "use_cross_timestep"),
+        ),
+        also_joined={"audio_proj_out": "audio"},
+    ),
     "HunyuanVideo15Transformer3DModel": replace(
         _HUNYUAN,
         attention={f"{_BLOCKS}.attn": ("image", "text")},

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.pass_state import PassState
-from ds_usp.integrations.diffusers.plan import Kind
+from ds_usp.integrations.diffusers.plan import Tokens
 
 _NATIVE = "native"
-_MARK, _ORDER = "_sharded_by_ds_usp", "_order_of_ds_usp"
+_MARK, _TOKENS = "_sharded_by_ds_usp", "_tokens_of_ds_usp"
 
 
 class HoldsState(Protocol):
@@ -32,11 +32,9 @@ class _ShardedAttention(TorchFunctionMode):
         calls: gets a value for each of them; a list, as Dynamo reads no attribute of a mode.
     """
 
-    def __init__(
-        self, name: str, state: PassState, order: tuple[Kind, ...], calls: list[bool]
-    ) -> None:
+    def __init__(self, name: str, state: PassState, tokens: Tokens, calls: list[bool]) -> None:
         super().__init__()
-        self._name, self._state, self._order = name, state, order
+        self._name, self._state, self._tokens = name, state, tokens
         self._calls = calls
 
     def __torch_function__(
@@ -71,7 +69,7 @@ class _ShardedAttention(TorchFunctionMode):
                 "over sharded tokens is full, but for padding of text that the plan names"
             )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self._state.attend(q, k, v, self._order, scale).transpose(1, 2)
+        return self._state.attend(q, k, v, self._tokens, scale).transpose(1, 2)
 
 
 def check_processor(module: nn.Module) -> None:
@@ -126,19 +124,19 @@ def is_sharded(processor: Any) -> bool:
     return hasattr(processor, _MARK)
 
 
-def sharded(processor: Any, order: tuple[Kind, ...], owner: HoldsState) -> Any:
+def sharded(processor: Any, tokens: Tokens, owner: HoldsState) -> Any:
     """A copy of an attention processor whose attention runs over the mesh.
 
     Its class is a subclass whose call has the same signature, which diffusers reads.
 
     Args:
-        order: the tokens of its keys.
+        tokens: of its queries and keys.
         owner: holds the forward pass that runs; a copy of both has its own.
     """
     cls: Any = type(processor)
     copied = _copy_as(processor, _sharded_class(cls))
     setattr(copied, _MARK, owner)
-    setattr(copied, _ORDER, order)
+    setattr(copied, _TOKENS, tokens)
     return copied
 
 
@@ -164,7 +162,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
             )
         check_backend(self)
         calls: list[bool] = []
-        with _ShardedAttention(name, state, getattr(self, _ORDER), calls):
+        with _ShardedAttention(name, state, getattr(self, _TOKENS), calls):
             out = call(self, *args, **kwargs)
         if len(calls) != 1:
             raise UnsupportedAttentionError(
