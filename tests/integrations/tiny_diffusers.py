@@ -128,6 +128,7 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Wan 2.2, a timestep for each token": ("WanTransformer3DModel", {}),
     "LTX, a timestep for each token": ("LTXVideoTransformer3DModel", {}),
     "Qwen edit, tokens of a second image": ("QwenImageTransformer2DModel", {"zero_cond_t": True}),
+    "Flux 3, a reference image": ("Flux3Transformer2DModel", {}),
     "Flux, 6 heads": ("FluxTransformer2DModel", {"num_attention_heads": 6}),
     "Wan, 6 heads": ("WanTransformer3DModel", {"num_attention_heads": 6}),
 }
@@ -186,6 +187,9 @@ def arguments(name: str, odd: bool = True, padded: bool = False, seed: int = 1) 
         frames, rows = (3, 3) if odd else (2, 4)
         sizes = further_diffusers.Sizes(frames, rows, columns, text, 3 if padded else 0)
         given = further_diffusers.arguments(name, sizes)
+        if "reference image" in variant:
+            given["image_cond_hidden_states"] = torch.randn(2, 10, 4)
+            given["image_cond_ids"] = torch.randint(0, 9, (10, 4)).float()
     else:
         given = _arguments(name, variant, rows, columns, text, odd)
     if name in MASKS and MASKS[name] not in given and (padded or name in ALWAYS_MASKED):

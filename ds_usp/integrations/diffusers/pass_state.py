@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from ds_usp.integrations.replicas import (
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 
 LAYOUT = "contiguous"
+_BEFORE: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
+    {"text": ("image",), "reference": ("image", "text")}
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class PassState:
         self._masked: frozenset[Kind] = frozenset()
 
     def layout(self, kind: Kind) -> TokenLayout:
-        """The layout of the image's or the text's tokens.
+        """The layout of tokens.
 
         Raises:
             ConfigError: none of them was sharded before.
@@ -153,11 +157,13 @@ class PassState:
                 f"{self._name}, {kind}: {length} tokens for {ranks} ranks, each of which needs at "
                 "least one. Use smaller degrees, or more tokens"
             )
-        # Text whose shards are longer where the image's are not, if that is known by now.
-        image = self._layouts.get("image") if kind == "text" else None
-        plain = self._mesh.layout(LAYOUT, length)
-        self._layouts[kind] = plain if image is None else ContinuedLayout.after(image, length)
-        return self._layouts[kind]
+        # Shards are longer where those of what comes before, if that is known by now, are not.
+        before = sum(self._lengths.get(earlier, 0) for earlier in _BEFORE.get(kind, ()))
+        layout = self._mesh.layout(LAYOUT, length)
+        if before:
+            layout = ContinuedLayout.after(self._mesh.layout(LAYOUT, before), length)
+        self._layouts[kind] = layout
+        return layout
 
     def shard(self, x: Tensor, token_dim: TokenDim, *, argument: bool = False) -> Tensor:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
@@ -253,10 +259,16 @@ class PassState:
     def _prepare_calls(self) -> None:
         """Make the calls of attention again, of all whose tokens are known by now."""
         for tokens in self._attentions:
-            if all(kind in self._layouts for kind in (*tokens.queries, *tokens.keys)):
+            kinds = self._given((*tokens.queries, *tokens.keys))
+            if kinds and all(kind in self._layouts for kind in kinds):
                 self._calls[tokens] = self._call(tokens)
 
+    def _given(self, order: tuple[Kind, ...]) -> tuple[Kind, ...]:
+        """Without the tokens that this pass is without."""
+        return tuple(kind for kind in order if kind != "reference" or kind in self._lengths)
+
     def _call(self, tokens: Tokens) -> AttentionCall:
+        tokens = Tokens(*map(self._given, tokens))
         order, keys = tokens
         lengths, kv_lengths = (
             tuple(self.layout(kind).length(self._mesh.rank) for kind in each) for each in tokens
@@ -309,12 +321,18 @@ class PassState:
         """
         if len(order) == 1:
             return self.layout(order[0])
-        image, text = self.layout("image"), self.layout("text")
-        contiguous = self._mesh.layout(LAYOUT, image.seq_len + text.seq_len)
+        layouts = [self.layout(kind) for kind in order]
+        contiguous = self._mesh.layout(LAYOUT, sum(layout.seq_len for layout in layouts))
         ranks = range(self._mesh.sp_degree)
-        fits = all(image.length(r) + text.length(r) == contiguous.length(r) for r in ranks)
+        fits = all(sum(x.length(r) for x in layouts) == contiguous.length(r) for r in ranks)
         if fits and not self._documents_of(order):
             return contiguous
+        if "reference" in order:
+            raise UnsupportedAttentionError(
+                f"{self._name}: reference tokens are served after image and text, in this order, "
+                "and beside no mask of text: a plan that shards them in it"
+            )
+        image, text = self.layout("image"), self.layout("text")
         front, continued = order[0] == "text" and not moved, isinstance(text, ContinuedLayout)
         return JointLayout.of(image, text.seq_len, front, continued)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_usp.errors import ConfigError
 
-Kind = Literal["image", "text", "joint", "audio"]
+Kind = Literal["image", "text", "joint", "audio", "reference"]
 
 
 class Tokens(NamedTuple):
@@ -29,8 +29,9 @@ class TokenDim:
 
     Args:
         kind: ``image`` (frames of a video too), ``text`` that takes part in the attention,
-            ``audio``, or ``joint``: image and text in one sequence, in which each sample may have
-            an order of its own.
+            ``audio``, ``reference``: images beside image and text, which a pass may be without, or
+            ``joint``: image and text in one sequence, in which each sample may have an order of its
+            own.
         dim: counted from the end if it is negative.
         ndim: only tensors of so many dims have tokens, and not if they have one for all; None: all
             tensors.

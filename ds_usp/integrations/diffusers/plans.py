@@ -129,15 +129,21 @@ _PLANS = {
         whole=("timestep", "attention_mask"),
     ),
     "Flux3Transformer2DModel": Plan(
-        inputs=_FLUX.inputs,
+        inputs={
+            "": {
+                **_FLUX.inputs[""],
+                "image_cond_hidden_states": TokenDim("reference", 1),
+                "image_cond_ids": TokenDim("reference", -2),
+            }
+        },
         attention={
             "txt_mode_blocks.*.attn": ("text",),
             "mode_blocks.image.*.attn": ("image",),
-            f"{_SINGLE_BLOCKS}.attn": ("text", "image"),
+            "mode_blocks.image_cond.*.attn": ("reference",),
+            f"{_SINGLE_BLOCKS}.attn": ("text", "image", "reference"),
         },
-        local=("mode_blocks.image_cond.*.attn",),  # which do not run: no such tokens are taken
         whole=("timestep", "target_timestep"),
-        unbatched=_FLUX.unbatched,
+        unbatched=(*_FLUX.unbatched, "image_cond_ids"),
     ),
     "HunyuanImageTransformer2DModel": replace(_HUNYUAN, whole=(*_HUNYUAN_TWO_TEXTS, "guidance")),
     "CogView4Transformer2DModel": Plan(
