@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from peft import LoraConfig
 from tiny_diffusers import arguments, build
 
 import ds_usp
-from ds_usp.integrations.diffusers import enable
+from ds_usp.integrations.diffusers import PLANS, enable
 from ds_usp.integrations.replicas import ArgumentsDigest
 
 PIXART = "PixArtTransformer2DModel"
@@ -96,6 +97,29 @@ def test_every_rank_refuses(pool: WorkerPool, make: Any, kind: str, text: str) -
     for have, message in pool.run(refused, WORLD, make=make):
         assert kind in ("", have), (have, message)
         assert text in message
+
+
+def reference_first(ctx: RankContext) -> str:
+    """Of a plan whose shards' lengths do not add up to those of one sequence."""
+    name = "Flux 3, a reference image"
+    plan, given = PLANS["Flux3Transformer2DModel"], arguments(name)
+    given |= {"image_cond_hidden_states": torch.zeros(2, 11, 4)}
+    given |= {"image_cond_ids": torch.zeros(11, 4), "txt_ids": torch.zeros(8, 4)}
+    given |= {"encoder_hidden_states": torch.zeros(2, 8, 16)}
+    first = {"image_cond_hidden_states": plan.inputs[""]["image_cond_hidden_states"]}
+    transformer = build(name)
+    with enable(transformer, mesh_of(2)):
+        transformer(**given)
+    with (
+        enable(transformer, mesh_of(2), plan=replace(plan, inputs={"": first | plan.inputs[""]})),
+        pytest.raises(ds_usp.UnsupportedAttentionError) as error,
+    ):
+        transformer(**given)
+    return str(error.value)
+
+
+def test_reference_tokens_before_the_image_are_refused(pool: WorkerPool) -> None:
+    assert all("after image and text" in text for text in pool.run(reference_first, WORLD))
 
 
 def gradients_of_adapters(transformer: Any, scale: float) -> list[torch.Tensor]:
