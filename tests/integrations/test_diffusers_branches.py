@@ -10,7 +10,7 @@ import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, relative
-from tiny_diffusers import MASKS, arguments, build, sd3_pipeline
+from tiny_diffusers import arguments, build, output_of, sd3_pipeline
 
 import ds_usp
 from ds_usp.integrations.diffusers import enable
@@ -19,7 +19,7 @@ WORLD = 4
 SPLIT = (
     *("Flux2Transformer2DModel", "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel"),
     *("HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel", "SD3Transformer2DModel"),
-    *("PixArtTransformer2DModel", "WanVACETransformer3DModel"),
+    *("PixArtTransformer2DModel", "WanVACETransformer3DModel", "ZImageTransformer2DModel"),
 )
 
 
@@ -27,12 +27,12 @@ def errors_of_classes(ctx: RankContext, names: tuple[str, ...]) -> dict[str, flo
     """Branches of 2 x 1, of 1 x 2 and, of four samples on as many ranks, of one rank."""
     errors = {}
     for name in names:
-        transformer, given = build(name).eval(), arguments(name, padded=name in MASKS)
+        transformer, given = build(name).eval(), arguments(name, padded=True)
         with torch.no_grad():
-            want = transformer(**given).sample
+            want = output_of(transformer, given)
             for ulysses in (2, 1):
                 with enable(transformer, mesh_of(ulysses), cfg_degree=2) as enabled:
-                    have = transformer(**given).sample
+                    have = output_of(transformer, given)
                 errors[f"{name}, ulysses {ulysses}"] = relative(have, want)
                 assert enabled.mesh.sp_degree == WORLD
     return errors
@@ -94,9 +94,9 @@ def refusals(ctx: RankContext) -> list[str]:
             refused(transformer, **given | {"timestep": torch.zeros(3)})
             want = copy.deepcopy(transformer)(**given).sample  # which is enabled too
             assert torch.equal(transformer(**given).sample, want)
-    transformer = build("ZImageTransformer2DModel")
+    transformer, given = build("ZImageTransformer2DModel"), arguments("ZImageTransformer2DModel")
     with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
-        refused(transformer, **arguments("ZImageTransformer2DModel"))
+        refused(transformer, **given | {"cap_feats": given["cap_feats"][:1]})
     return messages
 
 
@@ -109,8 +109,8 @@ def test_what_cannot_be_split_is_refused_on_every_rank(pool: WorkerPool) -> None
                 "cfg_degree=0 must be",
                 "under torch.no_grad()",
                 "does not divide a batch of 1",
-                "timestep [3] has 3 samples, where hidden_states has 2",
-                "takes a list of samples",
+                "timestep [3] has 3 samples, where the batch has 2",
+                "cap_feats has 1 samples, where the batch has 2",
             ],
             strict=True,
         ):

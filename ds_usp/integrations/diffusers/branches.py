@@ -17,8 +17,6 @@ from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.shards import all_gather_shards
 
-_BATCH = "hidden_states"  # of every class of diffusers the argument with the batch as its dim 0
-
 
 @dataclass(frozen=True, eq=False)
 class Branches:
@@ -36,12 +34,15 @@ class Branches:
     mesh: SequenceMesh
     group: dist.ProcessGroup | None = None
 
-    def split(self, name: str, arguments: dict[str, Any], unbatched: frozenset[str]) -> Any:
+    def split(
+        self, name: str, arguments: dict[str, Any], unbatched: frozenset[str], batched: str
+    ) -> Any:
         """The arguments for this part's samples.
 
         Args:
             name: of the transformer, for errors.
             unbatched: arguments that have no batch.
+            batched: one that has it as its dim 0, or is a list of samples, as all lists then are.
 
         Raises:
             UnsupportedAttentionError: autograd is on, or a batch that the parts cannot share.
@@ -53,12 +54,12 @@ class Branches:
                 f"{name}: cfg_degree={self.degree} is for sampling, and autograd is on: call it "
                 "under torch.no_grad(), or enable it with cfg_degree=1"
             )
-        if not isinstance(arguments.get(_BATCH), Tensor):
+        if batched not in arguments:
             raise UnsupportedAttentionError(
-                f"{name}: cfg_degree={self.degree} splits batches of tensors, and this transformer "
-                f"takes a list of samples (no {_BATCH}): use cfg_degree=1"
+                f"{name}: cfg_degree={self.degree} splits the batch, and {batched} is not given: "
+                "name an argument that has it (batched= of the plan), or use cfg_degree=1"
             )
-        batch = arguments[_BATCH].shape[0]
+        batch = len(arguments[batched])
         if batch % self.degree:
             raise UnsupportedAttentionError(
                 f"{name}: cfg_degree={self.degree} does not divide a batch of {batch}. It serves "
@@ -66,10 +67,24 @@ class Branches:
                 "Flux and QwenImage call the transformer once for each branch: enable them with "
                 "cfg_degree=1"
             )
-        return {
-            key: value if key in unbatched else self._part(f"{name}: {key}", value, batch)
-            for key, value in arguments.items()
-        }
+        listed = isinstance(arguments[batched], list)
+        parts = dict(arguments)
+        for key, value in arguments.items():
+            if key not in unbatched:
+                take = self._samples if listed and isinstance(value, list) else self._part
+                parts[key] = take(f"{name}: {key}", value, batch)
+        return parts
+
+    def _samples(self, where: str, value: Any, batch: int) -> Any:
+        """This part's samples of a tensor or a list of them."""
+        if len(value) != batch:
+            of = f"{where} {list(value.shape)}" if isinstance(value, Tensor) else where
+            raise UnsupportedAttentionError(
+                f"{of} has {len(value)} samples, where the batch has {batch}: "
+                f"cfg_degree={self.degree} cannot split it; use cfg_degree=1"
+            )
+        size = batch // self.degree
+        return value[self.index * size : (self.index + 1) * size]
 
     def _part(self, where: str, value: Any, batch: int) -> Any:
         """This part's samples of an argument; what is one for all samples as it is."""
@@ -81,12 +96,7 @@ class Branches:
         if isinstance(value, Tensor):
             if value.ndim == 0 or value.shape[0] == 1:
                 return value
-            if value.shape[0] != batch:
-                raise UnsupportedAttentionError(
-                    f"{where} {list(value.shape)} has {value.shape[0]} samples, where {_BATCH} has "
-                    f"{batch}: cfg_degree={self.degree} cannot split it; use cfg_degree=1"
-                )
-            return value.narrow(0, self.index * size, size)
+            return self._samples(where, value, batch)
         if isinstance(value, (list, tuple)) and len(value) == batch:
             if any(x != value[0] for x in value):  # diffusers reads the first one for all
                 raise UnsupportedAttentionError(
@@ -115,8 +125,10 @@ class Branches:
             return layout.gather(all_gather_shards(layout, out, 0, self.group), 0)
         if isinstance(out, Mapping):  # the outputs of diffusers, which are dataclasses too
             return type(out)(**{key: self._join(value) for key, value in out.items()})
-        if isinstance(out, (list, tuple)):
-            return type(out)(self._join(value) for value in out)
+        if isinstance(out, list):  # of samples, all of one shape
+            return list(self._join(torch.stack(out)).unbind())
+        if isinstance(out, tuple):
+            return tuple(self._join(value) for value in out)
         return out
 
 

@@ -217,7 +217,8 @@ class ShardedTransformer:
         with same_on_all_ranks(self._mesh, call, compared, deferred=True) as values:
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, arguments)
-            given = self._branches.split(name, arguments, frozenset(self._plan.unbatched))
+            unbatched = frozenset(self._plan.unbatched)
+            given = self._branches.split(name, arguments, unbatched, self._plan.batched)
             if self._graphs is not None:
                 mode, compared["the pass is"] = self._graphs.choose(given)
         tokens = frozenset(self._plan.tokens.values())

@@ -64,6 +64,7 @@ class Plan:
         whole: arguments of the transformer that every rank takes whole. All but these, those of
             ``inputs`` and the attention arguments' LoRA scale are refused.
         unbatched: those of all arguments that have no batch; the others have it as their dim 0.
+        batched: an argument whose dim 0 is the batch, or that is a list of samples.
         joined: the module whose output ``[b, tokens, ...]``, of ``joint`` tokens if the plan has
             them, else of the image's, becomes whole again.
         also_joined: by module, the tokens of further outputs that become whole.
@@ -85,6 +86,7 @@ class Plan:
     refused: Mapping[str, Any] = field(default_factory=dict)
     gathered: Mapping[str, Kind] = field(default_factory=dict)
     needs_mask: bool = False
+    batched: str = "hidden_states"
     keys: Mapping[str, Kind] = field(default_factory=dict)
     also_joined: Mapping[str, Kind] = field(default_factory=dict)
 

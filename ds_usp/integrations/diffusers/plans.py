@@ -199,6 +199,7 @@ _PLANS = {
         local=("context_refiner.*.attention", "siglip_refiner.*.attention"),
         masks={"layers.*": "attn_mask"},
         whole=("x", "t", "cap_feats", "patch_size", "f_patch_size"),
+        batched="x",
         gathered={"noise_refiner.-1": "image"},
         joined="all_final_layer.*",
     ),
