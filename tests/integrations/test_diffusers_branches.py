@@ -97,6 +97,12 @@ def refusals(ctx: RankContext) -> list[str]:
     transformer, given = build("ZImageTransformer2DModel"), arguments("ZImageTransformer2DModel")
     with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
         refused(transformer, **given | {"cap_feats": given["cap_feats"][:1]})
+    name = "HunyuanVideo15Transformer3DModel"
+    transformer, given = build(name), arguments(name)
+    given["image_embeds"] = given["image_embeds"].clone()
+    given["image_embeds"][0] = 0
+    with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
+        refused(transformer, **given)
     return messages
 
 
@@ -111,6 +117,7 @@ def test_what_cannot_be_split_is_refused_on_every_rank(pool: WorkerPool) -> None
                 "does not divide a batch of 1",
                 "timestep [3] has 3 samples, where the batch has 2",
                 "cap_feats has 1 samples, where the batch has 2",
+                "image_embeds is zero for some samples and not for others",
             ],
             strict=True,
         ):

@@ -16,6 +16,7 @@ from ds_usp.comm.process_groups import align_group_counters, subgroup
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.shards import all_gather_shards
+from ds_usp.integrations.diffusers.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +35,13 @@ class Branches:
     mesh: SequenceMesh
     group: dist.ProcessGroup | None = None
 
-    def split(
-        self, name: str, arguments: dict[str, Any], unbatched: frozenset[str], batched: str
-    ) -> Any:
+    def split(self, name: str, arguments: dict[str, Any], plan: Plan) -> Any:
         """The arguments for this part's samples.
 
         Args:
             name: of the transformer, for errors.
-            unbatched: arguments that have no batch.
-            batched: one that has it as its dim 0, or is a list of samples, as all lists then are.
+            plan: says which arguments have a batch; where one of them is a list of samples, all
+                lists are.
 
         Raises:
             UnsupportedAttentionError: autograd is on, or a batch that the parts cannot share.
@@ -54,6 +53,7 @@ class Branches:
                 f"{name}: cfg_degree={self.degree} is for sampling, and autograd is on: call it "
                 "under torch.no_grad(), or enable it with cfg_degree=1"
             )
+        batched = plan.batched
         if batched not in arguments:
             raise UnsupportedAttentionError(
                 f"{name}: cfg_degree={self.degree} splits the batch, and {batched} is not given: "
@@ -67,10 +67,12 @@ class Branches:
                 "Flux and QwenImage call the transformer once for each branch: enable them with "
                 "cfg_degree=1"
             )
+        for key in plan.zero_or_not:
+            _refuse_some_zero(f"{name}: {key}", arguments.get(key))
         listed = isinstance(arguments[batched], list)
         parts = dict(arguments)
         for key, value in arguments.items():
-            if key not in unbatched:
+            if key not in plan.unbatched:
                 take = self._samples if listed and isinstance(value, list) else self._part
                 parts[key] = take(f"{name}: {key}", value, batch)
         return parts
@@ -130,6 +132,19 @@ class Branches:
         if isinstance(out, tuple):
             return tuple(self._join(value) for value in out)
         return out
+
+
+def _refuse_some_zero(where: str, value: Tensor | None) -> None:
+    """Refuse a batch of which a part may be all zero where the whole is not.
+
+    Raises:
+        UnsupportedAttentionError: some samples are zero and others are not.
+    """
+    if value is not None and len(set((value != 0).flatten(1).any(1).tolist())) > 1:
+        raise UnsupportedAttentionError(
+            f"{where} is zero for some samples and not for others, and the pass asks whether it is "
+            "for all: a part of the batch may have another answer. Use cfg_degree=1"
+        )
 
 
 def _shapes(out: Any) -> Iterator[str]:

@@ -217,8 +217,7 @@ class ShardedTransformer:
         with same_on_all_ranks(self._mesh, call, compared, deferred=True) as values:
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, arguments)
-            unbatched = frozenset(self._plan.unbatched)
-            given = self._branches.split(name, arguments, unbatched, self._plan.batched)
+            given = self._branches.split(name, arguments, self._plan)
             if self._graphs is not None:
                 mode, compared["the pass is"] = self._graphs.choose(given)
         tokens = frozenset(self._plan.tokens.values())

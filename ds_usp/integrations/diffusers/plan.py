@@ -65,6 +65,7 @@ class Plan:
             ``inputs`` and the attention arguments' LoRA scale are refused.
         unbatched: those of all arguments that have no batch; the others have it as their dim 0.
         batched: an argument whose dim 0 is the batch, or that is a list of samples.
+        zero_or_not: arguments of which the pass asks whether all samples are zero.
         joined: the module whose output ``[b, tokens, ...]``, of ``joint`` tokens if the plan has
             them, else of the image's, becomes whole again.
         also_joined: by module, the tokens of further outputs that become whole.
@@ -87,6 +88,7 @@ class Plan:
     gathered: Mapping[str, Kind] = field(default_factory=dict)
     needs_mask: bool = False
     batched: str = "hidden_states"
+    zero_or_not: tuple[str, ...] = ()
     keys: Mapping[str, Kind] = field(default_factory=dict)
     also_joined: Mapping[str, Kind] = field(default_factory=dict)
 
@@ -120,7 +122,7 @@ class Plan:
         named = {path: tuple(arguments) for path, arguments in self.inputs.items()}
         for path, argument in self.masks.items():
             named[path] = (*named.get(path, ()), argument)
-        named[""] = (*named.get("", ()), *self.whole, *self.unbatched)
+        named[""] = (*named.get("", ()), *self.whole, *self.unbatched, *self.zero_or_not)
         for path, arguments in named.items():
             for module in modules_at(transformer, path):
                 missing = [name for name in arguments if name not in parameters_of(module)]

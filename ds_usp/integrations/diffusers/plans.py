@@ -258,6 +258,7 @@ _PLANS = {
         masks={_BLOCKS: "attention_mask"},
         needs_mask=True,
         whole=(*_HUNYUAN_TWO_TEXTS, "image_embeds"),
+        zero_or_not=("image_embeds",),
     ),
 }
 PLANS: Mapping[str, Plan] = MappingProxyType(_PLANS)
