@@ -65,20 +65,24 @@ def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float
 
 def _matrices(work: Workload, config: ParallelConfig) -> Iterator[float]:
     """Elements of the matrices of a stage on one tensor-parallel rank, in the model's order."""
-    model, tp = work.model, config.tp
-    table = model.padded_vocab(tp) * model.hidden
-    queries, keys = model.hidden * model.q_width, model.hidden * model.kv_width
-    mlp = model.hidden * model.ffn
-    yield table / tp
-    for _ in range(config.layers_per_stage(model)):
-        for size in (queries, queries + 2 * keys, mlp * (2 if model.gated else 1), mlp):
-            yield size / tp
-    if not model.tied:
-        yield table / tp
+    table, layer = _sizes(work, config)
+    yield table
+    for _ in range(config.layers_per_stage(work.model)):
+        yield from layer
+    if not work.model.tied:
+        yield table
 
 
 def _largest_parameter(work: Workload, config: ParallelConfig) -> float:
-    """Elements of the largest parameter: an embedding or a matrix of the MLP."""
+    """Elements of the largest parameter: an embedding or a matrix of a layer."""
+    table, layer = _sizes(work, config)
+    return max(table, *layer)
+
+
+def _sizes(work: Workload, config: ParallelConfig) -> tuple[float, tuple[float, ...]]:
+    """Elements of an embedding, and of a layer's matrices, on one tensor-parallel rank."""
     model, tp = work.model, config.tp
-    matrix = model.hidden * model.ffn * (2 if model.gated else 1)
-    return max(model.padded_vocab(tp) * model.hidden, matrix) / tp
+    queries, keys = model.hidden * model.q_width, model.hidden * model.kv_width
+    mlp = model.hidden * model.ffn
+    layer = queries, queries + 2 * keys, mlp * (2 if model.gated else 1), mlp
+    return model.padded_vocab(tp) * model.hidden / tp, tuple(size / tp for size in layer)

@@ -16,10 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from graph_tapes import Tape
+from graph_tapes import Tape, Tapes
 from model_runs import relative
 from tiny_diffusers import arguments, build
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 import ds_usp
 from ds_usp.integrations.diffusers import enable, graphs
@@ -147,6 +148,35 @@ def test_of_too_many_kinds_the_oldest_is_dropped(
         assert run(1.0) < BOUND
         assert len(tapes) == 10
     assert len([x for x in caplog.messages if "more than 2 kinds" in x]) == 1
+
+
+def test_a_pool_whose_last_graph_was_dropped_is_not_taken_again(
+    tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_MAX_KINDS", 2)
+    renewed: list[bool] = []
+    monkeypatch.setattr(Tapes, "renew", lambda _: renewed.append(True))
+    transformer, given = build(WAN).eval(), arguments(WAN)
+    with enable(transformer, MESH, cuda_graphs=True):
+        for scale, count, renewals in ((1.0, 3, 0), (2.0, 1, 0), (3.0, 1, 1)):
+            for _ in range(count):
+                transformer(**given, attention_kwargs={"scale": scale})
+            assert len(renewed) == renewals
+
+
+def test_ctrl_c_in_a_capture_leaves_no_mode_behind(tapes: list[Tape]) -> None:
+    transformer, given = build(QWEN).eval(), arguments(QWEN)
+    before = _len_torch_dispatch_stack()
+    with enable(transformer, MESH, cuda_graphs=True):
+        want = passes(transformer, given, 1)[0]
+        interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+        with (
+            mock.patch.object(type(transformer.pos_embed), "forward", interrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            passes(transformer, given, 1)
+        assert _len_torch_dispatch_stack() == before
+        assert errors(passes(transformer, given), want) < BOUND
 
 
 def test_an_argument_that_is_none_makes_no_other_kind(tapes: list[Tape]) -> None:

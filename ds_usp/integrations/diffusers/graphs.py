@@ -8,7 +8,7 @@ import inspect
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -67,7 +67,7 @@ class CudaGraphs:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """The stream that is captured; the GPU is idle. Casts of autocast belong to the graph."""
+        """The stream that is captured; the GPU is idle."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
@@ -106,13 +106,13 @@ class RecordedPass:
 
     Attributes:
         arguments: the tensors that the captured pass reads.
-        inputs: holds others, while it is entered.
+        held: open while tensors that operators read are held.
     """
 
     def __init__(self, graphs: CudaGraphs, tensors: Sequence[Tensor]) -> None:
         self._graphs = graphs
         self.arguments = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
-        self.inputs = _HeldInputs()
+        self.held, self._inputs = ExitStack(), _HeldInputs()
         self._parts: list[Callable[[], object]] = []
         self._outputs: list[Any] = []
         self._structure: Any = None
@@ -120,7 +120,7 @@ class RecordedPass:
 
     def capture(self, forward: Callable[[], Any]) -> None:
         """Capture a pass, of which only the collectives run."""
-        with self._graphs.stream(), _no_autocast_cache():
+        with self._graphs.stream(), _no_autocast_cache(), self.held:
             self._capturing = self._graphs.begin()
             try:
                 self._outputs, self._structure = _pytree.tree_flatten(forward())
@@ -146,6 +146,10 @@ class RecordedPass:
         self._parts.append(lambda: joined.copy_(collective(x)))
         self._capturing = self._graphs.begin()
         return joined
+
+    def hold_inputs(self) -> None:
+        """Hold what operators read, until ``held`` is closed or the capture ends, well or not."""
+        self.held.enter_context(self._inputs)
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """A pass with other values of its arguments; its outputs are not overwritten by others."""
@@ -306,6 +310,8 @@ class ForwardGraphs:
             rank=self._mesh.rank,
         )
         del self._recorded[next(iter(self._recorded))]
+        if not any(self._recorded.values()):
+            self._graphs.renew()
 
     def _capture(self, kind: Key, recorded: RecordedPass, forward: Callable[[], Any]) -> None:
         self._recording = recorded
@@ -326,13 +332,13 @@ class ForwardGraphs:
     def watch(self, *_: Any) -> None:
         """Hook before a module that may read what only its own cache holds."""
         if self._recording is not None:
-            self._recording.inputs.__enter__()
+            self._recording.hold_inputs()
 
     @disable_in_compile("a pass is captured in CUDA graphs")
     def unwatch(self, *_: Any) -> None:
         """Hook after it."""
         if self._recording is not None:
-            self._recording.inputs.__exit__(None, None, None)
+            self._recording.held.close()
 
     def outside(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """A collective of NCCL within a pass: between graphs, if the pass is being captured."""
