@@ -16,6 +16,7 @@ from ds_usp.geometry.chunking import (
     ChunkPositions,
     attention_flop,
     chunk_positions,
+    equal_blocks,
     is_launch_bound,
 )
 from ds_usp.geometry.double_ring import validate_inner_ring
@@ -93,7 +94,8 @@ class Tuning:
         size = _call_size(split, layout, q, mesh, mask, keys or layout.seq_len)
         documents = 0 if varlen else sum(len(borders) - 1 for borders in mask.documents)
         kernel_calls = max(1, ceil(documents / layout.ring))
-        size = size._replace(backward=backward, kernel_calls=kernel_calls)
+        blocks = equal_blocks(mask, q.shape[0], layout.seq_len // layout.ring)
+        size = size._replace(backward=backward, kernel_calls=kernel_calls, head_blocks=blocks)
         chunks = size.num_chunks() if self.chunks == "auto" else self.chunks
         if self.inner_ring == "auto":
             inner = size.inner_ring(chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import ceil
 from typing import NamedTuple
 
 from ds_usp.geometry.heads import HeadSplit, exposed_fraction
@@ -24,6 +25,11 @@ _MAX_FORWARD_CHUNKS = 4
 # one more chunk costs: launches, and the ends of kernels that do not fill a GPU; of 7 documents,
 # each a call of cuDNN, 4.2 ms forward and backward (32K tokens, 2 H200). A kernel's speed.
 _NODE_BYTES_PER_S, _NETWORK_BYTES_PER_S, _CHUNK_S, _FLOP_PER_S = 300e9, 50e9, 0.2e-3, 600e12
+# Where all thread blocks of a kernel take equally long (full masks), a last wave that does not fill
+# the GPU costs as much as one that does: 40 heads of 75,600 tokens on 2 x 1 (cuDNN, 2 H100) take
+# 400 ms in 16 chunks, 391 in 12, 386 in 10 or 4, 398 in 8, 384 in 5. Query rows of a block, and
+# Hopper's multiprocessors.
+_BLOCK_ROWS, _MULTIPROCESSORS = 128, 132
 # Below it a pass takes a GPU less time than the CPU needs to launch it, 1 to 2 ms on 4 H200 with
 # copy engines: what counts is the number of calls.
 _LAUNCH_BOUND_FLOP = 0.4e12
@@ -51,6 +57,8 @@ class CallSize(NamedTuple):
             network's.
         backward: a backward pass follows.
         kernel_calls: of one chunk on one rank: one, or one for each document (without varlen).
+        head_blocks: equal thread blocks of one query head, see :func:`equal_blocks`; 0: they are
+            not equal.
     """
 
     split: HeadSplit
@@ -62,29 +70,44 @@ class CallSize(NamedTuple):
     ulysses_in_node: bool = True
     backward: bool = True
     kernel_calls: int = 1
+    head_blocks: int = 0
 
     def num_chunks(self) -> int:
         """Number of head chunks, from 1 to ``_MAX_CHUNKS``, or ``_MAX_FORWARD_CHUNKS`` where no
-        backward pass follows: the larger of two numbers.
+        backward pass follows.
 
-        One is the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at most
-        the chunks of whole KV groups. The other minimizes the seconds of exchange that no kernel
-        hides plus ``_CHUNK_S`` for each chunk; it is 1 without all-to-alls. A chunk of several
-        kernel calls costs as many times more, in FLOP too.
+        At least the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at
+        most the chunks of whole KV groups; or half as many, where that leaves fewer multiprocessors
+        idle in the last waves of equal thread blocks. Of the numbers from there on the one that
+        takes the fewest seconds: of exchanges that no kernel hides, of idle multiprocessors, and
+        ``_CHUNK_S`` for each further chunk. A chunk of several kernel calls costs as many times
+        more, in FLOP too.
         """
         flop, max_chunks = self.flop, self.split.max_chunks
         limit = _MAX_CHUNKS if self.backward else _MAX_FORWARD_CHUNKS
         chunk_flop = _RING_CHUNK_FLOP if self.split.ulysses == 1 else _CHUNK_FLOP
         by_flop = min(max_chunks, limit, round(flop / chunk_flop / self.kernel_calls))
+        by_flop = max(1, by_flop)
+        least = ceil(by_flop / 2) if self.head_blocks else by_flop
         bandwidth = _NODE_BYTES_PER_S if self.ulysses_in_node else _NETWORK_BYTES_PER_S
         exchange_s = self.exchange_bytes / bandwidth
 
-        def cost_s(chunks: int) -> float:
+        def cost(chunks: int) -> tuple[float, int]:
             exposed_s = max(exposed_fraction(chunks) * exchange_s, exchange_s - flop / _FLOP_PER_S)
-            return exposed_s + chunks * self.kernel_calls * _CHUNK_S
+            idle_s = self._idle_fraction(chunks) * flop / _FLOP_PER_S
+            chunks_s = max(chunks, by_flop) * self.kernel_calls * _CHUNK_S
+            return round(exposed_s + idle_s + chunks_s, 6), abs(chunks - by_flop)
 
         most = min(self.split.chunk_limit(self.ring), limit)
-        return max(by_flop, min(range(1, most + 1), key=cost_s))
+        return min(range(least, most + 1), key=cost)
+
+    def _idle_fraction(self, chunks: int) -> float:
+        """Idle multiprocessors in the last waves of kernels, as a part of all that compute."""
+        if not self.head_blocks:
+            return 0.0
+        heads = (self.split.chunk(chunks, index).queries[0] for index in range(chunks))
+        waves = [(end - begin) * self.head_blocks / _MULTIPROCESSORS for begin, end in heads]
+        return sum(map(ceil, waves)) / sum(waves) - 1
 
     def inner_ring(self, chunks: int) -> int | None:
         """Ranks of the inner ring of a double ring; None for a plain ring, which relays nothing.
@@ -111,6 +134,15 @@ def attention_flop(mask: MaskSpec, queries: int, keys: int, width: int) -> float
         width: features of all query heads of all samples.
     """
     return 4 * width * visible_pairs(mask, queries, keys)
+
+
+def equal_blocks(mask: MaskSpec, batch: int, queries: int) -> int:
+    """Thread blocks of a kernel for one query head, where all take equally long; else 0.
+
+    Args:
+        queries: tokens of the sequence that one Ulysses rank has of its heads.
+    """
+    return batch * ceil(queries / _BLOCK_ROWS) if mask.is_full else 0
 
 
 def is_launch_bound(flop: float) -> bool:

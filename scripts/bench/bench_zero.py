@@ -46,9 +46,11 @@ def command(args: argparse.Namespace, stage: int, folder: str) -> list[str]:
     model = SMOKE if args.smoke else MODEL
     sizes = [text for name, value in model.items() for text in (f"--{name}", str(value))]
     dtype = ["--bf16"] if args.device == "cuda" else []
+    kernel = ["--usp-kernel", args.kernel] if args.kernel else []
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
     return [
-        *(sys.executable, *torchrun, str(TRAINER), "--device", args.device, *dtype, *sizes, *FLAGS),
+        *(sys.executable, *torchrun, str(TRAINER), "--device", args.device),
+        *(*dtype, *kernel, *sizes, *FLAGS),
         *("--ds-sequence-parallel-size", str(args.gpus), "--ulysses-degree", str(args.gpus)),
         *("--zero-stage", str(stage), "--train-iters", str(args.steps), "--output-dir", folder),
         *("--usp-report-communication", str(args.steps - 1)),
@@ -100,6 +102,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--kernel", help="the attention kernel (default: the trainer's)")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--smoke", action="store_true", help="a tiny model")

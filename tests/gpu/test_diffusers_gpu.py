@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -36,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 MESHES = (2, 1)  # Ulysses degrees
 BOUND = 1e-5
+KILLED_AFTER = 6  # passes: without a graph, captured, replayed
+PATIENCE_S = 30
 # diffusers has a plan of its own for these, see tests/integrations/test_diffusers_backend.py
 PARALLEL = (
     *("FluxTransformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel"),
@@ -43,22 +46,20 @@ PARALLEL = (
 )
 SAMPLING = "--steps 6 --check 4 --height 48 --width 80 --num-frames 9"
 TRAINING = "--steps 3 --check --optimizer sgd --samples 2 --batch-size 2 --text-tokens 7"
-PROGRAMS = {
-    "generate": (
-        *(f"--tiny flux {SAMPLING}", f"--tiny wan --ulysses-degree 1 {SAMPLING}"),
-        f"--tiny flux --cuda-graphs {SAMPLING}",
-    ),
-    "train_flow_matching": (
-        f"--tiny wan --size 3 6 10 --lr 0.2 --gradient-checkpointing {TRAINING}",
-        f"--tiny flux --size 10 14 --lr 0.02 --ulysses-degree 1 {TRAINING}",
-    ),
-}
+GENERATE = (
+    *(f"--tiny flux {SAMPLING}", f"--tiny wan --ulysses-degree 1 {SAMPLING}"),
+    f"--tiny flux --cuda-graphs {SAMPLING}",
+)
+TRAIN = (
+    f"--tiny wan --size 3 6 10 --lr 0.2 --gradient-checkpointing {TRAINING}",
+    f"--tiny flux --size 10 14 --lr 0.02 --ulysses-degree 1 {TRAINING}",
+)
 ZERO = ("--deepspeed", '{"zero_optimization": {"stage": 2}}')
 Check = Callable[[torch.device], Iterator[tuple[str, float]]]
 
 
-def rank_main(rank: int, port: int, checks: tuple[Check, ...], device: str = "cuda") -> None:
-    """Every check yields a name and an error; all are run before one that is too large raises."""
+def join_group(rank: int, port: int, device: str = "cuda") -> None:
+    """Prepare this process as a rank."""
     sys.path += [str(ROOT / "tests" / "integrations"), str(ROOT / "examples_deepspeed/diffusion")]
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **ranks)
@@ -67,6 +68,11 @@ def rank_main(rank: int, port: int, checks: tuple[Check, ...], device: str = "cu
         torch.backends.cudnn.allow_tf32 = False  # of convolutions
     backend = {"cuda": "nccl", "cpu": "gloo"}[device]
     dist.init_process_group(backend, rank=rank, world_size=WORLD)
+
+
+def rank_main(rank: int, port: int, checks: tuple[Check, ...], device: str = "cuda") -> None:
+    """Every check yields a name and an error; all are run before one that is too large raises."""
+    join_group(rank, port, device)
     errors: dict[str, float] = {}
     for check in checks:
         begin = time.perf_counter()
@@ -198,13 +204,11 @@ def refused_capture(device: torch.device) -> Iterator[tuple[str, float]]:
 
 def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
     """Passes that ds_usp captures, of two batches in turns, compiled too; a rank that differs."""
-    from further_diffusers import CONFIGS
     from tiny_diffusers import ALWAYS_MASKED, arguments, build
 
     from ds_usp.integrations.diffusers import PLANS, enable
 
-    # Of further classes no pass has been captured yet; that of Chroma copies from the CPU.
-    for name in [name for name in PLANS if name not in (*ALWAYS_MASKED, *CONFIGS)]:
+    for name in [name for name in PLANS if name not in ALWAYS_MASKED]:
         transformer = build(name).eval().to(device)
         batches = [moved(arguments(name, seed=seed), device) for seed in (1, 2)]
         with torch.no_grad():
@@ -278,17 +282,51 @@ def waits(transformer: Any, given: Mapping[str, Any]) -> str:
     return ""
 
 
-def examples(device: torch.device) -> Iterator[tuple[str, float]]:
-    """The programs of examples_deepspeed/diffusion with their own check."""
-    for program, commands in PROGRAMS.items():
-        for command in commands:
-            flags = [*command.split(), "--device", device.type]
-            flags += ZERO if program.startswith("train") else ()
-            printed = io.StringIO()
-            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
-                code = import_module(program).main([*flags, "--output", folder])
-            say(*printed.getvalue().splitlines()[-1:])
-            yield f"{program}.py {command.split(' --', 1)[0]}", 0.0 if code == 0 else float("inf")
+def killed_main(rank: int, port: int, ulysses: int, outcome: Any) -> None:
+    """Replay passes until rank 1 is killed; rank 0 puts its error, the seconds that it took, and
+    those until the GPU was idle."""
+    from ds_usp.integrations.diffusers import enable
+
+    join_group(rank, port)
+    transformer, given = model_on(torch.device("cuda"), "WanTransformer3DModel")
+    mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+    with torch.no_grad(), enable(transformer, mesh, cuda_graphs=True):
+        for _ in range(KILLED_AFTER):
+            transformer(**given)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                transformer(**given)
+        except ds_usp.MeshError as error:
+            noticed = time.perf_counter() - begin
+            torch.cuda.synchronize()
+            outcome.put((str(error), noticed, time.perf_counter() - begin))
+
+
+def generation(device: torch.device) -> Iterator[tuple[str, float]]:
+    """``generate.py`` with its own check."""
+    for command in GENERATE:
+        yield f"generate.py {command}", of_program("generate", device, command.split())
+
+
+def training(device: torch.device) -> Iterator[tuple[str, float]]:
+    """``train_flow_matching.py`` with its own check."""
+    for command in TRAIN:
+        error = of_program("train_flow_matching", device, [*command.split(), *ZERO])
+        yield f"train_flow_matching.py {command}", error
+
+
+def of_program(program: str, device: torch.device, flags: list[str]) -> float:
+    """0 if a program of examples_deepspeed/diffusion ends well; infinite otherwise."""
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+        flags = [*flags, "--device", device.type, "--output", folder]
+        code = import_module(program).main(flags)
+    say(*printed.getvalue().splitlines()[-1:])
+    return 0.0 if code == 0 else float("inf")
 
 
 def compiled(device: torch.device) -> Iterator[tuple[str, float]]:
@@ -322,8 +360,13 @@ def of_compiled_blocks(
     return relative(have, want), ""
 
 
-def test_transformers_and_examples() -> None:
-    run(classes, guidance, parallelism_of_diffusers, refused_capture, host_and_gpu, examples)
+def test_transformers_and_sampling() -> None:
+    run(classes, guidance, parallelism_of_diffusers, refused_capture, host_and_gpu, generation)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_training() -> None:
+    run(training)
 
 
 def test_compiled_blocks() -> None:
@@ -332,3 +375,24 @@ def test_compiled_blocks() -> None:
 
 def test_cuda_graphs() -> None:
     run(graphs)
+
+
+@pytest.mark.parametrize("ulysses", MESHES)
+def test_a_rank_killed_between_replays(ulysses: int) -> None:
+    """The other rank gets an error within seconds, and its GPU does not wait for ever."""
+    context = mp.get_context("spawn")
+    outcome, port = context.Queue(), free_port()
+    ranks = [
+        context.Process(target=killed_main, args=(rank, port, ulysses, outcome), daemon=True)
+        for rank in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        text, noticed, idle = outcome.get(timeout=120)
+    finally:
+        for process in ranks:
+            process.kill()
+    sys.stdout.write(f"ulysses {ulysses}: {noticed:.2f} s, GPU idle {idle:.2f} s: {text}\n")
+    assert "rank 1" in text
+    assert idle < PATIENCE_S

@@ -130,6 +130,28 @@ def test_exchanges_that_would_be_exposed_have_more_chunks() -> None:
     assert (in_node, network) == ([1, 1, 3, 3], [1, 3, 3, 3])
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "ulysses", "ring", "by_flop"),
+    [(75600, 2, 1, 16), (75600, 1, 2, 16), (75600, 2, 2, 16), (75600, 4, 1, 10), (32760, 2, 1, 10)],
+)
+def test_equal_blocks_fill_the_last_waves_of_kernels(
+    seq_len: int, ulysses: int, ring: int, by_flop: int
+) -> None:
+    """Against a count of waves made here, of half to all of the chunks that the FLOP give."""
+    blocks, split = -(-seq_len // ring // 128), HeadSplit(40, 40, ulysses)
+
+    def waves(chunks: int) -> int:
+        heads = (split.chunk(chunks, i).queries[0] for i in range(chunks))
+        return sum(-(-blocks * (end - begin) // 132) for begin, end in heads)
+
+    sizes: Any = {"kind": "contiguous", "heads": 40, "ulysses": ulysses, "ring": ring}
+    chosen = resolve(seq_len=seq_len, **sizes, mask=MaskSpec.full()).chunks
+    numbers = range(by_flop // 2, by_flop + 1)
+    assert waves(chosen) == min(map(waves, numbers))
+    if waves(by_flop) == waves(chosen):  # 256 blocks take nearly whole waves for any heads
+        assert chosen == by_flop
+
+
 @pytest.mark.parametrize("seq_len", [2 * K, 128 * K])
 def test_cpus_and_single_ranks_use_one_chunk_stepwise(seq_len: int) -> None:
     alone = (1, False, False, None, (("only", "only"),))
