@@ -7,7 +7,13 @@ from functools import cached_property, partial
 from math import inf
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.chunking import CallSize, attention_flop, chunk_positions, is_launch_bound
+from ds_usp.geometry.chunking import (
+    CallSize,
+    attention_flop,
+    chunk_positions,
+    equal_blocks,
+    is_launch_bound,
+)
 from ds_usp.geometry.double_ring import validate_inner_ring
 from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
@@ -99,6 +105,7 @@ class AttentionCall:
             layout.ring,
             ring_ranks_per_node(self.cluster, config),
             inside_node(self.cluster, group_of(config, "ulysses")),
+            head_blocks=equal_blocks(self.mask, config.micro_batch, layout.seq_len // layout.ring),
         )
 
     @cached_property

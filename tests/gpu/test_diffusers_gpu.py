@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -37,8 +36,6 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 MESHES = (2, 1)  # Ulysses degrees
 BOUND = 1e-5
-KILLED_AFTER = 6  # passes: without a graph, captured, replayed
-PATIENCE_S = 30
 # diffusers has a plan of its own for these, see tests/integrations/test_diffusers_backend.py
 PARALLEL = (
     *("FluxTransformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel"),
@@ -202,48 +199,6 @@ def refused_capture(device: torch.device) -> Iterator[tuple[str, float]]:
         yield "after a refused CUDA graph", relative(transformer(**given).sample, want)
 
 
-def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Passes that ds_usp captures, of two batches in turns, compiled too; a rank that differs."""
-    from tiny_diffusers import ALWAYS_MASKED, arguments, build
-
-    from ds_usp.integrations.diffusers import PLANS, enable
-
-    for name in [name for name in PLANS if name not in ALWAYS_MASKED]:
-        transformer = build(name).eval().to(device)
-        batches = [moved(arguments(name, seed=seed), device) for seed in (1, 2)]
-        with torch.no_grad():
-            wants = [transformer(**given).sample for given in batches]
-            for ulysses in MESHES:
-                mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
-                with enable(transformer, mesh, cuda_graphs=True):
-                    yield (
-                        f"{name}, ulysses {ulysses}, CUDA graphs",
-                        of_turns(transformer, batches, wants),
-                    )
-    with torch.no_grad():
-        transformer, given = model_on(device, "WanTransformer3DModel")
-        want = transformer(**given).sample
-        mesh = ds_usp.SequenceMesh.from_group(None, 2)
-        with enable(transformer, mesh, cuda_graphs=True):
-            transformer.compile_repeated_blocks(fullgraph=True)
-            yield "compiled blocks in CUDA graphs", of_turns(transformer, [given], [want])
-            if dist.get_rank():  # has no graph any more
-                transformer.proj_out.weight.data = transformer.proj_out.weight.data.clone()
-            with pytest.raises(ds_usp.MeshError, match="replayed from a CUDA graph"):
-                transformer(**given)
-            yield "after ranks that differ", of_turns(transformer, [given], [want])
-
-
-def of_turns(transformer: Any, batches: list[Any], wants: list[Tensor]) -> float:
-    """The largest error of four passes with each batch; infinite, with the reason, if refused."""
-    try:
-        outputs = [transformer(**given).sample for _ in range(4) for given in batches]
-    except ds_usp.UnsupportedAttentionError as error:
-        say(str(error)[:300])
-        return float("inf")
-    return max(relative(*pair) for pair in zip(outputs, 4 * wants, strict=True))
-
-
 def host_and_gpu(device: torch.device) -> Iterator[tuple[str, float]]:
     """The host does not wait for the GPU within a pass; other noise on a rank is an error."""
     from ds_usp.integrations.diffusers import enable
@@ -280,30 +235,6 @@ def waits(transformer: Any, given: Mapping[str, Any]) -> str:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return ""
-
-
-def killed_main(rank: int, port: int, ulysses: int, outcome: Any) -> None:
-    """Replay passes until rank 1 is killed; rank 0 puts its error, the seconds that it took, and
-    those until the GPU was idle."""
-    from ds_usp.integrations.diffusers import enable
-
-    join_group(rank, port)
-    transformer, given = model_on(torch.device("cuda"), "WanTransformer3DModel")
-    mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
-    with torch.no_grad(), enable(transformer, mesh, cuda_graphs=True):
-        for _ in range(KILLED_AFTER):
-            transformer(**given)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        if rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            while True:
-                transformer(**given)
-        except ds_usp.MeshError as error:
-            noticed = time.perf_counter() - begin
-            torch.cuda.synchronize()
-            outcome.put((str(error), noticed, time.perf_counter() - begin))
 
 
 def generation(device: torch.device) -> Iterator[tuple[str, float]]:
@@ -371,28 +302,3 @@ def test_training() -> None:
 
 def test_compiled_blocks() -> None:
     run(compiled)
-
-
-def test_cuda_graphs() -> None:
-    run(graphs)
-
-
-@pytest.mark.parametrize("ulysses", MESHES)
-def test_a_rank_killed_between_replays(ulysses: int) -> None:
-    """The other rank gets an error within seconds, and its GPU does not wait for ever."""
-    context = mp.get_context("spawn")
-    outcome, port = context.Queue(), free_port()
-    ranks = [
-        context.Process(target=killed_main, args=(rank, port, ulysses, outcome), daemon=True)
-        for rank in range(WORLD)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        text, noticed, idle = outcome.get(timeout=120)
-    finally:
-        for process in ranks:
-            process.kill()
-    sys.stdout.write(f"ulysses {ulysses}: {noticed:.2f} s, GPU idle {idle:.2f} s: {text}\n")
-    assert "rank 1" in text
-    assert idle < PATIENCE_S

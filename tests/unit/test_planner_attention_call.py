@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import pytest
+from test_tuning import resolve
 
 from ds_usp import MaskSpec, TokenLayout
 from ds_usp.geometry.pipeline_timeline import CONTENTION
@@ -48,6 +51,15 @@ def test_ranks_take_in_the_mean_what_the_planner_predicts(
     totals = [x.simulate(backward=backward).total for x in calls]
     assert {x.num_chunks for x in calls} == {predicted.chunks}
     assert fmean(totals) == pytest.approx(predicted.total, rel=0.02)
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (4, 2), (1, 4)])
+def test_a_full_mask_has_the_chunks_that_a_call_takes(ulysses: int, ring: int) -> None:
+    full = MaskSpec.full()
+    shown = call(75776, (40, 40), ulysses, ring, full)
+    sizes: Any = {"seq_len": 75776, "heads": 40, "ulysses": ulysses, "ring": ring, "node": ring}
+    assert shown.num_chunks == resolve(**sizes, mask=full).chunks
+    assert shown.num_chunks != replace(shown, mask=MaskSpec.causal()).num_chunks
 
 
 def test_a_window_takes_less_and_exposes_less() -> None:
