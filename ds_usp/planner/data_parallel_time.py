@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from ds_usp.planner.gradient_buckets import bucket_elements, full_buckets
@@ -11,12 +10,6 @@ from ds_usp.planner.hidden import HiddenExchange, exposed, in_buckets, under
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.topology import COLLECTIVE, exchange_s, group_of
 from ds_usp.planner.traffic import step_traffic
-
-# Under backward NCCL's kernels take multiprocessors and memory bandwidth from the layers': these
-# take longer by a part of what the reduction takes alone; and under ZeRO-2 DeepSpeed's hooks and
-# waits leave the GPU idle once a backward pass. Means of 2 H200 (16.0 ms of 19.3; 10.5 ms) and
-# 2 H100 (8.2 ms of 18.9; 11.6 ms), 8 layers of hidden 4096: docs/benchmarks.md.
-_SLOWED_BY_NCCL, _HOOKS_S = 0.63, 11e-3
 
 
 class DataParallelTime(NamedTuple):
@@ -73,7 +66,4 @@ def data_parallel_time(
         (part * one_s, exchange_s(cluster, group, elements * bytes_each, COLLECTIVE))
         for part, elements in filled
     )
-    reduction = in_buckets(cluster, buckets, one_s)
-    slower = max(_SLOWED_BY_NCCL, cluster.contention) * (reduction.seconds - reduction.exposed)
-    reduction = replace(reduction, slower=slower + (_HOOKS_S if config.zero == 2 else 0.0))
-    return DataParallelTime(reduction * times, parameters)
+    return DataParallelTime(in_buckets(cluster, buckets, one_s) * times, parameters)

@@ -20,7 +20,11 @@ from ds_usp.integrations.diffusers.graph_checks import refuse_capture
 from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
 from ds_usp.integrations.diffusers.plan import Kind, Plan, TokenDim, modules_at
-from ds_usp.integrations.diffusers.processor import check_backend, check_processor, sharded
+from ds_usp.integrations.diffusers.processor import (
+    check_backend_of,
+    check_processor,
+    sharded,
+)
 from ds_usp.integrations.replicas import same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
@@ -264,7 +268,7 @@ class ShardedTransformer:
                     f"the attention processors of {name} were replaced since enable (there is a "
                     f"{type(module.processor).__name__}): disable(), change them, and enable again"
                 )
-            check_backend(processor)
+            check_backend_of(processor)
 
     def _wrap_checkpoints(self, state: PassState) -> None:
         """Let blocks that a checkpoint runs again in backward find the state of their own pass,

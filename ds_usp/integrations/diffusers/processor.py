@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.integrations.diffusers.attention_calls import (
+    AttentionMode,
+    MeshAttention,
+    check_backend,
+    run_with,
+    with_mesh_attention,
+)
 from ds_usp.integrations.diffusers.pass_state import PassState
 from ds_usp.integrations.diffusers.plan import Tokens
 
-_NATIVE = "native"
+_BACKEND = "_attention_backend"
 _MARK, _TOKENS = "_sharded_by_ds_usp", "_tokens_of_ds_usp"
 
 
@@ -23,53 +29,6 @@ class HoldsState(Protocol):
     """Whose forward passes attention belongs to."""
 
     state: PassState | None
-
-
-class _ShardedAttention(TorchFunctionMode):
-    """Within it ``scaled_dot_product_attention`` is attention over the mesh.
-
-    Args:
-        calls: gets a value for each of them; a list, as Dynamo reads no attribute of a mode.
-    """
-
-    def __init__(self, name: str, state: PassState, tokens: Tokens, calls: list[bool]) -> None:
-        super().__init__()
-        self._name, self._state, self._tokens = name, state, tokens
-        self._calls = calls
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not scaled_dot_product_attention:
-            if func is torch.Tensor.unflatten:  # of super(), which Dynamo does not trace in a mode
-                func = torch.unflatten
-            return func(*args, **(kwargs or {}))
-        self._calls.append(True)
-        return self._attend(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """The signature of torch's; ``enable_gqa`` is what fewer KV heads mean here anyway."""
-        if attn_mask is not None and attn_mask.device.type == "meta":  # the pass has its values
-            attn_mask = None
-        if attn_mask is not None or dropout_p or is_causal:
-            problem = f"a mask {list(attn_mask.shape)}" if attn_mask is not None else ""
-            problem = problem or ("is_causal" if is_causal else f"dropout {dropout_p}")
-            raise UnsupportedAttentionError(
-                f"{self._name} gives attention {problem}, which its plan does not know: attention "
-                "over sharded tokens is full, but for padding of text that the plan names"
-            )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self._state.attend(q, k, v, self._tokens, scale).transpose(1, 2)
 
 
 def check_processor(module: nn.Module) -> None:
@@ -101,22 +60,12 @@ def check_processor(module: nn.Module) -> None:
                 f"{type(module).__name__} has a {norm}, which normalizes over all tokens: a shard "
                 "has other means than the sequence"
             )
-    check_backend(processor)
+    check_backend_of(processor)
 
 
-def check_backend(processor: Any) -> None:
-    """Refuse a processor with an attention backend of diffusers.
-
-    Raises:
-        UnsupportedAttentionError: any but ``native``.
-    """
-    name = type(processor).__name__
-    backend = getattr(processor, "_attention_backend", None)
-    if backend is not None and str(getattr(backend, "value", backend)) != _NATIVE:
-        raise UnsupportedAttentionError(
-            f"{name} has the attention backend {getattr(backend, 'value', backend)!r}: call "
-            "set_attention_backend('native'); the kernel is chosen by enable(kernel=...)"
-        )
+def check_backend_of(processor: Any) -> None:
+    """See :func:`check_backend`."""
+    check_backend(type(processor).__name__, getattr(processor, _BACKEND, None))
 
 
 def is_sharded(processor: Any) -> bool:
@@ -151,6 +100,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
         TypeError: a class that cannot have subclasses.
     """
     call, name = cls.__call__, cls.__name__
+    eager_call = with_mesh_attention(call)
 
     @functools.wraps(call)
     def sharded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,18 +110,23 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
                 f"{name} of an enabled transformer runs outside of a forward pass of it. Call the "
                 "transformer, not a part of it; checkpoint by its enable_gradient_checkpointing()"
             )
-        check_backend(self)
-        calls: list[bool] = []
-        with _ShardedAttention(name, state, getattr(self, _TOKENS), calls):
-            out = call(self, *args, **kwargs)
-        if len(calls) != 1:
+        check_backend(name, getattr(self, _BACKEND, None))
+        attention = MeshAttention(name, state, getattr(self, _TOKENS))
+        if eager_call is None or torch.compiler.is_compiling():
+            with AttentionMode(attention):
+                out = call(self, *args, **kwargs)
+        else:
+            out = run_with(attention, eager_call, self, *args, **kwargs)
+        if len(attention.calls) != 1:
             raise UnsupportedAttentionError(
-                f"{name} has called torch's scaled_dot_product_attention {len(calls)} times, "
-                "and once is served. It computes attention itself (adapters, caches), or "
+                f"{name} has called torch's scaled_dot_product_attention {len(attention.calls)} "
+                "times, and once is served. It computes attention itself (adapters, caches), or "
                 "by another backend: call set_attention_backend('native')"
             )
         return out
 
+    # diffusers reads it in every block.
+    setattr(sharded_call, "__signature__", inspect.signature(call))  # noqa: B010 - for mypy
     return type(f"Sharded{name}", (cls,), {"__call__": sharded_call})
 
 
