@@ -27,9 +27,10 @@ _MAX_FORWARD_CHUNKS = 4
 _NODE_BYTES_PER_S, _NETWORK_BYTES_PER_S, _CHUNK_S, _FLOP_PER_S = 300e9, 50e9, 0.2e-3, 600e12
 # Where all thread blocks of a kernel take equally long (full masks), a last wave that does not fill
 # the GPU costs as much as one that does: 40 heads of 75,600 tokens on 2 x 1 (cuDNN, 2 H100) take
-# 400 ms in 16 chunks, 391 in 12, 386 in 10 or 4, 398 in 8, 384 in 5. Query rows of a block, and
-# Hopper's multiprocessors.
-_BLOCK_ROWS, _MULTIPROCESSORS = 128, 132
+# 399 ms in 16 chunks, 386 in 10; a step of Wan's transformer at 720p takes 2.2 % less in 11 chunks.
+# Query rows of a block, Hopper's multiprocessors, and the gain that is worth larger buffers: one of
+# 1 % (1 x 2, forward) was not measurable.
+_BLOCK_ROWS, _MULTIPROCESSORS, _LEAST_GAIN = 128, 132, 0.02
 # Below it a pass takes a GPU less time than the CPU needs to launch it, 1 to 2 ms on 4 H200 with
 # copy engines: what counts is the number of calls.
 _LAUNCH_BOUND_FLOP = 0.4e12
@@ -74,32 +75,42 @@ class CallSize(NamedTuple):
 
     def num_chunks(self) -> int:
         """Number of head chunks, from 1 to ``_MAX_CHUNKS``, or ``_MAX_FORWARD_CHUNKS`` where no
-        backward pass follows.
+        backward pass follows: the larger of two numbers.
 
-        At least the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at
-        most the chunks of whole KV groups; or half as many, where that leaves fewer multiprocessors
-        idle in the last waves of equal thread blocks. Of the numbers from there on the one that
-        takes the fewest seconds: of exchanges that no kernel hides, of idle multiprocessors, and
-        ``_CHUNK_S`` for each further chunk. A chunk of several kernel calls costs as many times
-        more, in FLOP too.
+        One is the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at most
+        the chunks of whole KV groups. The other minimizes the seconds of exchange that no kernel
+        hides plus ``_CHUNK_S`` for each chunk; it is 1 without all-to-alls. A chunk of several
+        kernel calls costs as many times more, in FLOP too.
+
+        Of equal thread blocks it may be less, down to half: the number with the fewest seconds of
+        exchange that no kernel hides and of multiprocessors that have no block in the last waves of
+        kernels, if these are fewer by ``_LEAST_GAIN`` of the kernels' time.
         """
         flop, max_chunks = self.flop, self.split.max_chunks
         limit = _MAX_CHUNKS if self.backward else _MAX_FORWARD_CHUNKS
         chunk_flop = _RING_CHUNK_FLOP if self.split.ulysses == 1 else _CHUNK_FLOP
         by_flop = min(max_chunks, limit, round(flop / chunk_flop / self.kernel_calls))
-        by_flop = max(1, by_flop)
-        least = ceil(by_flop / 2) if self.head_blocks else by_flop
         bandwidth = _NODE_BYTES_PER_S if self.ulysses_in_node else _NETWORK_BYTES_PER_S
         exchange_s = self.exchange_bytes / bandwidth
 
-        def cost(chunks: int) -> tuple[float, int]:
-            exposed_s = max(exposed_fraction(chunks) * exchange_s, exchange_s - flop / _FLOP_PER_S)
-            idle_s = self._idle_fraction(chunks) * flop / _FLOP_PER_S
-            chunks_s = max(chunks, by_flop) * self.kernel_calls * _CHUNK_S
-            return round(exposed_s + idle_s + chunks_s, 6), abs(chunks - by_flop)
+        def exposed_s(chunks: int) -> float:
+            return max(exposed_fraction(chunks) * exchange_s, exchange_s - flop / _FLOP_PER_S)
+
+        def cost_s(chunks: int) -> float:
+            return exposed_s(chunks) + chunks * self.kernel_calls * _CHUNK_S
 
         most = min(self.split.chunk_limit(self.ring), limit)
-        return min(range(least, most + 1), key=cost)
+        usual = max(by_flop, min(range(1, most + 1), key=cost_s))
+        if not self.head_blocks:
+            return usual
+
+        kernel_s = flop / _FLOP_PER_S
+
+        def lost_s(chunks: int) -> float:
+            return exposed_s(chunks) + self._idle_fraction(chunks) * kernel_s
+
+        best = min(range(usual, ceil(usual / 2) - 1, -1), key=lost_s)
+        return best if lost_s(usual) - lost_s(best) > _LEAST_GAIN * kernel_s else usual
 
     def _idle_fraction(self, chunks: int) -> float:
         """Idle multiprocessors in the last waves of kernels, as a part of all that compute."""

@@ -131,25 +131,57 @@ def test_exchanges_that_would_be_exposed_have_more_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "ulysses", "ring", "by_flop"),
-    [(75600, 2, 1, 16), (75600, 1, 2, 16), (75600, 2, 2, 16), (75600, 4, 1, 10), (32760, 2, 1, 10)],
+    ("seq_len", "heads", "degrees", "in_node", "chunks"),
+    [
+        (64 * K, (32, 8), (2, 1), False, 4),
+        (512 * K, (32, 8), (2, 1), True, 4),
+        (192 * K, (64, 8), (2, 1), True, 4),
+        (256 * K, (48, 8), (2, 1), True, 4),
+        (128 * K, (32, 32), (2, 2), True, 16),
+        (128 * K, (32, 32), (1, 4), True, 12),
+        (32 * K, (32, 8), (8, 1), False, 3),
+        (1024 * K, (32, 8), (4, 2), True, 2),
+    ],
+)
+def test_causal_calls_have_the_chunks_that_were_measured(
+    seq_len: int, heads: tuple[int, int], degrees: tuple[int, int], in_node: bool, chunks: int
+) -> None:
+    sizes: Any = {"seq_len": seq_len, "heads": heads[0], "kv_heads": heads[1], "in_node": in_node}
+    assert resolve(**sizes, ulysses=degrees[0], ring=degrees[1]).chunks == chunks
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "heads", "ulysses", "ring", "backward", "usual"),
+    [
+        (75600, 40, 2, 1, True, 16),
+        (75600, 40, 1, 2, True, 16),
+        (75600, 40, 2, 2, True, 16),
+        (75600, 40, 4, 1, True, 10),
+        (75600, 40, 8, 1, False, 4),
+        (120000, 24, 2, 2, False, 4),
+        # 256 blocks take nearly whole waves for any number of heads.
+        (32760, 40, 2, 1, True, 10),
+        (75600, 40, 1, 2, False, 4),
+    ],
 )
 def test_equal_blocks_fill_the_last_waves_of_kernels(
-    seq_len: int, ulysses: int, ring: int, by_flop: int
+    seq_len: int, heads: int, ulysses: int, ring: int, backward: bool, usual: int
 ) -> None:
-    """Against a count of waves made here, of half to all of the chunks that the FLOP give."""
-    blocks, split = -(-seq_len // ring // 128), HeadSplit(40, 40, ulysses)
+    """Against a count of waves made here, of half to all of the usual chunks."""
+    blocks, split = -(-seq_len // ring // 128), HeadSplit(heads, heads, ulysses)
 
     def waves(chunks: int) -> int:
-        heads = (split.chunk(chunks, i).queries[0] for i in range(chunks))
-        return sum(-(-blocks * (end - begin) // 132) for begin, end in heads)
+        of_chunks = (split.chunk(chunks, i).queries[0] for i in range(chunks))
+        return sum(-(-blocks * (end - begin) // 132) for begin, end in of_chunks)
 
-    sizes: Any = {"kind": "contiguous", "heads": 40, "ulysses": ulysses, "ring": ring}
-    chosen = resolve(seq_len=seq_len, **sizes, mask=MaskSpec.full()).chunks
-    numbers = range(by_flop // 2, by_flop + 1)
-    assert waves(chosen) == min(map(waves, numbers))
-    if waves(by_flop) == waves(chosen):  # 256 blocks take nearly whole waves for any heads
-        assert chosen == by_flop
+    sizes: Any = {"kind": "contiguous", "heads": heads, "ulysses": ulysses, "ring": ring}
+    sizes |= {"seq_len": seq_len, "backward": backward, "mask": MaskSpec.full()}
+    chosen = resolve(**sizes).chunks
+    fewest = min(map(waves, range(-(-usual // 2), usual + 1)))
+    if waves(usual) - fewest < 0.02 * blocks * heads // ulysses / 132:
+        assert chosen == usual
+    else:
+        assert chosen < usual and waves(chosen) == fewest
 
 
 @pytest.mark.parametrize("seq_len", [2 * K, 128 * K])
