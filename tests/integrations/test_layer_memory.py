@@ -154,7 +154,7 @@ def peak_and_offload(ctx: RankContext, options: dict[str, Any]) -> tuple[int, fl
     model = llama(intermediate_size=1024, attention_dropout=0.0)
     with enable(model, mesh_of(2), **options) as enabled:
         batch = batch_of(256)
-        peak = peak_of(lambda: forward(model, batch).backward(), repeats=2)
+        peak = peak_of(lambda: forward(model, batch).backward())
         offload = enabled._memory.offload(torch.device("cpu"))
     return peak, offload.counts.offloaded / offload.counts.saved if offload else 0.0
 

@@ -26,6 +26,7 @@ from ds_usp.integrations.diffusers.processor import (
     sharded,
 )
 from ds_usp.integrations.replicas import same_on_all_ranks
+from ds_usp.integrations.weights import WeightsComparison
 from ds_usp.memory.compile_guard import disable_in_compile
 
 # Hooks of diffusers that move or cast weights and leave tokens alone; others may compare, blur or
@@ -107,6 +108,7 @@ class ShardedTransformer:
         self._mesh, self._branches = mesh, branches
         self._plan, self._options = plan, options
         self.state: PassState | None = None
+        self._weights = WeightsComparison()
         self._removed = False
         self._stock_checkpoints: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._processors: list[tuple[nn.Module, Any, Any]] = []
@@ -212,7 +214,7 @@ class ShardedTransformer:
         arguments = bind(self.transformer, args, kwargs)
         name = type(self.transformer).__name__
         refuse_capture(name)
-        advice = "give every rank the same batch, and noise from generators of one seed"
+        advice = "give every rank the same weights and batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
         if self.state is not None and self._graphs is not None:  # so was this
@@ -220,10 +222,12 @@ class ShardedTransformer:
         compared, mode = dict(arguments), Mode.GRADIENTS
         with same_on_all_ranks(self._mesh, call, compared, deferred=True) as values:
             self._check_unchanged()
+            compared.update(self._weights.of(self.transformer))
             check_arguments(self.transformer, self._plan, arguments)
             given = self._branches.split(name, arguments, self._plan)
             if self._graphs is not None:
                 mode, compared["the pass is"] = self._graphs.choose(given)
+        self._weights.end()
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, self._branches.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured

@@ -44,6 +44,7 @@ from ds_usp.integrations.transformers.refusals import (
 )
 from ds_usp.integrations.transformers.rotary import LargestPosition
 from ds_usp.integrations.undo import UndoneAtExit
+from ds_usp.integrations.weights import WeightsComparison
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.batch import IGNORE_INDEX
@@ -157,6 +158,7 @@ class EnabledModel(UndoneAtExit):
         self._inner, self._options = inner, options
         self._parameters = positional_arguments(model, inner)
         self._forward_passes = 0
+        self._weights = WeightsComparison()
         self._enabled = True
         self._drop_last = False  # per-token outputs have none for the last token
         self._shard: Shard | None = None
@@ -234,7 +236,9 @@ class EnabledModel(UndoneAtExit):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Shard the arguments of a forward pass."""
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        with same_on_all_ranks(self.mesh, "a batch of", arguments):
+        compared = dict(arguments)
+        with same_on_all_ranks(self.mesh, "a batch of", compared):
+            compared.update(self._weights.of(self._inner))
             check_arguments(arguments)
             batch = WholeBatch.read(arguments)
             self._check_positions(batch)
@@ -243,6 +247,7 @@ class EnabledModel(UndoneAtExit):
             batch.check_tokens(*_vocabulary(self._inner, targets))
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
+        self._weights.end()
         self._forward_passes += 1
         shard = Shard(
             self.mesh,
