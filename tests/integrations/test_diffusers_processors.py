@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+from diffusers.models.transformers import transformer_flux
 from model_runs import relative
 from tiny_diffusers import arguments, build, output_of
 
 import ds_usp
 from ds_usp.integrations.diffusers import PLANS, attention_calls, enable
-from ds_usp.integrations.diffusers.attention_calls import MeshAttention, with_mesh_attention
+from ds_usp.integrations.diffusers.attention_calls import (
+    MeshAttention,
+    ReplacedAttention,
+    run_with,
+)
 from ds_usp.integrations.diffusers.plan import modules_at
 
 FLUX, SD3 = "FluxTransformer2DModel", "SD3Transformer2DModel"
@@ -67,10 +73,80 @@ def test_a_processor_of_the_user_is_served_by_a_mode(name: str, make: Any) -> No
     transformer, given = build(name), arguments(name)
     want = output_of(transformer, given)
     own = make(processor_class(name))
-    assert with_mesh_attention(type(own).__call__) is None
+    assert ReplacedAttention.of(type(own).__call__) is None
     transformer.transformer_blocks[0].attn.processor = own
     with enable(transformer, MESH):
         assert relative(output_of(transformer, given), want) < 1e-6
+
+
+def test_who_is_not_served_without_a_mode() -> None:
+    cls = processor_class(FLUX)
+    assert ReplacedAttention.of(cls.__call__) is not None
+
+    def calls_super(self: Any) -> Any:
+        return super(cls, self).__call__(dispatch_attention_fn)
+
+    def calls_no_attention(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.relu(x)
+
+    def is_of_a_user(x: torch.Tensor) -> torch.Tensor:
+        return dispatch_attention_fn(x, x, x)
+
+    for function in (calls_super, calls_no_attention):
+        function.__module__ = "diffusers.models"
+    for other in (calls_super, calls_no_attention, is_of_a_user, partial(is_of_a_user)):
+        assert ReplacedAttention.of(other) is None
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_emb", "dispatch_attention_fn"])
+def test_a_function_that_is_patched_later_is_called(name: str) -> None:
+    """As fused rotary embeddings and records of attention are put in."""
+    transformer, given, calls = build(FLUX), arguments(FLUX), []
+    original = getattr(transformer_flux, name)
+
+    def patched(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(1.5 * x, *args, **kwargs)
+
+    with enable(transformer, MESH):
+        output_of(transformer, given)
+        with mock.patch.object(transformer_flux, name, patched):
+            have, sharded_calls = output_of(transformer, given), len(calls)
+    with mock.patch.object(transformer_flux, name, patched):
+        want = output_of(transformer, given)
+    assert relative(have, want) < 1e-6
+    assert len(calls) == 2 * sharded_calls > 0
+
+
+def test_torchs_function_that_is_patched_later_is_called() -> None:
+    transformer, given = build(SD3), arguments(SD3)
+    functional = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+
+    def patched(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(1.5 * query, *args, **kwargs)
+
+    with enable(transformer, MESH):
+        output_of(transformer, given)
+        with mock.patch.object(functional, "scaled_dot_product_attention", patched):
+            have = output_of(transformer, given)
+    with mock.patch.object(functional, "scaled_dot_product_attention", patched):
+        want = output_of(transformer, given)
+    assert relative(have, want) < 1e-6
+
+
+def test_the_scale_reaches_attention_and_nothing_is_left_behind() -> None:
+    state, tokens, seen = mock.Mock(), mock.Mock(), []
+    state.attend.side_effect = lambda q, k, v, _, scale: seen.append(scale) or q
+    x = torch.zeros(1, 4, 2, 8)
+    attention = MeshAttention("Processor", state, tokens)
+    attention.heads_first(x, x, x, None, 0.0, False, 0.25)
+    attention.tokens_first(x, x, x, scale=0.5)
+
+    assert seen == [0.25, 0.5] and len(attention.calls) == 2
+    assert attention_calls._CURRENT.get(None) is None
+    run_with(attention, lambda: attention_calls._CURRENT.get().tokens_first(x, x, x))
+    assert attention_calls._CURRENT.get(None) is None and len(attention.calls) == 3
 
 
 @pytest.mark.parametrize("backend", ["_native_math", "flex"])

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tiny_diffusers
 import tiny_models
 import torch
+from cases import mesh_of
 from harness import RankContext, WorkerPool
-from model_runs import mesh_of, plain_batch
+from model_runs import plain_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ds_usp
 from ds_usp.integrations import diffusers, transformers
+from ds_usp.integrations.replicas import ArgumentsDigest
 from ds_usp.integrations.weights import sample_of_weights
 
 WAN = "WanTransformer3DModel"
+MESSAGE = r"weights \(8 elements of each; load one checkpoint or seed alike\) in float32"
+Forward = Callable[[], Any]
 
 
 def sampled(module: nn.Module) -> dict[str, list[float]]:
@@ -30,25 +35,33 @@ def holding(*tensors: torch.Tensor) -> nn.Module:
     return nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in tensors)
 
 
-def test_a_sample_is_of_each_weights_middle_row() -> None:
+def test_a_sample_is_of_each_weights_middle_and_last_row() -> None:
     many, few = torch.arange(60.0).view(3, 20), torch.tensor([7.0, 8.0])
-    spaced = [20.0, 22, 24, 26, 28, 30, 32, 34]
-    assert sampled(holding(many, few)) == {"float32 cpu": [*spaced, 7, 8]}
+    spaced = [20.0, 25, 30, 35, 40, 45, 50, 55]
+    assert sampled(holding(many, few)) == {"float32": [*spaced, 7, 8]}
     other = many.T.contiguous().T  # as it lies in memory makes no difference
-    assert sampled(holding(other, few, torch.tensor(3.0))) == {"float32 cpu": [*spaced, 7, 8, 3]}
+    assert sampled(holding(other, few, torch.tensor(3.0))) == {"float32": [*spaced, 7, 8, 3]}
+    one = torch.arange(16.0)
+    assert sampled(holding(one)) == {"float32": [0, 2, 4, 6, 8, 10, 12, 14]}
     both = sampled(holding(few, few.bfloat16(), torch.ones(1, 2, 2, 1, dtype=torch.uint8)))
-    assert both == {"float32 cpu": [7, 8], "bfloat16 cpu": [7, 8], "uint8 cpu": [1]}
+    assert both == {"float32": [7, 8], "bfloat16": [7, 8], "uint8": [1, 1]}
+
+
+def test_buffers_are_sampled_that_are_saved() -> None:
+    model = nn.BatchNorm1d(2, affine=False)
+    model.register_buffer("cache", torch.ones(5), persistent=False)
+    assert sampled(model) == {"int64": [0], "float32": [0, 0, 1, 1]}
 
 
 def test_what_ranks_hold_in_parts_is_left_out() -> None:
-    of_zero3 = nn.Parameter(torch.ones(3))
-    of_zero3.ds_id = 1  # type: ignore[attr-defined]
-    of_fsdp = nn.Parameter(torch.ones(3))
-    of_fsdp._fsdp_flattened = True  # type: ignore[attr-defined]
-    expert = nn.Parameter(torch.ones(3))
-    expert.allreduce = False  # type: ignore[attr-defined]
+    marks = {"ds_id": 1, "_fsdp_flattened": True, "allreduce": False}
+    marked = [nn.Parameter(torch.ones(3)) for _ in marks]
+    for parameter, (name, value) in zip(marked, marks.items(), strict=True):
+        setattr(parameter, name, value)
     nothing = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(3, device="meta"))
-    assert sampled(nn.ParameterList([of_zero3, of_fsdp, expert, *nothing])) == {}
+    sparse = nn.Parameter(torch.eye(3).to_sparse())
+    assert sampled(nn.ParameterList([*marked, *nothing, sparse])) == {}
+    assert sampled(nn.LazyLinear(3)) == {}
 
 
 def of_fully_shard(ctx: RankContext) -> dict[str, list[float]]:
@@ -61,36 +74,67 @@ def test_shards_of_fsdp2_are_left_out(pool: WorkerPool) -> None:
     assert pool.run(of_fully_shard, 2) == [{}, {}]
 
 
-def wan(rank: int) -> None:
-    model = tiny_diffusers.build(WAN)
-    with diffusers.enable(model, mesh_of(2)):
-        check(lambda: model(**tiny_diffusers.arguments(WAN)), model.proj_out, rank)
-
-
-def llama(rank: int) -> None:
-    model = tiny_models.build("llama")
-    with transformers.enable(model, mesh_of(2)):
-        check(lambda: model(**plain_batch()), model.lm_head, rank)
-
-
-def check(forward: Callable[[], Any], layer: nn.Module, rank: int) -> None:
-    """A pass with other weights is refused, each time; one with equal weights is not."""
-    weight: Any = layer.weight
-    equal = weight.detach().clone()
+def refused_each_time(forward: Forward, layer: Any, rank: int) -> None:
+    """Passes with other weights in a matrix's last row, and what comes after them."""
+    equal = layer.weight.detach().clone()
     for _ in range(2):
         with torch.no_grad():
-            weight += rank
-        with pytest.raises(ds_usp.MeshError, match=r"weights \(of one checkpoint or seed\) float"):
+            layer.weight[-1] += rank
+        with pytest.raises(ds_usp.MeshError, match=MESSAGE):
             forward()
         with torch.no_grad():
-            weight.copy_(equal)
+            layer.weight.copy_(equal)
+    forward()
+    with torch.no_grad():
+        layer.weight[-1] += rank
+    forward()  # compared once
+
+
+def after_a_pass_that_failed(forward: Forward, layer: Any, rank: int) -> None:
+    """Of another reason, before values on GPUs were compared."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    handle = layer.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        forward()
+    handle.remove()
+    with torch.no_grad():
+        layer.weight[-1] += rank
+    with pytest.raises(ds_usp.MeshError, match=MESSAGE):
+        forward()
+    with torch.no_grad():
+        layer.weight[-1] -= rank
+        layer.weight[-1] = 1.0
     forward()
 
 
-def refused(ctx: RankContext, door: Callable[[int], None]) -> None:
-    door(ctx.rank)
+def of_door(ctx: RankContext, door: str, check: Any, known: bool) -> None:
+    """``known``: values on CPUs; else they are compared when a pass ends, as on GPUs."""
+    model: Any
+    if door == WAN:
+        model = tiny_diffusers.build(WAN)
+        enabled, layer = diffusers.enable(model, mesh_of(2)), model.blocks[1].attn1.to_q
+        given = tiny_diffusers.arguments(WAN)
+    else:
+        model = tiny_models.build("llama")
+        enabled, layer = transformers.enable(model, mesh_of(2)), model.lm_head
+        given = plain_batch()
+    with enabled, patch.object(ArgumentsDigest, "is_known", known):
+        check(lambda: model(**given), layer, ctx.rank)
 
 
-@pytest.mark.parametrize("door", [wan, llama])
-def test_other_weights_are_refused_until_a_pass_has_begun(pool: WorkerPool, door: Any) -> None:
-    pool.run(refused, 2, door=door)
+@pytest.mark.parametrize(
+    ("door", "check", "known"),
+    [
+        (WAN, refused_each_time, True),
+        (WAN, refused_each_time, False),
+        (WAN, after_a_pass_that_failed, False),
+        ("llama", refused_each_time, True),
+    ],
+)
+def test_other_weights_are_refused_until_a_pass_was_well(
+    pool: WorkerPool, door: str, check: Any, known: bool
+) -> None:
+    pool.run(of_door, 2, door=door, check=check, known=known)

@@ -1,10 +1,10 @@
 """The attention that a processor of diffusers calls, replaced by attention over a mesh.
 
 Processors call torch's ``scaled_dot_product_attention``, or diffusers' ``dispatch_attention_fn``,
-which calls it on the backend ``native``. Eagerly those of diffusers run with other globals, in
-which these names are attention over the mesh. A mode that sees every function of torch does the
-same where ``torch.compile`` traces, and for all other processors; it costs some 3 us for each of
-the 30 to 70 functions that a processor calls.
+which calls it on the backend ``native``. Eagerly those of diffusers run with a copy of their
+globals, in which these names are attention over the mesh. A mode that sees every function of torch
+does the same where ``torch.compile`` traces, for all other processors, and where these functions
+were patched; it costs some 3 us for each of the 30 to 70 functions that a processor calls.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from ds_usp.integrations.diffusers.plan import Tokens
 
 NATIVE = "native"
 _TORCH_ATTENTION = functional.scaled_dot_product_attention
+_DIFFUSERS_ATTENTION = attention_dispatch.dispatch_attention_fn
+_DISPATCH = _DIFFUSERS_ATTENTION.__name__
 
 
 class MeshAttention:
@@ -105,12 +107,13 @@ class MeshAttention:
         return self._state.attend(query, key, value, self._tokens, scale)
 
 
-def check_backend(name: str, backend: object) -> None:
+def check_backend(name: str, backend: object, cure: str = "") -> None:
     """Refuse an attention backend of diffusers.
 
     Args:
         name: of the processor.
-        backend: its own.
+        backend: its own, or that of the process.
+        cure: what else may have set it.
 
     Raises:
         UnsupportedAttentionError: any but ``native``.
@@ -118,9 +121,24 @@ def check_backend(name: str, backend: object) -> None:
     value = getattr(backend, "value", backend)
     if value is not None and str(value) != NATIVE:
         raise UnsupportedAttentionError(
-            f"{name} has the attention backend {value!r}: call set_attention_backend('native'); "
-            "the kernel is chosen by enable(kernel=...)"
+            f"{name} has the attention backend {value!r}: call set_attention_backend('native')"
+            f"{cure}; the kernel is chosen by enable(kernel=...)"
         )
+
+
+def check_backend_of_process(name: str, call: Callable[..., Any]) -> None:
+    """Refuse the backend of the whole process, where a processor would take it.
+
+    Args:
+        call: the processor's function.
+
+    Raises:
+        UnsupportedAttentionError: any but ``native``.
+    """
+    if calls_attention(call, (_DISPATCH,)):
+        active = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
+        cure = ", leave attention_backend(...), unset DIFFUSERS_ATTN_BACKEND"
+        check_backend(name, active, cure)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -143,33 +161,64 @@ class AttentionMode(TorchFunctionMode):
 _CURRENT: ContextVar[MeshAttention] = ContextVar("_CURRENT")
 
 
-def with_mesh_attention(call: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A processor's ``__call__`` whose attention is that of :func:`run_with`; None for one that is
-    not diffusers' own, or calls attention by other functions than its own code."""
-    if not isinstance(call, FunctionType) or call.__module__.partition(".")[0] != "diffusers":
-        return None
-    replaced: dict[str, object] = {}
-    for name in call.__code__.co_names:
-        value = call.__globals__.get(name)
-        if value is functional:
-            replaced[name] = _FUNCTIONAL
-        elif value is attention_dispatch.dispatch_attention_fn:
-            replaced[name] = _dispatch_attention
-    if not replaced or "super" in call.__code__.co_names:
-        return None
-    copied = FunctionType(
-        call.__code__,
-        {**call.__globals__, **replaced},
-        call.__name__,
-        call.__defaults__,
-        call.__closure__,
-    )
-    copied.__kwdefaults__ = call.__kwdefaults__
-    return copied
+class ReplacedAttention:
+    """A processor's ``__call__`` with attention over the mesh in place of the functions that it
+    calls by name.
+
+    Args:
+        call: a function of diffusers that :meth:`of` has found to be served.
+    """
+
+    def __init__(self, call: FunctionType) -> None:
+        self._call, self._names = call, call.__code__.co_names
+
+    @classmethod
+    def of(cls, call: object) -> ReplacedAttention | None:
+        """None for one that is not diffusers' own, or calls attention by other functions."""
+        if not isinstance(call, FunctionType) or call.__module__.partition(".")[0] != "diffusers":
+            return None
+        names = call.__code__.co_names
+        return cls(call) if calls_attention(call) and "super" not in names else None
+
+    def now(self) -> Callable[..., Any] | None:
+        """The function with the module's globals as they are now; None where torch's or diffusers'
+        function was patched, which it would leave out."""
+        if functional.scaled_dot_product_attention is not _TORCH_ATTENTION:
+            return None
+        names = self._call.__globals__
+        replaced: dict[str, object] = {}
+        for name in self._names:
+            value = names.get(name)
+            if value is functional:
+                replaced[name] = _FUNCTIONAL
+            elif name == _DISPATCH:
+                if value is not _DIFFUSERS_ATTENTION:
+                    return None
+                replaced[name] = _dispatch_attention
+        call = FunctionType(
+            self._call.__code__,
+            {**names, **replaced},
+            self._call.__name__,
+            self._call.__defaults__,
+            self._call.__closure__,
+        )
+        call.__kwdefaults__ = self._call.__kwdefaults__
+        return call
+
+
+def calls_attention(call: Callable[..., Any], by: tuple[str, ...] = ()) -> bool:
+    """Whether a function's own code names attention.
+
+    Args:
+        by: of these functions; default: torch's and diffusers'.
+    """
+    code = getattr(call, "__code__", None)
+    wanted = by or (_TORCH_ATTENTION.__name__, _DISPATCH)
+    return code is not None and not set(wanted).isdisjoint(code.co_names)
 
 
 def run_with(attention: MeshAttention, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what :func:`with_mesh_attention` has made."""
+    """Call what :meth:`ReplacedAttention.now` has made."""
     before = _CURRENT.set(attention)
     try:
         return call(*args, **kwargs)
@@ -178,16 +227,18 @@ def run_with(attention: MeshAttention, call: Callable[..., Any], *args: Any, **k
 
 
 def _dispatch_attention(*args: Any, **kwargs: Any) -> Tensor:
-    attention = _CURRENT.get()
-    if kwargs.get("backend") is None:  # as attention_backend(...) or the environment has set it
-        active = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
-        kwargs["backend"] = active
-    return attention.tokens_first(*args, **kwargs)
+    return _CURRENT.get().tokens_first(*args, **kwargs)
 
 
-def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    return _CURRENT.get().heads_first(*args, **kwargs)
+class _Functional(ModuleType):
+    """torch.nn.functional with another ``scaled_dot_product_attention``."""
+
+    @staticmethod
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        return _CURRENT.get().heads_first(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(functional, name)
 
 
-_FUNCTIONAL = ModuleType(functional.__name__, functional.__doc__)
-vars(_FUNCTIONAL).update(vars(functional), scaled_dot_product_attention=_attention)
+_FUNCTIONAL = _Functional(functional.__name__)

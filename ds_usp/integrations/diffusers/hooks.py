@@ -108,7 +108,7 @@ class ShardedTransformer:
         self._mesh, self._branches = mesh, branches
         self._plan, self._options = plan, options
         self.state: PassState | None = None
-        self._weights = WeightsComparison()
+        self._weights = WeightsComparison(mesh.sp_group is not None)
         self._removed = False
         self._stock_checkpoints: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._processors: list[tuple[nn.Module, Any, Any]] = []
@@ -227,7 +227,6 @@ class ShardedTransformer:
             given = self._branches.split(name, arguments, self._plan)
             if self._graphs is not None:
                 mode, compared["the pass is"] = self._graphs.choose(given)
-        self._weights.end()
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, self._branches.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
@@ -244,6 +243,7 @@ class ShardedTransformer:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
         if out is not None and state is not None:
             state.values.finish()
+            self._weights.end()
         if out is not None and state is not None and not state.joined:
             raise UnsupportedAttentionError(
                 f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "

@@ -14,9 +14,10 @@ from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.attention_calls import (
     AttentionMode,
     MeshAttention,
+    ReplacedAttention,
     check_backend,
+    check_backend_of_process,
     run_with,
-    with_mesh_attention,
 )
 from ds_usp.integrations.diffusers.pass_state import PassState
 from ds_usp.integrations.diffusers.plan import Tokens
@@ -64,8 +65,12 @@ def check_processor(module: nn.Module) -> None:
 
 
 def check_backend_of(processor: Any) -> None:
-    """See :func:`check_backend`."""
-    check_backend(type(processor).__name__, getattr(processor, _BACKEND, None))
+    """See :func:`check_backend` and :func:`check_backend_of_process`."""
+    backend, cls = getattr(processor, _BACKEND, None), type(processor)
+    check_backend(cls.__name__, backend)
+    if backend is None:
+        call = cls.__call__
+        check_backend_of_process(cls.__name__, getattr(call, "__wrapped__", call))
 
 
 def is_sharded(processor: Any) -> bool:
@@ -100,7 +105,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
         TypeError: a class that cannot have subclasses.
     """
     call, name = cls.__call__, cls.__name__
-    eager_call = with_mesh_attention(call)
+    replaced = ReplacedAttention.of(call)
 
     @functools.wraps(call)
     def sharded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +117,10 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
             )
         check_backend(name, getattr(self, _BACKEND, None))
         attention = MeshAttention(name, state, getattr(self, _TOKENS))
-        if eager_call is None or torch.compiler.is_compiling():
+        eager_call = None
+        if replaced is not None and not torch.compiler.is_compiling():
+            eager_call = replaced.now()
+        if eager_call is None:
             with AttentionMode(attention):
                 out = call(self, *args, **kwargs)
         else:
@@ -125,7 +133,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
             )
         return out
 
-    # diffusers reads it in every block.
+    # Which diffusers reads in every block; that of a wrapper is found by two steps.
     setattr(sharded_call, "__signature__", inspect.signature(call))  # noqa: B010 - for mypy
     return type(f"Sharded{name}", (cls,), {"__call__": sharded_call})
 

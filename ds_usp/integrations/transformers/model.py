@@ -158,7 +158,7 @@ class EnabledModel(UndoneAtExit):
         self._inner, self._options = inner, options
         self._parameters = positional_arguments(model, inner)
         self._forward_passes = 0
-        self._weights = WeightsComparison()
+        self._weights = WeightsComparison(mesh.sp_group is not None)
         self._enabled = True
         self._drop_last = False  # per-token outputs have none for the last token
         self._shard: Shard | None = None
@@ -238,7 +238,7 @@ class EnabledModel(UndoneAtExit):
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         compared = dict(arguments)
         with same_on_all_ranks(self.mesh, "a batch of", compared):
-            compared.update(self._weights.of(self._inner))
+            compared.update(self._weights.of(self.model))
             check_arguments(arguments)
             batch = WholeBatch.read(arguments)
             self._check_positions(batch)
