@@ -103,7 +103,6 @@ class CallSize(NamedTuple):
         usual = max(by_flop, min(range(1, most + 1), key=cost_s))
         if not self.head_blocks:
             return usual
-
         kernel_s = flop / _FLOP_PER_S
 
         def lost_s(chunks: int) -> float:
@@ -113,9 +112,8 @@ class CallSize(NamedTuple):
         return best if lost_s(usual) - lost_s(best) > _LEAST_GAIN * kernel_s else usual
 
     def _idle_fraction(self, chunks: int) -> float:
-        """Idle multiprocessors in the last waves of kernels, as a part of all that compute."""
-        if not self.head_blocks:
-            return 0.0
+        """Idle multiprocessors in the last waves of kernels, as a part of all that compute, where
+        thread blocks are equal."""
         heads = (self.split.chunk(chunks, index).queries[0] for index in range(chunks))
         waves = [(end - begin) * self.head_blocks / _MULTIPROCESSORS for begin, end in heads]
         return sum(map(ceil, waves)) / sum(waves) - 1

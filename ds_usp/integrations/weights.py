@@ -1,4 +1,4 @@
-"""A sample of a model's weights, by which ranks see that they are replicas of each other."""
+"""A sample of a model's weights, which ranks compare: they must be replicas of each other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ELEMENTS = 8  # of each weight: another seed or checkpoint changes nearly all o
 
 
 class WeightsComparison:
-    """The weights among the arguments that ranks compare, until a forward pass was well.
+    """Weights among the arguments that ranks compare, until one forward pass has succeeded.
 
-    After a pass that failed they are compared again: what ranks refuse together leaves them in the
-    same state, so that one which failed on one rank alone costs one further error at most.
+    The pass after one that failed compares them again. If it failed on one rank only, ranks then
+    differ in what they compare: all raise an error, and in the pass after it all compare.
 
     Args:
         needed: there are several ranks.

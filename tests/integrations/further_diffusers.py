@@ -18,7 +18,7 @@ _FLUX = {
     "joint_attention_dim": 16,
     "axes_dims_rope": [4, 4, 8],
 }
-_WAN = {
+WAN = {
     "attention_head_dim": 12,
     "in_channels": 4,
     "out_channels": 4,
@@ -83,8 +83,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "patch_size": (1, 1, 1),
         "concat_padding_mask": False,  # which needs torchvision
     },
-    "SkyReelsV2Transformer3DModel": _WAN,
-    "ChronoEditTransformer3DModel": _WAN,
+    "SkyReelsV2Transformer3DModel": WAN,
+    "ChronoEditTransformer3DModel": WAN,
     "AuraFlowTransformer2DModel": {
         "sample_size": 8,
         "patch_size": 1,

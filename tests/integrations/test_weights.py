@@ -1,4 +1,4 @@
-"""Ranks whose models have other weights are told so in their first forward pass."""
+"""Ranks whose models have different weights raise an error in their first forward pass."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def after_a_pass_that_failed(forward: Forward, layer: Any, rank: int) -> None:
     forward()
 
 
-def of_door(ctx: RankContext, door: str, check: Any, known: bool) -> None:
+def of_model(ctx: RankContext, name: str, check: Any, known: bool) -> None:
     """``known``: values on CPUs; else they are compared when a pass ends, as on GPUs."""
     model: Any
-    if door == WAN:
+    if name == WAN:
         model = tiny_diffusers.build(WAN)
         enabled, layer = diffusers.enable(model, mesh_of(2)), model.blocks[1].attn1.to_q
         given = tiny_diffusers.arguments(WAN)
@@ -126,7 +126,7 @@ def of_door(ctx: RankContext, door: str, check: Any, known: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "check", "known"),
+    ("name", "check", "known"),
     [
         (WAN, refused_each_time, True),
         (WAN, refused_each_time, False),
@@ -134,7 +134,7 @@ def of_door(ctx: RankContext, door: str, check: Any, known: bool) -> None:
         ("llama", refused_each_time, True),
     ],
 )
-def test_other_weights_are_refused_until_a_pass_was_well(
-    pool: WorkerPool, door: str, check: Any, known: bool
+def test_different_weights_are_refused_until_a_pass_has_succeeded(
+    pool: WorkerPool, name: str, check: Any, known: bool
 ) -> None:
-    pool.run(of_door, 2, door=door, check=check, known=known)
+    pool.run(of_model, 2, name=name, check=check, known=known)

@@ -35,17 +35,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "axes_dims_rope": [4, 4, 4, 4],
     },
     "WanTransformer3DModel": {
+        **further_diffusers.WAN,
         "patch_size": (1, 2, 2),
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 32,
-        "ffn_dim": 32,
         "num_layers": 2,
         "cross_attn_norm": True,
         "qk_norm": "rms_norm_across_heads",
-        "rope_max_seq_len": 32,
     },
     "QwenImageTransformer2DModel": {
         "patch_size": 2,

@@ -47,23 +47,15 @@ class MeshAttention:
         self.calls: list[bool] = []
 
     def heads_first(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The signature of torch's; ``enable_gqa`` is what fewer KV heads mean here anyway.
+        """The signature of torch's: :meth:`tokens_first` begins with the same arguments.
 
         Shapes:
             all ``[b, h, s_local, d]``.
         """
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self.tokens_first(q, k, v, attn_mask, dropout_p, is_causal, scale).transpose(1, 2)
+        return self.tokens_first(q, k, v, *args, **kwargs).transpose(1, 2)
 
     def tokens_first(
         self,
@@ -80,7 +72,7 @@ class MeshAttention:
         backend: Any = None,
         parallel_config: Any = None,
     ) -> Tensor:
-        """The signature of diffusers'.
+        """The signature of diffusers'; ``enable_gqa`` is what fewer KV heads mean here anyway.
 
         Shapes:
             all ``[b, s_local, h, d]``.
@@ -107,13 +99,13 @@ class MeshAttention:
         return self._state.attend(query, key, value, self._tokens, scale)
 
 
-def check_backend(name: str, backend: object, cure: str = "") -> None:
+def check_backend(name: str, backend: object, advice: str = "") -> None:
     """Refuse an attention backend of diffusers.
 
     Args:
         name: of the processor.
         backend: its own, or that of the process.
-        cure: what else may have set it.
+        advice: what else to undo, as it may have set the backend.
 
     Raises:
         UnsupportedAttentionError: any but ``native``.
@@ -122,7 +114,7 @@ def check_backend(name: str, backend: object, cure: str = "") -> None:
     if value is not None and str(value) != NATIVE:
         raise UnsupportedAttentionError(
             f"{name} has the attention backend {value!r}: call set_attention_backend('native')"
-            f"{cure}; the kernel is chosen by enable(kernel=...)"
+            f"{advice}; the kernel is chosen by enable(kernel=...)"
         )
 
 
@@ -135,10 +127,10 @@ def check_backend_of_process(name: str, call: Callable[..., Any]) -> None:
     Raises:
         UnsupportedAttentionError: any but ``native``.
     """
-    if calls_attention(call, (_DISPATCH,)):
+    if _names_any(call, _DISPATCH):
         active = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
-        cure = ", leave attention_backend(...), unset DIFFUSERS_ATTN_BACKEND"
-        check_backend(name, active, cure)
+        advice = ", leave attention_backend(...), unset DIFFUSERS_ATTN_BACKEND"
+        check_backend(name, active, advice)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -177,12 +169,12 @@ class ReplacedAttention:
         """None for one that is not diffusers' own, or calls attention by other functions."""
         if not isinstance(call, FunctionType) or call.__module__.partition(".")[0] != "diffusers":
             return None
-        names = call.__code__.co_names
-        return cls(call) if calls_attention(call) and "super" not in names else None
+        by_name = _names_any(call, _TORCH_ATTENTION.__name__, _DISPATCH)
+        return cls(call) if by_name and not _names_any(call, "super") else None
 
-    def now(self) -> Callable[..., Any] | None:
-        """The function with the module's globals as they are now; None where torch's or diffusers'
-        function was patched, which it would leave out."""
+    def with_current_globals(self) -> Callable[..., Any] | None:
+        """The function with its module's globals of this moment; None where torch's or diffusers'
+        attention was patched, which it would leave out."""
         if functional.scaled_dot_product_attention is not _TORCH_ATTENTION:
             return None
         names = self._call.__globals__
@@ -206,19 +198,14 @@ class ReplacedAttention:
         return call
 
 
-def calls_attention(call: Callable[..., Any], by: tuple[str, ...] = ()) -> bool:
-    """Whether a function's own code names attention.
-
-    Args:
-        by: of these functions; default: torch's and diffusers'.
-    """
+def _names_any(call: object, *names: str) -> bool:
+    """Whether a function's own code, not that of others which it calls, has one of these names."""
     code = getattr(call, "__code__", None)
-    wanted = by or (_TORCH_ATTENTION.__name__, _DISPATCH)
-    return code is not None and not set(wanted).isdisjoint(code.co_names)
+    return code is not None and not set(names).isdisjoint(code.co_names)
 
 
 def run_with(attention: MeshAttention, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what :meth:`ReplacedAttention.now` has made."""
+    """Call what :meth:`ReplacedAttention.with_current_globals` has made."""
     before = _CURRENT.set(attention)
     try:
         return call(*args, **kwargs)

@@ -119,7 +119,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
         attention = MeshAttention(name, state, getattr(self, _TOKENS))
         eager_call = None
         if replaced is not None and not torch.compiler.is_compiling():
-            eager_call = replaced.now()
+            eager_call = replaced.with_current_globals()
         if eager_call is None:
             with AttentionMode(attention):
                 out = call(self, *args, **kwargs)
