@@ -218,8 +218,41 @@ def test_parameters_may_be_sharded(pool: WorkerPool) -> None:
     check(pool.run(sharded_parameters, WORLD), WORLD)
 
 
-def zero_step(ctx: RankContext) -> float:
-    """The relative error of a step of ZeRO-3, checkpointed."""
+def by_ddp(model: Any) -> Any:
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def by_accelerate(model: Any) -> Any:
+    """Which wraps it in DDP."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from hf_trainer_runs import restored_environment
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with restored_environment():
+        prepared = Accelerator(cpu=True).prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return prepared
+
+
+def replicated(ctx: RankContext, prepare: Callable[[Any], Any]) -> Errors:
+    """An engine averages the gradients of replicas."""
+    transformer, given = build("WanTransformer3DModel"), arguments("WanTransformer3DModel")
+    want = alone(transformer, given)
+    enable(transformer, mesh_of(2))
+    engine = prepare(transformer)
+    assert isinstance(engine, torch.nn.parallel.DistributedDataParallel)
+    have = Result(*forward_and_backward(engine, given), take_gradients(transformer))
+    return {f"rank {ctx.rank}": have.error(want)}
+
+
+@pytest.mark.parametrize("prepare", [by_ddp, by_accelerate])
+def test_replicas_may_be_averaged(pool: WorkerPool, prepare: Any) -> None:
+    check(pool.run(replicated, WORLD, prepare=prepare), WORLD)
+
+
+def zero_step(ctx: RankContext, stage: int) -> float:
+    """The relative error of a step under DeepSpeed, checkpointed."""
     from ds_usp.training import prepare_deepspeed
 
     prepare_deepspeed()
@@ -236,7 +269,7 @@ def zero_step(ctx: RankContext) -> float:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -252,14 +285,15 @@ def zero_step(ctx: RankContext) -> float:
     engine.step()
     errors = []
     for name, p in transformer.named_parameters():
-        with deepspeed.zero.GatheredParameters([p]):
+        with deepspeed.zero.GatheredParameters([p], enabled=stage == 3):
             errors.append(((before[name] - p.detach()) / rate - want[name]).norm())
     scale = torch.stack([gradient.norm() for gradient in want.values()]).norm()
     return float(torch.stack(errors).norm() / scale)
 
 
-def test_a_step_of_zero_3_is_that_of_one_rank(pool: WorkerPool) -> None:
-    assert max(pool.run(zero_step, WORLD)) <= BOUND
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_of_zero_is_that_of_one_rank(pool: WorkerPool, stage: int) -> None:
+    assert max(pool.run(zero_step, WORLD, stage=stage)) <= BOUND
 
 
 def with_lora() -> Any:
