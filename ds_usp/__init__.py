@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from ds_usp.attention.score_mod import Scores
     from ds_usp.attention.self_attention import USPSelfAttention
     from ds_usp.attention.tuning import Tuning
-    from ds_usp.comm.ledger import CommLedger
+    from ds_usp.comm.channel import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
 else:
     _LAZY = MappingProxyType(
         {
-            "CommLedger": "ds_usp.comm.ledger",
+            "CommLedger": "ds_usp.comm.channel",
             "Projection": "ds_usp.attention.projection",
             "Scores": "ds_usp.attention.score_mod",
             "SequenceMesh": "ds_usp.comm.mesh",

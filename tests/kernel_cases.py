@@ -14,9 +14,8 @@ from stub_machine import MAKERS
 
 from ds_usp import MaskSpec, UnsupportedAttentionError
 from ds_usp.comm.channel import split_features
-from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
 from ds_usp.geometry.segments import Segment
-from ds_usp.geometry.tiles import Tile, plan_tiles
+from ds_usp.geometry.tiles import KernelCall, Tile, kernel_calls_from_tiles, plan_tiles
 from ds_usp.kernels import registry
 from ds_usp.kernels.api import AttentionKernel, BackwardInputs, KernelRequest
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator

@@ -44,7 +44,6 @@ from ds_usp.attention.validation import (
     token_layout,
 )
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.streams import wait_for_stream
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
@@ -239,7 +238,7 @@ class USPAttention(torch.nn.Module):
         check_only_inputs_require_grad(self.local_attn, extra)
         dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
         comparable = dim, hashable_documents(arguments.documents)
-        wait_for_stream(self.sp_stream, query, key, value)
+        _wait_for_stream(self.sp_stream, query, key, value)
         (out,) = compute_or_replay(compute, (query, key, value), (self, *comparable))
         return out
 
@@ -392,3 +391,22 @@ class USPAttention(torch.nn.Module):
     @property
     def _in_training(self) -> bool:
         return bool(getattr(self.local_attn, "training", self.training))
+
+
+def _wait_for_stream(stream: Any, *tensors: torch.Tensor) -> None:
+    """Let the current stream wait for another one, and that one for the tensors' gradients.
+
+    Args:
+        stream: None: nothing to wait for.
+    """
+    if stream is None or tensors[0].device.type == "cpu":
+        return
+    device = torch.get_device_module(tensors[0].device)
+    device.current_stream().wait_stream(stream)
+
+    def wait_in_backward(grad: torch.Tensor) -> None:
+        stream.wait_stream(device.current_stream())
+
+    for x in tensors:
+        if x.requires_grad:
+            x.register_hook(wait_in_backward)

@@ -253,7 +253,7 @@ def _kernels() -> dict[str, str]:
 def _copy_engines() -> dict[str, Any]:
     """Whether this process could use them; the ranks of a mesh decide together when it is made."""
     count = _torch().cuda.device_count()
-    from ds_usp.comm.symmetric_memory import peer_copy_unavailable_reason
+    from ds_usp.comm.copy_engine import peer_copy_unavailable_reason
 
     reason = peer_copy_unavailable_reason(max(count, 1))
     if reason is None and count == 1:

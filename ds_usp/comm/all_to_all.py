@@ -15,10 +15,9 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.channel import PendingExchange
+from ds_usp.comm.channel import NO_RANGE, PendingExchange, exchange_range, profiler_enabled
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import DeferredSum, PreallocatedSend, copy_or_sum_into
-from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.comm.uniform_all_to_all import UniformAllToAll
 from ds_usp.geometry.layout import Run, TokenLayout
 from ds_usp.geometry.token_slices import TokenSlices

@@ -2,17 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd import _profiler_enabled as profiler_enabled
+from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 
-from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.errors import MeshError
+
+# ------------------------------------------------------------------------------------------------
+# Communication ledger: counts of calls and bytes sent.
+
+
+class CommLedger:
+    """Calls and bytes that this rank has sent to other ranks, by kind of exchange.
+
+    Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; a double ring's traffic between nodes is
+    ``ring_kv_outer``, ``ring_dkv_outer``. What a rank keeps is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def add(self, kind: str, sent_bytes: int) -> None:
+        """Record one exchange."""
+        self.calls[kind] += 1
+        self.bytes[kind] += sent_bytes
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.calls.clear()
+        self.bytes.clear()
+
+    def __str__(self) -> str:
+        rows = (f"{kind} {self.calls[kind]} calls {self.bytes[kind]} B" for kind in self.calls)
+        return ", ".join(rows) or "nothing sent"
+
+
+# ------------------------------------------------------------------------------------------------
+# Ranges of exchanges in a profiler's trace: what a GPU's copies and NCCL kernels belong to.
+#
+# A range is named ``ds_usp.comm/KIND/BYTES``: the ledger's kind and the bytes sent to other ranks.
+# There are ranges only while a profiler records: callers ask :data:`profiler_enabled` first.
+
+
+PREFIX = "ds_usp.comm/"
+NO_RANGE = contextlib.nullcontext()
+
+
+def exchange_range(kind: str, sent_bytes: int) -> contextlib.AbstractContextManager[object]:
+    """The range of one exchange.
+
+    Args:
+        kind: the ledger's, or one of a report's.
+        sent_bytes: to other ranks.
+    """
+    return record_function(f"{PREFIX}{kind}/{sent_bytes}")
+
 
 HeadShapes = tuple[tuple[int, int], ...]  # heads and head dim of each tensor
 _MAX_VIEWS = 64

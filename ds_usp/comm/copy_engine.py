@@ -30,30 +30,264 @@ call: every call costs CPU time. NVLink multicast is never used.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import NamedTuple
+from functools import cache, cached_property, lru_cache
+from importlib import import_module
+from threading import Thread
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.channel import RecvSpec, StagingBuffer
-from ds_usp.comm.cuda_driver import (
-    FlagOp,
-    FlagOpBatch,
-    copy_2d_async,
-    copy_async,
-    graph_capture_id,
+from ds_usp.comm.channel import (
+    NO_RANGE,
+    CommLedger,
+    RecvSpec,
+    SendSlice,
+    StagingBuffer,
+    exchange_range,
+    profiler_enabled,
 )
-from ds_usp.comm.streams import current_stream
-from ds_usp.comm.symmetric_memory import PeerMappedTensor, alloc_symmetric
+from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import MeshError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import pipeline_schedule, staging_slots
 from ds_usp.geometry.ring_schedule import ring_schedule
+
+# ------------------------------------------------------------------------------------------------
+# Calls of the CUDA driver API that torch lacks, by NVIDIA's cuda-bindings: signal flags that
+# streams set and wait for, and copies between addresses.
+
+
+_MIN_VERSION = 11070  # CUDA 11.7, the first with cuStreamBatchMemOp_v2
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_MAX_BATCH = 255
+
+
+@lru_cache(maxsize=1)
+def driver() -> Any:
+    """NVIDIA's ``cuda.bindings.driver``, on which newer CUDA builds of torch depend.
+
+    Raises:
+        ImportError: it is not installed.
+        RuntimeError: there is no NVIDIA driver, or one older than CUDA 11.7.
+    """
+    try:
+        module = import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise ImportError("cuda-bindings is missing (pip install cuda-bindings)") from error
+    status, version = module.cuDriverGetVersion()
+    if status:
+        raise RuntimeError(f"the NVIDIA driver cannot be used: error {int(status)}")
+    if version < _MIN_VERSION:
+        release = f"CUDA {version // 1000}.{version % 1000 // 10}"
+        raise RuntimeError(f"the NVIDIA driver is of {release}; copy engines need CUDA 11.7")
+    return module
+
+
+@lru_cache(maxsize=1)
+def _device_memory() -> Any:
+    return driver().CUmemorytype.CU_MEMORYTYPE_DEVICE
+
+
+class FlagOp(NamedTuple):
+    """A stream operation on a 32-bit flag: write it, after all earlier writes are visible, or wait.
+
+    Attributes:
+        is_wait: wait until the flag is at least ``value``; else write ``value``.
+    """
+
+    address: int
+    value: int
+    is_wait: bool = False
+
+
+class FlagOpBatch:
+    """Flag operations in this order as one driver call, whose arguments are prepared once."""
+
+    def __init__(self, ops: Sequence[FlagOp]) -> None:
+        if len(ops) > _MAX_BATCH:
+            raise MeshError(
+                f"{len(ops)} flag operations in one call, but the driver takes {_MAX_BATCH}"
+            )
+        self._ops = ops
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue all on a stream, which a CUDA graph may be capturing."""
+        if self._ops:
+            _call(driver().cuStreamBatchMemOp, stream, len(self._ops), self._params, 0)
+
+    @cached_property
+    def _params(self) -> list[Any]:
+        """The operations as structs of ``cuStreamBatchMemOp``."""
+        kinds = driver().CUstreamBatchMemOpType
+        params = [driver().CUstreamBatchMemOpParams() for _ in self._ops]
+        for param, op in zip(params, self._ops, strict=True):
+            field = param.waitValue if op.is_wait else param.writeValue
+            kind = "WAIT" if op.is_wait else "WRITE"
+            field.operation = getattr(kinds, f"CU_STREAM_MEM_OP_{kind}_VALUE_32")
+            field.address, field.value = op.address, driver().cuuint32_t(op.value)
+            field.flags = 0  # of a wait: CU_STREAM_WAIT_VALUE_GEQ
+        return params
+
+
+def graph_capture_id(stream: torch.cuda.Stream) -> int:
+    """The id of the CUDA graph that captures the current stream; 0 if none does."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    _, _status, capture_id, *_ = _call(driver().cuStreamGetCaptureInfo, stream.cuda_stream)
+    return int(capture_id)
+
+
+def copy_async(stream: int, dst: int, src: int, size: int) -> None:
+    """Copy ``size`` bytes between device addresses."""
+    _call(driver().cuMemcpyDtoDAsync, dst, src, size, stream)
+
+
+def copy_2d_async(
+    stream: int, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
+) -> None:
+    """Copy ``rows`` of ``width`` bytes, a pitch in bytes apart."""
+    copy = driver().CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = _device_memory()
+    copy.srcDevice, copy.srcPitch = src, src_pitch
+    copy.dstDevice, copy.dstPitch = dst, dst_pitch
+    copy.WidthInBytes, copy.Height = width, rows
+    _call(driver().cuMemcpy2DAsync, copy, stream)
+
+
+def _call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
+    """Call a driver function and check its error code; returns (code, results...)."""
+    results = function(*arguments)
+    if results[0]:
+        # The runtime binds a context at a thread's first call of it; autograd's threads are new.
+        if results[0] == _NO_CONTEXT:
+            _bind(torch.cuda.current_device())
+            results = function(*arguments)
+        if results[0]:
+            error = int(results[0])
+            raise MeshError(f"the CUDA driver refused {function.__name__}: error {error}")
+    return results
+
+
+def _bind(device: int) -> None:
+    """Make the device's primary context, which the runtime uses, this thread's: also during the
+    capture of a CUDA graph, when streams may not be queried."""
+    error, context = driver().cuDevicePrimaryCtxRetain(device)
+    error = error or driver().cuCtxSetCurrent(context)[0]
+    if error:
+        raise MeshError(f"the CUDA driver gives no context for GPU {device}: error {int(error)}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Symmetric memory: torch's (torch.distributed._symmetric_memory), which the GPUs of a node map
+# from each other.
+
+
+class PeerMappedTensor:
+    """This rank's tensor in symmetric memory, and the addresses of the other ranks'."""
+
+    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self.local = local
+        self._handle: Any = symmetric_memory.rendezvous(local, group)
+        shape = list(local.shape)
+        self._all = [
+            self._handle.get_buffer(rank, shape, local.dtype) for rank in range(group.size())
+        ]
+        self._addresses = [x.data_ptr() for x in self._all]
+        self._itemsize = local.element_size()
+
+    def address(self, rank: int, index: int) -> int:
+        """The address in this process of element ``index`` of a rank's tensor."""
+        return self._addresses[rank] + index * self._itemsize
+
+
+def alloc_symmetric(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """A tensor in memory that can be shared; collective, so that all ranks have one or none.
+
+    Raises:
+        MeshError: a rank is out of memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    tensor, reason = None, ""
+    for last in (False, True):
+        try:
+            tensor = symmetric_memory.empty(shape, dtype=dtype, device=device)
+            break
+        except RuntimeError as error:  # out of memory, of which torch's allocator may cache some
+            reason = str(error).splitlines()[0]
+            if not last:
+                torch.cuda.empty_cache()
+    failed = torch.tensor(float(tensor is None), device=device)
+    dist.all_reduce(failed, group=group)
+    if tensor is None or failed.item():
+        raise MeshError(f"a rank cannot allocate symmetric memory of {shape} {dtype} {reason}")
+    return tensor
+
+
+def copy_engine_unavailable_reason(group: dist.ProcessGroup, nodes: Sequence[bytes]) -> str | None:
+    """Why the ranks of a group cannot copy from each other's GPUs; None if they can. Collective
+    over it.
+
+    Args:
+        nodes: each rank's node.
+    """
+    gpu = torch.device("cuda")
+    if gpu not in group._device_types or group._get_backend(gpu).name() != "nccl":
+        return "the ranks do not exchange on GPUs"
+    reason = peer_copy_unavailable_reason(group.size())
+    gpu_index = torch.cuda.current_device().to_bytes(4, "big")
+    ranks = all_gather_bytes(bytes([reason is None]) + gpu_index, group)
+    if reason is not None:
+        return reason
+    if len(set(nodes)) > 1 or len({data[:1] for data in ranks}) > 1:
+        return "the ranks are on several nodes, or one of them cannot"
+    if len({data[1:] for data in ranks}) < len(ranks):
+        return "each process sees its own GPU only, or several share one"
+    return None
+
+
+def peer_copy_unavailable_reason(ranks: int) -> str | None:
+    """Why this process's GPU cannot copy from those of a group of so many ranks, one a GPU of this
+    node, as far as one process can see it; None if it can."""
+    if torch.cuda.device_count() < 1 or torch.version.cuda is None:
+        return "no NVIDIA GPU"
+    if torch.cuda.device_count() < ranks:
+        return f"this process sees {torch.cuda.device_count()} GPUs, the group has {ranks}"
+    try:
+        import_module("torch.distributed._symmetric_memory")
+        driver()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"symmetric memory cannot be used: {error}"
+    device = torch.cuda.current_device()
+    peers = (peer for peer in range(torch.cuda.device_count()) if peer != device)
+    if not all(torch.cuda.can_device_access_peer(device, peer) for peer in peers):
+        return "the GPUs of this node do not reach each other's memory"
+    return None
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """``torch.cuda.current_stream`` of a device with an index, in a fraction of its CPU time."""
+    return _stream(*torch._C._cuda_getCurrentStream(device.index))
+
+
+@lru_cache(maxsize=256)
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    """The stream object of these ids, made once, as making it costs CPU time."""
+    return torch.cuda.Stream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
+
 
 _ALIGN = 512
 _MAX_CACHED = 256  # buffers and flag batches of a slot: lengths and readers differ between calls
@@ -366,3 +600,109 @@ class CopyEngine:
                 heads * dim * itemsize,
                 rows,
             )
+
+
+# ------------------------------------------------------------------------------------------------
+# Channels over the copy engines of a mesh, and what is done with all of its engines at once.
+
+
+_ABORT_TIMEOUT_S = 60.0  # for streams that wait for something else after an error
+
+
+class CopyEngineChannel:
+    """:class:`ds_usp.comm.channel.Channel` by copy engines.
+
+    Args:
+        engine: of the group.
+        ledger: counts calls and bytes.
+        kind: their name in the ledger.
+    """
+
+    def __init__(self, engine: CopyEngine, ledger: CommLedger, kind: str) -> None:
+        self._engine, self._ledger, self._kind = engine, ledger, kind
+        self._slot: Slot | None = None
+        self._generation = 0
+        self._done: torch.cuda.Event | None = None
+        self._recvs: Sequence[RecvSpec] = ()  # keeps their tensors alive
+        self.in_flight = False
+
+    def acquire_staging(
+        self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
+    ) -> StagingBuffer:
+        """See :meth:`ds_usp.comm.channel.P2PChannel.acquire_staging`."""
+        buffer, self._slot = self._engine.acquire_slot(shape, dtype)
+        self._generation = self._slot.generation
+        return buffer
+
+    def post(
+        self,
+        packed: torch.Tensor,
+        sends: Sequence[SendSlice],
+        recvs: Sequence[RecvSpec],
+        *,
+        overlapped: bool = True,
+    ) -> None:
+        """See :meth:`ds_usp.comm.channel.P2PChannel.post`; ``recvs`` need not be dense."""
+        if self.in_flight or self._slot is None:
+            why = "before the last one was waited for" if self.in_flight else "without a buffer"
+            raise MeshError(f"a {self._kind} exchange was posted {why}")
+        if self._generation != self._slot.generation:
+            raise MeshError(f"the buffer of a {self._kind} exchange was given to a later one")
+        rank, itemsize = self._engine.rank, packed.element_size()
+        if len(recvs) > 1:  # ranks do not all pull from one at a time; slices of one together
+            recvs = sorted(recvs, key=lambda recv: (recv[0] <= rank, recv[0]))
+        self._recvs = recvs
+        readers: dict[int, None] = {}  # each once, in order
+        rows = 0
+        for to, start, stop in sends:
+            readers[to] = None
+            rows += stop - start
+        sent_bytes = rows * packed.stride(0) * itemsize  # it is dense
+        with exchange_range(self._kind, sent_bytes) if profiler_enabled() else NO_RANGE:
+            self._done = self._engine.publish_and_pull(
+                self._slot, list(readers), recvs, itemsize, overlapped=overlapped
+            )
+        self.in_flight = True
+        if sends:
+            self._ledger.add(self._kind, sent_bytes)
+
+    def wait(self) -> None:
+        """See :meth:`ds_usp.comm.channel.P2PChannel.wait`."""
+        if not self.in_flight:
+            raise MeshError(f"no {self._kind} exchange was posted")
+        if self._done is not None:
+            self._engine.wait_for(self._done)
+        self._done, self._recvs, self.in_flight = None, (), False
+
+    def drain(self) -> None:
+        """See :meth:`ds_usp.comm.channel.P2PChannel.drain`."""
+        if self.in_flight:
+            self.wait()
+
+
+def num_exchanges(engines: Mapping[str, CopyEngine]) -> int:
+    """Exchanges that the copy engines of a mesh have started."""
+    return sum([engine.exchanges for engine in engines.values()])
+
+
+def note_replay(engines: Mapping[str, CopyEngine]) -> None:
+    """The current stream launches a CUDA graph with exchanges of the copy engines of a mesh."""
+    for engine in engines.values():
+        engine.note_replay()
+
+
+def abort_waits(engines: Mapping[str, CopyEngine]) -> None:
+    """End whatever this rank's streams wait for, from a thread: each exchange in flight waits anew
+    when the one before it is done. A process that ends meanwhile waits for it, a minute at most."""
+    if engines:
+        Thread(target=_abort_until_idle, args=(list(engines.values()),)).start()
+
+
+def _abort_until_idle(engines: Sequence[CopyEngine]) -> None:
+    """End the waits of each exchange in flight until none is left or the time limit has passed."""
+    deadline = time.monotonic() + _ABORT_TIMEOUT_S
+    with contextlib.suppress(RuntimeError):  # the GPU is lost
+        while [engine for engine in engines if engine.abort_waits()]:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.001)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, Final, cast
+from itertools import count
+from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,14 +15,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_usp._version import __version__
-from ds_usp.comm.channel import Channel, P2PChannel
+from ds_usp.comm.channel import Channel, CommLedger, P2PChannel
 from ds_usp.comm.consistency import ConsistencyChecker, check_same
-from ds_usp.comm.copy_engine import CopyEngine, num_slots
-from ds_usp.comm.copy_engine_channel import CopyEngineChannel, abort_waits, num_exchanges
+from ds_usp.comm.copy_engine import (
+    CopyEngine,
+    CopyEngineChannel,
+    abort_waits,
+    copy_engine_unavailable_reason,
+    num_exchanges,
+    num_slots,
+)
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
-from ds_usp.comm.existing_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
-from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.mesh_registry import WeakRegistry
 from ds_usp.comm.process_groups import (
     align_group_counters,
     count_ring_ranks_per_node,
@@ -29,10 +34,141 @@ from ds_usp.comm.process_groups import (
     ulysses_ranks_share_node,
 )
 from ds_usp.comm.shards import gather_shards
-from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
 from ds_usp.errors import ConfigError, MeshError
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
+from ds_usp.geometry.degrees import Degrees
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
+
+# ------------------------------------------------------------------------------------------------
+# Validation of the sequence-parallel group that a user passes: a process group or a DeviceMesh.
+
+
+_AXES = ("ring", "ulysses")
+
+
+def group_of_this_rank(group: object) -> dist.ProcessGroup:
+    """The group itself, or the default one for None.
+
+    Raises:
+        MeshError: torch.distributed does not run, or this rank is not in the group.
+        ConfigError: not a process group.
+    """
+    if not dist.is_initialized():
+        raise MeshError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group "
+            "first, or use SequenceMesh.single() for one process"
+        )
+    if isinstance(group, DeviceMesh):
+        raise ConfigError(
+            f"{group} was given as the sequence-parallel group, which is a process group. Make "
+            'the mesh from it, mesh=SequenceMesh.from_device_mesh(device_mesh["sp"], '
+            "ulysses_degree=...), or give one dim's group, device_mesh.get_group(...)"
+        )
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and not outside and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"a {type(group).__name__} was given as the sequence-parallel group; it must be a "
+            "process group of torch.distributed, or None for the default one. Give a SequenceMesh "
+            "as mesh="
+        )
+    sp_group = cast(dist.ProcessGroup, group or dist.group.WORLD)
+    if outside or dist.get_rank(sp_group) < 0:
+        raise MeshError(
+            f"global rank {dist.get_rank()} is not in the sequence-parallel group it was "
+            "given. Pass each rank the group that holds it."
+        )
+    return sp_group
+
+
+def grid_refusal(ranks: list[int], ulysses: int, order: str) -> ConfigError | None:
+    """Why no grid of this ``ulysses`` degree lies over these ranks; None if one does."""
+    if ranks != sorted(ranks):  # torch sorts the ranks of the groups that the mesh makes
+        return ConfigError(
+            f"the sequence-parallel group has its global ranks in the order {ranks}; make it "
+            "with ascending ranks"
+        )
+    refusal = Degrees(sp=len(ranks), ulysses=ulysses).refusal()
+    if refusal:
+        return ConfigError(refusal.message)
+    if order not in ORDERS:
+        return ConfigError(f"unknown rank order {order!r}; there are {', '.join(ORDERS)}")
+    return None
+
+
+def group_of_device_mesh(
+    device_mesh: DeviceMesh, ulysses_degree: int | None, order: str | None
+) -> tuple[dist.ProcessGroup, int | None, str]:
+    """The process group of all ranks of a DeviceMesh, the Ulysses degree and the order of the axes.
+    Collective over these ranks where there are two dims.
+
+    Raises:
+        ConfigError: dims that are no sequence-parallel ranks, or that contradict the arguments.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise ConfigError(f"{device_mesh!r} must be a DeviceMesh of torch.distributed")
+    if device_mesh.ndim == 1:
+        return device_mesh.get_group(), ulysses_degree, order or DEFAULT_SP_ORDER
+    names = device_mesh.mesh_dim_names or ()
+    if device_mesh.ndim != 2 or tuple(sorted(names)) != _AXES:
+        raise ConfigError(
+            f"a DeviceMesh of {device_mesh.ndim} dims {names}: give the dim whose ranks share a "
+            'sequence, device_mesh["sp"], or two dims with the names ulysses and ring'
+        )
+    degree, mesh_order = device_mesh[("ulysses")].size(), "-".join(reversed(names))
+    if ulysses_degree not in (None, degree) or order not in (None, mesh_order):
+        raise ConfigError(
+            f"ulysses_degree={ulysses_degree}, order={order!r} were given, and the DeviceMesh has "
+            f"ulysses {degree} and the order {mesh_order!r}: leave both out"
+        )
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):  # torch sorts the ranks of a group
+        raise ConfigError(
+            f"the DeviceMesh has its global ranks in the order {ranks}; make it with ascending "
+            "ranks"
+        )
+    groups = [device_mesh.get_group(name) for name in names]
+    for group in groups:  # first along one axis, then along the other: then all ranks are even
+        align_group_counters(group)
+    sp_group = subgroup(groups[0], ranks) if min(device_mesh.shape) > 1 else None
+    longer_axis = groups[0] if device_mesh.shape[0] > 1 else groups[1]
+    return sp_group or longer_axis, degree, mesh_order
+
+
+# ------------------------------------------------------------------------------------------------
+# A weak registry of objects by name: ops of torch take tensors and plain values alone.
+
+
+T = TypeVar("T")
+
+
+class WeakRegistry(Generic[T]):
+    """Unique names of live objects. It keeps none alive: a name is free again when its object is
+    gone."""
+
+    def __init__(self) -> None:
+        self._objects: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
+
+    def register(self, obj: T, prefix: str) -> str:
+        """A name for an object, which begins with ``prefix``."""
+        names = (f"{prefix} #{number}" for number in count())
+        name = next(name for name in names if name not in self._objects)
+        self._objects[name] = obj
+        return name
+
+    def lookup(self, name: str) -> T:
+        """The registered object of a name.
+
+        Raises:
+            MeshError: there is none any more.
+        """
+        obj = self._objects.get(name)
+        if obj is None:
+            raise MeshError(
+                f"compiled code asks for the mesh {name!r}, which is gone: keep the mesh as long "
+                "as what was compiled with it"
+            )
+        return obj
+
 
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.

@@ -16,11 +16,16 @@ from ds_usp.geometry.double_ring import (
     min_gap,
     total_length,
 )
-from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Runs, Segment, slice_segments
-from ds_usp.geometry.tiles import ANY_BAND, TileSupport, plan_tiles
+from ds_usp.geometry.tiles import (
+    ANY_BAND,
+    KernelCall,
+    TileSupport,
+    kernel_calls_from_tiles,
+    plan_tiles,
+)
 
 ChunkPosition = Literal["only", "local_first", "local_merged", "local_last"]
 # Ranks of the largest ring for which every rank plans the merged steps of all.

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
+from ds_usp.geometry.tiles import ANY_BAND, KernelCall, Tile, TileSupport
 from ds_usp.kernels.head_dims import Dims, HeadDims
 from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, ScoreMod
 

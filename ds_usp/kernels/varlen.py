@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_usp.geometry.kernel_calls import KernelCall
-from ds_usp.geometry.tiles import Bounds, Tile
+from ds_usp.geometry.tiles import Bounds, KernelCall, Tile
 from ds_usp.kernels.api import QKV, BackwardInputs, OutLse, SingleTileKernel
 from ds_usp.kernels.score_mod import BoundScoreMod
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ds_usp.comm.profiler_ranges import profiler_enabled
+from ds_usp.comm.channel import profiler_enabled
 from ds_usp.errors import ConfigError
 from ds_usp.profiling import exposed_plot, exposed_table
 from ds_usp.profiling.exposed_calls import named_calls

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from ds_usp.comm.profiler_ranges import PREFIX, exchange_range, profiler_enabled
+from ds_usp.comm.channel import PREFIX, exchange_range, profiler_enabled
 from ds_usp.profiling.exposed_kinds import (
     OTHER,
     gathered_bytes,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ds_usp.comm.profiler_ranges import PREFIX
+from ds_usp.comm.channel import PREFIX
 from ds_usp.profiling.exposed_calls import LAUNCH
 from ds_usp.profiling.exposed_kinds import (
     COMPUTE,

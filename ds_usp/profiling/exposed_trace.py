@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_usp.comm.profiler_ranges import PREFIX
+from ds_usp.comm.channel import PREFIX
 from ds_usp.errors import ConfigError
 
 CPU, RUNTIME, KERNEL, COPY, SET = "cpu", "runtime", "kernel", "copy", "set"

@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_usp.comm.collectives import all_gather_shards, reduce_scatter_shards
-from ds_usp.comm.process_groups import node_ids
-from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
-from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
+from ds_usp.comm.channel import NO_RANGE, exchange_range, profiler_enabled
+from ds_usp.comm.copy_engine import copy_engine_unavailable_reason
+from ds_usp.comm.process_groups import all_gather_shards, node_ids, reduce_scatter_shards
 from ds_usp.config import fused_tp_requested, single_hw_queue, without_multicast
 from ds_usp.errors import MeshError
 from ds_usp.warn_once import warn_once

@@ -11,9 +11,8 @@ from kernel_cases import attend, tensors
 from oracle import relative_error
 
 from ds_usp import MaskSpec
-from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
 from ds_usp.geometry.segments import Segment
-from ds_usp.geometry.tiles import plan_tiles
+from ds_usp.geometry.tiles import KernelCall, kernel_calls_from_tiles, plan_tiles
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.registry import _load, _with_padding_if_needed, available_kernels

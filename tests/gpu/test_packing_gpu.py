@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_usp.comm.channel import StagingBuffer, StridedView
 from ds_usp.comm.packing import OwnTokens, PackPlan, SendTensor, SendViews, pack_for_send
-from ds_usp.comm.uniform_plan import (
+from ds_usp.comm.uniform_all_to_all import (
     HeadRange,
     plan_to_heads,
     plan_to_sequence,

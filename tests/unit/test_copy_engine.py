@@ -13,8 +13,7 @@ import pytest
 from copy_engine_model import KINDS, Call, FakeChannel, FakeFlagOpBatch, World
 from interleavings import advance, seconds
 
-from ds_usp.comm.copy_engine import CopyEngine, _FlagBatches, num_slots
-from ds_usp.comm.cuda_driver import FlagOp
+from ds_usp.comm.copy_engine import CopyEngine, FlagOp, _FlagBatches, num_slots
 from ds_usp.errors import MeshError
 
 

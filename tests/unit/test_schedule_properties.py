@@ -17,9 +17,8 @@ from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
 from ds_usp.geometry.double_ring import TokenRange
-from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
-from ds_usp.geometry.tiles import Tile, TileSupport
+from ds_usp.geometry.tiles import KernelCall, Tile, TileSupport
 
 POSITIONS: tuple[ChunkPosition, ...] = get_args(ChunkPosition)
 # (ulysses, ring, inner rings). A plan takes time with the square of the ring.

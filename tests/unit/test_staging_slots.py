@@ -12,11 +12,16 @@ import torch
 from copy_engine_model import KINDS, SLOT, FakeMemory, World
 
 from ds_usp import MeshError, SequenceMesh
-from ds_usp.comm import copy_engine, copy_engine_channel
-from ds_usp.comm.copy_engine import CopyEngine
-from ds_usp.comm.copy_engine_channel import CopyEngineChannel, _abort_until_idle, abort_waits
-from ds_usp.comm.cuda_driver import FlagOp, FlagOpBatch
-from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm import copy_engine
+from ds_usp.comm.channel import CommLedger
+from ds_usp.comm.copy_engine import (
+    CopyEngine,
+    CopyEngineChannel,
+    FlagOp,
+    FlagOpBatch,
+    _abort_until_idle,
+    abort_waits,
+)
 
 
 def test_a_slot_that_was_never_published_is_acquired_again() -> None:
@@ -139,7 +144,7 @@ def test_waits_of_streams_are_aborted_after_an_error() -> None:
     _abort_until_idle([lost])
     assert lost.abort_waits.call_count == 1
     stuck = mock.Mock(abort_waits=mock.Mock(return_value=True))
-    with mock.patch.object(copy_engine_channel, "_ABORT_TIMEOUT_S", 0.02):
+    with mock.patch.object(copy_engine, "_ABORT_TIMEOUT_S", 0.02):
         _abort_until_idle([stuck])
     assert 1 < stuck.abort_waits.call_count <= 21
 

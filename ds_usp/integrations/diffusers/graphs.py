@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_usp.comm.copy_engine_channel import note_replay
+from ds_usp.comm.copy_engine import note_replay
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError, USPError
 from ds_usp.integrations.diffusers.graph_checks import (
