@@ -8,14 +8,167 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import MeshError, UnsupportedAttentionError
-from megatron_patches.megatron_core.layer_options import layer_mask, refuse_inexact_options
-from megatron_patches.megatron_core.masks import check_dense_mask
 from megatron_patches.megatron_core.packed_documents import packed_documents
+
+# ------------------------------------------------------------------------------------------------
+# What a megatron-core configuration asks of one layer's core attention: served, or refused.
+
+
+_DETERMINISTIC_ERROR = 2  # torch's mode that refuses nondeterministic kernels; 1 warns of them
+
+
+def layer_mask(
+    attn_mask_type: AttnMaskType, config: TransformerConfig, layer_number: int
+) -> ds_usp.MaskSpec:
+    """The mask rule of a layer: causal or full, with its window."""
+    right_of = {AttnMaskType.causal: 0, AttnMaskType.no_mask: None}
+    if attn_mask_type not in right_of:
+        raise UnsupportedAttentionError(
+            f"mask type {attn_mask_type} has no rule over global positions; USP attention serves "
+            "AttnMaskType.causal and AttnMaskType.no_mask, with or without a window"
+        )
+    left, right = None, right_of[attn_mask_type]
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        left, lookahead = (None if bound < 0 else bound for bound in config.window_size)
+        if right == 0 and lookahead:
+            raise UnsupportedAttentionError(
+                f"layer {layer_number}: window_size={config.window_size} looks {lookahead} tokens "
+                f"beyond a causal mask. Use window_size=({config.window_size[0]}, 0)"
+            )
+        right = lookahead if right is None else right
+    return ds_usp.MaskSpec.window(left, right)
+
+
+def refuse_inexact_options(
+    config: TransformerConfig,
+    layer_number: int,
+    attention_type: str,
+    attention_dropout: float,
+    num_splits: int | None,
+) -> None:
+    """Refuse what attention over ranks could not compute exactly as it is asked for.
+
+    Raises:
+        UnsupportedAttentionError: such an option of the configuration or of the layer.
+    """
+    refused = {
+        f"attention_type={attention_type!r}": (
+            attention_type != "self",
+            "the keys of another sequence need a layout of their own; call ds_usp.usp_attention "
+            "with kv_layout=",
+        ),
+        f"attention_dropout={attention_dropout}": (
+            attention_dropout > 0.0,
+            "ranks would drop different entries in forward and backward; set attention_dropout=0",
+        ),
+        f"softmax_type={config.softmax_type!r}": (
+            config.softmax_type not in ("vanilla", "off-by-one", "learnable"),
+            "use vanilla, off-by-one or learnable",
+        ),
+        "log_max_attention_logit / qk_clip": (
+            config.log_max_attention_logit or config.qk_clip,
+            "flash kernels do not return the largest logit; switch both off",
+        ),
+        "fp8_dot_product_attention / fp8_multi_head_attention": (
+            config.fp8_dot_product_attention or config.fp8_multi_head_attention,
+            "scores are computed in the dtype of q, k and v; switch both off (linear layers may "
+            "stay in FP8)",
+        ),
+        "deterministic_mode": (
+            config.deterministic_mode
+            and torch.get_deterministic_debug_mode() != _DETERMINISTIC_ERROR,
+            "kernels with a deterministic backward are used under "
+            "torch.use_deterministic_algorithms(True) only; call it before the model is built",
+        ),
+        f"batch_invariant_mode / num_splits={num_splits}": (
+            config.batch_invariant_mode or num_splits is not None,
+            "the order of sums is the kernel's and depends on the degrees; leave both out",
+        ),
+    }
+    for option, (is_set, fix) in refused.items():
+        if is_set:
+            raise UnsupportedAttentionError(f"layer {layer_number}: {option}: {fix}")
+
+
+# ------------------------------------------------------------------------------------------------
+# megatron-core's dense masks, compared with a layer's mask rule.
+
+
+_CHECKED = "_usp_checked"
+_ROWS = 1024  # compared at a time, to bound the memory of the comparison
+
+
+def check_dense_mask(
+    mask: Any,
+    rule: ds_usp.MaskSpec,
+    layout: ds_usp.TokenLayout | str,
+    mesh: ds_usp.SequenceMesh,
+    tokens: int,
+) -> None:
+    """Refuse a dense mask that differs from the layer's ``rule``. Collective over the mesh.
+
+    Compared once for each mask and rule, on all ranks alike: the layers share the tensor, which
+    keeps what it was compared with.
+
+    Args:
+        layout: of the tokens, or the kind of one.
+        tokens: of this rank.
+
+    Shapes:
+        mask: ``[b or 1, 1, s_local, seq_len]``, True where a query must not look.
+
+    Raises:
+        UnsupportedAttentionError: on the ranks whose rows of the mask differ.
+        MeshError: on the others.
+    """
+    version = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else None
+    key = rule, layout, mesh.name, tokens
+    checked: dict[Any, int] = getattr(mask, _CHECKED, {})
+    if version is not None and checked.get(key) == version:
+        return
+    error = None
+    if isinstance(layout, str):
+        layout = mesh.layout(layout, tokens * mesh.sp_degree)
+    if not _equals_rule(mask, rule, layout, mesh.rank):
+        error = UnsupportedAttentionError(
+            f"attention_mask was given and is not the rule of this layer, {rule}, for the tokens "
+            f"of this rank in {layout}. USP attention computes one rule over global positions for "
+            "every sequence. Pass attention_mask=None, and documents as packed_seq_params"
+        )
+    mesh.agree("a dense mask that equals the layer's rule", error)
+    if version is not None:
+        setattr(mask, _CHECKED, {**checked, key: version})
+
+
+def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
+    """Whether the rows of this rank's queries hide the same keys as the rule."""
+    rows = layout.positions(rank)
+    if rule.documents:  # packed_seq_params carry them, so a dense mask beside them is refused
+        return False
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim < 2:
+        return False
+    if mask.shape[-2:] != (len(rows), layout.seq_len):
+        return False
+    keys = torch.arange(layout.seq_len, device=mask.device)
+    for begin in range(0, len(rows), _ROWS):
+        queries = torch.tensor(rows[begin : begin + _ROWS], device=mask.device)
+        distance = keys - queries[:, None]
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if rule.left is not None:
+            hidden |= distance < -rule.left
+        if rule.right is not None:
+            hidden |= distance > rule.right
+        if bool((mask[..., begin : begin + _ROWS, :] != hidden).any()):
+            return False
+    return True
 
 
 class USPCoreAttention(torch.nn.Module):

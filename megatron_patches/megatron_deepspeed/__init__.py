@@ -11,7 +11,7 @@ import ds_usp
 from ds_usp.training import prepare_deepspeed
 from megatron_patches.checkout import Checkout
 from megatron_patches.megatron_deepspeed import bypassed, compat, patch_table, speedups
-from megatron_patches.megatron_deepspeed.compat.stubs import install_stubs
+from megatron_patches.megatron_deepspeed.compat import install_stubs
 from megatron_patches.megatron_deepspeed.startup import FRAMEWORK
 from megatron_patches.patch_set import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings

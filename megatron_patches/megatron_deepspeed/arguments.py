@@ -20,7 +20,7 @@ from ds_usp.planner import AUTO, ProjectionChoice
 from ds_usp.training import check_zero_stage, offload_ratio
 from megatron_patches import flags, projection_overlap
 from megatron_patches.megatron_deepspeed import memory
-from megatron_patches.megatron_deepspeed.compat.runtime import switch_off_missing_fusions
+from megatron_patches.megatron_deepspeed.compat import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.startup import is_known, patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
 from megatron_patches.megatron_deepspeed.unsupported import (

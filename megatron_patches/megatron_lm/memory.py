@@ -160,11 +160,11 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     original(layer, *args, **kwargs)
     recompute, chunks = get_args().usp_recompute, get_args().usp_mlp_chunks
     if chunks > 1:
-        from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
+        from megatron_patches.megatron_core.layer_memory import mlp_in_chunks
 
         mlp_in_chunks(layer, chunks)
     if recompute == "gemm-last":
-        from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
+        from megatron_patches.megatron_core.layer_memory import recompute_gemm_last
 
         recompute_gemm_last(layer, mlp=chunks <= 1)
     elif recompute != "none":

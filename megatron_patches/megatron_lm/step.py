@@ -6,8 +6,40 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_patches.megatron_lm.dropout import seed_step
-from megatron_patches.step_report import run_step
+from megatron_patches.megatron_lm.context_parallel_kind import uses_usp
+from megatron_patches.step import dropout_seeds, run_step
+
+# ------------------------------------------------------------------------------------------------
+# Dropout seeds that differ over context-parallel and data-parallel ranks, where USP shards
+# sequences.
+#
+# Megatron-LM seeds all of them alike, so the masks of hidden dropout would be equal for all
+# shards of a sequence. Seeds depend on the number of the step: a resumed run draws what an
+# uninterrupted one does, whatever the checkpoint contains.
+
+
+def seed_step(flags: Any) -> None:
+    """Seed this step, where USP shards sequences and dropout is on."""
+    if uses_usp(flags) and flags.hidden_dropout > 0:
+        _seed(flags)
+
+
+def _seed(flags: Any) -> None:
+    """Seed all random states on the device, those of tensor-parallel and expert-parallel ranks
+    from the same seed, as Megatron-LM does at its start."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed, _ = dropout_seeds(
+        flags.seed,
+        flags.curr_iteration,
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+        sp=parallel_state.get_context_parallel_rank(),
+        tp=0,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, flags.te_rng_tracker, flags.inference_rng_tracker
+    )
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

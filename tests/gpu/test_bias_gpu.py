@@ -8,10 +8,10 @@ import pytest
 import torch
 from oracle import relative_error
 
-from megatron_patches.megatron_deepspeed.speedups import fused_bias
+from megatron_patches.megatron_deepspeed import speedups
 
 kernels = pytest.importorskip(
-    "megatron_patches.megatron_deepspeed.speedups.bias_triton", exc_type=ImportError
+    "megatron_patches.megatron_deepspeed.bias_triton", exc_type=ImportError
 )
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,7 +34,7 @@ def test_the_sum_with_a_residual_and_its_gradients(dtype: torch.dtype) -> None:
     x, residual, dy = (torch.randn(70, 2, 96, device="cuda").to(dtype) for _ in range(3))
     bias = torch.randn(96, device="cuda").to(dtype)
     inputs = [tensor.requires_grad_() for tensor in (x, bias, residual)]
-    y = fused_bias.add_bias(
+    y = speedups.add_bias(
         lambda *_: pytest.fail("the original was called"), x, bias.expand_as(x), residual, 0.0, True
     )
     limit = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-6}[dtype]
@@ -48,7 +48,7 @@ def test_the_gemm_adds_its_bias() -> None:
     x, weight, bias = (torch.randn(n, device="cuda") for n in ((5, 2, 64), (96, 64), (96,)))
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
     saved: list[torch.Tensor] = []
-    y = fused_bias.linear(
+    y = speedups.linear(
         lambda *_: pytest.fail("the original was called"), ctx, x, weight, bias, False, True, False
     )
     assert relative_error(y, x.double() @ weight.double().t() + bias.double()) < 1e-5

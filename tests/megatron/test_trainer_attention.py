@@ -243,19 +243,21 @@ def test_another_group_than_megatron_cores_is_refused() -> None:
 def test_a_dense_mask_is_compared_once_and_again_when_it_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_patches.megatron_core import masks
+    from megatron_patches.megatron_core import core_attention
 
     compared = []
-    equals_rule = masks._equals_rule
-    monkeypatch.setattr(masks, "_equals_rule", lambda *x: compared.append(x) or equals_rule(*x))
+    equals_rule = core_attention._equals_rule
+    monkeypatch.setattr(
+        core_attention, "_equals_rule", lambda *x: compared.append(x) or equals_rule(*x)
+    )
     mesh, mask = SequenceMesh.single(), torch.ones(1, 1, 8, 8).triu(1).bool()
     causal = MaskSpec.causal()
     for _ in range(3):
-        masks.check_dense_mask(mask, causal, "contiguous", mesh, 8)
+        core_attention.check_dense_mask(mask, causal, "contiguous", mesh, 8)
     assert len(compared) == 1
     with pytest.raises(UnsupportedAttentionError):
-        masks.check_dense_mask(mask, MaskSpec.window(4), "contiguous", mesh, 8)
+        core_attention.check_dense_mask(mask, MaskSpec.window(4), "contiguous", mesh, 8)
     mask[..., -1, 0] = True
     with pytest.raises(UnsupportedAttentionError):
-        masks.check_dense_mask(mask, causal, "contiguous", mesh, 8)
+        core_attention.check_dense_mask(mask, causal, "contiguous", mesh, 8)
     assert len(compared) == 3

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from mds_runs import TrainingServer, flags, losses_of, relative_difference
 
-from megatron_patches.megatron_deepspeed.speedups import fused_bias
+from megatron_patches.megatron_deepspeed import speedups
 
 ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0 --micro-batch-size 1 --hidden-dropout 0.1"
 COMPILE = "megatron.data.dataset_utils:compile_helper"
@@ -84,7 +84,7 @@ def test_gelu_is_megatron_deepspeeds(checkout: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(F, "gelu", gelu)
-    for name, patched in (("forward", fused_bias.gelu), ("backward", fused_bias.gelu_backward)):
+    for name, patched in (("forward", speedups.gelu), ("backward", speedups.gelu_backward)):
         wrapped = staticmethod(partial(patched, None))  # without the original
         monkeypatch.setattr(function, name, wrapped)
     patched = results()

@@ -11,8 +11,6 @@ import torch
 from lm_packed import PATCHES
 from lm_runs import TrainingServer, flags, losses_of, relative_difference
 
-from megatron_patches.megatron_lm import dropout
-
 LIMIT, EXACT = 1e-5, 1e-6
 ROPE = "--position-embedding-type rope"
 PACKED = f"{ROPE} --sft --data-path any --split 50,25,25 --eval-iters 1"
@@ -99,5 +97,5 @@ def test_ranks_with_other_tokens_draw_other_masks(monkeypatch: pytest.MonkeyPatc
         args = SimpleNamespace(
             seed=1234, curr_iteration=step, te_rng_tracker=False, inference_rng_tracker=False
         )
-        dropout._seed(args)
+        step._seed(args)
     assert len(set(seeds)) == len(seeds) == 16

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.megatron_deepspeed.compat import runtime
-from megatron_patches.megatron_deepspeed.speedups import fused_bias, lazy_sync
+from megatron_patches.megatron_deepspeed import compat, speedups
 
 
 def test_a_number_goes_to_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(torch, "full", lambda *args, **options: calls.append((args, options)))
-    module = lazy_sync.lazy_sync_torch()
+    module = speedups.lazy_sync_torch()
     module.tensor(0.5, device=torch.device("cuda", 1), dtype=torch.bfloat16)
     options = {"device": torch.device("cuda", 1), "dtype": torch.bfloat16}
     assert calls == [(((), 0.5), options)]
@@ -35,7 +34,7 @@ def test_the_bias_dropout_fusion_of_torchscript_is_off() -> None:
     args = SimpleNamespace(
         bias_dropout_fusion=True, masked_softmax_fusion=True, gradient_accumulation_fusion=True
     )
-    runtime.switch_off_missing_fusions(args)
+    compat.switch_off_missing_fusions(args)
     assert not args.bias_dropout_fusion
 
 
@@ -46,14 +45,14 @@ def test_without_a_gpu_the_originals_add_biases() -> None:
     def original(*args: Any) -> None:
         calls.append(args)
 
-    fused_bias.add_bias(original, x, bias.expand_as(x), x, 0.0, True)
-    fused_bias.linear(original, SimpleNamespace(), x, torch.eye(4), bias, False, True, False)
+    speedups.add_bias(original, x, bias.expand_as(x), x, 0.0, True)
+    speedups.linear(original, SimpleNamespace(), x, torch.eye(4), bias, False, True, False)
     assert [len(args) for args in calls] == [5, 7]
 
 
 def test_an_expanded_bias_becomes_one_row() -> None:
     bias = torch.arange(4.0)
     for expanded in (bias, bias.expand(3, 2, 4), bias.expand(3, 1, 4), bias.expand(1, 1, 4)):
-        assert torch.equal(fused_bias._unexpand_bias(expanded), bias)
+        assert torch.equal(speedups._unexpand_bias(expanded), bias)
     full = torch.rand(3, 4)
-    assert fused_bias._unexpand_bias(full) is full
+    assert speedups._unexpand_bias(full) is full

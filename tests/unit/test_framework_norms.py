@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_patches.megatron_deepspeed.speedups import gradient_norms
+from megatron_patches.megatron_deepspeed import speedups
 
 pytest.importorskip("deepspeed")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -57,9 +57,7 @@ def test_the_norm_is_deepspeeds(
         for index in range(len(SHAPES))
     ]
     expected = deepspeed_norm(optimizer, gradients, params, norm_type)
-    norm = gradient_norms.gradient_norm(
-        deepspeed_norm, optimizer, iter(gradients), params, norm_type
-    )
+    norm = speedups.gradient_norm(deepspeed_norm, optimizer, iter(gradients), params, norm_type)
     assert float(norm) == pytest.approx(float(expected), rel=1e-6) and norm.dtype == expected.dtype
     assert float(expected) > 1e3
     assert counts[1] <= 3 or norm_type == math.inf  # kinds of parameters, not parameters
@@ -69,7 +67,7 @@ def test_gradients_that_foreach_does_not_take_are_left_to_deepspeed() -> None:
     mixed = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     for gradients, norm_type in ((mixed, 2), ([], 2), ([torch.ones(2)], math.inf)):
         calls: list[Any] = []
-        gradient_norms.gradient_norm(
+        speedups.gradient_norm(
             lambda *args, calls=calls: calls.append(args[1:]),
             SimpleNamespace(),
             iter(gradients),
@@ -78,7 +76,7 @@ def test_gradients_that_foreach_does_not_take_are_left_to_deepspeed() -> None:
         )
         assert calls == [(gradients, ["owner"], norm_type)]
     optimizer = SimpleNamespace(averaged_gradients={0: [None]}, bit16_groups=[[]])
-    assert gradient_norms.has_overflow(lambda _: "DeepSpeed's", optimizer) == "DeepSpeed's"
+    assert speedups.has_overflow(lambda _: "DeepSpeed's", optimizer) == "DeepSpeed's"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -93,6 +91,6 @@ def test_an_overflow_is_found_in_any_gradient(
         gradients[position].view(-1)[-1] = bad
     groups = {0: [*gradients[:2], None], 1: gradients[2:]}
     optimizer = SimpleNamespace(averaged_gradients=groups, bit16_groups=[[], []])
-    overflow = gradient_norms.has_overflow(pytest.fail, optimizer)
+    overflow = speedups.has_overflow(pytest.fail, optimizer)
     assert overflow.shape == (1,) and overflow.dtype == torch.bool
     assert bool(overflow) == (bad is not None)

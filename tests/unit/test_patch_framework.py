@@ -19,11 +19,10 @@ import megatron_patches
 from ds_usp.errors import ConfigError
 from ds_usp.training import apply_rotary
 from megatron_patches import missing_modules, run
-from megatron_patches.dropout_seeds import dropout_seeds
-from megatron_patches.megatron_deepspeed import CHECKOUT
+from megatron_patches.megatron_deepspeed import CHECKOUT, compat
 from megatron_patches.megatron_deepspeed.attention import SequenceParallelAttention, rotary_table
-from megatron_patches.megatron_deepspeed.compat import apex
 from megatron_patches.megatron_deepspeed.state import FrameworkState
+from megatron_patches.step import dropout_seeds
 
 TOKENS, BATCH, HEAD_DIM = 24, 2, 16
 
@@ -69,7 +68,7 @@ def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotar
 
 
 def test_the_apex_stubs_compute_what_apex_does() -> None:
-    apex_modules = apex.modules()
+    apex_modules = compat.apex_modules()
     norm = apex_modules["apex.normalization"].MixedFusedRMSNorm(8, 1e-5, sequence_parallel=True)
     x = torch.randn(3, 8)
     assert torch.equal(norm(x), F.rms_norm(x, (8,), norm.weight, 1e-5))

@@ -37,9 +37,11 @@ from ds_usp.training import (
     sum_gradients,
     weighted_loss,
 )
-from megatron_patches.megatron_core.activation import without_zero_offset
-from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
-from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
+from megatron_patches.megatron_core.layer_memory import (
+    mlp_in_chunks,
+    recompute_gemm_last,
+    without_zero_offset,
+)
 from megatron_patches.megatron_core.projections import overlap_projections
 from megatron_patches.megatron_core.rotary import rotate_in_projection
 from megatron_patches.projection_overlap import keep_of
