@@ -26,6 +26,17 @@ HeadRanges = tuple[tuple[int, int], ...]
 Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
 
 
+# What the exchange does, on Ulysses 2 with 4 heads. Before it a rank holds all heads of half the
+# tokens, after it half the heads of all tokens; attention is exact on either half alone.
+#
+#              heads 0 1 2 3                       heads 0 1 2 3
+#     tokens   r0 r0 r0 r0        to heads ->      r0 r0 r1 r1
+#              r1 r1 r1 r1        <- to sequence   r0 r0 r1 r1
+#
+# q, k and v go in one exchange: a message costs its latency once, and NCCL reaches the rate of the
+# links for large messages only. Two ways lead there. Where all ranks use equally many heads, one
+# dense buffer is packed by one kernel (UniformAllToAll). Else (6 heads on 4 ranks, KV heads shared
+# by ranks) the slices are copied one by one here: rare, and right for any ranges.
 @dataclass(frozen=True)
 class HeadAllToAll:
     """The Ulysses all-to-all of some tensors (q, k, v) within one ring rank: which tokens and heads
@@ -117,6 +128,8 @@ class HeadAllToAll:
                 copy_or_sum_into(_slice_heads(out, heads[0]), source)
             return PendingExchange(tuple)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
+        # A KV head that several ranks used comes back from each of them: their gradients are parts
+        # of one sum. It is made in fp32, for in bf16 each addition would round again.
         accumulators = [_accumulator(out, r) for out, r in zip(outs, self.ranges, strict=True)]
         sends = [self._head_slices(tensors, rank) for rank in ranks]
         recvs = [self._sequence_slices(accumulators, rank) for rank in ranks]
@@ -173,6 +186,8 @@ class HeadAllToAll:
         slices, *others = {TokenSlices.of_runs(row, ulysses) for row in runs}
         if slices is None or others:
             return None
+        # all_to_all_single writes what a rank sent to the place of that rank; copy engines write
+        # each slice wherever it belongs, so only they serve an order such as context_parallel's.
         if not (self.copies or slices.in_rank_order):
             return None
         return UniformAllToAll(self.mesh, slices, self.ranges, self.copies)

@@ -196,6 +196,18 @@ class Channel(Protocol):
         """Wait for it if there is one; see :meth:`P2PChannel.drain`."""
 
 
+# Why each kind of traffic has a communicator of its own.
+#
+# NCCL runs the operations of one communicator one after the other, in the order in which they were
+# posted. With one for all, the gradients of a KV block would queue behind the KV block that is
+# wanted next, although they go the other way over the links:
+#
+#     one communicator     kv 1 | kv 2 | dkv 1 | kv 3 | dkv 2 ...     dkv 1 waits for kv 2
+#     two                  kv 1 | kv 2 | kv 3 ...
+#                               dkv 1 | dkv 2 ...
+#
+# One exchange is in flight on each: a schedule that posts a second one before it has waited for the
+# first is wrong on every rank alike, and is refused here instead of mixing their messages.
 class P2PChannel:
     """Exchanges by send and recv of NCCL or gloo, one in flight.
 
@@ -255,6 +267,7 @@ class P2PChannel:
             sent_bytes += x.numel() * x.element_size()
         for recv in recvs:
             source, out, offset = recv.rank, recv.target, recv.offset
+            # A copy, not a message to itself.
             if source == self._rank:
                 out.copy_(packed.view(-1)[offset : offset + out.numel()].view(out.shape))
             else:
@@ -273,6 +286,9 @@ class P2PChannel:
         """
         if not self.in_flight:
             raise MeshError(f"no {self._kind} exchange was posted")
+        # What is sent is memory of the current stream's. Dropped before that stream has waited, it
+        # could be given to the next kernel while NCCL still reads it; `record_stream` would do too,
+        # at the price of memory that is freed late.
         works, sending = self._works, self._sending
         self._works, self._sending, self.in_flight = [], [], False  # also if a wait fails
         for work in works:

@@ -179,6 +179,16 @@ _BATCH_LAYOUTS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, TokenLayout
 )
 
 
+# The two axes, sp = 4 as ulysses 2 x ring 2 in the default order "ulysses-ring":
+#
+#                   ulysses 0   ulysses 1
+#     ring 0        rank 0  ---  rank 1      all-to-all along rows: every rank talks to all others
+#                     |            |         of its row, so rows lie on the fastest links
+#     ring 1        rank 2  ---  rank 3      KV blocks along columns: one message a step, hidden
+#                                            under kernels, so columns may cross nodes
+#
+# The mesh is passed, never global: two models of one process, or a reference model beside a policy,
+# may shard their sequences over different ranks at the same time.
 @dataclass(frozen=True, eq=False)
 class SequenceMesh:
     """The ranks that share one sequence, seen from one of them.
@@ -351,6 +361,9 @@ class SequenceMesh:
             axis: [ranks[i] for i in grid.group_of(rank, axis)] for axis in ("ulysses", "ring")
         }
         nodes = node_ids(group)
+        # In a pure Ulysses mesh the user's group is the Ulysses group: a second communicator over
+        # the same ranks would take buffers (tens of MiB on NCCL) and overlap nothing. The ring's
+        # two exist beside it because their traffic runs while the all-to-alls do.
         alone = ring == 1 and ulysses > 1
         mesh = cls(
             ulysses_degree=ulysses,
@@ -430,6 +443,8 @@ class SequenceMesh:
                 "a CUDA graph captures a call for which copy engines have no staging memory yet: "
                 "make it once, forward and backward, before the capture"
             )
+        # Growing is collective and waits for the GPU, so it happens at a call that is larger than
+        # all before it, and never between two kernels of a call.
         for kind, size in sizes.items():
             group = self._group_of(kind)
             if size == 0 or group is None:

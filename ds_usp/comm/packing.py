@@ -22,6 +22,9 @@ from ds_usp.strided_copy import strided_copy
 from ds_usp.triton_launch import load_triton_module
 
 
+# Why packing has a protocol for sums. Backward, dK and dV of a chunk are several partial results
+# (one a kernel call or a rank), of which the sum is sent and then never read again. Summing first
+# would write the sum to memory and read it back to pack it; `write` sums into the send buffer.
 class DeferredSum(Protocol):
     """A tensor ``[B, tokens, h, D]`` that is still to be summed."""
 
@@ -96,6 +99,7 @@ class PackPlan:
             staging: dense, of as many elements as ``shape``.
             already_packed: the sources are views of ``staging``: only ``outs`` are written.
         """
+        # Otherwise one copy kernel a tensor and piece: right everywhere, and launch-bound on GPUs.
         if staging.is_cuda and self._fused is not None:
             fused = self._fused[already_packed]
             if fused(staging, sources, outs):

@@ -65,6 +65,8 @@ def subgroup(
     if len(ranks) == 1:
         return None
     parent_backend = dist.get_backend(parent)
+    # The parent's timeout is kept: a user who raised it for slow storage meant her collectives,
+    # whichever communicator they run on.
     # Only members call: the ranks of other sequence-parallel groups need not take part.
     group = dist.new_group(
         ranks,

@@ -36,6 +36,15 @@ _MIN_POLL_S, _MAX_POLL_S = 2e-5, 2e-3
 _LIVENESS_CHECK_S = 1.0
 
 
+# The file that the ranks of a node map, for 2 ranks:
+#
+#     rank 0: slot 0 .. slot 7 | rank 1: slot 0 .. slot 7 | abort flags
+#     a slot: sequence number, length, checksum | data
+#
+# Record n lies in slot n % 8. There is no lock: each slot has one writer, who writes the data
+# before the header, and a reader takes a record only if number, length and checksum all fit. So a
+# record that is half written, or that the next round has begun to overwrite, reads as "not there
+# yet".
 class ShmMailbox:
     """Numbered records of every rank, of which the last eight stay readable.
 
@@ -56,6 +65,8 @@ class ShmMailbox:
     def __init__(self, path: str, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 # the lock lives as long as it
+        # Death is noticed by a lock, not by a heartbeat: a rank that computes for minutes without
+        # a call is alive, one that was killed is not, and the kernel tells them apart at once.
         # The operating system releases the lock of a process that ends, however it ends.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         self._memory = mmap.mmap(self._file.fileno(), self.size(ranks))

@@ -62,6 +62,16 @@ from ds_usp.strided_copy import strided_copy
 # Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 
 
+# The two buffers, Ulysses 2, rank 0 of tokens a b | c d (its own are a b), heads 0 to 3:
+#
+#     to heads, sent     [piece for rank 0: a b x heads 0 1] [piece for rank 1: a b x heads 2 3]
+#     received                                               [a b c d x heads 0 1]
+#     to sequence, sent  [a b c d x heads 0 1]
+#     received           [from rank 0: a b x heads 0 1] [from rank 1: a b x heads 2 3]
+#
+# Sent "by rank" the pieces are cut out of the heads; received "in order" tokens follow each other
+# as attention wants them. So exactly one side of each exchange is a copy, and the other side is
+# used where it lies.
 Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
@@ -213,6 +223,8 @@ def buffer_sizes(
     )
 
 
+# With all ranks starting at rank 0, all of them would read from one GPU at once and share its link.
+# Each starts with its neighbour: at any time every GPU is read by one other.
 def next_ranks(rank: int, ranks: int) -> list[int]:
     """The other ranks, the next one first."""
     return [(rank + step) % ranks for step in range(1, ranks)]
@@ -337,6 +349,7 @@ class UniformAllToAll:
             source = sources[0]
             is_dense = isinstance(source, torch.Tensor) and source.is_contiguous()
             batch = sizes.in_order[1]
+            # One sample, one tensor: [1, S, h, D] already has the buffer's order of bytes.
             if isinstance(source, torch.Tensor) and is_dense and len(sources) == batch == 1:
                 packed = source
             else:
@@ -357,6 +370,7 @@ class UniformAllToAll:
         dense = [x for x in tensors if x is not None]
         where = self._rank, self._slices, self._heads
         out_strides = strided(outs)
+        # A sum that is still partial results is summed into the buffer: written once, not twice.
         if len(dense) < len(tensors):
             own = [x[self._rank] for x in self._by_rank(outs)]
             tensors_to_send = list(map(SendTensor, map(one_piece, sources), own))

@@ -19,6 +19,9 @@ def divisors(size: int) -> list[int]:
     return [degree for degree in range(1, size + 1) if size % degree == 0]
 
 
+# The rule has one owner because every entry point asks it (mesh, drop-in, planner, trainer, both
+# Megatrons) and each names the degrees differently. They pass the names; numbers, reasons and what
+# would fit come from here, so no two of them can disagree.
 class Refusal(NamedTuple):
     """A rule that degrees break: the rule without numbers, to count by, and the full message."""
 

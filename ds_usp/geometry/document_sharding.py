@@ -26,6 +26,11 @@ _MAX_SPLITS = 15_000
 _GROUPS_PER_RANK = 32
 
 
+# Two goals that disagree: equal tokens (memory, and every other layer of the model) and equal
+# causal pairs (attention's time). A document of n tokens has n * n / 2 pairs, so one long document
+# outweighs many short ones of as many tokens. Token counts are kept equal, to one; work is brought
+# within 5 % by splitting the fewest, longest documents over all ranks, because each split one is
+# communicated.
 @dataclass
 class _RankLoad:
     """What is assigned to one ring rank: its runs, their causal pairs, and tokens still free."""

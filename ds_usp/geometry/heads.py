@@ -25,6 +25,14 @@ class HeadChunk:
     kv_chunk: int
 
 
+# Grouped-query heads over Ulysses ranks, 8 query heads (q) in 2 KV groups (k):
+#
+#     ulysses 2    rank 0: q 0-3, k 0          rank 1: q 4-7, k 1         a KV head goes to one rank
+#     ulysses 4    rank 0: q 0-1, k 0   rank 1: q 2-3, k 0                a KV head goes to two
+#                  rank 2: q 4-5, k 1   rank 3: q 6-7, k 1
+#
+# Expanded to query heads first, a KV head would be sent as often as it has query heads; here it
+# goes to its users only, and their gradients of it are summed when they return.
 @dataclass(frozen=True)
 class HeadSplit:
     """Query heads split over Ulysses ranks along KV groups, and the KV heads that they use.
@@ -155,6 +163,15 @@ class HeadSplit:
         raise ConfigError(f"rank {rank} is outside the {self.ulysses} Ulysses ranks")
 
 
+# Why chunks differ in size. Chunk 0's all-to-all has nothing to hide under, and neither has the
+# last chunk's return; all between are hidden:
+#
+#     a2a 0 | attn 0      | attn 1            | attn 2      | ret 2
+#           | a2a 1       | a2a 2, ret 0      | ret 1       |
+#     exposed                                               exposed
+#
+# So the first and last are small. Not too small: a chunk must compute as long as the next one's
+# exchange takes.
 def exposed_fraction(count: int) -> float:
     """Fraction of the bytes of an exchange that no computation overlaps, with so many chunks: what
     is received for the first one and the return of the last, a third as much."""

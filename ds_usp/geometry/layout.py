@@ -309,6 +309,15 @@ class TokenLayout:
         return f"{self.kind}({self.seq_len} tokens{documents}, {degrees})"
 
 
+# The layouts, 16 tokens on ring 2 (Ulysses splits each ring rank's tokens further, in order):
+#
+#     contiguous         0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1     rank 1 has 3 x the causal work
+#     zigzag             0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 0     equal work, two runs a rank
+#     striped            0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1     equal work, a window spans all ranks
+#     context_parallel   Megatron's: zigzag over all sp ranks, also inside Ulysses
+#     balanced           packed documents: whole where they are short, zigzag where they are long
+#
+# Causal work of a token grows with its position, so a rank needs one early and one late run.
 def _contiguous(layout: TokenLayout, ulysses_rank: int, ring_rank: int) -> tuple[Segment, ...]:
     return (_nth_chunk(layout.seq_len, layout.degree, layout.sp_rank(ulysses_rank, ring_rank)),)
 

@@ -17,6 +17,10 @@ Borders = tuple[int, ...]
 _PRINTED = 8
 
 
+# A mask is two bounds on a distance between global positions, and where documents begin; never a
+# tensor. A dense mask of 128K tokens is 16 GiB of booleans, cannot be sharded without knowing the
+# layout, and cannot be asked which blocks are empty. What two integers cannot say (an arbitrary
+# dense mask) is refused where it is met, with the masks that are served.
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
     """A query at position ``q`` sees a key at ``k`` if ``-left <= k - q <= right``.

@@ -31,6 +31,8 @@ class _DocumentRun:
 _Swap = tuple[_DocumentRun | None, _DocumentRun | None]
 
 
+# Every rank runs this search on its own and must find the same layout, so its budget is a number of
+# looks and not a time.
 class SearchBudget:
     """How many more splits may be looked at: documents differ with every batch, and the CPU shards
     them before its step. A count and not a clock, for all ranks must come to the same layout."""

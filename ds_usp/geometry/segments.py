@@ -80,6 +80,13 @@ def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
     return begin, begin + size + (index < rest)
 
 
+# Kernel calls of a shard cover overlapping ranges of its rows. To merge them in one pass, rows are
+# cut where any range begins or ends; within a piece the same calls contribute to every row:
+#
+#     call 0   [-----------------]
+#     call 1          [------]
+#     call 2          [----------]
+#     pieces   |  0   | 0 1 2 | 0 2 |
 class CoverageRun(NamedTuple):
     """Rows that the same spans cover.
 

@@ -12,6 +12,22 @@ from ds_usp.geometry.segments import Segment, Shard, Span, split_at_documents
 Bounds = tuple[int | None, int | None]
 
 
+# From positions to tiles. A causal mask over zigzag shards, ring rank 0 of 2 (tokens 0-3, 12-15):
+# its queries down, keys of rank 1 (4-11) across; # attends:
+#
+#            4 5 6 7 8 9 10 11
+#     0-3    . . . . . . . .      no tile: nothing to compute, nothing to receive for these rows
+#     12-15  # # # # # # # #      one full tile
+#
+# and its own keys (0-3, 12-15):
+#
+#            0-3      12-15
+#     0-3    causal   .           three rectangles of positions, but the smallest band rectangle
+#     12-15  full     causal      around them has exactly their pairs: one causal tile, one call
+#
+# Nothing here knows "zigzag" or "causal": two runs of positions and two bounds on their distance
+# give a diagonal band, and bands are joined where that adds no pair. Windows, prefixes and
+# documents come out of the same two rules, so a new layout needs no new mask code.
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Query rows and key columns of two shards, and the diagonal band of pairs that may attend.
@@ -199,6 +215,8 @@ def _trim(tile: Tile) -> Tile | None:
     k_stop = min(tile.k_stop, q_stop + tile.high)
     if q_start >= q_stop or k_start >= k_stop:
         return None
+    # A row without a visible key has no softmax: kernels return NaN or garbage for it, each its own
+    # way. Trimming means that no kernel is ever asked.
     low, high = max(tile.low, k_start - q_stop + 1), min(tile.high, k_stop - 1 - q_start)
     return Tile(q_start, q_stop, k_start, k_stop, low, high) if low <= high else None
 
@@ -251,6 +269,8 @@ def _legalize(tile: Tile, support: TileSupport) -> list[Tile]:
             return [tile]
         edge = tile.k_stop - tile.rows
         return _trim_all(replace(tile, k_stop=edge), replace(tile, k_start=edge))
+    # cuDNN and torch's CPU kernel know square causal and full only, so a trapezoid becomes the full
+    # rectangle before the diagonal and a square on it: more calls, never a wrong pair.
     known = support.window and (support.rectangular or left is not None)
     if known and (support.tall or tile.rows <= tile.columns):
         return [tile]

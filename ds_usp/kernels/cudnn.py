@@ -46,6 +46,7 @@ class CudnnKernel(SingleTileKernel):
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         """See :meth:`SingleTileKernel.tile_forward`."""
+        # cuDNN refuses a single query with a single key (last tokens of uneven shards).
         if tile.rows == tile.columns == 1:
             out, lse = self._eager.tile_forward(qkv, tile, scale)
             return out.to(qkv[0].dtype), lse

@@ -18,6 +18,8 @@ from ds_usp.kernels.head_dims import HEAD_DIMS
 from ds_usp.kernels.score_mod import FEATURES, BoundScoreMod
 
 
+# The formulas are written out, forward and backward, instead of asking autograd: backward gets the
+# out and lse of all blocks, not of this one, and autograd would differentiate this block's softmax.
 class EagerKernel(SingleTileKernel):
     """Materializes all ``[B, H, rows, columns]`` scores: for checks, and for what no other kernel
     computes.

@@ -86,6 +86,8 @@ class Flash4Kernel(VarlenKernel):
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         dout, q, k, v, out, lse = saved
+        # Padded values get a padded gradient, which does not fit the caller's buffer: computed in
+        # a tensor of its own and copied.
         dv_buffer, values = options.get("dv"), v.shape[-1]
         if pads := _pads_values(q, k, v):
             dout, v, out = (pad_features(x, k.shape[-1]) for x in (dout, v, out))

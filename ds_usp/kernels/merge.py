@@ -23,6 +23,15 @@ from ds_usp.triton_launch import load_triton_module
 _MAX_DEFERRED_2_BYTES, _MAX_DEFERRED = 4, 2
 
 
+# Softmax over keys that arrive in blocks. Each block's call returns its normalized output and the
+# logarithm of its sum of exponentials (lse). Over both blocks
+#
+#     lse = log(exp(lse1) + exp(lse2)),   out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
+#
+# is exact, in any order and any grouping. In fp32, and rounded once: a rounding to bf16 after each
+# of a ring's blocks would add up beyond the error of the kernel itself. Blocks are merged as late
+# as memory allows, since a merge of four reads each once, and three merges of two read the running
+# result twice more.
 class OutputAccumulator:
     """The attention output of a query shard, merged over key blocks (online softmax).
 
@@ -121,6 +130,8 @@ class OutputAccumulator:
         self._spans, self._partials = [], []
 
 
+# Backward needs no such weights: given the final out and lse, a block's probabilities are
+# exp(score - lse), whatever the other blocks are. So gradients of blocks just add, in fp32.
 class GradAccumulator:
     """The gradient of a shard, summed over the calls that touch it, in fp32 (fp64 for fp64).
 
@@ -292,6 +303,7 @@ def merge_rows(
         out, old, new ``[B, S, H, D]``, lse, old_lse, new_lse ``[B, H, S]``.
     """
     dtype = lse.dtype
+    # -inf - -inf is NaN: a row that neither block shows anything keeps weight 0 and lse -inf.
     difference = (new_lse - old_lse).masked_fill_(new_lse == float("-inf"), float("-inf"))  # no NaN
     weight = torch.sigmoid(difference).transpose(1, 2).unsqueeze(-1)
     out.copy_(torch.lerp(old.to(dtype), new.to(dtype), weight))

@@ -40,6 +40,9 @@ KERNELS = (
 AUTO = "auto"
 
 
+# A kernel is chosen from what it declares (KernelCaps), not by trying it: a try would have to run
+# on every rank, some failures are silent wrong numbers, and the message needs the reasons.
+# What a library really supports was measured once and stands in its row of HEAD_DIMS.
 @lru_cache(maxsize=1024)
 def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
     """The best kernel for the request, or the named one.

@@ -18,6 +18,9 @@ from ds_usp.geometry.tiles import Tile
 SOFTCAP, ALIBI, DROPOUT = "softcap", "ALiBi", "dropout"
 FEATURES = frozenset({SOFTCAP, ALIBI, DROPOUT})
 
+# Why dropout hashes positions instead of drawing numbers: a generator's draw depends on the shape
+# and order of the calls, which differ with the mesh. A hash of (seed, sample, head, query, key)
+# drops the same weights on 1 rank and on 8, and again in backward.
 # Constants of MurmurHash3's 64-bit finalizer (Austin Appleby, public domain) and 2**64 / golden
 # ratio, as signed numbers: torch multiplies int64 modulo 2**64.
 _MIX = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)

@@ -14,6 +14,8 @@ import torch
 _BLOCK_ELEMENTS = 1 << 24  # elements that are converted to fp32 at a time
 
 
+# Merged once, after the last block: as part of each block's softmax a sink would be counted once a
+# ring rank.
 def apply_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

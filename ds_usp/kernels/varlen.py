@@ -84,6 +84,7 @@ class VarlenKernel(SingleTileKernel):
         )
         out, lse = self.tile_forward(packed_qkv, call, scale, packed.lengths)
         batch, tokens, heads = q.shape[:3]
+        # Rows outside of every tile were not computed: they see no key, and -inf says so to merges.
         if packed.rows is not None:
             empty = lse.new_full((heads, batch * tokens), float("-inf"))
             lse = empty.index_copy_(1, packed.rows, lse)
@@ -119,6 +120,10 @@ def _with_softcap(kernel: VarlenKernel, softcap: float) -> VarlenKernel:
     return capped
 
 
+# FlashAttention's functions changed order, names and defaults of their parameters in almost every
+# release, and a positional call that still fits may mean something else (softcap taken for a
+# window). By name a renamed parameter is found missing at import, with its name, and a new optional
+# one is passed as None.
 class SignatureAdapter:
     """Calls a FlashAttention function by parameter name: one interface for its versions.
 
