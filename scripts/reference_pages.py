@@ -1,7 +1,12 @@
-"""Writes docs/reference/api.md from docstrings and docs/reference/command-line.md from --help.
+"""The reference: pages of every public name and every flag, and the list that freezes them.
 
-python scripts/reference_pages.py            # rewrite the pages
-python scripts/reference_pages.py --check    # exit 1 if a page is out of date
+    python scripts/reference_pages.py               # docs/reference/generated/api.md from docstrings,
+                                                    # .../command-line.md from --help
+    python scripts/reference_pages.py --signatures  # tests/data/public_api.txt
+
+The pages are for readers, built where they are wanted and not committed. The list is committed and
+compared by a test: who removes a public name, an argument or a flag, or changes a default, writes it
+anew, and says so in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
@@ -24,7 +30,8 @@ from pathlib import Path
 from typing import ForwardRef
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = ROOT / "docs" / "reference"
+GENERATED = ROOT / "docs" / "reference" / "generated"
+SIGNATURES = ROOT / "tests" / "data" / "public_api.txt"
 sys.path.insert(0, str(ROOT))
 
 MODULES = {
@@ -48,6 +55,7 @@ COMMANDS = (
 LINE = 96
 LISTS = ("Arg", "Attribute", "Raise")
 LITERAL_BLOCK = re.compile(r"::\n\n((?: {4}.*\n|\n)+)")
+FLAG = re.compile(r"^  +(?:-\w[^-\n]*, )?(--[\w-]+)", re.MULTILINE)
 SECTION = re.compile(r"(Arg|Attribute|Return|Raise|Shape|Yield|Source|Example)s?:\s*(.*)$")
 
 
@@ -61,12 +69,17 @@ def api_page() -> str:
     for name, topic in MODULES.items():
         lines.append(f"| [`{name}`](#{name.replace('.', '')}) | {topic} |")
     for name in MODULES:
-        module = importlib.import_module(name)
         lines += ["", f"## {name}"]
-        for public in sorted(module.__all__, key=str.lower):
-            if not public.startswith("__"):
-                lines += ["", f"### {public}", "", *described(public, getattr(module, public))]
+        for public, member in members(name):
+            lines += ["", f"### {public}", "", *described(public, member)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def members(module: str) -> list[tuple[str, object]]:
+    """The public names of a module, in alphabetical order, and what they are."""
+    loaded = importlib.import_module(module)
+    names = sorted(loaded.__all__, key=str.lower)
+    return [(name, getattr(loaded, name)) for name in names if not name.startswith("__")]
 
 
 def described(name: str, member: object) -> Iterator[str]:
@@ -187,13 +200,14 @@ def command_page() -> str:
     """The page of the programs' ``--help``, below the usage."""
     lines = ["# Command line", "", "Written from `--help` by `python scripts/reference_pages.py`."]
     for command in COMMANDS:
-        lines += ["", f"## {command.strip()}", "", "```text", help_text(command.split()), "```"]
+        lines += ["", f"## {command.strip()}", "", "```text", help_text(command), "```"]
     return "\n".join(lines) + "\n"
 
 
-def help_text(command: list[str]) -> str:
+@functools.cache
+def help_text(command: str) -> str:
     """The help of a program from its description on; the usage is laid out by Python's version."""
-    first, *arguments = command
+    first, *arguments = command.split()
     run = runpy.run_path
     if first == "ds-usp":
         run, program = runpy.run_module, "ds_usp"
@@ -233,29 +247,76 @@ def alone(program: str, arguments: list[str]) -> Iterator[None]:
         os.chdir(before[3])
 
 
+# ------------------------------------------------------------------ what is frozen
+
+
+def signatures() -> str:
+    """A line for each public name, each public method of a class, and each command's flags."""
+    lines = []
+    for module in MODULES:
+        for name, member in members(module):
+            lines += frozen(f"{module}.{name}", member)
+    for command in COMMANDS:
+        flags = sorted(set(FLAG.findall(help_text(command))))
+        lines.append(" ".join([f"$ {command.strip()}", *flags]))
+    return "\n".join(lines) + "\n"
+
+
+def frozen(name: str, member: object) -> Iterator[str]:
+    """What callers lean on: order, names and defaults of arguments, the values of constants."""
+    if not inspect.isclass(member):
+        shown = repr(sorted(member)) if isinstance(member, Mapping) else repr(member)
+        yield f"{name}{arguments_of(member)}" if callable(member) else f"{name} = {shown}"
+        return
+    if issubclass(member, BaseException):
+        yield f"{name}: {', '.join(base.__name__ for base in member.__bases__)}"
+        return
+    if issubclass(member, Enum):
+        yield f"{name}: {', '.join(member.__members__)}"
+        return
+    yield f"{name}{arguments_of(member)}"
+    for method, raw in vars(member).items():
+        if method.startswith("_"):
+            continue
+        if isinstance(raw, (property, functools.cached_property)):
+            yield f"{name}.{method}"
+        elif callable(getattr(member, method)) and not inspect.isclass(raw):
+            yield f"{name}.{method}{arguments_of(getattr(member, method))}"
+
+
+def arguments_of(function: object) -> str:
+    """The parameters without their annotations."""
+    try:
+        parsed = inspect.signature(function)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return "(...)"
+    plain = [
+        p.replace(annotation=p.empty, default=shown_default(p.default))
+        for p in parsed.parameters.values()
+        if p.name != "self"
+    ]
+    return str(inspect.Signature(plain))
+
+
 # ------------------------------------------------------------------ files
 
 
 PAGES = {"api.md": api_page, "command-line.md": command_page}
 
 
-def is_current(name: str, text: str) -> bool:
-    """Whether a page has this text, whatever the width to which it was wrapped."""
-    path = REFERENCE / name
-    return path.exists() and path.read_text(encoding="utf-8").split() == text.split()
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Rewrite or check the pages; returns the exit code."""
+    """Write what is asked for; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    check = parser.parse_args(argv).check
-    stale = [name for name, page in PAGES.items() if not is_current(name, page())]
-    for name in stale if not check else ():
-        (REFERENCE / name).write_text(PAGES[name](), encoding="utf-8")
-    if stale and check:
-        print(f"out of date: {', '.join(stale)}; run python scripts/reference_pages.py")
-    return int(bool(stale and check))
+    parser.add_argument("--signatures", action="store_true", help=f"write {SIGNATURES.name} alone")
+    if parser.parse_args(argv).signatures:
+        texts = {SIGNATURES: signatures()}
+    else:
+        texts = {GENERATED / name: page() for name, page in PAGES.items()}
+    for path, text in texts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from bench_harness import Session, Step, Table, steps_in_a_row, warm_up_seconds
-from flash2_shim import torch_flash_attn
-from local_kernels import BACKENDS, Attend, local_kernel, torch_attend, usp_attend
-from plain_all_to_all import AllToAll
 from shapes import SHAPE_SETS, SHAPE_SYNTAX, Shape
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_usp
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
 
 COLUMNS = ("contender", "ms", "tflop_per_s_per_gpu", "share_of_kernel", "extra_gib")
 KERNELS = {"cuda": ("flash4", "cudnn", "flash2"), "cpu": ("sdpa",)}
@@ -88,6 +94,50 @@ class Baseline:
         """GiB: peak of a step above its inputs, plus the staging buffers that its mesh reserves."""
         reserved = 0 if self.mesh is None else self.mesh.reserved_bytes
         return (session.extra_bytes(step) + reserved) / 2**30
+
+
+def usp_attend(
+    mesh: ds_usp.SequenceMesh,
+    layout: ds_usp.TokenLayout,
+    kernel: str,
+    mask: ds_usp.MaskSpec,
+) -> Attend:
+    """usp_attention as a function of q, k and v."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
+
+    return attend
+
+
+def torch_attend(kernel: str, causal: bool = True) -> Attend:
+    """Torch's attention of [batch, tokens, heads, dim] by one of its backends."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(BACKENDS[kernel]):
+            out = F.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=True
+            )
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def local_kernel(shape: Shape, kernel: str) -> Attend:
+    """The kernel on the full sequence, called as its own library is; ds_usp's adapter of it where
+    that takes more than one call (documents) and for kernels of ds_usp."""
+    if kernel in BACKENDS and not (shape.window or shape.documents):
+        return torch_attend(kernel, causal=not shape.full)
+    if kernel == "flash4" and not shape.documents:
+        from flash_attn.cute import flash_attn_func
+
+        options: dict[str, Any] = {"causal": not (shape.full or shape.window)}
+        if shape.window:
+            options["window_size"] = (shape.window, 0)
+        return lambda q, k, v: flash_attn_func(q, k, v, **options)[0]
+    single = ds_usp.SequenceMesh.single()
+    layout = single.layout("contiguous", shape.seq_len)
+    return usp_attend(single, layout, kernel, shape.mask)
 
 
 def baseline_flags(parser: argparse.ArgumentParser) -> None:
@@ -203,6 +253,9 @@ def time_baselines(
         )
 
 
+# ------------------------------------------------------------------ other libraries
+
+
 def even_tokens(shape: Shape) -> int:
     """Tokens of each rank of a library that shards evenly; ValueError if they do not divide."""
     tokens, rest = divmod(shape.seq_len, dist.get_world_size())
@@ -241,6 +294,57 @@ def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Baseline]:
             return lambda q, k, v: attention(q, k, v, 0), shape, tokens
 
         yield Baseline("DeepSpeed ulysses", kernel, attend)
+
+
+class AllToAll(torch.autograd.Function):
+    """One Ulysses all-to-all over all ranks, and its inverse in backward.
+
+    To heads: ``[b, s_local, h, d]`` to ``[b, s, h / world, d]``; else from there back. ``lengths``
+    are the tokens of each rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, lengths: Sequence[int], to_heads: bool) -> torch.Tensor:
+        """See the class."""
+        ctx.lengths, ctx.to_heads = lengths, to_heads
+        return to_local_heads(x, lengths) if to_heads else to_local_tokens(x, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The inverse exchange."""
+        inverse = to_local_tokens if ctx.to_heads else to_local_heads
+        return inverse(grad, ctx.lengths), None, None
+
+
+def to_local_heads(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """All tokens of this rank's heads."""
+    sent = x.unflatten(2, (len(lengths), -1)).movedim(2, 0).contiguous()
+    _, batch, _, heads, dim = sent.shape
+    sizes = [batch * tokens * heads * dim for tokens in lengths]
+    received = x.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent.view(-1), _unless_equal(sizes))
+    if batch == 1:  # shards of one sequence follow each other in memory
+        return received.view(1, sum(lengths), heads, dim)
+    shards = zip(received.split(sizes), lengths, strict=True)
+    return torch.cat([shard.view(batch, tokens, heads, dim) for shard, tokens in shards], dim=1)
+
+
+def to_local_tokens(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """All heads of this rank's tokens."""
+    batch, _, heads, dim = x.shape
+    if batch == 1:
+        sent = x.reshape(-1)
+    else:
+        sent = torch.cat([shard.reshape(-1) for shard in x.split(list(lengths), 1)])
+    sizes = [batch * tokens * heads * dim for tokens in lengths]
+    received = x.new_empty(len(lengths), batch, lengths[dist.get_rank()], heads, dim)
+    dist.all_to_all_single(received.view(-1), sent, None, _unless_equal(sizes))
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+def _unless_equal(sizes: list[int]) -> list[int] | None:
+    """The argument of all_to_all_single, which has a shorter path for equal sizes."""
+    return sizes if len(set(sizes)) > 1 else None
 
 
 def plain_all_to_alls(kernels: Sequence[str]) -> Iterator[Baseline]:
@@ -293,6 +397,82 @@ def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Baseline]:
 
             around = partial(torch_rotation, method)
             yield Baseline(f"torch {method}", kernel, attend, around=around)
+
+
+@contextmanager
+def torch_flash_attn() -> Iterator[None]:
+    """Context in which ``import flash_attn`` resolves to the package or, if it is not installed,
+    to torch's FlashAttention-2 under its names: the kernels are the same. Modules imported in it
+    keep their reference; ``sys.modules`` is restored."""
+    name, inner = "flash_attn", "flash_attn.flash_attn_interface"
+    spec = find_spec(name)
+    if spec is not None and spec.origin is not None:  # not just a folder that flash-attn-4 makes
+        yield
+        return
+    before = {module_name: sys.modules.get(module_name) for module_name in (name, inner)}
+    package, interface = ModuleType(name), ModuleType(inner)
+    package.__version__ = "2.8.0"  # type: ignore[attr-defined]
+    package.__path__ = []
+    for module in (package, interface):
+        module.__getattr__ = _absent  # type: ignore[method-assign]
+    interface._flash_attn_forward = flash_attn_forward  # type: ignore[attr-defined]
+    interface._flash_attn_backward = flash_attn_backward  # type: ignore[attr-defined]
+    sys.modules.update({name: package, inner: interface})
+    try:
+        yield
+    finally:
+        for module_name, module in before.items():
+            del sys.modules[module_name]
+            if module is not None:
+                sys.modules[module_name] = module
+
+
+def _absent(name: str) -> None:
+    """Names that libraries import and that no benchmark calls."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+
+def flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    """``_flash_attn_forward`` without windows and dropout: out, lse, and two unused values."""
+    lengths = None, None, q.shape[1], k.shape[1]
+    out, lse, *_rest = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, dropout_p, causal, False, scale=softmax_scale
+    )
+    return out, lse, None, None
+
+
+def flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    *_: Any,
+) -> None:
+    """``_flash_attn_backward``: writes the gradients into ``dq``, ``dk`` and ``dv``."""
+    unread = torch.empty(2, dtype=torch.uint64, device=q.device)
+    lengths = None, None, q.shape[1], k.shape[1]
+    grads = torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse, *lengths, dropout_p, causal, unread, unread, scale=softmax_scale
+    )
+    for out_buffer, x in zip((dq, dk, dv), grads, strict=True):
+        out_buffer.copy_(x)
 
 
 def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:

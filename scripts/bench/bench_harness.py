@@ -257,11 +257,6 @@ def comparison_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-a-row", type=int, help="steps of a round (default: 4, more of short steps on GPUs)"
     )
-    warm_up_flag(parser)
-
-
-def warm_up_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag that :func:`warm_up_seconds` reads."""
     parser.add_argument(
         "--settle",
         type=float,

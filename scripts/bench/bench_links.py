@@ -96,24 +96,18 @@ def device_to_host(session: Session, count: int) -> Step:
     return lambda: target.copy_(source, non_blocking=True)
 
 
-def peer_buffer(session: Session, count: int) -> tuple[torch.Tensor, object]:
-    """View of the next rank's symmetric memory, and the objects that must outlive it."""
+def peer_push(session: Session, count: int) -> Step:
+    """Write to the next rank's symmetric memory; contiguous, so by a copy engine."""
     import torch.distributed._symmetric_memory as symm
 
     if not session.on_gpu:
         raise RuntimeError("symmetric memory is between GPUs")
     local = symm.empty(count, dtype=DTYPE, device=session.device)
     handle = symm.rendezvous(local, dist.group.WORLD)
-    after = (session.rank + 1) % session.world
-    return handle.get_buffer(after, (count,), DTYPE), (local, handle)
-
-
-def peer_push(session: Session, count: int) -> Step:
-    """Write to the next rank's symmetric memory; contiguous, so by a copy engine."""
-    peer, kept = peer_buffer(session, count)
+    peer = handle.get_buffer((session.rank + 1) % session.world, (count,), DTYPE)
     source = empty(session, count)
 
-    def step(_kept: object = kept) -> None:
+    def step(_kept: object = (local, handle)) -> None:  # the peer's buffer does not keep them
         peer.copy_(source)
 
     return step

@@ -2,7 +2,6 @@
 
     torchrun --nproc-per-node 4 scripts/bench/bench_memory.py --out memory.csv --moments moments.csv
     torchrun --nproc-per-node 4 scripts/bench/bench_memory.py --shapes 16384:8:4096:32:11008
-    python scripts/bench/plot_memory.py moments.csv --out memory.svg
 
 Layers are torch modules around ds_usp's attention, without optimizer; ``full`` is activation
 checkpointing of whole layers. The peak is above weights and gradients, maximum over ranks. Copies

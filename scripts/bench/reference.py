@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from baselines import usp_attend
 from bench_harness import Session
-from local_kernels import usp_attend
 from shapes import Shape
 
 import ds_usp

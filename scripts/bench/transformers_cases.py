@@ -111,7 +111,6 @@ class Training:
 
     Attributes:
         reserved_bytes: memory that torch's allocator does not count.
-        engine: DeepSpeed's, of the cases that have one.
     """
 
     def __init__(
@@ -126,7 +125,6 @@ class Training:
         self._reported, self._around = reported, around
         self.reserved_bytes: Callable[[], int] = int
         self.loss = float("nan")
-        self.engine: Any = None
 
     def step(self, batch: Batch, report: bool = False) -> None:
         """Forward, backward, update; with ``report`` the loss is kept, which waits for it."""
@@ -173,13 +171,6 @@ def start_deepspeed() -> None:
     deepspeed.init_distributed(dist_init_required=False)
 
 
-def of_engine(engine: Any, loss_of: Callable[[Batch], Tensor]) -> Training:
-    """A case on DeepSpeed's engine."""
-    training = Training(loss_of, engine.backward, engine.step)
-    training.engine = engine
-    return training
-
-
 def fsdp2(settings: Settings, model: nn.Module) -> nn.Module:
     """Shard the layers and the rest by FSDP2: fp32 weights, bf16 computation."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -223,8 +214,8 @@ def ds_usp_case(settings: Settings, ulysses: int, engine: str) -> Training:
     model, mesh = new_model(settings, "sdpa", dtype), SequenceMesh.from_group(None, ulysses)
     enable(model, mesh, **settings.options)
     if engine == "ZeRO-3":
-        deepspeed_engine = zero3(settings, model)
-        training = of_engine(deepspeed_engine, partial(_loss, deepspeed_engine))
+        sharded = zero3(settings, model)
+        training = Training(partial(_loss, sharded), sharded.backward, sharded.step)
     else:
         training = of_torch(settings, fsdp2(settings, model), partial(_loss, model))
     training.reserved_bytes = lambda: mesh.reserved_bytes
@@ -242,12 +233,8 @@ def one_rank_case(settings: Settings, enabled: bool) -> Training:
     return of_torch(settings, model, partial(_loss, model))
 
 
-def alst_case(settings: Settings, *, cpu_checkpoints: bool = False) -> Training:
-    """DeepSpeed's ALST over all ranks, with its tiled MLP and tiled loss, under ZeRO-3.
-
-    Args:
-        cpu_checkpoints: what the checkpoints of the layers keep is on the CPU, as ALST has it.
-    """
+def alst_case(settings: Settings) -> Training:
+    """DeepSpeed's ALST over all ranks, with its tiled MLP and tiled loss, under ZeRO-3."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     start_deepspeed()
@@ -261,15 +248,7 @@ def alst_case(settings: Settings, *, cpu_checkpoints: bool = False) -> Training:
     engine = zero3(settings, model, mpu)
     # For one rank DeepSpeed makes no groups, and attention is not wrapped.
     group = mpu.get_sequence_parallel_group() if mpu else dist.group.WORLD
-    loss_of = partial(_alst_loss, engine, group)
-    if not cpu_checkpoints:
-        return of_engine(engine, loss_of)
-
-    def loss_on_cpu(batch: Batch) -> Tensor:
-        with torch.autograd.graph.save_on_cpu(pin_memory=settings.device.type == "cuda"):
-            return loss_of(batch)
-
-    return of_engine(engine, loss_on_cpu)
+    return Training(partial(_alst_loss, engine, group), engine.backward, engine.step)
 
 
 def _tiled_mlp(self: nn.Module, x: Tensor) -> Tensor:

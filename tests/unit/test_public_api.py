@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from difflib import ndiff
 from pathlib import Path
 
 import pytest
@@ -12,65 +13,55 @@ import pytest
 import ds_usp
 from ds_usp import errors
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import reference_pages
+
+ROOT = reference_pages.ROOT
 
 NAMES = set(ds_usp.__all__)  # frozen by the rows of test_door_table.py
 
-# Parameters that callers write; a new one may only be added at the end, by keyword.
-PARAMETERS = {
-    "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning "
-    "scores kv_layout",
-    "usp_joint_attention": "q k v joint_q joint_k joint_v mesh layout mask joint_front "
-    "softmax_scale dropout_p kernel tuning scores",
-    "projected_attention": "x projection mesh layout mask rotary keep softmax_scale dropout_p "
-    "kernel tuning scores plain why_plain",
-    "USPSelfAttention": "qkv out heads kv_heads mesh layout mask order q_norm k_norm overlap keep "
-    "softmax_scale kernel tuning scores",
-    "USPSelfAttention.forward": "self x rotary mask",
-    "Projection": "qkv out heads kv_heads qkv_bias out_bias order gathered",
-    "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
-    "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
-    "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args documents "
-    "kwargs",
-    "SequenceMesh.from_group": "group ulysses_degree order",
-    "SequenceMesh.from_device_mesh": "device_mesh ulysses_degree order",
-    "SequenceMesh.build": "grid",
-    "SequenceMesh.gather": "self local layout dim",
-    "SequenceMesh.single": "",
-    "SequenceMesh.layout": "self kind seq_len documents",
-    "SequenceMesh.agree": "self text error",
-    "TokenLayout": "kind seq_len ulysses ring order documents",
-    "TokenLayout.shard": "self x dim rank",
-    "TokenLayout.gather": "self shards dim group",
-    "TokenLayout.positions": "self rank like",
-    "Tuning": "chunks gather copies inner_ring",
-    "Scores": "softcap alibi_slopes sinks dropout_seed",
-    "MaskSpec": "left right documents prefix",
-    "MaskSpec.prefix_lm": "prefix",
-    "MaskSpec.causal": "documents",
-    "MaskSpec.full": "documents",
-    "MaskSpec.window": "left right documents",
-    "RankGrid": "sizes order",
-    "RankGrid.groups": "self axes",
-    "Degrees": "sp ulysses ring tp pp world heads kv_heads ffn",
-    "USPConfig": "sp_degree ulysses_degree layout order kernel",
-    "USPConfig.from_args": "args",
-    "allocator_variables": "environment expandable_segments torch_header",
-}
-
 
 def test_public_names_are_documented() -> None:
-    assert len(ds_usp.__all__) == len(NAMES)
-    for name in NAMES:
-        assert getattr(ds_usp, name).__doc__, name
+    """Not by what dataclass writes where there is no docstring."""
+    pytest.importorskip("diffusers")  # which needs Python 3.11
+    for module in reference_pages.MODULES:
+        for name, member in reference_pages.members(module):
+            if callable(member):
+                doc = inspect.getdoc(member) or ""
+                assert doc and not doc.startswith(f"{name}("), f"{module}.{name}"
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_frozen(name: str) -> None:
-    target = ds_usp
-    for part in name.split("."):
-        target = getattr(target, part)
-    assert " ".join(inspect.signature(target).parameters) == PARAMETERS[name]
+def test_names_arguments_defaults_and_flags_are_frozen() -> None:
+    pytest.importorskip("diffusers")  # which needs Python 3.11
+    frozen = reference_pages.SIGNATURES.read_text(encoding="utf-8").splitlines()
+    lines = reference_pages.signatures().splitlines()
+    changed = [line for line in ndiff(frozen, lines) if line.startswith(("-", "+"))]
+    assert lines == frozen, (
+        "what users call has changed: undo it, or run python scripts/reference_pages.py "
+        "--signatures and say so in CHANGELOG.md\n" + "\n".join(changed)
+    )
+
+
+def test_a_frozen_line_has_what_a_caller_may_write() -> None:
+    class Door:
+        def __init__(self, mesh: object, *, layout: str = "zigzag") -> None: ...
+        @classmethod
+        def build(cls, grid: int) -> Door: ...
+        @property
+        def degree(self) -> int: ...
+        def _hidden(self) -> None: ...
+
+    lines = ["a.Door(mesh, *, layout='zigzag')", "a.Door.build(grid)", "a.Door.degree"]
+    assert list(reference_pages.frozen("a.Door", Door)) == lines
+    assert list(reference_pages.frozen("a.MeshError", ds_usp.MeshError)) == [
+        "a.MeshError: USPError"
+    ]
+    assert list(reference_pages.frozen("a.N", -100)) == ["a.N = -100"]
+    assert reference_pages.FLAG.findall("  -h, --help  shows\n  --out F, see --in\n") == [
+        "--help",
+        "--out",
+    ]
 
 
 def test_every_error_is_public_and_a_value_error() -> None:
