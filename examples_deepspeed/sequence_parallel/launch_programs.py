@@ -24,8 +24,7 @@ from launch_settings import (
     TOKENIZER_FLAGS,
 )
 from pretrain_gpt_usp import main as check_trainer
-from usp_trainer.input_files import find_data
-from usp_trainer.trackers import check_packages
+from usp_trainer.run_files import check_packages, find_data
 
 from ds_usp import ConfigError, DataError
 
