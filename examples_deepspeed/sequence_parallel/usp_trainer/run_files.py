@@ -170,8 +170,8 @@ def saved_step(folder: str | Path) -> int | None:
 
 
 def check_not_behind(args: Namespace) -> None:
-    """Refuse a ``--save`` folder that holds a later step than the first of this run, or a checkpoint
-    that cannot be read (CheckpointError). Reads only."""
+    """Refuse a ``--save`` folder that holds a later step than the first of this run, or one that
+    cannot be read (CheckpointError). Reads only."""
     if args.save is None or args.overwrite_output:
         return
     try:
