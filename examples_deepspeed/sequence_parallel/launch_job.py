@@ -15,17 +15,23 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from launch_programs import HERE, program_of
-from launch_settings import FLAGS, in_settings_names, read_settings
+import launch_settings as flags_of
+from launch_settings import FLAGS, OPTIONAL_FLAGS, in_settings_names, read_settings
+from pretrain_gpt_usp import main as check_trainer
 from usp_trainer.arguments import build_parser
 from usp_trainer.environment import variables
+from usp_trainer.run_files import check_packages, find_data
 from usp_trainer.validate_args import validate_flags
 
 from ds_usp import ConfigError, DataError, USPError, allocator_variables
 from ds_usp.planner import AUTO
+
+HERE = Path(__file__).resolve().parent
 
 ENCODE = (
     "Make it: python tools/preprocess_data.py (in the checkout) with --input text.jsonl "
@@ -35,6 +41,292 @@ ENCODE = (
 
 # Flags that keep tensors in host memory.
 KEEPS_HOST_MEMORY = ("--usp-offload-ratio", "--usp-states-on-host")
+
+
+class Program:
+    """What differs between the programs.
+
+    Args:
+        settings: as ``read_settings`` returns them; ``Job`` adds derived ones before the flags.
+
+    Attributes:
+        title: name in messages.
+        suffix: end of a run's name; the programs write other checkpoints.
+        launchers: values of LAUNCHER that start it.
+        latest: file of the checkpoint folder that names the newest checkpoint.
+        checkout: path of the framework's checkout; empty for the trainer.
+    """
+
+    title = suffix = checkout_setting = ""
+    launchers: tuple[str, ...] = ("deepspeed", "torchrun", "srun")
+    latest = "latest"
+
+    def __init__(self, settings: dict[str, str]) -> None:
+        self.settings = settings
+        self.is_dry_run = settings["dry_run"] == "1"
+        self.is_on_cpu = settings["device"] == "cpu"
+        self.recomputes = settings["activation_checkpoint"] == "true"
+        self.is_encoded = False
+        self.checkout = settings[self.checkout_setting] if self.checkout_setting else ""
+
+    def check(self) -> None:
+        """Check what the program needs: its script, packages and tokenizer."""
+
+    def data(self) -> list[str]:
+        """The values of ``--data-path``: texts or prefixes, each perhaps after its weight."""
+        text = self.settings["data_path"]
+        if not text:
+            return self._default_data()
+        is_one_path = Path(text).is_file() or Path(f"{text}.bin").is_file()
+        items = [text] if is_one_path else text.split()
+        paths, self.is_encoded = find_data(items)
+        if self.checkout and not self.is_encoded:
+            raise DataError(f"{self.title} reads encoded data, not {paths[0]!r}")
+        return items
+
+    def _default_data(self) -> list[str]:
+        raise NotImplementedError
+
+    def command(self) -> list[str]:
+        """The part of the command between the launcher and the flags."""
+        module = "-m" if self.settings["launcher"] == "srun" else "--module"
+        return [module, "megatron_patches.run", f"{self.checkout}/pretrain_gpt.py"]
+
+    def flags(self, data: Sequence[str], paths: Mapping[str, str]) -> list[str]:
+        """The flags, without the arguments of the script.
+
+        Args:
+            paths: the run's ``checkpoint`` and ``output`` folders, and its ``config`` file.
+        """
+        raise NotImplementedError
+
+    def config(self) -> str:
+        """The content of DeepSpeed's configuration file; empty where none is read."""
+        return ""
+
+    def needs_one_queue(self) -> bool:
+        """Whether the GPU may have one hardware queue only (CUDA_DEVICE_MAX_CONNECTIONS)."""
+        return int(self.settings["mp_size"]) > 1
+
+    def check_flags(self, flags: Sequence[str], ranks: int) -> int:
+        """The program's own checks, before a folder is created; exit code."""
+        return 0
+
+    def _filled(self, *templates: str) -> list[str]:
+        return [flag.format(**self.settings) for text in templates for flag in text.split()]
+
+    def _optional_flags(self) -> list[str]:
+        """The flags whose settings may be empty, of those that are given."""
+        s = self.settings
+        pairs = re.findall(r"(--\S+) \{(\w+)\}", OPTIONAL_FLAGS)
+        return [item for flag, name in pairs if s[name] for item in (flag, s[name])]
+
+    def _load_flags(self, folder: str) -> list[str]:
+        """Flags that continue from the run's last checkpoint, if there is one."""
+        return ["--load", folder] if Path(folder, self.latest).is_file() else []
+
+    def _deepspeed_flags(self, data: Sequence[str], checkpoint: str) -> list[str]:
+        """The flags that have the same names in the trainer and in Megatron-DeepSpeed."""
+        s = self.settings
+        is_encoded = self.is_encoded and s["vocab_size"]  # text has its own vocabulary
+        flags = [*self._filled(FLAGS), "--save", checkpoint]
+        flags += self._filled(
+            "--usp-cluster {usp_cluster}" if s["usp_cluster"] else "",
+            "--use-rotary-position-embeddings" if s["rotary"] == "true" else "",
+            "--bf16" if s["precision"] == "bf16" else "",
+        )
+        flags += self._load_flags(checkpoint) + (["--data-path", *data] if data else [])
+        flags += self._optional_flags()
+        return flags + (["--vocab-size", s["vocab_size"]] if is_encoded else [])
+
+    def _check_checkout(self, advice: str) -> None:
+        if not Path(self.checkout, "pretrain_gpt.py").is_file():
+            raise ConfigError(
+                f"{self.checkout_setting.upper()}={self.checkout} has no pretrain_gpt.py: give the "
+                f"folder of a checkout{advice}"
+            )
+
+    def _check_gpt2_files(self) -> None:
+        s = self.settings
+        files = (s["vocab_path"], s["merge_path"])
+        is_gpt2 = s["tokenizer_type"] == "GPT2BPETokenizer" and not self.is_dry_run
+        if is_gpt2 and not all(file and Path(file).is_file() for file in files):
+            raise ConfigError(
+                "set VOCAB_PATH and MERGE_PATH to the two files of GPT-2's tokenizer, or "
+                "TOKENIZER_TYPE=NullTokenizer and VOCAB_SIZE"
+            )
+
+
+class Trainer(Program):
+    """The trainer of this folder, ``pretrain_gpt_usp.py``.
+
+    With one queue megatron-core's tensor-parallel all-reduce starts before the GEMM that hides it,
+    but copies overlapped with attention wait behind kernels.
+    """
+
+    title = "the trainer"
+
+    def _default_data(self) -> list[str]:
+        if not (self.is_on_cpu or self.is_dry_run):
+            raise DataError("set DATA_PATH to a UTF-8 text file, or to data that Megatron encoded")
+        return []
+
+    def command(self) -> list[str]:
+        return [str(HERE / "pretrain_gpt_usp.py")]
+
+    def flags(self, data: Sequence[str], paths: Mapping[str, str]) -> list[str]:
+        s = self.settings
+        flags = self._deepspeed_flags(data, paths["checkpoint"])
+        flags += ["--rotary-base", s["rope_theta"], "--device", s["device"]]
+        flags += ["--output-dir", paths["output"]]
+        return flags + (["--usp-recompute", "full"] if self.recomputes else [])
+
+    def check_flags(self, flags: Sequence[str], ranks: int) -> int:
+        return check_trainer([*flags, "--check-only", "--num-processes", str(ranks)])
+
+
+class MegatronDeepSpeed(Program):
+    """``pretrain_gpt.py`` of a checkout of Megatron-DeepSpeed, under the patches."""
+
+    title, suffix = "Megatron-DeepSpeed", "_mds"
+    checkout_setting = "megatron_deepspeed_path"
+
+    def check(self) -> None:
+        self._check_gpt2_files()
+        self._check_checkout(", or unset it to use the trainer of this folder")
+        if not self.is_dry_run:
+            check_packages(Namespace(**self.settings))
+
+    def needs_one_queue(self) -> bool:
+        return False  # no all-reduce needs it; --sequence-parallel, which does, sets it
+
+    def _default_data(self) -> list[str]:
+        if not self.is_dry_run:
+            raise DataError("Megatron-DeepSpeed reads encoded data: set DATA_PATH")
+        self.is_encoded = True
+        return ["my_text_document"]  # shows its position in a dry run
+
+    def flags(self, data: Sequence[str], paths: Mapping[str, str]) -> list[str]:
+        s = self.settings
+        s["config"] = paths["config"]
+        flags = self._deepspeed_flags(data, paths["checkpoint"])
+        return flags + self._filled(
+            flags_of.MEGATRON_FLAGS,
+            flags_of.TOKENIZER_FLAGS if s["tokenizer_type"] == "GPT2BPETokenizer" else "",
+            f"{flags_of.TENSORBOARD_FLAGS} --log-batch-size-to-tensorboard"
+            if s["tensorboard_dir"]
+            else "",
+            "--no-pipeline-parallel" if s["pp_size"] == "1" else "",
+            flags_of.CPU_FLAGS if self.is_on_cpu else "",
+            flags_of.RECOMPUTE_FLAGS if self.recomputes else "",
+        )
+
+    def config(self) -> str:
+        text = (HERE / "ds_config_gpt_TEMPLATE.json").read_text()
+        derived = {
+            "bf16": self.settings["precision"] == "bf16",
+            "overlap_comm": self.settings["pp_size"] == "1",  # DeepSpeed's pipeline cannot
+        }
+        texts = {name: str(value).lower() for name, value in derived.items()}
+        for name, value in {**self.settings, **texts}.items():
+            text = text.replace(f"@{name.upper()}@", value)
+        return text
+
+
+class MegatronLM(Program):
+    """``pretrain_gpt.py`` of a checkout of Megatron-LM, under the patches; it refuses tensor
+    parallelism with more queues on Hopper and before."""
+
+    title, suffix = "Megatron-LM", "_mlm"
+    checkout_setting = "megatron_lm_path"
+    launchers = ("torchrun", "srun")
+    latest = "latest_checkpointed_iteration.txt"
+
+    def check(self) -> None:
+        s = self.settings
+        clone = "git clone https://github.com/NVIDIA/Megatron-LM, git checkout core_v0.16.1"
+        if not self.checkout:
+            raise ConfigError(f"set MEGATRON_LM_PATH to a checkout of Megatron-LM: {clone}")
+        self._check_checkout(f" of Megatron-LM: {clone}")
+        if int(s["zero_stage"]) > 1:
+            raise ConfigError(
+                f"ZERO_STAGE={s['zero_stage']}: Megatron-LM has its distributed optimizer "
+                "(ZERO_STAGE=1) or none (0). Use ZERO_STAGE=1"
+            )
+        if s["usp_layout"] not in ("zigzag", "context_parallel"):
+            raise ConfigError(
+                f"USP_LAYOUT={s['usp_layout']}: Megatron-LM shards batches in an order of its own, "
+                "context_parallel. Leave USP_LAYOUT out"
+            )
+        chunks = 2 * int(s["sp_size"])
+        if int(s["sp_size"]) > 1 and int(s["seq_length"]) % chunks:
+            tokens = int(s["seq_length"]) // chunks * chunks
+            raise ConfigError(
+                f"SEQ_LENGTH={s['seq_length']} is not a multiple of 2 x SP_SIZE = {chunks}, which "
+                f"Megatron-LM requires. Use SEQ_LENGTH={tokens or chunks}"
+            )
+        self._check_tokenizer()
+        if not s["transformer_impl"]:
+            has_te = not self.is_on_cpu and find_spec("transformer_engine")
+            s["transformer_impl"] = "transformer_engine" if has_te else "local"
+        if not self.is_dry_run:
+            check_packages(Namespace(**s))
+
+    def _check_tokenizer(self) -> None:
+        s = self.settings
+        kind = "NullTokenizer" if s["data_path"] == flags_of.MOCK_DATA else s["tokenizer_type"]
+        if kind == "GPT2BPETokenizer":
+            self._check_gpt2_files()
+        elif kind == "NullTokenizer" and not s["vocab_size"]:
+            raise ConfigError("TOKENIZER_TYPE=NullTokenizer and mock data need VOCAB_SIZE")
+        elif kind != "NullTokenizer" and not (s["tokenizer_model"] or self.is_dry_run):
+            raise ConfigError(
+                f"TOKENIZER_TYPE={kind} needs TOKENIZER_MODEL, the tokenizer's folder or file; or "
+                "set TOKENIZER_TYPE=NullTokenizer and VOCAB_SIZE"
+            )
+
+    def data(self) -> list[str]:
+        return [] if self.settings["data_path"] == flags_of.MOCK_DATA else super().data()
+
+    def _default_data(self) -> list[str]:
+        if not self.is_dry_run:
+            raise DataError(
+                "Megatron-LM reads encoded data: set DATA_PATH, or "
+                f"DATA_PATH={flags_of.MOCK_DATA} for its mock data"
+            )
+        return ["my_text_document"]
+
+    def flags(self, data: Sequence[str], paths: Mapping[str, str]) -> list[str]:
+        s = self.settings
+        is_local = s["transformer_impl"] == "local"
+        groups = s["num_kv_heads"] != s["num_attn_heads"]
+        is_rotary = s["rotary"] == "true"
+        flags = self._filled(
+            flags_of.MEGATRON_LM_FLAGS,
+            "--group-query-attention --num-query-groups {num_kv_heads}" if groups else "",
+            "--position-embedding-type rope --rotary-base {rope_theta}" if is_rotary else "",
+            "--sequence-parallel" if int(s["mp_size"]) > 1 else "",
+            "--use-distributed-optimizer --overlap-param-gather" if s["zero_stage"] == "1" else "",
+            "--bf16" if s["precision"] == "bf16" else "",
+            flags_of.MEGATRON_LM_LOCAL_FLAGS if is_local else "",
+            "" if find_spec("fused_weight_gradient_mlp_cuda") else flags_of.NO_GRADIENT_FUSION,
+            flags_of.MEGATRON_LM_CPU_FLAGS if self.is_on_cpu else "",
+            flags_of.MEGATRON_LM_RECOMPUTE_FLAGS if self.recomputes else "",
+            flags_of.TENSORBOARD_FLAGS if s["tensorboard_dir"] else "",
+            "--usp-cluster {usp_cluster}" if s["usp_cluster"] else "",
+        )
+        flags += ["--save", paths["checkpoint"], *self._load_flags(paths["checkpoint"])]
+        flags += self._optional_flags()
+        return flags + (["--data-path", *data] if data else ["--mock-data"]) + self._tokenizer()
+
+    def _tokenizer(self) -> list[str]:
+        s = self.settings
+        if s["data_path"] == flags_of.MOCK_DATA or s["tokenizer_type"] == "NullTokenizer":
+            return ["--tokenizer-type", "NullTokenizer", "--vocab-size", s["vocab_size"]]
+        flags = ["--tokenizer-type", s["tokenizer_type"]]
+        if s["tokenizer_type"] == "GPT2BPETokenizer":
+            return [*flags, *self._filled(flags_of.TOKENIZER_FLAGS)]
+        return [*flags, "--tokenizer-model", s["tokenizer_model"] or "my_tokenizer"]
 
 
 class Job:
@@ -58,7 +350,11 @@ class Job:
     ) -> None:
         self.settings, self.arguments, self.environment = settings, arguments, environment
         self.is_dry_run = settings["dry_run"] == "1"
-        self.program = program_of(settings)
+        if settings["usp_framework"] == "megatron_lm":
+            self.program: Program = MegatronLM(settings)
+        else:
+            is_checkout = settings["megatron_deepspeed_path"]
+            self.program = MegatronDeepSpeed(settings) if is_checkout else Trainer(settings)
         self.is_on_cpu = settings["device"] == "cpu"
         sizes = (int(settings[name]) for name in ("mp_size", "sp_size", "pp_size"))
         self.ranks_per_replica = math.prod(sizes)
@@ -165,7 +461,16 @@ class Job:
         visible = self.environment.get("CUDA_VISIBLE_DEVICES", "")
         self.leaves_gpus_to_launcher = False
         if s["hostfile"]:
-            self.world_size = self.ranks_per_node = _count_slots(s["hostfile"], s["num_gpus"])
+            if s["num_gpus"]:
+                raise ConfigError("HOSTFILE counts the GPUs of every node: leave NUM_GPUS out")
+            text = Path(s["hostfile"]).read_text() if Path(s["hostfile"]).is_file() else None
+            slots = sum(map(int, re.findall(r"slots=(\d+)", text or "")))
+            if not slots:
+                problem = "does not exist" if text is None else "names no slots"
+                raise ConfigError(
+                    f"HOSTFILE={s['hostfile']} {problem}; a line is: worker-0 slots=8"
+                )
+            self.world_size = self.ranks_per_node = slots
             return
         if self.is_on_cpu:
             count = int(s["num_gpus"] or per_replica)
@@ -260,18 +565,6 @@ class Job:
         ):  # the trainer does it itself
             kept |= allocator_variables(self.environment, expandable_segments=True)
         return kept
-
-
-def _count_slots(hostfile: str, num_gpus: str) -> int:
-    """GPUs of all nodes of a DeepSpeed host file."""
-    if num_gpus:
-        raise ConfigError("HOSTFILE counts the GPUs of every node: leave NUM_GPUS out")
-    if not Path(hostfile).is_file():
-        raise ConfigError(f"HOSTFILE={hostfile} does not exist; a line is: worker-0 slots=8")
-    slots = sum(map(int, re.findall(r"slots=(\d+)", Path(hostfile).read_text())))
-    if not slots:
-        raise ConfigError(f"HOSTFILE={hostfile} names no slots; a line is: worker-0 slots=8")
-    return slots
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:

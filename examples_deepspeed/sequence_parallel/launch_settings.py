@@ -6,12 +6,12 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from usp_trainer.arg_types import Integer
 from usp_trainer.arguments import build_parser
-from usp_trainer.command_line import edit_distance
+from usp_trainer.command_line import Integer
 
 from ds_usp import ConfigError
 
@@ -47,20 +47,24 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
         )
     )
 )
-# Flags that both programs have, and the settings that are their values.
-FLAGS = """
-    --tensor-model-parallel-size {mp_size} --ds-sequence-parallel-size {sp_size}
-    --ulysses-degree {ulysses_degree} --usp-layout {usp_layout} --usp-kernel {usp_kernel}
-    --pipeline-model-parallel-size {pp_size} --zero-stage {zero_stage} --num-layers {num_layers}
-    --hidden-size {hidden_size} --num-attention-heads {num_attn_heads}
-    --num-key-value-heads {num_kv_heads} --seq-length {seq_length}
-    --max-position-embeddings {seq_length} --init-method-std {init_std} --attention-dropout 0
-    --hidden-dropout 0 --micro-batch-size {batch_size} --global-batch-size {global_batch_size}
-    --train-iters {train_iters} --lr {lr} --min-lr {min_lr} --lr-decay-style {lr_decay_style}
-    --lr-decay-iters {lr_decay_iters} --lr-warmup-iters {lr_warmup_iters}
-    --weight-decay {weight_decay} --clip-grad {clip_grad} --adam-beta1 0.9 --adam-beta2 0.95
-    --log-interval {log_interval} --eval-interval {eval_interval} --eval-iters {eval_iters}
-    --save-interval {save_interval} --seed {seed} --split {split}
+# Flags that all programs have, and the settings that are their values.
+COMMON_FLAGS = """
+    --seq-length {seq_length} --max-position-embeddings {seq_length} --init-method-std {init_std}
+    --attention-dropout 0 --hidden-dropout 0 --micro-batch-size {batch_size}
+    --global-batch-size {global_batch_size} --train-iters {train_iters} --lr {lr} --min-lr {min_lr}
+    --lr-decay-style {lr_decay_style} --lr-decay-iters {lr_decay_iters}
+    --lr-warmup-iters {lr_warmup_iters} --weight-decay {weight_decay} --clip-grad {clip_grad}
+    --adam-beta1 0.9 --adam-beta2 0.95 --log-interval {log_interval}
+    --eval-interval {eval_interval} --eval-iters {eval_iters} --save-interval {save_interval}
+    --seed {seed} --split {split}
+"""
+# Of the trainer and Megatron-DeepSpeed.
+FLAGS = f"""
+    --tensor-model-parallel-size {{mp_size}} --ds-sequence-parallel-size {{sp_size}}
+    --ulysses-degree {{ulysses_degree}} --usp-layout {{usp_layout}} --usp-kernel {{usp_kernel}}
+    --pipeline-model-parallel-size {{pp_size}} --zero-stage {{zero_stage}}
+    --num-layers {{num_layers}} --hidden-size {{hidden_size}}
+    --num-attention-heads {{num_attn_heads}} --num-key-value-heads {{num_kv_heads}} {COMMON_FLAGS}
 """
 OPTIONAL_FLAGS = """
     --exit-interval {exit_interval} --exit-duration-in-mins {exit_duration_in_mins}
@@ -88,18 +92,12 @@ CPU_FLAGS = """
 RECOMPUTE_FLAGS = "--checkpoint-activations --deepspeed-activation-checkpointing"
 MOCK_DATA = "mock"  # DATA_PATH that stands for Megatron-LM's --mock-data
 # A dense mask of 32K tokens is 1 GiB a sequence; the causal rule needs none.
-MEGATRON_LM_FLAGS = """
-    --tensor-model-parallel-size {mp_size} --pipeline-model-parallel-size {pp_size}
-    --context-parallel-size {sp_size} --ulysses-degree {ulysses_degree} --usp-kernel {usp_kernel}
-    --transformer-impl {transformer_impl} --overlap-grad-reduce --num-layers {num_layers}
-    --hidden-size {hidden_size} --num-attention-heads {num_attn_heads} --seq-length {seq_length}
-    --max-position-embeddings {seq_length} --init-method-std {init_std} --attention-dropout 0
-    --hidden-dropout 0 --micro-batch-size {batch_size} --global-batch-size {global_batch_size}
-    --train-iters {train_iters} --lr {lr} --min-lr {min_lr} --lr-decay-style {lr_decay_style}
-    --lr-decay-iters {lr_decay_iters} --lr-warmup-iters {lr_warmup_iters}
-    --weight-decay {weight_decay} --clip-grad {clip_grad} --adam-beta1 0.9 --adam-beta2 0.95
-    --log-interval {log_interval} --eval-interval {eval_interval} --eval-iters {eval_iters}
-    --save-interval {save_interval} --seed {seed} --split {split} --num-workers {num_workers}
+MEGATRON_LM_FLAGS = f"""
+    --tensor-model-parallel-size {{mp_size}} --pipeline-model-parallel-size {{pp_size}}
+    --context-parallel-size {{sp_size}} --ulysses-degree {{ulysses_degree}}
+    --usp-kernel {{usp_kernel}} --transformer-impl {{transformer_impl}} --overlap-grad-reduce
+    --num-layers {{num_layers}} --hidden-size {{hidden_size}}
+    --num-attention-heads {{num_attn_heads}} {COMMON_FLAGS} --num-workers {{num_workers}}
     --override-opt_param-scheduler --no-create-attention-mask-in-dataloader
 """
 # These kernels are of apex or TransformerEngine; that of the output layer is apex's in any layers.
@@ -175,34 +173,26 @@ def misspelt_setting(
     variables: Iterable[str], settings: Sequence[str] = tuple(name.upper() for name in DEFAULTS)
 ) -> tuple[str, str] | None:
     """An environment variable that is probably meant as one of the settings, and that setting;
-    None if there is none.
+    None if there is none. Of several the first in alphabetical order.
 
-    It is Megatron's name of a setting (``MEGATRON_NAMES``), a misspelling or a beginning of one
-    (:func:`_similar_setting`), in upper case. Of several the first in alphabetical order.
+    It is Megatron's name of a setting, or no variable that other programs own, and nearly the name
+    of a setting or the beginning of one.
     """
     for variable in sorted(variables):
-        if re.fullmatch("[A-Z][A-Z0-9_]+", variable) and variable not in settings:
-            meant = MEGATRON_NAMES.get(variable) or _similar_setting(variable, settings)
-            if meant in settings:
-                return variable, meant
+        if not re.fullmatch("[A-Z][A-Z0-9_]+", variable) or variable in settings:
+            continue
+        meant = [MEGATRON_NAMES[variable]] if variable in MEGATRON_NAMES else []
+        if not meant and not FOREIGN_VARIABLES.fullmatch(variable):
+            # One letter of 6 may differ, and none of shorter names, which are near to many words.
+            lengths = {s: abs(len(s) - len(variable)) for s in settings if len(s) > 5}
+            near = [s for s, difference in lengths.items() if difference <= 1 + (len(s) > 11)]
+            meant = get_close_matches(variable, near, 1, 5 / 6)
+            completions = [setting for setting in settings if setting.startswith(variable)]
+            if not meant and "_" in variable and len(variable) > 5 and len(completions) == 1:
+                meant = completions
+        if meant and meant[0] in settings:
+            return variable, meant[0]
     return None
-
-
-def _similar_setting(variable: str, settings: Sequence[str]) -> str | None:
-    """Setting that an unknown environment variable probably misspells or begins; None if none.
-
-    A misspelling is within an edit distance of 2 for settings of 12 or more letters, 1 from 6,
-    else 0. Variables that other programs own (``FOREIGN_VARIABLES``) match nothing."""
-    if FOREIGN_VARIABLES.fullmatch(variable):
-        return None
-    for setting in settings:
-        allowed = 2 if len(setting) > 11 else int(len(setting) > 5)
-        is_near = abs(len(setting) - len(variable)) <= allowed  # cheap bound of the distance
-        if is_near and edit_distance(variable, setting) <= allowed:
-            return setting
-    completions = [setting for setting in settings if setting.startswith(variable)]
-    is_prefix = "_" in variable and len(variable) > 5 and len(completions) == 1
-    return completions[0] if is_prefix else None
 
 
 def read_settings(script: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:

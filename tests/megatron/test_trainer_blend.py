@@ -60,7 +60,7 @@ def test_a_blend_trains_the_same_on_all_degrees(tmp_path: Path) -> None:
 
 
 def test_the_fraction_of_a_text_is_its_weight(tmp_path: Path) -> None:
-    from usp_trainer.data import _encode_text, _samples
+    from usp_trainer.data import _samples, encode_text
 
     texts = {"a": "abcd", "w": "wxyz"}
     for name, letters in texts.items():
@@ -68,7 +68,7 @@ def test_the_fraction_of_a_text_is_its_weight(tmp_path: Path) -> None:
     flags = f"--data-path 1 {tmp_path / 'a'} 3 {tmp_path / 'w'} --split 50,50,0"
     args = arguments(flags, tmp_path)
     (tmp_path / "data" / "index").mkdir(parents=True)
-    prefixes = [_encode_text(tmp_path / "data", str(tmp_path / name)) for name in texts]
+    prefixes = [encode_text(tmp_path / "data", [(tmp_path / name).read_bytes()]) for name in texts]
     for stream in _samples(args, prefixes, 257):
         starts = [chr(int(stream[i]["tokens"].min())) for i in range(40)]
         assert Counter(starts) == {"a": 10, "w": 30}
@@ -84,7 +84,7 @@ def test_the_fraction_of_a_text_is_its_weight(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_weights_are_refused(flags: str, message: str) -> None:
-    from usp_trainer.input_files import parse_blend
+    from usp_trainer.run_files import parse_blend
 
     with pytest.raises(DataError) as refused:
         parse_blend(flags.split())

@@ -61,11 +61,14 @@ def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_pa
 
 PARENT_ENDS = """
 import os, signal, time
-from usp_trainer import local_ranks
+from argparse import Namespace
+from usp_trainer import launch
 
-def body(rank, folder, send):
+def main(args):
     os.write(writing, b".")
     time.sleep(600)
+
+launch.select_device("cpu")
 
 signal.alarm(100)
 for ignored in (signal.SIGHUP, signal.SIGQUIT):  # as under nohup, or in a shell's background
@@ -80,8 +83,8 @@ for number, on_linux in (
     reading, writing = os.pipe()
     if not (parent := os.fork()):
         if not on_linux:
-            local_ranks.ON_LINUX = False
-        local_ranks.fork_and_wait(body, 2)
+            launch.ON_LINUX = False
+        launch.spawn_ranks(main, Namespace(device="cpu"), 2)
     os.close(writing)
     started = b""
     while len(started) < 2:
@@ -133,10 +136,10 @@ def test_ranks_of_a_launcher_end_with_it(tmp_path: Path) -> None:
 
 def reports_of_rank(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
     """What each rank prints under a launcher; None: the rank is dead."""
-    from usp_trainer import failures
+    from usp_trainer import launch
 
     if None in errors:
-        failures.REPORT_TIMEOUT_S = 1.0
+        launch.REPORT_TIMEOUT_S = 1.0
     text = errors[ctx.rank]
     if text is None:
         return ""
@@ -144,8 +147,8 @@ def reports_of_rank(ctx: RankContext, *, folder: str, errors: list[str | None]) 
     error = RuntimeError("gloo: gone") if text == "contact" else ConfigError(text)
     args, printed = Namespace(output_dir=folder), io.StringIO()
     with contextlib.redirect_stderr(printed):
-        failure = failures.describe(error, args, ctx.rank)
-        failures.report(store, ctx.rank, ctx.world, failure, args)
+        failure = launch.describe(error, args, ctx.rank)
+        launch.report(store, ctx.rank, ctx.world, failure, args)
     return printed.getvalue()
 
 

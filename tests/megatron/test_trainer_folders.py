@@ -95,7 +95,7 @@ def test_what_is_refused_changes_nothing(saved: Path, tmp_path: Path) -> None:
 def test_a_second_trainer_is_refused_with_the_first_ones_process(
     saved: Path, tmp_path: Path
 ) -> None:
-    from usp_trainer.run_folder import FolderLock
+    from usp_trainer.run_files import FolderLock
 
     lock = FolderLock(saved / "save")
     before = contents(saved)
@@ -114,7 +114,7 @@ def test_a_second_trainer_is_refused_with_the_first_ones_process(
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
-    from usp_trainer.run_folder import FolderLock
+    from usp_trainer.run_files import FolderLock
 
     if not (child := os.fork()):
         FolderLock(tmp_path)
@@ -192,8 +192,7 @@ def damage(path: Path, data: bytes | None) -> None:
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(
     name: str, data: bytes | None, tmp_path: Path
 ) -> None:
-    from usp_trainer.input_files import check_files
-    from usp_trainer.run_folder import RunFolders
+    from usp_trainer.run_files import RunFolders, check_files
 
     save, output = tmp_path / "save", tmp_path / "output"
     for step in (1, 2):
@@ -213,7 +212,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(
 
 
 def test_a_full_disk_ends_the_run_with_whole_lines(tmp_path: Path) -> None:
-    from usp_trainer.metrics import MetricsFile
+    from usp_trainer.progress import MetricsFile
 
     file = MetricsFile(tmp_path, None)
     file.write({"step": 1})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_runs import PLAIN_SGD, degrees, errors, relative_difference, train
-from usp_trainer.input_files import METADATA
+from usp_trainer.run_files import METADATA
 
 LIMIT = 1e-5
 

@@ -25,16 +25,16 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import arg_types, arguments  # noqa: E402
+from usp_trainer import arguments, command_line  # noqa: E402
 from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
 from usp_trainer.auto_args import planned_run  # noqa: E402
-from usp_trainer.command_line import closest_name, edit_distance  # noqa: E402
+from usp_trainer.command_line import closest_name  # noqa: E402
 from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
 from usp_trainer.validate_args import check_start, validate_and_derive  # noqa: E402
 
 PARSER = build_parser()
 ACTIONS = {a.option_strings[0]: a for a in PARSER._actions if a.nargs != 0}
-NUMBERS = (arg_types.Integer, arg_types.Number, arg_types.KeywordOr)
+NUMBERS = (command_line.Integer, command_line.Number, command_line.KeywordOr)
 # Flags for which 0 means something, and what; every other number starts above it.
 ZERO = {
     "--attention-dropout": "none",
@@ -67,10 +67,10 @@ def accepts(flag: str, value: str) -> bool:
 @pytest.mark.parametrize("flag", ACTIONS)
 def test_every_flag_has_a_range(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     action = ACTIONS[flag]
-    if action.choices is None and not isinstance(action.type, (*NUMBERS, arg_types.Text)):
-        assert isinstance(action.type, arg_types.Ratios), f"{flag} accepts any value"
+    if action.choices is None and not isinstance(action.type, (*NUMBERS, command_line.Text)):
+        assert isinstance(action.type, command_line.Ratios), f"{flag} accepts any value"
     assert not accepts(flag, ""), flag
-    if isinstance(action.type, arg_types.Text):
+    if isinstance(action.type, command_line.Text):
         return
     for value in ("nan", "inf", "-inf", "1e999", "-0.5", "word", "nan,1,1", "1,inf,0"):
         assert not accepts(flag, value), (flag, value)
@@ -134,11 +134,6 @@ MISSPELT = {
 def test_a_misspelt_flag_has_a_suggestion(flag: str) -> None:
     known = [name for action in PARSER._actions for name in action.option_strings]
     assert closest_name(flag, known) == MISSPELT[flag]
-
-
-def test_edit_distance() -> None:
-    for a, b, count in (("", "ab", 2), ("abc", "acb", 1), ("kitten", "sitting", 3), ("a", "a", 0)):
-        assert edit_distance(a, b) == edit_distance(b, a) == count
 
 
 def test_the_quickstart_sets_known_flags_which_the_command_line_overrides() -> None:

@@ -19,7 +19,7 @@ from ds_usp import ConfigError
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import first_step, progress, quickstart, stop_rule, trackers  # noqa: E402
+from usp_trainer import loop, progress, quickstart, run_files  # noqa: E402
 from usp_trainer.arguments import parse  # noqa: E402
 from usp_trainer.validate_args import model_parallel_size, validate_and_derive  # noqa: E402
 
@@ -134,12 +134,12 @@ def test_the_first_step_does_not_count_for_the_time_left() -> None:
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    trackers.check_packages(parse([]))
+    run_files.check_packages(parse([]))
     for flag, package in (("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")):
         with pytest.raises(ConfigError, match=f"{flag} x needs .*: pip install {package}$"):
-            trackers.check_packages(parse([flag, "x"]))
+            run_files.check_packages(parse([flag, "x"]))
     with pytest.raises(ConfigError, match="--wandb-exp-name x needs --wandb-project"):
-        trackers.check_packages(parse(["--wandb-exp-name", "x"]))
+        run_files.check_packages(parse(["--wandb-exp-name", "x"]))
 
 
 def test_trackers_get_what_the_file_gets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,15 +179,15 @@ def test_trackers_get_what_the_file_gets(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_run_stops_by_steps_and_by_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((0.0, 60.0, 119.0, 120.0))
-    monkeypatch.setattr(stop_rule.time, "monotonic", lambda: next(times))
-    monkeypatch.setattr(stop_rule.dist, "all_reduce", lambda x, op: None)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(loop.dist, "all_reduce", lambda x, op: None)
     args = validate_and_derive(parse(["--exit-duration-in-mins", "2", "--device", "cpu"]), 1)
-    rule = stop_rule.StopRule(args)
+    rule = loop.StopRule(args)
     reasons = [rule.reason(step) for step in (1, 2, 3)]
     assert reasons == [None, None, "--exit-duration-in-mins 2"]
-    monkeypatch.setattr(stop_rule.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: 0.0)
     args = validate_and_derive(parse(["--exit-interval", "3", "--device", "cpu"]), 1)
-    assert [stop_rule.StopRule(args).reason(step) for step in (1, 2, 3)] == [
+    assert [loop.StopRule(args).reason(step) for step in (1, 2, 3)] == [
         None,
         None,
         "--exit-interval 3",
@@ -232,7 +232,7 @@ def test_a_long_first_step_says_where_it_is() -> None:
         printed.release()
 
     layers = [WaitingLayer(wait), WaitingLayer(wait)]
-    with first_step.progress_lines([(3, layers[0]), (4, layers[1])], 8, print_line, 0.01):
+    with progress.first_step_lines([(3, layers[0]), (4, layers[1])], 8, print_line, 0.01):
         x = torch.ones(2, requires_grad=True)
         layers[1](layers[0](x)).sum().backward()
     texts = [line.partition(" s: ")[2] for line in lines]
@@ -249,12 +249,12 @@ def test_a_long_first_step_says_where_it_is() -> None:
 
 def test_a_short_first_step_prints_nothing() -> None:
     layer, lines, threads = torch.nn.Linear(2, 2), [], threading.active_count()
-    with first_step.progress_lines([(1, layer)], 1, lines.append, 60.0):
+    with progress.first_step_lines([(1, layer)], 1, lines.append, 60.0):
         layer(torch.ones(1, 2)).sum().backward()
     assert not lines
     with (
         pytest.raises(ConfigError),
-        first_step.progress_lines([(1, layer)], 1, lines.append, 60.0),
+        progress.first_step_lines([(1, layer)], 1, lines.append, 60.0),
     ):
         raise ConfigError("a step that fails")
     assert not layer._forward_hooks and threading.active_count() == threads

@@ -21,8 +21,7 @@ from megatron_patches.flags import (
 from megatron_patches.projection_overlap import add_projection_flag
 from megatron_patches.settings import MeshSettings
 from usp_trainer import tp_tokens
-from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
-from usp_trainer.command_line import Parser
+from usp_trainer.command_line import Integer, KeywordOr, Number, Parser, Ratios, Text
 from usp_trainer.transformer_impl import CHOICES
 
 COUNT = Integer(1)

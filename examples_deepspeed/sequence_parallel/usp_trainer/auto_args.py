@@ -9,8 +9,8 @@ from ds_usp.planner import AUTO, Choice, ProjectionChoice
 from megatron_patches.flags import PlannedRun
 from megatron_patches.projection_overlap import resolve_projections
 from usp_trainer import projections, tp_tokens
-from usp_trainer.input_files import TEXT_VOCAB_SIZE
 from usp_trainer.launch import broadcast_from_rank0
+from usp_trainer.run_files import TEXT_VOCAB_SIZE
 from usp_trainer.validate_args import model_parallel_size, validate_and_derive
 
 

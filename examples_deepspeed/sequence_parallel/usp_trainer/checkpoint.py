@@ -1,25 +1,33 @@
-"""Checkpoints: DeepSpeed's files, renamed into place when complete and verified before loading."""
+"""Checkpoints: DeepSpeed's files, renamed into place when complete, verified by SHA-256 before they
+are loaded, and resharded to another parallel config parameter by parameter.
+
+Resharding reads the files that DeepSpeed's ZeRO-0 to 2 write for each tensor-parallel rank, joins
+the shards of each parameter, and takes this rank's shard. DeepSpeed's universal checkpoints need a
+converted copy of the checkpoint first and support no optimizer but Adam.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import os
+import re
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from torch import Tensor, nn
 
 from ds_usp import CheckpointError
-from usp_trainer import reshard
-from usp_trainer.checksums import checksums, mismatching_files, text_checksum
-from usp_trainer.input_files import LATEST, METADATA, UNFINISHED, checkpoint_to_load
 from usp_trainer.launch import broadcast_from_rank0
-from usp_trainer.run_folder import saved_step
+from usp_trainer.run_files import LATEST, METADATA, UNFINISHED, checkpoint_to_load, saved_step
 from usp_trainer.transformer_impl import LOCAL
 
 FORMAT = 2
@@ -51,11 +59,14 @@ PARALLEL_CONFIG = (
     "bf16",
     "optimizer",
 )
-# What of it may differ when loading, where parameters can be resharded (usp_trainer.reshard).
+# What of it may differ when loading, where parameters can be resharded (``_load_resharded``).
 RESHARDABLE = ("tensor_model_parallel_size", "sequence_x_data_ranks", "zero_stage")
 _WRITERS = ("inline_container", "PytorchStreamWriter")  # names in errors of torch.save
 # What the order of samples depends on; it may differ, for example to train on longer sequences.
 DATA = ("seed", "seq_length", "split", "data_path")
+_BLOCK_BYTES = 1 << 22  # of a file, read at once
+MASTER = "fp32"  # key of the fp32 master weights, beside the keys of the optimizer's states
+_OPTIMIZER_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,12 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
     """
     folder, tag = Path(args.save), f"step_{progress.step}"
     unfinished = f"{UNFINISHED}{tag}"
-    broadcast_from_rank0(lambda: _remove_leftovers(folder))
+
+    def remove_leftovers() -> None:  # of runs that were killed or ran out of disk while saving
+        for leftover in folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    broadcast_from_rank0(remove_leftovers)
     try:
         engine.save_checkpoint(str(folder), tag=unfinished, save_latest=False)
     except OSError as error:
@@ -86,17 +102,21 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
         raise _not_written(folder, progress.step, why) from error
     dist.barrier()
     written = folder / unfinished
-    sizes = broadcast_from_rank0(lambda: _sizes(written))
-    metadata = _metadata_of(args, progress) | {"files": sizes, "sha256": checksums(written, sizes)}
+
+    def sizes_of_files() -> dict[str, int]:
+        paths = (path for path in sorted(written.rglob("*")) if path.is_file())
+        return {str(path.relative_to(written)): path.stat().st_size for path in paths}
+
+    sizes = broadcast_from_rank0(sizes_of_files)
+    metadata = _metadata_of(args, progress) | {"files": sizes, "sha256": _checksums(written, sizes)}
     return broadcast_from_rank0(lambda: _mark_latest(folder, unfinished, tag, metadata))
 
 
 def _not_written(folder: Path, step: int, why: str) -> CheckpointError:
     """The error of a rank that could not write: the same text on each, so it is reported once."""
     saved = saved_step(folder)
-    last = "There is no checkpoint yet"
-    if saved is not None:
-        last = f"The checkpoint of step {saved} is complete"
+    complete = f"The checkpoint of step {saved} is complete"
+    last = "There is no checkpoint yet" if saved is None else complete
     return CheckpointError(
         f"step {step} could not be written to {folder}: {why}. About "
         f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB are free: free space, or raise the "
@@ -118,7 +138,9 @@ def load(engine: Any, args: Namespace) -> Progress:
     tag, progress, metadata = broadcast_from_rank0(lambda: _validate_checkpoint(args))
     _check_contents(Path(args.load) / tag, metadata)
     if _differences(metadata["cut"], _metadata_of(args, progress)["cut"]):
-        _load_resharded(engine, args, Path(args.load) / tag, metadata)
+        names = [[name for name, _ in group] for group in _groups(engine)]
+        saved = SavedParameters(Path(args.load) / tag, metadata["files"], names, gated=args.swiglu)
+        _load_resharded(engine, saved)
         return progress
     groups = engine.optimizer.param_groups
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -128,21 +150,6 @@ def load(engine: Any, args: Namespace) -> Progress:
     for group, current_settings in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(current_settings)  # the flags of this run override those that were saved
     return progress
-
-
-def _load_resharded(
-    engine: Any, args: Namespace, folder: Path, metadata: Mapping[str, Any]
-) -> None:
-    """Load weights and optimizer states that were saved under another parallel config.
-
-    The tensor-parallel size, the number of ranks or the ZeRO stage differ. Only ZeRO-0 to 2 without
-    pipeline stages are possible: ``_check_parallel_config`` has refused the rest.
-    ``folder``: of the step that is loaded; ``metadata``: its metadata file."""
-    saved = reshard.SavedParameters(
-        folder, list(metadata["files"]), reshard.group_names(engine), gated=args.swiglu
-    )
-    group = get_tensor_model_parallel_group()
-    reshard.load(engine, saved, dist.get_rank(group), dist.get_world_size(group))
 
 
 def _check_parallel_config(
@@ -179,23 +186,12 @@ def _metadata_of(args: Namespace, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Delete unfinished checkpoints of runs that were killed or ran out of disk while saving."""
-    for leftover in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _sizes(written: Path) -> dict[str, int]:
-    paths = (path for path in sorted(written.rglob("*")) if path.is_file())
-    return {str(path.relative_to(written)): path.stat().st_size for path in paths}
-
-
 def _mark_latest(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) -> str:
     """Write the metadata, rename the unfinished folder to the step's, and let ``latest`` name it.
 
     Return the step's folder."""
     written, latest = folder / unfinished, folder / LATEST
-    metadata |= {"checksum": text_checksum(_canonical(metadata))}
+    metadata |= {"checksum": _metadata_checksum(metadata)}
     (written / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
     # A step that was saved before keeps its folder until ``latest`` names the new one.
     second_name = f"{tag}_again"
@@ -209,21 +205,22 @@ def _mark_latest(folder: Path, unfinished: str, tag: str, metadata: dict[str, An
     return str(folder / tag)
 
 
-def _canonical(metadata: Mapping[str, Any]) -> str:
-    return json.dumps({name: metadata[name] for name in sorted(metadata) if name != "checksum"})
+def _metadata_checksum(metadata: Mapping[str, Any]) -> str:
+    facts = {name: metadata[name] for name in sorted(metadata) if name != "checksum"}
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _check_contents(folder: Path, metadata: Mapping[str, Any]) -> None:
     """Verify the checksum of every file before DeepSpeed reads any of them. Collective."""
     if metadata["format"] == WITHOUT_CHECKSUMS:
         return
-    digests = checksums(folder, metadata["files"])
-    mismatches = mismatching_files(metadata["sha256"], digests)
+    saved, digests = metadata["sha256"], _checksums(folder, metadata["files"])
+    mismatches = sorted(name for name in saved if digests.get(name) != saved[name])
     if mismatches:
         raise CheckpointError(
             f"{', '.join(str(folder / name) for name in mismatches)}: the content is not what was "
             f"saved (sha256 {digests[mismatches[0]][:16]}..., saved "
-            f"{metadata['sha256'][mismatches[0]][:16]}...). Copy it again from an intact copy, or "
+            f"{saved[mismatches[0]][:16]}...). Copy it again from an intact copy, or "
             f"write the name of an earlier checkpoint into {folder.parent / LATEST}"
         )
 
@@ -233,9 +230,6 @@ def _validate_checkpoint(args: Namespace) -> tuple[str, Progress, dict[str, Any]
 
     Returns:
         The tag (name of its subfolder), the progress to continue from, and the metadata.
-
-    Raises:
-        CheckpointError: another format, model, parallel configuration or size of a file.
     """
     folder = Path(args.load)
     tag, metadata = checkpoint_to_load(folder)
@@ -265,11 +259,7 @@ def _validate_checkpoint(args: Namespace) -> tuple[str, Progress, dict[str, Any]
 
 
 def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Check the metadata's format version and its checksum; print that an old format has none.
-
-    Raises:
-        CheckpointError: an unknown format, or metadata that does not match its checksum.
-    """
+    """Check the metadata's format version and its checksum; print that an old format has none."""
     version = metadata.get("format")
     if version == WITHOUT_CHECKSUMS and "checksum" not in metadata:
         print(f"{folder} was saved without checksums; only the sizes of its files are checked")
@@ -277,7 +267,7 @@ def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{folder} has format {version}, this trainer reads {WITHOUT_CHECKSUMS} and {FORMAT}"
         )
-    elif metadata.get("checksum") != text_checksum(_canonical(metadata)):
+    elif metadata.get("checksum") != _metadata_checksum(metadata):
         raise CheckpointError(f"{folder / METADATA} was changed since it was saved")
 
 
@@ -288,3 +278,164 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
         for name, value in current.items()
         if saved.get(name) != value
     ]
+
+
+def _checksums(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+    """The SHA-256 of each file, on every rank. Collective: each rank reads some of the files.
+
+    Args:
+        sizes: bytes of each file, by its path in ``folder``; the same on every rank.
+
+    Raises:
+        CheckpointError: on every rank; a rank cannot read one of its files.
+    """
+    ranks = dist.get_world_size()
+    files_of_rank: list[list[str]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):  # to the least loaded rank
+        rank = loads.index(min(loads))
+        files_of_rank[rank].append(name)
+        loads[rank] += sizes[name]
+    digests: dict[str, str] = {}
+    unreadable = None
+    try:
+        for name in files_of_rank[dist.get_rank()]:
+            digest = hashlib.sha256()
+            with (folder / name).open("rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    digest.update(block)
+            digests[name] = digest.hexdigest()
+    except OSError as error:
+        unreadable = f"rank {dist.get_rank()} cannot read {folder / name}: {error.strerror}"
+    all_ranks: list[tuple[dict[str, str], str | None]] = [({}, None)] * ranks
+    dist.all_gather_object(all_ranks, (digests, unreadable))
+    for rank_digests, problem in all_ranks:
+        if problem:
+            raise CheckpointError(f"{problem}. All ranks must see the folder")
+        digests |= rank_digests
+    return digests
+
+
+class SavedParameters:
+    """The weights and optimizer states in the files of one checkpoint, by parameter name.
+
+    Args:
+        files: the names of the files in ``folder``.
+        names: the parameters of each group of the optimizer, in its order.
+        gated: ``linear_fc1`` of an MLP holds two matrices, gates and values, along dim 0.
+
+    Attributes:
+        state_keys: names of the optimizer states of each parameter.
+        scalars: states that are no tensors of a parameter's size, such as Adam's step.
+    """
+
+    def __init__(
+        self, folder: Path, files: Iterable[str], names: list[list[str]], *, gated: bool
+    ) -> None:
+        def open_file(name: str) -> Any:
+            return torch.load(folder / name, map_location="cpu", mmap=True, weights_only=False)
+
+        self._gated = gated
+        models = sorted(name for name in files if name.endswith("_model_states.pt"))
+        self._models = [open_file(name) for name in models]
+        # Of each tensor-parallel rank: flat pieces of a parameter's weights or states, in order.
+        self._fragments: list[dict[tuple[str, str], list[Tensor]]] = [{} for _ in models]
+        self.scalars: dict[str, Any] = {}
+        partitions = sorted(
+            (int(match[3]), int(match[2]), match[0])
+            for match in map(_OPTIMIZER_FILE.fullmatch, files)
+            if match
+        )
+        for rank, _, name in partitions:  # of ZeRO-1 and 2
+            state = open_file(name)["optimizer_state_dict"]
+            masters, slices = (
+                state["single_partition_of_fp32_groups"],
+                state["param_slice_mappings"],
+            )
+            for number, (master, fragments) in enumerate(zip(masters, slices, strict=True)):
+                flat = self._tensors(state["base_optimizer_state"]["state"].get(number, {}))
+                for name_of_fragment, span in fragments.items():
+                    for key, values in {MASTER: master, **flat}.items():
+                        fragment = values.narrow(0, span.start, span.numel)
+                        self._fragments[rank].setdefault((name_of_fragment, key), []).append(
+                            fragment
+                        )
+        for rank, model in enumerate([] if partitions else self._models):  # of ZeRO-0
+            for number, name in enumerate(name for group in names for name in group):
+                states = self._tensors(model["optimizer"]["state"].get(number, {}))
+                for key, values in {MASTER: model["module"][name], **states}.items():
+                    self._fragments[rank][name, key] = [values.flatten()]
+        self.state_keys = sorted({key for _, key in self._fragments[0]} - {MASTER})
+
+    def _tensors(self, states: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The states that are tensors with dims; the others become ``scalars``."""
+        tensors = {k: v for k, v in states.items() if isinstance(v, Tensor) and v.ndim}
+        self.scalars |= {key: value for key, value in states.items() if key not in tensors}
+        return tensors
+
+    def shard(self, name: str, key: str, parameter: nn.Parameter, rank: int, size: int) -> Tensor:
+        """One tensor-parallel rank's shard of a parameter's weights or states.
+
+        Args:
+            parameter: the local one, for its shape and partition dimension.
+            rank, size: in and of the tensor-parallel group.
+
+        Raises:
+            CheckpointError: the saved shape does not fit the parameter.
+        """
+        shards = [
+            torch.cat(fragments[name, key]).reshape(model["module"][name].shape)
+            for fragments, model in zip(self._fragments, self._models, strict=True)
+        ]
+        full = shard = shards[0]
+        if getattr(parameter, "tensor_model_parallel", False):
+            dim = getattr(parameter, "partition_dim", 0)
+            matrices = 2 if self._gated and ".linear_fc1." in name else 1
+            # A shard has its rows of each matrix.
+            by_matrix = zip(*(shard.chunk(matrices, dim) for shard in shards), strict=True)
+            whole = [torch.cat(shards_of_matrix, dim) for shards_of_matrix in by_matrix]
+            full = torch.cat(whole, dim)
+            shard = torch.cat([matrix.chunk(size, dim)[rank] for matrix in whole], dim)
+        if shard.shape != parameter.shape:
+            raise CheckpointError(
+                f"{name} was saved with shape {tuple(full.shape)}; its shard for tensor-parallel "
+                f"rank {rank} of {size} would be {tuple(shard.shape)}, not {tuple(parameter.shape)}"
+            )
+        return shard
+
+
+def _load_resharded(engine: Any, saved: SavedParameters) -> None:
+    """Load weights and optimizer states that were saved under another tensor-parallel size, number
+    of ranks or ZeRO stage: of 0 to 2 and without pipeline stages, the rest has been refused."""
+    group = get_tensor_model_parallel_group()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    partitioned = base is not engine.optimizer
+    with torch.no_grad():
+        for group, members in zip(base.param_groups, _groups(engine), strict=True):
+            for target in group["params"]:
+                states = {key: torch.zeros_like(target) for key in saved.state_keys}
+                base.state[target] = copy.deepcopy(saved.scalars) | states
+            for number, (name, parameter) in enumerate(members):
+                target = group["params"][0 if partitioned else number]
+                for key in (MASTER, *saved.state_keys):
+                    shard = saved.shard(name, key, parameter, rank, size)
+                    if key == MASTER:
+                        parameter.copy_(shard)
+                    values = target if key == MASTER else base.state[target][key]
+                    if not partitioned:
+                        values.copy_(shard)
+                    elif (mapping := parameter._hp_mapping) is not None:  # else no element is here
+                        source, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+                        piece = shard.flatten().narrow(0, source.start, source.numel)
+                        values.narrow(0, place.start, place.numel).copy_(piece)
+
+
+def _groups(engine: Any) -> list[list[tuple[str, Any]]]:
+    """The model's parameters of each group of the optimizer, with their names."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    optimizer = engine.optimizer
+    groups = [group["params"] for group in optimizer.param_groups]
+    for attribute in ("bf16_groups", "bit16_groups"):  # of DeepSpeed's optimizers: not flattened
+        groups = getattr(optimizer, attribute, groups)
+    return [[(names[parameter], parameter) for parameter in group] for group in groups]

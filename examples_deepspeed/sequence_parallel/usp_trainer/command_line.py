@@ -1,11 +1,15 @@
-"""The trainer's argument parser: errors are one line, printed by rank 0, with a suggestion."""
+"""The trainer's argument parser and the types of its flags: range-checked numbers and paths. An
+error is one line, printed by rank 0, with the range or a suggestion."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from usp_trainer import environment
@@ -54,33 +58,125 @@ class Parser(argparse.ArgumentParser):
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name with the smallest edit distance; None if that is above a third of ``name``.
+    """The known flag that is most similar to ``name``, which may be its beginning; None if none is
+    similar. Dashes and underscores are the same."""
+    names = {candidate.replace("_", "-").strip("-"): candidate for candidate in known}
+    given = name.replace("_", "-").strip("-")
+    completions = [candidate for candidate in names if candidate.startswith(given)]
+    if len(completions) != 1 or len(given) < 3:
+        completions = get_close_matches(given, names, 1, 0.8)
+    return names[completions[0]] if completions else None
 
-    A name that is a prefix of exactly one known name is completed to it.
+
+@dataclass(frozen=True)
+class Integer:
+    """An integer from ``low`` to ``high``, both included; None: no upper limit."""
+
+    low: int = 1
+    high: int | None = None
+
+    def __call__(self, text: str) -> int:
+        """The integer of a flag's text; ``ArgumentTypeError`` outside of ``low`` to ``high``."""
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < self.low or (self.high is not None and value > self.high):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
+        return value
+
+    def __str__(self) -> str:
+        if self.high is not None:
+            return f"a whole number from {self.low} to {self.high}"
+        return f"a whole number of {self.low} or more"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number from ``low`` to ``high``.
+
+    Args:
+        above: ``low`` itself is out of range.
+        below: ``high`` itself is out of range.
     """
-    dashed = name.replace("_", "-")
-    names = list(known)
-    completions = [
-        candidate for candidate in names if candidate.replace("_", "-").startswith(dashed)
-    ]
-    if len(completions) == 1 and len(dashed) > 4:
-        return completions[0]
-    distances = [
-        (edit_distance(dashed, candidate.replace("_", "-")), candidate) for candidate in names
-    ]
-    count, best = min(distances, default=(len(name), ""))
-    return best if count <= max(1, len(name.strip("-")) // 3) else None
+
+    low: float = 0.0
+    high: float | None = None
+    above: bool = False
+    below: bool = False
+
+    def __call__(self, text: str) -> float:
+        """The number of a flag's text; ``ArgumentTypeError`` outside of the bounds."""
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and self._includes(value)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
+        return value
+
+    def _includes(self, value: float) -> bool:
+        """Whether a number is within the bounds; ``above``, ``below``: the bound itself is not."""
+        if value < self.low or (self.above and value == self.low):
+            return False
+        if self.high is None:
+            return True
+        return value < self.high or (value == self.high and not self.below)
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"of {self.low:g} or more"
+        if self.high is None:
+            return f"a finite number {low}"
+        return f"a number {low} and {'below' if self.below else 'at most'} {self.high:g}"
 
 
-def edit_distance(a: str, b: str) -> int:
-    """Edit distance (optimal string alignment): letters inserted, removed, replaced, or swapped
-    with a neighbour to turn ``a`` into ``b``."""
-    previous_row, row = [], list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        previous_row, row_before_previous, row = row, previous_row, [i]
-        for j, y in enumerate(b, 1):
-            count = min(previous_row[j] + 1, row[j - 1] + 1, previous_row[j - 1] + (x != y))
-            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
-                count = min(count, row_before_previous[j - 2] + 1)
-            row.append(count)
-    return row[-1]
+@dataclass(frozen=True)
+class KeywordOr:
+    """A keyword such as ``auto``, or a value of type ``otherwise``."""
+
+    keyword: str
+    otherwise: Integer | Number
+
+    def __call__(self, text: str) -> Any:
+        """The keyword itself, or what ``otherwise`` makes of the text."""
+        if text == self.keyword:
+            return text
+        try:
+            return self.otherwise(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, and not {self.keyword!r}") from None
+
+    def __str__(self) -> str:
+        return f"{self.keyword}, or {self.otherwise}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A path or a name that is not empty."""
+
+    noun: str = "a path"
+
+    def __call__(self, text: str) -> str:
+        if not text.strip():
+            raise argparse.ArgumentTypeError(f"{text!r} is empty; give {self.noun}")
+        return text
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Fractions of training, validation and test data: three numbers of 0 or more with commas, the
+    first above 0. They need not sum to 1."""
+
+    def __call__(self, text: str) -> str:
+        """The unchanged text of three ratios, of which the first, for training, is not 0."""
+        try:
+            ratios = [float(ratio) for ratio in text.split(",")]
+        except ValueError:
+            ratios = []
+        finite = all(math.isfinite(ratio) and ratio >= 0 for ratio in ratios)
+        if len(ratios) != 3 or not finite or ratios[0] == 0:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
+        return text
+
+    def __str__(self) -> str:
+        return "three finite numbers of 0 or more with commas, the first above 0, such as 95,5,0"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,11 +27,10 @@ from ds_usp.training import (
     local_document_positions,
     shard_batch,
 )
-from usp_trainer import input_files
 from usp_trainer.launch import broadcast_from_rank0
-from usp_trainer.run_folder import CACHE
+from usp_trainer.run_files import CACHE, TEXT_VOCAB_SIZE, data_files, parse_blend
 
-EOD = input_files.TEXT_VOCAB_SIZE - 1  # end of document; the ids below it are the 256 bytes
+EOD = TEXT_VOCAB_SIZE - 1  # end of document; the ids below it are the 256 bytes
 DOCUMENT_BYTES = 1 << 14  # a text becomes documents of this size, so that some can be held out
 
 _FIRST_INDEX = 4096  # initial length of the index of a blend; it doubles when it is used up
@@ -141,8 +140,16 @@ class TokenData:
 
     def __init__(self, args: Namespace, layout: TokenLayout, sp_rank: int, dp_rank: int) -> None:
         self._args, self._layout, self._sp_rank, self._dp_rank = args, layout, sp_rank, dp_rank
-        prefixes, self.vocab_size = broadcast_from_rank0(lambda: _prepare(args))
-        _check_on_all_ranks(prefixes)
+        prefixes, self.vocab_size = broadcast_from_rank0(partial(_encoded_data, args))
+        visible: list[bool] = [False] * dist.get_world_size()
+        bins = map(get_bin_path, prefixes)
+        dist.all_gather_object(visible, all(Path(path).is_file() for path in bins))
+        if not all(visible):
+            raise DataError(
+                f"ranks {[rank for rank, seen in enumerate(visible) if not seen]} do not see "
+                f"{', '.join(prefixes)}, which rank 0 does. Put the data and --data-cache-path on "
+                "storage that all nodes share"
+            )
         self._train, self._valid = _samples(args, prefixes, self.vocab_size)
         if args.eval_interval and self._valid is None:
             raise DataError(
@@ -160,17 +167,11 @@ class TokenData:
         return self._batches(self._valid, index * self._args.global_batch_size)
 
     def _batches(self, samples: Samples, first: int) -> list[TrainingBatch]:
-        """Local sequence shards of one step's micro-batches, in order.
-
-        ``first``: index of the step's first sample; data-parallel replicas take consecutive
-        micro-batches."""
-        args = self._args
-        size, replicas = args.micro_batch_size, args.data_parallel_size
-        batches = []
-        for micro in range(args.accumulation_steps):
-            begin = first + (micro * replicas + self._dp_rank) * size
-            batches.append(self._batch(samples, range(begin, begin + size)))
-        return batches
+        """Replicas take consecutive micro batches of a step, in each pass one."""
+        size, replicas = self._args.micro_batch_size, self._args.data_parallel_size
+        passes = range(self._args.accumulation_steps)
+        starts = [first + (n * replicas + self._dp_rank) * size for n in passes]
+        return [self._batch(samples, range(start, start + size)) for start in starts]
 
     def _batch(self, samples: Samples, indices: Iterable[int]) -> TrainingBatch:
         """This rank's shard of some samples, of which one at a time is whole in memory."""
@@ -197,7 +198,7 @@ def _samples(
 
     Without weights all files form one dataset, with weights each is a dataset of its own.
     """
-    _, weights = input_files.parse_blend(args.data_path or ())
+    _, weights = parse_blend(args.data_path or ())
     parts = [prefixes] if weights is None else [[prefix] for prefix in prefixes]
     built = [_build(args, part, vocab_size) for part in parts]
     train = [ShuffledEpochs(part, args.seed + 1000 * n) for n, (part, _) in enumerate(built)]
@@ -228,10 +229,9 @@ def _build(
         create_attention_mask=False,
     )
     sizes = [None, None, None]  # one epoch each; TokenData repeats them
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
     try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(
-            GPTDataset, sizes, lambda: True, config
-        ).build()
+        train, valid, _ = builder.build()
     except (AssertionError, ValueError, IndexError) as error:
         raise DataError(f"megatron-core cannot read {', '.join(prefixes)}: {error}") from error
     if train is None or len(train) == 0:
@@ -243,67 +243,49 @@ def _build(
     return train, valid if valid is not None and len(valid) else None
 
 
-def _prepare(args: Namespace) -> tuple[list[str], int]:
+def _cache_dir(args: Namespace) -> Path:
+    return Path(args.data_cache_path or Path(args.output_dir) / CACHE)
+
+
+def _encoded_data(args: Namespace) -> tuple[list[str], int]:
     """Prefixes of the ``.bin/.idx`` pairs and the number of token ids; encodes text. Rank 0 only.
 
     Raises:
         DataError: a file is missing, empty or in another format.
     """
-    paths, indexed = input_files.data_files(args)
-    if not indexed:
-        return [
-            _encode_text(_cache_dir(args), path) for path in paths or [None]
-        ], input_files.TEXT_VOCAB_SIZE
-    return paths, args.vocab_size
+    paths, indexed = data_files(args)
+    if indexed:
+        return paths, args.vocab_size
+    texts = [[_read(path)] for path in paths]
+    if not texts:
+        from pydoc_data.topics import topics
+
+        texts = [[text.encode() for _, text in sorted(topics.items())]]
+    return [encode_text(_cache_dir(args), documents) for documents in texts], TEXT_VOCAB_SIZE
 
 
-def _check_on_all_ranks(prefixes: list[str]) -> None:
-    """Raise DataError on every rank if some rank does not see all .bin files. Collective."""
-    visible = all(Path(get_bin_path(prefix)).is_file() for prefix in prefixes)
-    visible_on_rank: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(visible_on_rank, visible)
-    if not all(visible_on_rank):
-        missing = [rank for rank, is_visible in enumerate(visible_on_rank) if not is_visible]
-        raise DataError(
-            f"ranks {missing} do not see {', '.join(prefixes)}, which rank 0 does. Put the data "
-            "and --data-cache-path on storage that all nodes share"
-        )
-
-
-def _cache_dir(args: Namespace) -> Path:
-    return Path(args.data_cache_path or Path(args.output_dir) / CACHE)
-
-
-def _encode_text(cache: Path, path: str | None) -> str:
-    """Prefix of the encoded text, which is written once for each content."""
-    documents = [_read(path)] if path else _python_documentation()
+def encode_text(cache: Path, documents: Sequence[bytes]) -> str:
+    """Prefix of the encoded text in ``cache``, written once for each content: byte tokens, each
+    document ending in EOD. A document longer than DOCUMENT_BYTES is written as several."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(len(document).to_bytes(8, "little") + document)
-    prefix = cache / f"text-{digest.hexdigest()[:16]}"
-    if not Path(get_idx_path(str(prefix))).is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix="encoding-") as folder:
-            temporary = str(Path(folder) / "text")
-            _write(temporary, documents)
-            os.replace(get_bin_path(temporary), get_bin_path(str(prefix)))
-            os.replace(
-                get_idx_path(temporary), get_idx_path(str(prefix))
-            )  # last: it marks the pair as complete
-    return str(prefix)
-
-
-def _write(prefix: str, documents: list[bytes]) -> None:
-    """Write byte tokens as a .bin/.idx pair, each document ending in EOD.
-
-    A document longer than DOCUMENT_BYTES is written as several."""
-    builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=numpy.uint16)
-    for document in documents:
-        tokens = numpy.append(numpy.frombuffer(document, dtype=numpy.uint8), numpy.int32(EOD))
-        for begin in range(0, len(tokens), DOCUMENT_BYTES):
-            builder.add_item(torch.from_numpy(tokens[begin : begin + DOCUMENT_BYTES]))
-            builder.end_document()
-    builder.finalize(get_idx_path(prefix))
+    prefix = str(cache / f"text-{digest.hexdigest()[:16]}")
+    if Path(get_idx_path(prefix)).is_file():
+        return prefix
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="encoding-") as folder:
+        temporary = str(Path(folder) / "text")
+        builder = IndexedDatasetBuilder(get_bin_path(temporary), dtype=numpy.uint16)
+        for document in documents:
+            tokens = numpy.append(numpy.frombuffer(document, dtype=numpy.uint8), numpy.int32(EOD))
+            for begin in range(0, len(tokens), DOCUMENT_BYTES):
+                builder.add_item(torch.from_numpy(tokens[begin : begin + DOCUMENT_BYTES]))
+                builder.end_document()
+        builder.finalize(get_idx_path(temporary))
+        os.replace(get_bin_path(temporary), get_bin_path(prefix))
+        os.replace(get_idx_path(temporary), get_idx_path(prefix))  # last: it marks it as complete
+    return prefix
 
 
 def _read(path: str) -> bytes:
@@ -315,7 +297,7 @@ def _read(path: str) -> bytes:
     if not data.strip():
         raise DataError(f"--data-path {path} is empty ({len(data)} bytes)")
     try:
-        codecs.decode(data, "utf-8")
+        data.decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"--data-path {path} is not UTF-8 text: byte {error.start} is "
@@ -323,9 +305,3 @@ def _read(path: str) -> bytes:
             ".bin/.idx pair"
         ) from error
     return data
-
-
-def _python_documentation() -> list[bytes]:
-    from pydoc_data.topics import topics
-
-    return [text.encode() for _, text in sorted(topics.items())]

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ds_usp import SequenceMesh, TokenLayout
+from ds_usp import TokenLayout
 from ds_usp.profiling import exposed
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 from megatron_patches.megatron_core.groups import initialize_groups
-from usp_trainer import checkpoint, first_step, progress, tp_tokens, transformer_impl
+from usp_trainer import checkpoint, progress, tp_tokens, transformer_impl
 from usp_trainer.auto_args import resolve_auto_args
 from usp_trainer.checkpoint import Progress
 from usp_trainer.data import TokenData
@@ -27,8 +27,7 @@ from usp_trainer.engine import Trainer, learning_rate
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.model import Layer, build_model, padded_vocab_size
 from usp_trainer.nonfinite import check_weights, not_finite_error
-from usp_trainer.run_folder import RunFolders
-from usp_trainer.stop_rule import StopRule
+from usp_trainer.run_files import RunFolders
 
 
 class TrainingLoop:
@@ -82,12 +81,9 @@ class TrainingLoop:
         loss, gradient_norm = self.trainer.train(batches, lr)
         seconds = time.monotonic() - begin
         if args.check_for_nan_in_loss_and_grad and not math.isfinite(loss + gradient_norm):
-            module, recompute_step = (
-                self.trainer.engine.module,
-                partial(self.trainer.train, batches, lr),
-            )
-            step = self.progress.step + 1
-            raise not_finite_error(step, loss, gradient_norm, module, recompute_step)
+            again = partial(self.trainer.train, batches, lr)
+            step, module = self.progress.step + 1, self.trainer.engine.module
+            raise not_finite_error(step, loss, gradient_norm, module, again)
         self.progress = Progress(
             self.progress.step + 1, self.progress.samples + args.global_batch_size
         )
@@ -113,7 +109,7 @@ class TrainingLoop:
             self.args.output_dir,
             groups=roles,
             title=f"step {step}",
-            print_line=_print_nothing if self.args.quiet else tqdm.write,
+            print_line=(lambda line: None) if self.args.quiet else tqdm.write,
         ):
             return self.step()
 
@@ -130,6 +126,30 @@ class TrainingLoop:
             with self.trainer.states_on_device():
                 check_weights(self.trainer.engine, self.progress.step)
         return checkpoint.save(self.trainer.engine, self.args, self.progress)
+
+
+class StopRule:
+    """``--exit-interval`` and ``--exit-duration-in-mins``, counted from its construction, for job
+    schedulers with time limits.
+
+    Collective with a duration: the ranks' clocks differ, and all must stop at the same step.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._interval, self._minutes = args.exit_interval, args.exit_duration_in_mins
+        self._device = torch.device(args.device)
+        self._begin = time.monotonic()
+
+    def reason(self, step: int) -> str | None:
+        """Why the run ends after this step, the same on every rank; None: it continues."""
+        if self._minutes:
+            minutes = torch.tensor((time.monotonic() - self._begin) / 60, device=self._device)
+            dist.all_reduce(minutes, op=dist.ReduceOp.MAX)
+            if minutes.item() >= self._minutes:
+                return f"--exit-duration-in-mins {self._minutes}"
+        if self._interval and step % self._interval == 0:
+            return f"--exit-interval {self._interval}"
+        return None
 
 
 def pretrain(args: Namespace) -> None:
@@ -155,7 +175,11 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
     args, reporter, reason = loop.args, None, None
     if dist.get_rank() == 0:
         reporter = _build_reporter(loop, explanation)
-    watch = _watch_first_step(loop, reporter)
+    watch: AbstractContextManager[None] = nullcontext()
+    if reporter and not args.quiet:
+        modules = loop.trainer.engine.module.modules()
+        layers = [(layer.number, layer) for layer in modules if isinstance(layer, Layer)]
+        watch = progress.first_step_lines(layers, args.num_layers, reporter.print_above)
     while loop.progress.step < args.train_iters and not reason:
         is_reported = loop.progress.step + 1 == args.usp_report_communication
         with watch:
@@ -163,11 +187,12 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
         watch = nullcontext()
         reason = stop_rule.reason(row["step"])
         last = row["step"] == args.train_iters or reason is not None
-        if _is_due(row["step"], args.eval_interval):
+        if args.eval_interval and row["step"] % args.eval_interval == 0:
             row["valid_loss"] = loop.validate()
         if reporter:
             reporter.step(row)
-        if args.save and (last or _is_due(row["step"], args.save_interval)):
+        due = args.save_interval and row["step"] % args.save_interval == 0
+        if args.save and (last or due):
             folder = loop.save()
             if reporter:
                 reporter.print_above(f"saved    {folder}")
@@ -181,13 +206,17 @@ def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.
     """Print the run's description, and where it resumes; return the reporter of progress."""
     args, step = loop.args, loop.progress.step
     if not args.quiet:
-        groups_by_name = _group_ranks(loop.mesh, loop.groups)
-        print(
-            *explanation,
-            progress.describe_run(args, groups_by_name, loop.parameters),
-            sep="\n",
-            flush=True,
-        )
+        mesh, groups = loop.mesh, loop.groups
+        by_name = {
+            "tensor": groups.tp,
+            "ulysses": mesh.ulysses_group,
+            "ring": mesh.ring_group,
+            "data": groups.dp,
+            "gradients": groups.sp_dp,
+        }
+        ranks = {name: dist.get_process_group_ranks(g) for name, g in by_name.items() if g}
+        description = progress.describe_run(args, ranks, loop.parameters)
+        print(*explanation, description, sep="\n", flush=True)
     reporter = progress.ProgressReporter(args, step)
     if args.load:
         reporter.print_above(f"resumed from step {step} of {args.load}")
@@ -199,42 +228,9 @@ def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.
     return reporter
 
 
-def _watch_first_step(
-    loop: TrainingLoop, reporter: progress.ProgressReporter | None
-) -> AbstractContextManager[None]:
-    """Prints where the first step is, on rank 0."""
-    if reporter is None or loop.args.quiet:
-        return nullcontext()
-    modules = loop.trainer.engine.module.modules()
-    layers = [(layer.number, layer) for layer in modules if isinstance(layer, Layer)]
-    return first_step.progress_lines(layers, loop.args.num_layers, reporter.print_above)
-
-
-def _print_nothing(line: str) -> None:
-    """In place of a printer."""
-
-
-def _is_due(step: int, interval: int | None) -> bool:
-    return interval is not None and step % interval == 0
-
-
 def _count_parameters(model: torch.nn.Module, groups: ParallelGroups, device: torch.device) -> int:
     """Parameters of the whole model; collective over tensor- and pipeline-parallel ranks."""
     local = sum(p.numel() for p in owned_parameters(model.parameters(), groups))
     count = torch.tensor(local, device=device)
     dist.all_reduce(count, group=groups.model)
     return int(count)
-
-
-def _group_ranks(mesh: SequenceMesh, groups: ParallelGroups) -> dict[str, list[int]]:
-    """Global ranks of each process group that this rank is in, by the group's name."""
-    groups_by_name = {
-        "tensor": groups.tp,
-        "ulysses": mesh.ulysses_group,
-        "ring": mesh.ring_group,
-        "data": groups.dp,
-        "gradients": groups.sp_dp,
-    }
-    return {
-        name: dist.get_process_group_ranks(group) for name, group in groups_by_name.items() if group
-    }

@@ -1,31 +1,40 @@
-"""Progress reports of rank 0: the run's description, the bar, metrics.jsonl and loss.png."""
+"""What rank 0 reports of a run: its description, where the first step is, a line and a bar for each
+step, metrics.jsonl, loss.png, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
+import shutil
 import sys
+import threading
+import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ds_usp import ConfigError
 from ds_usp.planner import model_flop_per_token
 from ds_usp.training import this_cluster
 from usp_trainer.auto_args import planned_run
-from usp_trainer.metrics import METRICS, MetricsFile
-from usp_trainer.trackers import trackers
 from usp_trainer.validate_args import model_parallel_size
 
+METRICS = "metrics.jsonl"
+EARLIER = "metrics.jsonl.old"
 PLOT = "loss.png"
 STEPS_OF_MEAN = 20  # last steps whose mean time predicts that of the remaining ones
+FIRST_STEP_S = 10.0  # before the first line about where the first step is, and between two
 
 
 def describe_degrees(args: Namespace) -> str:
@@ -69,6 +78,52 @@ def memory_bytes(device: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@contextmanager
+def first_step_lines(
+    layers: Sequence[tuple[int, nn.Module]],
+    count: int,
+    print_line: Callable[[str], None],
+    seconds: float = FIRST_STEP_S,
+) -> Iterator[None]:
+    """Inside, a line every few seconds has the layer whose kernels this process has launched last.
+    A step that is over before the first line prints nothing.
+
+    Args:
+        layers: of this rank, each with its number in the model, from 1.
+        count: layers of the model.
+        print_line: called from another thread.
+        seconds: between lines, and before the first.
+    """
+    place, ended, begin = ["before the first layer"], threading.Event(), time.monotonic()
+
+    def enter(direction: str, number: int, *_: object) -> None:
+        place[0] = f"{direction} pass of layer {number} of {count}"
+
+    def watch_backward(number: int, _: nn.Module, __: object, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(partial(enter, "backward", number))
+
+    def print_lines() -> None:
+        note = "; a first step compiles kernels and may pin host memory"
+        while not ended.wait(seconds):
+            print_line(f"first step, {time.monotonic() - begin:.0f} s: {place[0]}{note}")
+            note = ""
+
+    hooks = []
+    for number, layer in layers:
+        hooks.append(layer.register_forward_pre_hook(partial(enter, "forward", number)))
+        hooks.append(layer.register_forward_hook(partial(watch_backward, number)))
+    thread = threading.Thread(target=print_lines, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for hook in hooks:
+            hook.remove()
+
+
 class StepLine:
     """Loss, learning rate, gradient norm, speed, memory and remaining time of each step.
 
@@ -81,12 +136,15 @@ class StepLine:
         self._total = args.train_iters
         self._seconds: deque[float] = deque(maxlen=STEPS_OF_MEAN)
         self._steps = 0
-        self._flop_per_token, self._peak = 0.0, None
+        self._flop_per_token = 0.0
+        self._peak: float | None = None  # dense, in bf16
         if args.device == "cuda" and not args.reset_attention_mask:
             ranks = model_parallel_size(args) * args.data_parallel_size
             shape = planned_run(args).model_shape()
             self._flop_per_token = model_flop_per_token(shape, args.seq_length) / ranks
-            self._peak = _peak_flop_per_s(ranks) if args.bf16 else None
+            with suppress(ConfigError):  # the planner's table does not have this GPU
+                if args.bf16:
+                    self._peak = this_cluster(None, ranks, on_gpu=True).peak_flop_per_s
 
     def speed(self, row: Mapping[str, Any]) -> dict[str, float]:
         """``tflops_per_gpu`` and ``mfu``, as far as they are known."""
@@ -101,8 +159,7 @@ class StepLine:
         parts = [f"loss {row['loss']:.3f}"]
         if "valid_loss" in row:
             parts.append(f"validation loss {row['valid_loss']:.3f}")
-        parts.append(f"lr {row['lr']:.3g}")
-        parts.append(f"gradient norm {row['grad_norm']:.3g}")
+        parts += [f"lr {row['lr']:.3g}", f"gradient norm {row['grad_norm']:.3g}"]
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
         speed = self.speed(row)
         if speed:
@@ -123,12 +180,111 @@ class StepLine:
         return str(timedelta(seconds=round(mean * (self._total - row["step"]))))
 
 
-def _peak_flop_per_s(ranks: int) -> float | None:
-    """Dense bf16 peak of the GPU here by the planner's table, or None if it does not have it."""
-    try:
-        return this_cluster(None, ranks, on_gpu=True).peak_flop_per_s
-    except ConfigError:
-        return None
+class MetricsFile:
+    """The metrics file of one run, open for appending. Only rank 0 creates one.
+
+    Args:
+        folder: its folder.
+        resumed_at: rows up to this step are kept; later steps were not saved and run again.
+            None: the run starts anew, and an existing file is kept as ``metrics.jsonl.old``.
+
+    Attributes:
+        rows: the rows that were kept.
+        notes: lines for the user about rows that were dropped and files that were renamed.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / METRICS
+        self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        if self._path.is_file():
+            if resumed_at is None:
+                os.replace(self._path, folder / EARLIER)
+                self.notes.append(f"the earlier {METRICS} is kept as {folder / EARLIER}")
+            else:
+                self.rows = [row for row in self._read() if row["step"] <= resumed_at]
+        new = folder / f"{METRICS}.new"
+        new.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        os.replace(new, self._path)
+        self._file = self._path.open("ab", buffering=0)
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The rows that can be parsed; adds a note about those that cannot."""
+        rows, dropped = [], []
+        lines = self._path.read_text(errors="replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                complete = isinstance(row["step"], int)
+            except (ValueError, TypeError, LookupError):
+                complete = False
+            if complete:
+                rows.append(row)
+            else:
+                dropped.append(str(number))
+        if dropped:
+            self.notes.append(
+                f"{self._path}: dropped line {', '.join(dropped)} of {len(lines)}, which cannot be "
+                "read (a run was killed while it wrote, or the disk was full)"
+            )
+        return rows
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append the row of one step.
+
+        Raises:
+            OSError: it could not be written; the file ends with the step before.
+        """
+        line = (json.dumps(row) + "\n").encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(line)
+            if written != len(line):  # a partial write; the next call raises the reason
+                self._file.write(line[written:])
+        except OSError as error:
+            self._file.truncate(end)
+            free = shutil.disk_usage(self._path.parent).free
+            raise OSError(
+                f"{self._path}: {error.strerror} at step {row['step']} ({free / 2**20:,.0f} MiB "
+                "free there). Free space, then start again with --load"
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in ``folder``, one scalar a number; steps after ``first_step`` are replaced."""
+
+    def __init__(self, folder: str, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
+        self.close = self._writer.close
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+        self._writer.flush()
+
+
+class Wandb:
+    """One run of a project of Weights & Biases, with the flags as its configuration."""
+
+    def __init__(self, args: Namespace) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=args.wandb_project,
+            name=args.wandb_exp_name,
+            dir=args.wandb_save_dir,
+            config=vars(args),
+        )
+        self.close = self._run.finish
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
 
 
 class ProgressReporter:
@@ -143,7 +299,11 @@ class ProgressReporter:
         self._file = MetricsFile(self._folder, first_step if args.load else None)
         self._new: list[dict[str, Any]] = []
         self._line = StepLine(args)
-        self._trackers = trackers(args, first_step)
+        self._trackers: list[TensorBoard | Wandb] = []
+        if args.tensorboard_dir:
+            self._trackers.append(TensorBoard(args.tensorboard_dir, first_step))
+        if args.wandb_project:
+            self._trackers.append(Wandb(args))
         for note in self._file.notes:
             self.print_above(note)
         self._bar = tqdm(

@@ -19,10 +19,9 @@ from megatron_patches.flags import (
 from megatron_patches.projection_overlap import check_projections
 from usp_trainer import (
     environment,
-    input_files,
     projections,
+    run_files,
     tp_tokens,
-    trackers,
     transformer_impl,
 )
 
@@ -67,8 +66,8 @@ def check_start(args: Namespace) -> None:
         _check_zero_stage(args)
     environment.check()
     if environment.rank() == 0:
-        input_files.check_files(args)
-        trackers.check_packages(args)
+        run_files.check_files(args)
+        run_files.check_packages(args)
 
 
 def validate_and_derive(args: Namespace, world_size: int) -> Namespace:
