@@ -59,7 +59,7 @@ from ds_usp.comm.uniform_plan import (
     strided,
 )
 from ds_usp.geometry.token_slices import TokenSlices
-from ds_usp.strided_copy import strided_copy
+from ds_usp.lowlevel import strided_copy
 
 # Posts an all-to-all: send buffer, receive buffer, elements for and from each rank.
 PostAllToAll = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], dist.Work]

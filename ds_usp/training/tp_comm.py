@@ -32,8 +32,7 @@ from ds_usp.comm.process_groups import node_ids
 from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
 from ds_usp.config import fused_tp_requested, single_hw_queue, without_multicast
-from ds_usp.errors import MeshError
-from ds_usp.warn_once import warn_once
+from ds_usp.errors import MeshError, warn_once
 
 _KIND = "tensor parallel"  # of the report of exposed communication
 _OPERATORS = (
