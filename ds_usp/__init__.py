@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ds_usp._version import __version__
-from ds_usp.allocator_options import allocator_variables
-from ds_usp.config import USPConfig
+from ds_usp.config import USPConfig, allocator_variables
 from ds_usp.errors import (
     CheckpointError,
     ConfigError,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-import oracle
 import torch
 import torch.distributed as dist
 from harness import RankContext
 
 import ds_usp
+from ds_usp import testing as oracle
 from ds_usp.attention.tuning import AUTO_TUNING
 
 ALL_LAYOUTS = ("contiguous", "zigzag", "striped", "context_parallel")

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
-import oracle
 import torch
 from torch import Tensor
+
+from ds_usp import testing as oracle
 
 # ------------------------------------------------------------------ signatures
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import oracle
 import torch
 import torch.distributed as dist
 from cases import SEED, mesh_of
@@ -13,6 +12,7 @@ from harness import RankContext
 
 import ds_usp
 from ds_usp import MaskSpec
+from ds_usp import testing as oracle
 from ds_usp.attention.tuning import AUTO_TUNING
 
 FULL = MaskSpec.full()

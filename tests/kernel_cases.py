@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import oracle
 import pytest
 import torch
 from cases import RESULTS
 from stub_machine import MAKERS
 
 from ds_usp import MaskSpec, UnsupportedAttentionError
+from ds_usp import testing as oracle
 from ds_usp.comm.channel import split_features
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import KernelCall, Tile, kernel_calls_from_tiles, plan_tiles

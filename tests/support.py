@@ -8,13 +8,13 @@ from itertools import groupby
 from typing import Any
 
 import joint_attention_cases
-import oracle
 import torch
 import torch.nn.functional as F
 from cases import ALL_LAYOUTS, Case, dense_errors, inputs, mesh_of, reference, run_case
 from harness import RankContext
 
 import ds_usp
+from ds_usp import testing as oracle
 
 WORLD = 4
 MESHES = {"ulysses 4": 4, "ulysses 2 x ring 2": 2, "ring 4": 1}

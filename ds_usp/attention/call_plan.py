@@ -27,7 +27,7 @@ from ds_usp.attention.validation import (
     token_layout,
 )
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, warn_once
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, ring_schedule
@@ -40,7 +40,6 @@ from ds_usp.kernels.registry import (
     select_kernel,
 )
 from ds_usp.kernels.score_mod import ScoreMod
-from ds_usp.warn_once import warn_once
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MAX_CACHED_PLANS = 1024

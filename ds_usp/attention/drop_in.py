@@ -13,10 +13,9 @@ from ds_usp.attention.local_attention import LocalAttention
 from ds_usp.attention.plan import AttentionPlan
 from ds_usp.attention.rotary import Rotary
 from ds_usp.attention.validation import ChunkExchanges
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, warn_once
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import borders_of
-from ds_usp.warn_once import warn_once
 
 
 class CallArguments(NamedTuple):

@@ -23,8 +23,8 @@ from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
+from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.memory.saved_attention import compute_or_replay, is_saving
-from ds_usp.second_derivatives import refuse_second_derivative
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack

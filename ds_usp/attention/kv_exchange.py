@@ -18,7 +18,7 @@ from ds_usp.geometry.pipeline_schedule import MAX_DKV_BUFFERS
 from ds_usp.geometry.ring_schedule import RingStep
 from ds_usp.geometry.segments import Runs
 from ds_usp.kernels.merge import GradAccumulator
-from ds_usp.strided_copy import strided_copy
+from ds_usp.lowlevel import strided_copy
 
 KV = tuple[torch.Tensor, torch.Tensor]
 KVGrads = tuple[GradAccumulator, GradAccumulator]

@@ -26,15 +26,14 @@ from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_on_all_ranks, is_on_cpu
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, UnsupportedAttentionError, warn_once
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
 from ds_usp.kernels.rotary_positions import RotaryPositions
+from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.memory.saved_attention import is_saving
-from ds_usp.second_derivatives import refuse_second_derivative
-from ds_usp.warn_once import warn_once
 
 Keep = Literal["arrivals", "input"]
 KEEPS = ("arrivals", "input")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ds_usp.errors import ConfigError
 from ds_usp.profiling.exposed import read_traces
-from ds_usp.profiling.exposed_kinds import ROLES
+from ds_usp.profiling.exposed_classify import ROLES
 
 
 def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
@@ -53,7 +53,10 @@ def _parser() -> argparse.ArgumentParser:
         "of ds_usp, else the whole file)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="for communication.csv and communication.png"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="for communication.csv and communication_timeline.json, which ui.perfetto.dev shows",
     )
     return parser
 

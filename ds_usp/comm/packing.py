@@ -18,8 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ds_usp.comm.channel import Channel, HeadShapes, StagingBuffer, StridedView, split_features
-from ds_usp.strided_copy import strided_copy
-from ds_usp.triton_launch import load_triton_module
+from ds_usp.lowlevel import load_triton_module, strided_copy
 
 
 # Why packing has a protocol for sums. Backward, dK and dV of a chunk are several partial results

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ds_usp.comm.packing import PackPlan
 from ds_usp.geometry.token_slices import MAX_PER_RANK
-from ds_usp.triton_launch import PreparedLaunch
+from ds_usp.lowlevel import PreparedLaunch
 
 _MAX_TENSORS = 3  # q, k and v
 _TILE = 8192  # elements of a program

@@ -53,7 +53,7 @@ from ds_usp.comm.packing import (
     pack_for_send,
 )
 from ds_usp.geometry.token_slices import TokenSlices
-from ds_usp.strided_copy import strided_copy
+from ds_usp.lowlevel import strided_copy
 
 # ------------------------------------------------------------------------------------------------
 # What follows from the shapes and strides of the tensors of a uniform all-to-all: sizes, packing

@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.second_derivatives import refuse_second_derivative
+from ds_usp.lowlevel import refuse_second_derivative
 
 Reduction = Literal["mean", "sum"]
 

@@ -15,8 +15,7 @@ from types import ModuleType
 import torch
 
 from ds_usp.geometry.segments import Span, coverage_runs, max_overlap
-from ds_usp.strided_copy import strided_copy
-from ds_usp.triton_launch import load_triton_module
+from ds_usp.lowlevel import load_triton_module, strided_copy
 
 # Partial results of a row that are kept, of 2-byte elements and of larger ones: about the memory
 # of the accumulator and one more.

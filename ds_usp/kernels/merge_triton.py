@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.triton_launch import CachedLauncher
+from ds_usp.lowlevel import CachedLauncher
 
 _ROWS = 32
 _MAX_PARTIALS = 8

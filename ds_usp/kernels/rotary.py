@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_usp.errors import ConfigError
-from ds_usp.triton_launch import load_triton_module
+from ds_usp.lowlevel import load_triton_module
 
 _MAX_FUSED = 2  # queries and keys
 # Of a chunk of tokens, where torch rotates in place by intermediate tensors.

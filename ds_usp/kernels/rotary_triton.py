@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.triton_launch import CachedLauncher
+from ds_usp.lowlevel import CachedLauncher
 
 _TILE = 4096  # elements of a program
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, renamed_keywords
 from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.degree_configs import degree_configs, fixed_text, values_of
 from ds_usp.planner.formulas import layer_bytes, stage_elements
@@ -34,7 +34,6 @@ from ds_usp.planner.step_time import (
     step_mfu,
     step_time,
 )
-from ds_usp.warn_once import renamed_keywords
 
 AXES = ("tp", "ulysses", "ring", "order", "pp", "dp", "zero", "recompute", "micro_batch")
 _EXPLAINED_AXES = AXES[:-1]  # for which the best plan of each value is kept

@@ -6,10 +6,9 @@ import contextlib
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,11 +32,9 @@ _SYNCHRONIZATIONS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait E
 _NO_ARGS: Mapping[str, Any] = {}
 _PIECE = 2_000_000  # characters that are read at once
 _LONGEST = 20_000_000  # characters: what is no JSON up to here is damaged, no longer event
-_GZIP = b"\x1f\x8b"
 
 
-@dataclass(frozen=True)
-class TraceEvent:
+class TraceEvent(NamedTuple):
     """An event of a trace, times in nanoseconds.
 
     Args:
@@ -58,14 +55,25 @@ class TraceEvent:
     correlation: int = 0
     external: int = 0
     stream: int = 0
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = _NO_ARGS
+
+
+class FileRank(NamedTuple):
+    """Which rank wrote a trace file, by its ``distributedInfo``."""
+
+    rank: int
+    world_size: int
 
 
 def events_of_profiler(profiler: torch.profiler.profile) -> list[TraceEvent]:
     """The events that a finished profiler holds in memory."""
     recorded = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     on_gpu = torch.autograd.DeviceType.CUDA
-    annotations = {e.name() for e in recorded if e.device_type() != on_gpu and _is_annotation(e)}
+    annotations = {
+        e.name()
+        for e in recorded
+        if e.device_type() != on_gpu and (e.name().startswith(PREFIX) or e.is_user_annotation())
+    }
     events = []
     for e in recorded:
         category = _category(e, e.device_type() == on_gpu, annotations)
@@ -83,14 +91,10 @@ def events_of_profiler(profiler: torch.profiler.profile) -> list[TraceEvent]:
                 0 if is_cpu else correlation,
                 correlation if is_cpu else e.linked_correlation_id(),
                 0 if is_cpu else e.device_resource_id(),
-                _args_in_memory(e, name, category),
+                _metadata(e) if category == COPY or name == PARAM_COMMS else _NO_ARGS,
             )
         )
     return events
-
-
-def _is_annotation(event: Any) -> bool:
-    return event.name().startswith(PREFIX) or event.is_user_annotation()
 
 
 def _category(event: Any, on_gpu: bool, annotations: set[str]) -> str | None:
@@ -107,37 +111,23 @@ def _category(event: Any, on_gpu: bool, annotations: set[str]) -> str | None:
     return RUNTIME if name.startswith(("cuda", "cuLaunch", "cuMem", "cuStream")) else CPU
 
 
-def _args_in_memory(event: Any, name: str, category: str) -> Mapping[str, Any]:
+def _metadata(event: Any) -> Mapping[str, Any]:
     """Metadata of a collective or a copy; later versions of torch hold more of it."""
-    if category == COPY or name == PARAM_COMMS:
-        args: dict[str, Any] = {}
-        if hasattr(event, "metadata_json"):
-            with contextlib.suppress(ValueError):
-                args.update(json.loads("{" + event.metadata_json().strip().strip(",") + "}"))
-        if hasattr(event, "extra_meta"):
-            for key, text in event.extra_meta().items():
-                args.setdefault(key, text.strip('"'))
-        return args
-    return _NO_ARGS
+    args: dict[str, Any] = {}
+    if hasattr(event, "metadata_json"):
+        with contextlib.suppress(ValueError):
+            args.update(json.loads("{" + event.metadata_json().strip().strip(",") + "}"))
+    if hasattr(event, "extra_meta"):
+        for key, text in event.extra_meta().items():
+            args.setdefault(key, text.strip('"'))
+    return args
 
 
-@dataclass(frozen=True)
-class FileRank:
-    """Which rank wrote a trace file, by its ``distributedInfo``."""
-
-    rank: int
-    world_size: int
-
-
-def events_of_file(
-    path: Path, on_rank: Callable[[FileRank], None] | None = None
-) -> Iterator[TraceEvent]:
-    """The events of a file that ``torch.profiler``'s ``export_chrome_trace`` wrote, gzip or not.
+def events_of_file(path: Path) -> tuple[list[TraceEvent], FileRank | None]:
+    """The events of a file that ``torch.profiler``'s ``export_chrome_trace`` wrote, gzip or not,
+    and its rank if the file names it before its events, as torch does.
 
     The file is read in pieces: its text may be larger than memory.
-
-    Args:
-        on_rank: takes the rank, if the file names it before its events, as torch does.
 
     Raises:
         ConfigError: no such file, no trace, or one that is cut or damaged.
@@ -145,44 +135,43 @@ def events_of_file(
     if not path.is_file():
         raise ConfigError(f"there is no trace file {path}")
     with path.open("rb") as raw_file:
-        opener: Any = gzip.open if raw_file.read(2) == _GZIP else open
-    known = False
+        opener: Any = gzip.open if raw_file.read(2) == b"\x1f\x8b" else open
+    events, known = [], False
     try:
         with opener(path, "rt", encoding="utf-8", errors="replace") as file:
-            for raw in _objects(file, path, on_rank):
+            header, text = _header(file, path)
+            for raw in _objects(file, path, text):
                 known = True
                 category = _CATEGORIES.get(raw.get("cat", ""))
                 if raw.get("ph") == "X" and category is not None:
-                    yield _event_of_json(raw, category)
+                    events.append(_event_of_json(raw, category))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"{path} is cut or damaged: {error}. Export the trace again") from error
     if not known:
         raise ConfigError(f"{path}: its traceEvents are empty, the profiler recorded nothing")
+    return events, _rank_of(header)
 
 
 def _event_of_json(raw: Mapping[str, Any], category: str) -> TraceEvent:
     args = raw.get("args", _NO_ARGS)
     start = round(float(raw["ts"]) * 1000)
-    external = args.get("External id", args.get("external id", 0))
-    thread = raw.get("tid", 0)
+    thread = raw["tid"] if isinstance(raw.get("tid"), int) else 0
     return TraceEvent(
         category,
         raw.get("name", ""),
         start,
         start + round(float(raw.get("dur", 0)) * 1000),
-        thread if isinstance(thread, int) else 0,
+        thread,
         int(args.get("correlation", 0)),
-        int(external),
-        thread if isinstance(thread, int) and category not in (CPU, RUNTIME) else 0,
+        int(args.get("External id", args.get("external id", 0))),
+        thread if category not in (CPU, RUNTIME) else 0,
         args,
     )
 
 
-def _objects(
-    file: Any, path: Path, on_rank: Callable[[FileRank], None] | None
-) -> Iterator[Mapping[str, Any]]:
-    """The objects of the list ``traceEvents``, one at a time."""
-    decoder, text = json.JSONDecoder(), ""
+def _header(file: Any, path: Path) -> tuple[str, str]:
+    """What comes before the events (its end, if it is long), and what has been read of them."""
+    text = ""
     while (first := text.find('"traceEvents"')) < 0:
         piece = file.read(_PIECE)
         if not piece:
@@ -190,11 +179,12 @@ def _objects(
                 f"{path} holds no traceEvents: give a file of torch.profiler's export_chrome_trace"
             )
         text = (text if len(text) < _LONGEST else text[-20:]) + piece
-    rank = _rank_of_header(text[:first])
-    if rank is not None and on_rank is not None:
-        on_rank(rank)
-    text, position = text[first + len('"traceEvents"') :], 0
-    count = 0
+    return text[:first], text[first + len('"traceEvents"') :]
+
+
+def _objects(file: Any, path: Path, text: str) -> Iterator[Mapping[str, Any]]:
+    """The objects of the list ``traceEvents``, one at a time; ``text``: what has been read."""
+    decoder, position, count = json.JSONDecoder(), 0, 0
     while True:
         position = _skip(text, position)
         if position < len(text) and text[position] == "]":
@@ -215,14 +205,11 @@ def _objects(
             yield value
 
 
-def _rank_of_header(text: str) -> FileRank | None:
+def _rank_of(header: str) -> FileRank | None:
     """The rank in what comes before the events; None if it is not there."""
-    key = '"distributedInfo"'
-    if key not in text:
-        return None
-    start = _skip(text, text.index(key) + len(key))
+    _, key, text = header.partition('"distributedInfo"')
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        info = json.JSONDecoder().raw_decode(text, start)[0]
+        info = json.JSONDecoder().raw_decode(text, _skip(text, 0))[0] if key else {}
         return FileRank(int(info["rank"]), int(info.get("world_size", 0)))
     return None
 

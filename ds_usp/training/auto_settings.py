@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.config import single_hw_queue
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, renamed_keywords, warn_once
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.registry import AUTO, select_kernel
@@ -14,7 +14,6 @@ from ds_usp.planner.choose_degree import cluster_of
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import offload_needed
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.warn_once import renamed_keywords, warn_once
 
 # Of a GPU's memory; what is left is the CUDA context's, NCCL's, and fragmentation.
 _USABLE = 0.9

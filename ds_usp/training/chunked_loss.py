@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_usp.errors import ConfigError
-from ds_usp.second_derivatives import refuse_second_derivative
+from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.training.batch import IGNORE_INDEX
 from ds_usp.training.logits import Logits
 

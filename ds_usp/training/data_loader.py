@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes, transport_device
-from ds_usp.errors import ConfigError, DataError, LayoutError
+from ds_usp.errors import ConfigError, DataError, LayoutError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders
 from ds_usp.training.batch import local_document_positions
 from ds_usp.training.full_batch import POSITIONS, SHIFTED, TOKENS, FullBatch, full_batch
-from ds_usp.warn_once import warn_once
 
 _STATUS = struct.Struct("cq8s480s")
 _NO_LOADER, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_usp.warn_once import warn_once
+from ds_usp.errors import warn_once
 
 _DEFAULT_ELEMENTS = 500_000_000  # DeepSpeed's
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_usp.lowlevel import load_triton_module
 from ds_usp.training.batch import IGNORE_INDEX
-from ds_usp.triton_launch import load_triton_module
 
 
 class RowStats(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.triton_launch import CachedLauncher
+from ds_usp.lowlevel import CachedLauncher
 
 _BLOCK = 4096  # vocabulary entries at a time
 

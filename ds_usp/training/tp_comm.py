@@ -31,8 +31,7 @@ from ds_usp.comm.channel import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.comm.copy_engine import copy_engine_unavailable_reason
 from ds_usp.comm.process_groups import all_gather_shards, node_ids, reduce_scatter_shards
 from ds_usp.config import fused_tp_requested, single_hw_queue, without_multicast
-from ds_usp.errors import MeshError
-from ds_usp.warn_once import warn_once
+from ds_usp.errors import MeshError, warn_once
 
 _KIND = "tensor parallel"  # of the report of exposed communication
 _OPERATORS = (

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_usp.errors import ConfigError
-from ds_usp.second_derivatives import refuse_second_derivative
+from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.training.tp_comm import TensorParallelComm
 
 

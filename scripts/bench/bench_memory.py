@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import ds_usp
 from ds_usp.memory import GemmLast, LayerMemory, Offload, recompute_before
-from ds_usp.profiling.intervals import total_length
+from ds_usp.profiling.exposed import total_length
 
 COLUMNS = ("shape", "policy", "ms", "tokens_per_s_per_gpu", "peak_gib", "host_gib", "copies_hidden")
 MOMENTS = ("shape", "policy", "moment", "device_gib", "host_gib")

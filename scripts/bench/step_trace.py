@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bench_harness import Session, Step
 from torch.profiler import ProfilerActivity, profile
 
-from ds_usp.profiling.intervals import total_length
+from ds_usp.profiling.exposed import total_length
 
 Event = tuple[str, int, int]  # name, start, stop in nanoseconds
 COMMUNICATION = re.compile(r"nccl|gloo|Memcpy PtoP|Memcpy DtoD|symm_|push_|pull_", re.IGNORECASE)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
-from oracle import causal, dense_attention, relative_error
 
 import ds_usp
 from ds_usp.memory import keep_attention
+from ds_usp.testing import causal, dense_attention, relative_error
 
 WORLD = 4
 TIMEOUT_S = 20.0  # what takes longer hangs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import oracle
 import pytest
 import torch
 from harness import RankContext, WorkerPool
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_usp import ConfigError
+from ds_usp import testing as oracle
 from ds_usp.training import chunked_token_losses, chunked_weighted_loss
 from ds_usp.training.logits import Logits
 

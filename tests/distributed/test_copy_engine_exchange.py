@@ -21,7 +21,7 @@ from ds_usp.comm.copy_engine import num_slots
 from ds_usp.comm.packing import PreallocatedSend
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.kernels import merge
-from ds_usp.strided_copy import strided_copy
+from ds_usp.lowlevel import strided_copy
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 Sizes = dict[str, int]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from cases import ALL_LAYOUTS, Case, inputs, layouts, mesh_of, reference, run_cases
@@ -14,6 +13,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec
+from ds_usp import testing as oracle
 from ds_usp.attention.framework_arguments import FrameworkArguments
 from ds_usp.attention.local_attention import LocalAttention
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,8 @@ from sample_attentions import flash_self_attention
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, USPAttention
-from ds_usp.warn_once import _emit_once
+from ds_usp import testing as oracle
+from ds_usp.errors import _emit_once
 
 WORLD, ULYSSES, TOKENS, VOCAB, WIDTH, HEADS = 4, 2, 32, 11, 16, 4
 CAUSAL: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import oracle
 import pytest
 import torch
 from harness import RankContext, WorkerPool
 from sample_attentions import Local, rotary
 
 from ds_usp import MaskSpec, TokenLayout, USPAttention
+from ds_usp import testing as oracle
 
 WORLD = 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from sample_attentions import (
 )
 
 from ds_usp import MaskSpec, UnsupportedAttentionError
+from ds_usp import testing as oracle
 
 WORLD = 4
 PLAIN = HEAD_DIM**-0.5

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankContext, WorkerPool
-from oracle import causal, dense_attention, relative_error
 
 import ds_usp
 from ds_usp.comm import shm_mailbox
 from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.shm_mailbox import open_mailbox
+from ds_usp.testing import causal, dense_attention, relative_error
 
 
 def attend(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> torch.Tensor:

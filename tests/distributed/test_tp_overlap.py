@@ -6,7 +6,6 @@ import warnings
 from functools import cache
 from unittest import mock
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from ds_usp import ConfigError
+from ds_usp import testing as oracle
 from ds_usp.training import (
     TensorParallelComm,
     all_gather_linear,

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case
 from joint_attention_cases import Joint
-from oracle import relative_error
 
 import ds_usp
 from ds_usp import Tuning
@@ -28,6 +27,7 @@ from ds_usp.attention import tuning
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.kernels.registry import _load, available_kernels
 from ds_usp.kernels.score_mod import SOFTCAP
+from ds_usp.testing import relative_error
 
 LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, batch=1)
 CAPS = {row.name: kernel.caps for row in available_kernels("cuda") for kernel in _load(row)[:1]}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import relative_error
 
+from ds_usp.testing import relative_error
 from megatron_patches.megatron_deepspeed import speedups
 
 kernels = pytest.importorskip(

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from oracle import relative_error
 from torch._dynamo.utils import counters
 
 import ds_usp
+from ds_usp.testing import relative_error
 
 pytestmark = pytest.mark.several_gpus
 WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()] or [1]

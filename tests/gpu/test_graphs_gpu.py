@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from oracle import relative_error
 from test_attention_gpu import WORLDS, free_port
 
 import ds_usp
 from ds_usp import Tuning
+from ds_usp.testing import relative_error
 
 Graph = tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]
 

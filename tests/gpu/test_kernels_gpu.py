@@ -8,7 +8,6 @@ import pytest
 import torch
 from fake_flash import SIGNATURES, signature_of
 from kernel_cases import attend, tensors
-from oracle import relative_error
 
 from ds_usp import MaskSpec
 from ds_usp.geometry.segments import Segment
@@ -16,6 +15,7 @@ from ds_usp.geometry.tiles import KernelCall, kernel_calls_from_tiles, plan_tile
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.registry import _load, _with_padding_if_needed, available_kernels
+from ds_usp.testing import relative_error
 
 SCALE = 0.2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}

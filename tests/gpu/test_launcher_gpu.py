@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_usp.triton_launch import CachedLauncher
+from ds_usp.lowlevel import CachedLauncher
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

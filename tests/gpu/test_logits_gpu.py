@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import relative_error
 
+from ds_usp.testing import relative_error
 from ds_usp.training.logits import Logits
 
 pytest.importorskip("ds_usp.training.logits_triton", exc_type=ImportError)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import relative_error
 
 from ds_usp.kernels.merge import _merge_into, _sum_into
+from ds_usp.testing import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)

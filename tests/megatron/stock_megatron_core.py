@@ -10,9 +10,10 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
-import oracle
 import torch
 import torch.distributed as dist
+
+from ds_usp import testing as oracle
 
 S, B, LAYERS, HEADS, HEAD_DIM, VOCAB = 32, 2, 2, 8, 4, 64
 

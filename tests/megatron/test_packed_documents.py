@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 
 from ds_usp import MaskSpec, SequenceMesh, TokenLayout, UnsupportedAttentionError
+from ds_usp import testing as oracle
 
 H, G, D, E = 4, 2, 8, 6
 GRIDS = {"2x1": (2, 2), "1x2": (2, 1), "2x2": (4, 2)}  # world, ulysses

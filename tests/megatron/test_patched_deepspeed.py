@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from harness import RankContext, fork_world
 
 import megatron_patches
 from ds_usp import ConfigError, LayoutError, MaskSpec, PatchError, UnsupportedAttentionError
+from ds_usp import testing as oracle
 
 WORLD, B, S = 4, 2, 32
 LIMIT = 1e-5

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from harness import RankContext, fork_world
 
 from ds_usp import MaskSpec, MeshError, SequenceMesh, UnsupportedAttentionError
+from ds_usp import testing as oracle
 
 S, B, H, G, D = 24, 2, 4, 2, 8
 SERVED = {

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import causal, dense_attention, relative_error
+
+from ds_usp.testing import causal, dense_attention, relative_error
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-import oracle
 import pytest
 import torch
 from peak_memory import peak_of
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_usp import ConfigError
+from ds_usp import testing as oracle
 from ds_usp.memory import in_chunks
 
 TOKENS, H, FFN = 23, 16, 64

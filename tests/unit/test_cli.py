@@ -10,19 +10,16 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
 
 import ds_usp
 from ds_usp import __main__ as program
 from ds_usp import _version
-from ds_usp.cli import environment, ranks, verify
-from ds_usp.cli.oracle import AttentionParams, Tensors, dense_attention, expected_positions
-from ds_usp.cli.verify_case import VerifyCase, build_parser, cases_of
-from ds_usp.cli.verify_rank import Report, TensorErrors, run_cases
+from ds_usp.cli import environment, verify, verify_run
+from ds_usp.cli.verify import build_parser, cases_of
+from ds_usp.cli.verify_run import Report, TensorErrors, VerifyCase, run_cases
 from ds_usp.config import TorchrunEnv
-from ds_usp.geometry.layout import KINDS, ORDERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -266,10 +263,10 @@ def test_the_rank_that_failed_first_is_named() -> None:
     receivers = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
     first_two = {receiver: rank for receiver, rank in receivers.items() if rank < 2}
     dead = list(receivers)[2]
-    with pytest.raises(ranks.RankError, match=r"^rank 1 failed:\nfailed at 5.0"):
-        ranks._collect(first_two, lambda line: None)
-    with pytest.raises(ranks.RankError, match=r"^rank 2 failed:\nits process died"):
-        ranks._collect({dead: 2}, lambda line: None)
+    with pytest.raises(verify_run.RankError, match=r"^rank 1 failed:\nfailed at 5.0"):
+        verify_run._collect(first_two, lambda line: None)
+    with pytest.raises(verify_run.RankError, match=r"^rank 2 failed:\nits process died"):
+        verify_run._collect({dead: 2}, lambda line: None)
 
 
 def test_the_planner_is_called_by_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,73 +279,3 @@ def test_json_of_a_result_with_nan_can_be_read() -> None:
     text = verify._as_json([report(VerifyCase(), math.inf, 1e-7)], "4 ranks")
     (case,) = json.loads(text, parse_constant=pytest.fail)["cases"]
     assert (case["errors"][0]["error"], case["verdict"]) == ("Infinity", "wrong")
-
-
-# ------------------------------------------------------------------ verify's oracle
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        AttentionParams(None, 0),
-        AttentionParams(),
-        AttentionParams(5, 2, scale=0.3),
-        AttentionParams(None, 0, prefix=9, softcap=2.0),
-        AttentionParams(None, 0, documents=((1, 13, 10), (20, 4))),
-        AttentionParams(4, 0, documents=((7, 17),)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("extras", [False, True], ids=["plain", "alibi and sinks"])
-def test_the_oracle_is_that_of_the_tests(question: AttentionParams, extras: bool) -> None:
-    batch, length, heads, kv_heads = 2, 24, 4, 2
-    acc_dtype = {"dtype": torch.float64}
-    q, k = (
-        torch.randn(batch, length, heads, 8, **acc_dtype),
-        torch.randn(batch, length, kv_heads, 8),
-    )
-    v, dout = torch.randn(batch, length, kv_heads, 6), torch.randn(batch, length, heads, 6)
-    slopes = torch.rand(heads) if extras else None
-    sinks = torch.randn(heads, **acc_dtype) if extras else None
-    outputs = dense_attention(
-        Tensors(q, k, v, dout, slopes, sinks), question, block_elements=200 * length
-    )
-    position = range(length)
-    allowed = oracle.window(position, position, question.left, question.right)
-    allowed = allowed | (torch.arange(length) < question.prefix)
-    if question.documents:
-        inside = [
-            oracle.same_document(position, position, lengths) for lengths in question.documents
-        ]
-        allowed = allowed & torch.stack(inside).expand(batch, -1, -1)
-    wanted = [x.double().requires_grad_() for x in ((q, k, v, sinks) if extras else (q, k, v))]
-    out, lse = oracle.dense_attention(
-        *wanted[:3],
-        allowed,
-        question.scale,
-        softcap=question.softcap,
-        bias=oracle.alibi(slopes, position) if extras else None,
-        sinks=wanted[3] if extras else None,
-    )
-    grads = torch.autograd.grad(out, wanted, dout.double())
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    for name, reference in zip(names, (out, lse, *grads), strict=False):
-        assert oracle.relative_error(outputs[name], reference) <= 1e-12, name
-    assert len(outputs) == 2 + len(grads)
-    forward = dense_attention(Tensors(q, k, v, dout, slopes, sinks), question, backward=False)
-    assert set(forward) == {"out", "lse"} and torch.equal(forward["lse"], outputs["lse"])
-
-
-def test_expected_positions_are_the_documented_ones() -> None:
-    for kind in KINDS:
-        for order in ORDERS:
-            for length, ulysses, ring in ((64, 2, 2), (67, 3, 2), (41, 1, 4), (16, 4, 1)):
-                expected = expected_positions(kind, length, ulysses, ring, order)
-                if kind == "balanced":
-                    assert expected is None
-                    continue
-                layout = ds_usp.TokenLayout(kind, length, ulysses, ring, order)
-                claimed = [list(layout.positions(rank)) for rank in range(ulysses * ring)]
-                assert [x.tolist() for x in expected or ()] == claimed
-    zigzag = expected_positions("zigzag", 8, 1, 2, ORDERS[0])
-    assert [x.tolist() for x in zigzag or ()] == [[0, 1, 6, 7], [2, 3, 4, 5]]

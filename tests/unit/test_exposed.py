@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,31 +12,31 @@ import pytest
 import torch
 
 from ds_usp import ConfigError
-from ds_usp.profiling import exposed, exposed_kinds
-from ds_usp.profiling.exposed_classify import STEP, Call, GpuEvent, StepTrace, classify
-from ds_usp.profiling.exposed_kinds import (
-    ALL_TO_ALL,
-    COMPUTE,
-    FROM_HOST,
-    GRADIENTS,
-    OTHER,
-    P2P,
-    PARAMETERS,
-    PIPELINE,
-    RING,
-    TENSOR,
-    TO_HOST,
-    kind_of_call,
-    operation_of,
-    role_of_description,
-    sent_bytes,
+from ds_usp.profiling import exposed
+from ds_usp.profiling import exposed_classify as kinds
+from ds_usp.profiling.exposed import (
+    KindTimes,
+    gaps,
+    idle,
+    merge_intervals,
+    step_times,
+    subtract_intervals,
+    total_length,
 )
-from ds_usp.profiling.exposed_step import KindTimes, idle, step_times
+from ds_usp.profiling.exposed_classify import (
+    STEP,
+    Call,
+    GpuEvent,
+    StepTrace,
+    classify,
+    kind_of_call,
+)
 from ds_usp.profiling.exposed_trace import TraceEvent, events_of_profiler
-from ds_usp.profiling.intervals import gaps, merge_intervals, subtract_intervals, total_length
 from megatron_patches.flags import check_report_flag
 
 MS = 1_000_000
+ALL_TO_ALL, RING, GRADIENTS, PARAMETERS, TENSOR, PIPELINE, P2P, OTHER = kinds.BETWEEN_RANKS
+FROM_HOST, TO_HOST, COMPUTE = *kinds.KINDS[-2:], kinds.COMPUTE
 
 
 def test_unions_and_differences_of_intervals() -> None:
@@ -43,29 +44,32 @@ def test_unions_and_differences_of_intervals() -> None:
     assert merge_intervals([(0, 9), (1, 2), (4, 4)]) == [(0, 9)]
     assert merge_intervals([(3, 3)]) == merge_intervals([]) == []
     assert total_length([(0, 4), (2, 6), (10, 11)]) == 7
-    assert subtract_intervals([(0, 10)], [(2, 3), (3, 4), (6, 6), (9, 20)]) == [(0, 2), (4, 9)]
-    assert subtract_intervals([(0, 4), (6, 8)], [(1, 7)]) == [(0, 1), (7, 8)]  # one hole over two
+    assert subtract_intervals([(0, 10)], [(2, 3), (3, 4), (6, 6), (9, 20)]) == [
+        (0, 2),
+        (4, 9),
+    ]
+    assert subtract_intervals([(0, 4), (6, 8)], [(1, 7)]) == [
+        (0, 1),
+        (7, 8),
+    ]  # one hole over two
     assert subtract_intervals([(2, 3)], [(0, 9)]) == subtract_intervals([], [(0, 9)]) == []
     assert subtract_intervals([(0, 3), (2, 5)], []) == [(0, 5)]
     assert gaps([(0, 2), (1, 3), (5, 6)]) == [(3, 5)]
     assert gaps([]) == gaps([(4, 9)]) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "operation"),
-    [
-        ("_allgather_base", "allgather"),
-        ("reduce_scatter_tensor_coalesced", "reducescatter"),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", "reducescatter"),
-        ("ncclDevKernel_AllReduce_Sum_f32_TREE_LL", "allreduce"),
-        ("ncclDevKernel_SendRecv", "sendrecv"),
-        ("all_to_allv", "alltoall"),
-        ("recv_anysource", "recv"),
-        ("gemm", ""),
-    ],
-)
-def test_operations_are_known_by_any_of_their_names(name: str, operation: str) -> None:
-    assert operation_of(name) == operation
+def test_operations_are_known_by_any_of_their_names() -> None:
+    operations = {
+        "_allgather_base": "allgather",
+        "reduce_scatter_tensor_coalesced": "reducescatter",
+        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)": "reducescatter",
+        "ncclDevKernel_AllReduce_Sum_f32_TREE_LL": "allreduce",
+        "ncclDevKernel_SendRecv": "sendrecv",
+        "all_to_allv": "alltoall",
+        "recv_anysource": "recv",
+        "gemm": "",
+    }
+    assert {name: kinds.operation_of(name) for name in operations} == operations
 
 
 def test_groups_are_known_by_their_descriptions() -> None:
@@ -89,15 +93,15 @@ def test_groups_are_known_by_their_descriptions() -> None:
         "usp_ring": "sequence",
         "monitoring_group": "",
     }
-    assert {text: role_of_description(text) for text in descriptions} == descriptions
-    assert exposed_kinds.check_role("data") == "data"
+    assert {text: kinds.role_of_description(text) for text in descriptions} == descriptions
+    assert kinds.check_role("data") == "data"
     with pytest.raises(ConfigError, match="must be one of tensor, pipeline"):
-        exposed_kinds.check_role("dp")
+        kinds.check_role("dp")
 
 
 def test_a_call_s_kind_is_by_its_group_and_by_what_it_does() -> None:
     size = 1 << 20
-    kinds = {
+    expected = {
         ("tensor", "allreduce"): TENSOR,
         ("pipeline", "send"): PIPELINE,
         ("sequence", "coalesced"): RING,
@@ -111,14 +115,21 @@ def test_a_call_s_kind_is_by_its_group_and_by_what_it_does() -> None:
         ("", "recv"): P2P,
         ("", "barrier"): OTHER,
     }
-    assert {case: kind_of_call(*case, size) for case in kinds} == kinds
+    assert {case: kind_of_call(*case, size) for case in expected} == expected
     assert kind_of_call("data", "allreduce", 4) == OTHER  # a loss, a norm
     # A part of parameters on each of 512 ranks, and an object's.
-    sizes = [exposed_kinds.gathered_bytes("allgather", 4096, 512, kind) for kind in (True, False)]
+    sizes = [kinds.gathered_bytes("allgather", 4096, 512, kind) for kind in (True, False)]
     assert [kind_of_call("", "allgather", size) for size in sizes] == [PARAMETERS, OTHER]
     operations = ("allreduce", "reducescatter", "allgather", "alltoall", "send", "recv")
-    assert [sent_bytes(name, 1024, 4) for name in operations] == [1536, 768, 3072, 768, 1024, 0]
-    assert sent_bytes("allreduce", 1024, 1) == 0
+    assert [kinds.sent_bytes(name, 1024, 4) for name in operations] == [
+        1536,
+        768,
+        3072,
+        768,
+        1024,
+        0,
+    ]
+    assert kinds.sent_bytes("allreduce", 1024, 1) == 0
 
 
 def kernel(name: str, start: int, stop: int, **more: Any) -> TraceEvent:
@@ -331,28 +342,42 @@ def test_exposed_is_what_runs_under_no_kernel() -> None:
     }
 
 
-def test_the_table_the_file_and_the_picture_have_every_rank(tmp_path: Path) -> None:
+def test_the_table_and_the_files_have_every_rank(tmp_path: Path) -> None:
     report = exposed.CommunicationReport((step_times(STREAMS),) * 2, STREAMS, "step 3")
-    written = report.write(tmp_path / "new")
-    assert [path.name for path in written] == ["communication.csv", "communication.png"]
-    assert all(path.stat().st_size for path in written)
+    table, timeline = report.write(tmp_path / "new")
     lines = report.table().splitlines()
     assert lines[0].startswith("communication of step 3, 2 ranks; milliseconds")
     ring = next(line for line in lines if line.startswith("  ring"))
     assert ring.split() == ["ring", "2", "0.00", "4.00", "2.00", "2.00", "11.1%", "2.00", "r0"]
-    assert any(
-        line.startswith("gradient reduction: 16.7% of the step is exposed") for line in lines
-    )
-    rows = list(csv.DictReader(written[0].read_text().splitlines()[1:]))
+    assert lines[-4].startswith("gradient reduction: 16.7% of the step is exposed. Try overlap")
+    assert lines[-1].startswith("the GPU waits for the CPU 11.1% of the step")
+    rows = list(csv.DictReader(table.read_text().splitlines()[1:]))
     assert [row["rank"] for row in rows if row["kind"] == "step"] == ["0", "1"]
     gradients = next(row for row in rows if row["kind"] == GRADIENTS)
     assert (gradients["exposed_ms"], gradients["of_step"]) == ("3.0000", "0.16667")
-    counted = exposed.CommunicationReport((step_times(StepTrace((), STREAMS.calls)),))
-    assert "times need a GPU" in counted.table()
-    assert (
-        "no communication was recorded"
-        in exposed.CommunicationReport((step_times(StepTrace((), ())),)).table()
-    )
+    other = next(row for row in rows if row["kind"] == OTHER)
+    assert (other["calls"], other["sent_bytes"]) == ("1", "")
+
+    events = json.loads(timeline.read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [(lanes[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert events[0]["args"]["name"] == "rank 0: step 3"
+    assert slices == [
+        *((COMPUTE, COMPUTE, ts, dur) for ts, dur in ((0, 6e3), (12e3, 1e3), (17e3, 1e3))),
+        (ALL_TO_ALL, "exposed", 15e3, 1e3),
+        *((RING, "exposed", 8e3, 2e3), (RING, "hidden", 3e3, 2e3)),
+        *((GRADIENTS, "exposed", 6e3, 3e3), (GRADIENTS, "hidden", 5e3, 1e3)),
+        ("idle: for the CPU", "idle: for the CPU", 10e3, 2e3),
+        ("idle: for other ranks", "idle: for other ranks", 13e3, 2e3),
+        ("idle: other", "idle: other", 16e3, 1e3),
+    ]
+    for trace, message in (
+        (StepTrace((), STREAMS.calls), "times need a GPU"),
+        (StepTrace(), "no communication was recorded"),
+    ):
+        report = exposed.CommunicationReport((step_times(trace),), trace)
+        assert message in report.table()
+        assert [path.name for path in report.write(tmp_path)] == ["communication.csv"]
 
 
 def test_a_step_is_refused_that_is_none_or_profiled_twice() -> None:

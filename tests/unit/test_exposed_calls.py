@@ -13,7 +13,7 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import ConfigError
 from ds_usp.profiling import exposed
-from ds_usp.profiling.exposed_kinds import ALL_TO_ALL, GRADIENTS, OTHER, PARAMETERS
+from ds_usp.profiling.exposed_classify import ALL_TO_ALL, GRADIENTS, OTHER, PARAMETERS
 
 ITEMS = 2048  # fp32: 8 KiB
 Counts = dict[str, tuple[int, int | None]]

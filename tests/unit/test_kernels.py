@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from kernel_cases import (
@@ -35,6 +34,7 @@ from kernel_cases import (
 from stub_machine import FLASH2, MAKERS, Machine, efficient, flash4
 
 from ds_usp import MaskSpec
+from ds_usp import testing as oracle
 from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import PaddedHeadDimKernel
 from ds_usp.kernels.eager import EagerKernel

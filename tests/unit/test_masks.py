@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import ConfigError, MaskSpec
+from ds_usp import testing as oracle
 
 BOUND = st.none() | st.integers(0, 12)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_usp import testing as oracle
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 
 # Relative errors of sums that are rounded once.

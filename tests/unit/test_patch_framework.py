@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 
 import ds_usp
 import megatron_patches
+from ds_usp import testing as oracle
 from ds_usp.errors import ConfigError
 from ds_usp.training import apply_rotary
 from megatron_patches import missing_modules, run

@@ -65,7 +65,8 @@ def test_a_frozen_line_has_what_a_caller_may_write() -> None:
 
 
 def test_every_error_is_public_and_a_value_error() -> None:
-    kinds = {n: e for n, e in vars(errors).items() if isinstance(e, type)}
+    own = {n: e for n, e in vars(errors).items() if getattr(e, "__module__", "") == errors.__name__}
+    kinds = {n: e for n, e in own.items() if isinstance(e, type)}
     assert set(kinds) == {name for name in NAMES if name.endswith("Error")}
     assert ds_usp.USPError.__bases__ == (ValueError,)
     assert all(issubclass(kind, ds_usp.USPError) for kind in kinds.values())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import oracle
 import pytest
 import torch
 
+from ds_usp import testing as oracle
 from ds_usp.attention.rotary import check_local_rotary
 from ds_usp.errors import ConfigError
 from ds_usp.kernels import rotary_positions

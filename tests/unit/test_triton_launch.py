@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_usp import triton_launch
+from ds_usp import lowlevel
 
 Call = tuple[str, tuple[int, ...], tuple[Any, ...]]
 
@@ -38,13 +38,13 @@ class _Compiled:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(triton_launch, "_on", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(triton_launch, "_launcher_passes_constexprs", lambda: True)
+    monkeypatch.setattr(lowlevel, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(lowlevel, "_launcher_passes_constexprs", lambda: True)
     return Kernel()
 
 
 def test_an_equal_launch_uses_the_compiled_kernel(kernel: Kernel) -> None:
-    launcher = triton_launch.CachedLauncher(kernel)
+    launcher = lowlevel.CachedLauncher(kernel)
     x, y = torch.zeros(64), torch.ones(64)
     for tensor in (x, y):
         launcher((9, 2), (tensor,), (3, 16), BLOCK=8)
@@ -69,7 +69,7 @@ def test_an_equal_launch_uses_the_compiled_kernel(kernel: Kernel) -> None:
 def test_what_triton_compiles_anew_is_launched_by_triton(
     kernel: Kernel, change: dict[str, Any]
 ) -> None:
-    launcher = triton_launch.CachedLauncher(kernel)
+    launcher = lowlevel.CachedLauncher(kernel)
     args: dict[str, Any] = {"tensors": (torch.zeros(64),), "numbers": (3, 16), "BLOCK": 8}
     for options in (args, args | change, args, args | change):
         rest = dict(options)
@@ -80,15 +80,15 @@ def test_what_triton_compiles_anew_is_launched_by_triton(
 def test_an_unknown_triton_version_launches_itself(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_launch, "_launcher_passes_constexprs", lambda: False)
-    launcher = triton_launch.CachedLauncher(kernel)
+    monkeypatch.setattr(lowlevel, "_launcher_passes_constexprs", lambda: False)
+    launcher = lowlevel.CachedLauncher(kernel)
     for _ in range(3):
         launcher((1,), (torch.zeros(4),), (4,))
     assert [call[0] for call in kernel.calls] == ["triton"] * 3
 
 
 def test_the_cache_is_bounded(kernel: Kernel) -> None:
-    launcher = triton_launch.CachedLauncher(kernel)
+    launcher = lowlevel.CachedLauncher(kernel)
     for number in range(3000):
         launcher((1,), (torch.zeros(4),), (number,))
     assert len(launcher._cache) <= 1024

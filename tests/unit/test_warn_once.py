@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_usp.warn_once import warn_once
+from ds_usp.errors import warn_once
 
 
 def test_a_line_is_said_once_and_on_rank_0_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_usp.comm.copy_engine import note_replay
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import UnsupportedAttentionError, USPError
+from ds_usp.errors import UnsupportedAttentionError, USPError, warn_once
 from ds_usp.integrations.diffusers.graph_checks import (
     check_compiled,
     check_device,
@@ -28,7 +28,6 @@ from ds_usp.integrations.diffusers.graph_checks import (
     identities,
 )
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.warn_once import warn_once
 
 _MAX_KINDS = 16  # of forward passes; their graphs share memory, but for arguments and outputs
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)

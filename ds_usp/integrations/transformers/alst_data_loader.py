@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_usp.errors import ConfigError, DataError
+from ds_usp.errors import ConfigError, DataError, warn_once
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.transformers.alst import REGISTRATIONS, token_dim
 from ds_usp.training.batch import IGNORE_INDEX
-from ds_usp.warn_once import warn_once
 
 
 class UlyssesSPDataLoaderAdapter:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.integrations.transformers.loss import WholeBatchLoss
-from ds_usp.second_derivatives import refuse_second_derivative
+from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.training.batch import IGNORE_INDEX
 
 

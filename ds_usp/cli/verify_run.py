@@ -1,12 +1,23 @@
-"""One rank of ``ds-usp verify``: the call under test, the reference, and the relative errors."""
+"""What every rank of ``ds-usp verify`` runs: the calls under test, the reference, relative errors.
+
+Ranks are forked from this process (gloo), or were started by torchrun.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
+from multiprocessing.connection import Connection, wait
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,18 +25,120 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import ds_usp
-from ds_usp.cli.oracle import AttentionParams, Tensors, dense_attention, expected_positions
-from ds_usp.cli.ranks import Progress
-from ds_usp.cli.verify_case import DTYPES, ENTRY_POINTS, VerifyCase
+from ds_usp import testing as oracle
 from ds_usp.config import TorchrunEnv
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.registry import select_kernel
 from ds_usp.kernels.score_mod import ScoreMod
 
+ENTRY_POINTS = ("usp_attention", "USPAttention")
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
+_TIMEOUT = timedelta(seconds=300)  # of one collective, on a loaded machine
+_SHUTDOWN_TIMEOUT_S = 10.0  # for the other ranks to fail by themselves once one has
 _ROW_DIM: Mapping[str, int] = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 # Gradients of a query that sees one key are 0: they are compared with a fraction of dout then.
 _FEW_KEYS, _MIN_FRACTION_OF_DOUT = 16, 0.05
-_BLOCK_ELEMENTS: Mapping[str, int] = {"cpu": 1 << 22, "cuda": 1 << 26}
+_BLOCK_ELEMENTS: Mapping[str, int] = {"cpu": 1 << 22, "cuda": 1 << 25}  # scores of the oracle
+
+Progress = Callable[[str], None]
+Work = Callable[[TorchrunEnv, torch.device, Progress], Any]  # what every rank runs
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    """One call, forward and backward, on one mesh; see the flags for what the fields mean."""
+
+    ulysses: int = 2
+    ring: int = 2
+    order: str = DEFAULT_SP_ORDER
+    batch: int = 1
+    seq_len: int = 1024
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    value_dim: int = 64
+    dtype: str = "fp32"
+    layout: str = "zigzag"
+    mask: tuple[int | None, int | None, int] = (None, 0, 0)  # left, right, prefix
+    documents: tuple[tuple[int, ...], ...] = ()
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    kernel: str = "auto"
+    entry_point: str = ENTRY_POINTS[0]
+    backward: bool = True
+    seed: int = 0
+
+    @property
+    def borders(self) -> tuple[tuple[int, ...], ...]:
+        """Cumulative borders of the documents, as the package takes them."""
+        return tuple((0, *accumulate(lengths)) for lengths in self.documents)
+
+    @property
+    def mask_name(self) -> str:
+        """The mask as the flag spells it."""
+        left, right, prefix = self.mask
+        if prefix:
+            return f"prefix:{prefix}"
+        if left is None:
+            return "causal" if right == 0 else "full"
+        return f"window:{left}" + (f",{right}" if right else "")
+
+    @property
+    def mesh_name(self) -> str:
+        """The mesh's degrees and, unless the default, their order, as text."""
+        order = "" if self.order == DEFAULT_SP_ORDER else f" ({self.order})"
+        return f"ulysses {self.ulysses} x ring {self.ring}{order}"
+
+    @property
+    def short_name(self) -> str:
+        """Degrees, layout and mask."""
+        return f"{self.mesh_name}, {self.layout}, {self.mask_name}"
+
+    def __str__(self) -> str:
+        count = sum(map(len, self.documents))
+        values = "" if self.value_dim == self.head_dim else f" (values {self.value_dim})"
+        parts = [
+            self.short_name,
+            f"{count} documents" if count else "",
+            f"softcap {self.softcap:g}" if self.softcap is not None else "",
+            "ALiBi" if self.alibi else "",
+            "sinks" if self.sinks else "",
+            f"{self.batch} x {self.seq_len} tokens",
+            f"{self.heads} heads ({self.kv_heads} kv) of {self.head_dim}{values}",
+            self.dtype,
+            f"kernel {self.kernel}",
+            self.entry_point,
+            "forward and backward" if self.backward else "forward only",
+        ]
+        return ", ".join(filter(None, parts))
+
+    def mask_spec(self, documents: bool = True) -> ds_usp.MaskSpec:
+        """The mask, by the constructor that a user would call for it.
+
+        Args:
+            documents: with the document borders; the drop-in module takes them in each call
+                instead, and a mask without them when it is made.
+        """
+        left, right, prefix = self.mask
+        borders = self.borders if documents else ()
+        if prefix and not borders:
+            return ds_usp.MaskSpec.prefix_lm(prefix)
+        if prefix:  # with documents: refused, and the report quotes the error
+            return ds_usp.MaskSpec(left, right, borders, prefix)
+        if left is not None:
+            return ds_usp.MaskSpec.window(left, right, borders)
+        return ds_usp.MaskSpec.causal(borders) if right == 0 else ds_usp.MaskSpec.full(borders)
+
+    def allowed(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """The mask as the oracle takes it, ``[B or 1, rows, S]``."""
+        left, right, prefix = self.mask
+        allowed = oracle.window(query, key, left, right) | (key < prefix)
+        inside = [oracle.same_document(query, key, lengths) for lengths in self.documents]
+        return allowed & torch.stack(inside) if inside else allowed[None]
 
 
 @dataclass(frozen=True)
@@ -88,9 +201,19 @@ def _run(case: VerifyCase, env: TorchrunEnv, device: torch.device, stage: Progre
     kernel, refusal = case.kernel, None
     try:
         mesh = _mesh(case.ulysses, case.order, env.world)
-        layout = _layout(mesh, case)
+        documents = case.borders[0] if case.layout == "balanced" and case.documents else ()
+        layout = mesh.layout(case.layout, case.seq_len, documents)
         tensors = _tensors(replace(case, layout=""), device)
-        kernel = _kernel_name(case, device)
+        request = KernelRequest(
+            device=device.type,
+            dtype=DTYPES[case.dtype],
+            head_dim=case.head_dim,
+            mask=case.mask_spec().band,
+            documents=bool(case.documents),
+            value_dim=case.value_dim,
+            score_mod=ScoreMod(softcap=case.softcap, alibi=case.alibi),
+        )
+        kernel = select_kernel(request, case.kernel).name
         results = _attend(mesh, layout, case, tensors)
         single = ds_usp.SequenceMesh.single()
         dense = _attend(single, single.layout("contiguous", case.seq_len), case, tensors)
@@ -126,34 +249,11 @@ def _mesh(ulysses: int, order: str, world: int) -> ds_usp.SequenceMesh:
     return ds_usp.SequenceMesh.from_group(None, ulysses, order)
 
 
-def _layout(mesh: ds_usp.SequenceMesh, case: VerifyCase) -> ds_usp.TokenLayout:
-    documents = case.borders[0] if case.layout == "balanced" and case.documents else ()
-    return mesh.layout(case.layout, case.seq_len, documents)
-
-
-def _mask(case: VerifyCase, documents: bool = True) -> ds_usp.MaskSpec:
-    """The case's mask, by the constructor that a user would call for it.
-
-    Args:
-        documents: with the case's document borders; the drop-in module takes them in each call
-            instead, and a mask without them when it is made.
-    """
-    left, right, prefix = case.mask
-    borders = case.borders if documents else ()
-    if prefix and not borders:
-        return ds_usp.MaskSpec.prefix_lm(prefix)
-    if prefix:  # with documents: refused, and the report quotes the error
-        return ds_usp.MaskSpec(left, right, borders, prefix)
-    if left is not None:
-        return ds_usp.MaskSpec.window(left, right, borders)
-    return ds_usp.MaskSpec.causal(borders) if right == 0 else ds_usp.MaskSpec.full(borders)
-
-
 @lru_cache(maxsize=1)
-def _tensors(case: VerifyCase, device: torch.device) -> Tensors:
+def _tensors(case: VerifyCase, device: torch.device) -> oracle.Tensors:
     """Global tensors, drawn on the CPU so that they are the same on every rank and device."""
     generator = torch.Generator().manual_seed(case.seed)
-    dtype = getattr(torch, DTYPES[case.dtype])
+    dtype = DTYPES[case.dtype]
     draw_dtype = torch.promote_types(dtype, torch.float32)
     sizes = {
         "q": (case.heads, case.head_dim),
@@ -166,25 +266,11 @@ def _tensors(case: VerifyCase, device: torch.device) -> Tensors:
         for name, size in sizes.items()
     }
     heads = torch.arange(1, case.heads + 1, device=device, dtype=draw_dtype)
-    return Tensors(
+    return oracle.Tensors(
         **{name: x.to(device, dtype) for name, x in drawn.items()},
         slopes=2.0 ** (-8.0 * heads / case.heads) if case.alibi else None,
         sinks=(6.0 * heads / case.heads - 2.0) if case.sinks else None,
     )
-
-
-def _kernel_name(case: VerifyCase, device: torch.device) -> str:
-    """The kernel that the registry selects for the case on this device."""
-    request = KernelRequest(
-        device=device.type,
-        dtype=getattr(torch, DTYPES[case.dtype]),
-        head_dim=case.head_dim,
-        mask=_mask(case).band,
-        documents=bool(case.documents),
-        value_dim=case.value_dim,
-        score_mod=ScoreMod(softcap=case.softcap, alibi=case.alibi),
-    )
-    return select_kernel(request, case.kernel).name
 
 
 class _LocalAttention(torch.nn.Module):
@@ -203,10 +289,7 @@ class _LocalAttention(torch.nn.Module):
         positions = torch.arange(q.shape[2], device=q.device)
         allowed, causal = None, self.bounds == (None, 0, 0)
         if not causal and self.bounds != (None, None, 0):
-            distance = positions[None, :] - positions[:, None]
-            allowed = distance >= (-len(positions) if left is None else -left)
-            allowed &= distance <= (len(positions) if right is None else right)
-            allowed |= positions[None, :] < prefix
+            allowed = oracle.window(positions, positions, left, right) | (positions < prefix)
         out: torch.Tensor = scaled_dot_product_attention(
             q, k, v, attn_mask=allowed, is_causal=causal
         )
@@ -214,7 +297,10 @@ class _LocalAttention(torch.nn.Module):
 
 
 def _attend(
-    mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, case: VerifyCase, tensors: Tensors
+    mesh: ds_usp.SequenceMesh,
+    layout: ds_usp.TokenLayout,
+    case: VerifyCase,
+    tensors: oracle.Tensors,
 ) -> dict[str, torch.Tensor]:
     """This rank's results of the call under test, and the full gradient of the sinks."""
     inputs = [
@@ -235,7 +321,7 @@ def _attend(
             v,
             mesh=mesh,
             layout=layout,
-            mask=_mask(case),
+            mask=case.mask_spec(),
             kernel=case.kernel,
             return_lse=True,
             scores=ds_usp.Scores(case.softcap, tensors.slopes, sinks),
@@ -246,7 +332,7 @@ def _attend(
             _LocalAttention(case),
             mesh=mesh,
             layout=layout,
-            mask=_mask(case, documents=False),
+            mask=case.mask_spec(documents=False),
             dropout_p=0.0,
             kernel=case.kernel,
         )
@@ -263,10 +349,10 @@ def _attend(
 @lru_cache(maxsize=4)
 def _reference(case: VerifyCase, device: torch.device, env: TorchrunEnv) -> dict[str, torch.Tensor]:
     """The oracle's results; ``case`` is without the fields that must not change them."""
-    left, right, prefix = case.mask
-    return dense_attention(
+    return oracle.attention_in_blocks(
         _tensors(replace(case, kernel="", entry_point=""), device),
-        AttentionParams(left, right, prefix, case.documents, softcap=case.softcap),
+        case.allowed,
+        softcap=case.softcap,
         backward=case.backward,
         block_elements=_BLOCK_ELEMENTS[device.type],
         rank=env.rank,
@@ -279,15 +365,14 @@ def _errors(
     results: dict[str, torch.Tensor],
     dense: dict[str, torch.Tensor],
     reference: dict[str, torch.Tensor],
-    tensors: Tensors,
+    tensors: oracle.Tensors,
     rows: torch.Tensor,
 ) -> list[TensorErrors]:
     """Each result's relative error on this rank's shard, and that of the kernel run dense there."""
     # dq and dk of queries that see one key are 0, and nearly so with few keys: their errors are
     # relative to a fraction of dout then. The first token of a causal document sees itself alone,
     # and may be the only one of a rank.
-    lengths = (length for sample in case.documents for length in sample)
-    fewest_keys = min(len(rows), *lengths, _FEW_KEYS)
+    fewest_keys = min(len(rows), *chain.from_iterable(case.documents), _FEW_KEYS)
     left, right, _ = case.mask
     if left is not None and right is not None:
         fewest_keys = min(fewest_keys, left + right + 1)
@@ -300,21 +385,12 @@ def _errors(
         if name in _ROW_DIM:
             expected, alone = (x.index_select(_ROW_DIM[name], rows) for x in (expected, alone))
         least = min_norm if name in ("dq", "dk") else 0.0
-        error, own = (_relative(x, expected, least) for x in (result, alone))
+        error, own = (
+            oracle.relative_error(x, expected, least) if x.shape == expected.shape else math.inf
+            for x in (result, alone)
+        )
         errors.append(TensorErrors(name, error, own, error / own if own > 0 else None))
     return errors
-
-
-def _relative(x: torch.Tensor, expected: torch.Tensor, min_norm: float) -> float:
-    """``norm(x - expected) / max(norm(expected), min_norm)``; infinite for NaN or a wrong shape."""
-    if x.shape != expected.shape:
-        return math.inf
-    difference = float((x.double() - expected).norm())
-    norm = max(float(expected.norm()), min_norm)
-    if norm == 0.0:
-        return 0.0 if difference == 0.0 else math.inf
-    error = difference / norm
-    return math.inf if math.isnan(error) else error
 
 
 def largest_errors(results: Iterable[Sequence[TensorErrors]]) -> list[TensorErrors]:
@@ -342,7 +418,9 @@ def _position_error(case: VerifyCase, layout: ds_usp.TokenLayout) -> str | None:
         return "the ranks' positions do not hold every token of the sequence once"
     if not torch.equal(layout.gather(shards, 0), all_tokens):
         return "layout.gather does not undo layout.shard"
-    expected = expected_positions(case.layout, case.seq_len, case.ulysses, case.ring, case.order)
+    expected = oracle.expected_positions(
+        case.layout, case.seq_len, case.ulysses, case.ring, case.order
+    )
     for rank, positions in enumerate(expected or ()):
         if not torch.equal(positions, claimed[rank]):
             return (
@@ -358,3 +436,100 @@ def _differing(positions: torch.Tensor, others: torch.Tensor) -> str:
         return f"{len(positions)} tokens"
     index = int((positions != others).nonzero()[0])
     return f"token {int(positions[index])} at index {index}"
+
+
+class RankError(Exception):
+    """A rank raised or died; the message names it and holds its traceback."""
+
+
+def run_launched(work: Work, env: TorchrunEnv, cuda: bool, progress: Progress) -> Any:
+    """Run ``work`` in this process, one of a launcher's ranks: NCCL on a GPU, or gloo."""
+    device = torch.device("cuda", env.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=_TIMEOUT)
+    result = work(env, device, progress)
+    dist.barrier(device_ids=[env.local_rank] if cuda else None)
+    dist.destroy_process_group()  # not after an error: it would wait for the other ranks
+    return result
+
+
+def run_forked(work: Work, world: int, progress: Progress) -> Any:
+    """Fork gloo ranks on the CPUs, with this process's imports; returns rank 0's result.
+
+    Raises:
+        RankError: a rank raised or died; the others are killed.
+    """
+    context = multiprocessing.get_context("fork")
+    ranks: dict[Connection, int] = {}
+    processes = []
+    with tempfile.TemporaryDirectory(prefix="ds_usp_ranks_") as folder:
+        try:
+            for rank in range(world):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_forked, args=(work, rank, world, f"{folder}/store", sender), daemon=True
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                ranks[receiver] = rank
+            return _collect(ranks, progress)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _forked(work: Work, rank: int, world: int, store: str, sender: Connection) -> None:
+    """A forked CPU rank: joins a gloo group, runs ``work``, sends rank 0's result or an error."""
+    try:
+        torch.set_num_threads(1)  # the ranks share the cores
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=_TIMEOUT
+        )
+        env = TorchrunEnv(rank, world, rank, world)
+        result = work(env, torch.device("cpu"), lambda line: sender.send(("progress", line)))
+        dist.barrier()
+        sender.send(("result", result if rank == 0 else None))
+    except KeyboardInterrupt:
+        return
+    except BaseException:
+        sender.send(("error", (time.monotonic(), traceback.format_exc())))
+
+
+def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
+    """Rank 0's result once all ranks are done, or the first error."""
+    running, result = dict(ranks), None
+    errors: list[tuple[float, int, str]] = []  # time, rank; the others fail because of the first
+    deadline: float | None = None
+    while running and (deadline is None or time.monotonic() < deadline):
+        for kind, rank, content in _messages(running):
+            if kind == "progress":
+                progress(content)
+            elif kind == "result":
+                result = content if rank == 0 else result
+            else:
+                when, text = content
+                errors.append((when, rank, text))
+                deadline = deadline or time.monotonic() + _SHUTDOWN_TIMEOUT_S
+    if errors:
+        _, rank, text = min(errors)
+        raise RankError(f"rank {rank} failed:\n{text}")
+    return result
+
+
+def _messages(running: dict[Connection, int]) -> Iterator[tuple[str, int, Any]]:
+    """Received messages; ranks that have finished are removed from ``running``."""
+    for receiver in wait(list(running), timeout=1.0):
+        if not isinstance(receiver, Connection):
+            continue
+        rank = running[receiver]
+        kind: str
+        content: Any
+        kind, content = "error", (0.0, "its process died without a message\n")
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            kind, content = receiver.recv()
+        if kind != "progress":
+            del running[receiver]
+        yield kind, rank, content
