@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.explain import explain
-from ds_usp.planner.frameworks import FrameworkCaps
 from ds_usp.planner.hardware import CLUSTERS, Cluster, load_cluster
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.parallel_config import FrameworkCaps, ParallelConfig, Workload
 from ds_usp.planner.search import search
 
 AUTO = "auto"

@@ -13,6 +13,12 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner import max_length_report, report
 from ds_usp.planner.arguments import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    ZeroStage,
     flag,
     lengths,
     tokens,
@@ -30,30 +36,24 @@ from ds_usp.planner.emit import KINDS as EMITTED
 from ds_usp.planner.explain import explain
 from ds_usp.planner.explain_command import ExplainCommand
 from ds_usp.planner.explain_step import explain_step, settings_lines, step_json, step_rows
-from ds_usp.planner.field_checks import (
-    Count,
-    CountOrZero,
-    Fraction,
-    NonNegative,
-    Positive,
-    ZeroStage,
-)
-from ds_usp.planner.frameworks import FRAMEWORKS, LENGTH_FLAGS, FrameworkCaps, framework_caps
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.max_length import all_configs, length_steps, longest_workload, max_lengths
 from ds_usp.planner.memory import memory, stage_memory
-from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
+    FRAMEWORKS,
+    LENGTH_FLAGS,
     PROJECTION_OVERLAP,
     RECOMPUTE,
     SCHEDULES,
+    FrameworkCaps,
     ParallelConfig,
     Workload,
+    framework_caps,
     require_feasible,
 )
 from ds_usp.planner.plot import draw
-from ds_usp.planner.search import AXES, search
-from ds_usp.planner.search_result import GIB, SearchResult
+from ds_usp.planner.search import AXES, GIB, SearchResult, search
 from ds_usp.planner.traffic import attention_bytes
 
 _EMIT = (

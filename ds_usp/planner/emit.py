@@ -8,10 +8,9 @@ from types import MappingProxyType
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
-from ds_usp.planner.frameworks import framework_caps
-from ds_usp.planner.gradient_buckets import LEAST_BUCKET_ELEMENTS, bucket_elements
+from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
 _DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")  # the programs' defaults are 0.1

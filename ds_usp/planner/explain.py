@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ds_usp.planner.attention_time import double_ring
-from ds_usp.planner.frameworks import LENGTH_FLAGS, length_options
-from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.memory import logits_bytes, memory
-from ds_usp.planner.parallel_config import ParallelConfig, infeasible_reason
-from ds_usp.planner.search_result import GIB, Plan, SearchResult
-from ds_usp.planner.topology import group_of
+from ds_usp.planner.parallel_config import (
+    LENGTH_FLAGS,
+    ParallelConfig,
+    infeasible_reason,
+    length_options,
+)
+from ds_usp.planner.search import GIB, Plan, SearchResult
+from ds_usp.planner.step_time import layer_time
+from ds_usp.planner.traffic import group_of
 
 
 def explain(result: SearchResult) -> list[str]:

@@ -21,11 +21,10 @@ from ds_usp.geometry.pipeline_schedule import (
     render,
     staging_slots,
 )
-from ds_usp.geometry.pipeline_timeline import Timeline
 from ds_usp.geometry.ring_schedule import RingSchedule
-from ds_usp.planner.arguments import flag
-from ds_usp.planner.attention_call import AttentionCall
+from ds_usp.planner.arguments import Count, CountOrZero, flag
 from ds_usp.planner.attention_schedule import OFF
+from ds_usp.planner.attention_time import AttentionCall
 from ds_usp.planner.command_flags import (
     BYTES,
     DTYPES,
@@ -33,8 +32,8 @@ from ds_usp.planner.command_flags import (
     Command,
     print_json,
 )
-from ds_usp.planner.field_checks import Count, CountOrZero
 from ds_usp.planner.parallel_config import ParallelConfig
+from ds_usp.planner.pipeline_timeline import Timeline
 from ds_usp.planner.plot import draw_timelines
 from ds_usp.planner.step_command_flags import SHARED_FLAGS, StepFlags
 

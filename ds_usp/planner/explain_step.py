@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ds_usp.planner.attention_schedule import OFF, RECOMPUTE
-from ds_usp.planner.data_parallel_time import reduces_under_backward
-from ds_usp.planner.gradient_buckets import bucket_elements
+from ds_usp.planner.formulas import bucket_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import memory
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
 from ds_usp.planner.projection_time import choose_projections, projection_gain
-from ds_usp.planner.step_communication import StepExchange, step_communication
-from ds_usp.planner.step_time import step_time
+from ds_usp.planner.step_time import (
+    StepExchange,
+    reduces_under_backward,
+    step_communication,
+    step_time,
+)
 
 GIB, MIB = 2**30, 2**20
 _COLUMNS = ("MiB", "busy ms", "hidden", "exposed", "of step")

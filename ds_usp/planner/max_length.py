@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.degree_configs import degrees, refusal_rule
-from ds_usp.planner.frameworks import LENGTH_FLAGS, length_options, mlp_chunks_for
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
+    LENGTH_FLAGS,
     RECOMPUTE,
     ParallelConfig,
     Workload,
+    degrees,
     infeasible_reason,
+    length_options,
     memory_violations,
+    mlp_chunks_for,
+    refusal_rule,
 )
 
 STEP = 1024  # tokens: lengths are multiples of it

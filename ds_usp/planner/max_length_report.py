@@ -8,7 +8,7 @@ from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.max_length import MaxLength, needs_at
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.report import LENGTH_FIELDS, Json, attributes, degree_cells, memory_json, table
-from ds_usp.planner.search_result import GIB
+from ds_usp.planner.search import GIB
 
 
 def max_length_json(row: MaxLength) -> Json:

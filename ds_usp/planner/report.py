@@ -7,16 +7,15 @@ from types import MappingProxyType
 
 from ds_usp.planner.explain import infeasibility_report, what_would_help
 from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
-from ds_usp.planner.frameworks import LENGTH_FLAGS
-from ds_usp.planner.memory import Memory
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.profile_rows import (
+from ds_usp.planner.hardware import (
     MeasuredAttention,
     MeasuredLayer,
     embedding_head_rows,
     layer_rows,
 )
-from ds_usp.planner.search_result import GIB, Plan, SearchResult
+from ds_usp.planner.memory import Memory
+from ds_usp.planner.parallel_config import LENGTH_FLAGS, ParallelConfig, Workload
+from ds_usp.planner.search import GIB, Plan, SearchResult
 from ds_usp.planner.traffic import (
     AttentionBytes,
     layer_traffic,

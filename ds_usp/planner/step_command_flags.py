@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
-from ds_usp.planner.arguments import flag, tokens
+from ds_usp.planner.arguments import Count, ZeroStage, flag, tokens
 from ds_usp.planner.attention_schedule import OFF, PROJECTIONS
 from ds_usp.planner.command_flags import TOKENS
 from ds_usp.planner.explain_step import explain_step, settings_lines, step_json, step_rows
-from ds_usp.planner.field_checks import Count, ZeroStage
-from ds_usp.planner.frameworks import FRAMEWORKS, framework_caps
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
+    FRAMEWORKS,
     RECOMPUTE,
     ParallelConfig,
     Workload,
+    framework_caps,
     require_feasible,
 )
 

@@ -48,8 +48,8 @@ from usp_trainer.validate_args import validate_and_derive
 import megatron_patches
 from ds_usp.planner import Cluster, load_cluster
 from ds_usp.planner.formulas import stage_elements
+from ds_usp.planner.hardware import MeasuredEmbeddingHead, MeasuredLayer, MeasuredStep
 from ds_usp.planner.memory import memory
-from ds_usp.planner.profile_rows import MeasuredEmbeddingHead, MeasuredLayer, MeasuredStep
 from ds_usp.planner.step_time import step_time
 from ds_usp.profiling import StepTimer, layer_times
 from ds_usp.training import SequenceBatch, prepare_deepspeed

@@ -32,9 +32,9 @@ from planner_cases import (  # noqa: E402
 
 from ds_usp.planner import ModelShape, load_cluster  # noqa: E402
 from ds_usp.planner.formulas import stage_elements  # noqa: E402
+from ds_usp.planner.hardware import MeasuredAttention  # noqa: E402
 from ds_usp.planner.memory import memory, states_bytes  # noqa: E402
 from ds_usp.planner.parallel_config import require_feasible  # noqa: E402
-from ds_usp.planner.profile_rows import MeasuredAttention  # noqa: E402
 from ds_usp.planner.step_time import step_time  # noqa: E402
 
 PROFILE: dict[str, Any] = {"version": 1, "base": "cpu"}

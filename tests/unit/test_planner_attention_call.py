@@ -9,12 +9,11 @@ import pytest
 from test_tuning import resolve
 
 from ds_usp import MaskSpec, TokenLayout
-from ds_usp.geometry.pipeline_timeline import CONTENTION
-from ds_usp.planner.attention_call import AttentionCall
-from ds_usp.planner.attention_time import attention_s
+from ds_usp.planner.attention_time import AttentionCall, attention_s
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.pipeline_timeline import CONTENTION
 
 H200 = load_cluster("h200")
 

@@ -17,7 +17,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner import ParallelConfig, Workload, load_model
 from ds_usp.planner.__main__ import main
 from ds_usp.planner.emit import KINDS, emit
-from ds_usp.planner.frameworks import framework_caps
+from ds_usp.planner.parallel_config import framework_caps
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 H200 = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster h200"

@@ -19,10 +19,15 @@ from ds_usp.planner.formulas import (
     stage_elements,
 )
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.layer_peak import attention_peak
-from ds_usp.planner.memory import logits_bytes, memory, offload_needed, stage_memory, states_bytes
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.memory import (
+    attention_peak,
+    logits_bytes,
+    memory,
+    offload_needed,
+    stage_memory,
+    states_bytes,
+)
+from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import (
     ParallelConfig,
     Workload,

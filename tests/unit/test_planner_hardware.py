@@ -12,15 +12,19 @@ import pytest
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.attention_time import attention_s
-from ds_usp.planner.formulas import stage_elements
-from ds_usp.planner.hardware import CLUSTERS, ORIGINS, Cluster, load_cluster
-from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
-from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.model_files import load_model
+from ds_usp.planner.formulas import NOTHING, LaunchedWork, stage_elements
+from ds_usp.planner.hardware import (
+    CLUSTERS,
+    ORIGINS,
+    Cluster,
+    interpolate_curve,
+    load_cluster,
+    seconds_at,
+)
+from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.profile_rows import interpolate_curve, seconds_at
-from ds_usp.planner.step_time import MicroBatch, head_time, step_time
-from ds_usp.planner.topology import (
+from ds_usp.planner.step_time import MicroBatch, head_time, layer_time, step_time
+from ds_usp.planner.traffic import (
     COLLECTIVE,
     DIRECT,
     RELAY,

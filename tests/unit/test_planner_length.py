@@ -18,17 +18,25 @@ from ds_usp.planner.formulas import (
     model_flop_per_token,
     stage_elements,
 )
-from ds_usp.planner.frameworks import framework_caps
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.layer_peak import attention_peak
-from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.max_length import STEP, length_steps, needs_at
-from ds_usp.planner.memory import memory, offload_needed, states_bytes
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
+from ds_usp.planner.memory import (
+    attention_peak,
+    bucket_bytes,
+    memory,
+    offload_needed,
+    states_bytes,
+    step_bytes,
+)
+from ds_usp.planner.models import load_model
+from ds_usp.planner.parallel_config import (
+    ParallelConfig,
+    Workload,
+    framework_caps,
+    infeasible_reason,
+)
 from ds_usp.planner.search import search
-from ds_usp.planner.step_time import step_time
-from ds_usp.planner.zero3 import bucket_bytes, step_bytes
+from ds_usp.planner.step_time import layer_time, step_time
 
 GIB = 2**30
 LLAMA, H200 = load_model("llama3-8b"), load_cluster("h200")

@@ -13,7 +13,7 @@ from ds_usp.planner.__main__ import main
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.max_length import STEP, MaxLength, all_configs, max_lengths
 from ds_usp.planner.memory import memory
-from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig, Workload
 
 GIB = 2**30

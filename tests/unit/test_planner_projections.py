@@ -32,8 +32,8 @@ from ds_usp.planner.attention_schedule import (
     SentBytes,
     mean_costs,
 )
-from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.projection_time import block_time
+from ds_usp.planner.step_time import layer_time
 from ds_usp.planner.traffic import layer_traffic
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,15 +7,12 @@ from dataclasses import fields, replace
 import pytest
 
 from ds_usp.planner.explain import explain
-from ds_usp.planner.frameworks import framework_caps
-from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.parallel_config import Workload
+from ds_usp.planner.hardware import MeasuredAttention, MeasuredLayer, load_cluster
+from ds_usp.planner.models import load_model
+from ds_usp.planner.parallel_config import Workload, framework_caps
 from ds_usp.planner.plot import panels
-from ds_usp.planner.profile_rows import MeasuredAttention, MeasuredLayer
 from ds_usp.planner.report import plans_text, search_result_json
-from ds_usp.planner.search import search
-from ds_usp.planner.search_result import SearchResult
+from ds_usp.planner.search import SearchResult, search
 from ds_usp.planner.step_time import StepTime
 
 MODEL = load_model("llama3-8b")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.profile_rows import (
+from ds_usp.planner.hardware import (
+    Cluster,
     MeasuredAttention,
     MeasuredEmbeddingHead,
     MeasuredExchange,
     MeasuredLayer,
     MeasuredStep,
+    load_cluster,
 )
 
 KINDS = {

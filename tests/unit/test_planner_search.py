@@ -12,14 +12,17 @@ import pytest
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.explain import what_would_help
-from ds_usp.planner.frameworks import FRAMEWORKS, framework_caps
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
-from ds_usp.planner.search import search
-from ds_usp.planner.search_result import GIB, SearchResult
+from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.parallel_config import (
+    FRAMEWORKS,
+    ParallelConfig,
+    Workload,
+    framework_caps,
+    infeasible_reason,
+)
+from ds_usp.planner.search import GIB, SearchResult, search
 from ds_usp.planner.step_time import step_mfu, step_time
 
 

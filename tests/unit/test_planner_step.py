@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 from ds_usp.planner import Cluster, ModelShape, ParallelConfig, Workload, load_cluster, load_model
-from ds_usp.planner.data_parallel_time import data_parallel_time
 from ds_usp.planner.explain_step import settings_lines, step_rows
-from ds_usp.planner.formulas import stage_elements
-from ds_usp.planner.gradient_buckets import (
+from ds_usp.planner.formulas import (
     LEAST_BUCKET_ELEMENTS,
     bucket_elements,
     full_buckets,
+    in_buckets,
+    stage_elements,
+    under,
 )
-from ds_usp.planner.hidden import in_buckets, under
-from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.tensor_parallel_time import tensor_parallel_time
+from ds_usp.planner.step_time import data_parallel_time, layer_time, tensor_parallel_time
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "bench" / "results"
