@@ -28,13 +28,18 @@ from ds_usp.errors import ConfigError
 
 _T = TypeVar("_T")
 
+# What flags of several commands say or take.
+BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+DTYPES = tuple(BYTES)
+TOKENS = "in tokens: 131072, or 128K, or 1M (powers of 1024)"
+
 
 def flag(help: str, default: Any = MISSING, **options: Any) -> Any:
     """A dataclass field that is a flag; required without a default, a switch if it is a bool.
 
     Args:
         options: of ``add_argument``: ``type``, ``choices``, ``nargs``. Without a ``type`` the
-            field's annotation names it (``field_checks`` names are numbers).
+            field's annotation names it (those of checks are numbers).
     """
     return field(default=default, metadata={"help": help, **options})
 
