@@ -345,7 +345,7 @@ class PlannedRun:
         Raises:
             ConfigError: the planner knows no such cluster, or finds that no degree fits.
         """
-        from ds_usp.profiling import this_cluster
+        from ds_usp.training import this_cluster
 
         # "auto" is solved when the degrees are known; a ratio that the user gave stays.
         solves_ratio = self.args.usp_offload_ratio == AUTO
@@ -383,7 +383,7 @@ class PlannedRun:
             ConfigError: the offload ratio ``auto`` where no GPU sets a budget, or nothing fits.
         """
         from ds_usp.memory import LayerMemory, Offload
-        from ds_usp.profiling import solved_ratio
+        from ds_usp.training import solved_ratio
 
         ratio = solved_ratio(
             self.args.usp_offload_ratio, self.workload(), self.parallel_config(), device

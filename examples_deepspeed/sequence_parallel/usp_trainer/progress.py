@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ds_usp import ConfigError
 from ds_usp.planner import model_flop_per_token
-from ds_usp.profiling import this_cluster
+from ds_usp.training import this_cluster
 from usp_trainer.auto_args import planned_run
 from usp_trainer.metrics import METRICS, MetricsFile
 from usp_trainer.trackers import trackers
