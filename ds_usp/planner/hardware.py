@@ -226,19 +226,16 @@ HBM_FRACTION = 0.8  # of the memory bandwidth that elementwise kernels and copie
 Curve = tuple[tuple[float, float], ...]
 
 
-def _built_in() -> Mapping[str, Mapping[str, Any]]:
-    """clusters.json: name -> field -> [value, origin, source].
-
-    Peaks, memory and links are the vendors' datasheets (dense bf16, one direction); what a transfer
-    reaches of a link and a kernel of the peak is measured where it says so, else assumed.
-    """
-    file = Path(__file__).with_name("clusters.json")
-    content = json.loads(file.read_text(encoding="utf-8"))
-    clusters = content["clusters"].items()
-    return {name: MappingProxyType({**content["common"], **rows}) for name, rows in clusters}
-
-
-CLUSTERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(_built_in())
+# clusters.json: name -> field -> [value, origin, source]. Peaks, memory and links are the vendors'
+# datasheets (dense bf16, one direction); what a transfer reaches of a link and a kernel of the peak
+# is measured where it says so, else assumed.
+_FILE: Any = json.loads(Path(__file__).with_name("clusters.json").read_text(encoding="utf-8"))
+CLUSTERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        name: MappingProxyType({**_FILE["common"], **rows})
+        for name, rows in _FILE["clusters"].items()
+    }
+)
 
 
 @dataclass(frozen=True)
