@@ -485,12 +485,7 @@ class AttentionCall:
         efficiency = interpolate_curve(cluster.attention_efficiency, min(length, window))
         flop = 4 * queries * self.ring_schedules[0].pairs * (2.5 if backward else 1.0)
         sent = attention_bytes(
-            self._work,
-            config,
-            self.rank,
-            self.layout.kind,
-            self.mask,
-            inner_ring=self.inner_ring,
+            self._work, config, self.rank, self.layout.kind, self.mask, inner_ring=self.inner_ring
         )
         # Of what a rank sends and what it receives, the more takes the time.
         outer = max(sent.ring_kv_outer, sent.ring_dkv_outer)

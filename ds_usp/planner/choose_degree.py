@@ -84,11 +84,7 @@ def choose_ulysses(
     fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
     stages = (config.zero,)
     framework = replace(
-        framework,
-        zero=stages,
-        zero_in_pipeline=stages,
-        chunks_loss=False,
-        length_flags=(),
+        framework, zero=stages, zero_in_pipeline=stages, chunks_loss=False, length_flags=()
     )
     result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
     if not result.plans:

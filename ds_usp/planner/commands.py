@@ -28,13 +28,7 @@ from ds_usp.planner.arguments import (
 )
 from ds_usp.planner.emit import FRAMEWORK_OF, emit
 from ds_usp.planner.emit import KINDS as EMITTED
-from ds_usp.planner.explain import (
-    ExplainCommand,
-    explain,
-    settings_lines,
-    step_rows,
-    step_table,
-)
+from ds_usp.planner.explain import ExplainCommand, explain, settings_lines, step_rows, step_table
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.max_length import all_configs, length_steps, longest_workload, max_lengths
 from ds_usp.planner.memory import memory, stage_memory

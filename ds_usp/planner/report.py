@@ -33,12 +33,7 @@ from ds_usp.planner.parallel_config import (
     length_options,
 )
 from ds_usp.planner.search import GIB, Plan, SearchResult
-from ds_usp.planner.traffic import (
-    AttentionBytes,
-    layer_traffic,
-    stage_boundary_bytes,
-    step_traffic,
-)
+from ds_usp.planner.traffic import AttentionBytes, layer_traffic, stage_boundary_bytes, step_traffic
 
 Json: TypeAlias = dict[str, Any]
 Cell: TypeAlias = "str | Callable[[Json], str]"
@@ -534,7 +529,7 @@ def infeasibility_report(result: SearchResult) -> list[str]:
         return [f"no configuration of {result.gpus} GPUs is possible: {rules}"]
     lines = [
         f"nothing fits into {result.budget_bytes / GIB:.1f} GiB a GPU. The nearest plan lacks "
-        f"{closest.over_budget_bytes / GIB:.1f} GiB: {closest.config}",
+        f"{closest.over_budget_bytes / GIB:.1f} GiB: {closest.config}"
     ]
     host, cluster = closest.memory.host, result.cluster
     if host and not cluster.host_memory_fits(host, result.gpus):

@@ -176,9 +176,7 @@ class _NonAttention:
         """These times with all launch times not known."""
         forward, backward = self.forward, self.backward
         return replace(
-            self,
-            forward=forward.without_launch_time(),
-            backward=backward.without_launch_time(),
+            self, forward=forward.without_launch_time(), backward=backward.without_launch_time()
         )
 
 
@@ -562,11 +560,7 @@ class StepExchange:
 
 
 def step_communication(
-    cluster: Cluster,
-    work: Workload,
-    config: ParallelConfig,
-    step: StepTime,
-    projections: str = OFF,
+    cluster: Cluster, work: Workload, config: ParallelConfig, step: StepTime, projections: str = OFF
 ) -> tuple[StepExchange, ...]:
     """The kinds that a step has, of the formulas that price it.
 

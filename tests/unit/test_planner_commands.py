@@ -550,9 +550,9 @@ def test_what_both_kinds_of_models_are_made_of_is_in_the_flags(kind: str) -> Non
     assert [word.lower() for word in after(llama, "--normalization")] == ["rmsnorm"]
     assert [word.lower() for word in after(gpt, "--normalization")] == ["layernorm"]
     assert float(after(llama, epsilon)[0]) == 1e-5
-    theta, vocabulary = {
-        "script": ("rope_theta=500000", "vocab_size=128256"),
-    }.get(kind, ("500000", "128255"))
+    theta, vocabulary = {"script": ("rope_theta=500000", "vocab_size=128256")}.get(
+        kind, ("500000", "128255")
+    )
     assert theta in llama and vocabulary in llama and theta not in gpt
 
 
