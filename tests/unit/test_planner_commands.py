@@ -422,10 +422,6 @@ def words(text: str) -> list[str]:
     return text.replace("\\\n", " ").split()
 
 
-def after(flags: list[str], flag: str, count: int = 1) -> list[str]:
-    return flags[flags.index(flag) + 1 :][:count]
-
-
 def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
     """Of Megatron-DeepSpeed's parser, ours alone; its own needs a checkout."""
     from megatron_patches.megatron_deepspeed.arguments import add_flags
@@ -455,36 +451,10 @@ def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
         assert args.usp_loss_chunks == 16  # of 16K tokens of a rank, 1K each
 
 
-@pytest.mark.parametrize("kind", ["megatron-deepspeed", "script"])
-def test_what_a_plan_fits_with_is_emitted(capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    """512K tokens on 8 GPUs: the loss in chunks, and a share of the activations on the host."""
-    line = f"plan --model llama3-8b --seq-len 512K --gpus 8 --cluster a800 --emit {kind}"
-    line += " --tp 1 --recompute attention --zero 1"
-    flags = words(run(capsys, line))
-    best = json.loads(run(capsys, line + " --json"))["plans"][0]
-    assert 0 < best["offload_ratio"] < 1 and best["fused_loss"]
-    assert after(flags, "--usp-offload-ratio") == [f"{best['offload_ratio']:g}"]
-    assert after(flags, "--usp-recompute") == ["attention"]
-    assert after(flags, "--usp-loss-chunks") == ["64"]  # 64K tokens of a rank, 1K at a time
-    assert "--reset-attention-mask" not in flags
-    packed = words(run(capsys, f"{H200} --documents 100000,31072 --emit {kind}"))
-    assert "--reset-attention-mask" in packed and "--reset-position-ids" in packed
-
-
 def test_degrees_of_a_patched_megatron_lm_and_of_a_program_on_megatron_core() -> None:
-    """The first reads --ulysses-degree, the second the sizes of Megatron-LM's own parser."""
-    work = Workload(load_model("llama3-8b"), 131072)
-    config = ParallelConfig(ulysses=2, ring=4, tp_sequence=False)
-    flags = words(emit("megatron-lm", work, config))
-    assert after(flags, "--context-parallel-size") == ["8"]
-    assert after(flags, "--ulysses-degree") == ["2"] and "--cp-comm-type" not in flags
-    levels = words(emit("megatron-core", work, config))
-    assert after(levels, "--hierarchical-context-parallel-sizes", 2) == ["2", "4"]
-    assert after(levels, "--cp-comm-type") == ["usp"] and "--ulysses-degree" not in levels
-    alone = words(emit("megatron-lm", work, replace(config, ulysses=1, ring=1)))
-    assert "--ulysses-degree" not in alone
-    keeping = replace(config, recompute="attention")
-    assert after(words(emit("megatron-lm", work, keeping)), "--usp-recompute") == ["attention"]
+    """Golden files have those of several ranks."""
+    work, config = Workload(load_model("llama3-8b"), 131072), ParallelConfig(tp_sequence=False)
+    assert "--ulysses-degree" not in words(emit("megatron-lm", work, config))
     for kind, other in (("megatron-core", "attention"), ("megatron-lm", "gemm-last")):
         with pytest.raises(ConfigError, match=f"search with --engine {kind}"):
             emit(kind, work, replace(config, recompute=other))
@@ -537,23 +507,6 @@ def test_every_fact_of_a_model_is_in_the_flags_or_refused_by_name(kind: str, fac
         assert emit(kind, other, ParallelConfig()) != emit(
             kind, Workload(shape, 8192), ParallelConfig()
         )
-
-
-@pytest.mark.parametrize("kind", FACTS)
-def test_what_both_kinds_of_models_are_made_of_is_in_the_flags(kind: str) -> None:
-    llama = words(emit(kind, Workload(load_model("llama3-8b"), 8192), ParallelConfig()))
-    gpt = words(emit(kind, Workload(load_model("gpt-1.3b"), 8192), ParallelConfig()))
-    for flag in ("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"):
-        assert flag in llama and flag not in gpt
-    is_megatron_lm = kind in ("megatron-lm", "megatron-core")
-    epsilon = "--norm-epsilon" if is_megatron_lm else "--layernorm-epsilon"
-    assert [word.lower() for word in after(llama, "--normalization")] == ["rmsnorm"]
-    assert [word.lower() for word in after(gpt, "--normalization")] == ["layernorm"]
-    assert float(after(llama, epsilon)[0]) == 1e-5
-    theta, vocabulary = {"script": ("rope_theta=500000", "vocab_size=128256")}.get(
-        kind, ("500000", "128255")
-    )
-    assert theta in llama and vocabulary in llama and theta not in gpt
 
 
 def test_an_explanation_beside_what_is_emitted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_usp.planner import Cluster, ModelShape, ParallelConfig, Workload, load_cluster, load_model
-from ds_usp.planner.explain import settings_lines, step_rows
+from ds_usp.planner.explain import step_rows
 from ds_usp.planner.formulas import (
     LEAST_BUCKET_ELEMENTS,
     bucket_elements,
@@ -119,16 +119,6 @@ def test_the_forecast_beside_layers_with_sharded_tokens() -> None:
         )
         assert text in PAGE, f"docs/planner.md lacks: {text}"
     assert tensor_parallel_time(two_gpus(), work, ParallelConfig())[0].seconds == 0
-
-
-def test_other_settings_have_a_price() -> None:
-    work = Workload(load_model("llama3-8b"), 32768)
-    config = ParallelConfig(tp=2, ulysses=2, zero=1, **DEEPSPEED)  # type: ignore[arg-type]
-    lines = [*settings_lines(load_cluster("h200"), work, config)]
-    starts = ("--usp-projection-overlap: the forecast", "gradients are reduced at the end")
-    starts += ("ZeRO-2 instead of ZeRO-1: step -", "tokens sharded over the tensor-parallel ranks")
-    assert [next(x for x in starts if line.startswith(x)) for line in lines] == [*starts]
-    assert not [*settings_lines(load_cluster("h200"), work, ParallelConfig(recompute="full"))]
 
 
 def test_nothing_is_hidden_longer_than_it_takes() -> None:
