@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.explain import what_would_help
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape, load_model
@@ -22,6 +21,7 @@ from ds_usp.planner.parallel_config import (
     framework_caps,
     infeasible_reason,
 )
+from ds_usp.planner.report import what_would_help
 from ds_usp.planner.search import GIB, SearchResult, search
 from ds_usp.planner.step_time import step_mfu, step_time
 
