@@ -1,6 +1,6 @@
 """The reference: pages of every public name and every flag, and the list that freezes them.
 
-    python scripts/reference_pages.py               # docs/reference/generated/api.md from docstrings,
+    python scripts/reference_pages.py               # builds docs/reference/generated/: api.md from docstrings,
                                                     # .../command-line.md from --help
     python scripts/reference_pages.py --signatures  # tests/data/public_api.txt
 

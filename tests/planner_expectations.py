@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 FOLDER = Path(__file__).resolve().parent / "data" / "planner"

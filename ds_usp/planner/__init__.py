@@ -11,16 +11,12 @@ from types import MappingProxyType
 
 from ds_usp.planner.choose_degree import AUTO, Choice, choose_ulysses, cluster_of, degree_or_auto
 from ds_usp.planner.explain import explain
-from ds_usp.planner.formulas import model_flop_per_token
-from ds_usp.planner.frameworks import framework_caps
-from ds_usp.planner.gradient_buckets import LEAST_BUCKET_ELEMENTS, bucket_elements
+from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements, model_flop_per_token
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
 from ds_usp.planner.projection_time import ProjectionChoice, choose_projections
-from ds_usp.planner.search import search
-from ds_usp.planner.search_result import Plan, SearchResult
+from ds_usp.planner.search import Plan, SearchResult, search
 
 __all__ = [
     "AUTO",

@@ -1,10 +1,12 @@
-"""Commands as dataclasses: each field made by :func:`flag` is a flag of the command line.
+"""Flags of a command line as fields of dataclasses, and the checks of what fields take.
 
-Complaints are one line, help states one default a flag, and lengths may be written as 128K.
+Each field made by :func:`flag` is a flag of a command. Complaints are one line with the nearest
+known name, help states one default a flag, and lengths may be written as 128K.
 """
 
 from __future__ import annotations
 
+import json
 from argparse import (
     Action,
     ArgumentDefaultsHelpFormatter,
@@ -13,17 +15,23 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, field, fields
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields
 from difflib import get_close_matches
+from functools import lru_cache
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.field_checks import violations
 
 _T = TypeVar("_T")
+
+# What flags of several commands say or take.
+BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+DTYPES = tuple(BYTES)
+TOKENS = "in tokens: 131072, or 128K, or 1M (powers of 1024)"
 
 
 def flag(help: str, default: Any = MISSING, **options: Any) -> Any:
@@ -31,7 +39,7 @@ def flag(help: str, default: Any = MISSING, **options: Any) -> Any:
 
     Args:
         options: of ``add_argument``: ``type``, ``choices``, ``nargs``. Without a ``type`` the
-            field's annotation names it (``field_checks`` names are numbers).
+            field's annotation names it (those of checks are numbers).
     """
     return field(default=default, metadata={"help": help, **options})
 
@@ -141,3 +149,98 @@ def positive(text: str) -> int:
 def lengths(text: str) -> tuple[int, ...]:
     """Numbers of tokens, with commas."""
     return tuple(tokens(length) for length in text.split(","))
+
+
+# ------------------------------------------------------------------ values that fields take
+# A field annotated with one of these names (plain numbers to a type checker), or made by `choice`,
+# is checked by `violations`: one rule and one message for JSON files, flags and calls.
+
+
+Positive: TypeAlias = float
+NonNegative: TypeAlias = float
+Fraction: TypeAlias = float
+LaunchSeconds: TypeAlias = float
+Count: TypeAlias = int
+CountOrZero: TypeAlias = int
+ZeroStage: TypeAlias = int
+Collective: TypeAlias = str
+
+_COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
+
+_Rule = tuple[Callable[[Any], bool], str]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+_RULES: Mapping[str, _Rule] = MappingProxyType(
+    {
+        "Positive": (lambda x: _is_number(x) and 0 < x < inf, "a finite number above 0"),
+        "NonNegative": (lambda x: _is_number(x) and 0 <= x < inf, "a finite number, 0 or more"),
+        "Fraction": (lambda x: _is_number(x) and 0 <= x <= 1, "a number between 0 and 1"),
+        "LaunchSeconds": (
+            lambda x: _is_number(x) and 0 <= x < inf,
+            "a finite number above 0, or 0: not known",
+        ),
+        "Count": (lambda x: _is_int(x) and x >= 1, "a whole number of 1 or more"),
+        "CountOrZero": (lambda x: _is_int(x) and x >= 0, "a whole number of 0 or more"),
+        "ZeroStage": (lambda x: _is_int(x) and 0 <= x <= 3, "0, 1, 2 or 3"),
+        "Collective": (lambda x: x in _COLLECTIVES, f"one of {', '.join(_COLLECTIVES)}"),
+        "bool": (lambda x: isinstance(x, bool), "true or false"),
+    }
+)
+
+
+def choice(values: Sequence[str], default: str) -> Any:
+    """A dataclass field that takes one of these texts."""
+    return field(default=default, metadata={"choices": tuple(values)})
+
+
+def violations(record: Any, *, flags: bool = False) -> Iterator[str]:
+    """``field=value must be ...`` for each field whose value its type does not take.
+
+    Args:
+        flags: name the fields as command-line flags, ``--field value must be ...``.
+    """
+    for name, (accepts, wanted) in _rules_of(cast(Hashable, type(record))):
+        value = getattr(record, name)
+        if not accepts(value):
+            named = f"--{name.replace('_', '-')} {value}" if flags else f"{name}={value!r}"
+            yield f"{named} must be {wanted}"
+
+
+@lru_cache
+def _rules_of(kind: Hashable) -> tuple[tuple[str, _Rule], ...]:
+    rules = ((f.name, _rule(f)) for f in fields(cast(Any, kind)))
+    return tuple((name, rule) for name, rule in rules if rule)
+
+
+def _rule(f: Field[Any]) -> _Rule | None:
+    """The check of a field by its type's name or ``choices``, and what it wants; None: no check."""
+    kind, choices = str(f.type), f.metadata.get("choices")
+    rule = _RULES.get(kind.removesuffix(" | None"))
+    if choices:
+        rule = (lambda x: x in choices), f"one of {', '.join(map(str, choices))}"
+    if rule and kind.endswith(" | None"):
+        accepts, wanted = rule
+        return (lambda x: x is None or accepts(x)), wanted
+    return rule
+
+
+def read_json(path: Path, kind: str) -> Any:
+    """The content of a user's JSON file.
+
+    Raises:
+        ConfigError: a file that cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the {kind} file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error

@@ -14,13 +14,13 @@ from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import EXCHANGES, Instr, Op, Schedule, pipeline_schedule
-from ds_usp.geometry.pipeline_timeline import KIND_OF, POST_OF, Cost, Timeline, simulate
 from ds_usp.geometry.projected_schedule import PRODUCTS, projected_schedule
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster
 from ds_usp.planner.memory import kv_features
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.topology import DIRECT, RankGroup, exchange_s, group_of
+from ds_usp.planner.pipeline_timeline import KIND_OF, POST_OF, Cost, Timeline, simulate
+from ds_usp.planner.traffic import DIRECT, RankGroup, exchange_s, group_of
 
 # Exchanges across nodes and inside of them use other links.
 _LINKS: Mapping[str, str] = MappingProxyType(

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.explain import explain
-from ds_usp.planner.frameworks import FrameworkCaps
 from ds_usp.planner.hardware import CLUSTERS, Cluster, load_cluster
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.parallel_config import FrameworkCaps, ParallelConfig, Workload
 from ds_usp.planner.search import search
 
 AUTO = "auto"
@@ -85,11 +84,7 @@ def choose_ulysses(
     fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
     stages = (config.zero,)
     framework = replace(
-        framework,
-        zero=stages,
-        zero_in_pipeline=stages,
-        chunks_loss=False,
-        length_flags=(),
+        framework, zero=stages, zero_in_pipeline=stages, chunks_loss=False, length_flags=()
     )
     result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
     if not result.plans:

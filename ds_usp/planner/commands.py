@@ -11,49 +11,43 @@ from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
-from ds_usp.planner import max_length_report, report
+from ds_usp.planner import report
 from ds_usp.planner.arguments import (
-    flag,
-    lengths,
-    tokens,
-)
-from ds_usp.planner.command_flags import (
     BYTES,
     DTYPES,
     TOKENS,
-    ClusterFlags,
-    Command,
-    print_json,
-)
-from ds_usp.planner.emit import FRAMEWORK_OF, emit
-from ds_usp.planner.emit import KINDS as EMITTED
-from ds_usp.planner.explain import explain
-from ds_usp.planner.explain_command import ExplainCommand
-from ds_usp.planner.explain_step import explain_step, settings_lines, step_json, step_rows
-from ds_usp.planner.field_checks import (
     Count,
     CountOrZero,
     Fraction,
     NonNegative,
     Positive,
     ZeroStage,
+    flag,
+    lengths,
+    tokens,
 )
-from ds_usp.planner.frameworks import FRAMEWORKS, LENGTH_FLAGS, FrameworkCaps, framework_caps
+from ds_usp.planner.emit import FRAMEWORK_OF, emit
+from ds_usp.planner.emit import KINDS as EMITTED
+from ds_usp.planner.explain import ExplainCommand, explain, settings_lines, step_rows, step_table
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.max_length import all_configs, length_steps, longest_workload, max_lengths
 from ds_usp.planner.memory import memory, stage_memory
-from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
+    FRAMEWORKS,
+    LENGTH_FLAGS,
     PROJECTION_OVERLAP,
     RECOMPUTE,
     SCHEDULES,
+    FrameworkCaps,
     ParallelConfig,
     Workload,
+    framework_caps,
     require_feasible,
 )
 from ds_usp.planner.plot import draw
-from ds_usp.planner.search import AXES, search
-from ds_usp.planner.search_result import GIB, SearchResult
+from ds_usp.planner.report import ClusterFlags, Command, Result
+from ds_usp.planner.search import AXES, GIB, SearchResult, search
 from ds_usp.planner.traffic import attention_bytes
 
 _EMIT = (
@@ -156,8 +150,8 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
     offload_unit: str = flag("what is copied at a time", "chunk", choices=("chunk", "layer"))
     stage: int = flag("pipeline stage; -1: the fullest one", 0)
 
-    def run(self) -> int:
-        """Print the memory of one pipeline stage, and how much more the fullest needs."""
+    def result(self) -> Result:
+        """The memory of one pipeline stage, and how much more the fullest needs."""
         config = self.training_config()
         global_batch = self.global_batch or 2 * config.pp * config.dp * self.micro_batch
         work = Workload(load_model(self.model), self.seq_len, global_batch)
@@ -168,16 +162,14 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
             raise ConfigError(f"--stage {self.stage} is outside the {config.pp} stages")
         fullest = memory(work, config, workspace)
         shown = fullest if self.stage < 0 else stage_memory(work, config, self.stage, workspace)
-        if self.json:
-            content = report.memory_json(shown)
-            total = round(fullest.total)
-            content["fullest_stage"] = {"pipeline_stage": fullest.stage, "total_bytes": total}
-            return print_json(content)
-        print(name, report.memory_text(shown), sep="\n")
+        content = report.memory_row(shown)
+        total = round(fullest.total)
+        content["fullest_stage"] = {"pipeline_stage": fullest.stage, "total_bytes": total}
+        text = [name, *report.memory_text(shown)]
         if fullest.total > shown.total:
             more = (fullest.total - shown.total) / GIB
-            print(f"the fullest stage, {fullest.stage}, needs {more:.2f} GiB more")
-        return 0
+            text.append(f"the fullest stage, {fullest.stage}, needs {more:.2f} GiB more")
+        return Result(content, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +180,8 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
     memory_gib: Positive | None = flag("budget of a GPU (default: 96 %% of its memory)", None)
     host_memory_gib: Positive | None = flag("of a node (default: the cluster's)", None)
 
-    def run(self) -> int:
-        """Print the longest sequences; exit status 1 if not even the shortest one fits.
+    def result(self) -> Result:
+        """The longest sequences; exit status 1 if not even the shortest one fits.
 
         Searches all degrees of ``--gpus`` where none is given, else takes the given ones alone.
         """
@@ -208,13 +200,13 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
         limits = cluster, budget, self.workspace_bytes(cluster)
         rows = max_lengths(model, configs, *limits)
         steps = length_steps(model, configs, *limits)
-        if self.json:
-            print_json([max_length_report.max_length_json(row) for row in (*rows, *steps)])
-        else:
-            print(name)
-            print(max_length_report.max_length_text(model, cluster.name, budget, rows, searched))
-            print(max_length_report.length_steps_text(model, *limits, steps))
-        return 0 if any(row.seq_len for row in rows) else 1
+        content = [report.max_length_row(row) for row in (*rows, *steps)]
+        text = [
+            name,
+            *report.max_length_text(model, cluster, budget, rows, not searched),
+            *report.length_steps_text(model, *limits, steps),
+        ]
+        return Result(content, text, 0 if any(row.seq_len for row in rows) else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +239,8 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
     recompute: str | None = flag("only plans with this recompute", None, choices=RECOMPUTE)
     micro_batch: Count | None = flag("only plans with this micro_batch", None)
 
-    def run(self) -> int:
-        """Print the plans found, or the best one's flags; exit status 1 if nothing fits."""
+    def result(self) -> Result:
+        """The plans found, or the best one's flags; exit status 1 if nothing fits."""
         cluster, name = self.load_cluster()
         if self.gpus_per_node is not None:
             cluster = cluster.with_gpus_per_node(self.gpus_per_node)
@@ -263,26 +255,23 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
         emitted = emit(self.emit, work, plans[0].config) if self.emit and plans else None
         if self.svg:
             self._draw(self.svg, result)
-        if self.json:
-            content = report.search_result_json(result, self.top)
-            content |= self._explanation(result) if self.explain else {}
-            print_json(content | ({"emitted": emitted} if emitted else {}))
-        else:
-            print(emitted or f"{name}\n{report.plans_text(result, self.top)}")
-            if self.explain and plans:
-                why = "\n".join([*explain(result), "", *explain_step(*_best(result))])
-                print(why if emitted else f"\n{why}", file=sys.stderr if emitted else sys.stdout)
-        return 0 if plans else 1
-
-    @staticmethod
-    def _explanation(result: SearchResult) -> dict[str, object]:
-        """The reasons, and the best plan's communication."""
-        content: dict[str, object] = {"explanation": explain(result)}
-        if result.plans:
-            best = _best(result)
-            content["communication"] = step_json(*step_rows(*best))
-            content["settings"] = [*settings_lines(*best)]
-        return content
+        content = report.search_result_json(result, self.top)
+        why: list[object] = []
+        if self.explain:
+            reasons, communication = explain(result), {}
+            if plans:
+                best = result.cluster, work, plans[0].config
+                step, priced = step_rows(*best), list(settings_lines(*best))
+                communication = {"communication": step, "settings": priced}
+                why = [*reasons, "", step_table(step), *priced]
+            content |= {"explanation": reasons} | communication
+        if emitted:
+            content["emitted"] = emitted
+            if why and not self.json:
+                print("\n".join(map(str, why)), file=sys.stderr)
+            return Result(content, [emitted])
+        text = [name, report.plans_text(result, self.top), *([""] if why else []), *why]
+        return Result(content, text, 0 if plans else 1)
 
     def _framework(self, base: ParallelConfig) -> FrameworkCaps:
         """The framework whose rules hold: that of what is emitted, if something is."""
@@ -311,11 +300,6 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
             raise ConfigError(f"cannot write --svg {path}: {error.strerror}") from error
 
 
-def _best(result: SearchResult) -> tuple[Cluster, Workload, ParallelConfig]:
-    """The best plan, as its price is computed."""
-    return result.cluster, result.work, result.plans[0].config
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommCommand(_DegreeFlags, _SequenceFlags, Command):
     """bytes that attention sends, as a rank's ledger counts"""
@@ -328,8 +312,8 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
     )
     inner_ring: int | None = flag("ring ranks of a node, in a double ring (default: none)", None)
 
-    def run(self) -> int:
-        """Print the bytes that each sequence-parallel rank sends in one layer."""
+    def result(self) -> Result:
+        """The bytes that each sequence-parallel rank sends in one layer."""
         config = self.parallel_config(param_bytes=BYTES[self.dtype])
         model, batch = load_model(self.model), config.dp * config.micro_batch
         work = Workload(model, self.seq_len, batch)
@@ -345,10 +329,8 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
             )
             for rank in range(config.sp)
         ]
-        if self.json:
-            return print_json(report.comm_json(work, config, ranks))
-        print(report.comm_text(work, config, ranks))
-        return 0
+        content = report.comm_json(work, config, ranks)
+        return Result(content, report.comm_text(content))
 
 
 @dataclass(frozen=True, kw_only=True)

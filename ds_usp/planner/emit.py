@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import TypeAlias
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
-from ds_usp.planner.frameworks import framework_caps
-from ds_usp.planner.gradient_buckets import LEAST_BUCKET_ELEMENTS, bucket_elements
+from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
-_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")  # the programs' defaults are 0.1
 
 
 def emit(kind: str, work: Workload, config: ParallelConfig) -> str:
@@ -36,15 +35,21 @@ def emit(kind: str, work: Workload, config: ParallelConfig) -> str:
     return KINDS[kind](work, config)
 
 
-def _joined(flags: list[str]) -> str:
-    """Flags as one shell command: a line for each flag and its values, joined by backslashes."""
-    lines: list[str] = []
-    for flag in flags:
-        if flag.startswith("--") or not lines:
-            lines.append(flag)
-        else:
-            lines[-1] += f" {flag}"
-    return " \\\n".join(lines)
+Flags: TypeAlias = Mapping[str, object]
+
+
+def _words(flags: Flags) -> list[str]:
+    """Flags of the command line: without a value where it is True, left out where it is False."""
+    return [
+        f"--{name}" if value is True else f"--{name} {value}"
+        for name, value in flags.items()
+        if value is not False
+    ]
+
+
+def _shell(flags: Flags) -> str:
+    """Flags as one shell command, a line for each."""
+    return " \\\n".join(_words(flags))
 
 
 def _refuse_facts(model: ModelShape, program: str, *, missing: tuple[str, ...] = ()) -> None:
@@ -71,21 +76,43 @@ def _refuse_facts(model: ModelShape, program: str, *, missing: tuple[str, ...] =
         )
 
 
-def _shape_flags(work: Workload, config: ParallelConfig) -> list[str]:
+def _shape_flags(work: Workload, config: ParallelConfig) -> Flags:
     """Model and batch flags that Megatron-DeepSpeed and Megatron-LM have by the same names."""
     model = work.model
-    flags = ["--num-layers", str(model.layers), "--hidden-size", str(model.hidden)]
-    flags += ["--num-attention-heads", str(model.heads), "--ffn-hidden-size", str(model.ffn)]
-    if model.q_width != model.hidden:
-        flags += ["--kv-channels", str(model.head_dim)]
-    flags += ["--seq-length", str(work.seq_len), "--max-position-embeddings", str(work.seq_len)]
-    flags += ["--swiglu"] if model.gated else []
-    flags += [] if model.biases else ["--disable-bias-linear"]
-    flags += [] if model.tied else ["--untie-embeddings-and-output-weights"]
-    # Both count the end of a document in addition.
-    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab - 1)]
-    flags += ["--micro-batch-size", str(config.micro_batch)]
-    return [*flags, "--global-batch-size", str(work.global_batch), *_DROPOUT, "--bf16"]
+    return {
+        "num-layers": model.layers,
+        "hidden-size": model.hidden,
+        "num-attention-heads": model.heads,
+        "ffn-hidden-size": model.ffn,
+        "kv-channels": model.q_width != model.hidden and model.head_dim,
+        "seq-length": work.seq_len,
+        "max-position-embeddings": work.seq_len,
+        **_layer_flags(model),
+        # Both count the end of a document in addition.
+        "tokenizer-type": "NullTokenizer",
+        "vocab-size": model.vocab - 1,
+        "micro-batch-size": config.micro_batch,
+        "global-batch-size": work.global_batch,
+        "attention-dropout": 0,  # the programs' defaults are 0.1
+        "hidden-dropout": 0,
+        "bf16": True,
+    }
+
+
+def _layer_flags(model: ModelShape) -> Flags:
+    return {
+        "swiglu": model.gated,
+        "disable-bias-linear": not model.biases,
+        "untie-embeddings-and-output-weights": not model.tied,
+    }
+
+
+def _norm_flags(model: ModelShape) -> Flags:
+    """Of Megatron-DeepSpeed and the trainer."""
+    return {
+        "normalization": "layernorm" if model.biases else "rmsnorm",
+        "layernorm-epsilon": f"{model.norm_epsilon:g}",
+    }
 
 
 def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
@@ -94,28 +121,32 @@ def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
     _refuse_facts(model, "Megatron-DeepSpeed", missing=("qkv_bias", "qk_norm"))
     memory = _memory_flags(work, config)
     framework_caps("megatron-deepspeed").with_settings_of(config)
-    flags = ["--tensor-model-parallel-size", str(config.tp)]
-    flags += [
-        "--ds-sequence-parallel-size",
-        str(config.sp),
-        "--ulysses-degree",
-        str(config.ulysses),
-    ]
-    flags += ["--usp-layout", "zigzag", "--pipeline-model-parallel-size", str(config.pp)]
-    flags += [] if config.pp > 1 else ["--no-pipeline-parallel"]
-    flags += ["--zero-stage", str(config.zero), "--num-key-value-heads", str(model.kv_heads)]
-    flags += _shape_flags(work, config)
-    flags += ["--normalization", "layernorm" if model.biases else "rmsnorm"]
-    flags += ["--layernorm-epsilon", f"{model.norm_epsilon:g}"]
-    if not model.learned_positions:
-        flags += ["--use-rotary-position-embeddings"]
-        flags += ["--rotary-position-embeddings-theta", str(int(model.rope_theta))]
-    # Neither goes with --usp-recompute gemm-last, nor with DeepSpeed.
-    flags += ["--no-gradient-accumulation-fusion", "--no-async-tensor-model-parallel-allreduce"]
-    return _joined([*flags, *memory, "--deepspeed", "--deepspeed_config", "ds_config.json"])
+    rotary = not model.learned_positions
+    return _shell(
+        {
+            "tensor-model-parallel-size": config.tp,
+            "ds-sequence-parallel-size": config.sp,
+            "ulysses-degree": config.ulysses,
+            "usp-layout": "zigzag",
+            "pipeline-model-parallel-size": config.pp,
+            "no-pipeline-parallel": config.pp == 1,
+            "zero-stage": config.zero,
+            "num-key-value-heads": model.kv_heads,
+            **_shape_flags(work, config),
+            **_norm_flags(model),
+            "use-rotary-position-embeddings": rotary,
+            "rotary-position-embeddings-theta": rotary and int(model.rope_theta),
+            # Neither goes with --usp-recompute gemm-last, nor with DeepSpeed.
+            "no-gradient-accumulation-fusion": True,
+            "no-async-tensor-model-parallel-allreduce": True,
+            **memory,
+            "deepspeed": True,
+            "deepspeed_config": "ds_config.json",
+        }
+    )
 
 
-def _memory_flags(work: Workload, config: ParallelConfig) -> list[str]:
+def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
     """The plan's memory settings, as flags that Megatron-DeepSpeed and the trainer share."""
     if config.virtual_stages(work.model) > 1 or config.recompute == "attention-only":
         raise ConfigError(
@@ -133,21 +164,18 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> list[str]:
                 f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {config.pp}: "
                 "search with --pp 1"
             )
-    flags = [] if config.recompute == "none" else ["--usp-recompute", config.recompute]
-    flags += ["--usp-offload-ratio", f"{config.offload_ratio:g}"] if config.offload_ratio else []
     tokens = config.micro_batch * work.seq_len // config.sp
-    flags += ["--usp-loss-chunks", str(-(-tokens // _CHUNK_TOKENS))] if config.fused_loss else []
-    flags += _mlp_flags(config)
-    several = config.checkpoint_layers > 1
-    flags += ["--usp-checkpoint-layers", str(config.checkpoint_layers)] if several else []
-    flags += ["--usp-states-on-host"] if config.states_on_host else []
-    flags += ["--usp-projection-overlap", "recompute"] if config.heads_in_chunks else []
-    return flags + (["--reset-attention-mask", "--reset-position-ids"] if work.documents else [])
-
-
-def _mlp_flags(config: ParallelConfig) -> list[str]:
-    chunks = config.mlp_chunks
-    return ["--usp-mlp-chunks", str(chunks)] if chunks > 1 else []
+    return {
+        "usp-recompute": config.recompute != "none" and config.recompute,
+        "usp-offload-ratio": config.offload_ratio > 0 and f"{config.offload_ratio:g}",
+        "usp-loss-chunks": config.fused_loss and -(-tokens // _CHUNK_TOKENS),
+        "usp-mlp-chunks": config.mlp_chunks > 1 and config.mlp_chunks,
+        "usp-checkpoint-layers": config.checkpoint_layers > 1 and config.checkpoint_layers,
+        "usp-states-on-host": config.states_on_host,
+        "usp-projection-overlap": config.heads_in_chunks and "recompute",
+        "reset-attention-mask": bool(work.documents),
+        "reset-position-ids": bool(work.documents),
+    }
 
 
 def _refuse_zero(config: ParallelConfig) -> None:
@@ -161,10 +189,9 @@ def _refuse_zero(config: ParallelConfig) -> None:
 
 def megatron_lm(work: Workload, config: ParallelConfig) -> str:
     """Flags of ``python -m megatron_patches.run`` for ``pretrain_gpt.py`` of Megatron-LM."""
-    degree = ["--ulysses-degree", str(config.ulysses)]
-    flags = _megatron_lm("megatron-lm", work, config, degree)
+    flags = _megatron_lm("megatron-lm", work, config, {"ulysses-degree": config.ulysses})
     # A dense mask of 128K tokens is 16 GiB a sequence; the causal rule needs none.
-    return f"{flags} \\\n--no-create-attention-mask-in-dataloader"
+    return _shell({**flags, "no-create-attention-mask-in-dataloader": True})
 
 
 def megatron_core(work: Workload, config: ParallelConfig) -> str:
@@ -173,15 +200,13 @@ def megatron_core(work: Workload, config: ParallelConfig) -> str:
     The patches take ulysses x ring from ``--hierarchical-context-parallel-sizes``, and the layers
     whose ``--cp-comm-type`` is ``usp``; Megatron-LM's own default is ``p2p``.
     """
-    flags = ["--cp-comm-type", "usp", "--hierarchical-context-parallel-sizes"]
-    flags += [str(config.ulysses), str(config.ring)]
-    return _megatron_lm("megatron-core", work, config, flags)
+    sizes = f"{config.ulysses} {config.ring}"
+    degrees = {"cp-comm-type": "usp", "hierarchical-context-parallel-sizes": sizes}
+    return _shell(_megatron_lm("megatron-core", work, config, degrees))
 
 
-def _megatron_lm(
-    framework: str, work: Workload, config: ParallelConfig, degree_flags: list[str]
-) -> str:
-    """Megatron-LM's own flags, with ``degree_flags`` where a sequence has several ranks.
+def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees: Flags) -> Flags:
+    """Megatron-LM's own flags, with ``degrees`` where a sequence has several ranks.
 
     Megatron-LM fuses SwiGLU by default.
 
@@ -203,44 +228,48 @@ def _megatron_lm(
     framework_caps(framework).with_settings_of(config)
     if work.documents:
         raise ConfigError("Megatron-LM's flags have no documents: leave --documents out")
-    flags = ["--tensor-model-parallel-size", str(config.tp)]
-    flags += ["--sequence-parallel"] if config.tp > 1 and config.tp_sequence else []
-    flags += ["--context-parallel-size", str(config.sp)]
-    flags += degree_flags if config.sp > 1 else []
-    flags += ["--pipeline-model-parallel-size", str(config.pp)]
-    if config.virtual_stages(model) > 1:
-        layers = str(config.chunk_layers(model))
-        flags += ["--num-layers-per-virtual-pipeline-stage", layers]
-    flags += ["--use-distributed-optimizer"] if config.zero == 1 else []
-    flags += ["--overlap-grad-reduce"] if config.overlap_gradients else []
-    flags += _shape_flags(work, config)
-    if model.kv_heads < model.heads:
-        flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
-    flags += ["--add-qkv-bias"] if model.qkv_bias else []
-    flags += ["--qk-layernorm"] if model.qk_norm else []
-    flags += ["--normalization", "LayerNorm" if model.biases else "RMSNorm"]
-    flags += ["--norm-epsilon", f"{model.norm_epsilon:g}"]
-    if not model.learned_positions:
-        flags += ["--position-embedding-type", "rope", "--rotary-base", str(int(model.rope_theta))]
-    return _joined([*flags, *_recompute_flags(config)])
+    rotary, virtual = not model.learned_positions, config.virtual_stages(model) > 1
+    grouped = model.kv_heads < model.heads
+    return {
+        "tensor-model-parallel-size": config.tp,
+        "sequence-parallel": config.tp > 1 and config.tp_sequence,
+        "context-parallel-size": config.sp,
+        **(degrees if config.sp > 1 else {}),
+        "pipeline-model-parallel-size": config.pp,
+        "num-layers-per-virtual-pipeline-stage": virtual and config.chunk_layers(model),
+        "use-distributed-optimizer": config.zero == 1,
+        "overlap-grad-reduce": config.overlap_gradients,
+        **_shape_flags(work, config),
+        "group-query-attention": grouped,
+        "num-query-groups": grouped and model.kv_heads,
+        "add-qkv-bias": model.qkv_bias,
+        "qk-layernorm": model.qk_norm,
+        "normalization": "LayerNorm" if model.biases else "RMSNorm",
+        "norm-epsilon": f"{model.norm_epsilon:g}",
+        "position-embedding-type": rotary and "rope",
+        "rotary-base": rotary and int(model.rope_theta),
+        **_recompute_flags(config),
+    }
 
 
-def _recompute_flags(config: ParallelConfig) -> list[str]:
+def _recompute_flags(config: ParallelConfig) -> Flags:
     """Recomputation, chunks of the MLP and of the heads; Megatron-LM's own checkpoints of layers
     take no chunks of the MLP."""
-    flags: list[str] = []
-    if config.mlp_chunks > 1:
-        flags += _mlp_flags(config)
-    if config.heads_in_chunks:
-        flags += ["--usp-projection-overlap", "recompute", "--transformer-impl", "local"]
-    flags += ["--no-gradient-accumulation-fusion"] if flags else []
-    if config.recompute == "attention" or (config.recompute == "full" and flags):
-        flags += ["--usp-recompute", config.recompute]
-    elif config.recompute == "full":
-        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-        flags += ["--recompute-num-layers", "1"]
-    elif config.recompute == "attention-only":
-        flags += ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
+    mlp_in_chunks, heads, mode = config.mlp_chunks > 1, config.heads_in_chunks, config.recompute
+    patched = mlp_in_chunks or heads
+    flags: dict[str, object] = {
+        "usp-mlp-chunks": mlp_in_chunks and config.mlp_chunks,
+        "usp-projection-overlap": heads and "recompute",
+        "transformer-impl": heads and "local",
+        "no-gradient-accumulation-fusion": patched,
+    }
+    if mode == "attention" or (mode == "full" and patched):
+        flags["usp-recompute"] = mode
+    elif mode == "full":
+        flags |= {"recompute-granularity": "full", "recompute-method": "uniform"}
+        flags["recompute-num-layers"] = 1
+    elif mode == "attention-only":
+        flags |= {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
     return flags
 
 
@@ -306,13 +335,13 @@ def script(work: Workload, config: ParallelConfig) -> str:
     """A script beside those of ``examples_deepspeed/sequence_parallel``, for either program."""
     model = work.model
     _refuse_facts(model, "the trainer", missing=("qkv_bias", "qk_norm", "head_dim"))
-    more = ["--ffn-hidden-size", str(model.ffn), *(["--swiglu"] if model.gated else [])]
-    more += [] if model.biases else ["--disable-bias-linear"]
-    more += [] if model.tied else ["--untie-embeddings-and-output-weights"]
-    more += ["--normalization", "layernorm" if model.biases else "rmsnorm"]
-    more += ["--layernorm-epsilon", f"{model.norm_epsilon:g}", *_memory_flags(work, config)]
-    if config.heads_in_chunks:
-        more += ["--transformer-impl", "local"]
+    more = {
+        "ffn-hidden-size": model.ffn,
+        **_layer_flags(model),
+        **_norm_flags(model),
+        **_memory_flags(work, config),
+        "transformer-impl": config.heads_in_chunks and "local",
+    }
     return _SCRIPT.format(
         name=model.name,
         seq_length=work.seq_len,
@@ -332,7 +361,7 @@ def script(work: Workload, config: ParallelConfig) -> str:
         ulysses_degree=config.ulysses,
         pp_size=config.pp,
         zero_stage=config.zero,
-        more=" ".join(more),
+        more=" ".join(_words(more)),
     ).rstrip()
 
 

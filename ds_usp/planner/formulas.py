@@ -1,4 +1,5 @@
-"""FLOPs, parameters and saved activations of a model, each formula with its source.
+"""FLOPs, parameters and saved activations of a model, each formula with its source; seconds of
+kernels, of launches and of exchanges under computation.
 
 Letters: h hidden, f MLP width, q and k widths of the queries and of the keys, s sequence, V
 vocabulary, L layers. A multiplication and an addition are 2 FLOP.
@@ -6,9 +7,19 @@ vocabulary, L layers. A multiplication and an addition are 2 FLOP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.hardware import (
+    HBM_FRACTION,
+    Cluster,
+    interpolate_curve,
+    launch_seconds,
+    seconds_at,
+)
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
@@ -244,3 +255,214 @@ def saved_virtual_stages(work: Workload, config: ParallelConfig, stage: int) -> 
     if v > 1:
         return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
     return max(2, min(p - stage, m)) if config.schedule == "deepspeed" else min(p - stage, m)
+
+
+# ------------------------------------------------------------------ seconds of kernels
+# Matrix products and elementwise kernels, from a cluster's rates.
+
+
+def elementwise_s(cluster: Cluster, moved_bytes: float) -> float:
+    """Elementwise kernels that read and write so much."""
+    return moved_bytes / (HBM_FRACTION * cluster.hbm_bytes_per_s)
+
+
+def gemm_s(cluster: Cluster, tokens: float, multiplications: float) -> float:
+    """GEMMs over so many tokens: ``2 m n k / (F eta(m))``."""
+    efficiency = interpolate_curve(cluster.gemm_efficiency, tokens)
+    return 2 * multiplications / (cluster.peak_flop_per_s * efficiency)
+
+
+# ------------------------------------------------------------------ launches
+# How long a GPU waits for the CPU to launch its kernels.
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedWork:
+    """Kernels in launch order: GPU seconds, CPU launch seconds, and the GPU's idle time.
+
+    A flow shop of two machines (Johnson, 1954): nothing synchronizes them, so the GPU ends at the
+    maximum over all launches of the CPU's time up to that launch plus the GPU's time from it on.
+    ``a + b`` runs one after the other, ``a * n`` n times.
+
+    Args:
+        device_s: of the GPU.
+        launch_s: of the CPU to launch all of it; 0: not known, the GPU never waits.
+        wait_s: GPU idle time until the end; of one launch: until it is launched.
+    """
+
+    device_s: float
+    launch_s: float = 0.0
+    wait_s: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.wait_s < 0:
+            object.__setattr__(self, "wait_s", self.launch_s)
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Any], size: float, by: str, seconds: str, launch: str
+    ) -> LaunchedWork:
+        """Interpolated between a profile's rows, whose fields are named."""
+        points = [(getattr(row, by), getattr(row, launch)) for row in rows]
+        return cls(seconds_at(rows, by, seconds, size), launch_seconds(points, size))
+
+    def __add__(self, other: LaunchedWork) -> LaunchedWork:
+        wait = max(self.wait_s, self.launch_s - self.device_s + other.wait_s)
+        return LaunchedWork(self.device_s + other.device_s, self.launch_s + other.launch_s, wait)
+
+    def __mul__(self, times: int) -> LaunchedWork:
+        if times == 0:
+            return NOTHING
+        behind = max(0.0, (times - 1) * (self.launch_s - self.device_s))
+        return LaunchedWork(times * self.device_s, times * self.launch_s, self.wait_s + behind)
+
+    def fraction(self, of: int) -> LaunchedWork:
+        """The work of one of so many equal launches."""
+        return LaunchedWork(self.device_s / of, self.launch_s / of)
+
+    def part(self, share: float) -> LaunchedWork:
+        """A share of the work, of its GPU and its launch time."""
+        return LaunchedWork(self.device_s * share, self.launch_s * share)
+
+    def in_launches(self, launches: int) -> LaunchedWork:
+        """The same work in so many equal launches."""
+        return self.fraction(launches) * launches
+
+    def scaled(self, measured: LaunchedWork, formula: LaunchedWork) -> LaunchedWork:
+        """Times measured / formula of similar work, with that work's launch time."""
+        return LaunchedWork(self.device_s * measured.device_s / formula.device_s, measured.launch_s)
+
+    def without_launch_time(self) -> LaunchedWork:
+        """This work with a launch time that is not known."""
+        return LaunchedWork(self.device_s)
+
+
+NOTHING = LaunchedWork(0.0)
+
+
+# ------------------------------------------------------------------ exchanges under computation
+# What of them is hidden, and what they add to its time.
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenExchange:
+    """Exchanges of one rank, and the computation beside them.
+
+    Args:
+        seconds: of the exchanges alone.
+        exposed: of them, those in which no kernel runs.
+        slower: that kernels take longer while exchanges are in flight.
+    """
+
+    seconds: float = 0.0
+    exposed: float = 0.0
+    slower: float = 0.0
+
+    @property
+    def added(self) -> float:
+        """Seconds that they add to the computation."""
+        return self.exposed + self.slower
+
+    def __add__(self, other: HiddenExchange) -> HiddenExchange:
+        return HiddenExchange(
+            self.seconds + other.seconds, self.exposed + other.exposed, self.slower + other.slower
+        )
+
+    def __mul__(self, times: float) -> HiddenExchange:
+        return HiddenExchange(times * self.seconds, times * self.exposed, times * self.slower)
+
+
+def exposed(seconds: float) -> HiddenExchange:
+    """Under nothing."""
+    return HiddenExchange(seconds, seconds)
+
+
+def under(cluster: Cluster, seconds: float, computation_s: float) -> HiddenExchange:
+    """One exchange under so many seconds of computation."""
+    hidden = min(seconds, computation_s)
+    return HiddenExchange(seconds, seconds - hidden, cluster.contention * hidden)
+
+
+def in_buckets(
+    cluster: Cluster, buckets: Iterable[tuple[float, float]], computation_s: float
+) -> HiddenExchange:
+    """Exchanges one after the other, each posted when its bucket is full and the one before is
+    done, for which the computation waits: there is one bucket that is filled, and one in flight.
+
+    Args:
+        buckets: (second of the computation at which it is full, seconds of its exchange).
+    """
+    total = waited = free = 0.0
+    for full, seconds in buckets:
+        start = max(full + waited, free)
+        waited = start - full
+        total, free = total + seconds, start + seconds
+    waited = max(waited, free - computation_s)
+    return HiddenExchange(total, waited, cluster.contention * max(0.0, total - waited))
+
+
+# ------------------------------------------------------------------ gradient buckets
+# Buckets in which gradients are reduced under backward: their size, and when each is full.
+
+
+# Large for a link; two such buckets are small beside what a GPU holds.
+LEAST_BUCKET_ELEMENTS = 40_000_000
+
+
+def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
+    """Elements of a bucket of gradients that is reduced under backward: at least those of two of a
+    layer's largest matrices, under ZeRO-2 also of the embedding.
+
+    Before DeepSpeed reduces a bucket it waits for the one before, which the products that fill a
+    smaller one do not hide. A gradient that is larger than a bucket is reduced where it lies, which
+    ZeRO-2 with ``overlap_comm`` frees too early (``ds_usp/training/gradient_buckets.py``).
+
+    ZeRO-3 allocates a bucket for good, in fp32 where sequences are sharded (2 GB with DeepSpeed's
+    default), and waits for its reduction whatever its size: it is as small as a link allows.
+    """
+    if zero == 3:
+        return LEAST_BUCKET_ELEMENTS
+    largest = model.hidden * model.ffn * (2 if model.gated else 1) // tp
+    table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
+    return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)
+
+
+@lru_cache(maxsize=256)
+def full_buckets(model: ModelShape, tp: int, layers: int, elements: int) -> tuple[Bucket, ...]:
+    """The buckets of one backward pass in their order.
+
+    Args:
+        layers: of this rank; the tables of the vocabulary are of it too.
+        elements: of a bucket. A larger gradient is one of its own.
+
+    Returns:
+        Of each the layers' backward that is done when it is full, from 0 to 1, and its elements.
+    """
+    buckets: list[Bucket] = []
+    held, done = 0.0, 0.0
+    for when, size in _gradients(model, tp, layers):
+        if held and held + size > elements:
+            buckets.append((when, held))
+            held = 0.0
+        held, done = held + size, when
+    return (*buckets, (done, held))
+
+
+Bucket = tuple[float, float]
+
+
+def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
+    """Gradients from the last to the first: the part of the layers' backward after which each is
+    there, and its elements. In a layer the time is divided as elements are."""
+    table = model.padded_vocab(tp) / tp * model.hidden
+    if not model.tied:
+        yield 0.0, table
+    mlp_in = model.hidden * model.ffn * (2 if model.gated else 1)
+    queries, keys = model.hidden * model.q_width, model.hidden * model.kv_width
+    matrices = (model.ffn * model.hidden, mlp_in, queries, queries + 2 * keys)
+    for layer in range(layers):
+        before = 0.0
+        for size in matrices:
+            before += size
+            yield (layer + before / sum(matrices)) / layers, size / tp
+    yield 1.0, table

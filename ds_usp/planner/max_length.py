@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.degree_configs import degrees, refusal_rule
-from ds_usp.planner.frameworks import LENGTH_FLAGS, length_options, mlp_chunks_for
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
+    LENGTH_FLAGS,
     RECOMPUTE,
     ParallelConfig,
     Workload,
+    degrees,
     infeasible_reason,
+    length_options,
     memory_violations,
+    mlp_chunks_for,
+    refusal_rule,
 )
 
 STEP = 1024  # tokens: lengths are multiples of it
@@ -69,14 +74,14 @@ def max_lengths(
         budget_bytes: of one GPU.
         workspace_bytes: what no formula counts.
     """
-    limits = cluster, budget_bytes, workspace_bytes
+    limits = _Limits(cluster, budget_bytes, workspace_bytes)
     results = []
     for recompute in RECOMPUTE:
         configs = [base.replace(recompute=recompute, offload_ratio=0.0) for base in bases]
         if any(memory_violations(_workload(model, configs[0], _MAX_TOKENS), configs[0])):
             continue
         for offload in (False, True):
-            results.append(_furthest(model, configs, offload, *limits))
+            results.append(limits.furthest(model, configs, offload))
     return results
 
 
@@ -93,9 +98,9 @@ def length_steps(
     Args:
         bases: as of :func:`max_lengths`, and so are the others; settings that they have stay.
     """
-    limits = cluster, budget_bytes, workspace_bytes, bases[0].mlp_chunks <= 1
+    limits = _Limits(cluster, budget_bytes, workspace_bytes, bases[0].mlp_chunks <= 1)
     configs = [base.replace(recompute="full", offload_ratio=0.0) for base in bases]
-    steps = [replace(_furthest(model, configs, True, *limits), added="full, offload")]
+    steps = [replace(limits.furthest(model, configs, True), added="full, offload")]
     while True:
         options: list[tuple[str, list[ParallelConfig]]] = []
         if not configs[0].fused_loss:
@@ -108,7 +113,7 @@ def length_steps(
                 change = {flag: getattr(config, flag)}
                 options.append((_words(config, given), [c.replace(**change) for c in configs]))
         lengths = [
-            (replace(_furthest(model, changed, True, *limits), added=words), changed)
+            (replace(limits.furthest(model, changed, True), added=words), changed)
             for words, changed in options
         ]
         furthest = max(lengths, key=lambda each: each[0].seq_len, default=None)
@@ -136,29 +141,57 @@ def needs_at(model: ModelShape, end: MaxLength, seq_len: int, workspace_bytes: f
     return memory(work, config, workspace_bytes)
 
 
-def _furthest(
-    model: ModelShape,
-    configs: Sequence[ParallelConfig],
-    offload: bool,
-    cluster: Cluster,
-    budget_bytes: float,
-    workspace_bytes: float,
-    chunk_mlp: bool = False,
-) -> MaxLength:
-    """The longest sequence of several configurations; of equals the first.
+class _Limits(NamedTuple):
+    """What a sequence must fit into.
 
-    Args:
+    Attributes:
         chunk_mlp: an MLP in chunks has as many as the length asks for.
     """
-    best: list[MaxLength] = []
-    for config in configs:
-        layers = config.replace(offload_unit="layer")
-        search = _LengthSearch(
-            model, layers, offload, cluster, budget_bytes, workspace_bytes, chunk_mlp
-        )
-        if not best or search.fits(best[0].seq_len + STEP):
-            best = [search.find()]
-    return best[0]
+
+    cluster: Cluster
+    budget_bytes: float
+    workspace_bytes: float
+    chunk_mlp: bool = False
+
+    def furthest(
+        self, model: ModelShape, configs: Sequence[ParallelConfig], offload: bool
+    ) -> MaxLength:
+        """The longest sequence of several configurations; of equals the first."""
+        best: list[MaxLength] = []
+        for config in configs:
+            evaluate = partial(self._evaluate, model, config.replace(offload_unit="layer"), offload)
+            if not best or not evaluate(best[0].seq_len + STEP).limit:
+                best = [_bisect(evaluate)]
+        return best[0]
+
+    def _evaluate(
+        self, model: ModelShape, config: ParallelConfig, offload: bool, seq_len: int
+    ) -> MaxLength:
+        """The memory that a length needs, and what refuses it: ``limit`` is "" where it fits."""
+        work = _workload(model, config, seq_len)
+        if self.chunk_mlp and config.mlp_chunks > 1:
+            config = config.replace(mlp_chunks=mlp_chunks_for(work, config))
+        if offload:
+            config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)
+        needed = memory(work, config, self.workspace_bytes)
+        limit = infeasible_reason(work, config) or ""
+        if needed.total > self.budget_bytes:
+            limit = limit or "GPU memory"
+        elif not self.cluster.host_memory_fits(needed.host, config.gpus):
+            limit = limit or "host memory"
+        return MaxLength(config, seq_len, needed, limit)
+
+
+def _bisect(evaluate: Callable[[int], MaxLength]) -> MaxLength:
+    """The longest length that fits: doubles until one does not, then halves the gap."""
+    low, high = 0, STEP
+    while high < _MAX_TOKENS and not evaluate(high).limit:
+        low, high = high, 2 * high
+    while high - low > STEP:
+        middle = (low + high) // 2 // STEP * STEP
+        low, high = (low, middle) if evaluate(middle).limit else (middle, high)
+    beyond = evaluate(high)
+    return replace(evaluate(low) if low else beyond, seq_len=low, limit=beyond.limit)
 
 
 def all_configs(
@@ -184,46 +217,3 @@ def all_configs(
     if not configs:
         raise ConfigError(f"no degrees of {gpus} GPUs are possible: {reason}")
     return sorted(configs, key=lambda config: (config.tp, config.pp, config.ring))
-
-
-@dataclass(frozen=True, slots=True)
-class _LengthSearch:
-    """The bisection for one configuration, with or without offload."""
-
-    model: ModelShape
-    config: ParallelConfig
-    offload: bool
-    cluster: Cluster
-    budget_bytes: float
-    workspace_bytes: float
-    chunk_mlp: bool = False
-
-    def fits(self, seq_len: int) -> bool:
-        """Whether a length trains."""
-        return not self._evaluate(seq_len).limit
-
-    def find(self) -> MaxLength:
-        """The longest length that trains: doubles until one fails, then halves the gap."""
-        low, high = 0, STEP
-        while high < _MAX_TOKENS and self.fits(high):
-            low, high = high, 2 * high
-        while high - low > STEP:
-            middle = (low + high) // 2 // STEP * STEP
-            low, high = (middle, high) if self.fits(middle) else (low, middle)
-        beyond = self._evaluate(high)
-        return replace(self._evaluate(low) if low else beyond, seq_len=low, limit=beyond.limit)
-
-    def _evaluate(self, seq_len: int) -> MaxLength:
-        """The memory that a length needs, and what refuses it: ``limit`` is "" where it fits."""
-        config, work = self.config, _workload(self.model, self.config, seq_len)
-        if self.chunk_mlp and config.mlp_chunks > 1:
-            config = config.replace(mlp_chunks=mlp_chunks_for(work, config))
-        if self.offload:
-            config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)
-        needed = memory(work, config, self.workspace_bytes)
-        limit = infeasible_reason(work, config) or ""
-        if needed.total > self.budget_bytes:
-            limit = limit or "GPU memory"
-        elif not self.cluster.host_memory_fits(needed.host, config.gpus):
-            limit = limit or "host memory"
-        return MaxLength(config, seq_len, needed, limit)

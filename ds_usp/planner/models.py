@@ -1,16 +1,19 @@
-"""The shapes of transformers: the fields, and the built-in models."""
+"""Models: the facts of their layers that formulas need, built-in or read from files."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.field_checks import Count, CountOrZero, Positive, violations
+from ds_usp.planner.arguments import Count, CountOrZero, Positive, read_json, violations
 
 
 @dataclass(frozen=True)
@@ -156,3 +159,208 @@ def built_in(name: str) -> ModelShape | None:
     """The built-in model of a name or an alias, in any case; None if there is none."""
     key = name.strip().lower().replace("_", "-").replace("gpt3", "gpt")
     return MODELS.get(_ALIASES.get(key, key))
+
+
+# ------------------------------------------------------------------ models of files
+# By name, from files of models, and from HuggingFace's configurations.
+
+
+def load_model(name: str) -> ModelShape:
+    """A built-in name, ``FILE.json:NAME``, a file with one model, or a HuggingFace config.json.
+
+    A file of models maps names to the fields of :class:`ModelShape`, or lists such objects with
+    a ``name``; HuggingFace's names of the fields are understood everywhere.
+
+    Raises:
+        ConfigError: no such name, or a file that describes no model.
+    """
+    file, _, entry = name.rpartition(":")
+    path = Path(file)
+    if file.endswith(".json"):
+        if path.exists() or path.name != "models.json" or not built_in(entry):
+            return _from_file(path, entry)
+        name = entry
+    elif name.endswith(".json") or Path(name).is_dir():
+        path = Path(name)
+        return _from_file(path / "config.json" if path.is_dir() else path, "")
+    model = built_in(name)
+    if model is None:
+        raise ConfigError(
+            f"no model {name!r}; there are {', '.join(MODELS)}. Or give FILE.json:NAME or a "
+            "HuggingFace config.json"
+        )
+    return model
+
+
+def _from_file(path: Path, name: str) -> ModelShape:
+    """The model of a JSON file: a ``config.json`` of Hugging Face, or one of several by name.
+
+    Raises:
+        ConfigError: no such name, or a name for a file of one model.
+    """
+    content = read_json(path, "model")
+    entries = _entries(content)
+    if entries is None:
+        if name:
+            raise ConfigError(f"{path} describes one model; leave out ':{name}'")
+        return _shape(path.stem if path.stem != "config" else path.parent.name, content, path)
+    if not name and len(entries) == 1:
+        name = next(iter(entries))
+    keys = {key.lower(): key for key in entries}
+    if name.lower() not in keys:
+        raise ConfigError(f"{path} has no model {name!r}; it has {', '.join(entries)}")
+    key = keys[name.lower()]
+    return _shape(key, entries[key], path)
+
+
+def _entries(content: Any) -> dict[str, Any] | None:
+    """The models of a file by name; None if the file is one model."""
+    if isinstance(content, Mapping) and isinstance(content.get("models"), (Mapping, list)):
+        content = content["models"]
+    if isinstance(content, list):
+        objects = [entry for entry in content if isinstance(entry, Mapping)]
+        return {str(x.get("name", x.get("model"))): x for x in objects} or None
+    values = content.values() if isinstance(content, Mapping) else ()
+    if values and all(isinstance(entry, Mapping) for entry in values):
+        return {str(name): entry for name, entry in content.items()}
+    return None
+
+
+# Field of ModelShape -> the names that files give it besides, HuggingFace's among them.
+_FIELD_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "layers": "num_layers num_hidden_layers n_layer",
+        "hidden": "hidden_size n_embd d_model",
+        "ffn": "ffn_hidden_size intermediate_size n_inner ffn_dim",
+        "heads": "num_attention_heads n_head",
+        "kv_heads": "num_key_value_heads num_query_groups",
+        "vocab": "vocab_size",
+        "head_dim": "kv_channels",
+        "tied": "tie_word_embeddings",
+        "gated": "",
+        "learned_positions": "",
+        "biases": "",
+        "rope_theta": "rotary_emb_base",
+        "norm_epsilon": "rms_norm_eps layer_norm_epsilon layer_norm_eps",
+        "qkv_bias": "",
+        "qk_norm": "",
+    }
+)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+# HuggingFace's model_type -> the defaults of its configurations. Only decoders whose layers are
+# attention and one MLP, counted as ModelShape counts them.
+_LLAMA: Mapping[str, Any] = MappingProxyType({"norm_epsilon": 1e-6})
+_GEMMA: Mapping[str, Any] = MappingProxyType({"tied": True, "norm_epsilon": 1e-6})
+_ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        **dict.fromkeys(("llama", "mistral", "granite"), _LLAMA),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
+        **dict.fromkeys(("gpt2", "opt"), _GPT),
+        **dict.fromkeys(("phi3", "olmo2"), MappingProxyType({})),
+        "qwen2": MappingProxyType({**_LLAMA, "qkv_bias": True}),
+        "qwen3": MappingProxyType({**_LLAMA, "qk_norm": True}),
+        "gpt_neox": MappingProxyType({"gated": False, "biases": True}),
+        "starcoder2": MappingProxyType({"gated": False, "tied": True, "biases": True}),
+    }
+)
+# Those whose layers the fields of ModelShape describe, apart from what _other_facts lists. The
+# other architectures scale, normalize or add in ways of their own.
+_PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "starcoder2")
+
+
+def _other_facts(entry: Mapping[str, Any], gated: bool) -> tuple[str, ...]:
+    """Facts of a HuggingFace configuration that no field of ModelShape holds, by name."""
+    kind = entry.get("model_type")
+    facts = [f"layers of model_type {kind}"] if kind is not None and kind not in _PLAIN else []
+    names = ("hidden_act", "activation_function", "hidden_activation")
+    activations = {name: entry[name] for name in names if entry.get(name) is not None}
+    if kind == "gpt2" and not activations:
+        activations = {"activation_function": "gelu_new"}
+    usual = ("silu", "swish") if gated else ("gelu",)
+    facts += [f"{name} {value}" for name, value in activations.items() if value not in usual]
+    rope = entry.get("rope_parameters")  # of newer configurations, scaled or not
+    scales = isinstance(rope, Mapping) and rope.get("rope_type", "default") != "default"
+    scaling = entry.get("rope_scaling") or (rope if scales else None)
+    facts += [f"rope_scaling {json.dumps(scaling)}"] if scaling else []
+    for name in ("partial_rotary_factor", "rotary_pct"):
+        value = entry.get(name)
+        facts += [f"{name} {value}"] if value not in (None, 1, 1.0) else []
+    return (*facts, *(n for n in ("attention_bias", "mlp_bias") if entry.get(n) is True))
+
+
+def _shape(name: str, entry: Any, path: Path) -> ModelShape:
+    """The shape from one JSON object: its keys by their aliases, defaults by its architecture.
+
+    Raises:
+        ConfigError: no object, or one without layers, hidden, ffn, heads or vocab.
+    """
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{path}: model {name} must be an object with layers, hidden, ...")
+    defaults = _architecture_defaults(name, entry, path)
+    rope = entry.get("rope_parameters")
+    values: dict[str, Any] = dict(defaults)
+    if isinstance(rope, Mapping) and rope.get("rope_theta") is not None:
+        values["rope_theta"] = rope["rope_theta"]
+    for field, aliases in _FIELD_NAMES.items():
+        stated = (entry.get(alias) for alias in (field, *aliases.split()))
+        values[field] = next((x for x in stated if x is not None), values.get(field))
+    values = {field: value for field, value in values.items() if value is not None}
+    _check_spelling(name, entry, values, path)
+    values["other_facts"] = _other_facts(entry, values.get("gated", True))
+    if defaults is _GPT:
+        values.setdefault("ffn", 4 * values.get("hidden", 0))
+    if entry.get("use_sliding_window", True):
+        values["window"] = entry.get("sliding_window") or entry.get("window") or 0
+    values.setdefault("kv_heads", values.get("heads"))
+    required = ("layers", "hidden", "ffn", "heads", "vocab")
+    missing = [field for field in required if not values.get(field)]
+    if missing:
+        raise ConfigError(f"{path}: model {name} has no {', '.join(missing)}")
+    return ModelShape(name=name or path.stem, **values)
+
+
+def _check_spelling(
+    name: str, entry: Mapping[str, Any], values: Mapping[str, Any], path: Path
+) -> None:
+    """Check that no key is nearly the name of a field that has no value: ``kv_heads`` would be
+    ``heads`` then. Other keys are those of HuggingFace's configurations that change no plan.
+
+    Raises:
+        ConfigError: such a key.
+    """
+    names = {field: (field, *aliases.split()) for field, aliases in _FIELD_NAMES.items()}
+    known = {key for keys in names.values() for key in keys}
+    absent = [key for field, keys in names.items() if field not in values for key in keys]
+    for key in entry:
+        near = [] if key in known else get_close_matches(key, absent, n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(
+                f"{path}: model {name} has {key!r}, which is no field, and no {near[0]!r}: write "
+                f"{near[0]!r}, or leave {key!r} out"
+            )
+
+
+def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The defaults of a HuggingFace configuration's model_type; none without a model_type.
+
+    Raises:
+        ConfigError: layers that are not attention and one MLP.
+    """
+    experts = [key for key in _EXPERTS if (entry.get(key) or 0) > 1]
+    if experts:
+        raise ConfigError(
+            f"{path}: {experts[0]}={entry[experts[0]]}: only dense models are planned"
+        )
+    if entry.get("text_config"):
+        raise ConfigError(
+            f"{path}: model {name} has several parts; give its text_config as a file of its own"
+        )
+    kind = entry.get("model_type")
+    if kind is not None and kind not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{path}: the layers of model_type {kind!r} are not known; known are "
+            f"{', '.join(_ARCHITECTURES)}. Leave model_type out and state gated, tied, "
+            "learned_positions and biases to plan it as such a model"
+        )
+    return _ARCHITECTURES[kind] if kind is not None else MappingProxyType({})

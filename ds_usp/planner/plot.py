@@ -8,9 +8,9 @@ from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.pipeline_schedule import EXCHANGES, Op
-from ds_usp.geometry.pipeline_timeline import COMPUTE, Timeline
-from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.search_result import GIB, Plan, SearchResult
+from ds_usp.planner.pipeline_timeline import COMPUTE, Timeline
+from ds_usp.planner.search import GIB, Plan, SearchResult
+from ds_usp.planner.step_time import layer_time
 
 Panels = dict[str, list[Mapping[str, float]]]
 

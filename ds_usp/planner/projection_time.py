@@ -9,8 +9,8 @@ from functools import lru_cache
 from ds_usp.planner.attention_schedule import OFF, ON
 from ds_usp.planner.attention_time import product_seconds, simulated_pass
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.step_time import layer_time
 
 LEAST_GAIN = 0.01  # of a layer's time, below which the plain path is taken
 

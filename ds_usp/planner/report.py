@@ -1,32 +1,44 @@
-"""The planner's results: tables for people, dictionaries for programs, and what columns mean."""
+"""What the commands of the planner print: rows for programs, and tables of these rows for people.
+
+A command makes a :class:`Result`; :meth:`Command.run` alone writes it, as JSON or as text. A table
+has no numbers of its own: its columns are formats of the rows that ``--json`` prints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
-from ds_usp.planner.explain import infeasibility_report, what_would_help
+from ds_usp.planner.arguments import flag
 from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
-from ds_usp.planner.frameworks import LENGTH_FLAGS
-from ds_usp.planner.memory import Memory
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.profile_rows import (
+from ds_usp.planner.hardware import (
+    Cluster,
     MeasuredAttention,
     MeasuredLayer,
     embedding_head_rows,
     layer_rows,
+    load_cluster,
 )
-from ds_usp.planner.search_result import GIB, Plan, SearchResult
-from ds_usp.planner.traffic import (
-    AttentionBytes,
-    layer_traffic,
-    stage_boundary_bytes,
-    step_traffic,
+from ds_usp.planner.max_length import MaxLength, needs_at
+from ds_usp.planner.memory import Memory, memory
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import (
+    LENGTH_FLAGS,
+    ParallelConfig,
+    Workload,
+    infeasible_reason,
+    length_options,
 )
+from ds_usp.planner.search import GIB, Plan, SearchResult
+from ds_usp.planner.traffic import AttentionBytes, layer_traffic, stage_boundary_bytes, step_traffic
 
-Json = dict[str, object]
+Json: TypeAlias = dict[str, Any]
+Cell: TypeAlias = "str | Callable[[Json], str]"
 MIB = 2**20
-LENGTH_FIELDS = " ".join(LENGTH_FLAGS)
+DEFAULT_CLUSTER = "h800"
 
 _MEMORY_LEGEND = """\
 components of a GPU's memory at its peak (names in tables and in --json):
@@ -68,63 +80,211 @@ columns of the table:
 )
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows of column -> cell as aligned text, the first column to the left."""
-    columns = [[name, *(str(row[name]) for row in rows)] for name in rows[0]]
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for cells in zip(*columns, strict=True):
-        first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+class Result(NamedTuple):
+    """What a command has found.
+
+    Attributes:
+        content: what ``--json`` prints.
+        text: for people: lines and tables.
+        status: the exit code.
+    """
+
+    content: object
+    text: Iterable[object]
+    status: int = 0
 
 
-def attributes(source: object, names: str) -> Json:
-    """Name -> value, of names that blanks separate."""
-    return {name: getattr(source, name) for name in names.split()}
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command; its docstring is its help."""
+
+    json: bool = flag("print JSON, for programs", False)
+
+    def result(self) -> Result:
+        """What the command finds."""
+        raise NotImplementedError
+
+    def run(self) -> int:
+        """Print the result; the exit code."""
+        content, text, status = self.result()
+        print(json.dumps(content, indent=2) if self.json else "\n".join(map(str, text)))
+        return status
 
 
-def _gib(sizes: Mapping[str, float], digits: int, least: float = 1.0) -> dict[str, str]:
-    return {name: f"{size / GIB:.{digits}f}" for name, size in sizes.items() if size >= least}
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """``--cluster``, of the commands that need the hardware's rates or memory."""
+
+    cluster: str | None = flag(
+        f"built-in name or a profile (JSON) (default: {DEFAULT_CLUSTER})", None
+    )
+
+    def load_cluster(self) -> tuple[Cluster, str]:
+        """The cluster, and its name as reports print it."""
+        cluster = load_cluster(self.cluster or DEFAULT_CLUSTER)
+        return cluster, f"cluster {cluster.name}" + ("" if self.cluster else " (default)")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows as aligned text, the first column to the left.
+
+    Args:
+        rows: as ``--json`` prints them.
+        columns: title -> the cell of a row: a format of its keys, or a function of it.
+        rule: the titles are underlined.
+    """
+
+    rows: Sequence[Json]
+    columns: Mapping[str, Cell]
+    rule: bool = True
+
+    def __str__(self) -> str:
+        columns = [
+            [title, *(c.format_map(row) if isinstance(c, str) else c(row) for row in self.rows)]
+            for title, c in self.columns.items()
+        ]
+        widths = [max(map(len, column)) for column in columns]
+        lines = []
+        for first, *others in zip(*columns, strict=True):
+            cells = map(str.rjust, others, widths[1:])
+            lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+        if self.rule:
+            lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(lines)
+
+
+def number(keys: str, unit: float = GIB, digits: int = 1) -> Callable[[Json], str]:
+    """The cell of a number in a unit, "" where a row has none; ``keys``: of nested rows."""
+
+    def cell(row: Json) -> str:
+        value: Any = row
+        for key in keys.split("."):
+            value = value.get(key, {})
+        return "" if value == {} else f"{value / unit:.{digits}f}"
+
+    return cell
+
+
+def attributes(source: object, *names: str) -> Json:
+    """Name -> value; blanks separate names, too."""
+    return {name: getattr(source, name) for name in " ".join(names).split()}
 
 
 # ------------------------------------------------------------------ memory
 
 
-def memory_json(memory: Memory) -> Json:
+def memory_row(memory: Memory) -> Json:
     """Bytes of each component, ``total_bytes`` and what is not in it."""
     sizes = {"total": memory.total, **memory.components()}
-    sizes |= {"formula": memory.formula, "offloaded": memory.offloaded}
-    sizes["host_states"] = memory.host_states
-    rounded: Json = {f"{name}_bytes": round(size) for name, size in sizes.items()}
-    return rounded | {"pipeline_stage": memory.stage}
+    sizes |= attributes(memory, "formula offloaded host_states")
+    return {f"{name}_bytes": round(size) for name, size in sizes.items()} | {
+        "pipeline_stage": memory.stage
+    }
 
 
-def memory_text(memory: Memory) -> str:
+def memory_text(memory: Memory) -> Iterator[object]:
     """The components of one GPU's memory."""
+    sizes = memory.components() | {"total": memory.total}
+    rows = [{"name": name, "bytes": size} for name, size in sizes.items() if size >= 1]
     title = f"rank of pipeline stage {memory.stage}"
-    sizes = _gib(memory.components() | {"total": memory.total}, 2)
-    text = table([{title: name, "GiB": size} for name, size in sizes.items()])
+    yield Table(rows, {title: "{name}", "GiB": number("bytes", digits=2)})
     if memory.host:
-        text += f"\nin host memory: {memory.host / GIB:.2f} GiB a GPU"
-    if memory.host_states:
-        text += f", {memory.host_states / GIB:.2f} GiB of them optimizer states"
-    return text
+        states = f", {memory.host_states / GIB:.2f} GiB of them optimizer states"
+        in_all = f"in host memory: {memory.host / GIB:.2f} GiB a GPU"
+        yield in_all + (states if memory.host_states else "")
 
 
-def degree_cells(config: ParallelConfig, stages: int = 1) -> Json:
-    """The table's columns of sequence, tensor and pipeline parallelism.
+def _ulysses_x_ring(row: Json) -> str:
+    inside = " (ring inside)" if row.get("order") == "ring-ulysses" else ""
+    return f"{row['ulysses']} x {row['ring']}{inside}"
+
+
+def _pipeline(row: Json) -> str:
+    stages = row.get("virtual_stages", 1)
+    return f"{row['pp']}" + (f" x {stages}" if stages > 1 else "")
+
+
+_DEGREES: Mapping[str, Cell] = MappingProxyType(
+    {"ulysses x ring": _ulysses_x_ring, "tp": "{tp}", "pp": _pipeline}
+)
+
+
+# ------------------------------------------------------------------ longest sequences
+
+
+def max_length_row(row: MaxLength) -> Json:
+    """One way to save memory: its longest sequence, what that needs, and what ends it."""
+    degrees = "tp ulysses ring pp dp recompute offload_ratio fused_loss"
+    content = attributes(row.config, degrees, *LENGTH_FLAGS)
+    content |= {"added": row.added} if row.added else {}
+    return content | attributes(row, "seq_len limit") | memory_row(row.memory_needed)
+
+
+def max_length_text(
+    model: ModelShape, cluster: Cluster, budget_bytes: float, rows: Sequence[MaxLength], alike: bool
+) -> Iterator[object]:
+    """A row for each way to save memory by its longest sequence; components in GiB.
 
     Args:
-        stages: virtual pipeline stages of a rank.
+        alike: all rows have the same degrees.
     """
-    order = " (ring inside)" if config.order == "ring-ulysses" else ""
-    return {
-        "ulysses x ring": f"{config.ulysses} x {config.ring}{order}",
-        "tp": config.tp,
-        "pp": f"{config.pp}" + (f" x {stages}" if stages > 1 else ""),
+    config = rows[0].config
+    degrees = f"tp {config.tp}, ulysses {config.ulysses}, ring {config.ring}, pp {config.pp}"
+    yield (
+        f"{model.name} on {config.gpus} x {cluster.name} "
+        f"({degrees if alike else 'each row with the degrees that go furthest'}, dp {config.dp}, "
+        f"ZeRO-{config.zero}), {budget_bytes / GIB:.1f} GiB each; GiB of a GPU at the longest "
+        "sequence"
+    )
+    columns: dict[str, Cell] = {"recompute": "{recompute}", "offload": "{offload_ratio:.0%}"}
+    columns |= {} if alike else _DEGREES
+    yield _lengths(sorted(rows, key=lambda row: row.seq_len), columns)
+
+
+def _lengths(rows: Sequence[MaxLength], first: Mapping[str, Cell]) -> Table:
+    """The table of longest sequences; components that are in none of them are left out."""
+    contents = [max_length_row(row) for row in rows]
+    shown = [
+        name
+        for name in rows[0].memory_needed.components()
+        if name != "workspace" and any(content[f"{name}_bytes"] for content in contents)
+    ]
+    columns: dict[str, Cell] = {
+        **first,
+        "tokens": lambda row: f"{row['seq_len']:,}" if row["seq_len"] else "none",
+        **{name: number(f"{name}_bytes") for name in shown},
+        "GPU": number("total_bytes"),
+        "host": lambda row: f"{(row['offloaded_bytes'] + row['host_states_bytes']) / GIB:.1f}",
+        "ends with": "{limit}",
     }
+    return Table(contents, columns)
+
+
+def length_steps_text(
+    model: ModelShape,
+    cluster: Cluster,
+    budget_bytes: float,
+    workspace_bytes: float,
+    steps: Sequence[MaxLength],
+) -> Iterator[object]:
+    """The settings that make the longest sequence longer, one more in each row, and what twice the
+    length of the last one would take."""
+    last = steps[-1]
+    if not last.seq_len:
+        yield ""
+        return
+    yield "\nsettings that make it longer, each kept in the rows below it"
+    yield _lengths(steps, {"+ setting": "{added}"})
+    config, twice = last.config, 2 * last.seq_len
+    needs = needs_at(model, last, twice, workspace_bytes)
+    host = cluster.host_budget_bytes(config.gpus)
+    yield (
+        f"the last row is {config}{', loss in chunks' if config.fused_loss else ''}\n"
+        f"{last.limit} ends it: {twice:,} tokens would take {needs.total / GIB:.1f} GiB of a GPU "
+        f"that has {budget_bytes / GIB:.1f}, and {needs.host / GIB:.1f} GiB of host memory for "
+        f"each GPU, which has {host / GIB:.1f}"
+    )
 
 
 # ------------------------------------------------------------------ communication
@@ -166,60 +326,76 @@ def comm_json(work: Workload, config: ParallelConfig, ranks: Sequence[AttentionB
     }
 
 
-def comm_text(work: Workload, config: ParallelConfig, ranks: Sequence[AttentionBytes]) -> str:
+_COMM: Mapping[str, str] = MappingProxyType(
+    {
+        "fwd all-to-all": "forward_bytes.all_to_all",
+        "fwd ring kv": "forward_bytes.ring_kv",
+        "bwd all-to-all": "backward_bytes.all_to_all",
+        "bwd ring kv": "backward_bytes.ring_kv",
+        "bwd ring dkv": "backward_bytes.ring_dkv",
+    }
+)
+_COMM_OUTER: Mapping[str, str] = MappingProxyType(
+    {
+        "each outer kv": "forward_bytes.ring_kv_outer",
+        "bwd outer dkv": "backward_bytes.ring_dkv_outer",
+    }
+)
+
+
+def comm_text(content: Json) -> Iterator[object]:
     """The table of the bytes that attention sends: a row for each rank, in MiB."""
-    double_ring = any(sent.ring_kv_outer for sent in ranks)
-    rows = []
-    for rank, sent in enumerate(ranks):
-        sizes = {
-            "fwd all-to-all": sent.all_to_all_forward,
-            "fwd ring kv": sent.ring_kv_forward,
-            "bwd all-to-all": sent.all_to_all_backward,
-            "bwd ring kv": sent.ring_kv_backward,
-            "bwd ring dkv": sent.ring_dkv_backward,
-        }
-        if double_ring:
-            outer = {"each outer kv": sent.ring_kv_outer, "bwd outer dkv": sent.ring_dkv_outer}
-            sizes |= outer
-        sizes["all"] = sent.forward + sent.backward
-        rows.append({"rank": rank, **{name: f"{size / MIB:.2f}" for name, size in sizes.items()}})
-    text = (
-        f"{work.model.name}, {work.seq_len} tokens, tp {config.tp}, ulysses {config.ulysses} x "
-        f"ring {config.ring}: MiB that a rank sends in one layer for one micro batch\n{table(rows)}"
-    )
-    if config.tp > 1:
-        mean = layer_traffic(work, config)
-        forward, backward = mean.tp_forward / MIB, mean.tp_backward / MIB
-        text += f"\ntp: {forward:.2f} MiB forward, {backward:.2f} MiB backward"
-    return text
+    yield (
+        "{model}, {seq_len} tokens, tp {tp}, ulysses {ulysses} x ring {ring}: MiB that a rank "
+        "sends in one layer for one micro batch"
+    ).format_map(content)
+    rows = content["ranks"]
+    outer = any(row["forward_bytes"]["ring_kv_outer"] for row in rows)
+    keys = {**_COMM, **(_COMM_OUTER if outer else {}), "all": "total_bytes"}
+    yield Table(rows, {"rank": "{rank}", **{t: number(key, MIB, 2) for t, key in keys.items()}})
+    if content["tp"] > 1:
+        forward, backward = content["tp_forward_bytes"] / MIB, content["tp_backward_bytes"] / MIB
+        yield f"tp: {forward:.2f} MiB forward, {backward:.2f} MiB backward"
 
 
 # ------------------------------------------------------------------ plans
 
 
-def tokens_per_s(result: SearchResult, plan: Plan) -> float:
-    """Predicted tokens per second of one GPU."""
-    work = result.work
-    return work.global_batch * work.seq_len / plan.config.gpus / plan.time.total
-
-
-def plan_json(result: SearchResult, plan: Plan) -> Json:
+def plan_row(result: SearchResult, plan: Plan) -> Json:
     """One plan: its degrees and settings, predicted time, MFU and memory."""
-    config, model = plan.config, result.work.model
+    config, work = plan.config, result.work
     return {
         **attributes(config, "tp ulysses ring order pp"),
-        "virtual_stages": config.virtual_stages(model),
-        "layers_per_virtual_stage": config.chunk_layers(model),
+        "virtual_stages": config.virtual_stages(work.model),
+        "layers_per_virtual_stage": config.chunk_layers(work.model),
         **attributes(config, "dp zero recompute offload_ratio fused_loss micro_batch"),
-        **attributes(config, LENGTH_FIELDS),
-        "micro_batches": config.micro_batches(result.work.global_batch),
+        **attributes(config, *LENGTH_FLAGS),
+        "micro_batches": config.micro_batches(work.global_batch),
         "mfu": plan.mfu,
         "step_s": plan.time.total,
-        "tokens_per_s_per_gpu": tokens_per_s(result, plan),
+        "tokens_per_s_per_gpu": work.global_batch * work.seq_len / config.gpus / plan.time.total,
         "time_s": plan.time.components(),
-        "memory": memory_json(plan.memory),
+        "memory": memory_row(plan.memory),
         "lacks_bytes": round(plan.over_budget_bytes),
     }
+
+
+_PLANS: Mapping[str, Cell] = MappingProxyType(
+    {
+        **_DEGREES,
+        "dp": "{dp}",
+        "ZeRO": "{zero}",
+        "mb": "{micro_batch}",
+        "loss": lambda row: "chunks" if row["fused_loss"] else "whole",
+        "recompute": "{recompute}",
+        "offload": "{offload_ratio:.0%}",
+        "MFU": "{mfu:.1%}",
+        "step s": "{step_s:.2f}",
+        "tok/s/GPU": "{tokens_per_s_per_gpu:.0f}",
+        "GiB": number("memory.total_bytes"),
+        "": "{mark}",
+    }
+)
 
 
 def search_result_json(result: SearchResult, top: int) -> Json:
@@ -236,36 +412,17 @@ def search_result_json(result: SearchResult, top: int) -> Json:
         "considered": result.considered,
         "refused": dict(result.refused),
         "tie_within": result.stated_error,
-        "plans": [plan_json(result, plan) for plan in result.plans[:top]],
-        "too_large": [plan_json(result, plan) for plan in result.over_memory[:3]],
+        "plans": [plan_row(result, plan) for plan in result.plans[:top]],
+        "too_large": [plan_row(result, plan) for plan in result.over_memory[:3]],
     }
     if not result.plans and closest:
         changes = what_would_help(result, closest)
-        content["nearest"] = plan_json(result, closest)
+        content["nearest"] = plan_row(result, closest)
         content["lacks_gib"] = closest.over_budget_bytes / GIB
         content["would_help"] = [
             {"change": change, "saves_bytes": round(saved)} for change, saved in changes
         ]
     return content
-
-
-def _plan_cells(result: SearchResult, plan: Plan, mark: str) -> Json:
-    """A plan's row of the table, by column; ``mark`` is its last cell."""
-    config = plan.config
-    return {
-        **degree_cells(config, config.virtual_stages(result.work.model)),
-        "dp": config.dp,
-        "ZeRO": config.zero,
-        "mb": config.micro_batch,
-        "loss": "chunks" if config.fused_loss else "whole",
-        "recompute": config.recompute,
-        "offload": f"{config.offload_ratio:.0%}",
-        "MFU": f"{plan.mfu:.1%}",
-        "step s": f"{plan.time.total:.2f}",
-        "tok/s/GPU": f"{tokens_per_s(result, plan):.0f}",
-        "GiB": f"{plan.memory.total / GIB:.1f}",
-        "": mark,
-    }
 
 
 def plans_text(result: SearchResult, top: int) -> str:
@@ -275,47 +432,45 @@ def plans_text(result: SearchResult, top: int) -> str:
     work, best, plans = result.work, result.plans[0], result.plans[:top]
     ties = [result.is_tie(plan) for plan in plans]
     tied = sum(ties) > 1  # the best one alone is no tie
+
+    def table(plans: Sequence[Plan], marks: Iterable[str]) -> str:
+        marked = zip(plans, marks, strict=True)
+        rows = [plan_row(result, plan) | {"mark": mark} for plan, mark in marked]
+        return str(Table(rows, _PLANS))
+
     lines = [
         f"{work.model.name}, {work.seq_len} tokens, global batch {work.global_batch}, "
         f"{result.gpus} x {result.cluster.name}, {result.budget_bytes / GIB:.1f} GiB each: "
         f"{result.considered} configurations considered{_profiled_text(result, top)}",
         *(f"warning: {line}" for line in _warnings(result)),
-        table(
-            [
-                _plan_cells(result, plan, "=" if tie and tied else "")
-                for plan, tie in zip(plans, ties, strict=True)
-            ]
-        ),
+        table(plans, ["=" if tie and tied else "" for tie in ties]),
     ]
     if tied:
         lines.append(
             f"= {sum(ties)} of the {len(plans)} are a tie: less than {result.stated_error:.0%} "
             "apart, the planner's own error; measure them, or take the simplest"
         )
-    over_memory = [plan for plan in result.over_memory[:3] if plan.mfu > best.mfu]
-    if over_memory:
-        cells = [
-            _plan_cells(result, plan, f"{plan.over_budget_bytes / GIB:.1f} too many")
-            for plan in over_memory
-        ]
-        lines += ["", "faster, but too large:", table(cells)]
+    over = [plan for plan in result.over_memory[:3] if plan.mfu > best.mfu]
+    if over:
+        marks = [f"{plan.over_budget_bytes / GIB:.1f} too many" for plan in over]
+        lines += ["", "faster, but too large:", table(over, marks)]
     left_out = ", ".join(f"{rule} ({count})" for rule, count in result.refused.most_common())
-    return "\n".join(
-        [*lines, "", f"not listed: {left_out or 'none'}", "", _breakdown(result, best)]
-    )
+    lines += ["", f"not listed: {left_out or 'none'}", "", *_breakdown(result, best)]
+    return "\n".join(lines)
 
 
-def _breakdown(result: SearchResult, plan: Plan) -> str:
+def _breakdown(result: SearchResult, plan: Plan) -> Iterator[str]:
     """The plan's step time and memory by component, and its FLOPs with recomputation."""
-    work, total = result.work, plan.time.total
-    times = (
+    work, config, total = result.work, plan.config, plan.time.total
+    times = ", ".join(
         f"{name} {seconds:.3f} s ({seconds / total:.0%})"
         for name, seconds in plan.time.components().items()
         if seconds > 0
     )
-    sizes = _gib(plan.memory.components(), 1, least=MIB)
-    flop = model_flop_per_token(work.model, work.seq_len, work.documents)
-    config = plan.config
+    yield f"the best: time: {times}"
+    sizes = plan.memory.components().items()
+    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes if size >= MIB)
+    yield f"          memory (GiB): {shown}"
     executed = hardware_flop_per_token(
         work.model,
         work.seq_len,
@@ -324,11 +479,8 @@ def _breakdown(result: SearchResult, plan: Plan) -> str:
         mlp_chunks=config.mlp_chunks,
         checkpoint_layers=config.checkpoint_layers,
     )
-    return (
-        f"the best: time: {', '.join(times)}\n"
-        f"          memory (GiB): {', '.join(f'{name} {size}' for name, size in sizes.items())}\n"
-        f"          hardware FLOPs: {executed / flop:.2f} x those of the model"
-    )
+    flop = model_flop_per_token(work.model, work.seq_len, work.documents)
+    yield f"          hardware FLOPs: {executed / flop:.2f} x those of the model"
 
 
 def _profiled_text(result: SearchResult, top: int) -> str:
@@ -350,19 +502,70 @@ def _profiled_text(result: SearchResult, top: int) -> str:
 
 def _warnings(result: SearchResult) -> list[str]:
     """Launch times that a profile has for layers or for attention alone, which are then unused."""
-    model = result.work.model
-    layers = f"layers of {model.name}", layer_rows(result.cluster.layers, model)
-    attention = "attention", result.cluster.calls
-    known = {name: _launch_times_known(rows) for name, rows in (layers, attention)}
-    if len(set(known.values())) == 1:
+
+    def known(rows: Sequence[MeasuredLayer] | Sequence[MeasuredAttention]) -> bool:
+        return bool(rows) and all(min(x.forward_host_s, x.backward_host_s) > 0 for x in rows)
+
+    model, cluster = result.work.model, result.cluster
+    layers, attention = f"layers of {model.name}", "attention"
+    of_layers, of_attention = known(layer_rows(cluster.layers, model)), known(cluster.calls)
+    if of_layers == of_attention:
         return []
-    present, missing = sorted(known, key=lambda name: not known[name])
+    present, missing = (layers, attention) if of_layers else (attention, layers)
     return [
         f"the profile has launch times of {present}, but not of {missing}: GPU idle time on "
         "kernel launches is not counted"
     ]
 
 
-def _launch_times_known(rows: Iterable[MeasuredLayer] | Iterable[MeasuredAttention]) -> bool:
-    known = [min(row.forward_host_s, row.backward_host_s) > 0 for row in rows]
-    return bool(known) and all(known)
+# ------------------------------------------------------------------ nothing fits
+
+
+def infeasibility_report(result: SearchResult) -> list[str]:
+    """The plan closest to fitting, what it lacks, and what would help."""
+    closest = result.closest_to_fitting
+    if closest is None:
+        rules = ", ".join(f"{rule} ({count})" for rule, count in result.refused.most_common(3))
+        return [f"no configuration of {result.gpus} GPUs is possible: {rules}"]
+    lines = [
+        f"nothing fits into {result.budget_bytes / GIB:.1f} GiB a GPU. The nearest plan lacks "
+        f"{closest.over_budget_bytes / GIB:.1f} GiB: {closest.config}"
+    ]
+    host, cluster = closest.memory.host, result.cluster
+    if host and not cluster.host_memory_fits(host, result.gpus):
+        lines.append(
+            f"nor does host memory hold the {host / GIB:.1f} GiB that a GPU offloads: "
+            f"{cluster.host_budget_bytes(result.gpus) / GIB:.1f} GiB a GPU"
+        )
+    for change, saved in what_would_help(result, closest):
+        enough = "enough" if saved >= closest.over_budget_bytes else "not enough alone"
+        lines.append(f"would help: {change} saves {saved / GIB:.1f} GiB ({enough})")
+    return lines
+
+
+def what_would_help(result: SearchResult, closest: Plan) -> list[tuple[str, float]]:
+    """Changes that save memory, with the bytes that each saves, the most helpful first."""
+    config, work = closest.config, result.work
+    changes: list[tuple[str, ParallelConfig]] = [
+        (f"twice the GPUs, ring {2 * config.ring}", config.replace(ring=2 * config.ring)),
+        (f"four times the GPUs, ring {4 * config.ring}", config.replace(ring=4 * config.ring)),
+        ("offload of all activations", config.replace(offload_ratio=1.0, offload_unit="layer")),
+        ("full recomputation", config.replace(recompute="full")),
+        ("ZeRO-3", config.replace(zero=3)),
+        ("a chunked loss", config.replace(fused_loss=True)),
+        *(
+            (", ".join(set(option.length_settings()) - set(config.length_settings())), option)
+            for setting in LENGTH_FLAGS
+            for option in length_options(work, config, setting)
+        ),
+        ("gradients in bf16", config.replace(grad_bytes=2)),
+    ]
+    if config.micro_batch > 1:
+        changes.append(("micro batch 1", config.replace(micro_batch=1)))
+    needs = closest.memory.total
+    saved = [
+        (what, needs - memory(work, changed, result.cluster.workspace_bytes).total)
+        for what, changed in changes
+        if changed != config and infeasible_reason(work, changed) is None
+    ]
+    return sorted((item for item in saved if item[1] > 2**20), key=lambda item: -item[1])

@@ -1,31 +1,336 @@
-"""Seconds of one optimizer step, by component."""
+"""Seconds of one optimizer step, by component: of a layer, of the exchanges beside it, and of what
+layers do not hide.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
-from ds_usp.planner.data_parallel_time import data_parallel_time
+from ds_usp.planner.attention_schedule import OFF
+from ds_usp.planner.attention_time import AttentionTime, attention_s, simulated_pass
 from ds_usp.planner.formulas import (
+    NOTHING,
+    HiddenExchange,
+    LaunchedWork,
+    bucket_elements,
+    elementwise_s,
+    exposed,
+    full_buckets,
+    gemm_s,
+    in_buckets,
     layer_bytes,
     mfu,
+    mlp_share,
     model_flop_per_token,
+    qkv_share,
     stage_elements,
+    under,
 )
-from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.kernel_time import elementwise_s, gemm_s
-from ds_usp.planner.launch_overhead import LaunchedWork
-from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.memory import states_bytes
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.profile_rows import (
+from ds_usp.planner.hardware import (
+    Cluster,
     embedding_head_rows,
+    layer_rows,
     nearest_step,
     nearest_tp,
     seconds_at,
     select_rows,
 )
-from ds_usp.planner.topology import DIRECT, exchange_s, group_of
-from ds_usp.planner.traffic import stage_boundary_bytes
+from ds_usp.planner.memory import states_bytes
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.traffic import (
+    COLLECTIVE,
+    DIRECT,
+    exchange_s,
+    group_of,
+    layer_traffic,
+    stage_boundary_bytes,
+    step_traffic,
+)
+
+# ------------------------------------------------------------------ a layer
+
+
+_GEMMS = 4  # of a layer: QKV projection, output projection, both of the MLP; a launch each
+COMPONENTS = ("matrices", "attention", "elementwise", "tp", "sp", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of one layer and one micro batch, forward and backward together.
+
+    Args:
+        matrices: GEMMs.
+        attention: kernels of the attention core.
+        elementwise: norms, activation functions, merges of partial attention results.
+        tp, sp: exposed exchanges.
+        recompute: recomputation in backward.
+        forward, backward: each direction's time, with the time to launch it; backward with what is
+            recomputed.
+        measured: all but the attention is from a profile, and is in ``matrices``.
+    """
+
+    matrices: float
+    attention: float
+    elementwise: float
+    tp: float
+    sp: float
+    recompute: float
+    forward: LaunchedWork
+    backward: LaunchedWork
+    measured: bool = False
+
+    @property
+    def total(self) -> float:
+        """Seconds of all components."""
+        return sum(self.components().values())
+
+    def components(self) -> dict[str, float]:
+        """Name -> seconds."""
+        return {name: getattr(self, name) for name in COMPONENTS}
+
+
+def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> LayerTime:
+    """Forward, 2 times its GEMMs and 2.5 times its attention for backward, and recomputation.
+
+    All but the attention core comes from the cluster's profile if such a layer is in it. For a
+    layer that was measured at another tensor-parallel degree, the formula is scaled by measured /
+    formula at that degree: an estimate must not look faster than a measurement.
+    """
+    core, core_backward, rest = _layer_once(cluster, work, config.replace(recompute="none"))
+    attention, attention_backward = (
+        LaunchedWork(time.total, time.launch_s).in_launches(time.chunks)
+        for time in (core, core_backward)
+    )
+    if not (attention.launch_s and rest.forward.launch_s):
+        attention = attention.without_launch_time()
+        attention_backward = attention_backward.without_launch_time()
+        rest = rest.without_launch_time()
+    forward = rest.forward_with(attention)
+    recomputed = NOTHING
+    if config.recompute == "full":
+        recomputed = forward
+    elif config.recompute == "attention":
+        recomputed = rest.forward.in_launches(_GEMMS)
+    elif config.recompute == "attention-only":
+        recomputed = attention
+    elif config.recompute == "gemm-last":
+        whole = config.replace(mlp_chunks=0)
+        saved_less = _unfused_bytes(work, whole) - layer_bytes(work, whole)
+        recomputed = LaunchedWork(elementwise_s(cluster, 2 * max(saved_less, 0.0)))
+    if config.checkpoint_layers > 1:  # the last layer of a group is computed as often as before
+        recomputed += recomputed.part(1 - 1 / config.checkpoint_layers)
+    if config.heads_in_chunks:  # their exchange runs under attention of other chunks
+        recomputed += rest.forward.part(qkv_share(work.model))
+    if config.mlp_chunks > 1:
+        recomputed += rest.forward.part(mlp_share(work.model))
+    return LayerTime(
+        matrices=rest.matrices,
+        attention=core.kernel + core_backward.kernel,
+        elementwise=rest.elementwise + core.merge + core_backward.merge,
+        tp=rest.tp,
+        sp=core.exposed + core_backward.exposed,
+        recompute=recomputed.device_s,
+        forward=forward,
+        backward=recomputed + rest.backward_with(attention_backward),
+        measured=rest.measured,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _layer_once(
+    cluster: Cluster, work: Workload, config: ParallelConfig
+) -> tuple[AttentionTime, AttentionTime, _NonAttention]:
+    """Attention forward and backward, and the rest: independent of the recomputation."""
+    core, core_backward = (
+        attention_s(cluster, work, config, backward=backward) for backward in (False, True)
+    )
+    rest = _measured_rest(cluster, work, config) or _scaled_rest(cluster, work, config)
+    return core, core_backward, rest
+
+
+@dataclass(frozen=True, slots=True)
+class _NonAttention:
+    """A layer without its attention core, by component and direction."""
+
+    matrices: float
+    elementwise: float
+    tp: float
+    forward: LaunchedWork
+    backward: LaunchedWork
+    measured: bool
+
+    def forward_with(self, core: LaunchedWork) -> LaunchedWork:
+        """Forward of the layer: one of four GEMMs, attention, the other GEMMs."""
+        gemm = self.forward.fraction(_GEMMS)
+        return gemm + core + gemm * (_GEMMS - 1)
+
+    def backward_with(self, core: LaunchedWork) -> LaunchedWork:
+        """Backward of the layer."""
+        gemm = self.backward.fraction(_GEMMS)
+        return gemm * (_GEMMS - 1) + core + gemm
+
+    def without_launch_time(self) -> _NonAttention:
+        """These times with all launch times not known."""
+        forward, backward = self.forward, self.backward
+        return replace(
+            self, forward=forward.without_launch_time(), backward=backward.without_launch_time()
+        )
+
+
+def _measured_rest(
+    cluster: Cluster, work: Workload, config: ParallelConfig
+) -> _NonAttention | None:
+    """Times of a layer but for attention, from the profile; None without rows of it."""
+    rows = layer_rows(cluster.layers, work.model, config.tp)
+    if not rows:
+        return None
+    tokens = work.rank_tokens(config)
+    forward, backward = (
+        LaunchedWork.from_rows(rows, tokens, "tokens", f"{direction}_s", f"{direction}_host_s")
+        for direction in ("forward", "backward")
+    )
+    total = forward.device_s + backward.device_s
+    return _NonAttention(total, 0.0, 0.0, forward, backward, True)
+
+
+def _scaled_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
+    """The formula, scaled by measured / formula at the closest profiled tensor-parallel degree."""
+    predicted = _predicted_rest(cluster, work, config)
+    tp = nearest_tp(layer_rows(cluster.layers, work.model), config.tp)
+    profiled = config.replace(tp=tp or config.tp)
+    measured = _measured_rest(cluster, work, profiled)
+    if measured is None:
+        return predicted
+    formula = _predicted_rest(cluster, work, profiled)
+    forward = predicted.forward.scaled(measured.forward, formula.forward)
+    backward = predicted.backward.scaled(measured.backward, formula.backward)
+    ratio = (forward.device_s + backward.device_s) / (
+        predicted.forward.device_s + predicted.backward.device_s
+    )
+    times = (ratio * predicted.matrices, ratio * predicted.elementwise, ratio * predicted.tp)
+    return _NonAttention(*times, forward, backward, False)
+
+
+def _predicted_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
+    """Times of a layer but for attention by formula: GEMMs (backward has two for each of forward),
+    elementwise kernels, tensor-parallel collectives."""
+    tokens = work.rank_tokens(config)
+    gemms = gemm_s(cluster, tokens, tokens * work.model.matrix_elements / config.tp)
+    elementwise = elementwise_s(cluster, 2 * _unfused_bytes(work, config))
+    tp_forward, tp_backward = tensor_parallel_time(cluster, work, config)
+    forward = LaunchedWork(gemms + elementwise + tp_forward.added)
+    backward = LaunchedWork(2 * gemms + 2 * elementwise + tp_backward.added)
+    tp = tp_forward.added + tp_backward.added
+    return _NonAttention(3 * gemms, 3 * elementwise, tp, forward, backward, False)
+
+
+def _unfused_bytes(work: Workload, config: ParallelConfig) -> float:
+    """Activations without recomputation: about what elementwise kernels write."""
+    whole = config.replace(recompute="none", mlp_chunks=0, fused_activation=True)
+    return layer_bytes(work, whole)
+
+
+# ------------------------------------------------------------------ tensor parallelism
+# The exchanges of a layer, and what its products hide of them.
+
+
+def tensor_parallel_time(
+    cluster: Cluster, work: Workload, config: ParallelConfig
+) -> tuple[HiddenExchange, HiddenExchange]:
+    """Forward and backward of one layer and one micro batch.
+
+    Each of the two pairs of linear layers all-reduces once a direction; in backward under the
+    product of the first layer's weight gradient, as megatron-core and Megatron-DeepSpeed have it.
+
+    With sharded tokens (Megatron's sequence parallelism, ``--usp-tp-shard-tokens on``) each pair
+    all-gathers before and reduce-scatters after, forward and backward, and backward gathers once
+    more. Four of these six of backward are posted under products, and count as exposed: layers on
+    2 H200 took 3 to 23 % longer than with all-reduces (``tp_overlap.csv``), by these formulas 7 to
+    17 % if all are exposed and 1 to 4 % if four are hidden; and published throughputs with sharded
+    tokens are 6 % off in the mean, not 10 %.
+    """
+    if config.tp == 1:
+        return HiddenExchange(), HiddenExchange()
+    traffic, group = layer_traffic(work, config), group_of(config, "tp")
+    if config.tp_sequence:
+        forward = exchange_s(cluster, group, traffic.tp_forward, COLLECTIVE, 4)
+        backward = exchange_s(cluster, group, traffic.tp_backward, COLLECTIVE, 6)
+        return exposed(forward), exposed(backward)
+    tokens, model = work.rank_tokens(config), work.model
+    one = exchange_s(cluster, group, traffic.tp_forward / 2, COLLECTIVE, 2)
+    hidden = HiddenExchange()
+    for width in (model.q_width + 2 * model.kv_width, model.ffn * (2 if model.gated else 1)):
+        product = gemm_s(cluster, tokens, tokens * model.hidden * width / config.tp)
+        hidden += under(cluster, one, product)
+    return exposed(2 * one), hidden
+
+
+# ------------------------------------------------------------------ data parallelism
+# The exchange of gradients and parameters, and what the layers hide of it.
+
+
+class DataParallelTime(NamedTuple):
+    """Of one step.
+
+    Attributes:
+        gradients: their reduction.
+        parameters: their all-gathers.
+    """
+
+    gradients: HiddenExchange
+    parameters: HiddenExchange
+
+
+def reduces_under_backward(config: ParallelConfig) -> bool:
+    """Whether gradients are reduced under backward, not at its end. DeepSpeed's bf16 optimizer,
+    which alone sums gradients of bf16 weights in fp32 under ZeRO-1, reduces all at the end."""
+    at_end = config.unsharded_grad_reduce and config.zero == 1
+    return config.zero == 3 or (config.overlap_gradients and not at_end)
+
+
+def data_parallel_time(
+    cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
+) -> DataParallelTime:
+    """ZeRO-3 gathers under the layers, once a direction, and reduces under backward; the other
+    stages reduce at the end, or bucket by bucket under backward (ZeRO-2 of every micro batch, else
+    of the last), and then gather parameters.
+
+    Args:
+        layers_s: of all micro batches, both directions.
+    """
+    sent, group = step_traffic(work, config), group_of(config, "zero")
+    micro_batches = config.micro_batches(work.global_batch)
+    backward_s = layers_s * 2 / 3
+    if config.zero == 3:
+        messages = micro_batches * work.model.layers
+        gather = exchange_s(cluster, group, sent.parameters / 2, COLLECTIVE, messages)
+        reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE, messages)
+        both = under(cluster, gather + reduce, backward_s)
+        part = reduce / (gather + reduce) if reduce else 0.0
+        parameters = under(cluster, gather, layers_s / 3) + both * (1 - part)
+        return DataParallelTime(both * part, parameters)
+    parameters = exposed(exchange_s(cluster, group, sent.parameters, COLLECTIVE))
+    if not reduces_under_backward(config):
+        reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE)
+        return DataParallelTime(exposed(reduce), parameters)
+    model, layers = work.model, config.layers_per_stage(work.model)
+    elements = bucket_elements(model, config.tp, config.zero)
+    filled = full_buckets(model, config.tp, layers, elements)
+    times = micro_batches if config.zero == 2 else 1
+    bytes_each = sent.gradients / times / sum(elements for _, elements in filled)
+    one_s = backward_s / micro_batches
+    buckets = (
+        (part * one_s, exchange_s(cluster, group, elements * bytes_each, COLLECTIVE))
+        for part, elements in filled
+    )
+    return DataParallelTime(in_buckets(cluster, buckets, one_s) * times, parameters)
+
+
+# ------------------------------------------------------------------ a step
+
 
 # Bytes that Megatron's cross entropy reads and writes for each logit: to fp32, maximum, difference,
 # exponential, sum, quotient, and in backward the product and back to bf16.
@@ -220,3 +525,102 @@ def step_mfu(cluster: Cluster, work: Workload, config: ParallelConfig, step_s: f
     tokens = work.global_batch * work.seq_len / config.gpus
     flop = tokens * model_flop_per_token(work.model, work.seq_len, work.documents)
     return mfu(flop / step_s, cluster.peak_flop_per_s)
+
+
+# ------------------------------------------------------------------ communication of a step
+# By kind: its bytes and seconds, and what of these no kernel hides.
+
+
+# Recomputations whose backward exchanges again what forward of attention, of the products did.
+_ATTENTION_AGAIN = ("attention-only", "full")
+_PRODUCTS_AGAIN = ("attention", "full")
+_RING = ("ring_kv", "ring_dkv", "ring_kv_outer", "ring_dkv_outer")
+
+
+@dataclass(frozen=True, slots=True)
+class StepExchange:
+    """One kind of communication in one step, on one rank in the mean.
+
+    Args:
+        kind: as ``--usp-report-communication`` names it.
+        sent_bytes: to other ranks, or to host memory and back.
+        seconds: in which one is in flight.
+        exposed: of these, those in which no kernel runs.
+    """
+
+    kind: str
+    sent_bytes: float
+    seconds: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        """Seconds under kernels."""
+        return max(0.0, self.seconds - self.exposed)
+
+
+def step_communication(
+    cluster: Cluster, work: Workload, config: ParallelConfig, step: StepTime, projections: str = OFF
+) -> tuple[StepExchange, ...]:
+    """The kinds that a step has, of the formulas that price it.
+
+    Args:
+        step: its time.
+        projections: where the products around attention are, one of ``PROJECTIONS``.
+    """
+    layers = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
+    rows = [*_attention(cluster, work, config, layers, projections)]
+    sent = step_traffic(work, config)
+    reduction, gather = data_parallel_time(cluster, work, config, step.layers)
+    rows += [
+        _row("gradient reduction", sent.gradients, reduction),
+        _row("parameter gather", sent.parameters, gather),
+    ]
+    traffic = layer_traffic(work, config)
+    forward, backward = tensor_parallel_time(cluster, work, config)
+    times = 2 if config.recompute in _PRODUCTS_AGAIN else 1
+    both = (forward * times + backward) * layers
+    rows.append(
+        _row("tensor parallel", layers * (times * traffic.tp_forward + traffic.tp_backward), both)
+    )
+    if config.pp > 1:
+        boundary = stage_boundary_bytes(work, config)
+        transfers = 2 * config.micro_batches(work.global_batch) * config.virtual_stages(work.model)
+        one = exchange_s(cluster, group_of(config, "pp"), boundary, DIRECT, 1)
+        exposed = min(step.pipeline, transfers * one)
+        rows.append(StepExchange("pipeline", transfers * boundary, transfers * one, exposed))
+    if config.offload_ratio:
+        copied = layers * config.offload_ratio * layer_bytes(work, config)
+        seconds = copied / cluster.host_bytes_per_s
+        exposed = max(0.0, seconds - step.layers)
+        rows.append(StepExchange("copies to and from the host", 2 * copied, seconds, exposed))
+    return tuple(row for row in rows if row.seconds > 0)
+
+
+def _row(kind: str, sent_bytes: float, time: HiddenExchange) -> StepExchange:
+    return StepExchange(kind, sent_bytes, time.seconds, time.exposed)
+
+
+def _attention(
+    cluster: Cluster, work: Workload, config: ParallelConfig, layers: int, projections: str
+) -> Iterator[StepExchange]:
+    """All-to-alls and the ring's exchanges, as the simulation of the schedule has them; where a
+    profile has calls, as much slower as these are."""
+    if config.sp == 1:
+        return
+    traffic, again = layer_traffic(work, config), 2 if config.recompute in _ATTENTION_AGAIN else 1
+    sums = {"all-to-all": [0.0, 0.0], "ring": [0.0, 0.0]}
+    for backward, times in ((False, again), (True, 1)):
+        plain, timeline = (
+            simulated_pass(cluster, work, config, backward=backward, projections=x).timeline
+            for x in (OFF, projections)
+        )
+        slower = times * attention_s(cluster, work, config, backward=backward).total / plain.total
+        for kind, of_kind in (("all-to-all", ("all_to_all",)), ("ring", _RING)):
+            sums[kind][0] += slower * sum(map(timeline.busy, of_kind))
+            sums[kind][1] += slower * sum(timeline.exposed.get(x, 0.0) for x in of_kind)
+    ulysses = traffic.ulysses * (again + 1 + (projections == "recompute"))
+    ring = traffic.ring_forward * again + traffic.ring_backward
+    for kind, sent in (("all-to-all", ulysses), ("ring", ring)):
+        seconds, exposed = sums[kind]
+        yield StepExchange(kind, layers * sent, layers * seconds, layers * exposed)

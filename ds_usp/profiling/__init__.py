@@ -4,5 +4,6 @@ from ds_usp.profiling import exposed
 from ds_usp.profiling.layers import layer_times
 from ds_usp.profiling.profile import profile
 from ds_usp.profiling.step_timer import StepTimer
+from ds_usp.profiling.this_machine import solved_ratio, this_cluster
 
-__all__ = ["StepTimer", "exposed", "layer_times", "profile"]
+__all__ = ["StepTimer", "exposed", "layer_times", "profile", "solved_ratio", "this_cluster"]

@@ -9,7 +9,7 @@ import torch
 from ds_usp.attention.functional import usp_attention
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.planner.profile_rows import MeasuredAttention
+from ds_usp.planner.hardware import MeasuredAttention
 from ds_usp.profiling.problem_sizes import ProblemSizes
 from ds_usp.profiling.step_timer import StepTimer
 

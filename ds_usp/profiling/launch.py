@@ -15,8 +15,7 @@ from ds_usp.config import torchrun_env
 from ds_usp.errors import ConfigError
 from ds_usp.planner.choose_degree import cluster_name
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.profiling.problem_sizes import ProblemSizes
 from ds_usp.profiling.profile import profile
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_usp.planner.hardware import MeasuredEmbeddingHead, MeasuredLayer
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.profile_rows import MeasuredEmbeddingHead, MeasuredLayer
 from ds_usp.profiling.problem_sizes import ProblemSizes
 from ds_usp.profiling.step_timer import StepTimer
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ds_usp.comm.process_groups import all_gather_shards, reduce_scatter_shards
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.planner.profile_rows import MeasuredExchange
+from ds_usp.planner.hardware import MeasuredExchange
 from ds_usp.profiling.problem_sizes import ProblemSizes
 from ds_usp.profiling.step_timer import Step, StepTimer
 

@@ -1,13 +1,11 @@
 """What a training loop needs around the attention: batches, the loss and DeepSpeed's engine."""
 
+from importlib import import_module
+from typing import Any
+
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.kernels.rotary_positions import RotaryPositions, rotate_projected
-from ds_usp.training.auto_settings import (
-    attention_kernel,
-    offload_ratio,
-    solved_ratio,
-    this_cluster,
-)
+from ds_usp.training.auto_settings import attention_kernel, offload_ratio
 from ds_usp.training.batch import (
     IGNORE_INDEX,
     SequenceBatch,
@@ -94,3 +92,10 @@ __all__ = [
     "weighted_loss",
     "with_large_enough_buckets",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``this_cluster`` and ``solved_ratio``: of ``ds_usp.profiling``, which may ask the planner."""
+    if name not in ("solved_ratio", "this_cluster"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("ds_usp.profiling"), name)

@@ -17,7 +17,7 @@ from ds_usp.attention.call_plan import AttentionOptions, plan_call
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.pipeline_schedule import render
-from ds_usp.planner.attention_call import AttentionCall
+from ds_usp.planner.attention_time import AttentionCall
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.parallel_config import ParallelConfig
 

@@ -17,10 +17,9 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner import ParallelConfig, Workload, load_cluster, search
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.step_time import head_time
-from ds_usp.planner.topology import COLLECTIVE, RankGroup, exchange_s
+from ds_usp.planner.step_time import head_time, layer_time
+from ds_usp.planner.traffic import COLLECTIVE, RankGroup, exchange_s
 from ds_usp.profiling import StepTimer, profile
 from ds_usp.profiling.step_timer import Step
 

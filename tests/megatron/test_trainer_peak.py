@@ -14,7 +14,7 @@ from test_trainer_layer_bytes import layer_and_input, validated
 
 from ds_usp.geometry.chunking import CallSize
 from ds_usp.kernels import rotary, rotary_positions
-from ds_usp.planner.layer_peak import attention_peak
+from ds_usp.planner.memory import attention_peak
 from ds_usp.training import prepare_deepspeed
 
 MODEL = """

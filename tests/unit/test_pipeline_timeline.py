@@ -12,7 +12,8 @@ from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
 from ds_usp.geometry.pipeline_schedule import EXCHANGES, Instr, Schedule, parse, pipeline_schedule
-from ds_usp.geometry.pipeline_timeline import (
+from ds_usp.geometry.ring_schedule import ring_schedule
+from ds_usp.planner.pipeline_timeline import (
     COMPUTE,
     CONTENTION,
     KIND_OF,
@@ -22,7 +23,6 @@ from ds_usp.geometry.pipeline_timeline import (
     Timeline,
     simulate,
 )
-from ds_usp.geometry.ring_schedule import ring_schedule
 
 # Two chunks of ulysses 2 x ring 2: each exchange by itself, kernel calls of 4 seconds.
 SECONDS = {"a2a": Cost(0, 3), "kv": Cost(0, 6), "attn": Cost(4), "end": Cost(1), "ret": Cost(0, 2)}

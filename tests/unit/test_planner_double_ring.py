@@ -12,12 +12,17 @@ from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.attention_time import YUNCHANG, attention_s, double_ring
 from ds_usp.planner.explain import explain
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.search import search
-from ds_usp.planner.topology import DIRECT, RankGroup, exchange_s, ring_ranks_per_node
-from ds_usp.planner.traffic import attention_bytes, layer_traffic
+from ds_usp.planner.traffic import (
+    DIRECT,
+    RankGroup,
+    attention_bytes,
+    exchange_s,
+    layer_traffic,
+    ring_ranks_per_node,
+)
 
 K = 1024
 H100 = load_cluster("h100")  # nodes of 8

@@ -1,4 +1,4 @@
-"""FLOPs, activations, memory and traffic against sums done by hand."""
+"""FLOPs, activations, memory and traffic against sums done by hand and the USP paper's table."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from ds_usp.planner.formulas import (
     stage_elements,
 )
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.layer_peak import attention_peak
-from ds_usp.planner.memory import logits_bytes, memory, offload_needed, stage_memory, states_bytes
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.memory import (
+    attention_peak,
+    logits_bytes,
+    memory,
+    offload_needed,
+    stage_memory,
+    states_bytes,
+)
+from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import (
     ParallelConfig,
     Workload,
@@ -164,8 +169,6 @@ def test_more_ring_less_memory() -> None:
 
 
 # ------------------------------------------------------------------ traffic
-
-
 @pytest.mark.parametrize("ring", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 def test_the_closed_form_is_the_mean_of_the_ranks(ulysses: int, ring: int) -> None:
@@ -217,29 +220,18 @@ def test_step_traffic() -> None:
 
 
 # ------------------------------------------------------------------ impossible cuts
+# Of a call; what a command refuses is in its golden file.
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"tp": 3}, "tp=3 must divide the 8 query heads and the 4 key/value heads"),
-        ({"tp": 4, "ulysses": 4}, "ulysses=4 needs at least 4 query heads.*there are 2"),
-        ({"pp": 3}, "4 layers do not divide into pp=3 stages"),
-        ({"pp": 2, "layers_per_virtual_stage": 3}, "do not divide into virtual stages of 3"),
-        ({"pp": 2, "zero": 2}, "ZeRO-2 does not go with a pipeline"),
         ({"ring": 0}, "ring=0 must be a whole number"),
         ({"zero": 4}, "zero=4 must be"),
         ({"offload_ratio": 1.5}, "between 0 and 1"),
         ({"recompute": "half"}, "recompute='half' must be one of none, gemm-last"),
-        ({"ring": 1024}, "512 tokens are too few"),
-        ({"dp": 3}, "a global batch of 4 does not divide among dp 3"),
-        ({"layers_per_virtual_stage": 2}, "virtual stages need a pipeline"),
-        (
-            {"pp": 2, "layers_per_virtual_stage": 1, "schedule": "deepspeed"},
-            "DeepSpeed's pipeline has no virtual stages",
-        ),
         ({"pp": 4, "dp": 2, "layers_per_virtual_stage": 1}, None),
-        ({"pp": 2, "dp": 4, "layers_per_virtual_stage": 1}, "multiples of pp=2, there are 1"),
     ],
 )
 def test_impossible_cuts_name_the_constraint(options: dict[str, object], says: str | None) -> None:
@@ -249,13 +241,6 @@ def test_impossible_cuts_name_the_constraint(options: dict[str, object], says: s
         return
     with pytest.raises(ConfigError, match=says):
         require_feasible(work, config)
-
-
-def test_degrees_must_use_all_gpus() -> None:
-    with pytest.raises(ConfigError, match="= 4 ranks, but there are 8 GPUs"):
-        require_feasible(Workload(SMALL, 512, 4), ParallelConfig(ring=4), 8)
-    with pytest.raises(ConfigError, match="do not fill a sequence"):
-        Workload(SMALL, 512, 1, (100,))
     with pytest.raises(ConfigError, match="seq_len=0"):
         Workload(SMALL, 0)
 
@@ -321,3 +306,65 @@ def test_documents_may_be_any_sequence() -> None:
     assert step_time(cluster, listed, ParallelConfig()) == step_time(
         cluster, packed, ParallelConfig()
     )
+
+
+# ------------------------------------------------------------------ table 2 of the USP paper
+# arXiv 2405.07719, by the planner's formulas, as docs/planner.md has it: what each kind of
+# parallelism sends and holds, for a GPT-2-like block of 12 d^2 elements in bf16 on N ranks. Where a
+# value differs from the printed one, the docs page states why.
+
+
+RANKS, SIDE = 4096, 64  # N large enough for the printed limits
+
+
+WIDTH, LENGTH = 8192, 65536
+
+
+BLOCK = ModelShape("block", 1, WIDTH, 4 * WIDTH, WIDTH // 2, WIDTH // 2, 128, gated=False)
+
+
+UNIFIED = {"ulysses": SIDE, "ring": SIDE}
+
+
+UNIFIED_SENT = 8 / RANKS + 4.5 / SIDE  # all-to-all, and the ring's volume over the Ulysses degree
+
+
+# Method -> degrees; elements sent for parameters in d^2 and for activations in b s d, straight and
+# relayed around the ring; fractions held of weights and gradients, and of optimizer states.
+ROWS = {
+    "SP-Ulysses": ({"ulysses": RANKS, "zero": 0}, 24, 8 / RANKS, 8 / RANKS, 1, 1),
+    "SP-Ring": ({"ring": RANKS, "zero": 0}, 24, 4.5, 6, 1, 1),
+    "DP": ({"dp": RANKS, "zero": 0}, 24, 0, 0, 1, 1),
+    "ZeRO-1": ({"dp": RANKS, "zero": 1}, 24, 0, 0, 1, 1 / RANKS),
+    "Unified, ZeRO-1": ({**UNIFIED, "zero": 1}, 24, UNIFIED_SENT, None, 1, 1 / RANKS),
+    "Unified, ZeRO-2": ({**UNIFIED, "zero": 2}, 24, UNIFIED_SENT, None, 0.5, 1 / RANKS),
+    "Unified, ZeRO-3": ({**UNIFIED, "zero": 3}, 36, UNIFIED_SENT, None, 1 / RANKS, 1 / RANKS),
+    "TP": ({"tp": RANKS, "tp_sequence": False, "zero": 0}, 0, 8, 8, 1 / RANKS, 1 / RANKS),
+    "TP-sp": ({"tp": RANKS, "zero": 0}, 0, 10, 10, 1 / RANKS, 1 / RANKS),
+}
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_the_table_of_the_usp_paper(method: str) -> None:
+    degrees, parameters, activations, relayed, weights_held, optimizer_held = ROWS[method]
+    config = ParallelConfig(**degrees, grad_bytes=2)
+    work = Workload(BLOCK, LENGTH, config.dp)
+    block = BLOCK.matrix_elements
+    of_block = block / config.tp / stage_elements(work, config, 0)  # without embedding and head
+    sent = step_traffic(work, config).total * of_block / (2 * WIDTH**2)
+    assert sent == pytest.approx(parameters, rel=0.001, abs=1e-9)
+    for relay, expected in ((False, activations), (True, relayed)):
+        if expected is not None:
+            layer = layer_traffic(work, config, relay)
+            both = layer.tp_forward + layer.tp_backward + 2 * layer.ulysses
+            total = both + layer.ring_forward + layer.ring_backward
+            assert total / (2 * LENGTH * WIDTH) == pytest.approx(expected, rel=0.05, abs=1e-9)
+    weights, gradients, optimizer = states_bytes(block / config.tp, config)
+    held = (weights + gradients) / (4 * block), optimizer / (12 * block)
+    assert held == pytest.approx((weights_held, optimizer_held), rel=0.001)
+
+
+def test_tensor_parallelism_alone_replicates_what_norms_save() -> None:
+    sharded, replicated = saved_elements(BLOCK, ParallelConfig(tp=RANKS, tp_sequence=False))
+    assert (sharded / RANKS + replicated) / (sharded + replicated) > 0.2
+    assert saved_elements(BLOCK, ParallelConfig(tp=RANKS))[1] == 0

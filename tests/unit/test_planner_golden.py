@@ -1,4 +1,4 @@
-"""The planner against what others measured and published; docs/planner.md states its errors."""
+"""The planner against what others and we measured; docs/planner.md states its errors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from planner_expectations import (
 )
 
 from ds_usp.planner.attention_time import YUNCHANG, attention_s
-from ds_usp.planner.formulas import mfu, model_flop_per_token
+from ds_usp.planner.formulas import LaunchedWork, mfu, model_flop_per_token
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.launch_overhead import LaunchedWork
 from ds_usp.planner.memory import stage_memory
-from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
 from ds_usp.planner.step_time import MicroBatch, step_mfu, step_time
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
 
 
 def stated(title: str) -> str:

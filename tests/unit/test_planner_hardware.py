@@ -1,4 +1,4 @@
-"""Clusters and their links."""
+"""Clusters, their links, and rows of a profile: read, interpolated, and refused one by one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ import pytest
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.attention_time import attention_s
-from ds_usp.planner.formulas import stage_elements
-from ds_usp.planner.hardware import CLUSTERS, ORIGINS, Cluster, load_cluster
-from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
-from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.model_files import load_model
+from ds_usp.planner.formulas import NOTHING, LaunchedWork, stage_elements
+from ds_usp.planner.hardware import (
+    CLUSTERS,
+    ORIGINS,
+    Cluster,
+    MeasuredAttention,
+    MeasuredEmbeddingHead,
+    MeasuredExchange,
+    MeasuredLayer,
+    MeasuredStep,
+    interpolate_curve,
+    load_cluster,
+    seconds_at,
+)
+from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.profile_rows import interpolate_curve, seconds_at
-from ds_usp.planner.step_time import MicroBatch, head_time, step_time
-from ds_usp.planner.topology import (
+from ds_usp.planner.step_time import MicroBatch, head_time, layer_time, step_time
+from ds_usp.planner.traffic import (
     COLLECTIVE,
     DIRECT,
     RELAY,
@@ -41,6 +50,8 @@ def test_every_number_says_where_it_is_from(name: str) -> None:
 
 
 SHAPE = {"hidden": 4096, "ffn": 14336, "q_width": 4096, "kv_width": 1024, "gated": True, "tp": 1}
+
+
 ROWS: dict[str, list[dict[str, float | str]]] = {
     "exchanges": [
         {"collective": "all_gather", "ranks": 4, "sent_bytes": size, "seconds": seconds}
@@ -386,3 +397,64 @@ def test_nothing_is_sent_for_nothing() -> None:
     assert exchange_s(cluster, RankGroup(8, 1), 0, DIRECT) == 0
     assert exchange_s(cluster, RankGroup(8, 1), 1.0, DIRECT) >= 25e-6
     assert exchange_s(cluster, RankGroup(2, 8), 1.0, DIRECT) >= 30e-6
+
+
+# ------------------------------------------------------------------ rows of a profile
+# Those that the planner cannot draw a line through are refused, one by one.
+
+
+KINDS = {
+    "layers": MeasuredLayer(64, 128, 64, 32, True, 1, 48, 0.1, 0.2, 0.01, 0.02),
+    "calls": MeasuredAttention(2, 1, 96, 4, 2, 16, 0.1, 0.2),
+    "ends": MeasuredEmbeddingHead(64, 100, 1, 48, 0.1),
+    "steps": MeasuredStep(1000, 0, 4, 0.1),
+    "exchanges": MeasuredExchange("all_to_all", 2, 1024, 0.1),
+}
+
+
+def loaded(folder: Path, kind: str, *rows: dict[str, object]) -> Cluster:
+    file = folder / "mine.json"
+    file.write_text(json.dumps({"base": "h200", kind: rows}))
+    return load_cluster(str(file))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thing_is_measured_once(tmp_path: Path, kind: str) -> None:
+    """Two times of one size have no line through them, nor has the planner a reason to choose."""
+    row = vars(KINDS[kind])
+    seconds = "seconds" if "seconds" in row else "forward_s"
+    for name in row:
+        if not name.endswith(("_s", "seconds")):  # another thing, then
+            other = {"gated": False, "zero": 1, "collective": "p2p"}.get(name, 3)
+            assert loaded(tmp_path, kind, row, {**row, name: other}).name == "mine"
+    with pytest.raises(ConfigError, match=f"{kind}: two rows of .*: leave one of them out"):
+        loaded(tmp_path, kind, row, {**row, seconds: 0.3})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_rows(tmp_path: Path, kind: str) -> None:
+    row = vars(KINDS[kind])
+    not_a_number = (float("nan"), True, "4", None)
+    wrong: dict[str, tuple[object, ...]] = {
+        "Count": (1.5, 0, -1, *not_a_number),
+        "ZeroStage": (1.5, 4, -1, *not_a_number),
+        "Positive": (0, -0.1, float("inf"), *not_a_number),
+        "LaunchSeconds": (-0.1, float("inf"), *not_a_number),
+        "bool": (1, "yes"),
+        "Collective": ("all_to_some", 3),
+    }
+    for field in fields(KINDS[kind]):
+        for value in wrong[str(field.type)]:
+            with pytest.raises(ConfigError, match=f"{kind}: {field.name}=.* must be "):
+                loaded(tmp_path, kind, {**row, field.name: value})
+
+
+def test_what_may_be_zero(tmp_path: Path) -> None:
+    layer = vars(KINDS["layers"])
+    assert loaded(tmp_path, "layers", {**layer, "forward_host_s": 0}).layers[0].forward_host_s == 0
+    with pytest.raises(ConfigError, match=r"forward_host_s=-1 must be .* above 0, or 0: not known"):
+        loaded(tmp_path, "layers", {**layer, "forward_host_s": -1})
+    step = vars(KINDS["steps"])
+    assert loaded(tmp_path, "steps", {**step, "zero": 0}).steps[0].zero == 0
+    with pytest.raises(ConfigError, match="zero=4 must be 0, 1, 2 or 3"):
+        loaded(tmp_path, "steps", {**step, "zero": 4})

@@ -9,8 +9,7 @@ import pytest
 from planner_expectations import rows
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import MODELS, ModelShape
+from ds_usp.planner.models import MODELS, ModelShape, load_model
 from ds_usp.planner.parallel_config import Workload
 
 # Parameters as their makers count them.

@@ -32,8 +32,8 @@ from ds_usp.planner.attention_schedule import (
     SentBytes,
     mean_costs,
 )
-from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.projection_time import block_time
+from ds_usp.planner.step_time import layer_time
 from ds_usp.planner.traffic import layer_traffic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,10 +45,7 @@ TO_HEADS, TO_SEQUENCE = 8.0 + 4.0, 6.0  # bytes of q and of k and v, and of the 
 def seconds(backward: bool) -> PassSeconds:
     """Whole numbers: 100 s of queries' rows, 10 of keys' and values', 1 of the output."""
     qkv, out = SentBytes(8.0, 4.0), SentBytes(6.0)
-    sent = {
-        Op.A2A_POST: out if backward else qkv,
-        Op.RETURN_POST: qkv if backward else out,
-    }
+    sent = {Op.A2A_POST: out if backward else qkv, Op.RETURN_POST: qkv if backward else out}
     return PassSeconds(0.0, 0.0, 0.0, sent, lambda _, n: n, ProductSeconds(100.0, 10.0, 1.0))
 
 

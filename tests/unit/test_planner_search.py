@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.explain import what_would_help
-from ds_usp.planner.frameworks import FRAMEWORKS, framework_caps
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
-from ds_usp.planner.search import search
-from ds_usp.planner.search_result import GIB, SearchResult
+from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.parallel_config import (
+    FRAMEWORKS,
+    ParallelConfig,
+    Workload,
+    framework_caps,
+    infeasible_reason,
+)
+from ds_usp.planner.report import what_would_help
+from ds_usp.planner.search import GIB, SearchResult, search
 from ds_usp.planner.step_time import step_mfu, step_time
 
 
@@ -135,48 +138,11 @@ def test_fixed_axes() -> None:
 
 
 def test_impossible_requests() -> None:
-    for gpus, says in ((0, "must be 1 or more"), (12, "do not fill nodes of 8")):
-        with pytest.raises(ConfigError, match=says):
-            find("llama3-8b", 8192, 4, gpus)
+    """Of a call; what a command refuses is in its golden file."""
+    with pytest.raises(ConfigError, match="must be 1 or more"):
+        find("llama3-8b", 8192, 4, 0)
     with pytest.raises(ConfigError, match="holds nothing"):
         find("llama3-8b", 8192, 4, 8, budget_gib=0)
-    with pytest.raises(ConfigError, match="no configuration of 8 GPUs has"):
-        find("llama3-8b", 8192, 4, 8, tp=3)
-
-
-@pytest.mark.parametrize(
-    ("how", "fixed", "says"),
-    [
-        ("any", {"zero": 3, "pp": 2}, "zero 3, pp 2: ZeRO-3 does not go with a pipeline"),
-        ("any", {"zero": 3, "tp": 8, "pp": 2}, "ZeRO-3 has no ranks to share with"),
-        ("megatron-core", {"zero": 3}, "megatron-core has no ZeRO-3"),
-        ("megatron-core", {"recompute": "gemm-last"}, "megatron-core has no recompute gemm-last"),
-        (
-            "megatron-deepspeed",
-            {"recompute": "attention-only"},
-            "megatron-deepspeed has no recompute attention-only",
-        ),
-        ("megatron-deepspeed", {"order": "ring-ulysses"}, "has no order ring-ulysses"),
-        ("megatron-core", {"order": "ring-ulysses"}, "has no order ring-ulysses"),
-        ("any", {"order": "ring-ulysses", "ring": 1}, "without both ulysses and ring there is no"),
-        ("any", {"micro_batch": 3}, "micro batch 3 does not divide the sequences of a replica"),
-        ("any", {"dp": 3}, "no configuration of 16 GPUs has dp 3: degrees multiply"),
-        (
-            "any",
-            {"tp": 4, "ulysses": 8},
-            "no configuration of 16 GPUs has tp 4, ulysses 8: degrees multiply",
-        ),
-    ],
-)
-def test_what_is_given_and_cannot_be_is_named(
-    how: str, fixed: dict[str, object], says: str
-) -> None:
-    """And not whatever other cuts are refused for."""
-    with pytest.raises(ConfigError, match="no configuration of 16 GPUs has") as error:
-        find("llama3-8b", 131072, 1, 16, how=how, **fixed)
-    assert says in str(error.value)
-    for other in ("global batch", "node", "stages"):
-        assert other not in str(error.value)
 
 
 def test_what_is_given_is_counted_where_others_can_have_it() -> None:
@@ -224,43 +190,6 @@ def test_given_settings_are_in_possible_plans_alone(how: str, settings: dict[str
         assert infeasible_reason(work, plan.config, 8) is None
         assert not (how == "trainer" and plan.config.fused_loss and plan.config.pp > 1)
         assert {name: getattr(plan.config, name) for name in settings} == settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "fixed", "says"),
-    [
-        (
-            {"checkpoint_layers": 2},
-            {"recompute": "none"},
-            "has recompute none, 2 layers a checkpoint: several layers a checkpoint go with",
-        ),
-        ({"projection_overlap": "recompute"}, {"tp": 8}, "tp 8, heads in chunks: projection over"),
-        ({"mlp_chunks": 9000}, {}, "has MLP in 9000 chunks: an MLP in more chunks than tokens"),
-    ],
-)
-def test_settings_that_no_config_has_are_named(
-    settings: dict[str, Any], fixed: dict[str, object], says: str
-) -> None:
-    work, base = Workload(load_model("llama3-8b"), 8192, 8), ParallelConfig(**settings)
-    with pytest.raises(ConfigError, match="no configuration of 8 GPUs has") as error:
-        search(load_cluster("h200"), work, 8, fixed=fixed, base=base)
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("how", "settings"),
-    [
-        ("megatron-core", {"mlp_chunks": 2}),
-        ("megatron-lm", {"states_on_host": True}),
-        ("megatron-lm", {"fused_loss": True}),
-        ("megatron-core", {"projection_overlap": "recompute"}),
-    ],
-)
-def test_settings_that_a_framework_lacks_are_named(how: str, settings: dict[str, Any]) -> None:
-    (flag,) = settings
-    with pytest.raises(ConfigError, match=f"{how} has no --{flag.replace('_', '-')}: leave"):
-        framework_caps(how).with_settings_of(ParallelConfig(**settings))
-    assert framework_caps("any").with_settings_of(ParallelConfig(**settings))
 
 
 def test_help_is_true() -> None:

@@ -1,0 +1,519 @@
+"""The commands: what they print, emit and plot, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from dataclasses import fields, replace
+from pathlib import Path
+
+import planner_commands
+import pytest
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner import ParallelConfig, Workload, load_model
+from ds_usp.planner.__main__ import main
+from ds_usp.planner.emit import KINDS, emit
+from ds_usp.planner.explain import explain
+from ds_usp.planner.hardware import MeasuredAttention, MeasuredLayer, load_cluster
+from ds_usp.planner.parallel_config import framework_caps
+from ds_usp.planner.plot import panels
+from ds_usp.planner.report import plans_text, search_result_json
+from ds_usp.planner.search import SearchResult, search
+from ds_usp.planner.step_time import StepTime
+
+ROOT = Path(__file__).resolve().parents[2]
+CLOSE = {"rel": 1e-9, "abs": 1e-9}  # another libm may differ in the last digit
+
+
+def run(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
+    assert main(line.split()) == status
+    return capsys.readouterr().out
+
+
+def numbers(content: object, path: str = "") -> dict[str, object]:
+    """The leaves of a JSON document by their path."""
+    if isinstance(content, (dict, list)):
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        return {k: v for key, x in items for k, v in numbers(x, f"{path}/{key}").items()}
+    return {path: content}
+
+
+@pytest.mark.parametrize("name", planner_commands.FILES)
+def test_commands_print_what_their_golden_file_states(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written by tests/planner_commands.py."""
+    monkeypatch.chdir(ROOT)
+    for line, expected in planner_commands.read(name):
+        printed = planner_commands.run(line)
+        first, second = (text.partition("\n") for text in (printed, expected))
+        if expected.startswith(("{", "[{")):
+            actual, stated = (numbers(json.loads(text)) for text, *_ in (first, second))
+            assert list(actual) == list(stated), line
+            texts = [key for key, value in stated.items() if not isinstance(value, (int, float))]
+            assert {k: actual.pop(k) for k in texts} == {k: stated.pop(k) for k in texts}, line
+            assert actual == pytest.approx(stated, **CLOSE), line
+            assert first[2] == second[2], line
+        else:
+            assert printed == expected, line
+
+
+def test_json_is_consistent_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster a800 --json"
+    report = json.loads(run(capsys, line))
+    best = report["plans"][0]
+    assert best["tp"] * best["ulysses"] * best["ring"] * best["pp"] * best["dp"] == 16
+    assert best["memory"]["total_bytes"] <= report["budget_bytes"]
+    assert best["step_s"] == pytest.approx(sum(best["time_s"].values()))
+    assert best["tokens_per_s_per_gpu"] == pytest.approx(131072 / 16 / best["step_s"])
+    sizes = best["memory"]
+    apart = ("total_bytes", "formula_bytes", "offloaded_bytes", "pipeline_stage")
+    total = sum(size for name, size in sizes.items() if name not in apart)
+    assert total == pytest.approx(sizes["total_bytes"], abs=8)
+
+
+def test_measured_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-65B on 256 H800 (Megatron-Kwai, figure 7), which the golden file has predicted."""
+    line = next(line for line, _ in planner_commands.read("memory.txt"))
+    report = json.loads(run(capsys, f"{line} --json"))
+    assert report["total_bytes"] == pytest.approx(52089073152, rel=0.012)
+
+
+def test_bytes_of_attention_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "comm --model llama3-8b --seq-len 131072 --ulysses 4 --ring 4 --json"
+    first = json.loads(run(capsys, line))["ranks"][0]
+    # (u - 1) x local tokens x (q and out of 8 heads, k and v of 2) x 128 features x 2 bytes
+    assert first["forward_bytes"]["all_to_all"] == 3 * 8192 * (8 + 4 + 8) * 128 * 2
+    # Ring rank 0's back chunk is the last of all: only its front one is seen, by 3 ranks.
+    assert first["forward_bytes"]["ring_kv"] == 3 * 16384 * 2 * 2 * 128 * 2
+    assert first["ledger_bytes"]["ring_dkv"] == 6 * 16384 * 2 * 2 * 128 * 2
+    double = json.loads(run(capsys, line + " --inner-ring 2"))["ranks"][0]
+    # Of both, one chunk for a node of two crosses the network.
+    assert double["forward_bytes"]["ring_kv_outer"] == 16384 * 2 * 2 * 128 * 2
+
+
+def test_lengths_in_powers_of_1024(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "memory --model 7b --ring 4 --seq-len {} --json"
+    written = [run(capsys, line.format(length)) for length in ("131072", "128K", "128k")]
+    assert written[0] == written[1] == written[2]
+
+
+COMPONENTS = ("weights", "activations", "logits", "exchange", "transient", "workspace")
+
+
+LEGEND_OF = {
+    "plan": (*COMPONENTS, "ulysses x ring", "mb", "loss", "recompute", "offload", "MFU", "step s"),
+    "memory": COMPONENTS,
+    "max-length": (*COMPONENTS, "tokens", "GPU, host", "ends with"),
+    "longest": (*COMPONENTS, "tokens", "GPU, host", "ends with"),
+    "comm": (),
+    "explain": (),
+    "profile": (),
+}
+
+
+@pytest.mark.parametrize("command", LEGEND_OF)
+def test_help_states_one_default_a_flag_and_what_columns_mean(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"], prog="ds-usp")
+    text = capsys.readouterr().out
+    name = "max-length" if command == "longest" else command
+    assert text.startswith(f"usage: ds-usp {name} ")
+    options, _, legend = re.split(
+        r"\n((?:columns|components) of )", text + "\ncolumns of ", maxsplit=1
+    )
+    assert all(f"  {word}" in legend or f", {word}" in legend for word in LEGEND_OF[command])
+    assert "None" not in options and "False" not in options
+    for option in " ".join(options.split()).split(" --")[1:]:
+        assert option.count("default") <= 1, option
+
+
+def test_the_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """All components of memory and time are in its legends; the same plans make the same file."""
+    pytest.importorskip("matplotlib")
+    line = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster a800"
+    files = [tmp_path / name for name in ("one.svg", "other.svg")]
+    for file in files:
+        run(capsys, f"{line} --svg {file}")
+    one, other = (file.read_text(encoding="utf-8") for file in files)
+    best = json.loads(run(capsys, f"{line} --json"))["plans"][0]
+    shown = [name for name, seconds in best["time_s"].items() if seconds]
+    assert one == other and all(f">{name}<" in one for name in (*shown, "activations", "matrices"))
+
+
+def test_the_printed_example_of_a_schedule() -> None:
+    page = (ROOT / "docs" / "design" / "schedule.md").read_text(encoding="utf-8")
+    block = page.split("\n$ ds-usp ")[1].partition("\n```")[0]
+    line, _, printed = block.partition("\n")
+    assert planner_commands.run(line) == printed
+
+
+def test_timelines_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Lanes of the exchanges that a pass has, waits hatched; the same call makes the same file."""
+    pytest.importorskip("matplotlib")
+    line = "explain --seq-len 32K --heads 16 --ulysses-degree 2 --ring-degree 2 --plot"
+    files = [tmp_path / name for name in ("one.svg", "other.svg", "forward.svg", "one.png")]
+    for file, options in zip(files, ("", "", " --forward", ""), strict=True):
+        assert f"wrote {file}" in run(capsys, f"{line} {file}{options}")
+    one, other, forward = (file.read_text(encoding="utf-8") for file in files[:3])
+    assert one == other and "<pattern" in one
+    for lane, count in (("compute", 2), ("all_to_all", 2), ("ring_kv", 2), ("ring_dkv", 1)):
+        assert one.count(f">{lane}<") == count and forward.count(f">{lane}<") == count - 1
+    assert files[3].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    line = f"plan --model 7b --seq-len 8K --gpus 8 --svg {tmp_path / 'plans.svg'}"
+    assert main(line.split()) == 2
+    assert 'pip install "ds-usp[plots]"' in capsys.readouterr().err
+
+
+STARTED = """
+import sys, time
+begin = time.process_time()
+from ds_usp.errors import ConfigError
+from ds_usp.planner import ParallelConfig, Workload, load_model
+from ds_usp.planner.__main__ import main
+from ds_usp.planner.emit import KINDS, emit
+main("memory --model 7b --seq-len 8K".split())
+loaded = [name for name in ("torch", "numpy", "matplotlib") if name in sys.modules]
+print(time.process_time() - begin, *loaded)
+"""
+
+
+def test_it_starts_at_once() -> None:
+    """No torch, and half a second of a core at most; the whole process, as a shell sees it."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, *loaded = done.stdout.splitlines()[-1].split()
+    assert float(seconds) < 0.5 and loaded == []
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    """As `| head -1` does: the reader goes before the text is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "ds_usp.planner", "memory", "--model", "7b", "--seq-len", "8K"]
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_old_names_of_the_package_warn() -> None:
+    import ds_usp.planner
+
+    with pytest.warns(DeprecationWarning, match="Split is now ParallelConfig"):
+        assert ds_usp.planner.Split is ds_usp.planner.ParallelConfig
+    with pytest.raises(AttributeError, match="no attribute 'Cut'"):
+        _ = ds_usp.planner.Cut
+
+
+def test_old_keywords_and_attributes_warn() -> None:
+    from ds_usp.planner import Workload, framework_caps, load_cluster, load_model, search
+
+    cluster, work = load_cluster("a800"), Workload(load_model("llama3-8b"), 8192, 1)
+    caps = framework_caps("megatron-deepspeed")
+    with pytest.warns(DeprecationWarning, match=r"search\(how=\) is now framework="):
+        result = search(cluster, work, 8, how=caps)  # type: ignore[call-arg]
+    assert result.plans[0] == search(cluster, work, 8, framework=caps).plans[0]
+    with pytest.warns(DeprecationWarning, match="Plan.split is now config"):
+        assert result.plans[0].split is result.plans[0].config
+
+
+def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One process without links; the file serves the other commands at once, also where it is of
+    two models with the same layers."""
+    out, models = tmp_path / "here.json", tmp_path / "models.json"
+    shape = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "vocab": 100}
+    models.write_text(json.dumps({"base": shape, "chat": {**shape, "vocab": 120}}))
+    both = f"{models}:base {models}:chat"
+    text = run(capsys, f"profile --out {out} --seconds 0.01 --device cpu --model {both}")
+    assert "attention ulysses 1 x ring 1" in text and f"plan with --cluster {out}" in text
+    for name in ("base", "chat"):
+        line = f"plan --model {models}:{name} --seq-len 256 --gpus 1 --cluster {out}"
+        assert json.loads(run(capsys, line + " --json"))["plans"]
+
+
+def test_on_a_cpu_no_models_layers_are_measured_unless_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One layer of a large model would take longer than all else."""
+    line = f"profile --out {tmp_path / 'here.json'} --seconds 0.01 --device cpu --json"
+    report = json.loads(run(capsys, line))
+    assert report["version"] == 1 and report["levels"]["origin"] == "assumed"
+    assert "calls" in report and "layers" not in report and "ends" not in report
+
+
+# ------------------------------------------------------------------ reports of plans
+# Where they lose, what was measured, and the launch time in a plot.
+
+
+MODEL = load_model("llama3-8b")
+
+
+LAYER = MeasuredLayer(4096, 14336, 4096, 1024, True, 1, 8192, 0.01, 0.02)
+
+
+CALL = MeasuredAttention(4, 1, 32768, 32, 8, 128, 0.002, 0.005)
+
+
+HOST = {"forward_host_s": 1e-3, "backward_host_s": 2e-3}
+
+
+def found_on(
+    layers: tuple[MeasuredLayer, ...] = (), calls: tuple[MeasuredAttention, ...] = ()
+) -> SearchResult:
+    cluster = replace(load_cluster("h200"), layers=layers, calls=calls)
+    return search(cluster, Workload(MODEL, 131072), 4, fixed={"tp": 1, "pp": 1, "dp": 1})
+
+
+@pytest.fixture(scope="module")
+def result() -> SearchResult:
+    return found_on()
+
+
+@pytest.mark.parametrize("part", [field.name for field in fields(StepTime)])
+def test_whatever_a_plan_loses_with_has_a_name(result: SearchResult, part: str) -> None:
+    """The layers' time is reported by component, so where it alone is more, one of these is."""
+    best = result.plans[0]
+    more = getattr(best.time, part) + 1e3
+    other = replace(best, mfu=best.mfu / 2, time=replace(best.time, **{part: more}))
+    (line,) = (
+        line
+        for line in explain(replace(result, best_with={("zero", "other"): other}, fixed={}))
+        if "because zero other" in line
+    )
+    assert ": 1000.00 s more for " in line or (part == "layers" and " s more for " in line)
+
+
+def test_pairs_that_were_not_measured_are_named(result: SearchResult) -> None:
+    pairs = {(plan.config.ulysses, plan.config.ring) for plan in result.plans}
+    assert pairs == {(4, 1), (2, 2), (1, 4)}
+    assert "measured" not in plans_text(result, 99)
+    text = plans_text(found_on(calls=(CALL,)), 99)
+    assert "; measured: attention (not on ulysses x ring 1 x 4, 2 x 2)\n" in text
+    text = plans_text(found_on(calls=(CALL, replace(CALL, ulysses=2, ring=2))), 99)
+    assert "; measured: attention (not on ulysses x ring 1 x 4)\n" in text
+    all_of_them = [replace(CALL, ulysses=u, ring=r) for u, r in pairs]
+    assert "; measured: attention\n" in plans_text(found_on(calls=tuple(all_of_them)), 99)
+    alone = found_on(calls=(CALL,))
+    listed = alone.plans[0].config.ulysses, alone.plans[0].config.ring
+    assert ("not on" in plans_text(alone, 1)) == (listed != (4, 1))
+
+
+def test_ties_are_marked_and_counted(result: SearchResult) -> None:
+    best = result.plans[0]
+    near, far = (replace(best, mfu=best.mfu * share) for share in (0.95, 0.93))
+    text = plans_text(replace(result, plans=[best, near, far]), 3)
+    rows = [line for line in text.splitlines() if line[:1].isdigit()][:3]
+    assert [row.endswith("=") for row in rows] == [True, True, False]
+    assert "= 2 of the 3 are a tie: less than 6% apart" in text
+    alone = plans_text(replace(result, plans=[best, far]), 2)
+    assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())
+    profiled = replace(result.cluster, layers=(LAYER,), calls=(CALL,))
+    assert replace(result, cluster=profiled).stated_error == 0.03
+    assert search_result_json(result, 1)["tie_within"] == 0.06
+
+
+def test_orders_that_do_not_differ_are_one_plan(result: SearchResult) -> None:
+    """Inside one node no link tells them apart; across nodes some do."""
+    assert {plan.config.order for plan in result.plans} == {"ulysses-ring"}
+    wide = search(load_cluster("h200"), Workload(MODEL, 131072), 16, fixed={"tp": 1, "pp": 1})
+    assert {plan.config.order for plan in wide.plans} == {"ulysses-ring", "ring-ulysses"}
+    seen = [replace(plan.config, order="") for plan in wide.plans if plan.mfu == wide.plans[0].mfu]
+    assert len(seen) == len(set(seen))
+
+
+def test_no_line_is_said_twice() -> None:
+    for gpus in (8, 16):
+        lines = explain(search(load_cluster("h100"), Workload(MODEL, 131072), gpus))
+        assert len(lines) == len(set(lines))
+
+
+def test_the_loss_is_in_chunks_where_its_logits_do_not_fit() -> None:
+    work = Workload(MODEL, 131072)
+    for how in ("any", "megatron-deepspeed"):
+        # With the keys and values of two ring ranks beside them.
+        result = search(load_cluster("h100"), work, 8, framework_caps(how), fixed={"ring": 2})
+        best = result.plans[0].config
+        assert best.fused_loss and not best.offload_ratio
+        assert search_result_json(result, 1)["plans"][0]["fused_loss"]
+        assert any(line.startswith("chunked loss: the full logits") for line in explain(result))
+        unchunked = search(
+            load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps(how)
+        ).plans[0]
+        assert not unchunked.config.fused_loss
+    for how in ("megatron-deepspeed", "megatron-core"):
+        plans = search(load_cluster("h100"), work, 16, framework_caps(how)).plans
+        chunked = [plan.config for plan in plans if plan.config.fused_loss]
+        assert all(config.pp == 1 for config in chunked) and (how[-4:] != "core" or not chunked)
+
+
+HOSTED_LAYER, HOSTED_CALL = replace(LAYER, **HOST), replace(CALL, **HOST)
+
+
+OTHER = replace(HOSTED_LAYER, ffn=4096)  # of a model that is not asked for
+
+
+@pytest.mark.parametrize(
+    ("layers", "calls", "says"),
+    [
+        ((HOSTED_LAYER,), (HOSTED_CALL,), None),
+        ((LAYER,), (CALL,), None),
+        ((), (), None),
+        ((HOSTED_LAYER,), (CALL,), "launch times of layers of llama3-8b, but not of attention: "),
+        ((HOSTED_LAYER,), (), "launch times of layers of llama3-8b, but not of attention: "),
+        ((LAYER,), (HOSTED_CALL,), "launch times of attention, but not of layers of llama3-8b: "),
+        ((OTHER,), (HOSTED_CALL,), "launch times of attention, but not of layers of llama3-8b: "),
+        (
+            (HOSTED_LAYER, replace(LAYER, tokens=4096)),
+            (HOSTED_CALL,),
+            "of attention, but not of layers",
+        ),
+        ((OTHER,), (CALL,), None),
+    ],
+)
+def test_host_times_of_one_half_are_no_host_times(
+    layers: tuple[MeasuredLayer, ...], calls: tuple[MeasuredAttention, ...], says: str | None
+) -> None:
+    result = found_on(layers, calls)
+    text, warnings = plans_text(result, 1), search_result_json(result, 1)["warnings"]
+    if says is None:
+        assert warnings == [] and "warning" not in text
+    else:
+        assert isinstance(warnings, list) and len(warnings) == 1 and says in warnings[0]
+        assert f"\nwarning: {warnings[0]}\n" in text
+
+
+def test_the_plots_layer_waits_for_its_launches(result: SearchResult) -> None:
+    best = result.plans[0]
+    assert best.config.micro_batches(1) == 1 and MODEL.layers == 32
+    for seconds, shown in ((0.0, [None] * 3), (0.64, [None, 0.64, pytest.approx(20)])):
+        plan = replace(best, time=replace(best.time, host=seconds))
+        bars = panels(replace(result, plans=[plan]), 1).values()
+        assert [bar.get("host") for (bar,) in bars] == shown
+
+
+# ------------------------------------------------------------------ what plans are emitted as
+# Every fact of plan and model, or a refusal by name. tests/megatron/test_planner_started.py
+# starts it.
+
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
+
+
+H200 = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster h200"
+
+
+def words(text: str) -> list[str]:
+    return text.replace("\\\n", " ").split()
+
+
+def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
+    """Of Megatron-DeepSpeed's parser, ours alone; its own needs a checkout."""
+    from megatron_patches.megatron_deepspeed.arguments import add_flags
+    from megatron_patches.settings import MeshSettings
+
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        from usp_trainer.arguments import build_parser
+    finally:
+        sys.path.pop(0)
+    work = Workload(load_model("llama3-8b"), 131072, documents=(100000, 31072))
+    config = ParallelConfig(
+        ulysses=2,
+        ring=4,
+        recompute="attention",
+        offload_ratio=0.25,
+        offload_unit="layer",
+        fused_loss=True,
+        tp_sequence=False,
+    )
+    host = ArgumentParser()
+    add_flags(host, MeshSettings())
+    for parser in (host, build_parser()):
+        args, _ = parser.parse_known_args(words(emit("megatron-deepspeed", work, config)))
+        assert (args.ulysses_degree, args.usp_layout) == (2, "zigzag")
+        assert (args.usp_recompute, args.usp_offload_ratio) == ("attention", 0.25)
+        assert args.usp_loss_chunks == 16  # of 16K tokens of a rank, 1K each
+
+
+def test_degrees_of_a_patched_megatron_lm_and_of_a_program_on_megatron_core() -> None:
+    """Golden files have those of several ranks."""
+    work, config = Workload(load_model("llama3-8b"), 131072), ParallelConfig(tp_sequence=False)
+    assert "--ulysses-degree" not in words(emit("megatron-lm", work, config))
+    for kind, other in (("megatron-core", "attention"), ("megatron-lm", "gemm-last")):
+        with pytest.raises(ConfigError, match=f"search with --engine {kind}"):
+            emit(kind, work, replace(config, recompute=other))
+
+
+def test_an_order_that_no_host_has_is_not_emitted() -> None:
+    work = Workload(load_model("llama3-8b"), 131072)
+    config = ParallelConfig(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match="has no switch for ring-ulysses"):
+            emit(kind, work, config)
+        assert emit(kind, work, replace(config, ring=1))  # which is the same in both orders
+
+
+@pytest.mark.parametrize("kind", ["script", "megatron-deepspeed", "ds-config"])
+def test_zero_0_is_not_emitted(kind: str) -> None:
+    with pytest.raises(ConfigError, match="sums gradients of bf16 weights in bf16"):
+        emit(kind, Workload(load_model("llama3-8b"), 8192), ParallelConfig(zero=0))
+    assert 0 not in framework_caps("megatron-deepspeed").zero
+
+
+FACTS = {
+    "script": ("qkv_bias", "qk_norm", "head_dim", "rope_theta", "other_facts"),
+    "megatron-deepspeed": ("qkv_bias", "qk_norm", "rope_theta", "other_facts"),
+    "megatron-lm": ("rope_theta", "other_facts"),
+    "megatron-core": ("rope_theta", "other_facts"),
+}
+
+
+CHANGED = {
+    "qkv_bias": (True, "qkv_bias=True"),
+    "qk_norm": (True, "qk_norm=True"),
+    "head_dim": (64, "head_dim=64"),
+    "rope_theta": (10000.5, "rope_theta=10000.5"),
+    "other_facts": (("rope_scaling {}",), "rope_scaling {}"),
+}
+
+
+@pytest.mark.parametrize("kind", FACTS)
+@pytest.mark.parametrize("fact", CHANGED)
+def test_every_fact_of_a_model_is_in_the_flags_or_refused_by_name(kind: str, fact: str) -> None:
+    shape = load_model("llama3-8b")
+    value, name = CHANGED[fact]
+    other = Workload(replace(shape, **{fact: value}), 8192)
+    if fact in FACTS[kind]:
+        with pytest.raises(ConfigError, match="has no flag for") as error:
+            emit(kind, other, ParallelConfig())
+        assert name in str(error.value)
+    else:
+        assert emit(kind, other, ParallelConfig()) != emit(
+            kind, Workload(shape, 8192), ParallelConfig()
+        )
+
+
+def test_an_explanation_beside_what_is_emitted(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{H200} --engine megatron-deepspeed --emit megatron-deepspeed"
+    assert main(line.split()) == 0
+    alone = capsys.readouterr()
+    assert main([*line.split(), "--explain"]) == 0
+    explained = capsys.readouterr()
+    assert alone.err == "" and explained.out == alone.out  # what a shell keeps
+    assert "% MFU" in explained.err and "because" in explained.err
