@@ -9,32 +9,21 @@ import resource
 import shutil
 import signal
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import RankContext, fork_world
-from trainer_runs import ADAM, degrees, pretrain_on_rank
+from trainer_runs import ADAM, degrees, pretrain_on_rank, rows
 
 from ds_usp import CheckpointError, ConfigError
 
 SP2 = degrees(sp=2, zero=1) + ADAM
 
 
-def parse(argv: Sequence[str]) -> Any:
-    from usp_trainer.arguments import parse
-
-    return parse(argv)
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def outcomes(*runs: str, folder: Path, world: int = 2) -> list[list[tuple[Exception | None, str]]]:
@@ -192,6 +181,7 @@ def damage(path: Path, data: bytes | None) -> None:
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(
     name: str, data: bytes | None, tmp_path: Path
 ) -> None:
+    from usp_trainer.arguments import parse
     from usp_trainer.run_files import RunFolders, check_files
 
     save, output = tmp_path / "save", tmp_path / "output"

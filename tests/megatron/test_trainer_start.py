@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -11,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from pretrain_scripts import bash, free_port
-from trainer_runs import PLAIN_SGD, TINY, TRAINER, Numbers, degrees, relative_difference, train
+from trainer_runs import (
+    PLAIN_SGD,
+    TINY,
+    TRAINER,
+    Numbers,
+    degrees,
+    relative_difference,
+    rows,
+    train,
+)
 
 SCRIPT = str(TRAINER / "pretrain_gpt_usp.py")
 FLAGS = TINY.replace("--quiet", "") + PLAIN_SGD
@@ -35,10 +43,6 @@ def command(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         timeout=300,
         check=False,
     )
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def numbers(rows: list[dict[str, Any]]) -> Numbers:

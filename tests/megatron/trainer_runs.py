@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -189,6 +190,11 @@ def train(world: int, *runs: str, output_dir: Path, **kwargs: Any) -> list[Numbe
     ranks = on_each_rank(world, list(runs), output_dir, **kwargs)
     assert all(numbers == ranks[0] for numbers in ranks), ranks
     return ranks[0]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl``."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def relative_difference(numbers: Numbers, expected: Numbers) -> float:

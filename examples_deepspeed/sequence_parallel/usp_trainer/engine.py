@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ds_usp import DataError
 from ds_usp.planner import LEAST_BUCKET_ELEMENTS, bucket_elements
@@ -67,7 +67,7 @@ class Trainer:
         weighted = self._with_loss_weights(batches)
         self.engine.train()
         if self._groups.stages > 1:
-            loss = self.engine.train_batch(iter(_pipeline_batches(weighted))).item()
+            loss = self.engine.train_batch(_pipeline_batches(weighted)).item()
         else:
             losses = []
             for batch in weighted:
@@ -83,7 +83,7 @@ class Trainer:
         weighted = self._with_loss_weights(batches)
         self.engine.eval()
         if self._groups.stages > 1:
-            return self.engine.eval_batch(iter(_pipeline_batches(weighted))).item()
+            return self.engine.eval_batch(_pipeline_batches(weighted)).item()
         losses = [self.engine(*batch) for batch in weighted]
         return mean_loss(losses, self._scale, self._groups.sp_dp)
 
@@ -108,24 +108,17 @@ class Trainer:
                 f"{self._vocab_size}"
             )
         weight = loss_token_weight(loss_tokens, self._scale)
-        return [
-            (
-                b.local.tokens.to(self._device),
-                b.local.labels.to(self._device),
-                (b.local.loss_mask * weight).to(self._device),
-                None if b.positions is None else b.positions.to(self._device),
-                b.documents,
-            )
-            for b in batches
-        ]
+        rows = []
+        for batch, local in zip(batches, local_batches, strict=True):
+            tensors = local.tokens, local.labels, local.loss_mask * weight, batch.positions
+            moved = [None if x is None else x.to(self._device) for x in tensors]
+            rows.append((*moved, batch.documents))
+        return rows
 
 
-def _pipeline_batches(
-    weighted: Sequence[tuple[Any, ...]],
-) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+def _pipeline_batches(weighted: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, Any]]:
     """Batches as DeepSpeed's pipeline takes them: the first stage's input, the loss's labels."""
-    for tokens, labels, weights, *_ in weighted:
-        yield tokens, (labels, weights)
+    return ((tokens, (labels, weights)) for tokens, labels, weights, *_ in weighted)
 
 
 def make_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
@@ -183,9 +176,6 @@ def learning_rate(args: Namespace, step: int) -> float:
         return args.lr
     decay_steps = max(1, args.lr_decay_iters - args.lr_warmup_iters)
     progress = min(1.0, (step - args.lr_warmup_iters) / decay_steps)
-    remaining = (
-        1.0 - progress
-        if args.lr_decay_style == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    remaining = 1.0 - progress if args.lr_decay_style == "linear" else cosine
     return args.min_lr + (args.lr - args.min_lr) * remaining

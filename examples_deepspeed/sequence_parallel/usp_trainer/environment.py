@@ -25,17 +25,13 @@ def launcher_is_parent() -> bool:
 
 
 def rank() -> int:
-    """This process's rank; 0 without a launcher or with an invalid ``RANK`` (:func:`check`)."""
+    """This process's rank; 0 without a launcher or with an invalid ``RANK``, see ``check``."""
     number = _number("RANK", 0)
     return number if number < (world_size() or 1) else 0
 
 
 def check() -> None:
-    """Refuse launcher variables that are incomplete or contradict each other.
-
-    Raises:
-        ConfigError: the message names the variable.
-    """
+    """Refuse launcher variables that are incomplete or contradict each other (ConfigError)."""
     if not under_launcher():
         return
     variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}

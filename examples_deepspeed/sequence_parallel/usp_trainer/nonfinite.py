@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ds_usp import USPError
 
@@ -49,15 +51,44 @@ class _FirstNonFinite:
         self.first: NonFiniteTensor | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Note the first tensor in ``value`` that has NaN or inf; ``name`` is what computed it."""
+        """Note the first tensor in ``value``, of nested tuples and lists, that has NaN or inf;
+        ``name`` is what computed it."""
         self.order += 1
-        for tensor in _tensors(value):
+        for tensor in filter(torch.is_tensor, tree_leaves(value)):
             if self.first is None and tensor.is_floating_point():
-                nonfinite = int((~torch.isfinite(tensor)).sum())
+                nonfinite = int((~torch.isfinite(tensor.detach())).sum())
                 if nonfinite:
-                    self.first = NonFiniteTensor(
-                        self.order, dist.get_rank(), name, nonfinite, tensor.numel()
-                    )
+                    numbers = nonfinite, tensor.numel()
+                    self.first = NonFiniteTensor(self.order, dist.get_rank(), name, *numbers)
+
+    def check_parameters(self, module: nn.Module) -> None:
+        """Note the first parameter that is not finite; of ZeRO-3 this rank's partition."""
+        for name, parameter in module.named_parameters():
+            self.check(f"parameter {name}", getattr(parameter, "ds_tensor", parameter.detach()))
+
+    @contextlib.contextmanager
+    def hooks_on(self, module: nn.Module) -> Iterator[None]:
+        """Check every module output and parameter gradient that is computed inside the context."""
+        handles = []
+        for name, submodule in module.named_modules():
+            if not list(submodule.children()):
+                check = partial(self.check, f"the output of {name}")
+                hook = submodule.register_forward_hook(lambda _, __, out, check=check: check(out))
+                handles.append(hook)
+        for name, parameter in module.named_parameters():
+            check = partial(self.check, f"the gradient of {name}")
+            handles.append(parameter.register_hook(check))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def over_ranks(self) -> NonFiniteTensor | None:
+        """The first of all ranks. Collective."""
+        all_ranks: list[NonFiniteTensor | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, self.first)
+        return min((first for first in all_ranks if first), default=None)
 
 
 def check_weights(engine: Any, step: int) -> None:
@@ -67,12 +98,12 @@ def check_weights(engine: Any, step: int) -> None:
         NotFiniteError: on every rank, naming the first such tensor.
     """
     search = _FirstNonFinite()
-    _check_parameters(search, engine.module)
+    search.check_parameters(engine.module)
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, state in enumerate(base.state.values()):
         for name, value in state.items():
             search.check(f"the optimizer's {name} of partition {number}", value)
-    first = _first_over_ranks(search)
+    first = search.over_ranks()
     if first:
         raise NotFiniteError(
             f"step {step} is not saved: {first} is not finite. Start again from an earlier "
@@ -94,58 +125,16 @@ def not_finite_error(
             finite, so the weights are still those from before the step.
     """
     search = _FirstNonFinite()
-    _check_parameters(search, module)
-    first = _first_over_ranks(search)
+    search.check_parameters(module)
+    first = search.over_ranks()
     if first is None:
         search = _FirstNonFinite()
-        with _hooks_on(search, module):
+        with search.hooks_on(module):
             recompute_step()
-        first = _first_over_ranks(search)
+        first = search.over_ranks()
     source = f"The first tensor that is not finite: {first}" if first else "All tensors are finite"
     return NotFiniteError(
         f"step {step}: loss {loss}, gradient norm {gradient_norm}. {source}. Nothing of this step "
         f"is saved: start again from an earlier checkpoint with a lower --lr or a longer warm-up, "
         f"or check the data; {FLAG} continues anyway"
     )
-
-
-def _check_parameters(search: _FirstNonFinite, module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        search.check(f"parameter {name}", getattr(parameter, "ds_tensor", parameter.detach()))
-
-
-@contextlib.contextmanager
-def _hooks_on(search: _FirstNonFinite, module: nn.Module) -> Iterator[None]:
-    """Check every module output and parameter gradient that is computed inside the context."""
-    handles = []
-    for name, submodule in module.named_modules():
-        if not list(submodule.children()):
-            title = f"the output of {name}"
-            handles.append(
-                submodule.register_forward_hook(
-                    lambda _, __, output, t=title: search.check(t, output)
-                )
-            )
-    for name, parameter in module.named_parameters():
-        title = f"the gradient of {name}"
-        handles.append(parameter.register_hook(lambda gradient, t=title: search.check(t, gradient)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _first_over_ranks(search: _FirstNonFinite) -> NonFiniteTensor | None:
-    all_ranks: list[NonFiniteTensor | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, search.first)
-    return min((first for first in all_ranks if first), default=None)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value or of nested tuples and lists, detached."""
-    if isinstance(value, Tensor):
-        yield value.detach()
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

@@ -35,18 +35,14 @@ SINGLE_RANK: Mapping[str, int | None] = MappingProxyType(
 )
 
 
-class RunFailedError(RuntimeError):
-    """A run failed and has printed its error."""
-
-
 def quickstart(args: Namespace, pretrain: Main) -> int:
     """Train and compare; 1 if a run fails or a loss differs by ``LIMIT`` or more."""
     ranks = model_parallel_size(args)
     try:
-        _run(args, pretrain)
+        _losses(args, pretrain)
         print(f"\nproof: {STEPS} steps from the same seed on {ranks} ranks and on one, in fp32")
         matches = [_losses_match(name, args, pretrain) for name in PROOFS]
-    except RunFailedError as error:
+    except ChildProcessError as error:  # its ranks have printed why
         print(error, file=sys.stderr)
         return 1
     verdict = "agree" if all(matches) else "DO NOT AGREE"
@@ -55,13 +51,8 @@ def quickstart(args: Namespace, pretrain: Main) -> int:
 
 
 def _losses_match(name: str, args: Namespace, pretrain: Main) -> bool:
-    """Train a few steps with the given degrees and on a single rank; whether the losses are equal.
-
-    Prints the largest relative difference, which must be below ``LIMIT``.
-
-    Args:
-        name: of a row of ``PROOFS``, the optimizer to train with.
-    """
+    """Train a few steps with the optimizer of a row of ``PROOFS`` on the given degrees and on one
+    rank, and print the largest relative difference; whether it is below ``LIMIT``."""
     with tempfile.TemporaryDirectory(prefix="usp_proof_") as folder:
         proof = {
             "quiet": True,
@@ -97,11 +88,7 @@ def _losses_match(name: str, args: Namespace, pretrain: Main) -> bool:
 
 
 def _losses(args: Namespace, pretrain: Main) -> list[float]:
-    _run(args, pretrain)
+    if spawn_ranks(pretrain, args, model_parallel_size(args)):
+        raise ChildProcessError(f"the run on {model_parallel_size(args)} ranks failed")
     lines = (Path(args.output_dir) / METRICS).read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
-
-
-def _run(args: Namespace, pretrain: Main) -> None:
-    if spawn_ranks(pretrain, args, model_parallel_size(args)):
-        raise RunFailedError(f"the run on {model_parallel_size(args)} ranks failed")

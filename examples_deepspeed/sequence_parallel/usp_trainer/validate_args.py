@@ -103,15 +103,9 @@ def validate_flags(args: Namespace, world_size: int) -> None:
 
 
 def _check_degrees(args: Namespace, world_size: int) -> None:
-    """Check the parallel degrees together, and write the derived ones to ``args``.
-
-    Sets ``ulysses_degree`` (by default the largest that fits), ``ring_degree`` and
-    ``data_parallel_size``.
-
-    Raises:
-        ConfigError: degrees that do not fit the ranks, heads, FFN or sequence length; more chunks
-            of the MLP than a rank has tokens.
-    """
+    """Refuse degrees that do not fit ranks, heads, FFN or sequence length, and more chunks of the
+    MLP than a rank has tokens. Sets ``ulysses_degree`` (by default the largest that fits),
+    ``ring_degree`` and ``data_parallel_size``."""
     degrees = Degrees(
         sp=args.ds_sequence_parallel_size,
         ulysses=args.ulysses_degree,
@@ -133,11 +127,6 @@ def _check_degrees(args: Namespace, world_size: int) -> None:
 
 
 def _check_documents(args: Namespace) -> None:
-    """Check the flags that treat documents of one sequence apart.
-
-    Raises:
-        ConfigError: with a pipeline, or rotary positions that restart while attention does not.
-    """
     resets = args.reset_attention_mask or args.reset_position_ids
     if resets and args.pipeline_model_parallel_size > 1:
         raise ConfigError(
@@ -154,11 +143,6 @@ def _check_documents(args: Namespace) -> None:
 
 
 def _check_states(args: Namespace) -> None:
-    """Refuse ``--usp-states-on-host`` where there are none.
-
-    Raises:
-        ConfigError: SGD without momentum at ZeRO-0.
-    """
     has_states = args.optimizer != "sgd" or args.sgd_momentum
     if args.usp_states_on_host and args.zero_stage == 0 and not has_states:
         raise ConfigError(
@@ -168,9 +152,7 @@ def _check_states(args: Namespace) -> None:
 
 
 def _check_batch(args: Namespace) -> None:
-    """Set the default global batch size and the number of micro-batches per step and replica.
-
-    Refuse a global batch that is not a multiple of micro-batch size x data-parallel replicas."""
+    """Set the default global batch size and the number of micro batches per step and replica."""
     one_pass = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or one_pass
     if args.global_batch_size % one_pass:

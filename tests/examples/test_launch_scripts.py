@@ -1,4 +1,7 @@
-"""Settings of the training scripts: the command that they give, and what is refused."""
+"""The training scripts: golden commands, settings, refusals, logs. They train in tests/megatron.
+
+``python tests/examples/test_launch_scripts.py`` writes the golden files anew.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,43 @@ from pretrain_scripts import (
     CHECKOUT,
     FOLDER,
     GPUS,
+    MEGATRON_LM_SCRIPTS,
+    PATHS,
     PROGRAMS,
     ROOT,
     SCRIPTS,
     CheckRefused,
+    bash,
+    free_port,
     start,
 )
+
+from ds_usp.planner import ParallelConfig, Workload, load_model
+from ds_usp.planner.emit import emit
 
 SRUN_RANK = f"{FOLDER}/srun_rank.sh"
 TRAINER = f"{FOLDER}/pretrain_gpt_usp.py"
 MEGATRON = f"megatron_patches.run {CHECKOUT}/pretrain_gpt.py"
-REAL_CHECKOUT = os.environ.get("MEGATRON_DEEPSPEED_PATH", "")
+MEGATRON_DEEPSPEED = os.environ.get("MEGATRON_DEEPSPEED_PATH", "")
+MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH", "")
+DRY_RUN = {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": ""}
+# The checkout is a stand-in that has a pretrain_gpt.py; the implementation is what a GPU machine
+# with TransformerEngine takes.
+LM = {**DRY_RUN, "MEGATRON_LM_PATH": str(CHECKOUT), "TRANSFORMER_IMPL": "transformer_engine"}
+LM_SETTINGS = {
+    "lm-1.3B": {**LM, "NUM_GPUS": "4"},
+    "lm-llama3": {**LM, "NUM_GPUS": "8"},
+    "lm-tiny": {**LM, "NUM_GPUS": "4", "TRANSFORMER_IMPL": ""},
+}
+# Each script and the program that it starts -> its settings.
+CASES = {
+    **{
+        (size, program): {**DRY_RUN, "NUM_GPUS": GPUS[size], **settings}
+        for size in SCRIPTS
+        for program, settings in PROGRAMS.items()
+    },
+    **{(size, "megatron_lm"): settings for size, settings in LM_SETTINGS.items()},
+}
 MEGATRON_ONLY = set(
     """
     --checkpoint-activations --data-impl --deepspeed --deepspeed-activation-checkpointing
@@ -51,7 +80,7 @@ def dry_run(capsys: pytest.CaptureFixture[str]):
     """Prints a script's command: the words up to the program, its flags, and the whole text."""
 
     def run(size: str, program: str = "trainer", *arguments: str, **settings: str):
-        settings = {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", **PROGRAMS[program], **settings}
+        settings = {**DRY_RUN, **PROGRAMS[program], **settings}
         code = start(size, *arguments, **settings)
         text, errors = capsys.readouterr()
         assert code == 0, errors
@@ -65,6 +94,38 @@ def dry_run(capsys: pytest.CaptureFixture[str]):
 def values(flags: list[str]) -> dict[str, str]:
     """Each flag's first value."""
     return dict(pairwise(flags))
+
+
+def golden(size: str, program: str) -> Path:
+    return Path(__file__).resolve().parent / "golden" / f"{size}.{program}.txt"
+
+
+def printed(size: str, program: str, *arguments: str, **settings: str) -> str:
+    done = bash(size, *arguments, **{**CASES[size, program], **settings})
+    assert done.returncode == 0, done.stderr
+    framework = "Megatron-LM" if program == "megatron_lm" else "Megatron-DeepSpeed"
+    text = done.stdout.replace(str(CHECKOUT), f"/checkouts/{framework}")
+    return text.replace(str(ROOT), "$ROOT")
+
+
+def lm_printed(*arguments: str, **settings: str) -> str:
+    return printed("lm-1.3B", "megatron_lm", *arguments, **settings)
+
+
+@pytest.mark.parametrize(("size", "program"), CASES)
+def test_a_dry_run_prints_the_golden_command(size: str, program: str) -> None:
+    assert printed(size, program) == golden(size, program).read_text()
+
+
+@pytest.mark.parametrize("size", PATHS)
+def test_scripts_are_settings_only(size: str) -> None:
+    *lines, last = PATHS[size].read_text().replace("\\\n", "").splitlines()
+    folder = "../sequence_parallel/" if size in MEGATRON_LM_SCRIPTS else ""
+    assert last == f'. "$(dirname "${{BASH_SOURCE[0]}}")/{folder}launch.sh"'
+    for line in lines:
+        is_flags = folder and line.startswith("set -- ") and line.endswith(' "$@"')
+        is_setting = re.fullmatch(r"[a-z_]+=\S*", line)
+        assert not line or line.startswith("#") or is_flags or is_setting, line
 
 
 @pytest.mark.parametrize("size", SCRIPTS)
@@ -91,10 +152,23 @@ def test_the_trainer_knows_every_flag(size: str, program: str, dry_run) -> None:
         assert config["bf16"]["enabled"] is args.bf16
 
 
+def parsed(program: str, checkout: str, runs: list[list[str]]) -> list[str]:
+    """What the parser of a checkout, with the flags that the patches add, reads of each run."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, checkout, json.dumps(runs)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("parsed ")]
+    assert lines, done.stderr
+    return [line.removeprefix("parsed ") for line in lines]
+
+
 @pytest.mark.megatron_deepspeed
-@pytest.mark.skipif(not REAL_CHECKOUT, reason="MEGATRON_DEEPSPEED_PATH is not set")
+@pytest.mark.skipif(not MEGATRON_DEEPSPEED, reason="MEGATRON_DEEPSPEED_PATH is not set")
 def test_megatron_deepspeed_knows_every_flag(dry_run) -> None:
-    """Its own parser, with the flags that the patches add."""
     program = (
         "import json, sys; from pathlib import Path; import megatron_patches as m\n"
         "host = 'megatron_deepspeed'; m.prepare(host, Path(sys.argv[1])); m.apply(host)\n"
@@ -104,16 +178,39 @@ def test_megatron_deepspeed_knows_every_flag(dry_run) -> None:
         "    print('parsed', args.num_layers, args.ulysses_degree, args.usp_layout)\n"
     )
     runs = [dry_run(size, "megatron_deepspeed")[1] for size in SCRIPTS]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, REAL_CHECKOUT, json.dumps(runs)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    parsed = [line for line in done.stdout.splitlines() if line.startswith("parsed")]
     degrees = ("24 2", "64 4", "32 4", "2 2")
-    assert parsed == [f"parsed {pair} zigzag" for pair in degrees], done.stderr
+    assert parsed(program, MEGATRON_DEEPSPEED, runs) == [f"{pair} zigzag" for pair in degrees]
+
+
+def flags(text: str) -> list[str]:
+    words = shlex.split(text.replace("\\\n", " "))
+    return words[1 + next(i for i, word in enumerate(words) if word.endswith(".py")) :]
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.skipif(not MEGATRON_LM, reason="MEGATRON_LM_PATH is not set")
+def test_megatron_lm_knows_every_flag() -> None:
+    """Also those of ``ds-usp plan --emit megatron-lm``, with every kind of flag."""
+    program = (
+        "import json, sys; from pathlib import Path; import megatron_patches as m\n"
+        "m.prepare('megatron_lm', Path(sys.argv[1])); m.apply('megatron_lm')\n"
+        "from megatron.training.arguments import parse_args\n"
+        "for sys.argv[1:] in json.loads(sys.argv[2]):\n"
+        "    args = parse_args()\n"
+        "    print('parsed', args.num_layers, args.context_parallel_size, args.ulysses_degree)\n"
+    )
+    variants = (
+        {"TRANSFORMER_IMPL": "local", "ACTIVATION_CHECKPOINT": "true", "ZERO_STAGE": "0"},
+        {"TENSORBOARD_DIR": "tb", "WANDB_PROJECT": "p", "EXIT_INTERVAL": "7", "MP_SIZE": "2"},
+    )
+    runs = [flags(printed(size, "megatron_lm")) for size in MEGATRON_LM_SCRIPTS]
+    runs += [flags(lm_printed(**{**variant, "NUM_GPUS": "8"})) for variant in variants]
+    work = Workload(load_model("llama3-8b"), 131072)
+    degrees = {"tp": 2, "ulysses": 4, "ring": 2, "pp": 2, "layers_per_virtual_stage": 8}
+    config = ParallelConfig(**degrees, zero=1, recompute="attention")
+    runs.append(emit("megatron-lm", work, config).replace("\\\n", " ").split())
+    sizes = ["24 4 2", "32 4 2", "2 4 2", "24 4 2", "24 4 2", "32 8 4"]
+    assert parsed(program, MEGATRON_LM, runs) == sizes
 
 
 NODES = {"NNODES": "2", "NUM_GPUS": "8", "MASTER_ADDR": "node-0"}
@@ -217,6 +314,21 @@ def test_data_with_weights_and_spaces(tmp_path: Path, dry_run) -> None:
     assert flags[first : first + 2] == [str(text), "--rotary-base"]
 
 
+def test_settings_of_the_neighbours_hold_here() -> None:
+    """Local layers need no kernel of apex; recomputation, two nodes, data with weights."""
+    words = lm_printed(TRANSFORMER_IMPL="local", ACTIVATION_CHECKPOINT="true", NUM_GPUS="8")
+    for flag in ("--no-persist-layer-norm", "--no-rope-fusion", "--recompute-method"):
+        assert flag in words and flag not in lm_printed()
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0", "GLOBAL_BATCH_SIZE": "4"}
+    assert lm_printed(**{**nodes, "NUM_GPUS": "8"}).startswith(
+        "torchrun \\\n    --nnodes 2 \\\n    --node-rank 1"
+    )
+    assert "python -m megatron_patches.run" in lm_printed(**nodes, LAUNCHER="srun")
+    assert lm_printed("--log-throughput").endswith("--log-throughput\n")
+    assert "--sequence-parallel" in lm_printed(MP_SIZE="2", NUM_GPUS="8")
+    assert "--use-distributed-optimizer" not in lm_printed(ZERO_STAGE="0")
+
+
 NO_GPUS = {"DRY_RUN": "0"}
 CPU = {"DEVICE": "cpu", "PRECISION": "fp32"}
 MDS = {"NUM_GPUS": "4", "MEGATRON_DEEPSPEED_PATH": str(CHECKOUT)}
@@ -284,13 +396,41 @@ REFUSED = [
         "SEQ_LEN is no setting; did you mean SEQ_LENGTH? The settings are in launch_settings.py",
     ),
 ]
+LM_REFUSED = [
+    ({"MEGATRON_LM_PATH": ""}, "set MEGATRON_LM_PATH to a checkout of Megatron-LM: git clone"),
+    ({"MEGATRON_LM_PATH": "/none"}, "MEGATRON_LM_PATH=/none has no pretrain_gpt.py"),
+    ({"ZERO_STAGE": "3"}, "ZERO_STAGE=3: Megatron-LM has its distributed optimizer"),
+    ({"SEQ_LENGTH": "1001"}, "is not a multiple of 2 x SP_SIZE = 8, which Megatron-LM requires"),
+    ({"USP_LAYOUT": "contiguous"}, "USP_LAYOUT=contiguous: Megatron-LM shards batches in an order"),
+    ({"LAUNCHER": "deepspeed"}, "LAUNCHER=deepspeed does not start Megatron-LM. Use LAUNCHER="),
+    ({"TRANSFORMER_IMPL": "te"}, "TRANSFORMER_IMPL='te' must be transformer_engine or local"),
+    ({"USP_FRAMEWORK": "mds"}, "USP_FRAMEWORK='mds' must be megatron_lm"),
+    ({"DATA_PATH": "mock", "VOCAB_SIZE": ""}, "mock data need VOCAB_SIZE"),
+    ({"DATA_PATH": __file__}, "Megatron-LM reads encoded data, not"),
+    ({"DRY_RUN": "0"}, "Megatron-LM reads encoded data: set DATA_PATH, or DATA_PATH=mock"),
+    (
+        {"DRY_RUN": "0", "DATA_PATH": "@data@", "TOKENIZER_TYPE": "HuggingFaceTokenizer"},
+        "TOKENIZER_TYPE=HuggingFaceTokenizer needs TOKENIZER_MODEL",
+    ),
+    ({"DRY_RUN": "0", "DATA_PATH": "@data@"}, "set VOCAB_PATH and MERGE_PATH"),
+    (
+        {"TRAIN_ITERS": "5", "LR_WARMUP_ITERS": "5"},
+        "must be below LR_DECAY_ITERS=5 (Megatron-LM)",
+    ),
+]
+ALL_REFUSED = [("1.3B", {**DRY_RUN, **settings}, message) for settings, message in REFUSED]
+ALL_REFUSED += [
+    ("lm-1.3B", {**LM_SETTINGS["lm-1.3B"], **settings}, message) for settings, message in LM_REFUSED
+]
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[text[:50] for _, text in REFUSED])
+@pytest.mark.parametrize(
+    ("size", "settings", "message"), ALL_REFUSED, ids=[f"{s}-{m[:50]}" for s, _, m in ALL_REFUSED]
+)
 def test_bad_settings_are_refused_before_anything_starts(
-    settings: dict[str, str], message: str, check_refused: CheckRefused
+    size: str, settings: dict[str, str], message: str, check_refused: CheckRefused
 ) -> None:
-    check_refused("1.3B", message, {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", **settings})
+    check_refused(size, message, settings)
 
 
 def test_megatron_deepspeed_without_tensorboard_is_refused(
@@ -306,33 +446,43 @@ def test_megatron_deepspeed_without_tensorboard_is_refused(
     assert "TENSORBOARD_DIR tb needs the package tensorboard" in capsys.readouterr().err
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch):
+    """Starts a script up to its launcher: the launcher's name and the variables it would get."""
+
+    def run(size: str, **settings: str) -> tuple[str, dict[str, str]]:
+        calls = []
+        monkeypatch.setattr("os.execvpe", lambda *call: calls.append(call) or 0)
+        assert start(size, **settings) == 0
+        ((_, words, variables),) = calls
+        return words[4], variables
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("arguments", "settings", "present", "absent"),
+    ("size", "settings", "expected"),
     [
-        (
-            (),
-            {},
-            {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-            ["CUDA_DEVICE_MAX_CONNECTIONS"],
-        ),
-        ((), {"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "3"}, []),
-        ((), {"MP_SIZE": "2", "NUM_GPUS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, []),
+        ("tiny", {}, {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}),
+        ("tiny", {"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "3"}),
+        ("tiny", {"MP_SIZE": "2", "NUM_GPUS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("lm-tiny", {"MP_SIZE": "2"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("lm-tiny", {"MP_SIZE": "1"}, {}),
     ],
 )
 def test_the_launcher_starts_with_the_variables(
-    arguments: tuple[str, ...],
-    settings: dict[str, str],
-    present: dict[str, str],
-    absent: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    size: str, settings: dict[str, str], expected: dict[str, str], started, tmp_path: Path
 ) -> None:
-    started = []
-    monkeypatch.setattr("os.execvpe", lambda *call: started.append(call) or 0)
-    assert start("tiny", *arguments, OUTPUT_HOME=str(tmp_path), **settings) == 0
-    ((_, words, variables),) = started
-    assert words[4] == "deepspeed" and variables["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
-    assert variables.items() >= present.items() and not variables.keys() & set(absent)
+    settings |= {"OUTPUT_HOME": str(tmp_path)}
+    if size == "lm-tiny":
+        more = {"DRY_RUN": "0", "NUM_GPUS": "8", "BATCH_SIZE": "1"}
+        settings = {**LM_SETTINGS[size], **more, **settings}
+    launcher, variables = started(size, **settings)
+    assert launcher == ("torchrun" if size == "lm-tiny" else "deepspeed")
+    one_queue = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert variables.items() >= expected.items()
+    assert (one_queue in variables) is (one_queue in expected)
+    assert variables["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
 
 
 MISSPELT = {
@@ -384,3 +534,73 @@ def test_a_misspelt_setting_is_found_among_ordinary_variables() -> None:
         assert "ULYSSES_DEGREE" in others and misspelt_setting(ORDINARY.split(), others) is None
     for variable, setting in MISSPELT.items():
         assert misspelt_setting([*ORDINARY.split(), variable]) == (variable, setting)
+
+
+def test_refused_starts_touch_no_folder(tmp_path: Path) -> None:
+    """By the settings, and by the trainer's own checks of its arguments."""
+    for arguments, settings, message in (
+        ((), {"SEQ_LENGHT": "65536"}, "error: SEQ_LENGHT is no setting; did you mean SEQ_LENGTH?"),
+        (("--seq-lenght", "64"), {}, "pretrain_gpt_usp.py: error: there is no flag --seq-lenght;"),
+    ):
+        done = bash("tiny", *arguments, cwd=tmp_path, **settings)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_start_keeps_the_log_of_the_first(tmp_path: Path) -> None:
+    """A stub of torchrun prints when it is started."""
+    programs, output = tmp_path / "programs", tmp_path / "output"
+    programs.mkdir()
+    (programs / "torchrun").write_text('#!/bin/sh\necho "started with $2 node"; exit 7\n')
+    (programs / "torchrun").chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    for _ in range(2):
+        done = bash("tiny", LAUNCHER="torchrun", OUTPUT_HOME=str(output), PATH=path)
+        assert done.returncode == 7, done.stderr  # the launcher's
+    (log,) = output.glob("log/*.log")
+    assert [line[:4] for line in log.read_text().splitlines()] == ["=== ", "star"] * 2
+
+
+def test_a_task_of_srun_is_a_rank() -> None:
+    program = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))"
+    task = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16"}
+    done = subprocess.run(
+        ["bash", str(FOLDER / "srun_rank.sh"), sys.executable, "-S", "-c", program],
+        env={**os.environ, **task},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "9 1 16\n", done.stderr
+
+
+def test_the_example_job_names_a_script() -> None:
+    lines = (FOLDER / "slurm.sbatch").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("bash ")]
+    assert line.split()[1] in SCRIPTS.values()
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.slow
+@pytest.mark.skipif(not MEGATRON_LM, reason="MEGATRON_LM_PATH is not set")
+def test_the_tiny_script_trains_and_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    settings = {
+        "MEGATRON_LM_PATH": MEGATRON_LM,
+        "OUTPUT_HOME": str(tmp_path),
+        "LOG_INTERVAL": "1",
+    }
+    settings |= {"LR_DECAY_ITERS": "20", "SAVE_INTERVAL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    losses: dict[int, float] = {}
+    for steps in ("3", "6"):
+        run = {**settings, "TRAIN_ITERS": steps, "MASTER_PORT": free_port()}
+        done = bash("lm-tiny", timeout=600, **run)
+        assert done.returncode == 0, done.stderr or done.stdout[-3000:]
+        lines = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", done.stdout)
+        assert not losses or min(int(step) for step, _ in lines) == 4
+        losses |= {int(step): float(loss) for step, loss in lines}
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[1] - 0.3
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        golden(*case).write_text(printed(*case))
