@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import (
+from programs import (
     CHECKOUT,
     MEGATRON_LM_SCRIPTS,
     PATHS,

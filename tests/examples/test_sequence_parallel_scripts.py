@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import CHECKOUT, FOLDER, GPUS, PROGRAMS, ROOT, SCRIPTS, bash
+from programs import CHECKOUT, FOLDER, GPUS, PROGRAMS, ROOT, SCRIPTS, bash
 
 CASES = [(size, program) for size in SCRIPTS for program in PROGRAMS]
 

@@ -6,11 +6,10 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain_scripts import bash, free_port
+from programs import bash, free_port, python
 from trainer_runs import PLAIN_SGD, TINY, TRAINER, Numbers, degrees, relative_difference, train
 
 SCRIPT = str(TRAINER / "pretrain_gpt_usp.py")
@@ -25,16 +24,7 @@ KEYS = set("step loss grad_norm lr tokens_per_s memory_bytes seconds".split())  
 
 def command(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(TRAINER), str(TRAINER.parents[1])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, *argv],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python(*argv, cwd=folder, PYTHONPATH=path)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
