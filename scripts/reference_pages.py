@@ -1,12 +1,12 @@
 """The reference: pages of every public name and every flag, and the list that freezes them.
 
-    python scripts/reference_pages.py               # builds docs/reference/generated/: api.md from docstrings,
-                                                    # .../command-line.md from --help
+    python scripts/reference_pages.py               # docs/reference/generated: api.md from
+                                                    # docstrings, command-line.md from --help
     python scripts/reference_pages.py --signatures  # tests/data/public_api.txt
 
 The pages are for readers, built where they are wanted and not committed. The list is committed and
-compared by a test: who removes a public name, an argument or a flag, or changes a default, writes it
-anew, and says so in CHANGELOG.md.
+compared by a test: who removes a public name, an argument or a flag, or changes a default, writes
+the list anew, and says so in CHANGELOG.md.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -30,18 +31,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_process import end_with_the_server, take_one_gloo_thread
+from torch.distributed import distributed_c10d as c10d
 
 TIMEOUT_S = 180.0  # of one case, on a machine that does three other things
 START_TIMEOUT_S = 180.0  # of a team; the first one waits for the server's imports
 GRACE_S = 5.0  # for the other ranks, once one has raised
 MAX_WORLD = 8
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # What ranks need, imported by the server before it forks; what is not installed is skipped by it.
 # A rank that imports a test module would import pytest, and the modules of tests, alone.
@@ -120,6 +123,37 @@ def _has_gpu() -> bool:
 
 
 # ------------------------------------------------------------------ in a rank's process
+
+
+def end_with_the_server() -> None:
+    """A rank that rests would not see that the tests have been killed. Their end ends the server,
+    if no rank holds the pipe by which it sees that, and the server's end its ranks."""
+    if sys.platform == "linux":
+        if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+            raise OSError("this rank could outlive the tests: prctl(PR_SET_PDEATHSIG) is refused")
+        os.close(forkserver._forkserver._forkserver_alive_fd)
+        forkserver._forkserver._forkserver_alive_fd = None
+        os.setpgid(0, 0)  # a shell that ends would hang up on a group of which some have stopped
+
+
+class _GlooOfOneThread(c10d.ProcessGroupGloo):
+    """All groups of a rank on one device: each has a thread that wakes a hundred times a second,
+    and a trainer makes twenty groups."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [_device()], timeout
+        super().__init__(store, rank, size, options)
+
+
+@functools.cache
+def _device() -> Any:
+    return c10d.ProcessGroupGloo.create_default_device()
+
+
+def take_one_gloo_thread() -> None:
+    """From here on, for every group of this rank."""
+    c10d.ProcessGroupGloo = _GlooOfOneThread
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import CheckRefused, start
+from programs import CheckRefused, start
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import (
+from programs import (
     CHECKOUT,
     FOLDER,
     GPUS,

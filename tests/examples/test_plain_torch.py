@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import RankContext, WorkerPool
+from programs import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples_deepspeed" / "plain_torch"
@@ -111,14 +110,6 @@ def test_the_check_finds_an_error(pool: WorkerPool) -> None:
 
 
 def test_an_example_starts_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [*command, str(FOLDER / "ddp.py"), "--check", "--steps", "1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = torchrun(2, FOLDER / "ddp.py", "--check", "--steps", "1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "limit 1e-05: ok" in done.stdout

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import ROOT, run_script
+from programs import ROOT, run_script
 
 FOLDER = ROOT / "examples_deepspeed" / "transformers_sft"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("sft_*.sh"))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 CASES = ("ds_usp 1x2, FSDP2", "ALST, ZeRO-3")
@@ -17,14 +15,8 @@ CASES = ("ds_usp 1x2, FSDP2", "ALST, ZeRO-3")
 @pytest.mark.slow
 def test_cases_are_compared_and_written(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(BENCH / "bench_transformers.py"), "--device", "cpu", "--smoke"]
-    done = subprocess.run(
-        [*command, "--out", str(path), "--cases", *CASES],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    flags = ("--device", "cpu", "--smoke", "--out", path, "--cases", *CASES)
+    done = python(BENCH / "bench_transformers.py", *flags, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     found = {(row["workload"], row["case"]): row for row in rows}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness import RankContext, WorkerPool
-from pretrain_scripts import ROOT, run_script
+from programs import ROOT, run_script
 
 FOLDER = ROOT / "examples_deepspeed" / "diffusion"
 WORLD = 4

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from harness import RankContext, fork_world
+from programs import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "scripts" / "bench"
@@ -27,14 +26,7 @@ TINY = "tiny 2 layers 64 x 2"
 
 def run(*arguments: str) -> str:
     """The output of the script on two ranks that torchrun starts; its patches end with them."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(BENCH / "bench_megatron_lm.py"), *SETTINGS, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = torchrun(2, BENCH / "bench_megatron_lm.py", *SETTINGS, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain_scripts import bash, free_port
+from programs import bash, free_port, python
 from trainer_runs import (
     PLAIN_SGD,
     TINY,
@@ -33,16 +32,7 @@ KEYS = set("step loss grad_norm lr tokens_per_s memory_bytes seconds".split())  
 
 def command(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(TRAINER), str(TRAINER.parents[1])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, *argv],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python(*argv, cwd=folder, PYTHONPATH=path)
 
 
 def numbers(rows: list[dict[str, Any]]) -> Numbers:

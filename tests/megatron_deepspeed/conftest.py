@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from framework_runs import checkout_named_by, skip_full_matrix
 from mds_runs import TrainingServer
+from programs import checkout_named_by, skip_full_matrix
 
 
 @pytest.fixture(scope="session")

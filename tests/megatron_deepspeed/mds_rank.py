@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from mds_edits import Trace, edit
-from rank_server import RankRequest
+from programs import RankRequest
 
 import megatron_patches
 from megatron_patches import Patch, PatchSet, run

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from framework_runs import FrameworkServer, losses_of, relative_difference, reported_kinds
 from mds_rank import Request
+from programs import FrameworkServer, losses_of, relative_difference, reported_kinds
 
 __all__ = ["TrainingServer", "flags", "losses_of", "relative_difference", "reported_kinds"]
 

@@ -1,4 +1,4 @@
-"""A process that has imported Megatron-DeepSpeed, and forks its ranks: see rank_server.
+"""A process that has imported Megatron-DeepSpeed, and forks its ranks: see programs.serve.
 
 python mds_server.py CHECKOUT FOLDER
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import rank_server
+import programs
 from mds_rank import Recorder
 
 import megatron_patches
@@ -32,7 +32,7 @@ def write_data(prefix: Path) -> None:
     from megatron.data import indexed_dataset
 
     builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=257)
-    for document in rank_server.documents():
+    for document in programs.documents():
         builder.add_item(document)
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
@@ -40,4 +40,4 @@ def write_data(prefix: Path) -> None:
 
 if __name__ == "__main__":
     start(Path(sys.argv[1]), Path(sys.argv[2]))
-    rank_server.serve(Recorder)
+    programs.serve(Recorder)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from framework_runs import checkout_named_by, skip_full_matrix
 from lm_runs import TrainingServer
 from lm_start import Starts
+from programs import checkout_named_by, skip_full_matrix
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_server import RankRequest
+from programs import RankRequest
 
 from megatron_patches import Patch, PatchSet, run
 from megatron_patches.megatron_core.cpu_patch_table import training_without_gpu, without_gpu

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from framework_runs import FrameworkServer, losses_of, relative_difference, reported_kinds
 from lm_rank import Request
+from programs import FrameworkServer, losses_of, relative_difference, reported_kinds
 
 __all__ = [
     "SGD",

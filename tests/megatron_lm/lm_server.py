@@ -1,4 +1,4 @@
-"""A process that has imported Megatron-LM, and forks its ranks: see rank_server.
+"""A process that has imported Megatron-LM, and forks its ranks: see programs.serve.
 
 python lm_server.py CHECKOUT FOLDER
 """
@@ -13,7 +13,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
-import rank_server
+import programs
 from lm_rank import Recorder
 
 import megatron_patches
@@ -49,7 +49,7 @@ def write_data(prefix: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    for document in rank_server.documents():
+    for document in programs.documents():
         builder.add_item(document)
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
@@ -57,4 +57,4 @@ def write_data(prefix: Path) -> None:
 
 if __name__ == "__main__":
     start(Path(sys.argv[1]), Path(sys.argv[2]))
-    rank_server.serve(Recorder)
+    programs.serve(Recorder)

@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import PROGRAMS, run_script, start
+from programs import PROGRAMS, run_script, start
 
 from ds_usp import allocator_variables
 

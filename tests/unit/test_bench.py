@@ -100,12 +100,18 @@ def test_a_command_names_no_folder_outside_the_repository() -> None:
     )
 
 
-def test_document_lengths_are_in_range_and_equal_in_every_run() -> None:
-    borders = bench_documents.packed(1 << 17, 2048, 32768, seed=0)
-    assert borders == bench_documents.packed(1 << 17, 2048, 32768, seed=0)
-    lengths = [end - start for start, end in pairwise(borders)]
-    assert borders[0] == 0 and borders[-1] == 1 << 17
-    assert min(lengths[:-1]) >= 2048 and max(lengths) <= 32768
+@pytest.mark.parametrize("seed", range(4))
+def test_document_lengths_are_log_uniform_and_equal_in_every_run(seed: int) -> None:
+    """Over a thousand draws: a range a fifth too wide or too narrow leaves its bounds or a bin."""
+    borders = bench_documents.packed(1 << 24, 2048, 32768, seed)
+    assert borders == bench_documents.packed(1 << 24, 2048, 32768, seed)
+    assert borders != bench_documents.packed(1 << 24, 2048, 32768, seed + 1)
+    assert borders[0] == 0 and borders[-1] == 1 << 24
+    *lengths, last = (end - start for start, end in pairwise(borders))
+    assert len(lengths) > 1000 and min(lengths) >= 2048 and max(*lengths, last) <= 32768
+    bins = [sum(low <= x < 2 * low for x in lengths) for low in (2048, 4096, 8192, 16384)]
+    assert bins == pytest.approx([len(lengths) / 4] * 4, rel=0.2)
+    assert min(lengths) < 2048 * 1.02 and max(lengths) > 32768 / 1.02
 
 
 @pytest.mark.parametrize("name", shapes.SHAPE_SETS)

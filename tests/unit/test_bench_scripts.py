@@ -6,8 +6,6 @@ import contextlib
 import csv
 import importlib
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import RankContext, WorkerPool, fork_world
+from programs import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "scripts" / "bench"
@@ -61,15 +60,7 @@ def test_links_under_torchrun(tmp_path: Path) -> None:
     """The only run whose ranks come from torchrun: Session.start is not replaced."""
     path = tmp_path / "links.csv"
     sizes = ("--sizes", "0.01", "0.02", "--rounds", "2", "--repeats", "2", "--out", str(path))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    done = subprocess.run(
-        [*launcher, str(BENCH / "bench_links.py"), "--device", "cpu", *sizes],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = torchrun(2, BENCH / "bench_links.py", "--device", "cpu", *sizes)
     assert done.returncode == 0, done.stderr
     rows = read(path)
     sent = {(row["operation"], row["mib"]): float(row["sent_mib"]) for row in rows}

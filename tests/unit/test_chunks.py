@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -62,13 +63,50 @@ def test_where_the_function_sums_in_one_order_the_inputs_gradient_is_equal_bit_f
         assert torch.equal(*grads)
 
 
+CHUNKS = 64
+
+
+class OwnPasses(torch.autograd.Function):
+    """A backward pass for each chunk inside of the outer one: ALST's way, not ours."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mlp: nn.Module) -> Tensor:
+        ctx.x, ctx.mlp = x.detach(), mlp
+        return mlp(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        for x, g in zip(ctx.x.split(4), grad.split(4), strict=True):
+            with torch.enable_grad():
+                ctx.mlp(x).backward(g)
+        return None, None
+
+
+def seen_by_hooks(
+    run: Callable[[nn.Module, Tensor], Tensor], dtype: torch.dtype = torch.bfloat16
+) -> list[list[Tensor]]:
+    """For each parameter what the hooks of DDP and ZeRO would send in a backward pass, call by
+    call; weights and input are those of bf16 in every dtype."""
+    mlp = mlp_of().bfloat16().to(dtype)
+    seen: list[list[Tensor]] = [[] for _ in mlp.parameters()]
+    for calls, parameter in zip(seen, mlp.parameters(), strict=True):
+        parameter.register_post_accumulate_grad_hook(lambda p, c=calls: c.append(p.grad.double()))
+    draw = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(4 * CHUNKS, H, generator=draw).bfloat16().to(dtype) for _ in range(2))
+    run(mlp, x.requires_grad_()).backward(grad + 0.5)
+    return seen
+
+
 def test_each_parameter_gets_one_gradient_in_a_backward_pass() -> None:
-    mlp, calls = mlp_of(), []
-    for parameter in mlp.parameters():
-        parameter.register_hook(calls.append)
-        parameter.register_post_accumulate_grad_hook(calls.append)
-    gradients(mlp, 5)
-    assert len(calls) == 2 * len(list(mlp.parameters()))
+    """The hook sees the sum over chunks at once, rounded once."""
+    exact = seen_by_hooks(lambda mlp, x: mlp(x), torch.float64)
+    whole = seen_by_hooks(lambda mlp, x: mlp(x))
+    chunked = seen_by_hooks(partial(in_chunks, chunks=CHUNKS))
+    for (wanted,), (at_once,), calls in zip(exact, whole, chunked, strict=True):
+        assert len(calls) == 1
+        limit = 1.5 * max(oracle.relative_error(at_once, wanted), 2**-9)
+        assert oracle.relative_error(calls[0], wanted) < limit
+    assert all(len(calls) == CHUNKS for calls in seen_by_hooks(lambda m, x: OwnPasses.apply(x, m)))
 
 
 def test_of_all_tokens_exist_the_output_and_the_inputs_gradient_alone() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from difflib import ndiff
 from pathlib import Path
 
 import pytest
+from programs import python
 
 import ds_usp
 from ds_usp import errors
@@ -90,13 +90,7 @@ print(sorted(heads & {"deepspeed", "megatron", "flash_attn", "matplotlib", "eino
 
 
 def test_import_has_no_side_effects_and_needs_no_framework() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:ds_usp", "-c", PROBE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = python("-W", "error::DeprecationWarning:ds_usp", "-c", PROBE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "[]"]
 
@@ -109,9 +103,8 @@ def test_names_that_need_torch_are_imported_on_access() -> None:
         f"print([getattr(ds_usp, name).__name__ for name in {modules} if name in dir(ds_usp)]); "
         "ds_usp.training.chunked_weighted_loss"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = python("-c", probe)
+    assert done.returncode == 0, done.stderr
     names, submodules = done.stdout.splitlines()
     assert names.startswith("False Tuning(") and all(name in names for name in NAMES)
     assert submodules == str([f"ds_usp.{name}" for name in modules])
