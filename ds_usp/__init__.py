@@ -31,20 +31,19 @@ if TYPE_CHECKING:
     from ds_usp import planner as planner
     from ds_usp import profiling as profiling
     from ds_usp import training as training
-    from ds_usp.attention.functional import usp_attention
-    from ds_usp.attention.joint import usp_joint_attention
+    from ds_usp.attention.functional import usp_attention, usp_joint_attention
     from ds_usp.attention.module import USPAttention
     from ds_usp.attention.projected import projected_attention
     from ds_usp.attention.projection import Projection
     from ds_usp.attention.score_mod import Scores
     from ds_usp.attention.self_attention import USPSelfAttention
     from ds_usp.attention.tuning import Tuning
-    from ds_usp.comm.ledger import CommLedger
+    from ds_usp.comm.channel import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
 else:
     _LAZY = MappingProxyType(
         {
-            "CommLedger": "ds_usp.comm.ledger",
+            "CommLedger": "ds_usp.comm.channel",
             "Projection": "ds_usp.attention.projection",
             "Scores": "ds_usp.attention.score_mod",
             "SequenceMesh": "ds_usp.comm.mesh",
@@ -53,7 +52,7 @@ else:
             "USPSelfAttention": "ds_usp.attention.self_attention",
             "projected_attention": "ds_usp.attention.projected",
             "usp_attention": "ds_usp.attention.functional",
-            "usp_joint_attention": "ds_usp.attention.joint",
+            "usp_joint_attention": "ds_usp.attention.functional",
         }
     )
 

@@ -16,11 +16,10 @@ from unittest import mock
 import torch
 
 from ds_usp.comm import copy_engine
-from ds_usp.comm.channel import RecvSpec
+from ds_usp.comm.channel import CommLedger, RecvSpec
 from ds_usp.comm.copy_engine import CopyEngine, num_slots
 from ds_usp.comm.copy_engine_channel import CopyEngineChannel
 from ds_usp.comm.cuda_driver import FlagOp
-from ds_usp.comm.ledger import CommLedger
 from ds_usp.geometry.pipeline_schedule import Op, exposed_posts, pipeline_schedule
 
 KINDS = ("all_to_all", "ring_kv", "ring_dkv")

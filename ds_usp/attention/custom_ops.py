@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-from ds_usp.attention import backward_pass
-from ds_usp.attention.call_plan import AttentionOptions
-from ds_usp.attention.forward_pass import attention_forward
 from ds_usp.attention.op_specs import (
     AttentionOpSpec,
     ExchangeOpSpec,
@@ -27,13 +24,15 @@ from ds_usp.attention.op_specs import (
     mesh_of,
     op_schema,
 )
-from ds_usp.attention.plan import AttentionPlan
+from ds_usp.attention.op_specs import (
+    graph_break as graph_break,
+)
+from ds_usp.attention.passes import BackwardPass, ForwardPass
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks
 from ds_usp.attention.score_mod import Scores
 from ds_usp.attention.validation import (
     ChunkExchanges,
-    check_on_all_ranks,
     exchange_label,
-    is_on_cpu,
 )
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.mesh import SequenceMesh
@@ -98,7 +97,9 @@ def _attention(
     mesh = mesh_of(spec)
     plan = check_on_all_ranks(mesh, check, q)
     call_number, save = mesh.consistency.number, spec.needs_backward
-    out, lse, saved = attention_forward(plan, scores, q, k, v, save_for_backward=save)
+    run = ForwardPass(plan, scores, (q, k, v), save=save)
+    run.execute(plan.forward)
+    out, lse, saved = run.out, run.lse, run.saved
     results = [out] if lse is None else [out, lse]
     if save and plan.local_heads and lse is None:
         results.append(torch.cat([chunk.lse for chunk in saved], dim=1))
@@ -176,7 +177,7 @@ def attention_backward(
     """
     spec = AttentionOpSpec(*fields)
     *saved, call_number = saved
-    mesh_of(spec).consistency.check_backward(int(call_number), wait=is_on_cpu(dout))
+    mesh_of(spec).consistency.check_backward(int(call_number), wait=dout.device.type == "cpu")
     scores = spec.score_options(sinks, slopes)
     shapes = _qkv_shapes(dout, saved, kv_length, kv_heads)
     _, plan = spec.plan(dout, shapes, scores)
@@ -185,8 +186,10 @@ def attention_backward(
         saved += [lse[:, slice(*x.out.ranges[0][0])].contiguous() for x in plan.chunks]
     chunks = plan.unpack_saved(saved)
     sizes = [torch.Size(shape) for shape in shapes]
-    grads = backward_pass.attention_backward(plan, scores, dout.contiguous(), sizes, chunks)
-    return _fresh_contiguous([x for x in grads if x is not None], (dout, *saved))
+    run = BackwardPass(plan, scores, dout.contiguous(), sizes, chunks)
+    run.execute(plan.backward)
+    grads = [*run.grads] if run.dsinks is None else [*run.grads, run.dsinks]
+    return _fresh_contiguous(grads, (dout, *saved))
 
 
 @attention_backward.register_fake
@@ -291,7 +294,9 @@ def exchange(
         return [*_fresh_contiguous(exchanges.qkv.to_heads(tensors), tensors), number]
     if spec.backward and call_number is not None:
         label = exchange_label(not spec.to_heads)
-        mesh.consistency.check_backward(int(call_number), label, wait=is_on_cpu(tensors[0]))
+        mesh.consistency.check_backward(
+            int(call_number), label, wait=tensors[0].device.type == "cpu"
+        )
     _, exchanges = spec.plan(tensors)
     head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
     if spec.to_heads:

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
-from ds_usp.attention.custom_ops import traced_attention, traced_exchange
-from ds_usp.attention.drop_in import (
-    CallArguments,
-    DropInPlan,
-    batch_dim_text,
-    exchange_heads,
-    hashable_documents,
-    warn_not_called,
-)
-from ds_usp.attention.framework_arguments import NO_ARGUMENTS, FrameworkArguments
-from ds_usp.attention.functional import UnifiedAttention
+from ds_usp.attention.custom_ops import graph_break, traced_attention, traced_exchange
+from ds_usp.attention.functional import UnifiedAttention, head_exchange
 from ds_usp.attention.local_attention import (
+    NO_ARGUMENTS,
+    FrameworkArguments,
     LocalAttention,
     check_callable,
     check_overrides,
     detect_local_attention,
     resolve_ring_attention,
 )
-from ds_usp.attention.op_specs import graph_break
-from ds_usp.attention.plan import AttentionPlan
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
 from ds_usp.attention.rotary import Rotary, check_rotary, local_rotary
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
@@ -38,7 +29,6 @@ from ds_usp.attention.validation import (
     check_default_layout,
     check_dims,
     check_layout_kind,
-    check_on_all_ranks,
     check_tensors,
     plan_local_attention,
     token_layout,
@@ -47,10 +37,70 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.streams import wait_for_stream
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
-from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.masks import MaskSpec, borders_of
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.memory.saved_attention import check_only_inputs_require_grad, compute_or_replay
+from ds_usp.warn_once import warn_once
+
+
+class CallArguments(NamedTuple):
+    """The arguments of a call besides q, k and v; see ``USPAttention.forward``."""
+
+    batch_dim_idx: int | torch.Tensor | None
+    rotary: Rotary | None
+    documents: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DropInPlan:
+    """The validated plan of one drop-in call: the order of its dims, and its exchanges or ring
+    plan."""
+
+    batch_second: bool
+    layout: TokenLayout
+    args: tuple[Any, ...]
+    rotary: Rotary | None
+    call: AttentionPlan | ChunkExchanges
+    attention: LocalAttention | None
+
+
+def exchange_heads(
+    traffic: ChunkExchanges, call: int, to_heads: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Exchange q, k and v to heads, or the output back to the sequence."""
+    return head_exchange(traffic.qkv if to_heads else traffic.out, to_heads, call, *tensors)
+
+
+def batch_dim_text(dim: object) -> str:
+    """The batch dim in the call signature."""
+    return f"batch dim {dim}"
+
+
+def hashable_documents(documents: Any) -> object:
+    """Documents as a hashable value; None for what is refused later."""
+    try:
+        return None if documents is None else borders_of(documents)
+    except ConfigError:
+        return None
+
+
+def warn_not_called(local_attention: object, attention: LocalAttention, where: str) -> None:
+    """Warn, once for each class and condition, that a local attention is not called.
+
+    Args:
+        attention: what is computed instead.
+        where: in which calls.
+    """
+    scale = "head_dim ** -0.5" if attention.softmax_scale is None else attention.softmax_scale
+    warn_once(
+        f"USPAttention does not call the local attention {type(local_attention).__name__} {where}: "
+        f"ds_usp's own kernels compute it, with mask {attention.mask.band}, softmax_scale {scale}, "
+        f"dropout {attention.dropout_p} in training",
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+    )
 
 
 class USPAttention(torch.nn.Module):

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
-from ds_usp.attention.plan import AttentionPlan
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, plan_call
 from ds_usp.attention.score_mod import Scores
 from ds_usp.attention.tuning import Tuning
 from ds_usp.attention.validation import (

@@ -3,94 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 import torch
 
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, LayoutError, MeshError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-
-ResultT = TypeVar("ResultT")
-
-
-def check_on_all_ranks(
-    mesh: SequenceMesh,
-    check: Callable[[], tuple[str, ResultT]],
-    like: object = None,
-    layout: object = None,
-) -> ResultT:
-    """Run a check on every rank; returns only if all passed with the same call signature.
-
-    Args:
-        check: returns the signature of the call, and a result.
-        like: a tensor of the call. Where it is on a GPU and the call is a known one, the
-            ranks do not wait for the consistency check (see ``ConsistencyChecker``).
-        layout: the argument of the call.
-
-    An error on one rank is raised there and reported on the others, so that no rank waits for one
-    that has failed.
-
-    Raises:
-        Exception: what ``check`` raised; on the other ranks a MeshError with it.
-        LayoutError: the layout is only a kind, and ranks hold different numbers of tokens.
-        ConfigError: no mesh.
-    """
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-            "ulysses_degree=...), or SequenceMesh.single() for one process"
-        )
-    try:
-        text, result = check()
-    except Exception as error:
-        mesh.consistency.check_call("", error=error)
-        raise
-    try:
-        mesh.consistency.check_call(text, wait=is_on_cpu(like))
-    except MeshError as difference:
-        named = isinstance(layout, str)
-        uneven = _uneven_shards(difference.signatures, mesh.sp_degree) if named else None
-        if uneven is None:
-            raise
-        raise uneven from difference
-    return result
-
-
-_LENGTH = re.compile(rf"({'|'.join(KINDS)})\((\d+) tokens")
-
-
-def _uneven_shards(signatures: Sequence[str], ranks: int) -> LayoutError | None:
-    """The error of ranks that give a layout's kind and hold different numbers of tokens, from the
-    call signatures of all ranks; None if these differ in something else."""
-    lengths_by_layout = {tuple(_LENGTH.findall(text)) for text in signatures}
-    if (
-        len({len(lengths_of_rank) for lengths_of_rank in lengths_by_layout}) != 1
-    ):  # one rank is wrong in another way
-        return None
-    for column in zip(*lengths_by_layout, strict=True):
-        (kind, _), lengths = column[0], sorted({int(tokens) // ranks for _, tokens in column})
-        if len(lengths) > 1 and {other for other, _ in column} == {kind}:
-            return LayoutError(
-                f"layout={kind!r} is only a name, which means as many tokens on every rank, and "
-                f"ranks hold {', '.join(map(str, lengths))}. Make a TokenLayout of the whole "
-                f"sequence, mesh.layout({kind!r}, seq_len), shard by it and give it as the layout"
-            )
-    return None
-
-
-def is_on_cpu(like: object) -> bool:
-    """Whether a call with such a tensor exchanges data on CPUs, where ranks wait for each
-    consistency check (see ``ConsistencyChecker``)."""
-    return not isinstance(like, torch.Tensor) or like.device.type == "cpu"
 
 
 def exchange_label(to_heads: bool) -> str:

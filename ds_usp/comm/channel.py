@@ -1,7 +1,8 @@
-"""Point-to-point exchanges among the ranks of a group: post, compute, wait."""
+"""Point-to-point exchanges among the ranks of a group: post, compute, wait; and what they count."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.errors import MeshError
 
@@ -114,6 +114,32 @@ def _feature_strides(
         views.append(((*sizes, heads, dim), (*strides, dim, 1), offset))
         offset += heads * dim
     return tuple(views)
+
+
+class CommLedger:
+    """Calls and bytes that this rank has sent to other ranks, by kind of exchange.
+
+    Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; a double ring's traffic between nodes is
+    ``ring_kv_outer``, ``ring_dkv_outer``. What a rank keeps is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def add(self, kind: str, sent_bytes: int) -> None:
+        """Record one exchange."""
+        self.calls[kind] += 1
+        self.bytes[kind] += sent_bytes
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.calls.clear()
+        self.bytes.clear()
+
+    def __str__(self) -> str:
+        rows = (f"{kind} {self.calls[kind]} calls {self.bytes[kind]} B" for kind in self.calls)
+        return ", ".join(rows) or "nothing sent"
 
 
 class Channel(Protocol):

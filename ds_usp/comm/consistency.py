@@ -4,18 +4,22 @@ instead of hanging."""
 from __future__ import annotations
 
 import atexit
+import contextlib
+import datetime
 import os
 import sys
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind, mismatch_error
-from ds_usp.comm.process_groups import GroupTransport, all_gather_bytes, subgroup, transport_device
+from ds_usp.comm.process_groups import all_gather_bytes, subgroup, transport_device
 from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, ShmMailbox, open_mailbox
 from ds_usp.errors import MeshError
 
@@ -24,6 +28,7 @@ _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
 _encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
+_GROUP_EXIT_TIMEOUT_S = 5.0  # and for the all-gathers of one group
 
 
 class _Transport(Protocol):
@@ -37,6 +42,48 @@ class _Transport(Protocol):
 
     def gather(self, seq: int, timeout_s: float | None = None) -> Sequence[bytes | bytearray]:
         """Wait for the record of every rank."""
+
+
+class GroupTransport:
+    """Records by asynchronous all-gathers over a process group of a CPU backend."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks, self._seq = group, group.size(), 0
+        self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
+        # torch aborts a process that ends and leaves a collective behind. Not when the transport is
+        # garbage collected, which may be in mid-training.
+        atexit.register(_wait_for, self._works)
+
+    def post(self, data: bytes) -> int:
+        """Start the all-gather of a record; returns its number for :meth:`gather`."""
+        self._seq += 1
+        local = torch.frombuffer(bytearray(data.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
+        received, out = [], []
+        for _ in range(self._ranks):
+            buffer = bytearray(RECORD_BYTES)
+            received.append(buffer)
+            out.append(torch.frombuffer(buffer, dtype=torch.uint8))
+        self._works[self._seq] = self._group.allgather([out], [local]), received
+        return self._seq
+
+    def all_equal(self, seq: int) -> bool:
+        """Never known without waiting."""
+        return False
+
+    def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
+        """Wait for the record of every rank."""
+        work, received = self._works.pop(seq)
+        work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
+        return received
+
+
+def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
+    """Wait for all-gathers that other ranks may still join."""
+    deadline = time.monotonic() + _GROUP_EXIT_TIMEOUT_S
+    for work, _ in works.values():
+        left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):
+            work.wait(left)
 
 
 class ConsistencyChecker:

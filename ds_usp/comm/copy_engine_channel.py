@@ -9,9 +9,8 @@ from threading import Thread
 
 import torch
 
-from ds_usp.comm.channel import RecvSpec, SendSlice, StagingBuffer
+from ds_usp.comm.channel import CommLedger, RecvSpec, SendSlice, StagingBuffer
 from ds_usp.comm.copy_engine import CopyEngine, Slot
-from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.errors import MeshError
 

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_usp._version import __version__
-from ds_usp.comm.channel import Channel, P2PChannel
+from ds_usp.comm.channel import Channel, CommLedger, P2PChannel
 from ds_usp.comm.consistency import ConsistencyChecker, check_same
 from ds_usp.comm.copy_engine import CopyEngine, num_slots
 from ds_usp.comm.copy_engine_channel import CopyEngineChannel, abort_waits, num_exchanges
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
 from ds_usp.comm.existing_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
-from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.mesh_registry import WeakRegistry
 from ds_usp.comm.process_groups import (
     align_group_counters,

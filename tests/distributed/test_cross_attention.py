@@ -14,8 +14,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec
-from ds_usp.attention.framework_arguments import FrameworkArguments
-from ds_usp.attention.local_attention import LocalAttention
+from ds_usp.attention.local_attention import FrameworkArguments, LocalAttention
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)]
 BASE = Case(batch=2, seq_len=43, heads=6, kv_heads=3, head_dim=16)

@@ -13,8 +13,8 @@ import torch
 
 import ds_usp
 from ds_usp import MeshError, SequenceMesh
-from ds_usp.attention.call_plan import AttentionOptions
 from ds_usp.attention.op_specs import AttentionOpSpec, ExchangeOpSpec, attention_spec
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.comm.mesh import MESH_REGISTRY
 
 NOT_IN_SPEC = {

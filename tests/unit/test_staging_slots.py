@@ -13,10 +13,10 @@ from copy_engine_model import KINDS, SLOT, FakeMemory, World
 
 from ds_usp import MeshError, SequenceMesh
 from ds_usp.comm import copy_engine, copy_engine_channel
+from ds_usp.comm.channel import CommLedger
 from ds_usp.comm.copy_engine import CopyEngine
 from ds_usp.comm.copy_engine_channel import CopyEngineChannel, _abort_until_idle, abort_waits
 from ds_usp.comm.cuda_driver import FlagOp, FlagOpBatch
-from ds_usp.comm.ledger import CommLedger
 
 
 def test_a_slot_that_was_never_published_is_acquired_again() -> None:
