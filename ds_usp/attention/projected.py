@@ -13,18 +13,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
 from ds_usp.attention.functional import usp_attention
-from ds_usp.attention.plan import SavedChunk
+from ds_usp.attention.passes import NO_KV
+from ds_usp.attention.plan import AttentionOptions, SavedChunk, check_on_all_ranks, plan_call
 from ds_usp.attention.projected_backward import Needed, ProjectedBackward
 from ds_usp.attention.projected_forward import Inputs, ProjectedForward
 from ds_usp.attention.projected_plan import ProjectedPlan
 from ds_usp.attention.projection import Geometry, Projection
 from ds_usp.attention.rotary import Rotary, check_local_rotary, rotate
-from ds_usp.attention.runtime import NO_KV
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.attention.validation import check_on_all_ranks, is_on_cpu
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.heads import HeadSplit
@@ -77,7 +75,7 @@ class ProjectedAttention(torch.autograd.Function):
             if scores.sinks is not None:  # autograd keeps them
                 scores = replace(scores, sinks=None)
             ctx.call = call._replace(scores=scores)
-            ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, is_on_cpu(inputs.x)
+            ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, inputs.x.device.type == "cpu"
             ctx.num_tensors = len(tensors)
             ctx.save_for_backward(*tensors, out, *_pack_saved(plan, run.saved))
         return run.y
