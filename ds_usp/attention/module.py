@@ -259,19 +259,19 @@ class USPAttention(torch.nn.Module):
         if not plain or any(each is not None for each in outside):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
-        named, prefix_text = self._names_layout, f"{batch_dim_text(dim)}, "
+        named, prefix = self._names_layout, f"{batch_dim_text(dim)}, "
         out: torch.Tensor | None = None
         if self._framework is None:
             layout = self._layout
-            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix_text)
+            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix)
             if exchange_fn is not None:
                 out = self._local(
                     q, k, v, exchange_fn, dim == 1, None, arguments.args, arguments.kwargs
                 )
         elif not arguments.args and not arguments.kwargs:
-            attention, prefix_text = self._framework.attention, f"{prefix_text}{NO_ARGUMENTS}, "
+            attention, prefix = self._framework.attention, f"{prefix}{NO_ARGUMENTS}, "
             options = self._options(attention, q.device)
-            outs = traced_attention(q, k, v, options, named=named, prefix_text=prefix_text)
+            outs = traced_attention(q, k, v, options, named=named, prefix=prefix)
             if outs is not None:
                 out = outs[0].flatten(2) if attention.flat_output else outs[0]
         return out.transpose(0, 1) if dim and out is not None else out
