@@ -27,6 +27,7 @@ from ds_usp.attention.validation import (
     plan_local_attention,
 )
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import MESH_REGISTRY, SequenceMesh
 from ds_usp.errors import USPError
 from ds_usp.geometry.layout import TokenLayout
@@ -73,7 +74,7 @@ class OpCall(NamedTuple):
     Args:
         requires_grad, sinks_require_grad: of q, k or v, and of the sinks, in this grad mode.
         named: the caller has named the layout.
-        prefix: the fields with which the call signature begins.
+        prefix: the fields with which the call signature begins, one in a line.
     """
 
     options: AttentionOptions
@@ -301,7 +302,9 @@ def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: Option
     return call._replace(options=call.options._replace(scores=scores))
 
 
-def _plan_attention(call: OpCall, like: torch.Tensor, shapes: Shapes) -> tuple[str, AttentionPlan]:
+def _plan_attention(
+    call: OpCall, like: torch.Tensor, shapes: Shapes
+) -> tuple[Signature, AttentionPlan]:
     """Signature and plan of a call by :func:`plan_call`, on stand-ins of q, k and v: one element
     each, expanded to the shape.
 
@@ -315,10 +318,12 @@ def _plan_attention(call: OpCall, like: torch.Tensor, shapes: Shapes) -> tuple[s
     with torch.set_grad_enabled(call.requires_grad or call.sinks_require_grad):
         q, k, v = (like.new_empty(()).expand(shape) for shape in shapes)
         signature, plan = plan_call(q.requires_grad_(call.requires_grad), k, v, call.options)
-    return call.prefix + signature, plan
+    return Signature.of(*call.prefix.splitlines(), signature), plan
 
 
-def _plan_exchange(call: OpExchange, tensors: Sequence[torch.Tensor]) -> tuple[str, ChunkExchanges]:
+def _plan_exchange(
+    call: OpExchange, tensors: Sequence[torch.Tensor]
+) -> tuple[Signature, ChunkExchanges]:
     """Signature and exchanges of all heads."""
     mesh, layouts, like = call.mesh, (call.layout, call.kv_layout), tensors[0]
     if not call.starts_call:
@@ -332,9 +337,9 @@ def _plan_exchange(call: OpExchange, tensors: Sequence[torch.Tensor]) -> tuple[s
             like.new_empty(()).expand(guard_ints(x.shape)).requires_grad_(call.requires_grad)
             for x in tensors
         )
-        text = check_tensors(q, k, v)
+        tensors_signature = check_tensors(q, k, v)
     signature, exchanges = plan_local_attention(q, k, mesh, *layouts)
-    return f"{call.prefix}{text}, {signature}", exchanges
+    return Signature.of(*call.prefix.splitlines(), tensors_signature, signature), exchanges
 
 
 # ---------------------------------------------------------------- the ops
@@ -388,7 +393,7 @@ def _attention(
     """:func:`attention`, never replayed."""
     mesh, save = call.options.mesh, call.requires_grad or call.sinks_require_grad
 
-    def check() -> tuple[str, AttentionPlan]:
+    def check() -> tuple[Signature, AttentionPlan]:
         if not call.named:  # when the op runs, as batches change after tracing
             check_default_layout(mesh, cast(TokenLayout, call.options.layout))
         return _plan_attention(call, q, (q.shape, k.shape, v.shape))
@@ -584,7 +589,7 @@ def exchange(
     call: OpExchange = call_of(OpExchange, iter(values))
     mesh = call.mesh
 
-    def check() -> tuple[str, ChunkExchanges]:
+    def check() -> tuple[Signature, ChunkExchanges]:
         refuse_saving("a local attention in a graph")
         if not call.named:
             check_default_layout(mesh, call.layout)

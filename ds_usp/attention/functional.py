@@ -15,6 +15,7 @@ from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_layout, exchange_label, token_layout
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.joint import ConcatenatedShards, JointLayout
@@ -313,7 +314,7 @@ def usp_joint_attention(
         LayoutError: fewer joint tokens than ranks.
     """
 
-    def check() -> tuple[str, JointLayout]:
+    def check() -> tuple[Signature, JointLayout]:
         """Check the call on this rank; returns its signature, compared on all ranks, and the layout
         of the joined sequence.
         """
@@ -323,7 +324,9 @@ def usp_joint_attention(
         if not isinstance(joint_front, bool):
             raise ConfigError(f"joint_front={joint_front!r} must be True or False")
         combined = JointLayout.of(main, joint, joint_front)
-        return f"{combined}, {combined.layouts[0]}", combined
+        added = combined.layouts[0]
+        lengths = ((main.kind, main.seq_len), (added.kind, added.seq_len))
+        return Signature((str(combined), str(added)), lengths), combined
 
     combined = check_on_all_ranks(mesh, check, q, layout)
     call = mesh.consistency.number

@@ -18,6 +18,7 @@ import torch
 
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.validation import no_mask_error
+from ds_usp.comm.call_record import Signature
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
 
@@ -27,7 +28,7 @@ _SCALES = ("softmax_scale", "scale")
 _ADDITIVE_MINUS_INFINITY = -1e4
 _COMPARE_BLOCK = 1 << 24  # elements of a mask
 
-NO_ARGUMENTS = "0 extra arguments, no keywords"
+NO_ARGUMENTS = Signature(("0 extra arguments", "no keywords"))
 
 
 def _no_score_mod(device: torch.device) -> Scores:
@@ -304,7 +305,7 @@ class FrameworkArguments:
 
     def check(
         self, seq_len: int, head_dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> str:
+    ) -> Signature:
         """Check one call's extra arguments; returns their part of the call signature.
 
         Raises:
@@ -317,7 +318,7 @@ class FrameworkArguments:
             self._check_argument(name, name, value, seq_len, scale)
         if not args and not kwargs:
             return NO_ARGUMENTS
-        return f"{len(args)} extra arguments, {', '.join(sorted(kwargs)) or 'no keywords'}"
+        return Signature((f"{len(args)} extra arguments", *(sorted(kwargs) or ["no keywords"])))
 
     def _check_argument(
         self, label: str, name: str, value: Any, seq_len: int, scale: float

@@ -33,6 +33,7 @@ from ds_usp.attention.validation import (
     plan_local_attention,
     token_layout,
 )
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.streams import wait_for_stream
 from ds_usp.errors import ConfigError
@@ -180,7 +181,7 @@ class USPAttention(torch.nn.Module):
                 "sequence_process_group, ulysses_degree and order out"
             )
 
-        def check() -> tuple[str, FrameworkArguments | None]:
+        def check() -> tuple[Signature, FrameworkArguments | None]:
             """Check the constructor's arguments on this rank; returns the signature, compared on
             all ranks, and the checker of a call's extra arguments, None without a ring.
             """
@@ -192,8 +193,10 @@ class USPAttention(torch.nn.Module):
             check_overrides(detected, mask, softmax_scale, dropout_p)
             if mesh.ring_degree == 1:
                 check_callable(local_attention)
-                return "a USPAttention", None
-            return "a USPAttention", FrameworkArguments(self._resolve_local_attention())
+                return Signature(("a USPAttention",)), None
+            return Signature(("a USPAttention",)), FrameworkArguments(
+                self._resolve_local_attention()
+            )
 
         self.local_attn = local_attention
         self._overrides = mask, softmax_scale, dropout_p
@@ -259,7 +262,7 @@ class USPAttention(torch.nn.Module):
         if not plain or any(each is not None for each in outside):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
-        named, prefix = self._names_layout, f"{batch_dim_text(dim)}, "
+        named, prefix = self._names_layout, batch_dim_text(dim)
         out: torch.Tensor | None = None
         if self._framework is None:
             layout = self._layout
@@ -269,7 +272,7 @@ class USPAttention(torch.nn.Module):
                     q, k, v, exchange_fn, dim == 1, None, arguments.args, arguments.kwargs
                 )
         elif not arguments.args and not arguments.kwargs:
-            attention, prefix = self._framework.attention, f"{prefix}{NO_ARGUMENTS}, "
+            attention, prefix = self._framework.attention, "\n".join((prefix, *NO_ARGUMENTS.fields))
             options = self._options(attention, q.device)
             outs = traced_attention(q, k, v, options, named=named, prefix=prefix)
             if outs is not None:
@@ -301,7 +304,7 @@ class USPAttention(torch.nn.Module):
         Shapes: those of :meth:`forward`; the result in the order of dims of the query.
         """
 
-        def check() -> tuple[str, DropInPlan]:
+        def check() -> tuple[Signature, DropInPlan]:
             return self._plan(query, key, value, arguments)
 
         plan = check_on_all_ranks(self.mesh, check, query, self._layout)
@@ -318,7 +321,7 @@ class USPAttention(torch.nn.Module):
 
     def _plan(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
-    ) -> tuple[str, DropInPlan]:
+    ) -> tuple[Signature, DropInPlan]:
         """Check one call on this rank; returns its signature and plan."""
         batch_dim_idx, rotary, documents, args, kwargs = arguments
         if batch_dim_idx is None and self._batch_dim_required:
@@ -342,7 +345,7 @@ class USPAttention(torch.nn.Module):
         batch_second = batch_dim_idx == 1 and query.ndim == key.ndim == value.ndim == 4
         q, k, v = (x.transpose(0, 1) if batch_second else x for x in (query, key, value))
         tensors = check_tensors(q, k, v)
-        signature = [batch_dim_text(batch_dim_idx)]
+        signature: list[Signature | str] = [batch_dim_text(batch_dim_idx)]
         layout = self._layout_of(q)
         if not self._names_layout:
             check_default_layout(self.mesh, layout)
@@ -367,7 +370,9 @@ class USPAttention(torch.nn.Module):
             text, call = plan_call(q, k, v, self._options(framework.attention, q.device))
             signature.append(text)
         attention = None if framework is None else framework.attention
-        return ", ".join(signature), DropInPlan(batch_second, layout, args, rotary, call, attention)
+        return Signature.of(*signature), DropInPlan(
+            batch_second, layout, args, rotary, call, attention
+        )
 
     def _resolve_local_attention(self) -> LocalAttention:
         """The mask, scale and dropout that the ring computes in the local attention's place."""

@@ -4,7 +4,6 @@ executed is data, the head chunks and the two schedules. The mesh caches plans."
 from __future__ import annotations
 
 import hashlib
-import re
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +28,11 @@ from ds_usp.attention.validation import (
     refuse_dropout,
     token_layout,
 )
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import without_multicast
 from ds_usp.errors import ConfigError, LayoutError, MeshError
-from ds_usp.geometry.layout import KINDS, TokenLayout
+from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import (
     Instr,
@@ -88,7 +88,7 @@ class AttentionOptions(NamedTuple):
 
 def check_on_all_ranks(
     mesh: SequenceMesh,
-    check: Callable[[], tuple[str, ResultT]],
+    check: Callable[[], tuple[Signature, ResultT]],
     like: object = None,
     layout: object = None,
 ) -> ResultT:
@@ -114,36 +114,29 @@ def check_on_all_ranks(
             "ulysses_degree=...), or SequenceMesh.single() for one process"
         )
     try:
-        text, result = check()
+        signature, result = check()
     except Exception as error:
         mesh.consistency.check_call("", error=error)
         raise
     try:
-        mesh.consistency.check_call(
-            text, wait=not isinstance(like, torch.Tensor) or like.device.type == "cpu"
-        )
+        on_gpu = isinstance(like, torch.Tensor) and like.device.type != "cpu"
+        mesh.consistency.check_call(signature, wait=not on_gpu)
     except MeshError as difference:
         named = isinstance(layout, str)
-        uneven = _uneven_shards(difference.signatures, mesh.sp_degree) if named else None
+        uneven = _uneven_shards(difference.layouts, mesh.sp_degree) if named else None
         if uneven is None:
             raise
         raise uneven from difference
     return result
 
 
-_LENGTH = re.compile(rf"({'|'.join(KINDS)})\((\d+) tokens")
-
-
-def _uneven_shards(signatures: Sequence[str], ranks: int) -> LayoutError | None:
+def _uneven_shards(layouts: Sequence[Sequence[tuple[str, int]]], ranks: int) -> LayoutError | None:
     """The error of ranks that give a layout's kind and hold different numbers of tokens, from the
-    call signatures of all ranks; None if these differ in something else."""
-    lengths_by_layout = {tuple(_LENGTH.findall(text)) for text in signatures}
-    if (
-        len({len(lengths_of_rank) for lengths_of_rank in lengths_by_layout}) != 1
-    ):  # one rank is wrong in another way
+    kinds and lengths of all ranks' layouts; None if these differ in something else."""
+    if len(set(map(len, layouts))) != 1:  # one rank is wrong in another way
         return None
-    for column in zip(*lengths_by_layout, strict=True):
-        (kind, _), lengths = column[0], sorted({int(tokens) // ranks for _, tokens in column})
+    for column in zip(*layouts, strict=True):
+        (kind, _), lengths = column[0], sorted({tokens // ranks for _, tokens in column})
         if len(lengths) > 1 and {other for other, _ in column} == {kind}:
             return LayoutError(
                 f"layout={kind!r} is only a name, which means as many tokens on every rank, and "
@@ -350,7 +343,7 @@ class AttentionPlan:
 
 def plan_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
-) -> tuple[str, AttentionPlan]:
+) -> tuple[Signature, AttentionPlan]:
     """Check a call on this rank and plan it, or look its plan up: a call like an earlier one is
     not checked again.
 
@@ -379,7 +372,7 @@ def plan_call(
         options.key,
     )
     try:
-        cached: tuple[str, AttentionPlan] | None = plans.get(key)
+        cached: tuple[Signature, AttentionPlan] | None = plans.get(key)
     except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
         cached = None
     if cached is None:
@@ -390,24 +383,24 @@ def plan_call(
         plans[key] = cached
     signature, plan = cached
     if plan.score_mod.dropout_p:  # the key has no seed: another one needs no new plan
-        signature = f"{signature}, dropout seed {scores.dropout_seed}"
+        signature = Signature.of(signature, f"dropout seed {scores.dropout_seed}")
     return signature, plan
 
 
 def _new_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
-) -> tuple[str, AttentionPlan]:
+) -> tuple[Signature, AttentionPlan]:
     """:func:`plan_call` of a call like no earlier one."""
     mesh, _, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, _ = options
     check_tuning(tuning)
-    signature = [check_tensors(q, k, v)]
+    parts: list[Signature | str] = [check_tensors(q, k, v)]
     layout = token_layout(options.layout, q, mesh)
     kv_layout = layout
     if options.kv_layout is not None:
         kv_layout = token_layout(options.kv_layout, k, mesh)
-    signature.append(check_layout(q, "queries", mesh, layout))
+    parts.append(check_layout(q, "queries", mesh, layout))
     check_mask(mask, q, layout)
-    signature.append(check_kv(q, k, mesh, (layout, kv_layout), mask))
+    parts.append(check_kv(q, k, mesh, (layout, kv_layout), mask))
     score_mod = check_score_mod(scores, dropout_p, q, one_sequence=layout == kv_layout)
     if scores.dropout_seed is None:
         refuse_dropout(dropout_p, mesh)
@@ -437,10 +430,10 @@ def _new_plan(
     exchanges = plan_head_exchanges(
         split, mesh_ref, layout, kv_layout, resolved.chunks, resolved.use_copy_engines
     )
-    signature.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
+    parts += f"mask {mask}", f"scale {scale:.9g}", f"kernel {chosen.name}"
     sinks_text = "no" if sinks is None else "learned" if trainable else "fixed"
-    signature.append(f"{score_mod}, {sinks_text} sinks")
-    signature += [str(resolved), "with lse" if return_lse else "without lse"]
+    parts += *score_mod.texts, f"{sinks_text} sinks"
+    parts += *resolved.texts, "with lse" if return_lse else "without lse"
     schedules = _schedules(mesh, (layout, kv_layout), mask, chosen, resolved)
     calls_by_position = {
         position: RingCall(mesh_ref, schedule, chosen, scale, resolved.use_copy_engines)
@@ -451,8 +444,7 @@ def _new_plan(
     plan = AttentionPlan.of_chunks(
         exchanges, ring_calls, return_lse, staging_bytes, score_mod, q.dtype, backward=backward
     )
-    signature.append(f"schedule {plan.digest}")
-    return ", ".join(signature), plan
+    return Signature.of(*parts, f"schedule {plan.digest}"), plan
 
 
 def _kernel_request(

@@ -23,6 +23,7 @@ from ds_usp.attention.projection import Geometry, Projection
 from ds_usp.attention.rotary import Rotary, check_local_rotary, rotate
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.heads import HeadSplit
@@ -317,7 +318,7 @@ def _plan(
     rotary: Rotary | None,
     keep: str,
     options: AttentionOptions,
-) -> tuple[str, ProjectedPlan]:
+) -> tuple[Signature, ProjectedPlan]:
     """Check a call on this rank; its signature and plan."""
     if keep not in KEEPS:
         raise ConfigError(f"keep={keep!r} must be one of {', '.join(KEEPS)}")
@@ -339,9 +340,12 @@ def _plan(
     q, k, v = (y.requires_grad_(requires_grad) for y in _stand_ins(x, geometry))
     text, attention = plan_call(q, k, v, options)
     backward = requires_grad and torch.is_grad_enabled()
-    signature = (
-        f"{text}, projected by {len(weights)} weights ({geometry.order}), "
-        f"{len(projection.biases)} biases, {_rotary_text(rotary)}, keeps {keep}"
+    signature = Signature.of(
+        text,
+        f"projected by {len(weights)} weights ({geometry.order})",
+        f"{len(projection.biases)} biases",
+        _rotary_text(rotary),
+        f"keeps {keep}",
     )
     key = "projected", id(attention), geometry, keep, backward, x.shape[0], x.dtype
     plans = options.mesh.plans

@@ -188,12 +188,18 @@ class ResolvedTuning(NamedTuple):
     inner_ring: int | None = None
     chunk_positions: ChunkPositions = (("only", "only"),)
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What the ranks compare of it."""
+        return (
+            "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks",
+            "KV all-gathered" if self.gather_kv else "KV stepwise",
+            "copy engines" if self.use_copy_engines else "P2P",
+            *([f"inner ring {self.inner_ring}"] if self.inner_ring else []),
+        )
+
     def __str__(self) -> str:
-        kv_mode = "KV all-gathered" if self.gather_kv else "KV stepwise"
-        chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
-        rings = f", inner ring {self.inner_ring}" if self.inner_ring else ""
-        transport = "copy engines" if self.use_copy_engines else "P2P"
-        return f"{chunks}, {kv_mode}, {transport}{rings}"
+        return ", ".join(self.texts)
 
 
 AUTO_TUNING = Tuning()

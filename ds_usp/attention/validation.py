@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.degrees import Degrees
@@ -90,16 +91,17 @@ def plan_local_attention(
     mesh: SequenceMesh,
     layout: TokenLayout,
     kv_layout: TokenLayout,
-) -> tuple[str, ChunkExchanges]:
+) -> tuple[Signature, ChunkExchanges]:
     """Signature and head exchanges of a call of a local attention between two exchanges, of
     ``q [b, s, h, d]`` and ``k [b, t, h_kv, d]``."""
-    text = f"{check_layout(q, 'queries', mesh, layout)}, {check_layout(k, 'keys', mesh, kv_layout)}"
+    queries = check_layout(q, "queries", mesh, layout)
+    signature = Signature.of(queries, check_layout(k, "keys", mesh, kv_layout))
     split = head_split(q.shape[2], k.shape[2], mesh)
     (traffic,) = plan_head_exchanges(split, mesh, layout, kv_layout)
-    return text, traffic
+    return signature, traffic
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
     """Check that q, k, v ``[b, s, h, d]`` fit together; returns their part of the signature.
 
     Raises:
@@ -121,10 +123,16 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
             + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         )
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return (
-        f"batch {q.shape[0]}, {q.shape[2]} query heads, {k.shape[2]} kv heads, head dims "
-        f"{q.shape[3]} and {v.shape[3]}, dtype {q.dtype}, device {q.device.type}, "
-        f"{'with' if grad else 'without'} gradients"
+    return Signature(
+        (
+            f"batch {q.shape[0]}",
+            f"{q.shape[2]} query heads",
+            f"{k.shape[2]} kv heads",
+            f"head dims {q.shape[3]} and {v.shape[3]}",
+            f"dtype {q.dtype}",
+            f"device {q.device.type}",
+            f"{'with' if grad else 'without'} gradients",
+        )
     )
 
 
@@ -163,7 +171,9 @@ def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
     )
 
 
-def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: TokenLayout) -> str:
+def check_layout(
+    x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: TokenLayout
+) -> Signature:
     """Check that ``x [b, s, ...]`` is this rank's shard; returns its part of the signature.
 
     Raises:
@@ -190,7 +200,7 @@ def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: Tok
             f"{length}; layout.shard(x, dim, rank) gives the right shard, and "
             "TokenLayout(kind, seq_len, ...) says the length of a sequence that does not divide"
         )
-    return f"{layout}, {layout.order}"
+    return Signature((str(layout), layout.order), ((layout.kind, layout.seq_len),))
 
 
 def no_mask_error(mask: object) -> ConfigError:
@@ -222,7 +232,7 @@ def check_kv(
     mesh: SequenceMesh,
     layouts: tuple[TokenLayout, TokenLayout],
     mask: MaskSpec,
-) -> str:
+) -> Signature:
     """Check keys ``[b, t, g, d]``, of the queries' sequence or another; returns their signature.
 
     Args:
@@ -246,7 +256,7 @@ def check_kv(
                 "none: tokens would attend across their borders. Give them to the mask, "
                 "MaskSpec.causal(documents=borders)"
             )
-        return "self-attention"
+        return Signature(("self-attention",))
     if not mask.is_full:
         raise UnsupportedAttentionError(
             f"the keys are of another sequence ({layouts[1]}) than the queries ({layouts[0]}), "

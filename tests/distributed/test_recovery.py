@@ -16,6 +16,7 @@ from ds_usp import SequenceMesh, Tuning
 from ds_usp.attention import functional
 from ds_usp.attention.plan import AttentionPlan
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.kernels.sdpa import SdpaKernel
 
@@ -191,8 +192,8 @@ def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one() -> None:
     starts = mock.patch.object(functional, "ForwardPass", forward)
     with begins, needs, starts, pytest.raises(RuntimeError, match=MESSAGE):
         attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
-    assert mesh.consistency._record("the next call").aborted_passes == 1
+    assert mesh.consistency._record(Signature(("the next call",))).aborted_passes == 1
     ends = mock.patch.object(AttentionPlan, "mark_pass_done", lambda _: mesh.consistency.end_pass())
     with begins, needs, ends:  # none, where a call ends well
         attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
-    assert mesh.consistency._record("the next call").aborted_passes == 1
+    assert mesh.consistency._record(Signature(("the next call",))).aborted_passes == 1
