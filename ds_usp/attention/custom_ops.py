@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
@@ -52,7 +52,7 @@ graph_break = disable_in_compile(
 #        |  traced: plain_values reads fields, one getattr after the other
 #        v
 #   ds_usp::attention(q, k, v, sinks, slopes, "mesh 0", "zigzag", 64, None, 0, ..., "auto", ...)
-#        |  not traced: call_of makes the same AttentionOptions of them
+#        |  not traced: attention_call makes the same AttentionOptions of them
 #        v
 #   plan_call, check_on_all_ranks, ForwardPass       (the code that runs without a compiler)
 #
@@ -64,8 +64,8 @@ graph_break = disable_in_compile(
 # documents (new in every batch: a graph for each). A mesh goes by its name, by which a weak
 # registry finds it: a graph must not keep process groups alive.
 #
-# The schema, the reader and its inverse follow from the fields' annotations alone, by one recursion
-# (op_args): a new field of Tuning is an argument of the op without another line.
+# Schema, reader and inverse follow from the annotations of the fields by one recursion (flatten): a
+# new field of Tuning is an argument of the op without another line.
 
 
 class OpCall(NamedTuple):
@@ -85,7 +85,7 @@ class OpCall(NamedTuple):
 
 
 class OpExchange(NamedTuple):
-    """One head exchange around a local attention, without its tensors.
+    """What the op of one head exchange around a local attention takes besides tensors.
 
     Args:
         heads, kv_heads: of all ranks.
@@ -108,19 +108,12 @@ class OpExchange(NamedTuple):
     prefix: str
 
 
-class PlainLayout(NamedTuple):
-    """A token layout as an op takes it, equal shards where the caller gave a kind only."""
-
-    kind: str
-    seq_len: int
-
-
 class OpArg(NamedTuple):
-    """One argument of an op.
+    """One argument of an op after its tensors.
 
     Attributes:
         path: of attributes, from the call to the value.
-        types: of the value.
+        types: that the value may have.
         auto: ``"auto"`` is None in the op.
     """
 
@@ -132,10 +125,9 @@ class OpArg(NamedTuple):
 
 
 _PARTS = (AttentionOptions, SequenceMesh, TokenLayout, MaskSpec, Tuning, Scores)
-# Fields that are no arguments, and why.
 _LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
     {
-        TokenLayout: frozenset({"ulysses", "ring", "order", "documents"}),  # the mesh's; a break
+        TokenLayout: frozenset({"ulysses", "ring", "order", "documents"}),  # the mesh's; as below
         MaskSpec: frozenset({"documents"}),  # break the graph
         Scores: frozenset({"alibi_slopes", "sinks"}),  # tensors of the op
     }
@@ -143,47 +135,56 @@ _LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
 _SCHEMA_TYPES: Mapping[type, str] = MappingProxyType(
     {str: "str", int: "SymInt", float: "float", bool: "bool"}
 )
+_layout = lru_cache(maxsize=1024)(TokenLayout)
 
 
-def _fields_of(part: type) -> Iterator[tuple[str, type | None, OpArg]]:
-    """The fields of a part of a call that an op takes: name; the part that it is, None for a plain
-    value; the argument for such a value."""
-    hints = get_type_hints(part)
-    names = getattr(part, "_fields", None) or [x.name for x in fields(part)]
-    for name in names:
-        if name in _LEFT_OUT.get(part, ()):
-            continue
-        union = get_args(hints[name]) or (hints[name],)
-        types = tuple(x for x in union if get_origin(x) is not Literal)
-        nested = next((x for x in types if x in _PARTS), None)
-        kind = next(x for x in types if x is not NoneType)
-        auto = len(types) < len(union)
-        optional = "?" if auto or NoneType in types else ""
-        types += (NoneType,) if auto else (int,) if kind is float else ()
-        schema = f"{_SCHEMA_TYPES.get(kind)}{optional} "
-        yield name, nested, OpArg(name, (name,), types, schema, auto)
-
-
-@cache
-def op_args(part: type, path: tuple[str, ...] = ()) -> tuple[OpArg, ...]:
-    """The plain values of a call or of a part of one: the arguments of its op after the tensors."""
+def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], Callable[..., Any]]:
+    """The plain values of a call or of a part of one, as arguments of an op, and what makes the
+    part of an iterator over such values again (and of the mesh, whose degrees layouts have)."""
     if part is SequenceMesh:
-        return (OpArg("mesh", (*path, "name"), (str,), "str ", False),)
-    args: list[OpArg] = []
-    for name, nested, arg in _fields_of(part):
-        inside = (*path, name)
+        by_name = OpArg("mesh", (*path, "name"), (str,), "str mesh", False)
+        return (by_name,), lambda values, _: MESH_REGISTRY.lookup(next(values))
+    hints, args, makers = get_type_hints(part), list[OpArg](), dict[str, Callable[..., Any]]()
+    for field in getattr(part, "_fields", None) or [x.name for x in fields(part)]:
+        if field in _LEFT_OUT.get(part, ()):
+            continue
+        inside, union = (*path, field), get_args(hints[field]) or (hints[field],)
+        nested = next((x for x in union if x in _PARTS), None)
         if nested is not None:
-            args += op_args(nested, inside)
-        else:
-            full_name = "_".join(inside).removeprefix("options_")
-            args.append(arg._replace(name=full_name, path=inside))
-    return tuple(args)
+            inner, makers[field] = flatten(nested, inside)
+            args += inner
+            continue
+        types = tuple(x for x in union if get_origin(x) is not Literal)
+        auto, name = len(types) < len(union), "_".join(inside).removeprefix("options_")
+        optional = "?" if auto or NoneType in types else ""
+        schema = f"{_SCHEMA_TYPES[types[0]]}{optional} {name}"
+        types += (NoneType,) if auto else (int,) if types[0] is float else ()
+        args.append(OpArg(name, inside, types, schema, auto))
+        makers[field] = _next_or_auto if auto else lambda values, _: next(values)
+
+    def make(values: Iterator[Any], mesh: SequenceMesh | None = None) -> Any:
+        made: dict[str, Any] = {}
+        for field, maker in makers.items():  # the mesh before layouts
+            made[field] = maker(values, made.get("mesh", mesh))
+        if part is TokenLayout and mesh is not None:
+            return _layout(*made.values(), mesh.ulysses_degree, mesh.ring_degree, mesh.order)
+        return part(**made)
+
+    return tuple(args), make
 
 
-def op_schema(tensors: str, call: type) -> str:
-    """The schema of an op ``(tensors, plain values of a call) -> Tensor[]``."""
-    arguments = ", ".join(arg.schema + arg.name for arg in op_args(call))
-    return f"({tensors}, {arguments}) -> Tensor[]"
+def _next_or_auto(values: Iterator[Any], _: object) -> Any:
+    value = next(values)
+    return "auto" if value is None else value
+
+
+ATTENTION_ARGS, attention_call = flatten(OpCall)
+EXCHANGE_ARGS, exchange_call = flatten(OpExchange)
+
+
+def op_schema(tensors: str, args: tuple[OpArg, ...]) -> str:
+    """The schema of an op ``(tensors, plain values) -> Tensor[]``."""
+    return f"({tensors}, {', '.join(arg.schema for arg in args)}) -> Tensor[]"
 
 
 def plain_values(args: tuple[OpArg, ...], call: Any) -> list[Any] | None:
@@ -202,32 +203,6 @@ def plain_values(args: tuple[OpArg, ...], call: Any) -> list[Any] | None:
     return values
 
 
-def call_of(part: type, values: Iterator[Any], mesh: SequenceMesh | None = None) -> Any:
-    """The inverse of :func:`plain_values`: the call, or part of one, with the mesh of that name.
-
-    Args:
-        mesh: whose degrees its layouts have, once it is known.
-    """
-    if part is SequenceMesh:
-        return MESH_REGISTRY.lookup(next(values))
-    made: dict[str, Any] = {}
-    for name, nested, arg in _cached_fields(part):
-        if nested is not None:
-            made[name] = call_of(nested, values, mesh)
-            mesh = made[name] if nested is SequenceMesh else mesh
-        else:
-            value = next(values)
-            made[name] = "auto" if arg.auto and value is None else value
-    if part is TokenLayout and mesh is not None:
-        return _layout(*made.values(), mesh.ulysses_degree, mesh.ring_degree, mesh.order)
-    return part(**made)
-
-
-_cached_fields = cache(lambda part: tuple(_fields_of(part)))
-_layout = lru_cache(maxsize=1024)(TokenLayout)
-_ATTENTION_ARGS, _EXCHANGE_ARGS = op_args(OpCall), op_args(OpExchange)
-
-
 def _changed(args: tuple[OpArg, ...], values: Sequence[Any], **changes: bool) -> tuple[Any, ...]:
     """Plain values of which some are others."""
     return tuple(changes.get(arg.name, value) for arg, value in zip(args, values, strict=True))
@@ -237,6 +212,13 @@ def guard_ints(values: Iterable[Any]) -> list[Any]:
     """Values without symbols: those that a compiler has seen, which it then guards."""
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return [kinds[type(x)](x) if type(x) in kinds else x for x in values]
+
+
+class PlainLayout(NamedTuple):
+    """A token layout as an op takes it, equal shards where the caller gave a kind only."""
+
+    kind: str
+    seq_len: int
 
 
 def plain_layout(
@@ -290,12 +272,12 @@ def attention_values(
         named,
         prefix,
     )
-    return plain_values(_ATTENTION_ARGS, call)
+    return plain_values(ATTENTION_ARGS, call)
 
 
 def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: OptionalTensor) -> OpCall:
     """The call of plain values and of the tensors of its scores."""
-    call: OpCall = call_of(OpCall, iter(values))
+    call: OpCall = attention_call(iter(values))
     if sinks is not None:
         sinks = sinks.detach().requires_grad_(call.sinks_require_grad)
     scores = replace(call.options.scores, alibi_slopes=slopes, sinks=sinks)
@@ -305,15 +287,10 @@ def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: Option
 def _plan_attention(
     call: OpCall, like: torch.Tensor, shapes: Shapes
 ) -> tuple[Signature, AttentionPlan]:
-    """Signature and plan of a call by :func:`plan_call`, on stand-ins of q, k and v: one element
-    each, expanded to the shape.
+    """:func:`plan_call` of stand-ins for q, k and v: one element each, expanded to the shape.
 
     Args:
         like: any tensor with the call's dtype and device.
-        shapes: of q, k and v.
-
-    Raises:
-        USPError: a call that cannot be computed exactly.
     """
     with torch.set_grad_enabled(call.requires_grad or call.sinks_require_grad):
         q, k, v = (like.new_empty(()).expand(shape) for shape in shapes)
@@ -352,7 +329,7 @@ _TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
 @torch.library.custom_op(
     "ds_usp::attention",
     mutates_args=(),
-    schema=op_schema("Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes", OpCall),
+    schema=op_schema("Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes", ATTENTION_ARGS),
     **_TAGS,
 )
 def attention(
@@ -380,7 +357,7 @@ def attention(
     num_visible = 2 if call.options.return_lse else 1
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
     no_grad = {"requires_grad": False, "sinks_require_grad": False}
-    key = "attention in a graph", _changed(_ATTENTION_ARGS, values, **no_grad)
+    key = "attention in a graph", _changed(ATTENTION_ARGS, values, **no_grad)
     run = call._replace(requires_grad=True) if is_saving() else call
     results = results_or_replay(lambda: _attention(run, q, k, v), inputs, key, num_visible)
     needs_backward = call.requires_grad or call.sinks_require_grad
@@ -422,7 +399,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     """
     q, k, v, sinks, slopes, *values = args
     # By name, as symbols: rebuilt, a call would guard all its numbers, its seed of dropout too.
-    given = {arg.name: x for arg, x in zip(_ATTENTION_ARGS, values, strict=True)}
+    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
     needs_backward = given["requires_grad"] or given["sinks_require_grad"]
     mesh, (batch, tokens, heads, _) = MESH_REGISTRY.lookup(given["mesh"]), q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -457,7 +434,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     schema=op_schema(
         "Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, SymInt kv_length, "
         "SymInt kv_heads",
-        OpCall,
+        ATTENTION_ARGS,
     ),
     **_TAGS,
 )
@@ -502,7 +479,7 @@ def _(
     dout: torch.Tensor, saved: Any, sinks: Any, _: Any, kv_length: int, kv_heads: int, *values: Any
 ) -> list[torch.Tensor]:
     grads = [dout.new_empty(shape) for shape in _qkv_shapes(dout, saved, kv_length, kv_heads)]
-    given = {arg.name: x for arg, x in zip(_ATTENTION_ARGS, values, strict=True)}
+    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
     if sinks is not None and given["sinks_require_grad"]:
         grads.append(sinks.new_empty(sinks.shape))
     return grads
@@ -546,7 +523,7 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
     and the results without Ulysses, else the saved chunks.
     """
     q, k, v, sinks, slopes, *ctx.values = inputs
-    given = {arg.name: x for arg, x in zip(_ATTENTION_ARGS, ctx.values, strict=True)}
+    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     ctx.keys = k.shape[1], k.shape[2]
     if MESH_REGISTRY.lookup(given["mesh"]).ulysses_degree == 1:
         saved = (q, k, v, *output)
@@ -568,7 +545,7 @@ attention.register_autograd(_backward_of_attention, setup_context=_setup_attenti
 @torch.library.custom_op(
     "ds_usp::exchange",
     mutates_args=(),
-    schema=op_schema("Tensor[] tensors, Tensor? call_number", OpExchange),
+    schema=op_schema("Tensor[] tensors, Tensor? call_number", EXCHANGE_ARGS),
     **_TAGS,
 )
 def exchange(
@@ -586,7 +563,7 @@ def exchange(
     Raises:
         USPError: as :class:`ds_usp.USPAttention`, on every rank, when it runs.
     """
-    call: OpExchange = call_of(OpExchange, iter(values))
+    call: OpExchange = exchange_call(iter(values))
     mesh = call.mesh
 
     def check() -> tuple[Signature, ChunkExchanges]:
@@ -616,7 +593,7 @@ def exchange(
 @exchange.register_fake
 def _(tensors: list[torch.Tensor], call_number: OptionalTensor, *values: Any) -> list[torch.Tensor]:
     """Meta function of :func:`exchange`: empty results of the shapes that the op returns."""
-    call: OpExchange = call_of(OpExchange, iter(guard_ints(values)))
+    call: OpExchange = exchange_call(iter(guard_ints(values)))
     number = [torch.empty((), dtype=torch.int64, device="cpu")] if call.starts_call else []
     try:
         _, exchanges = _plan_exchange(call, tensors)
@@ -631,7 +608,7 @@ def _(tensors: list[torch.Tensor], call_number: OptionalTensor, *values: Any) ->
 
 def _setup_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     _, call_number, *ctx.values = inputs
-    given = {arg.name: x for arg, x in zip(_EXCHANGE_ARGS, ctx.values, strict=True)}
+    given = {arg.name: x for arg, x in zip(EXCHANGE_ARGS, ctx.values, strict=True)}
     ctx.starts_call, ctx.to_heads = given["starts_call"], given["to_heads"]
     ctx.save_for_backward(output[-1] if ctx.starts_call else call_number)
 
@@ -640,7 +617,7 @@ def _backward_of_exchange(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...
     """The exchange in the other direction, of the gradients."""
     (call_number,) = ctx.saved_tensors
     changes = {"to_heads": not ctx.to_heads, "starts_call": False, "backward": True}
-    reverse = _changed(_EXCHANGE_ARGS, ctx.values, **changes)
+    reverse = _changed(EXCHANGE_ARGS, ctx.values, **changes)
     sent = grads[:-1] if ctx.starts_call else grads  # the call number has none
     return exchange(list(sent), call_number, *reverse), None, *(None for _ in reverse)
 
@@ -684,7 +661,7 @@ def traced_exchange(
     flags = True, True, False, torch.is_grad_enabled() and requires_grad, named
     heads = q.shape[2], k.shape[2]
     call: Any = OpExchange(mesh, queries, keys, *heads, *flags, prefix)  # type: ignore[arg-type]
-    values = plain_values(_EXCHANGE_ARGS, call)
+    values = plain_values(EXCHANGE_ARGS, call)
     return None if values is None else _TracedExchange(values)
 
 
@@ -719,5 +696,5 @@ class _TracedExchange:
         if to_heads:
             *exchanged, self._call_number = exchange(list(tensors), None, *self._values)
             return tuple(exchanged)
-        reverse = _changed(_EXCHANGE_ARGS, self._values, to_heads=False, starts_call=False)
+        reverse = _changed(EXCHANGE_ARGS, self._values, to_heads=False, starts_call=False)
         return tuple(exchange(list(tensors), self._call_number, *reverse))

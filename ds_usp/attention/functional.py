@@ -336,19 +336,10 @@ def usp_joint_attention(
         for joint_x, x in ((joint_q, q), (joint_k, k), (joint_v, v))
     ]
     joined = [torch.cat(pair if joint_front else pair[::-1], dim=1) for pair in pieces]
-    out = usp_attention(
-        joined[0],
-        joined[1],
-        joined[2],
-        mesh=mesh,
-        layout=combined,
-        mask=mask,
-        softmax_scale=softmax_scale,
-        dropout_p=dropout_p,
-        kernel=kernel,
-        tuning=tuning,
-        scores=scores,
+    options = AttentionOptions(
+        mesh, combined, mask, softmax_scale, dropout_p, kernel, False, tuning, scores
     )
+    out: torch.Tensor = usp_attention(*joined, **options._asdict())
     lengths = [pair.shape[1] for pair in (pieces[0] if joint_front else pieces[0][::-1])]
     outs = out.split(lengths, dim=1)
     joint_out, main = outs if joint_front else outs[::-1]

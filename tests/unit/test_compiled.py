@@ -14,11 +14,11 @@ import torch
 import ds_usp
 from ds_usp import MeshError, SequenceMesh
 from ds_usp.attention.custom_ops import (
-    OpCall,
-    OpExchange,
+    ATTENTION_ARGS,
+    EXCHANGE_ARGS,
+    attention_call,
     attention_values,
-    call_of,
-    op_args,
+    flatten,
     plain_values,
 )
 from ds_usp.attention.plan import AttentionOptions
@@ -35,26 +35,30 @@ NOT_IN_OP = {
 
 @pytest.mark.parametrize("part", NOT_IN_OP)
 def test_an_op_has_every_field(part: Any) -> None:
-    left = {field.name for field in fields(part)} - {arg.path[-1] for arg in op_args(part)}
+    left = {field.name for field in fields(part)} - {arg.path[-1] for arg in flatten(part)[0]}
     assert left == NOT_IN_OP[part]
 
 
 def test_an_op_has_every_argument() -> None:
     parameters = set(inspect.signature(ds_usp.usp_attention).parameters)
     assert parameters - {"q", "k", "v"} == set(AttentionOptions._fields)
-    assert {arg.path[1] for arg in op_args(OpCall) if arg.path[0] == "options"} == set(
+    assert {arg.path[1] for arg in ATTENTION_ARGS if arg.path[0] == "options"} == set(
         AttentionOptions._fields
     )
 
 
 @pytest.mark.parametrize(
-    ("op", "tensors", "call"),
-    [("attention", 5, OpCall), ("attention_backward", 6, OpCall), ("exchange", 2, OpExchange)],
+    ("op", "tensors", "args"),
+    [
+        ("attention", 5, ATTENTION_ARGS),
+        ("attention_backward", 6, ATTENTION_ARGS),
+        ("exchange", 2, EXCHANGE_ARGS),
+    ],
 )
-def test_op_schemas_are_the_plain_values_in_order(op: str, tensors: int, call: Any) -> None:
+def test_op_schemas_are_the_plain_values_in_order(op: str, tensors: int, args: Any) -> None:
     schema = getattr(torch.ops.ds_usp, op).default._schema
     names = [x.name for x in schema.arguments[tensors:]]
-    assert names == [arg.name for arg in op_args(call)] and len(set(names)) == len(names)
+    assert names == [arg.name for arg in args] and len(set(names)) == len(names)
 
 
 def test_a_call_of_plain_values_is_the_call() -> None:
@@ -72,11 +76,11 @@ def test_a_call_of_plain_values_is_the_call() -> None:
     )
     values = attention_values(x, x, x, options, named=False, prefix="batch dim 0")
     assert values is not None
-    made = call_of(OpCall, iter(values))
+    made = attention_call(iter(values))
     assert made[1:] == (True, False, False, "batch dim 0")
     assert made.options._replace(scores=None) == options._replace(scores=None)  # which have no ==
     assert made.options.scores.static_values == options.scores.static_values
-    assert plain_values(op_args(OpCall), made) == values
+    assert plain_values(ATTENTION_ARGS, made) == values
 
 
 def test_other_soft_caps_are_in_the_graph_too() -> None:
