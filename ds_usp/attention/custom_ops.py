@@ -504,6 +504,8 @@ def _exchanged(
     ]
 
 
+# A compiler takes it for granted that an op's results share no memory with its inputs or with each
+# other. Here q, k and v of an exchange, for one, are views of one receive buffer.
 def _fresh_contiguous(
     tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
 
+# Note [two autograd functions]
+#
+# UnifiedAttention is the whole call. Were each chunk, or the all-to-all and the ring, a function of
+# its own, autograd would run their backwards one after the other, and nothing would overlap there:
+# dout of the next chunk is received while this one is computed only if one function sees both.
+#
+# SeqAllToAll is the exchange alone: around the local attention of the drop-in at ring degree 1,
+# whose own graph autograd runs in between, and for the outputs of joint tokens. Both ask the ranks
+# to compare the backward pass before they post anything, and both post it even if this rank's
+# gradient is None: it is collective.
+
+
 class SeqAllToAll(torch.autograd.Function):
     """A head exchange, sequence to heads or back; its backward is the reverse exchange."""
 
@@ -84,6 +96,7 @@ class UnifiedAttention(torch.autograd.Function):
         ctx.scores = scores if sinks is None else replace(scores, sinks=None)
         ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, q.device.type == "cpu"
         ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
+        # By save_for_backward, not on ctx: hooks of checkpoints and of offload see these only.
         tensors = [sinks]
         if plan.local_heads:  # a chunk's tensors are views of these
             tensors += q, k, v, out
@@ -262,6 +275,16 @@ def _attend(options: AttentionOptions, *inputs: torch.Tensor) -> tuple[torch.Ten
 
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+# Note [joint tokens]
+#
+#   rank 0   [text 0:2][image 0:8 ]      text is on every rank, and its output must be again; the
+#   rank 1   [text 2:4][image 8:16]      image is sharded
+#
+# Attending to the text on every rank would count it once a rank in the softmax of the image, and
+# its own attention would be computed sp times. So a rank takes its shard of the text, and the two
+# are one sequence of a layout of their own (JointLayout); only the text's output is gathered.
 
 
 @graph_break

@@ -57,6 +57,10 @@ class LocalAttention:
     scores: Callable[[torch.device], Scores] = _no_score_mod
 
 
+# A class is known by its package's and its own name, so no framework is imported to be recognized.
+# A subclass that overrides forward is not detected: the user must say what it computes.
+
+
 def detect_local_attention(module: Any) -> LocalAttention | None:
     """What the module computes, if its class is known here and its forward is that class's own.
 
@@ -290,6 +294,14 @@ _DETECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingP
         ("megatron", "DotProductAttention"): _dot_product_attention,
     }
 )
+
+
+# Note [extra arguments with a ring]
+#
+# Frameworks hand a dense mask of all tokens to every layer, nearly always the causal one that the
+# ring computes anyway. So it is compared, value by value, once for each tensor and version, in
+# blocks of rows: equal is accepted, anything else is refused, since ignoring it would be silently
+# wrong. None passes, as in torch.
 
 
 class FrameworkArguments:

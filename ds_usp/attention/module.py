@@ -104,6 +104,18 @@ def warn_not_called(local_attention: object, attention: LocalAttention, where: s
     )
 
 
+# Note [two ways through the drop-in]
+#
+#   ring 1      q, k, v --a2a--> [all tokens, own heads] --> local_attn --> --a2a--> out
+#   with a ring q, k, v ------------------ attention over the mesh ----------------> out
+#
+# Without a ring any attention is right, as it sees all tokens of its heads; it runs as it is, with
+# DeepSpeed's bits. With a ring no rank ever has all keys, and a partial result can be merged only
+# by its log-sum-exp, which a module does not return: so the package computes what the module would,
+# as far as that can be known (local_attention.py), and refuses what cannot. Documents take the
+# second way at any degree: no framework's module is told their borders as this package knows them.
+
+
 class USPAttention(torch.nn.Module):
     """Sequence-parallel attention around any local attention (drop-in for DeepSpeed-Ulysses).
 

@@ -118,6 +118,49 @@ class ChunkState:
 ChunkT = TypeVar("ChunkT", bound=ChunkState)
 
 
+# Note [what overlaps what]
+#
+# Two head chunks forward, Ulysses 2 x ring 2 (the schedule in ARCHITECTURE.md); time runs to the
+# right, a row is what is in flight there:
+#
+#   all-to-all  [0 q k v][1 q k v ......]                    [0 out .....]            [1 out]
+#   ring KV                [0 kv .......]    [1 kv ........................]
+#   kernels                [0 local     ][0 remote     ][1 local     ][1 remote    ]
+#
+# An exchange is hidden under the kernels of another chunk or of another block, never under itself.
+# A chunk's KV exchange is posted before the chunk before it is computed, if its keys and values are
+# there by then, and not after the first kernel call of that chunk: a rank whose chunk is a single
+# kernel call has no "after the first", and all its ring exchanges stood between two kernels (0.4 ms
+# for each of 16 chunks, 2 x 2, 128K tokens). Where K and V come by an all-to-all, that one is
+# posted another chunk earlier for the same reason.
+#
+# No wait here waits on the CPU of a GPU's rank: it makes the current stream wait. The CPU runs
+# ahead, so the order of the schedule is the order on the GPU, and a post stands where it must
+# start.
+#
+# Note [why backward takes the last chunk first]
+#
+# The first exchange of a pass and its last one are under no kernel. Forward three tensors come
+# first (q, k, v) and one returns last (out); backward one comes first (dout) and three return last
+# (dq, dk, dv). Chunk 0 is cut small (HeadSplit.chunk), so it must be where three tensors are
+# exposed: first forward, last backward. And where chunks divide a KV group, K and V are exchanged
+# with the group's first chunk, whose return brings dK and dV back: they are complete when all
+# chunks of the group are done, that is, when the first of them comes last.
+#
+# Note [what is freed when]
+#
+#                    forward                               backward
+#   wait for heads   q, k, v: views of what was received   dout, likewise
+#   end of a chunk   KV receive buffers, staging of KV;    the same, and dout
+#                    q, k, v too if nothing is saved
+#   its return       its out and log-sum-exp, packed       dq, buffers of dK/dV exchanges
+#
+# A buffer may go as soon as the current stream has waited for the exchange that uses it: what is
+# allocated in its place is written by later work of the same stream. So a chunk holds everything
+# that is in flight for it, and drops it after the wait. dq, dk and dv of all heads are allocated at
+# the first return, when the buffers of the first chunk are gone, not when the pass begins.
+
+
 class Pass(Generic[ChunkT]):
     """What both passes have in common: the loop, and the exchanges of keys and values.
 
@@ -148,6 +191,7 @@ class Pass(Generic[ChunkT]):
         """Execute the schedule of this pass. After an error all in flight is waited for, or the
         next call would receive it."""
         handlers, chunks = self.handlers, self._chunks
+        # Nothing is decided in this loop: what a test prints of a schedule is what a GPU executes.
         try:
             for instr in schedule:
                 handlers[instr.op](self, chunks[instr.chunk], instr)
@@ -484,6 +528,8 @@ class BackwardPass(Pass[BackwardChunk]):
         return None, *chunk.open_grads().staging_views(number)
 
     def _post_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+        # Every rank posts every exchange, also where the mask leaves this one no kernel call: its
+        # partners wait for the message, which has zeros then.
         index = chunk.transfers[instr.number].step
         if chunk.step != index:  # this rank has no kernel calls in it
             self.begin_step(chunk, index)

@@ -86,6 +86,20 @@ class AttentionOptions(NamedTuple):
         return self[1:8], self.kv_layout, scores, types
 
 
+# Note [errors are found together]
+#
+# A rank that raises alone leaves the others in an exchange that never ends. So a call has two
+# parts: first integers only, each rank for itself, then one comparison; tensors move after that.
+#
+#   rank 0   plan_call ----------.                     .--- raises MeshError, which quotes it
+#   rank 1   plan_call raises ---+-- check_call --------+--- raises its error
+#   rank 2   plan_call ----------'   (fields or error)  `--- raises MeshError, which quotes it
+#
+# The fields have all that decides which messages are sent: shapes, layouts, mask, kernel, head
+# chunks, and a digest of the order in which both passes post. A backward pass declares the number
+# of its call: running them in another order on one rank would be a hang, too.
+
+
 def check_on_all_ranks(
     mesh: SequenceMesh,
     check: Callable[[], tuple[Signature, ResultT]],
@@ -341,6 +355,15 @@ class AttentionPlan:
         return [SavedChunk._make((*x, lse)) for x, lse in zip(views, tensors[4:], strict=True)]
 
 
+# Note [one plan for all layers and steps]
+#
+# A model calls attention with the same few shapes thousands of times, and a plan takes
+# milliseconds. The key has all that a plan or a refusal depends on: options, shapes, dtypes, which
+# of q, k and v require gradients, the grad mode, deterministic algorithms, capture of a CUDA graph.
+# It has no values of tensors and not the seed of dropout: these come with the call. Documents
+# differ from batch to batch and have large plans, so few of theirs are kept.
+
+
 def plan_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[Signature, AttentionPlan]:
@@ -406,6 +429,8 @@ def _new_plan(
         refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)
     scale = checked_scale(softmax_scale, q.shape[3])
+    # A kernel is chosen before the tuning: whether it takes documents in one call changes the
+    # chunks.
     request = _kernel_request(q, v, mask, score_mod)
     check_kernel_name(kernel)  # before the cache of select_kernel, which hashes it
     chosen = select_kernel(request, kernel)

@@ -152,6 +152,12 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
     return mesh.layout(layout, x.shape[1] * mesh.sp_degree)
 
 
+# A module without layout= means contiguous shards, DeepSpeed's order. The data loader of this
+# package shards by zigzag unless told otherwise; nothing in the tensors would show the difference,
+# and the result would be attention of permuted tokens. The loader leaves its layouts in the mesh
+# for this.
+
+
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
     """Check the default layout against the batches that a data loader has given.
 
@@ -187,6 +193,7 @@ def check_layout(
             "the layout is for ulysses {} x ring {} ({}), the mesh is {} x {} ({}); "
             "mesh.layout(kind, seq_len) makes one that fits".format(*layout_degrees, *mesh_degrees)
         )
+    # [b, h, s, d], which most kernels take, is the likeliest mistake: name it where it fits.
     length = layout.length(mesh.rank)
     if x.shape[1] != length:
         if x.ndim == 4 and x.shape[2] == length:
