@@ -400,12 +400,13 @@ class USPAttention(torch.nn.Module):
 
     def _options(self, attention: LocalAttention, device: torch.device) -> AttentionOptions:
         """A call of the package's kernels that computes what a local attention would."""
+        training = getattr(self.local_attn, "training", self.training)
         return AttentionOptions(
             self.mesh,
             self._layout,
             attention.mask,
             attention.softmax_scale,
-            attention.dropout_p if self._in_training else 0.0,
+            attention.dropout_p if training else 0.0,
             self.kernel,
             tuning=self.tuning,
             scores=attention.scores(device),
@@ -455,7 +456,3 @@ class USPAttention(torch.nn.Module):
             self.mesh, call, scores, grad_enabled, q, k, v, scores.sinks
         )
         return out.flatten(2) if attention.flat_output else out
-
-    @property
-    def _in_training(self) -> bool:
-        return bool(getattr(self.local_attn, "training", self.training))
