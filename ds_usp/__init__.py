@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from ds_usp import planner as planner
     from ds_usp import profiling as profiling
     from ds_usp import training as training
-    from ds_usp.attention.functional import usp_attention
-    from ds_usp.attention.joint import usp_joint_attention
+    from ds_usp.attention.functional import usp_attention, usp_joint_attention
     from ds_usp.attention.module import USPAttention
     from ds_usp.attention.projected import projected_attention
     from ds_usp.attention.projection import Projection
@@ -52,7 +51,7 @@ else:
             "USPSelfAttention": "ds_usp.attention.self_attention",
             "projected_attention": "ds_usp.attention.projected",
             "usp_attention": "ds_usp.attention.functional",
-            "usp_joint_attention": "ds_usp.attention.joint",
+            "usp_joint_attention": "ds_usp.attention.functional",
         }
     )
 

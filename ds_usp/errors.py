@@ -32,11 +32,17 @@ class MeshError(USPError):
     Args:
         message: for the user.
         signatures: each rank's text of the call, where the ranks disagree.
+        layouts: likewise, kind and length of each of its token layouts.
     """
 
-    def __init__(self, message: str = "", signatures: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        signatures: tuple[str, ...] = (),
+        layouts: tuple[tuple[tuple[str, int], ...], ...] = (),
+    ) -> None:
         super().__init__(message)
-        self.signatures = signatures
+        self.signatures, self.layouts = signatures, layouts
 
     @property
     def said(self) -> tuple[str, ...]:

@@ -7,41 +7,319 @@ g key/value heads; d head dim, e that of values and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from types import MappingProxyType, NoneType
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from ds_usp.attention import backward_pass
-from ds_usp.attention.call_plan import AttentionOptions
-from ds_usp.attention.forward_pass import attention_forward
-from ds_usp.attention.op_specs import (
-    AttentionOpSpec,
-    ExchangeOpSpec,
-    Shapes,
-    attention_spec,
-    check_unnamed_layout,
-    guard_ints,
-    is_valid_qkv,
-    layout_spec,
-    mesh_of,
-    op_schema,
-)
-from ds_usp.attention.plan import AttentionPlan
+from ds_usp.attention.passes import BackwardPass, ForwardPass
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
 from ds_usp.attention.score_mod import Scores
+from ds_usp.attention.tuning import Tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
-    check_on_all_ranks,
+    check_default_layout,
+    check_tensors,
     exchange_label,
-    is_on_cpu,
+    plan_local_attention,
 )
 from ds_usp.comm.all_to_all import HeadAllToAll
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.call_record import Signature
+from ds_usp.comm.mesh import MESH_REGISTRY, SequenceMesh
 from ds_usp.errors import USPError
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.memory.saved_attention import is_saving, refuse_saving, results_or_replay
 
 OptionalTensor = torch.Tensor | None
+Shapes = Sequence[Sequence[int]]
+
+graph_break = disable_in_compile(
+    "only a plain call of attention can be in a graph. Packed documents, joint tokens, and of "
+    "USPAttention rotary_pos_emb, sp_stream and, with a ring, extra arguments cannot, nor what is "
+    "refused anyway; see README"
+)
+
+# ---------------------------------------------------------------- a call in plain values
+#
+# Note [what Dynamo sees of a call]
+#
+#   usp_attention(q, k, v, mesh=, layout=, mask=, tuning=, scores=, ...)
+#        |  traced: plain_values reads fields, one getattr after the other
+#        v
+#   ds_usp::attention(q, k, v, sinks, slopes, "mesh 0", "zigzag", 64, None, 0, ..., "auto", ...)
+#        |  not traced: attention_call makes the same AttentionOptions of them
+#        v
+#   plan_call, check_on_all_ranks, ForwardPass       (the code that runs without a compiler)
+#
+# An op takes tensors, strings, numbers and bools, so a call goes through the graph as the fields of
+# its parts. Dynamo guards each that it reads: a call with another mask or layout is compiled again
+# and cannot meet the plan of this one, as it could if the graph held a plan or an index of one.
+# What it must not see: the plan (it has process groups, kernels and caches), the comparison of the
+# ranks (it has to happen each time the graph runs, not once while it is traced), and borders of
+# documents (new in every batch: a graph for each). A mesh goes by its name, by which a weak
+# registry finds it: a graph must not keep process groups alive.
+#
+# Schema, reader and inverse follow from the annotations of the fields by one recursion (flatten): a
+# new field of Tuning is an argument of the op without another line.
+
+
+class OpCall(NamedTuple):
+    """What the ops of attention take besides tensors.
+
+    Args:
+        requires_grad, sinks_require_grad: of q, k or v, and of the sinks, in this grad mode.
+        named: the caller has named the layout.
+        prefix: the fields with which the call signature begins, one in a line.
+    """
+
+    options: AttentionOptions
+    requires_grad: bool
+    sinks_require_grad: bool
+    named: bool
+    prefix: str
+
+
+class OpExchange(NamedTuple):
+    """What the op of one head exchange around a local attention takes besides tensors.
+
+    Args:
+        heads, kv_heads: of all ranks.
+        to_heads: sequence to heads, or back.
+        starts_call: it is the first exchange of a call, whose signature the ranks compare.
+        backward: it is the backward pass of an exchange, which they compare too.
+        requires_grad, named, prefix: as of :class:`OpCall`.
+    """
+
+    mesh: SequenceMesh
+    layout: TokenLayout
+    kv_layout: TokenLayout
+    heads: int
+    kv_heads: int
+    to_heads: bool
+    starts_call: bool
+    backward: bool
+    requires_grad: bool
+    named: bool
+    prefix: str
+
+
+class OpArg(NamedTuple):
+    """One argument of an op after its tensors.
+
+    Attributes:
+        path: of attributes, from the call to the value.
+        types: that the value may have.
+        auto: ``"auto"`` is None in the op.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    types: tuple[type, ...]
+    schema: str
+    auto: bool
+
+
+_PARTS = (AttentionOptions, SequenceMesh, TokenLayout, MaskSpec, Tuning, Scores)
+_LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
+    {
+        TokenLayout: frozenset({"ulysses", "ring", "order", "documents"}),  # the mesh's; as below
+        MaskSpec: frozenset({"documents"}),  # break the graph
+        Scores: frozenset({"alibi_slopes", "sinks"}),  # tensors of the op
+    }
+)
+_SCHEMA_TYPES: Mapping[type, str] = MappingProxyType(
+    {str: "str", int: "SymInt", float: "float", bool: "bool"}
+)
+_layout = lru_cache(maxsize=1024)(TokenLayout)
+
+
+def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], Callable[..., Any]]:
+    """The plain values of a call or of a part of one, as arguments of an op, and what makes the
+    part of an iterator over such values again (and of the mesh, whose degrees layouts have)."""
+    if part is SequenceMesh:
+        by_name = OpArg("mesh", (*path, "name"), (str,), "str mesh", False)
+        return (by_name,), lambda values, _: MESH_REGISTRY.lookup(next(values))
+    hints, args, makers = get_type_hints(part), list[OpArg](), dict[str, Callable[..., Any]]()
+    for field in getattr(part, "_fields", None) or [x.name for x in fields(part)]:
+        if field in _LEFT_OUT.get(part, ()):
+            continue
+        inside, union = (*path, field), get_args(hints[field]) or (hints[field],)
+        nested = next((x for x in union if x in _PARTS), None)
+        if nested is not None:
+            inner, makers[field] = flatten(nested, inside)
+            args += inner
+            continue
+        types = tuple(x for x in union if get_origin(x) is not Literal)
+        auto, name = len(types) < len(union), "_".join(inside).removeprefix("options_")
+        optional = "?" if auto or NoneType in types else ""
+        schema = f"{_SCHEMA_TYPES[types[0]]}{optional} {name}"
+        types += (NoneType,) if auto else (int,) if types[0] is float else ()
+        args.append(OpArg(name, inside, types, schema, auto))
+        makers[field] = _next_or_auto if auto else lambda values, _: next(values)
+
+    def make(values: Iterator[Any], mesh: SequenceMesh | None = None) -> Any:
+        made: dict[str, Any] = {}
+        for field, maker in makers.items():  # the mesh before layouts
+            made[field] = maker(values, made.get("mesh", mesh))
+        if part is TokenLayout and mesh is not None:
+            return _layout(*made.values(), mesh.ulysses_degree, mesh.ring_degree, mesh.order)
+        return part(**made)
+
+    return tuple(args), make
+
+
+def _next_or_auto(values: Iterator[Any], _: object) -> Any:
+    value = next(values)
+    return "auto" if value is None else value
+
+
+ATTENTION_ARGS, attention_call = flatten(OpCall)
+EXCHANGE_ARGS, exchange_call = flatten(OpExchange)
+
+
+def op_schema(tensors: str, args: tuple[OpArg, ...]) -> str:
+    """The schema of an op ``(tensors, plain values) -> Tensor[]``."""
+    return f"({tensors}, {', '.join(arg.schema for arg in args)}) -> Tensor[]"
+
+
+def plain_values(args: tuple[OpArg, ...], call: Any) -> list[Any] | None:
+    """The plain values of a call; None if one is of a wrong type, which is refused outside of
+    graphs. Dynamo traces this."""
+    values = []
+    for arg in args:
+        value = call
+        for name in arg.path:
+            value = getattr(value, name)
+        if arg.auto and value == "auto":
+            value = None
+        if type(value) not in arg.types:
+            return None
+        values.append(value)
+    return values
+
+
+def _changed(args: tuple[OpArg, ...], values: Sequence[Any], **changes: bool) -> tuple[Any, ...]:
+    """Plain values of which some are others."""
+    return tuple(changes.get(arg.name, value) for arg, value in zip(args, values, strict=True))
+
+
+def guard_ints(values: Iterable[Any]) -> list[Any]:
+    """Values without symbols: those that a compiler has seen, which it then guards."""
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return [kinds[type(x)](x) if type(x) in kinds else x for x in values]
+
+
+class PlainLayout(NamedTuple):
+    """A token layout as an op takes it, equal shards where the caller gave a kind only."""
+
+    kind: str
+    seq_len: int
+
+
+def plain_layout(
+    layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh
+) -> PlainLayout | None:
+    """The layout of ``x [b, s, h, d]``; None if it is of another mesh, or of documents."""
+    if type(layout) is str:
+        return PlainLayout(layout, x.shape[1] * mesh.sp_degree)
+    is_plain = (
+        type(layout) is TokenLayout
+        and not layout.documents
+        and layout.ulysses == mesh.ulysses_degree
+        and layout.ring == mesh.ring_degree
+        and layout.order == mesh.order
+    )
+    if is_plain and type(layout) is TokenLayout:
+        return PlainLayout(layout.kind, layout.seq_len)
+    return None
+
+
+def attention_values(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    *,
+    named: bool = True,
+    prefix: str = "",
+) -> list[Any] | None:
+    """The plain values of a call that torch.compile traces; None, for a graph break, if the call
+    has documents (which differ from batch to batch) or arguments that are refused."""
+    mesh, mask, scores = options.mesh, options.mask, options.scores
+    if type(mesh) is not SequenceMesh or type(mask) is not MaskSpec:
+        return None
+    if type(scores) is not Scores or type(options.tuning) is not Tuning:
+        return None
+    queries = plain_layout(options.layout, q, mesh)
+    keys = queries if options.kv_layout is None else plain_layout(options.kv_layout, k, mesh)
+    slopes, sinks = scores.alibi_slopes, scores.sinks
+    trained_slopes = slopes is not None and slopes.requires_grad
+    if queries is None or keys is None or mask.documents or trained_slopes:
+        return None
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return None
+    grad = torch.is_grad_enabled()
+    plain: Any = options._replace(layout=queries, kv_layout=keys)  # type: ignore[arg-type]
+    call = OpCall(
+        plain,
+        grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+        grad and sinks is not None and sinks.requires_grad,
+        named,
+        prefix,
+    )
+    return plain_values(ATTENTION_ARGS, call)
+
+
+def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: OptionalTensor) -> OpCall:
+    """The call of plain values and of the tensors of its scores."""
+    call: OpCall = attention_call(iter(values))
+    if sinks is not None:
+        sinks = sinks.detach().requires_grad_(call.sinks_require_grad)
+    scores = replace(call.options.scores, alibi_slopes=slopes, sinks=sinks)
+    return call._replace(options=call.options._replace(scores=scores))
+
+
+def _plan_attention(
+    call: OpCall, like: torch.Tensor, shapes: Shapes
+) -> tuple[Signature, AttentionPlan]:
+    """:func:`plan_call` of stand-ins for q, k and v: one element each, expanded to the shape.
+
+    Args:
+        like: any tensor with the call's dtype and device.
+    """
+    with torch.set_grad_enabled(call.requires_grad or call.sinks_require_grad):
+        q, k, v = (like.new_empty(()).expand(shape) for shape in shapes)
+        signature, plan = plan_call(q.requires_grad_(call.requires_grad), k, v, call.options)
+    return Signature.of(*call.prefix.splitlines(), signature), plan
+
+
+def _plan_exchange(
+    call: OpExchange, tensors: Sequence[torch.Tensor]
+) -> tuple[Signature, ChunkExchanges]:
+    """Signature and exchanges of all heads."""
+    mesh, layouts, like = call.mesh, (call.layout, call.kv_layout), tensors[0]
+    if not call.starts_call:
+        q, k = (
+            like.new_empty(()).expand(like.shape[0], layout.length(mesh.rank), heads, 1)
+            for layout, heads in zip(layouts, (call.heads, call.kv_heads), strict=True)
+        )
+        return plan_local_attention(q, k, mesh, *layouts)
+    with torch.set_grad_enabled(call.requires_grad):
+        q, k, v = (
+            like.new_empty(()).expand(guard_ints(x.shape)).requires_grad_(call.requires_grad)
+            for x in tensors
+        )
+        tensors_signature = check_tensors(q, k, v)
+    signature, exchanges = plan_local_attention(q, k, mesh, *layouts)
+    return Signature.of(*call.prefix.splitlines(), tensors_signature, signature), exchanges
+
+
+# ---------------------------------------------------------------- the ops
 
 # torch's own CUDA graphs would leave out the consistency check of the ranks.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -51,9 +329,7 @@ _TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
 @torch.library.custom_op(
     "ds_usp::attention",
     mutates_args=(),
-    schema=op_schema(
-        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes", AttentionOpSpec
-    ),
+    schema=op_schema("Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes", ATTENTION_ARGS),
     **_TAGS,
 )
 def attention(
@@ -62,7 +338,7 @@ def attention(
     v: torch.Tensor,
     sinks: OptionalTensor,
     slopes: OptionalTensor,
-    *fields: Any,
+    *values: Any,
 ) -> list[torch.Tensor]:
     """Attention of this rank's tokens with the whole sequence; collective over the mesh.
 
@@ -76,29 +352,34 @@ def attention(
     Raises:
         USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
     """
-    spec, inputs = AttentionOpSpec(*fields), [x for x in (q, k, v, sinks, slopes) if x is not None]
-    num_visible = 2 if spec.return_lse else 1
+    call = _attention_call(values, sinks, slopes)
+    inputs = [x for x in (q, k, v, sinks, slopes) if x is not None]
+    num_visible = 2 if call.options.return_lse else 1
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
-    key = "attention in a graph", spec._replace(requires_grad=False, sinks_require_grad=False)
-    run = spec._replace(requires_grad=True) if is_saving() else spec
-    scores = run.score_options(sinks, slopes)
-    results = results_or_replay(lambda: _attention(run, q, k, v, scores), inputs, key, num_visible)
-    return list(results if spec.needs_backward else results[:num_visible])
+    no_grad = {"requires_grad": False, "sinks_require_grad": False}
+    key = "attention in a graph", _changed(ATTENTION_ARGS, values, **no_grad)
+    run = call._replace(requires_grad=True) if is_saving() else call
+    results = results_or_replay(lambda: _attention(run, q, k, v), inputs, key, num_visible)
+    needs_backward = call.requires_grad or call.sinks_require_grad
+    return list(results if needs_backward else results[:num_visible])
 
 
 def _attention(
-    spec: AttentionOpSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+    call: OpCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> list[torch.Tensor]:
     """:func:`attention`, never replayed."""
+    mesh, save = call.options.mesh, call.requires_grad or call.sinks_require_grad
 
-    def check() -> tuple[str, AttentionPlan]:
-        check_unnamed_layout(spec)
-        return spec.plan(q, (q.shape, k.shape, v.shape), scores)
+    def check() -> tuple[Signature, AttentionPlan]:
+        if not call.named:  # when the op runs, as batches change after tracing
+            check_default_layout(mesh, cast(TokenLayout, call.options.layout))
+        return _plan_attention(call, q, (q.shape, k.shape, v.shape))
 
-    mesh = mesh_of(spec)
     plan = check_on_all_ranks(mesh, check, q)
-    call_number, save = mesh.consistency.number, spec.needs_backward
-    out, lse, saved = attention_forward(plan, scores, q, k, v, save_for_backward=save)
+    call_number = mesh.consistency.number
+    run = ForwardPass(plan, call.options.scores, (q, k, v), save=save)
+    run.execute(plan.forward)
+    out, lse, saved = run.out, run.lse, run.saved
     results = [out] if lse is None else [out, lse]
     if save and plan.local_heads and lse is None:
         results.append(torch.cat([chunk.lse for chunk in saved], dim=1))
@@ -116,14 +397,17 @@ def _(*args: Any) -> list[torch.Tensor]:
     A call that the op will refuse gets a result too: the error is raised when the op runs, on
     every rank.
     """
-    (q, k, v, sinks, slopes), spec = args[:5], AttentionOpSpec(*args[5:])
-    mesh, (batch, tokens, heads, _) = mesh_of(spec), q.shape
+    q, k, v, sinks, slopes, *values = args
+    # By name, as symbols: rebuilt, a call would guard all its numbers, its seed of dropout too.
+    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
+    needs_backward = given["requires_grad"] or given["sinks_require_grad"]
+    mesh, (batch, tokens, heads, _) = MESH_REGISTRY.lookup(given["mesh"]), q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     results = [q.new_empty(batch, tokens, heads, v.shape[3])]
     local_heads = mesh.ulysses_degree == 1
-    if spec.return_lse or (local_heads and spec.needs_backward):
+    if given["return_lse"] or (local_heads and needs_backward):
         results.append(q.new_empty(batch, heads, tokens, dtype=lse_dtype))
-    if not spec.needs_backward:
+    if not needs_backward:
         return results
     call_number = torch.empty((), dtype=torch.int64, device="cpu")
     if local_heads:
@@ -131,9 +415,9 @@ def _(*args: Any) -> list[torch.Tensor]:
     # The shapes of the exchanged chunks depend on the plan, and a plan is made of numbers, which
     # are constants of the graph.
     shapes = [guard_ints(x.shape) for x in (q, k, v)]
-    spec = AttentionOpSpec(*guard_ints(spec))
+    call = _attention_call(guard_ints(values), sinks, slopes)
     try:
-        _, plan = spec.plan(q, shapes, spec.score_options(sinks, slopes))
+        _, plan = _plan_attention(call, q, shapes)
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
         return [*results, q.new_empty(q.shape), call_number]
     for chunk in plan.chunks:
@@ -150,7 +434,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     schema=op_schema(
         "Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, SymInt kv_length, "
         "SymInt kv_heads",
-        AttentionOpSpec,
+        ATTENTION_ARGS,
     ),
     **_TAGS,
 )
@@ -161,7 +445,7 @@ def attention_backward(
     slopes: OptionalTensor,
     kv_length: int,
     kv_heads: int,
-    *fields: Any,
+    *values: Any,
 ) -> list[torch.Tensor]:
     """The gradients of :func:`attention`; collective over the mesh.
 
@@ -174,27 +458,29 @@ def attention_backward(
             number.
         kv_length, kv_heads: t and g.
     """
-    spec = AttentionOpSpec(*fields)
+    call = _attention_call(values, sinks, slopes)
     *saved, call_number = saved
-    mesh_of(spec).consistency.check_backward(int(call_number), wait=is_on_cpu(dout))
-    scores = spec.score_options(sinks, slopes)
+    call.options.mesh.consistency.check_backward(int(call_number), wait=dout.device.type == "cpu")
     shapes = _qkv_shapes(dout, saved, kv_length, kv_heads)
-    _, plan = spec.plan(dout, shapes, scores)
+    _, plan = _plan_attention(call, dout, shapes)
     if plan.local_heads:  # the log-sum-exp of all heads is saved as one tensor
         lse = saved.pop()
         saved += [lse[:, slice(*x.out.ranges[0][0])].contiguous() for x in plan.chunks]
     chunks = plan.unpack_saved(saved)
     sizes = [torch.Size(shape) for shape in shapes]
-    grads = backward_pass.attention_backward(plan, scores, dout.contiguous(), sizes, chunks)
-    return _fresh_contiguous([x for x in grads if x is not None], (dout, *saved))
+    run = BackwardPass(plan, call.options.scores, dout.contiguous(), sizes, chunks)
+    run.execute(plan.backward)
+    grads = [*run.grads] if run.dsinks is None else [*run.grads, run.dsinks]
+    return _fresh_contiguous(grads, (dout, *saved))
 
 
 @attention_backward.register_fake
 def _(
-    dout: torch.Tensor, saved: Any, sinks: Any, _: Any, kv_length: int, kv_heads: int, *fields: Any
+    dout: torch.Tensor, saved: Any, sinks: Any, _: Any, kv_length: int, kv_heads: int, *values: Any
 ) -> list[torch.Tensor]:
     grads = [dout.new_empty(shape) for shape in _qkv_shapes(dout, saved, kv_length, kv_heads)]
-    if sinks is not None and AttentionOpSpec(*fields).sinks_require_grad:
+    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
+    if sinks is not None and given["sinks_require_grad"]:
         grads.append(sinks.new_empty(sinks.shape))
     return grads
 
@@ -218,6 +504,8 @@ def _exchanged(
     ]
 
 
+# A compiler takes it for granted that an op's results share no memory with its inputs or with each
+# other. Here q, k and v of an exchange, for one, are views of one receive buffer.
 def _fresh_contiguous(
     tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -236,21 +524,21 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
     """Save for backward what :func:`attention_backward` takes, and the call number last: q, k, v
     and the results without Ulysses, else the saved chunks.
     """
-    q, k, v, sinks, slopes, *fields = inputs
-    ctx.spec = AttentionOpSpec(*fields)
+    q, k, v, sinks, slopes, *ctx.values = inputs
+    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     ctx.keys = k.shape[1], k.shape[2]
-    if mesh_of(ctx.spec).ulysses_degree == 1:
+    if MESH_REGISTRY.lookup(given["mesh"]).ulysses_degree == 1:
         saved = (q, k, v, *output)
     else:
-        saved = tuple(output[2 if ctx.spec.return_lse else 1 :])
+        saved = tuple(output[2 if given["return_lse"] else 1 :])
     ctx.save_for_backward(sinks, slopes, *saved)
     ctx.set_materialize_grads(False)
 
 
 def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, ...]:
     sinks, slopes, *saved = ctx.saved_tensors
-    dq, dk, dv, *dsinks = attention_backward(grads[0], saved, sinks, slopes, *ctx.keys, *ctx.spec)
-    return dq, dk, dv, dsinks[0] if dsinks else None, None, *(None for _ in ctx.spec)
+    dq, dk, dv, *dsinks = attention_backward(grads[0], saved, sinks, slopes, *ctx.keys, *ctx.values)
+    return dq, dk, dv, dsinks[0] if dsinks else None, None, *(None for _ in ctx.values)
 
 
 attention.register_autograd(_backward_of_attention, setup_context=_setup_attention)
@@ -259,11 +547,11 @@ attention.register_autograd(_backward_of_attention, setup_context=_setup_attenti
 @torch.library.custom_op(
     "ds_usp::exchange",
     mutates_args=(),
-    schema=op_schema("Tensor[] tensors, Tensor? call_number", ExchangeOpSpec),
+    schema=op_schema("Tensor[] tensors, Tensor? call_number", EXCHANGE_ARGS),
     **_TAGS,
 )
 def exchange(
-    tensors: list[torch.Tensor], call_number: OptionalTensor, *fields: Any
+    tensors: list[torch.Tensor], call_number: OptionalTensor, *values: Any
 ) -> list[torch.Tensor]:
     """A head exchange of q, k, v, or of the output; collective over the mesh.
 
@@ -277,24 +565,27 @@ def exchange(
     Raises:
         USPError: as :class:`ds_usp.USPAttention`, on every rank, when it runs.
     """
-    spec = ExchangeOpSpec(*fields)
-    mesh = mesh_of(spec)
+    call: OpExchange = exchange_call(iter(values))
+    mesh = call.mesh
 
-    def check() -> tuple[str, ChunkExchanges]:
+    def check() -> tuple[Signature, ChunkExchanges]:
         refuse_saving("a local attention in a graph")
-        check_unnamed_layout(spec)
-        return spec.plan(tensors)
+        if not call.named:
+            check_default_layout(mesh, call.layout)
+        return _plan_exchange(call, tensors)
 
-    if spec.starts_call:
+    if call.starts_call:
         exchanges = check_on_all_ranks(mesh, check, tensors[0])
         number = torch.tensor(mesh.consistency.number, device="cpu")
         return [*_fresh_contiguous(exchanges.qkv.to_heads(tensors), tensors), number]
-    if spec.backward and call_number is not None:
-        label = exchange_label(not spec.to_heads)
-        mesh.consistency.check_backward(int(call_number), label, wait=is_on_cpu(tensors[0]))
-    _, exchanges = spec.plan(tensors)
+    if call.backward and call_number is not None:
+        label = exchange_label(not call.to_heads)
+        mesh.consistency.check_backward(
+            int(call_number), label, wait=tensors[0].device.type == "cpu"
+        )
+    _, exchanges = _plan_exchange(call, tensors)
     head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
-    if spec.to_heads:
+    if call.to_heads:
         return _fresh_contiguous(head_exchange.to_heads(tensors), tensors)
     places = head_exchange.alloc_outputs(tensors)
     head_exchange.to_sequence(tensors, places)
@@ -302,32 +593,34 @@ def exchange(
 
 
 @exchange.register_fake
-def _(tensors: list[torch.Tensor], call_number: OptionalTensor, *fields: Any) -> list[torch.Tensor]:
+def _(tensors: list[torch.Tensor], call_number: OptionalTensor, *values: Any) -> list[torch.Tensor]:
     """Meta function of :func:`exchange`: empty results of the shapes that the op returns."""
-    spec = ExchangeOpSpec(*guard_ints(fields))
-    number = [torch.empty((), dtype=torch.int64, device="cpu")] if spec.starts_call else []
+    call: OpExchange = exchange_call(iter(guard_ints(values)))
+    number = [torch.empty((), dtype=torch.int64, device="cpu")] if call.starts_call else []
     try:
-        _, exchanges = spec.plan(tensors)
+        _, exchanges = _plan_exchange(call, tensors)
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
         wrong = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
         return wrong + number
     head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
-    if not spec.to_heads:
+    if not call.to_heads:
         return list(head_exchange.alloc_outputs(tensors))
-    return _exchanged(head_exchange, tensors, mesh_of(spec)) + number
+    return _exchanged(head_exchange, tensors, call.mesh) + number
 
 
 def _setup_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.spec = ExchangeOpSpec(*inputs[2:])
-    ctx.save_for_backward(output[-1] if ctx.spec.starts_call else inputs[1])
+    _, call_number, *ctx.values = inputs
+    given = {arg.name: x for arg, x in zip(EXCHANGE_ARGS, ctx.values, strict=True)}
+    ctx.starts_call, ctx.to_heads = given["starts_call"], given["to_heads"]
+    ctx.save_for_backward(output[-1] if ctx.starts_call else call_number)
 
 
 def _backward_of_exchange(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     """The exchange in the other direction, of the gradients."""
     (call_number,) = ctx.saved_tensors
-    spec = ctx.spec
-    reverse = spec._replace(to_heads=not spec.to_heads, starts_call=False, backward=True)
-    sent = grads[:-1] if spec.starts_call else grads  # the call number has none
+    changes = {"to_heads": not ctx.to_heads, "starts_call": False, "backward": True}
+    reverse = _changed(EXCHANGE_ARGS, ctx.values, **changes)
+    sent = grads[:-1] if ctx.starts_call else grads  # the call number has none
     return exchange(list(sent), call_number, *reverse), None, *(None for _ in reverse)
 
 
@@ -340,14 +633,12 @@ def traced_attention(
     """The results of :func:`attention` in a graph; None if no op can compute the call.
 
     Args:
-        caller: ``named`` and ``prefix_text`` of the spec.
+        caller: ``named`` and ``prefix`` of :class:`OpCall`.
     """
-    spec = attention_spec(q, k, v, options, **caller)
-    if spec is None:
+    values, scores = attention_values(q, k, v, options, **caller), options.scores
+    if values is None:
         return None
-    results: list[torch.Tensor] = attention(
-        q, k, v, options.scores.sinks, options.scores.alibi_slopes, *spec
-    )
+    results: list[torch.Tensor] = attention(q, k, v, scores.sinks, scores.alibi_slopes, *values)
     return results
 
 
@@ -358,36 +649,54 @@ def traced_exchange(
     mesh: SequenceMesh,
     layout: TokenLayout | str,
     named: bool,
-    prefix_text: str,
+    prefix: str,
 ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
     """A function ``(to_heads, *tensors)`` that exchanges q, k and v to heads, and the output back;
-    None if no op can. See :class:`ExchangeOpSpec` for the arguments."""
-    queries, keys = layout_spec(layout, q, mesh), layout_spec(layout, k, mesh)
+    None if no op can. See :class:`OpExchange` for the arguments."""
+    queries, keys = plain_layout(layout, q, mesh), plain_layout(layout, k, mesh)
     if queries is None or keys is None:
         return None
     if mesh.ulysses_degree == 1:  # nothing to exchange
-        return _identity if is_valid_qkv(q, k, v, queries[1], keys[1]) else None
+        valid = _is_valid_qkv(q, k, v, queries.seq_len, keys.seq_len)
+        return (lambda _, *tensors: tensors) if valid else None
     requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
     flags = True, True, False, torch.is_grad_enabled() and requires_grad, named
     heads = q.shape[2], k.shape[2]
-    return _TracedExchange(ExchangeOpSpec(mesh.name, *queries, *keys, *heads, *flags, prefix_text))
+    call: Any = OpExchange(mesh, queries, keys, *heads, *flags, prefix)  # type: ignore[arg-type]
+    values = plain_values(EXCHANGE_ARGS, call)
+    return None if values is None else _TracedExchange(values)
 
 
-def _identity(to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tensors
+def _is_valid_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, keys: int
+) -> bool:
+    """Whether q, k and v fit together and have these numbers of tokens, so that a call that
+    exchanges nothing needs no op to refuse it."""
+    return (
+        q.shape[1] == tokens
+        and k.shape[1] == keys
+        and k.shape[:3] == v.shape[:3]
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and q.shape[2] % k.shape[2] == 0
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and q.is_floating_point()
+        and min(*q.shape, *k.shape, *v.shape) > 0
+    )
 
 
 class _TracedExchange:
     """The two exchanges of one call; the second takes the call number of the first."""
 
-    def __init__(self, spec: ExchangeOpSpec) -> None:
-        self._spec = spec
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
         self._call_number: OptionalTensor = None
 
     def __call__(self, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Exchange to heads, or back with the call number that the first exchange returned."""
         if to_heads:
-            *exchanged, self._call_number = exchange(list(tensors), None, *self._spec)
+            *exchanged, self._call_number = exchange(list(tensors), None, *self._values)
             return tuple(exchanged)
-        reverse = self._spec._replace(to_heads=False, starts_call=False)
+        reverse = _changed(EXCHANGE_ARGS, self._values, to_heads=False, starts_call=False)
         return tuple(exchange(list(tensors), self._call_number, *reverse))

@@ -1,4 +1,4 @@
-"""``usp_attention``: differentiable attention over a mesh of Ulysses and ring ranks."""
+"""``usp_attention``, ``usp_joint_attention``: differentiable attention over a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,37 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from ds_usp.attention.backward_pass import attention_backward
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
-from ds_usp.attention.custom_ops import traced_attention
-from ds_usp.attention.forward_pass import attention_forward
-from ds_usp.attention.op_specs import graph_break
-from ds_usp.attention.plan import AttentionPlan
+from ds_usp.attention.custom_ops import graph_break, traced_attention
+from ds_usp.attention.passes import BackwardPass, ForwardPass
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.attention.validation import check_on_all_ranks, exchange_label, is_on_cpu
+from ds_usp.attention.validation import check_layout, exchange_label, token_layout
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import UnsupportedAttentionError
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.geometry.joint import ConcatenatedShards, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
 from ds_usp.lowlevel import refuse_second_derivative
-from ds_usp.memory.saved_attention import compute_or_replay, is_saving
+from ds_usp.memory.saved_attention import compute_or_replay, current_run
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
+
+
+# Note [two autograd functions]
+#
+# UnifiedAttention is the whole call. Were each chunk, or the all-to-all and the ring, a function of
+# its own, autograd would run their backwards one after the other, and nothing would overlap there:
+# dout of the next chunk is received while this one is computed only if one function sees both.
+#
+# SeqAllToAll is the exchange alone: around the local attention of the drop-in at ring degree 1,
+# whose own graph autograd runs in between, and for the outputs of joint tokens. Both ask the ranks
+# to compare the backward pass before they post anything, and both post it even if this rank's
+# gradient is None: it is collective.
 
 
 class SeqAllToAll(torch.autograd.Function):
@@ -49,7 +60,7 @@ class SeqAllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """The reverse exchange; gradients of a head that several ranks use are summed."""
         consistency, label = ctx.exchange.mesh.consistency, exchange_label(ctx.to_heads)
-        consistency.check_backward(ctx.call_number, label, wait=is_on_cpu(grads[0]))
+        consistency.check_backward(ctx.call_number, label, wait=grads[0].device.type == "cpu")
         exchanged = SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, ctx.call_number, *grads)
         return None, None, None, *exchanged
 
@@ -69,11 +80,13 @@ class UnifiedAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :func:`ds_usp.attention.forward_pass.attention_forward` for the shapes; ``sinks`` are
+        """See :func:`ds_usp.attention.passes.attention_forward` for the shapes; ``sinks`` are
         those of ``scores``, which autograd sees as an argument only; ``grad_enabled`` is the
         caller's grad mode, in which it is off here."""
         save = grad_enabled and any(ctx.needs_input_grad)
-        out, lse, saved = attention_forward(plan, scores, q, k, v, save_for_backward=save)
+        run = ForwardPass(plan, scores, (q, k, v), save=save)
+        run.execute(plan.forward)
+        out, lse, saved = run.out, run.lse, run.saved
         ctx.set_materialize_grads(False)  # the log-sum-exp never has one
         if lse is not None:
             ctx.mark_non_differentiable(lse)
@@ -83,6 +96,7 @@ class UnifiedAttention(torch.autograd.Function):
         ctx.scores = scores if sinks is None else replace(scores, sinks=None)
         ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, q.device.type == "cpu"
         ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
+        # By save_for_backward, not on ctx: hooks of checkpoints and of offload see these only.
         tensors = [sinks]
         if plan.local_heads:  # a chunk's tensors are views of these
             tensors += q, k, v, out
@@ -94,7 +108,6 @@ class UnifiedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-        """See :func:`ds_usp.attention.backward_pass.attention_backward`."""
         refuse_second_derivative("attention", UnsupportedAttentionError)
         plan: AttentionPlan = ctx.plan
         ctx.mesh.consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
@@ -103,8 +116,9 @@ class UnifiedAttention(torch.autograd.Function):
         if dout is None:  # the other ranks wait for this one's exchanges
             dout = saved[0].new_zeros(ctx.out_shape)
         scores = ctx.scores if sinks is None else replace(ctx.scores, sinks=sinks)
-        grads = attention_backward(plan, scores, dout.contiguous(), ctx.shapes, chunks)
-        return None, None, None, None, *grads
+        run = BackwardPass(plan, scores, dout.contiguous(), ctx.shapes, chunks)
+        run.execute(plan.backward)
+        return None, None, None, None, *run.grads, run.dsinks
 
 
 def head_exchange(
@@ -236,7 +250,7 @@ def _usp_attention(
     # An argument that is no Scores is refused with the others, on every rank.
     scores = options.scores if isinstance(options.scores, Scores) else NO_SCORE_MOD
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
-    if is_saving():
+    if current_run() is not None:  # under keep_attention
         key = options._replace(scores=NO_SCORE_MOD), scores.static_values
         outputs = compute_or_replay(partial(_attend, options), inputs, key)
     else:
@@ -258,3 +272,127 @@ def _attend(options: AttentionOptions, *inputs: torch.Tensor) -> tuple[torch.Ten
     grad_enabled = torch.is_grad_enabled()
     out, lse = UnifiedAttention.apply(options.mesh, plan, options.scores, grad_enabled, *inputs)
     return (out, lse) if options.return_lse else (out,)
+
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+# Note [joint tokens]
+#
+#   rank 0   [text 0:2][image 0:8 ]      text is on every rank, and its output must be again; the
+#   rank 1   [text 2:4][image 8:16]      image is sharded
+#
+# Attending to the text on every rank would count it once a rank in the softmax of the image, and
+# its own attention would be computed sp times. So a rank takes its shard of the text, and the two
+# are one sequence of a layout of their own (JointLayout); only the text's output is gathered.
+
+
+@graph_break
+def usp_joint_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    joint_q: torch.Tensor,
+    joint_k: torch.Tensor,
+    joint_v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout | str,
+    mask: MaskSpec,
+    joint_front: bool = True,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    kernel: str = AUTO,
+    tuning: Tuning = AUTO_TUNING,
+    scores: Scores = NO_SCORE_MOD,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`usp_attention` over a sharded sequence and replicated tokens, as one sequence.
+
+    As in diffusion transformers, where an image is sharded over the ranks and its text is not. Each
+    rank joins its shard of the joint tokens to its shard of the sequence, so they are computed
+    once, evenly; at the end the joint tokens' outputs are all-gathered. Collective over the mesh.
+
+    Beside the attention of all tokens it costs one all-gather of ``joint_out`` forward and the
+    same bytes backward; and with Ulysses ranks the head exchange is packed run by run and sent by
+    NCCL/gloo P2P.
+
+    Shapes:
+        q ``[b, s_local, h, d]``, k ``[b, s_local, h_kv, d]``, v ``[b, s_local, h_kv, e]``, joint_q,
+        joint_k, joint_v alike with ``[b, joint]`` tokens, the same values on every rank -> out
+        ``[b, s_local, h, e]`` and joint_out ``[b, joint, h, e]``, the same on every rank.
+
+    Gradients of the joint tensors are local to each rank: their sum over the ranks of the mesh is
+    the gradient, as it is for the weights that made them; gradients of joint_out are summed
+    likewise. So the all-reduce that sums the gradients of other weights is right for layers that
+    every rank computes on the joint tokens, too.
+
+    Args:
+        layout: of the sequence without the joint tokens, which are laid out by the same kind.
+        mask: over all tokens, in positions of the joined sequence.
+        joint_front: joint tokens come first, else last.
+
+    The other arguments and errors are those of :func:`usp_attention`.
+
+    Raises:
+        LayoutError: fewer joint tokens than ranks.
+    """
+
+    def check() -> tuple[Signature, JointLayout]:
+        """Check the call on this rank; returns its signature, compared on all ranks, and the layout
+        of the joined sequence.
+        """
+        joint = _validate((q, k, v), (joint_q, joint_k, joint_v))
+        main = token_layout(layout, q, mesh)
+        check_layout(q, "queries", mesh, main)
+        if not isinstance(joint_front, bool):
+            raise ConfigError(f"joint_front={joint_front!r} must be True or False")
+        combined = JointLayout.of(main, joint, joint_front)
+        added = combined.layouts[0]
+        lengths = ((main.kind, main.seq_len), (added.kind, added.seq_len))
+        return Signature((str(combined), str(added)), lengths), combined
+
+    combined = check_on_all_ranks(mesh, check, q, layout)
+    call = mesh.consistency.number
+    joint_layout = combined.layouts[0]
+    pieces = [
+        (joint_layout.shard(joint_x, 1, mesh.rank), x)
+        for joint_x, x in ((joint_q, q), (joint_k, k), (joint_v, v))
+    ]
+    joined = [torch.cat(pair if joint_front else pair[::-1], dim=1) for pair in pieces]
+    options = AttentionOptions(
+        mesh, combined, mask, softmax_scale, dropout_p, kernel, False, tuning, scores
+    )
+    out: torch.Tensor = usp_attention(*joined, **options._asdict())
+    lengths = [pair.shape[1] for pair in (pieces[0] if joint_front else pieces[0][::-1])]
+    outs = out.split(lengths, dim=1)
+    joint_out, main = outs if joint_front else outs[::-1]
+    every_head = ((0, out.shape[2]),) * mesh.sp_degree
+    gather = HeadAllToAll(mesh.flat(), (ConcatenatedShards.of(joint_layout),), (every_head,))
+    (joint_shards,) = head_exchange(gather, True, call, joint_out)
+    lengths = [joint_layout.length(rank) for rank in range(mesh.sp_degree)]
+    return main, joint_layout.gather(joint_shards.split(lengths, dim=1), 1)
+
+
+def _validate(main: QKV, joint: QKV) -> int:
+    """Check that joint tensors fit q, k and v; returns their number of tokens.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    tokens = {x.shape[1] for x in joint if x.ndim == 4}
+    fits = all(
+        x.ndim == y.ndim == 4
+        and (x.shape[0], *x.shape[2:], x.dtype, x.device)
+        == (y.shape[0], *y.shape[2:], y.dtype, y.device)
+        for x, y in zip(main, joint, strict=True)
+    )
+    if not fits or len(tokens) != 1:
+        shown = "; ".join(
+            f"{name} {list(x.shape)}, joint_{name} {list(y.shape)}"
+            for name, x, y in zip("qkv", main, joint, strict=True)
+        )
+        raise ConfigError(
+            "joint tensors must share everything but the tokens with q, k and v, dtype and device "
+            f"too, and be as long as each other: {shown}"
+        )
+    return tokens.pop()

@@ -90,6 +90,23 @@ def _rows(ranges: Sequence[TokenRange], offsets: Sequence[int] = ()) -> tuple[Re
     )
 
 
+# Note [blocks go from owner to user, gradients from user to owner]
+#
+# A ring that relays (rank 0 -> 1 -> 2 -> 3 -> 0) carries every block past every rank. Here a step
+# is a permutation of direct messages between owners and users:
+#
+#   step 1   0 -> 1   1 -> 2   2 -> 3   3 -> 0        each to the rank one further
+#   step 2   0 -> 2   1 -> 3   2 -> 0   3 -> 1        two further: not over the one between
+#
+# On one switch a message to any rank costs the same, and a user takes only the tokens that its
+# queries see: 3/4 of the bytes of relayed KV under a causal zigzag, half of its gradients. dK/dV
+# that went around with the block would be a running sum: a rank could send only after its own
+# kernel and after the message from the rank before, and the sum would travel in fp32 or be rounded
+# at each hop. Sent straight to the owner in the kernel's dtype, each is one message under the next
+# step's kernel, the sum is fp32 at the owner, and only the last step's gradients are exposed. Where
+# links differ (several nodes) that is not so: docs/design/double-ring.md.
+
+
 class KVExchange:
     """Receives the KV blocks of one chunk in turn into two buffers: one in use, one being filled.
 
@@ -126,6 +143,11 @@ class KVExchange:
 
     def _block(self, number: int) -> torch.Tensor:
         return self._buffers[number % 2][: self._transfers[number].num_tokens]
+
+
+# Two exchanges at most have a receive buffer each, so that one kernel sums all that came, reading
+# the target once. With more, memory would grow with the ring: they share a buffer, and each is
+# summed before the next one is received into it.
 
 
 class KVGradExchange:

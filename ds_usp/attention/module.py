@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
-from ds_usp.attention.custom_ops import traced_attention, traced_exchange
-from ds_usp.attention.drop_in import (
-    CallArguments,
-    DropInPlan,
-    batch_dim_text,
-    exchange_heads,
-    hashable_documents,
-    warn_not_called,
-)
-from ds_usp.attention.framework_arguments import NO_ARGUMENTS, FrameworkArguments
-from ds_usp.attention.functional import UnifiedAttention
+from ds_usp.attention.custom_ops import graph_break, traced_attention, traced_exchange
+from ds_usp.attention.functional import UnifiedAttention, head_exchange
 from ds_usp.attention.local_attention import (
+    NO_ARGUMENTS,
+    FrameworkArguments,
     LocalAttention,
     check_callable,
     check_overrides,
     detect_local_attention,
     resolve_ring_attention,
 )
-from ds_usp.attention.op_specs import graph_break
-from ds_usp.attention.plan import AttentionPlan
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
 from ds_usp.attention.rotary import Rotary, check_rotary, local_rotary
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
@@ -38,18 +29,89 @@ from ds_usp.attention.validation import (
     check_default_layout,
     check_dims,
     check_layout_kind,
-    check_on_all_ranks,
     check_tensors,
     plan_local_attention,
     token_layout,
 )
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, warn_once
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
-from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.masks import MaskSpec, borders_of
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.memory.saved_attention import check_only_inputs_require_grad, compute_or_replay
+
+
+class CallArguments(NamedTuple):
+    """The arguments of a call besides q, k and v; see ``USPAttention.forward``."""
+
+    batch_dim_idx: int | torch.Tensor | None
+    rotary: Rotary | None
+    documents: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DropInPlan:
+    """The validated plan of one drop-in call: the order of its dims, and its exchanges or ring
+    plan."""
+
+    batch_second: bool
+    layout: TokenLayout
+    args: tuple[Any, ...]
+    rotary: Rotary | None
+    call: AttentionPlan | ChunkExchanges
+    attention: LocalAttention | None
+
+
+def exchange_heads(
+    traffic: ChunkExchanges, call: int, to_heads: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Exchange q, k and v to heads, or the output back to the sequence."""
+    return head_exchange(traffic.qkv if to_heads else traffic.out, to_heads, call, *tensors)
+
+
+def batch_dim_text(dim: object) -> str:
+    """The batch dim in the call signature."""
+    return f"batch dim {dim}"
+
+
+def hashable_documents(documents: Any) -> object:
+    """Documents as a hashable value; None for what is refused later."""
+    try:
+        return None if documents is None else borders_of(documents)
+    except ConfigError:
+        return None
+
+
+def warn_not_called(local_attention: object, attention: LocalAttention, where: str) -> None:
+    """Warn, once for each class and condition, that a local attention is not called.
+
+    Args:
+        attention: what is computed instead.
+        where: in which calls.
+    """
+    scale = "head_dim ** -0.5" if attention.softmax_scale is None else attention.softmax_scale
+    warn_once(
+        f"USPAttention does not call the local attention {type(local_attention).__name__} {where}: "
+        f"ds_usp's own kernels compute it, with mask {attention.mask.band}, softmax_scale {scale}, "
+        f"dropout {attention.dropout_p} in training",
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+    )
+
+
+# Note [two ways through the drop-in]
+#
+#   ring 1      q, k, v --a2a--> [all tokens, own heads] --> local_attn --> --a2a--> out
+#   with a ring q, k, v ------------------ attention over the mesh ----------------> out
+#
+# Without a ring any attention is right, as it sees all tokens of its heads; it runs as it is, with
+# DeepSpeed's bits. With a ring no rank ever has all keys, and a partial result can be merged only
+# by its log-sum-exp, which a module does not return: so the package computes what the module would,
+# as far as that can be known (local_attention.py), and refuses what cannot. Documents take the
+# second way at any degree: no framework's module is told their borders as this package knows them.
 
 
 class USPAttention(torch.nn.Module):
@@ -129,7 +191,7 @@ class USPAttention(torch.nn.Module):
                 "sequence_process_group, ulysses_degree and order out"
             )
 
-        def check() -> tuple[str, FrameworkArguments | None]:
+        def check() -> tuple[Signature, FrameworkArguments | None]:
             """Check the constructor's arguments on this rank; returns the signature, compared on
             all ranks, and the checker of a call's extra arguments, None without a ring.
             """
@@ -141,8 +203,10 @@ class USPAttention(torch.nn.Module):
             check_overrides(detected, mask, softmax_scale, dropout_p)
             if mesh.ring_degree == 1:
                 check_callable(local_attention)
-                return "a USPAttention", None
-            return "a USPAttention", FrameworkArguments(self._resolve_local_attention())
+                return Signature(("a USPAttention",)), None
+            return Signature(("a USPAttention",)), FrameworkArguments(
+                self._resolve_local_attention()
+            )
 
         self.local_attn = local_attention
         self._overrides = mask, softmax_scale, dropout_p
@@ -208,19 +272,19 @@ class USPAttention(torch.nn.Module):
         if not plain or any(each is not None for each in outside):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
-        named, prefix_text = self._names_layout, f"{batch_dim_text(dim)}, "
+        named, prefix = self._names_layout, batch_dim_text(dim)
         out: torch.Tensor | None = None
         if self._framework is None:
             layout = self._layout
-            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix_text)
+            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix)
             if exchange_fn is not None:
                 out = self._local(
                     q, k, v, exchange_fn, dim == 1, None, arguments.args, arguments.kwargs
                 )
         elif not arguments.args and not arguments.kwargs:
-            attention, prefix_text = self._framework.attention, f"{prefix_text}{NO_ARGUMENTS}, "
+            attention, prefix = self._framework.attention, "\n".join((prefix, *NO_ARGUMENTS.fields))
             options = self._options(attention, q.device)
-            outs = traced_attention(q, k, v, options, named=named, prefix_text=prefix_text)
+            outs = traced_attention(q, k, v, options, named=named, prefix=prefix)
             if outs is not None:
                 out = outs[0].flatten(2) if attention.flat_output else outs[0]
         return out.transpose(0, 1) if dim and out is not None else out
@@ -250,7 +314,7 @@ class USPAttention(torch.nn.Module):
         Shapes: those of :meth:`forward`; the result in the order of dims of the query.
         """
 
-        def check() -> tuple[str, DropInPlan]:
+        def check() -> tuple[Signature, DropInPlan]:
             return self._plan(query, key, value, arguments)
 
         plan = check_on_all_ranks(self.mesh, check, query, self._layout)
@@ -267,7 +331,7 @@ class USPAttention(torch.nn.Module):
 
     def _plan(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
-    ) -> tuple[str, DropInPlan]:
+    ) -> tuple[Signature, DropInPlan]:
         """Check one call on this rank; returns its signature and plan."""
         batch_dim_idx, rotary, documents, args, kwargs = arguments
         if batch_dim_idx is None and self._batch_dim_required:
@@ -291,7 +355,7 @@ class USPAttention(torch.nn.Module):
         batch_second = batch_dim_idx == 1 and query.ndim == key.ndim == value.ndim == 4
         q, k, v = (x.transpose(0, 1) if batch_second else x for x in (query, key, value))
         tensors = check_tensors(q, k, v)
-        signature = [batch_dim_text(batch_dim_idx)]
+        signature: list[Signature | str] = [batch_dim_text(batch_dim_idx)]
         layout = self._layout_of(q)
         if not self._names_layout:
             check_default_layout(self.mesh, layout)
@@ -316,7 +380,9 @@ class USPAttention(torch.nn.Module):
             text, call = plan_call(q, k, v, self._options(framework.attention, q.device))
             signature.append(text)
         attention = None if framework is None else framework.attention
-        return ", ".join(signature), DropInPlan(batch_second, layout, args, rotary, call, attention)
+        return Signature.of(*signature), DropInPlan(
+            batch_second, layout, args, rotary, call, attention
+        )
 
     def _resolve_local_attention(self) -> LocalAttention:
         """The mask, scale and dropout that the ring computes in the local attention's place."""
@@ -332,12 +398,13 @@ class USPAttention(torch.nn.Module):
 
     def _options(self, attention: LocalAttention, device: torch.device) -> AttentionOptions:
         """A call of the package's kernels that computes what a local attention would."""
+        training = getattr(self.local_attn, "training", self.training)
         return AttentionOptions(
             self.mesh,
             self._layout,
             attention.mask,
             attention.softmax_scale,
-            attention.dropout_p if self._in_training else 0.0,
+            attention.dropout_p if training else 0.0,
             self.kernel,
             tuning=self.tuning,
             scores=attention.scores(device),
@@ -387,10 +454,6 @@ class USPAttention(torch.nn.Module):
             self.mesh, call, scores, grad_enabled, q, k, v, scores.sinks
         )
         return out.flatten(2) if attention.flat_output else out
-
-    @property
-    def _in_training(self) -> bool:
-        return bool(getattr(self.local_attn, "training", self.training))
 
 
 def _wait_for_stream(stream: Any, *tensors: torch.Tensor) -> None:

@@ -13,18 +13,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
 from ds_usp.attention.functional import usp_attention
-from ds_usp.attention.plan import SavedChunk
+from ds_usp.attention.passes import NO_KV
+from ds_usp.attention.plan import AttentionOptions, SavedChunk, check_on_all_ranks, plan_call
 from ds_usp.attention.projected_backward import Needed, ProjectedBackward
 from ds_usp.attention.projected_forward import Inputs, ProjectedForward
 from ds_usp.attention.projected_plan import ProjectedPlan
 from ds_usp.attention.projection import Geometry, Projection
 from ds_usp.attention.rotary import Rotary, check_local_rotary, rotate
-from ds_usp.attention.runtime import NO_KV
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.attention.validation import check_on_all_ranks, is_on_cpu
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError, warn_once
 from ds_usp.geometry.heads import HeadSplit
@@ -76,7 +75,7 @@ class ProjectedAttention(torch.autograd.Function):
             if scores.sinks is not None:  # autograd keeps them
                 scores = replace(scores, sinks=None)
             ctx.call = call._replace(scores=scores)
-            ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, is_on_cpu(inputs.x)
+            ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, inputs.x.device.type == "cpu"
             ctx.num_tensors = len(tensors)
             ctx.save_for_backward(*tensors, out, *_pack_saved(plan, run.saved))
         return run.y
@@ -318,7 +317,7 @@ def _plan(
     rotary: Rotary | None,
     keep: str,
     options: AttentionOptions,
-) -> tuple[str, ProjectedPlan]:
+) -> tuple[Signature, ProjectedPlan]:
     """Check a call on this rank; its signature and plan."""
     if keep not in KEEPS:
         raise ConfigError(f"keep={keep!r} must be one of {', '.join(KEEPS)}")
@@ -340,9 +339,12 @@ def _plan(
     q, k, v = (y.requires_grad_(requires_grad) for y in _stand_ins(x, geometry))
     text, attention = plan_call(q, k, v, options)
     backward = requires_grad and torch.is_grad_enabled()
-    signature = (
-        f"{text}, projected by {len(weights)} weights ({geometry.order}), "
-        f"{len(projection.biases)} biases, {_rotary_text(rotary)}, keeps {keep}"
+    signature = Signature.of(
+        text,
+        f"projected by {len(weights)} weights ({geometry.order})",
+        f"{len(projection.biases)} biases",
+        _rotary_text(rotary),
+        f"keeps {keep}",
     )
     key = "projected", id(attention), geometry, keep, backward, x.shape[0], x.dtype
     plans = options.mesh.plans

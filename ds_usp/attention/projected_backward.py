@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_usp.attention.backward_pass import BackwardChunk, BackwardPass
 from ds_usp.attention.kv_exchange import KV
+from ds_usp.attention.passes import BackwardChunk, BackwardPass
 from ds_usp.attention.plan import SavedChunk
 from ds_usp.attention.projected_forward import (
     QUERIES,
@@ -28,7 +28,7 @@ from ds_usp.attention.projection import QKV_KINDS, select_rows, unselect_rows
 from ds_usp.attention.rotary import turn_in_place
 from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import PendingExchange
-from ds_usp.geometry.pipeline_schedule import Op
+from ds_usp.geometry.pipeline_schedule import Instr, Op
 from ds_usp.kernels.merge import GradAccumulator
 
 
@@ -100,13 +100,13 @@ class ProjectedBackward(BackwardPass):
 
     # ---------------------------------------------------------------- the output's gradient
 
-    def project(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def project(self, chunk: BackwardChunk, instr: Instr) -> None:
         """With ``keep="input"``: project a chunk again."""
         projected = self._projected.chunks[chunk.index]
         kinds = QKV_KINDS[: len(projected.again.ranges)]
         self._made[chunk.index] = self._inputs.project(self._projected, projected, kinds)
 
-    def grad_out(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def grad_out(self, chunk: BackwardChunk, instr: Instr) -> None:
         """The gradient of the attention output: of all chunks; with ``keep="input"`` of one."""
         plan, projected = self._projected, self._projected.chunks[chunk.index]
         if not plan.keeps_input:
@@ -116,12 +116,12 @@ class ProjectedBackward(BackwardPass):
         dout = self._dout_of(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1))
         self._douts[chunk.index] = dout, self._out.unflatten(-1, (plan.geometry.heads, -1))
 
-    def post_first(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def post_first(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Post what was projected again."""
         exchange = self._projected.chunks[chunk.index].again
         chunk.exchange = exchange.post_to_heads(self._made.pop(chunk.index))
 
-    def post_heads(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def post_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Post the gradient of the output."""
         if self._projected.keeps_input:
             exchange = self._projected.chunks[chunk.index].dout
@@ -133,7 +133,7 @@ class ProjectedBackward(BackwardPass):
         if not chunk.index and not self.plan.local_heads:
             self._whole_dout = None
 
-    def wait_heads(self, chunk: BackwardChunk, step: int, number: int) -> None:
+    def wait_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
         """With ``keep="input"`` also take the tensors that were exchanged again."""
         if self._projected.keeps_input:
             dout, out, q, *kv = chunk.exchange.wait()
@@ -144,14 +144,14 @@ class ProjectedBackward(BackwardPass):
             chunk.saved = SavedChunk(q, k, v, out.contiguous(), chunk.saved.lse)
             chunk.local_kv = k, v
             chunk.exchange = PendingExchange(lambda: (dout.contiguous(),))
-        super().wait_heads(chunk, step, number)
+        super().wait_heads(chunk, instr)
 
-    def slice_heads(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def slice_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
         """The same without Ulysses."""
         if self._projected.keeps_input:
-            self.post_first(chunk, 0, 0)
-        self.post_heads(chunk, 0, 0)
-        self.wait_heads(chunk, 0, 0)
+            self.post_first(chunk, instr)
+        self.post_heads(chunk, instr)
+        self.wait_heads(chunk, instr)
 
     def _dout_of(self, weight: torch.Tensor) -> torch.Tensor:
         """The gradient ``[b, s, heads, e]`` of the attention output, of the weight's columns."""
@@ -159,7 +159,7 @@ class ProjectedBackward(BackwardPass):
         dout = self._dy @ weight
         return dout.view(*self._inputs.x.shape[:2], -1, dim)
 
-    def grad_out_weight(self, _: BackwardChunk, __: int, ___: int) -> None:
+    def grad_out_weight(self, _: BackwardChunk, __: Instr) -> None:
         """The gradients of the output's weight and bias."""
         if self._needed.out:
             self.results.out = self._dy.t() @ self._out.reshape(-1, self._out.shape[-1])
@@ -168,16 +168,16 @@ class ProjectedBackward(BackwardPass):
 
     # ---------------------------------------------------------------- gradients of q, k and v
 
-    def stage_return(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def stage_return(self, chunk: BackwardChunk, instr: Instr) -> None:
         """See :meth:`BackwardPass.stage_return`."""
         sizes = [x.shape for x in self._views(chunk)]
         exchange = self._projected.chunks[chunk.index].qkv
         chunk.staging = exchange.preallocate_send(self._inputs.x, sizes)
 
-    def end(self, chunk: BackwardChunk, step: int, number: int) -> None:
+    def end(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Without Ulysses the last chunk's queries are done here: keys and values come around the
         ring meanwhile."""
-        super().end(chunk, step, number)
+        super().end(chunk, instr)
         if self._projected.keeps_input:
             if chunk.exchanges.kv_chunk == chunk.index:
                 del self._group_kv[chunk.index]
@@ -187,20 +187,20 @@ class ProjectedBackward(BackwardPass):
             chunk.dq.write(queries)
             self._rotate_back([queries])
 
-    def post_return_first(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def post_return_first(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Post the gradients of the only chunk's queries."""
         sums, outs = self.sums_of(chunk), self._views(chunk)
         self._sums[chunk.index] = sums
         exchange = self._projected.chunks[chunk.index].q
         chunk.exchange = exchange.post_to_sequence(sums[:1], outs[:1])
 
-    def wait_return_first(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def wait_return_first(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Wait for them."""
         if isinstance(chunk.exchange, SeveralExchanges):
             chunk.exchange.wait_for(0)
         self._rotate_back(self._views(chunk)[:1])
 
-    def post_return(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Post the gradients of a chunk, or those that :meth:`post_return_first` left."""
         projected, outs = self._projected.chunks[chunk.index], self._views(chunk)
         rest = self._sums.pop(chunk.index, None)
@@ -209,20 +209,20 @@ class ProjectedBackward(BackwardPass):
             chunk.exchange = SeveralExchanges(chunk.exchange, kv)
         else:
             sources = self.sums_of(chunk)[: len(outs)]
-            overlapped = (Op.RETURN_POST, chunk.index, 0, 0) not in self.exposed
+            overlapped = instr not in self.exposed
             chunk.exchange = projected.qkv.post_to_sequence(
                 sources, outs, chunk.staging, overlapped=overlapped
             )
         chunk.grad_exchange = chunk.outer_grad_exchange = chunk.staging = None
         del chunk.dq
 
-    def wait_return(self, chunk: BackwardChunk, step: int, number: int) -> None:
+    def wait_return(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Wait for the return; what :meth:`wait_return_first` has rotated stays."""
         first = 1 if isinstance(chunk.exchange, SeveralExchanges) else 0
-        super().wait_return(chunk, step, number)
+        super().wait_return(chunk, instr)
         self._rotate_back(self._views(chunk)[first:2])
 
-    def store(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def store(self, chunk: BackwardChunk, instr: Instr) -> None:
         """The same without Ulysses: the gradients are written where they belong; :meth:`end` has
         written the last chunk's queries."""
         sources, outs = self.sums_of(chunk), self._views(chunk)
@@ -242,20 +242,20 @@ class ProjectedBackward(BackwardPass):
 
     # ---------------------------------------------------------------- gradients of the inputs
 
-    def grad_weight(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def grad_weight(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Of all rows of a chunk."""
         columns = self._projected.columns
         self._add_rows(columns[chunk.index], columns[chunk.index + 1])
 
-    def grad_weight_queries(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def grad_weight_queries(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Of the rows of chunk 0's queries."""
         self._add_rows(0, self._num_queries)
 
-    def grad_weight_kv(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def grad_weight_kv(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Of the rows of its keys and values."""
         self._add_rows(self._num_queries, self._projected.columns[1])
 
-    def grad_weight_rest(self, chunk: BackwardChunk, _: int, __: int) -> None:
+    def grad_weight_rest(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Of the rows of all other chunks."""
         self._add_rows(self._projected.columns[1], self._projected.columns[-1])
 
@@ -280,7 +280,7 @@ class ProjectedBackward(BackwardPass):
             return
         turn_in_place(views, self._inputs.rotary, transposed=True)
 
-    def grad_input(self, _: BackwardChunk, __: int, ___: int) -> None:
+    def grad_input(self, _: BackwardChunk, __: Instr) -> None:
         """After the last chunk: the gradient of x, and rows in the weights' own order."""
         inputs, results, runs = self._inputs, self.results, self._projected.runs
         if self._needed.x:

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_usp.attention.forward_pass import ForwardChunk, ForwardPass
+from ds_usp.attention.passes import DONE, NO_KV, ChunkState, ForwardChunk, ForwardPass
 from ds_usp.attention.plan import SavedChunk
 from ds_usp.attention.projected_plan import ProjectedChunk, ProjectedPlan
 from ds_usp.attention.projection import QKV_KINDS, Weights, select_rows
 from ds_usp.attention.rotary import Rotary, turn_in_place
-from ds_usp.attention.runtime import DONE, NO_KV, ChunkState
 from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import PendingExchange
-from ds_usp.geometry.pipeline_schedule import Op
+from ds_usp.geometry.pipeline_schedule import Instr, Op
 from ds_usp.kernels.merge import OutputAccumulator
 
 QUERIES, KEYS_VALUES = QKV_KINDS[:1], QKV_KINDS[1:]
@@ -97,7 +96,7 @@ class SeveralExchanges(PendingExchange):
             exchange.drain()
 
 
-def wait_first(_: object, chunk: ChunkState, __: int, ___: int) -> None:
+def wait_first(_: object, chunk: ChunkState, __: Instr) -> None:
     """Wait for the part of a chunk's all-to-all that was posted first, in either pass."""
     if isinstance(chunk.exchange, SeveralExchanges):
         chunk.exchange.wait_for(1)
@@ -124,15 +123,15 @@ class ProjectedForward(ForwardPass):
         self._made: dict[int, list[torch.Tensor]] = {}  # of each chunk, to be posted
         self.y: torch.Tensor
 
-    def project(self, chunk: ForwardChunk, _: int, __: int) -> None:
+    def project(self, chunk: ForwardChunk, instr: Instr) -> None:
         """All that is exchanged with a chunk."""
         self._made[chunk.index] = self._product(chunk, self._projected.chunks[chunk.index].kinds)
 
-    def project_kv(self, chunk: ForwardChunk, _: int, __: int) -> None:
+    def project_kv(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Keys and values."""
         self._made[chunk.index] = self._product(chunk, KEYS_VALUES)
 
-    def project_queries(self, chunk: ForwardChunk, _: int, __: int) -> None:
+    def project_queries(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Queries; without Ulysses they are used as they are."""
         made = self._product(chunk, QUERIES)
         if not self.plan.local_heads:
@@ -141,33 +140,33 @@ class ProjectedForward(ForwardPass):
         (chunk.q,) = made
         chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
 
-    def project_out(self, _: ForwardChunk, __: int, ___: int) -> None:
+    def project_out(self, _: ForwardChunk, __: Instr) -> None:
         """The output ``[b, s, c_out]``."""
         inputs = self._inputs
         self.y = torch.nn.functional.linear(self.out.flatten(2), inputs.out, inputs.out_bias)
 
-    def post_first(self, chunk: ForwardChunk, _: int, __: int) -> None:
+    def post_first(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Post keys and values."""
         exchange = self._projected.chunks[chunk.index].kv
         chunk.exchange = exchange.post_to_heads(self._made.pop(chunk.index))
 
-    def post_heads(self, chunk: ForwardChunk, _: int, __: int) -> None:
+    def post_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Post a chunk, or its queries."""
         projected, made = self._projected.chunks[chunk.index], self._made.pop(chunk.index)
         if chunk.exchange is not DONE:
             chunk.exchange = SeveralExchanges(projected.q.post_to_heads(made), chunk.exchange)
             return
-        overlapped = (Op.A2A_POST, chunk.index, 0, 0) not in self.exposed
+        overlapped = instr not in self.exposed
         chunk.exchange = projected.qkv.post_to_heads(made, overlapped=overlapped)
 
-    def slice_heads(self, chunk: ForwardChunk, _: int, __: int) -> None:
+    def slice_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Without Ulysses: take keys and values."""
         k, v = self._made.pop(chunk.index)
         chunk.local_kv = k, v
 
-    def end(self, chunk: ForwardChunk, step: int, number: int) -> None:
+    def end(self, chunk: ForwardChunk, instr: Instr) -> None:
         """With ``keep="input"`` only the log-sum-exp is saved."""
-        super().end(chunk, step, number)
+        super().end(chunk, instr)
         if self._projected.keeps_input and self.saved:
             empty = NO_KV[0]
             self.saved[-1] = SavedChunk(empty, empty, empty, empty, self.saved[-1].lse)

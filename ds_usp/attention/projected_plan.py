@@ -11,7 +11,7 @@ from ds_usp.attention.plan import AttentionPlan
 from ds_usp.attention.projection import QKV_KINDS, Geometry, Rows
 from ds_usp.comm.all_to_all import HeadAllToAll, HeadRanges
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.pipeline_schedule import pipeline_schedule
+from ds_usp.geometry.pipeline_schedule import Op, pipeline_schedule
 from ds_usp.geometry.projected_schedule import projected_schedule
 
 
@@ -192,7 +192,7 @@ def _projecting_again(
     itemsize: int,
 ) -> AttentionPlan:
     """The plan whose backward exchanges keys and values again, before a ring sends them."""
-    stage = any(str(instr).endswith("stage") for instr in plan.backward)
+    stage = any(instr.op is Op.RETURN_STAGE for instr in plan.backward)
     schedule = pipeline_schedule(
         [ring.schedule for ring in plan.ring_calls],
         ulysses=not plan.local_heads,

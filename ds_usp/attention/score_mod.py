@@ -126,6 +126,16 @@ def check_score_mod(
     return ScoreMod(scores.softcap, scores.alibi_slopes is not None, float(dropout_p))
 
 
+# Note [positions are global]
+#
+# ALiBi's distance and dropout's hash are of a sample, a head, a query and a key of the whole call.
+# A kernel call has rows and columns of buffers: this rank's tokens in the layout's order, and a
+# block of another rank's. So global numbers go with each kernel call, and the same weight gets the
+# same bias and is dropped or not, whatever the degrees, in which step it is computed, and in
+# backward again. Sinks need none of this: they are one more partial result with output 0, merged at
+# the end.
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkScoreMod:
     """The score modifiers of one head chunk on this rank.

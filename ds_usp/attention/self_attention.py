@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ds_usp.attention.call_plan import AttentionOptions
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.projected import (
     KEEPS,
     Keep,

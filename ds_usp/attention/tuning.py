@@ -24,6 +24,21 @@ from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 
+# Note [head chunks and waves]
+#
+#   1 chunk    [a2a      ][kernel                       ][return   ]
+#   4 chunks   [a2][k0][k1       ][k2       ][k3][ret]     exchanges of 1 to 3 and returns of 0 to 2
+#                                                          are under kernels; 0 and 3 are cut small
+#
+# Heads are divided, not tokens: heads are independent, so nothing is merged between chunks, every
+# kernel call keeps all its tokens, and one mechanism hides the all-to-all and the ring, forward and
+# backward. Each chunk costs launches and packing, and its kernel a last wave: thread blocks run one
+# on each multiprocessor, and when they are not a multiple of them, some multiprocessors wait for
+# the last blocks. Under a full mask all blocks take equally long, so that waste is known before
+# (heads x rows / 128 over 132), and fewer chunks are taken where that saves 2 %
+# (geometry/chunking.py). With a ring a chunk has whole KV heads: half a KV group would bring the
+# group's KV around twice.
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -91,6 +106,8 @@ class Tuning:
         """
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
+        # Nothing of it may depend on this rank's own tokens or free memory: other chunks are other
+        # exchanges, and the ranks would not meet.
         size = _call_size(split, layout, q, mesh, mask, keys or layout.seq_len)
         documents = 0 if varlen else sum(len(borders) - 1 for borders in mask.documents)
         kernel_calls = max(1, ceil(documents / layout.ring))
@@ -188,12 +205,18 @@ class ResolvedTuning(NamedTuple):
     inner_ring: int | None = None
     chunk_positions: ChunkPositions = (("only", "only"),)
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What the ranks compare of it."""
+        return (
+            "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks",
+            "KV all-gathered" if self.gather_kv else "KV stepwise",
+            "copy engines" if self.use_copy_engines else "P2P",
+            *([f"inner ring {self.inner_ring}"] if self.inner_ring else []),
+        )
+
     def __str__(self) -> str:
-        kv_mode = "KV all-gathered" if self.gather_kv else "KV stepwise"
-        chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
-        rings = f", inner ring {self.inner_ring}" if self.inner_ring else ""
-        transport = "copy engines" if self.use_copy_engines else "P2P"
-        return f"{chunks}, {kv_mode}, {transport}{rings}"
+        return ", ".join(self.texts)
 
 
 AUTO_TUNING = Tuning()

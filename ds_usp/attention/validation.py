@@ -3,94 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 import torch
 
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, LayoutError, MeshError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-
-ResultT = TypeVar("ResultT")
-
-
-def check_on_all_ranks(
-    mesh: SequenceMesh,
-    check: Callable[[], tuple[str, ResultT]],
-    like: object = None,
-    layout: object = None,
-) -> ResultT:
-    """Run a check on every rank; returns only if all passed with the same call signature.
-
-    Args:
-        check: returns the signature of the call, and a result.
-        like: a tensor of the call. Where it is on a GPU and the call is a known one, the
-            ranks do not wait for the consistency check (see ``ConsistencyChecker``).
-        layout: the argument of the call.
-
-    An error on one rank is raised there and reported on the others, so that no rank waits for one
-    that has failed.
-
-    Raises:
-        Exception: what ``check`` raised; on the other ranks a MeshError with it.
-        LayoutError: the layout is only a kind, and ranks hold different numbers of tokens.
-        ConfigError: no mesh.
-    """
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-            "ulysses_degree=...), or SequenceMesh.single() for one process"
-        )
-    try:
-        text, result = check()
-    except Exception as error:
-        mesh.consistency.check_call("", error=error)
-        raise
-    try:
-        mesh.consistency.check_call(text, wait=is_on_cpu(like))
-    except MeshError as difference:
-        named = isinstance(layout, str)
-        uneven = _uneven_shards(difference.signatures, mesh.sp_degree) if named else None
-        if uneven is None:
-            raise
-        raise uneven from difference
-    return result
-
-
-_LENGTH = re.compile(rf"({'|'.join(KINDS)})\((\d+) tokens")
-
-
-def _uneven_shards(signatures: Sequence[str], ranks: int) -> LayoutError | None:
-    """The error of ranks that give a layout's kind and hold different numbers of tokens, from the
-    call signatures of all ranks; None if these differ in something else."""
-    lengths_by_layout = {tuple(_LENGTH.findall(text)) for text in signatures}
-    if (
-        len({len(lengths_of_rank) for lengths_of_rank in lengths_by_layout}) != 1
-    ):  # one rank is wrong in another way
-        return None
-    for column in zip(*lengths_by_layout, strict=True):
-        (kind, _), lengths = column[0], sorted({int(tokens) // ranks for _, tokens in column})
-        if len(lengths) > 1 and {other for other, _ in column} == {kind}:
-            return LayoutError(
-                f"layout={kind!r} is only a name, which means as many tokens on every rank, and "
-                f"ranks hold {', '.join(map(str, lengths))}. Make a TokenLayout of the whole "
-                f"sequence, mesh.layout({kind!r}, seq_len), shard by it and give it as the layout"
-            )
-    return None
-
-
-def is_on_cpu(like: object) -> bool:
-    """Whether a call with such a tensor exchanges data on CPUs, where ranks wait for each
-    consistency check (see ``ConsistencyChecker``)."""
-    return not isinstance(like, torch.Tensor) or like.device.type == "cpu"
 
 
 def exchange_label(to_heads: bool) -> str:
@@ -166,16 +91,17 @@ def plan_local_attention(
     mesh: SequenceMesh,
     layout: TokenLayout,
     kv_layout: TokenLayout,
-) -> tuple[str, ChunkExchanges]:
+) -> tuple[Signature, ChunkExchanges]:
     """Signature and head exchanges of a call of a local attention between two exchanges, of
     ``q [b, s, h, d]`` and ``k [b, t, h_kv, d]``."""
-    text = f"{check_layout(q, 'queries', mesh, layout)}, {check_layout(k, 'keys', mesh, kv_layout)}"
+    queries = check_layout(q, "queries", mesh, layout)
+    signature = Signature.of(queries, check_layout(k, "keys", mesh, kv_layout))
     split = head_split(q.shape[2], k.shape[2], mesh)
     (traffic,) = plan_head_exchanges(split, mesh, layout, kv_layout)
-    return text, traffic
+    return signature, traffic
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
     """Check that q, k, v ``[b, s, h, d]`` fit together; returns their part of the signature.
 
     Raises:
@@ -197,10 +123,16 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
             + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         )
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return (
-        f"batch {q.shape[0]}, {q.shape[2]} query heads, {k.shape[2]} kv heads, head dims "
-        f"{q.shape[3]} and {v.shape[3]}, dtype {q.dtype}, device {q.device.type}, "
-        f"{'with' if grad else 'without'} gradients"
+    return Signature(
+        (
+            f"batch {q.shape[0]}",
+            f"{q.shape[2]} query heads",
+            f"{k.shape[2]} kv heads",
+            f"head dims {q.shape[3]} and {v.shape[3]}",
+            f"dtype {q.dtype}",
+            f"device {q.device.type}",
+            f"{'with' if grad else 'without'} gradients",
+        )
     )
 
 
@@ -218,6 +150,12 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
             f"one of the kinds {', '.join(KINDS)}"
         )
     return mesh.layout(layout, x.shape[1] * mesh.sp_degree)
+
+
+# A module without layout= means contiguous shards, DeepSpeed's order. The data loader of this
+# package shards by zigzag unless told otherwise; nothing in the tensors would show the difference,
+# and the result would be attention of permuted tokens. The loader leaves its layouts in the mesh
+# for this.
 
 
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
@@ -239,7 +177,9 @@ def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
     )
 
 
-def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: TokenLayout) -> str:
+def check_layout(
+    x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: TokenLayout
+) -> Signature:
     """Check that ``x [b, s, ...]`` is this rank's shard; returns its part of the signature.
 
     Raises:
@@ -253,6 +193,7 @@ def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: Tok
             "the layout is for ulysses {} x ring {} ({}), the mesh is {} x {} ({}); "
             "mesh.layout(kind, seq_len) makes one that fits".format(*layout_degrees, *mesh_degrees)
         )
+    # [b, h, s, d], which most kernels take, is the likeliest mistake: name it where it fits.
     length = layout.length(mesh.rank)
     if x.shape[1] != length:
         if x.ndim == 4 and x.shape[2] == length:
@@ -266,7 +207,7 @@ def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: Tok
             f"{length}; layout.shard(x, dim, rank) gives the right shard, and "
             "TokenLayout(kind, seq_len, ...) says the length of a sequence that does not divide"
         )
-    return f"{layout}, {layout.order}"
+    return Signature((str(layout), layout.order), ((layout.kind, layout.seq_len),))
 
 
 def no_mask_error(mask: object) -> ConfigError:
@@ -298,7 +239,7 @@ def check_kv(
     mesh: SequenceMesh,
     layouts: tuple[TokenLayout, TokenLayout],
     mask: MaskSpec,
-) -> str:
+) -> Signature:
     """Check keys ``[b, t, g, d]``, of the queries' sequence or another; returns their signature.
 
     Args:
@@ -322,7 +263,7 @@ def check_kv(
                 "none: tokens would attend across their borders. Give them to the mask, "
                 "MaskSpec.causal(documents=borders)"
             )
-        return "self-attention"
+        return Signature(("self-attention",))
     if not mask.is_full:
         raise UnsupportedAttentionError(
             f"the keys are of another sequence ({layouts[1]}) than the queries ({layouts[0]}), "

@@ -1,4 +1,4 @@
-"""What a rank declares of its next operation, as bytes to compare and as text to show; and the
+"""What a rank declares of its next operation, as bytes to compare and as fields to show; and the
 error message when the ranks' records differ."""
 
 from __future__ import annotations
@@ -10,11 +10,52 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ds_usp.errors import MeshError
+from ds_usp.geometry.layout import KINDS
 
 RECORD_BYTES = 2048
-_HEADER = struct.Struct("<BIQ?")  # of a CallRecord, without its text
+_HEADER = struct.Struct("<BIQ?B")  # kind, aborted passes, exchanges, deferred, number of layouts
+_LAYOUT = struct.Struct("<BQ")  # number of its kind, tokens
+_SEPARATOR = "\x1f"  # of fields: ASCII's unit separator, which no field has
 _MAX_VALUES = 4  # shown of a field; 64 ranks may have 64
 _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
+
+
+class Signature(NamedTuple):
+    """What a rank is about to do, as fields: all are compared, an error shows those that differ.
+
+    Attributes:
+        fields: texts for people. Nothing reads them back.
+        layouts: kind and length in tokens of its token layouts, for who must know what differs.
+    """
+
+    fields: tuple[str, ...]
+    layouts: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, *parts: str | Signature) -> Signature:
+        """One of several parts: a field, or a signature with fields and layouts of its own."""
+        fields, layouts = list[str](), list[tuple[str, int]]()
+        for part in parts:
+            if isinstance(part, str):
+                fields.append(part)
+            else:
+                fields += part.fields
+                layouts += part.layouts
+        return cls(tuple(fields), tuple(layouts))
+
+    @classmethod
+    def of_text(cls, text: str) -> Signature:
+        """Of a text with ``", "`` between its fields; commas in brackets separate none."""
+        fields, depth, start = [], 0, 0
+        for index, character in enumerate(text) if ", " in text else ():
+            depth += (character in "([{") - (character in ")]}")
+            if depth <= 0 and text.startswith(", ", index):
+                fields.append(text[start:index])
+                start = index + 2
+        return cls((*fields, text[start:]))
+
+    def __str__(self) -> str:
+        return ", ".join(self.fields)
 
 
 class Kind(IntEnum):
@@ -29,33 +70,40 @@ class CallRecord(NamedTuple):
     """One rank's declaration. Ranks are consistent if their encoded records are equal bytes.
 
     Attributes:
-        text: the operation as fields with ``", "`` between them; of ``Kind.ERROR``, the error.
+        signature: of the operation; of ``Kind.ERROR``, one field, the error.
         kind: what it declares.
         aborted_passes: copy-engine passes of this rank that an error ended.
         exchanges: copy-engine exchanges that it had started when the last of them ended.
         deferred: the rank starts the operation before it knows whether the others declare it too.
     """
 
-    text: str
+    signature: Signature
     kind: Kind = Kind.CALL
     aborted_passes: int = 0
     exchanges: int = 0
     deferred: bool = False
 
     def encode(self) -> bytes:
-        """At most ``RECORD_BYTES``; a longer text is cut off, with its digest at the end."""
-        text, limit = self.text.encode(errors="replace"), RECORD_BYTES - _HEADER.size
+        """At most ``RECORD_BYTES``; longer fields are cut off, with a digest of all at the end."""
+        fields, layouts = self.signature
+        header = _HEADER.pack(*self[1:], len(layouts))
+        for kind, tokens in layouts:
+            header += _LAYOUT.pack(KINDS.index(kind), tokens)
+        text, limit = _SEPARATOR.join(fields).encode(errors="replace"), RECORD_BYTES - len(header)
         if len(text) > limit:
             digest = f"... (sha256 {hashlib.sha256(text).hexdigest()[:16]})".encode()
             text = text[: limit - len(digest)] + digest
-        return _HEADER.pack(*self[1:]) + text
+        return header + text
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> CallRecord:
         """The record that :meth:`encode` made these bytes of; zeros after them are padding."""
-        kind, *header = _HEADER.unpack_from(data)
-        text = bytes(data[_HEADER.size :]).rstrip(b"\0").decode(errors="replace")
-        return cls(text, Kind(kind), *header)
+        kind, *header, num_layouts = _HEADER.unpack_from(data)
+        start = _HEADER.size + num_layouts * _LAYOUT.size
+        numbers = _LAYOUT.iter_unpack(data[_HEADER.size : start])
+        layouts = tuple((KINDS[number], tokens) for number, tokens in numbers)
+        text = bytes(data[start:]).rstrip(b"\0").decode(errors="replace")
+        return cls(Signature(tuple(text.split(_SEPARATOR)), layouts), Kind(kind), *header)
 
 
 def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = None) -> MeshError:
@@ -66,12 +114,13 @@ def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = 
         ranks: their numbers; None: all ranks, in order.
     """
     by_rank = dict(zip(ranks or range(len(records)), records, strict=True))
-    signatures = tuple(record.text for record in records)
+    texts = tuple(str(record.signature) for record in records)
+    layouts = tuple(record.signature.layouts for record in records)
     errors = {rank: record for rank, record in by_rank.items() if record.kind is Kind.ERROR}
     if errors:
-        lines = [f"{_name(group)}: {record.text}" for record, group in _group_equal(errors)]
+        lines = [f"{_name(group)}: {record.signature}" for record, group in _group_equal(errors)]
         header = "the call is refused by ranks of the sequence-parallel group:"
-        return MeshError("\n  ".join([header, *lines]), signatures)
+        return MeshError("\n  ".join([header, *lines]), texts, layouts)
     groups = _group_equal(by_rank)
     aborted = any(record.aborted_passes for record in records)
     fields = [_fields(record, aborted=aborted) for record, _ in groups]
@@ -95,7 +144,7 @@ def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = 
             "\nAll ranks must run the backward passes of a mesh in one order, each as often as "
             "the others do: gradients would be wrong otherwise"
         )
-    return MeshError(message, signatures)
+    return MeshError(message, texts, layouts)
 
 
 def _group_equal(records: dict[int, CallRecord]) -> list[tuple[CallRecord, list[int]]]:
@@ -107,14 +156,8 @@ def _group_equal(records: dict[int, CallRecord]) -> list[tuple[CallRecord, list[
 
 
 def _fields(record: CallRecord, *, aborted: bool) -> list[str]:
-    """The fields of a record's text; commas in brackets separate none."""
-    fields, depth, start = [], 0, 0
-    for index, character in enumerate(record.text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth <= 0 and record.text.startswith(", ", index):
-            fields.append(record.text[start:index])
-            start = index + 2
-    fields.append(record.text[start:])
+    """The fields of a record, with those of aborted passes where any rank has some."""
+    fields = list(record.signature.fields)
     if aborted:
         last = f", the last after {record.exchanges} exchanges" if record.aborted_passes else ""
         fields.append(f"aborted copy-engine passes: {record.aborted_passes}{last}")

@@ -1,4 +1,4 @@
-"""Point-to-point exchanges among the ranks of a group: post, compute, wait."""
+"""Point-to-point exchanges among the ranks of a group: post, compute, wait; and what they count."""
 
 from __future__ import annotations
 

@@ -4,18 +4,22 @@ instead of hanging."""
 from __future__ import annotations
 
 import atexit
+import contextlib
+import datetime
 import os
 import sys
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
-from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind, mismatch_error
-from ds_usp.comm.process_groups import GroupTransport, all_gather_bytes, subgroup, transport_device
+from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind, Signature, mismatch_error
+from ds_usp.comm.process_groups import all_gather_bytes, subgroup, transport_device
 from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, ShmMailbox, open_mailbox
 from ds_usp.errors import MeshError
 
@@ -24,6 +28,7 @@ _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
 _encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
+_GROUP_EXIT_TIMEOUT_S = 5.0  # and for the all-gathers of one group
 
 
 class _Transport(Protocol):
@@ -37,6 +42,48 @@ class _Transport(Protocol):
 
     def gather(self, seq: int, timeout_s: float | None = None) -> Sequence[bytes | bytearray]:
         """Wait for the record of every rank."""
+
+
+class GroupTransport:
+    """Records by asynchronous all-gathers over a process group of a CPU backend."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks, self._seq = group, group.size(), 0
+        self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
+        # torch aborts a process that ends and leaves a collective behind. Not when the transport is
+        # garbage collected, which may be in mid-training.
+        atexit.register(_wait_for, self._works)
+
+    def post(self, data: bytes) -> int:
+        """Start the all-gather of a record; returns its number for :meth:`gather`."""
+        self._seq += 1
+        local = torch.frombuffer(bytearray(data.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
+        received, out = [], []
+        for _ in range(self._ranks):
+            buffer = bytearray(RECORD_BYTES)
+            received.append(buffer)
+            out.append(torch.frombuffer(buffer, dtype=torch.uint8))
+        self._works[self._seq] = self._group.allgather([out], [local]), received
+        return self._seq
+
+    def all_equal(self, seq: int) -> bool:
+        """Never known without waiting."""
+        return False
+
+    def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
+        """Wait for the record of every rank."""
+        work, received = self._works.pop(seq)
+        work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
+        return received
+
+
+def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
+    """Wait for all-gathers that other ranks may still join."""
+    deadline = time.monotonic() + _GROUP_EXIT_TIMEOUT_S
+    for work, _ in works.values():
+        left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):
+            work.wait(left)
 
 
 class ConsistencyChecker:
@@ -77,10 +124,10 @@ class ConsistencyChecker:
     ) -> None:
         self.group, self.mailbox, self._exit_mailbox = group, mailbox, exit_mailbox
         self.number = 0
-        self._name = f"{name}, " if name else ""
+        self._name = (name,) if name else ()
         self._calls = self._passes = 0  # compared: forward calls, backward passes
         self._passes_since_call = 0
-        self._verified: set[str] = set()  # signatures that were equal on all ranks
+        self._verified: set[Signature | str] = set()  # signatures that were equal on all ranks
         self._pending: deque[tuple[_Transport, int]] = deque()
         self.on_failure: Callable[[], object] = lambda: None
         self.num_exchanges: Callable[[], int] = lambda: 0
@@ -112,11 +159,13 @@ class ConsistencyChecker:
         control = subgroup(group, dist.get_process_group_ranks(group), backend="gloo")
         return cls(control, open_mailbox(control, nodes))
 
-    def check_call(self, text: str, *, error: Exception | None = None, wait: bool = True) -> None:
+    def check_call(
+        self, signature: Signature | str, *, error: Exception | None = None, wait: bool = True
+    ) -> None:
         """Compare this call with the other ranks'. Its number is :attr:`number` then.
 
         Args:
-            text: the signature of the call, fields with ``", "`` between them.
+            signature: of the call; a text has ``", "`` between its fields.
             error: what this rank already knows to be wrong.
             wait: wait for the comparison even if the signature is verified.
 
@@ -125,7 +174,9 @@ class ConsistencyChecker:
             Exception: ``error`` itself, on the rank that passed it.
         """
         # A comparison may take milliseconds, so several are in flight.
-        self._compare(text, Kind.CALL, text, error, wait, MAX_IN_FLIGHT - 1)
+        if isinstance(signature, str):
+            signature = Signature.of_text(signature)
+        self._compare(signature, Kind.CALL, signature, error, wait, MAX_IN_FLIGHT - 1)
         self._calls += 1
         self._passes_since_call = 0
 
@@ -141,18 +192,19 @@ class ConsistencyChecker:
         Raises:
             MeshError: the ranks differ in this pass or in an earlier call; on every rank.
         """
-        text = f"{self._name}backward pass of call {call}{part}"
+        signature = Signature((*self._name, f"backward pass of call {call}{part}"))
         # The call's number is new each time: verified is that passes were compared before.
         key = f"backward pass{part}"
         max_pending = min(self._passes_since_call, MAX_IN_FLIGHT - 1)
-        self._compare(text, Kind.BACKWARD, key, self.refuse_backward(), wait, max_pending)
+        self._compare(signature, Kind.BACKWARD, key, self.refuse_backward(), wait, max_pending)
         self._passes += 1
         self._passes_since_call += 1
 
     def check_now(self, text: str, error: Exception | None = None) -> None:
         """Compare a text and wait for the result, after all comparisons in flight; see
         :func:`check_same`."""
-        self._compare(text, Kind.CALL, text, error, True, 0)
+        signature = Signature.of_text(text)
+        self._compare(signature, Kind.CALL, signature, error, True, 0)
 
     def check(self) -> None:
         """Compare how many calls and backward passes each rank has made.
@@ -160,7 +212,8 @@ class ConsistencyChecker:
         Raises:
             MeshError: other numbers, or a rank is about to do something else; on every rank.
         """
-        self.check_now(f"{self._name}a check of the mesh, {self._counts()}")
+        signature = Signature((*self._name, "a check of the mesh", *self._counts()))
+        self._compare(signature, Kind.CALL, signature, None, True, 0)
 
     def begin_pass(self) -> None:
         """Note that exchanges by copy engines follow."""
@@ -201,7 +254,7 @@ class ConsistencyChecker:
         try:
             difference = self._pending_difference(MAX_IN_FLIGHT - 1)
             if mailbox is not None and difference is None:
-                record = self._record(f"the end of the process, {self._counts()}")
+                record = self._record(Signature(("the end of the process", *self._counts())))
                 self._pending.append((mailbox, mailbox.post(record.encode())))
             return str(difference or self._pending_difference(0) or "")
         except (MeshError, RuntimeError):  # other ranks have ended, or continue
@@ -220,9 +273,9 @@ class ConsistencyChecker:
 
     def _compare(
         self,
-        text: str,
+        signature: Signature,
         kind: Kind,
-        key: str,
+        key: Signature | str,
         error: Exception | None,
         wait: bool,
         max_pending: int,
@@ -230,7 +283,7 @@ class ConsistencyChecker:
         """Compare a record; without waiting if its key is verified and ``wait`` is False.
 
         Args:
-            text, kind: of the record.
+            signature, kind: of the record.
             max_pending: comparisons that may stay in flight before it.
         """
         if self._transport is None:
@@ -240,7 +293,7 @@ class ConsistencyChecker:
         wait = wait or error is not None or key not in self._verified
         if self._pending or self._failure is not None:
             self.drain(0 if wait else max_pending)
-        record = self._record(text, kind, deferred=not wait)
+        record = self._record(signature, kind, deferred=not wait)
         if not wait:
             self.number += 1
             self._pending.append((self._transport, self._transport.post(_encode(record))))
@@ -281,12 +334,14 @@ class ConsistencyChecker:
                 self._fail(reason)  # streams wait for exchanges that never come
             raise
 
-    def _record(self, text: str, kind: Kind = Kind.CALL, *, deferred: bool = False) -> CallRecord:
+    def _record(
+        self, signature: Signature, kind: Kind = Kind.CALL, *, deferred: bool = False
+    ) -> CallRecord:
         """With this rank's aborted passes: it must not continue with ranks that aborted none, or
         others."""
         if self._in_pass:
             self._record_aborted_pass()
-        return CallRecord(text, kind, self._aborted_passes, self._exchanges_at_abort, deferred)
+        return CallRecord(signature, kind, self._aborted_passes, self._exchanges_at_abort, deferred)
 
     def _record_aborted_pass(self) -> None:
         """Count a backward pass that began and did not end, and the exchanges before its end."""
@@ -306,12 +361,13 @@ class ConsistencyChecker:
         records = {rank: CallRecord.decode(x) for rank, x in data.items() if x is not None}
         if not records:
             return None
-        records[self._exit_mailbox.rank] = CallRecord(f"one call or pass more, {self._counts()}")
+        ours = Signature(("one call or pass more", *self._counts()))
+        records[self._exit_mailbox.rank] = CallRecord(ours)
         ranks = sorted(records)
         return mismatch_error([records[rank] for rank in ranks], ranks)
 
-    def _counts(self) -> str:
-        return f"after {self._calls} calls, after {self._passes} backward passes"
+    def _counts(self) -> tuple[str, str]:
+        return f"after {self._calls} calls", f"after {self._passes} backward passes"
 
     def _fail(self, error: MeshError) -> None:
         """Let every later call raise this error; release streams that wait for other ranks."""
@@ -335,13 +391,13 @@ def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | No
         MeshError: on the other ranks; it quotes their errors, or shows in what the texts differ and
             on which ranks.
     """
-    record = CallRecord(text) if error is None else _error_record(error)
+    record = CallRecord(Signature.of_text(text)) if error is None else _error_record(error)
     data = record.encode().ljust(RECORD_BYTES, b"\0")  # all-gathers need equal lengths
     _raise_on_mismatch([] if group is None else all_gather_bytes(data, group), error)
 
 
 def _error_record(error: Exception) -> CallRecord:
-    return CallRecord(str(error) or type(error).__name__, Kind.ERROR)
+    return CallRecord(Signature((str(error) or type(error).__name__,)), Kind.ERROR)
 
 
 def _raise_on_mismatch(data: Sequence[bytes | bytearray], error: Exception | None = None) -> None:

@@ -1,15 +1,11 @@
-"""Process groups: sub-groups that only their members create, a few bytes from every rank, at once
-or asynchronously, and which ranks are on one node."""
+"""Process groups: sub-groups that only their members create, a few bytes from every rank, and which
+ranks are on one node."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import datetime
 import hashlib
 import platform
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -18,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ds_usp.comm.call_record import RECORD_BYTES
 from ds_usp.geometry.ranks import RankGrid
 
 # ------------------------------------------------------------------------------------------------
@@ -52,9 +47,6 @@ def reduce_scatter_shards(
     """
     work: dist.Work | None = _SCATTER(shard, full, group=group, async_op=async_op)
     return work
-
-
-_EXIT_TIMEOUT_S = 5.0  # how long a process that ends waits for the all-gathers of one transport
 
 
 def subgroup(
@@ -140,45 +132,3 @@ def count_ring_ranks_per_node(nodes: Sequence[bytes], grid: RankGrid) -> int:
         for _, run in groupby(nodes[rank] for rank in ring)
     }
     return lengths.pop() if len(lengths) == 1 else grid.size("ring")
-
-
-class GroupTransport:
-    """Records by asynchronous all-gathers over a process group of a CPU backend."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks, self._seq = group, group.size(), 0
-        self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
-        # torch aborts a process that ends and leaves a collective behind. Not when the transport is
-        # garbage collected, which may be in mid-training.
-        atexit.register(_wait_for, self._works)
-
-    def post(self, data: bytes) -> int:
-        """Start the all-gather of a record; returns its number for :meth:`gather`."""
-        self._seq += 1
-        local = torch.frombuffer(bytearray(data.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
-        received, out = [], []
-        for _ in range(self._ranks):
-            buffer = bytearray(RECORD_BYTES)
-            received.append(buffer)
-            out.append(torch.frombuffer(buffer, dtype=torch.uint8))
-        self._works[self._seq] = self._group.allgather([out], [local]), received
-        return self._seq
-
-    def all_equal(self, seq: int) -> bool:
-        """Never known without waiting."""
-        return False
-
-    def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
-        """Wait for the record of every rank."""
-        work, received = self._works.pop(seq)
-        work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
-        return received
-
-
-def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
-    """Wait for all-gathers that other ranks may still join."""
-    deadline = time.monotonic() + _EXIT_TIMEOUT_S
-    for work, _ in works.values():
-        left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        with contextlib.suppress(RuntimeError):
-            work.wait(left)

@@ -1,6 +1,6 @@
 """The order in which one rank exchanges and computes the head chunks of one pass, as a value.
 
-``pipeline_schedule`` is the whole policy of overlap; ``ds_usp.attention.runtime`` executes its
+``pipeline_schedule`` is the whole policy of overlap; ``ds_usp.attention.passes`` executes its
 instructions one after the other and decides nothing. Printed, an instruction is its chunk, its
 operation and the number of its exchange or kernel call: ``1kv0`` posts the first KV exchange of
 chunk 1, ``1kv0?`` waits for it, ``1attn2.0`` is the first kernel call of its ring step 2.

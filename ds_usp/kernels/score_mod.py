@@ -56,13 +56,18 @@ class ScoreMod:
         """A score depends on its global positions, and not on its value alone."""
         return self.alibi or self.dropout_p > 0
 
-    def __str__(self) -> str:
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What the ranks of a mesh compare of it."""
         texts = {
             SOFTCAP: f"softcap {self.softcap}",
             ALIBI: "ALiBi",
             DROPOUT: f"dropout {self.dropout_p}",
         }
-        return ", ".join(texts[name] for name in sorted(self.features)) or "plain scores"
+        return tuple(texts[name] for name in sorted(self.features)) or ("plain scores",)
+
+    def __str__(self) -> str:
+        return ", ".join(self.texts)
 
 
 PLAIN = ScoreMod()

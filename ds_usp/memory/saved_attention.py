@@ -63,7 +63,7 @@ def compute_or_replay(
         compute: differentiable in its inputs alone.
         key: what must be equal in both runs, besides shapes and dtypes.
     """
-    run = _CURRENT_RUN.get()
+    run = current_run()
     if run is None:
         return compute(*inputs)
     signature = key, _signature(inputs)
@@ -86,7 +86,7 @@ def results_or_replay(
         num_visible: the first results that the code around the op gets; a compiler may overwrite
             them, so they are copied. The others are for backward.
     """
-    run = _CURRENT_RUN.get()
+    run = current_run()
     if run is None:
         return compute()
     # Not their strides and offsets, which a compiler may choose anew in the second run.
@@ -97,7 +97,7 @@ def results_or_replay(
 
 def is_saving() -> bool:
     """Whether this call is part of a run under :func:`keep_attention`."""
-    return _CURRENT_RUN.get() is not None
+    return current_run() is not None
 
 
 def refuse_saving(feature: str) -> None:
@@ -341,7 +341,7 @@ class _CheckpointedFunction:
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function; the first run keeps its attention calls, a recomputation reads them."""
-        run = _CheckpointRun(self._calls, _CURRENT_RUN.get())
+        run = _CheckpointRun(self._calls, current_run())
         token = _CURRENT_RUN.set(run)
         try:
             result = self._run(*args, **kwargs)
@@ -354,6 +354,7 @@ class _CheckpointedFunction:
 
 # Dynamic scope, as the grad mode is: which run a call of attention is part of.
 _CURRENT_RUN: Final[ContextVar[_CheckpointRun | None]] = ContextVar("run", default=None)
+current_run: Final = _CURRENT_RUN.get  # None outside of keep_attention; asked by every call
 
 
 class AttachLeaf(torch.autograd.Function):

@@ -13,7 +13,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp.attention import tuning
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
+from ds_usp.attention.plan import AttentionOptions, plan_call
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.pipeline_schedule import render

@@ -23,20 +23,33 @@ import ds_usp
 PACKAGE = os.path.dirname(ds_usp.__file__) + os.sep
 WARM_UP = 3
 BUDGETS = [  # world, Ulysses degree, Python calls forward and backward
-    (4, 2, 120, 300),
-    (4, 4, 60, 100),
-    (2, 2, 60, 100),
+    (4, 2, 108, 197),
+    (4, 4, 60, 80),
+    (2, 2, 60, 80),
 ]
+MAX_FILES, MAX_DEPTH = 14, 10  # of a forward pass: what a reader opens, and how far down
 
 
-def python_calls(run: Callable[[], Any]) -> tuple[Any, Counter[str]]:
-    """The result of ``run`` and how often it called each function of ds_usp, on this thread."""
-    calls: Counter[str] = Counter()
+class Calls(Counter[str]):
+    """How often each function of ds_usp was called, as ``file:name``; the deepest stack of them."""
+
+    stack: tuple[str, ...] = ()
+
+
+def python_calls(run: Callable[[], Any]) -> tuple[Any, Calls]:
+    """The result of ``run`` and its calls of ds_usp on this thread."""
+    calls, stack = Calls(), list[str]()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
-            calls[f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_name}"] += 1
+        if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE):
+            return
+        if event == "return":
+            stack.pop()
+            return
+        stack.append(f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_name}")
+        calls[stack[-1]] += 1
+        calls.stack = max(calls.stack, tuple(stack), key=len)
 
     sys.setprofile(count)
     try:
@@ -46,9 +59,7 @@ def python_calls(run: Callable[[], Any]) -> tuple[Any, Counter[str]]:
     return result, calls
 
 
-def count_warm_calls(
-    ctx: RankContext, *, ulysses: int
-) -> tuple[Counter[str], Counter[str], Counter[str]]:
+def count_warm_calls(ctx: RankContext, *, ulysses: int) -> tuple[Calls, Calls, Calls]:
     """Calls of a forward pass, of its backward pass and of a forward pass under no_grad."""
     mesh = mesh_of(ulysses)
     layout = mesh.layout("zigzag", 64 * ctx.world)
@@ -80,3 +91,6 @@ def test_a_warm_call_keeps_its_budget(
         for (name, limit), calls in zip(limits.items(), counts, strict=True):
             table = "\n".join(f"{n:5d} {function}" for function, n in calls.most_common())
             assert 0 < calls.total() <= limit, f"{name}: {calls.total()} calls\n{table}"
+        files = sorted({function.partition(":")[0] for function in counts[0]})
+        assert len(files) <= MAX_FILES, files
+        assert len(counts[0].stack) <= MAX_DEPTH, " > ".join(counts[0].stack)

@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ds_usp
-from ds_usp.attention.forward_pass import attention_forward
+from ds_usp.attention.passes import ForwardPass
 from ds_usp.memory import keep_attention
 
 # Sinks with the kernel eager: the order in which their gradient is summed is that of the strides of
@@ -345,10 +345,10 @@ def checkpointed(
         return grads
 
     expected = gradients(layer)
-    once = Counted(attention_forward)
+    once = Counted(ForwardPass)
     with (
-        mock.patch("ds_usp.attention.custom_ops.attention_forward", once),
-        mock.patch("ds_usp.attention.functional.attention_forward", once),
+        mock.patch("ds_usp.attention.custom_ops.ForwardPass", once),
+        mock.patch("ds_usp.attention.functional.ForwardPass", once),
     ):
         if how == "selective":  # torch's own way, inside of one graph
             keeps = partial(create_selective_checkpoint_contexts, [ops.attention.default])

@@ -14,7 +14,7 @@ from cases import Case, attend, errors_of, mesh_of
 from harness import RankContext, WorkerPool
 
 from ds_usp import MaskSpec, MeshError, SequenceMesh, Tuning
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
+from ds_usp.attention.plan import AttentionOptions, plan_call
 from ds_usp.attention.tuning import ResolvedTuning
 from ds_usp.comm.channel import P2PChannel, RecvSpec, SendSlice, StagingBuffer
 from ds_usp.comm.copy_engine import num_slots

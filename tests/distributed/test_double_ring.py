@@ -14,7 +14,7 @@ from test_attention import mean_errors
 from test_planner_comm import LEDGER, expected_ledgers, model, over
 
 from ds_usp import ConfigError, MaskSpec, MeshError, SequenceMesh, Tuning
-from ds_usp.attention.call_plan import AttentionOptions, plan_call
+from ds_usp.attention.plan import AttentionOptions, plan_call
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import attention_bytes
 

@@ -13,7 +13,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec, Projection, Scores, Tuning, projected_attention
-from ds_usp.attention.call_plan import AttentionOptions
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.projected import plain_attention, weights_reason
 from ds_usp.attention.rotary import Rotary
 from ds_usp.training import RotaryPositions, local_positions

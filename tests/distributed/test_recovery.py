@@ -13,9 +13,10 @@ from cases import Case, attend, mesh_of, run_case
 from harness import RankContext, WorkerPool
 
 from ds_usp import SequenceMesh, Tuning
-from ds_usp.attention import backward_pass, functional
+from ds_usp.attention import functional
 from ds_usp.attention.plan import AttentionPlan
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.kernels.sdpa import SdpaKernel
 
@@ -62,14 +63,14 @@ def exchange_interrupted(
 ) -> tuple[str, float]:
     """As :func:`interrupted`, where an exchange ends."""
     case = Case(batch=1, kernel="eager", tuning=Tuning(chunks, True))
-    real, backward, message = backward_pass.attention_backward, forward, ""
+    real, backward, message = functional.BackwardPass, forward, ""
 
     def begin(*args: Any, **more: Any) -> Any:
         nonlocal backward
         backward = True
         return real(*args, **more)
 
-    begins = mock.patch.object(functional, "attention_backward", begin)
+    begins = mock.patch.object(functional, "BackwardPass", begin)
     try:
         with begins, failing_exchanges(stop, lambda: backward):
             attend(mesh_of(ulysses), case)
@@ -182,17 +183,17 @@ def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one() -> None:
         AttentionPlan, "reserve_resources", lambda *_: mesh.consistency.begin_pass()
     )
     needs = mock.patch.object(AttentionPlan, "needs_resources", True)
-    real = functional.attention_forward
+    real = functional.ForwardPass
 
     def forward(*args: Any, **more: Any) -> Any:
         with mock.patch.object(torch.Tensor, "new_empty", side_effect=RuntimeError(MESSAGE)):
             return real(*args, **more)
 
-    starts = mock.patch.object(functional, "attention_forward", forward)
+    starts = mock.patch.object(functional, "ForwardPass", forward)
     with begins, needs, starts, pytest.raises(RuntimeError, match=MESSAGE):
         attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
-    assert mesh.consistency._record("the next call").aborted_passes == 1
+    assert mesh.consistency._record(Signature(("the next call",))).aborted_passes == 1
     ends = mock.patch.object(AttentionPlan, "mark_pass_done", lambda _: mesh.consistency.end_pass())
     with begins, needs, ends:  # none, where a call ends well
         attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
-    assert mesh.consistency._record("the next call").aborted_passes == 1
+    assert mesh.consistency._record(Signature(("the next call",))).aborted_passes == 1

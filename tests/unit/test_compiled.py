@@ -1,4 +1,4 @@
-"""Specs of the torch ops, and names of meshes."""
+"""The plain values of the torch ops, and names of meshes."""
 
 from __future__ import annotations
 
@@ -13,44 +13,74 @@ import torch
 
 import ds_usp
 from ds_usp import MeshError, SequenceMesh
-from ds_usp.attention.call_plan import AttentionOptions
-from ds_usp.attention.op_specs import AttentionOpSpec, ExchangeOpSpec, attention_spec
+from ds_usp.attention.custom_ops import (
+    ATTENTION_ARGS,
+    EXCHANGE_ARGS,
+    attention_call,
+    attention_values,
+    flatten,
+    plain_values,
+)
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.comm.mesh import MESH_REGISTRY
 
-NOT_IN_SPEC = {
+NOT_IN_OP = {
     ds_usp.MaskSpec: {"documents"},  # breaks the graph
     ds_usp.Scores: {"alibi_slopes", "sinks"},  # as tensors
     # The mesh has the same; documents break the graph.
-    ds_usp.TokenLayout: {"kind", "seq_len", "ulysses", "ring", "order", "documents"},
+    ds_usp.TokenLayout: {"ulysses", "ring", "order", "documents"},
     ds_usp.Tuning: set(),
 }
 
 
-@pytest.mark.parametrize("value", NOT_IN_SPEC)
-def test_an_op_spec_has_every_field(value: Any) -> None:
-    left = {field.name for field in fields(value)} - set(AttentionOpSpec._fields)
-    assert left == NOT_IN_SPEC[value]
+@pytest.mark.parametrize("part", NOT_IN_OP)
+def test_an_op_has_every_field(part: Any) -> None:
+    left = {field.name for field in fields(part)} - {arg.path[-1] for arg in flatten(part)[0]}
+    assert left == NOT_IN_OP[part]
 
 
-def test_an_op_spec_has_every_argument() -> None:
-    spec_fields = {"q", "k", "v", "mask", "tuning", "scores"}
-    assert (
-        set(inspect.signature(ds_usp.usp_attention).parameters) - set(AttentionOpSpec._fields)
-        == spec_fields
+def test_an_op_has_every_argument() -> None:
+    parameters = set(inspect.signature(ds_usp.usp_attention).parameters)
+    assert parameters - {"q", "k", "v"} == set(AttentionOptions._fields)
+    assert {arg.path[1] for arg in ATTENTION_ARGS if arg.path[0] == "options"} == set(
+        AttentionOptions._fields
     )
 
 
 @pytest.mark.parametrize(
-    ("op", "tensors", "spec_fields"),
+    ("op", "tensors", "args"),
     [
-        ("attention", 5, AttentionOpSpec),
-        ("attention_backward", 6, AttentionOpSpec),
-        ("exchange", 2, ExchangeOpSpec),
+        ("attention", 5, ATTENTION_ARGS),
+        ("attention_backward", 6, ATTENTION_ARGS),
+        ("exchange", 2, EXCHANGE_ARGS),
     ],
 )
-def test_op_schemas_are_the_specs_fields_in_order(op: str, tensors: int, spec_fields: Any) -> None:
+def test_op_schemas_are_the_plain_values_in_order(op: str, tensors: int, args: Any) -> None:
     schema = getattr(torch.ops.ds_usp, op).default._schema
-    assert tuple(x.name for x in schema.arguments[tensors:]) == spec_fields._fields
+    names = [x.name for x in schema.arguments[tensors:]]
+    assert names == [arg.name for arg in args] and len(set(names)) == len(names)
+
+
+def test_a_call_of_plain_values_is_the_call() -> None:
+    mesh = SequenceMesh(2, 1, 0)
+    x = torch.randn(1, 8, 4, 8, requires_grad=True)
+    options = AttentionOptions(
+        mesh,
+        mesh.layout("zigzag", 16),
+        ds_usp.MaskSpec.window(3, 1),
+        softmax_scale=0.5,
+        return_lse=True,
+        tuning=ds_usp.Tuning(chunks=2, gather=True),
+        scores=ds_usp.Scores(softcap=3.0, dropout_seed=7),
+        kv_layout=mesh.layout("striped", 16),
+    )
+    values = attention_values(x, x, x, options, named=False, prefix="batch dim 0")
+    assert values is not None
+    made = attention_call(iter(values))
+    assert made[1:] == (True, False, False, "batch dim 0")
+    assert made.options._replace(scores=None) == options._replace(scores=None)  # which have no ==
+    assert made.options.scores.static_values == options.scores.static_values
+    assert plain_values(ATTENTION_ARGS, made) == values
 
 
 def test_other_soft_caps_are_in_the_graph_too() -> None:
@@ -71,12 +101,12 @@ def test_other_soft_caps_are_in_the_graph_too() -> None:
         assert torch.equal(compiled(x, cap), attend(x, cap))
 
 
-def spec_of(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpec | None:
+def values_of(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> list[Any] | None:
     tuning = ds_usp.Tuning(chunks=2, gather=True, copies=False)
     options = AttentionOptions(
         on, on.layout("zigzag", 16), ds_usp.MaskSpec.causal(), return_lse=True, tuning=tuning
     )
-    return attention_spec(x, x, x, options._replace(**changed))
+    return attention_values(x, x, x, options._replace(**changed))
 
 
 @pytest.mark.parametrize(
@@ -100,11 +130,11 @@ def spec_of(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpe
         {"scores": ds_usp.Scores(alibi_slopes=torch.ones(4, requires_grad=True))},
     ],
 )
-def test_calls_without_a_spec_break_the_graph(changed: dict[str, Any]) -> None:
+def test_calls_without_plain_values_break_the_graph(changed: dict[str, Any]) -> None:
     mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
-    assert spec_of(mesh, x) is not None
-    assert spec_of(mesh, x[0]) is None
-    assert spec_of(mesh, x, **changed) is None
+    assert values_of(mesh, x) is not None
+    assert values_of(mesh, x[0]) is None
+    assert values_of(mesh, x, **changed) is None
 
 
 OTHER_VALUES: dict[str, Any] = {
@@ -130,8 +160,8 @@ def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name: str) 
         assert changed.mesh.plans is not mesh.plans and changed.mesh.name != mesh.name
         return
     assert changed.key != options.key
-    spec = attention_spec(x, x, x, options)
-    assert spec is not None and attention_spec(x, x, x, changed) != spec
+    values = attention_values(x, x, x, options)
+    assert values is not None and attention_values(x, x, x, changed) != values
 
 
 @pytest.mark.parametrize(
@@ -149,9 +179,9 @@ def test_an_option_that_cannot_be_hashed_is_refused_by_name(changed: dict[str, A
 def test_torch_finds_no_fault_with_the_op() -> None:
     mesh = SequenceMesh.single()
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
-    spec_fields = spec_of(mesh, q)
-    assert spec_fields is not None
-    torch.library.opcheck(torch.ops.ds_usp.attention.default, (q, k, v, None, None, *spec_fields))
+    values = values_of(mesh, q)
+    assert values is not None
+    torch.library.opcheck(torch.ops.ds_usp.attention.default, (q, k, v, None, None, *values))
 
 
 def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
+from ds_usp.attention.passes import KV_HANDLERS, ChunkState, Pass
 from ds_usp.attention.plan import RingCall
-from ds_usp.attention.runtime import KV_HANDLERS, ChunkState, Pass
 from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import RecvSpec, StagingBuffer
 from ds_usp.geometry.double_ring import TokenRange
-from ds_usp.geometry.pipeline_schedule import Op, pipeline_schedule
+from ds_usp.geometry.pipeline_schedule import Instr, Op, pipeline_schedule
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 from ds_usp.kernels.score_mod import PLAIN
@@ -119,7 +119,8 @@ def kv_blocks(mesh: Any, plan: RingSchedule) -> list[tuple[RingStep, torch.Tenso
     class Walk(Pass[ChunkState]):
         """Notes each step's keys."""
 
-        def attend(self, chunk: ChunkState, step: int, _: int) -> None:
+        def attend(self, chunk: ChunkState, instr: Instr) -> None:
+            step = instr.number
             if chunk.step != step:
                 self.begin_step(chunk, step)
                 busy = {

@@ -366,7 +366,7 @@ def test_torchs_switch_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> 
         requests.append(request)
         return select_kernel(request, name)
 
-    monkeypatch.setattr("ds_usp.attention.call_plan.select_kernel", noted)
+    monkeypatch.setattr("ds_usp.attention.plan.select_kernel", noted)
     for on, warn_only in ((False, False), (True, False), (True, True), (False, False)):
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
         try:

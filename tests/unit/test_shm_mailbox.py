@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_usp.comm import shm_mailbox
-from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind
+from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind, Signature
 from ds_usp.comm.shm_mailbox import ShmMailbox
 
 Pair = tuple[ShmMailbox, ShmMailbox]
@@ -63,9 +63,17 @@ def test_the_longest_record_fills_its_slot_only(pair: Pair) -> None:
 
 @pytest.mark.parametrize("text", ["", "q [2, 16, 4, 8], causal", "ü" * 5000])
 def test_a_call_record_survives_its_encoding(text: str) -> None:
-    record = CallRecord(text, Kind.BACKWARD, aborted_passes=3, exchanges=2**40)
+    signature = Signature((text, "causal"), (("zigzag", 2**40), ("striped", 16)))
+    record = CallRecord(signature, Kind.BACKWARD, aborted_passes=3, exchanges=2**40)
     data = record.encode()
     decoded = CallRecord.decode(data.ljust(RECORD_BYTES, b"\0"))
     assert len(data) <= RECORD_BYTES and decoded[1:] == record[1:]
-    assert decoded.text == text or "sha256" in decoded.text
-    assert data != CallRecord(f"{text}.", *record[1:]).encode()
+    assert decoded.signature == signature or "sha256" in str(decoded.signature)
+    assert decoded.signature.layouts == signature.layouts
+    for other in (
+        Signature((f"{text}.", "causal"), signature.layouts),
+        Signature((text, "causal "), signature.layouts),
+        Signature((f"{text}, causal",), signature.layouts),
+        Signature(signature.fields, signature.layouts[:1]),
+    ):
+        assert data != CallRecord(other, *record[1:]).encode()

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.integrations.diffusers.pass_state import LAYOUT, Options, mesh_attention
+from ds_usp.integrations.diffusers.pass_state import LAYOUT, mesh_attention
 
 NAME = "usp"
 _ENABLE = "ds_usp.integrations.diffusers.enable(transformer, mesh)"
@@ -75,9 +76,7 @@ def _attention(
     mesh = _mesh_of(config)
     _check(mesh, config, query, key, attn_mask, dropout_p, is_causal)
     layout = mesh.layout(LAYOUT, query.shape[1] * mesh.sp_degree)
-    return mesh_attention(
-        query, key, value, mesh, layout, MaskSpec.full(), scale, Options(gradients="sum")
-    )
+    return mesh_attention(query, key, value, AttentionOptions(mesh, layout, MaskSpec.full(), scale))
 
 
 def _mesh_of(config: Any) -> SequenceMesh:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_usp.attention.functional import usp_attention
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
@@ -51,17 +52,7 @@ class Options:
         check_reduction(self.gradients)
 
 
-def mesh_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: SequenceMesh,
-    layout: TokenLayout,
-    mask: MaskSpec,
-    scale: float | None,
-    options: Options,
-    kv_layout: TokenLayout | None = None,
-) -> Tensor:
+def mesh_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """:func:`usp_attention`, in the dtype that autocast has for torch's own attention.
 
     Shapes:
@@ -71,18 +62,8 @@ def mesh_attention(
     if torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     with torch.autocast(device, enabled=False):
-        return usp_attention(
-            q,
-            k,
-            v,
-            mesh=mesh,
-            layout=layout,
-            kv_layout=kv_layout,
-            mask=mask,
-            softmax_scale=scale,
-            kernel=options.kernel,
-            tuning=options.tuning,
-        )
+        out: Tensor = usp_attention(q, k, v, **options._asdict())
+    return out
 
 
 @dataclass(frozen=True)
@@ -94,16 +75,13 @@ class AttentionCall:
 
     Args:
         lengths, kv_lengths: of this rank's shards of the queries and keys, in their order.
-        layout, mask: of the attention.
-        kv_layout: of the keys, if they are other tokens.
+        options: of the attention, without its scale.
         moved: tokens at the front that attention takes last: text, whose padding is at the end.
     """
 
     lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
-    layout: TokenLayout
-    kv_layout: TokenLayout | None
-    mask: MaskSpec
+    options: AttentionOptions
     moved: int
 
 
@@ -278,8 +256,15 @@ class PassState:
         # Padding is at the end only if text is.
         moved = lengths[0] if documents and order[0] == "text" else 0
         mask = MaskSpec.full(documents)
-        layout = self._attention_layout(order, bool(moved))
-        return AttentionCall(lengths, kv_lengths, layout, kv_layout, mask, moved)
+        options = AttentionOptions(
+            self._mesh,
+            self._attention_layout(order, bool(moved)),
+            mask,
+            kernel=self._options.kernel,
+            tuning=self._options.tuning,
+            kv_layout=kv_layout,
+        )
+        return AttentionCall(lengths, kv_lengths, options, moved)
 
     def _documents_of(self, order: tuple[Kind, ...]) -> tuple[Borders, ...]:
         """The padding of an attention: that of the mask, if it is of these tokens."""
@@ -309,8 +294,7 @@ class PassState:
             )
         if call.moved:
             q, k, v = (x.roll(-call.moved, 1) for x in (q, k, v))
-        of_call = self._mesh, call.layout, call.mask, scale, self._options, call.kv_layout
-        out = mesh_attention(q, k, v, *of_call)
+        out = mesh_attention(q, k, v, call.options._replace(softmax_scale=scale))
         return out.roll(call.moved, 1) if call.moved else out
 
     def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ds_usp.attention.functional import usp_attention
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.score_mod import Scores
-from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
@@ -25,7 +24,6 @@ from ds_usp.integrations.transformers.masks import (
     usp_mask,
     window_mask,
 )
-from ds_usp.kernels.registry import AUTO
 
 IMPLEMENTATION: Final = "usp"
 
@@ -44,6 +42,7 @@ class Shard:
     because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
 
     Args:
+        call: what all layers have in common; the mask, scale and scores are each layer's.
         documents: cumulative borders, one tuple for all samples or one each; () without any.
         dropout_seed: of this forward pass.
 
@@ -53,21 +52,18 @@ class Shard:
 
     def __init__(
         self,
-        mesh: SequenceMesh,
-        layout: TokenLayout,
+        call: AttentionOptions,
         documents: tuple[Borders, ...] = (),
         dropout_seed: int = 0,
-        kernel: str = AUTO,
-        tuning: Tuning = AUTO_TUNING,
     ) -> None:
-        self.mesh, self.layout, self.documents = mesh, layout, documents
-        self.dropout_seed, self.kernel, self.tuning = dropout_seed, kernel, tuning
+        self.call, self.documents, self.dropout_seed = call, documents, dropout_seed
+        self.layout = cast(TokenLayout, call.layout)
         self.layers: list[str] = []
 
     @property
     def length(self) -> int:
         """Tokens of this rank."""
-        return self.layout.length(self.mesh.rank)
+        return self.layout.length(self.call.mesh.rank)
 
 
 def usp_attention_forward(
@@ -100,23 +96,10 @@ def usp_attention_forward(
     layer = getattr(module, "layer_idx", None) or 0
     q, k, v = (x.transpose(1, 2) for x in _in_one_dtype(query, key, value))
     with torch.autocast(q.device.type, enabled=False):
-        out = usp_attention(
-            q,
-            k,
-            v,
-            mesh=usp.mesh,
-            layout=usp.layout,
-            mask=mask,
-            softmax_scale=scaling,
-            dropout_p=dropout,
-            kernel=usp.kernel,
-            tuning=usp.tuning,
-            scores=Scores(
-                softcap=softcap or None,
-                sinks=s_aux,
-                dropout_seed=(usp.dropout_seed + layer) % 2**63 if dropout else None,
-            ),
-        )
+        seed = (usp.dropout_seed + layer) % 2**63 if dropout else None
+        scores = Scores(softcap or None, None, s_aux, seed)
+        call = usp.call._replace(mask=mask, softmax_scale=scaling, dropout_p=dropout, scores=scores)
+        out: Tensor = usp_attention(q, k, v, **call._asdict())
     return out, None
 
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.replicas import (
     Reduction,
     SumOfShards,
@@ -249,14 +251,11 @@ class EnabledModel(UndoneAtExit):
             self._memory.prepare(layout)
         self._weights.end()
         self._forward_passes += 1
-        shard = Shard(
-            self.mesh,
-            layout,
-            batch.documents,
-            self._dropout_seed(),
-            self._options.kernel,
-            self._options.tuning,
+        options = self._options
+        call = AttentionOptions(
+            self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
         )
+        shard = Shard(call, batch.documents, self._dropout_seed())
         local = batch.shard(layout, self.mesh.rank)
         self._set_targets(targets, shard, local)
         self._largest_position.value = _largest_position(batch)

@@ -1,0 +1,600 @@
+"""Execution of an attention call's schedule: one loop over instructions, forward and backward.
+
+What is posted, computed and waited for in which order is decided in
+``ds_usp.geometry.pipeline_schedule``; each instruction is one method of a pass, which takes the
+chunk's state and the instruction. Kernels and packing run on the current stream; copy engines or
+NCCL run beside it. No layout, mask or kernel library is known by name.
+
+Forward is an online softmax over KV blocks as in Ring Attention (arXiv 2310.01889). Backward starts
+from the final log-sum-exp, which makes every KV block independent (FlashAttention-2, arXiv
+2307.08691).
+
+Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, h query heads, g
+key/value heads, of all ranks (in the arguments) or of one chunk on one rank; d head dim, e that of
+values and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from ds_usp.attention.kv_exchange import (
+    KV,
+    KVExchange,
+    KVGradExchange,
+    KVGrads,
+    KVTransfer,
+    pack_kv,
+)
+from ds_usp.attention.plan import AttentionPlan, SavedChunk
+from ds_usp.attention.score_mod import ChunkScoreMod, Scores
+from ds_usp.comm.channel import Channel, PendingExchange
+from ds_usp.comm.packing import PreallocatedSend
+from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule
+from ds_usp.kernels.api import AttentionKernel, BackwardInputs, GradBuffers
+from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
+from ds_usp.kernels.score_mod import PLAIN
+from ds_usp.kernels.sinks import apply_sinks, sink_gradient
+
+Handler = Callable[[Any, Any, Instr], None]
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+NO_KV: KV = (torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+DONE = PendingExchange(tuple)
+
+
+class ChunkState:
+    """State of one head chunk in a pass.
+
+    Attributes:
+        exchange: its all-to-all in flight, later its return.
+        channels: of its ring exchanges, which may be in flight.
+        step: number of the ring step that is computed.
+        kernel: with the score modifiers of that step.
+        kv: keys and values of that step.
+        local_kv, received_kv, relayed_kv: this rank's, those of other ranks, those that it relays
+            in an outer step.
+        packed, relayed: what other ranks receive: of the local KV, and in the outer step.
+        kv_exchange, outer_kv_exchange: None until the first is posted, and at the end.
+    """
+
+    def __init__(self, plan: AttentionPlan, index: int, *, backward: bool = False) -> None:
+        ring, self.index = plan.ring_calls[index], index
+        self.exchanges, self.ring = plan.chunks[index], ring
+        self.steps = ring.schedule.backward_steps if backward else ring.schedule.steps
+        self.transfers = ring.backward_transfers if backward else ring.forward_transfers
+        self.kernel: AttentionKernel = ring.kernel
+        self.channels: list[Channel] = []
+
+    exchange: PendingExchange = DONE
+    step: int = -1
+    score_mod: ChunkScoreMod | None = None
+    kv: KV = NO_KV
+    local_kv: KV = NO_KV
+    received_kv: KV = NO_KV
+    relayed_kv: KV = NO_KV
+    packed: torch.Tensor = NO_KV[0]
+    relayed: torch.Tensor = NO_KV[0]
+    kv_exchange: KVExchange | None = None
+    outer_kv_exchange: KVExchange | None = None
+
+    def free_kv(self) -> None:
+        """Drop keys and values, the receive buffers, and the score modifiers' positions."""
+        self.kernel = self.ring.kernel
+        self.kv_exchange = self.outer_kv_exchange = None
+        self.kv = self.local_kv = self.received_kv = self.relayed_kv = NO_KV
+        self.packed = self.relayed = NO_KV[0]
+
+    def open_kv(self) -> KVExchange:
+        """Pack the local keys and values, and allocate receive buffers, once."""
+        if self.kv_exchange is None:
+            ring, (k, v) = self.ring, self.local_kv
+            channel = self.open_channel("ring_kv")
+            self.kv_exchange = KVExchange(channel, self.transfers, k, v)
+            self.packed = self.relayed = pack_kv(channel, k, v, ring.schedule.packed_runs)
+        return self.kv_exchange
+
+    def open_outer_kv(self) -> KVExchange:
+        """The same for the exchanges across nodes."""
+        if self.outer_kv_exchange is None:
+            self.open_kv()
+            channel, transfers = self.open_channel("ring_kv_outer"), self.ring.outer_transfers
+            self.outer_kv_exchange = KVExchange(channel, transfers, *self.local_kv)
+        return self.outer_kv_exchange
+
+    def open_channel(self, kind: str) -> Channel:
+        """A channel for one kind of ring exchange."""
+        channel = self.ring.mesh.channel(kind, self.ring.use_copy_engines)
+        self.channels.append(channel)
+        return channel
+
+
+ChunkT = TypeVar("ChunkT", bound=ChunkState)
+
+
+# Note [what overlaps what]
+#
+# Two head chunks forward, Ulysses 2 x ring 2 (the schedule in ARCHITECTURE.md); time runs to the
+# right, a row is what is in flight there:
+#
+#   all-to-all  [0 q k v][1 q k v ......]                    [0 out .....]            [1 out]
+#   ring KV                [0 kv .......]    [1 kv ........................]
+#   kernels                [0 local     ][0 remote     ][1 local     ][1 remote    ]
+#
+# An exchange is hidden under the kernels of another chunk or of another block, never under itself.
+# A chunk's KV exchange is posted before the chunk before it is computed, if its keys and values are
+# there by then, and not after the first kernel call of that chunk: a rank whose chunk is a single
+# kernel call has no "after the first", and all its ring exchanges stood between two kernels (0.4 ms
+# for each of 16 chunks, 2 x 2, 128K tokens). Where K and V come by an all-to-all, that one is
+# posted another chunk earlier for the same reason.
+#
+# No wait here waits on the CPU of a GPU's rank: it makes the current stream wait. The CPU runs
+# ahead, so the order of the schedule is the order on the GPU, and a post stands where it must
+# start.
+#
+# Note [why backward takes the last chunk first]
+#
+# The first exchange of a pass and its last one are under no kernel. Forward three tensors come
+# first (q, k, v) and one returns last (out); backward one comes first (dout) and three return last
+# (dq, dk, dv). Chunk 0 is cut small (HeadSplit.chunk), so it must be where three tensors are
+# exposed: first forward, last backward. And where chunks divide a KV group, K and V are exchanged
+# with the group's first chunk, whose return brings dK and dV back: they are complete when all
+# chunks of the group are done, that is, when the first of them comes last.
+#
+# Note [what is freed when]
+#
+#                    forward                               backward
+#   wait for heads   q, k, v: views of what was received   dout, likewise
+#   end of a chunk   KV receive buffers, staging of KV;    the same, and dout
+#                    q, k, v too if nothing is saved
+#   its return       its out and log-sum-exp, packed       dq, buffers of dK/dV exchanges
+#
+# A buffer may go as soon as the current stream has waited for the exchange that uses it: what is
+# allocated in its place is written by later work of the same stream. So a chunk holds everything
+# that is in flight for it, and drops it after the wait. dq, dk and dv of all heads are allocated at
+# the first return, when the buffers of the first chunk are gone, not when the pass begins.
+
+
+class Pass(Generic[ChunkT]):
+    """What both passes have in common: the loop, and the exchanges of keys and values.
+
+    Args:
+        chunks: their states.
+        like: a tensor of the call, for batch and device.
+        exposed: posts that overlap nothing.
+    """
+
+    handlers: ClassVar[Mapping[Op, Handler]]
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        scores: Scores,
+        chunks: Sequence[ChunkT],
+        like: torch.Tensor,
+        exposed: AbstractSet[Instr],
+    ) -> None:
+        # Before any allocation: one that fails leaves an aborted pass, which other ranks hear of.
+        if plan.needs_resources:
+            plan.reserve_resources(like.device)
+        self.plan, self.scores, self._like = plan, scores, like
+        self._chunks, self._binds_scores = chunks, plan.score_mod != PLAIN
+        self.exposed = exposed
+
+    def execute(self, schedule: Schedule) -> None:
+        """Execute the schedule of this pass. After an error all in flight is waited for, or the
+        next call would receive it."""
+        handlers, chunks = self.handlers, self._chunks
+        # Nothing is decided in this loop: what a test prints of a schedule is what a GPU executes.
+        try:
+            for instr in schedule:
+                handlers[instr.op](self, chunks[instr.chunk], instr)
+        except BaseException:
+            with ExitStack() as stack:  # all of it, whatever fails
+                for state in chunks:
+                    stack.callback(state.exchange.drain)
+                    for channel in state.channels:
+                        stack.callback(channel.drain)
+            raise
+        if self.plan.needs_resources:
+            self.plan.mark_pass_done()
+
+    def begin_step(self, chunk: ChunkT, index: int) -> None:
+        """Before the first kernel call of a ring step: its keys and values, and its kernel."""
+        step, chunk.step = chunk.steps[index], index
+        if not step.is_local:
+            chunk.kv = chunk.received_kv
+        else:
+            chunk.kv = chunk.relayed_kv if step.outer_step else chunk.local_kv
+        if self._binds_scores:
+            chunk.kernel = self.score_mod_of(chunk).bind(chunk.ring.kernel, step)
+
+    def score_mod_of(self, chunk: ChunkT) -> ChunkScoreMod:
+        """The chunk's score modifiers."""
+        if chunk.score_mod is None:
+            scores = self.scores
+            chunk.score_mod = self.plan.score_mod_for_chunk(chunk.index, scores, self._like)
+        return chunk.score_mod
+
+    def post_kv(self, chunk: ChunkT, instr: Instr) -> None:
+        """Post a KV exchange of the ring."""
+        overlapped = instr not in self.exposed
+        chunk.open_kv().post(instr.number, chunk.relayed, overlapped=overlapped)
+
+    def wait_kv(self, chunk: ChunkT, instr: Instr) -> None:
+        """Wait for it."""
+        _block, chunk.received_kv = chunk.open_kv().wait(instr.number)
+
+    def post_outer_kv(self, chunk: ChunkT, instr: Instr) -> None:
+        """Post a KV exchange across nodes."""
+        chunk.open_outer_kv().post(instr.number, chunk.packed, overlapped=True)
+
+    def wait_outer_kv(self, chunk: ChunkT, instr: Instr) -> None:
+        """Wait for it; the block is relayed in the next outer step."""
+        chunk.relayed, chunk.relayed_kv = chunk.open_outer_kv().wait(instr.number)
+
+    def wait_return(self, chunk: ChunkT, instr: Instr) -> None:
+        """Wait for the return of a chunk."""
+        chunk.exchange.wait()
+        chunk.exchange = DONE
+
+
+KV_HANDLERS: Mapping[Op, Handler] = MappingProxyType(
+    {
+        Op.KV_POST: Pass.post_kv,
+        Op.KV_WAIT: Pass.wait_kv,
+        Op.OUTER_KV_POST: Pass.post_outer_kv,
+        Op.OUTER_KV_WAIT: Pass.wait_outer_kv,
+        Op.RETURN_WAIT: Pass.wait_return,
+        Op.LSE_WAIT: Pass.wait_return,
+    }
+)
+
+
+class ForwardChunk(ChunkState):
+    """State of a chunk forward.
+
+    Attributes:
+        q: its queries.
+        accumulator: of the output.
+        result: the output and the log-sum-exp, when all kernel calls are done.
+    """
+
+    q: torch.Tensor
+    accumulator: OutputAccumulator
+    result: tuple[torch.Tensor, torch.Tensor]
+
+
+class ForwardPass(Pass[ForwardChunk]):
+    """The forward pass.
+
+    Args:
+        qkv: q ``[b, s, h, d]``, k ``[b, s, g, d]``, v ``[b, s, g, e]``.
+        save: keep in :attr:`saved` what backward needs.
+
+    Attributes:
+        out: ``[b, s, h, e]``.
+        lse: ``[b, h, s]`` if the plan returns it.
+        saved: of each chunk, in order.
+    """
+
+    def __init__(
+        self, plan: AttentionPlan, scores: Scores, qkv: Sequence[torch.Tensor], *, save: bool
+    ) -> None:
+        q, _, v = qkv
+        chunks = list(map(partial(ForwardChunk, plan), range(len(plan.chunks))))
+        super().__init__(plan, scores, chunks, q, plan.forward_exposed)
+        self._qkv, self._save = qkv, save
+        self._group_kv: KV = NO_KV  # of the last chunk that has exchanged any
+        self.saved: list[SavedChunk] = []
+        self.lse: torch.Tensor | None = None
+        if not plan.single_shot:
+            self.out = q.new_empty(*q.shape[:3], v.shape[3])
+            if plan.return_lse:
+                dtype = torch.promote_types(q.dtype, torch.float32)
+                self._lse_out = q.new_empty(*q.shape[:3], 1, dtype=dtype)
+                self.lse = self._lse_out.squeeze(-1).transpose(1, 2)
+
+    def post_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
+        exchange = chunk.exchanges.qkv
+        overlapped = instr not in self.exposed
+        tensors = self._qkv[: len(exchange.ranges)]
+        chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
+
+    def wait_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
+        chunk.q, *kv = chunk.exchange.wait()
+        chunk.exchange = DONE
+        if kv:
+            self._group_kv = kv[0], kv[1]
+        chunk.local_kv = self._group_kv
+        chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
+
+    def slice_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
+        self.post_heads(chunk, instr)
+        self.wait_heads(chunk, instr)
+
+    def attend(self, chunk: ForwardChunk, instr: Instr) -> None:
+        step = instr.number
+        if chunk.step != step:
+            self.begin_step(chunk, step)
+        call = chunk.steps[step].calls[instr.call]
+        out, lse = chunk.kernel.forward((chunk.q, *chunk.kv), call, scale=chunk.ring.scale)
+        chunk.accumulator.add(out, lse, (call.q_start, call.q_stop))
+
+    def end(self, chunk: ForwardChunk, instr: Instr) -> None:
+        k, v = chunk.local_kv
+        chunk.free_kv()
+        result = chunk.accumulator.result()
+        if self.scores.sinks is not None:
+            sinks = self.score_mod_of(chunk).slice_heads(self.scores.sinks)
+            result = apply_sinks(*result, sinks)
+        if chunk.index + 1 == len(self.plan.chunks) or self.plan.chunks[chunk.index + 1].has_kv:
+            self._group_kv = NO_KV
+        if self._save or self.plan.single_shot:
+            self.saved.append(SavedChunk(chunk.q, k, v, *result))
+        chunk.result = result
+        del chunk.q, chunk.accumulator
+
+    def _post_return(self, chunk: ForwardChunk, instr: Instr) -> None:
+        sources = chunk.result[:1]
+        overlapped = instr not in self.exposed
+        chunk.exchange = chunk.exchanges.out.post_to_sequence(
+            sources, (self.out,), overlapped=overlapped
+        )
+        if not self.plan.return_lse:
+            del chunk.result
+
+    def _post_lse(self, chunk: ForwardChunk, instr: Instr) -> None:
+        lse = chunk.result[1].transpose(1, 2).unsqueeze(-1)
+        chunk.exchange = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
+        del chunk.result
+
+    def _store(self, chunk: ForwardChunk, instr: Instr) -> None:
+        out, lse = chunk.result
+        del chunk.result
+        if self.plan.single_shot:
+            self.out, self.lse = out, lse if self.plan.return_lse else None
+            return
+        chunk.exchanges.out.to_sequence((out,), (self.out,))
+        if self.plan.return_lse:
+            lse = lse.transpose(1, 2).unsqueeze(-1)
+            chunk.exchanges.out.to_sequence((lse,), (self._lse_out,))
+
+    handlers = dict(KV_HANDLERS) | {
+        Op.A2A_POST: post_heads,
+        Op.A2A_WAIT: wait_heads,
+        Op.SLICE_HEADS: slice_heads,
+        Op.ATTN: attend,
+        Op.END: end,
+        Op.RETURN_POST: _post_return,
+        Op.LSE_POST: _post_lse,
+        Op.STORE: _store,
+    }
+
+
+class BackwardChunk(ChunkState):
+    """State of a chunk backward.
+
+    Attributes:
+        saved: its tensors of the forward pass.
+        dout: the gradient of its output.
+        dq: the gradient of its queries.
+        dkv: gradients of the local KV (0) and of those relayed in an outer step.
+        step_grads: where gradients of the ring step are summed.
+        staging: of the return, where a kernel writes its gradients there.
+    """
+
+    saved: SavedChunk
+    dout: torch.Tensor
+    dq: GradAccumulator
+    dkv: dict[int, KVGrads]
+    step_grads: tuple[GradAccumulator, ...] = ()
+    staging: PreallocatedSend | None = None
+    grad_exchange: KVGradExchange | None = None
+    outer_grad_exchange: KVGradExchange | None = None
+
+    def open_grads(self) -> KVGradExchange:
+        """The exchange of KV gradients in the ring; opened once."""
+        if self.grad_exchange is None:
+            self.grad_exchange = self._open("ring_dkv", self.transfers)
+        return self.grad_exchange
+
+    def open_outer_grads(self) -> KVGradExchange:
+        """The exchange of KV gradients across nodes; opened once."""
+        if self.outer_grad_exchange is None:
+            self.outer_grad_exchange = self._open("ring_dkv_outer", self.ring.outer_transfers)
+        return self.outer_grad_exchange
+
+    def _open(self, kind: str, transfers: Sequence[KVTransfer]) -> KVGradExchange:
+        k, v = self.saved.k, self.saved.v
+        dtype = self.ring.kernel.caps.grad_dtype(k.dtype)
+        return KVGradExchange(self.open_channel(kind), transfers, dtype, k, v)
+
+
+class BackwardPass(Pass[BackwardChunk]):
+    """The backward pass.
+
+    Args:
+        dout: ``[b, s, h, e]``.
+        shapes: of q, k and v.
+        saved_chunks: :attr:`ForwardPass.saved`.
+
+    Attributes:
+        grads: ``dq [b, s, h, d]``, ``dk [b, s, g, d]``, ``dv [b, s, g, e]``.
+        dsinks: this rank's summand of the gradient of sinks ``[h]``, where they require one.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        scores: Scores,
+        dout: torch.Tensor,
+        shapes: Sequence[torch.Size],
+        saved_chunks: Sequence[SavedChunk],
+    ) -> None:
+        indices = range(len(plan.chunks))
+        chunks = list(map(partial(BackwardChunk, plan, backward=True), indices))
+        for chunk, saved in zip(chunks, saved_chunks, strict=True):
+            chunk.saved, chunk.local_kv = saved, (saved.k, saved.v)
+        super().__init__(plan, scores, chunks, dout, plan.backward_exposed)
+        self._dout, self._shapes = dout, shapes
+        self._grads: Grads | None = None
+        self._dkv: dict[int, KVGrads] = {}  # that chunks of one KV group share
+        sinks = scores.sinks
+        trained = sinks is not None and sinks.requires_grad
+        self.dsinks = torch.zeros_like(sinks) if trained and sinks is not None else None
+
+    @property
+    def grads(self) -> Grads:
+        """Of q, k and v. Allocated when the first chunk's are returned."""
+        if self._grads is None:
+            dq, dk, dv = (self._dout.new_empty(shape) for shape in self._shapes)
+            self._grads = dq, dk, dv
+        return self._grads
+
+    def post_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
+        overlapped = instr not in self.exposed
+        chunk.exchange = chunk.exchanges.out.post_to_heads((self._dout,), overlapped=overlapped)
+
+    def wait_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
+        (chunk.dout,) = chunk.exchange.wait()
+        chunk.exchange = DONE
+        q, k, v = chunk.saved[:3]
+        chunk.dq = GradAccumulator(q)
+        group = chunk.exchanges.kv_chunk
+        if group not in self._dkv:
+            self._dkv[group] = GradAccumulator(k), GradAccumulator(v)
+        chunk.dkv = {0: self._dkv[group]}
+
+    def slice_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
+        self.post_heads(chunk, instr)
+        self.wait_heads(chunk, instr)
+
+    def wait_outer_kv(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Also start the sums of the block's gradients."""
+        super().wait_outer_kv(chunk, instr)
+        k, v = chunk.relayed_kv
+        chunk.dkv[instr.number + 1] = GradAccumulator(k), GradAccumulator(v)
+
+    def stage_return(self, chunk: BackwardChunk, instr: Instr) -> None:
+        chunk.staging = chunk.exchanges.qkv.preallocate_send(self._dout, self._shapes)
+
+    def begin_step(self, chunk: BackwardChunk, index: int) -> None:
+        """Also choose where the step's gradients are summed."""
+        super().begin_step(chunk, index)
+        step = chunk.steps[index]
+        if step.is_local:
+            chunk.step_grads = chunk.dq, *chunk.dkv[step.outer_step]
+        else:
+            k, v = chunk.kv
+            chunk.step_grads = chunk.dq, GradAccumulator(k), GradAccumulator(v)
+
+    def attend(self, chunk: BackwardChunk, instr: Instr) -> None:
+        step = instr.number
+        if chunk.step != step:
+            self.begin_step(chunk, step)
+        call = chunk.steps[step].calls[instr.call]
+        q, _, _, out, lse = chunk.saved
+        grads = chunk.kernel.backward(
+            BackwardInputs(chunk.dout, q, *chunk.kv, out, lse),
+            call,
+            scale=chunk.ring.scale,
+            grad_buffers=None if instr.call else self._grad_buffers(chunk),
+        )
+        keys = [(call.k_start, call.k_stop)]
+        dq, dk, dv = chunk.step_grads
+        dq.add(grads[0], [(call.q_start, call.q_stop)])
+        dk.add(grads[1], keys)
+        dv.add(grads[2], keys)
+
+    def _grad_buffers(self, chunk: BackwardChunk) -> GradBuffers | None:
+        """Where the first kernel call of a step writes its gradients: into a send buffer, if it has
+        all KV tokens of the step. Those of other calls are added there."""
+        step = chunk.steps[chunk.step]
+        if step.is_local:
+            if chunk.staging is None:
+                return None
+            dq, dk, dv = chunk.staging.views
+            return dq, dk, dv
+        if not chunk.ring.writes_block_in_place(step):
+            return None
+        number = [x.step for x in chunk.transfers].index(chunk.step)
+        return None, *chunk.open_grads().staging_views(number)
+
+    def _post_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+        # Every rank posts every exchange, also where the mask leaves this one no kernel call: its
+        # partners wait for the message, which has zeros then.
+        index = chunk.transfers[instr.number].step
+        if chunk.step != index:  # this rank has no kernel calls in it
+            self.begin_step(chunk, index)
+        _dq, dk, dv = chunk.step_grads
+        target = chunk.dkv[chunk.steps[index].outer_step]
+        chunk.open_grads().post(instr.number, (dk, dv), target)
+        chunk.step_grads = ()
+
+    def _wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+        chunk.open_grads().wait()
+
+    def _post_outer_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+        chunk.open_outer_grads().post(instr.number, chunk.dkv.pop(instr.number + 1), chunk.dkv[0])
+
+    def _wait_outer_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+        chunk.open_outer_grads().wait()
+
+    def end(self, chunk: BackwardChunk, instr: Instr) -> None:
+        sinks = self.scores.sinks
+        if sinks is not None and self.dsinks is not None:
+            score_mod, (_q, _k, _v, out, lse) = self.score_mod_of(chunk), chunk.saved
+            dsink = sink_gradient(chunk.dout, out, lse, score_mod.slice_heads(sinks))
+            score_mod.slice_heads(self.dsinks).copy_(dsink)
+        chunk.free_kv()
+        chunk.step_grads = ()
+        del chunk.dout
+
+    def sums_of(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
+        """The gradients of a chunk, which are complete, and no longer kept here."""
+        if chunk.exchanges.has_kv:
+            del self._dkv[chunk.index]
+        return chunk.dq, *chunk.dkv.pop(0)
+
+    def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
+        exchange, sources = chunk.exchanges.qkv, self.sums_of(chunk)
+        count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
+        overlapped = instr not in self.exposed
+        chunk.exchange = exchange.post_to_sequence(
+            sources[:count], self.grads[:count], chunk.staging, overlapped=overlapped
+        )
+        chunk.grad_exchange = chunk.outer_grad_exchange = chunk.staging = None
+        del chunk.dq
+
+    def store(self, chunk: BackwardChunk, instr: Instr) -> None:
+        sources = self.sums_of(chunk)
+        if self.plan.single_shot:
+            dq, dk, dv = (source.result() for source in sources)
+            self._grads = dq, dk, dv
+        else:
+            chunk.exchanges.qkv.to_sequence(sources, self.grads)
+        chunk.grad_exchange = chunk.outer_grad_exchange = None
+        del chunk.dq
+
+    handlers = dict(KV_HANDLERS) | {
+        Op.A2A_POST: post_heads,
+        Op.A2A_WAIT: wait_heads,
+        Op.SLICE_HEADS: slice_heads,
+        Op.OUTER_KV_WAIT: wait_outer_kv,
+        Op.RETURN_STAGE: stage_return,
+        Op.ATTN: attend,
+        Op.DKV_POST: _post_dkv,
+        Op.DKV_WAIT: _wait_dkv,
+        Op.OUTER_DKV_POST: _post_outer_dkv,
+        Op.OUTER_DKV_WAIT: _wait_outer_dkv,
+        Op.END: end,
+        Op.RETURN_POST: post_return,
+        Op.STORE: store,
+    }
