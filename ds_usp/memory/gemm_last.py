@@ -24,8 +24,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_usp.errors import RecomputeError
-from ds_usp.memory.random_state import RandomState
-from ds_usp.memory.saved_tensor_hooks import StorageView, save_tensor, saved_tensors, storage_id
+from ds_usp.memory.saved_attention import (
+    RandomState,
+    StorageView,
+    save_tensor,
+    saved_tensors,
+    storage_id,
+)
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")

@@ -13,17 +13,17 @@ recomputed q, k and v are reused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from functools import partial
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ds_usp.errors import RecomputeError, UnsupportedAttentionError
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.memory.random_state import RandomState
-from ds_usp.memory.saved_tensor_hooks import StorageView, save_tensor, saved_tensors, storage_id
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -389,3 +389,132 @@ def _signature(inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
         (x.dtype, x.device, StorageView.from_tensor(x), storages.index(storage))
         for x, storage in zip(inputs, storages, strict=True)
     )
+
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class StorageView(NamedTuple):
+    """Shape, strides and offset of a tensor in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> StorageView:
+        """The view that a tensor is."""
+        return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same view of another tensor's storage, without a gradient."""
+        return tensor.detach().as_strided(self.size, self.stride, self.offset)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the tensor's storage as long as that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class _HookPair(NamedTuple):
+    pack: Pack
+    unpack: Unpack
+    outer: _HookPair | None
+
+
+# Dynamic scope, as torch's own stack of hooks is: each thread has its own.
+_INNERMOST: Final[ContextVar[_HookPair | None]] = ContextVar("innermost", default=None)
+
+
+@contextmanager
+def saved_tensors(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """``torch.autograd.graph.saved_tensors_hooks`` that nests.
+
+    Args:
+        pack: what is saved instead of a tensor; None: the tensor is for the pair around this one.
+            Never called for parameters: they live as long as the model.
+        unpack: the tensor for what ``pack`` returned.
+    """
+    pair = _HookPair(pack, unpack, _INNERMOST.get())
+    token = _INNERMOST.set(pair)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(partial(_save, pair), _unpack):
+            yield
+    finally:
+        _INNERMOST.reset(token)
+
+
+def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Save a tensor as if autograd saved it here; the result returns it.
+
+    For what is saved for backward outside of autograd, so that it can be offloaded too.
+    """
+    return _save(_INNERMOST.get(), tensor)
+
+
+def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Save a tensor by the innermost hook pair that takes it; returns the function to restore it.
+
+    Parameters and tensors that no pair takes are kept as they are.
+    """
+    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        # The parameter itself, as it will be then: ZeRO-3 frees and reallocates its memory.
+        return lambda: tensor
+    while pair is not None:
+        packed = pair.pack(tensor)
+        if packed is not None:
+            return partial(pair.unpack, packed)
+        pair = pair.outer
+    # Detached: a hook that returned its input would tie a node to its own output.
+    return partial(_unchanged, tensor.detach(), tensor._version)
+
+
+def _unpack(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return saved()
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    check_version(tensor, version)
+    return tensor
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Refuse a saved tensor that was changed in place; torch checks only tensors without hooks.
+
+    Raises:
+        RecomputeError: the tensor was changed in place since it had this version.
+    """
+    if tensor._version != version:
+        raise RecomputeError(
+            f"a tensor {list(tensor.shape)} that backward needs was changed in place "
+            f"(version {tensor._version}, saved at {version})"
+        )
+
+
+class RandomState(NamedTuple):
+    """States of the CPU's generator and of one GPU's."""
+
+    device: torch.device
+    cpu: torch.Tensor
+    gpu: torch.Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        """The current states; the CPU knows both, nothing waits for the GPU."""
+        gpu = None
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            gpu = torch.cuda.get_rng_state(device)
+        return cls(device, torch.get_rng_state(), gpu)
+
+    def is_unchanged(self) -> bool:
+        """Whether no random numbers were drawn since."""
+        current = RandomState.capture(self.device)
+        same = self.gpu is None or current.gpu is None or torch.equal(self.gpu, current.gpu)
+        return same and torch.equal(self.cpu, current.cpu)
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.cpu)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, self.device)

@@ -33,8 +33,8 @@ from ds_usp.training.deepspeed import (
     own_clipping,
     owned_parameters,
     prepare_deepspeed,
+    with_large_enough_buckets,
 )
-from ds_usp.training.gradient_buckets import with_large_enough_buckets
 from ds_usp.training.host_states import StatesOnHost, keep_states_on_host
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
 from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks

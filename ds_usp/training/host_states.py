@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ds_usp.errors import ConfigError
-from ds_usp.memory.host_storages import HostStorages
-from ds_usp.memory.saved_tensor_hooks import storage_id
+from ds_usp.memory.offload import HostStorages
+from ds_usp.memory.saved_attention import storage_id
 
 # Where DeepSpeed's optimizers keep the master weights: ZeRO-1 and 2, ZeRO-1 in bf16, ZeRO-3.
 _MASTERS = (

@@ -23,7 +23,7 @@ import ds_usp
 from ds_usp.integrations.diffusers import PLANS, Plan, TokenDim, enable
 from ds_usp.integrations.diffusers.hooks import check_attention
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
-from ds_usp.integrations.diffusers.plan import Tokens
+from ds_usp.integrations.diffusers.plans import Tokens
 from ds_usp.integrations.replicas import ValuesComparison
 
 FLUX, WAN, PIXART = "FluxTransformer2DModel", "WanTransformer3DModel", "PixArtTransformer2DModel"

@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ds_usp
 from ds_usp import Tuning
 from ds_usp.integrations.diffusers import enable
-from ds_usp.integrations.diffusers.graph_checks import check_device, check_graphs, identities
+from ds_usp.integrations.diffusers.graphs import check_device, check_graphs, identities
 
 
 def hooked(transformer: Any) -> None:

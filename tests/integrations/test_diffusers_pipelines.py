@@ -10,8 +10,8 @@ import diffusers
 import pytest
 
 from ds_usp.integrations.diffusers import PLANS
-from ds_usp.integrations.diffusers.arguments import ATTENTION_KWARGS
-from ds_usp.integrations.diffusers.plan import parameters_of_class
+from ds_usp.integrations.diffusers.pass_state import ATTENTION_KWARGS
+from ds_usp.integrations.diffusers.plans import parameters_of_class
 
 # Folders of pipelines by their transformer, and what of their arguments is refused by name.
 PIPELINES = {

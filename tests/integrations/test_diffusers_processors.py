@@ -14,13 +14,13 @@ from model_runs import relative
 from tiny_diffusers import arguments, build, output_of
 
 import ds_usp
-from ds_usp.integrations.diffusers import PLANS, attention_calls, enable
-from ds_usp.integrations.diffusers.attention_calls import (
+from ds_usp.integrations.diffusers import PLANS, enable, processor
+from ds_usp.integrations.diffusers.plans import modules_at
+from ds_usp.integrations.diffusers.processor import (
     MeshAttention,
     ReplacedAttention,
     run_with,
 )
-from ds_usp.integrations.diffusers.plan import modules_at
 
 FLUX, SD3 = "FluxTransformer2DModel", "SD3Transformer2DModel"
 MESH = ds_usp.SequenceMesh.single()
@@ -42,7 +42,7 @@ def test_no_processor_of_diffusers_needs_a_mode(name: str) -> None:
     want = output_of(transformer, given)
     with (
         enable(transformer, MESH),
-        mock.patch.object(attention_calls.AttentionMode, "__enter__", side_effect=AssertionError),
+        mock.patch.object(processor.AttentionMode, "__enter__", side_effect=AssertionError),
     ):
         assert relative(output_of(transformer, given), want) < 1e-6
 
@@ -144,9 +144,9 @@ def test_the_scale_reaches_attention_and_nothing_is_left_behind() -> None:
     attention.tokens_first(x, x, x, scale=0.5)
 
     assert seen == [0.25, 0.5] and len(attention.calls) == 2
-    assert attention_calls._CURRENT.get(None) is None
-    run_with(attention, lambda: attention_calls._CURRENT.get().tokens_first(x, x, x))
-    assert attention_calls._CURRENT.get(None) is None and len(attention.calls) == 3
+    assert processor._CURRENT.get(None) is None
+    run_with(attention, lambda: processor._CURRENT.get().tokens_first(x, x, x))
+    assert processor._CURRENT.get(None) is None and len(attention.calls) == 3
 
 
 @pytest.mark.parametrize("backend", ["_native_math", "flex"])

@@ -78,7 +78,7 @@ def test_a_frozen_head(pool: WorkerPool) -> None:
 def test_a_loss_in_fp64_is_not_rounded() -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    from ds_usp.integrations.transformers.chunked_head import ChunkedHead, ChunkedLogits
+    from ds_usp.integrations.transformers.loss import ChunkedHead, ChunkedLogits
 
     head = torch.nn.Linear(4, 7, bias=False, dtype=torch.float64)
     hidden, labels = torch.randn(1, 9, 4, dtype=torch.float64), torch.arange(9).view(1, 9) % 7

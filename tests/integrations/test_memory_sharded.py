@@ -12,7 +12,7 @@ from harness import RankContext, WorkerPool
 from torch.distributed.tensor import DTensor
 from training_models import Model, batch_of, granite, llama
 
-from ds_usp.memory import chunk_gradients
+from ds_usp.memory import chunks
 
 RATE = 256.0
 WRAPPERS = ("ZeRO-3", "FSDP2", "FSDP2, head by itself")
@@ -89,8 +89,8 @@ def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: boo
         model.gradient_checkpointing_enable({"use_reentrant": True})
     enable(model, mesh_of(2), **OPTIONS[options])
     # Gradients of chunks are summed as those of bf16 parameters are, but in fp32 to the digit.
-    as_of_bf16 = (torch.float32,) if options == "mlp" else chunk_gradients.LOW_PRECISION
-    with mock.patch.object(chunk_gradients, "LOW_PRECISION", as_of_bf16):
+    as_of_bf16 = (torch.float32,) if options == "mlp" else chunks.LOW_PRECISION
+    with mock.patch.object(chunks, "LOW_PRECISION", as_of_bf16):
         if wrapper == "ZeRO-3":
             deepspeed_step(model)
         else:

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from ds_usp import ConfigError
-from ds_usp.memory import host_storages
-from ds_usp.memory.host_storages import HostStorages
-from ds_usp.memory.pinned_transfer import HostDeviceCopier
+from ds_usp.memory import offload
+from ds_usp.memory.offload import HostDeviceCopier, HostStorages
 from ds_usp.training import keep_states_on_host
 
 CPU = torch.device("cpu")
 
 
 def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    monkeypatch.setattr(offload, "_MIN_BYTES", 100)
     copier = HostDeviceCopier(CPU, block_bytes=256)
     storages = HostStorages(CPU, copier=copier)
     flat, small = torch.arange(250.0), torch.ones(3)
@@ -41,7 +40,7 @@ def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.Mon
 
 
 def test_what_is_written_after_the_copies_began_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    monkeypatch.setattr(offload, "_MIN_BYTES", 100)
     storages = HostStorages(CPU)
     states, other = torch.arange(100.0), torch.ones(100)
     storages.send([states, other])
@@ -53,7 +52,7 @@ def test_what_is_written_after_the_copies_began_is_kept(monkeypatch: pytest.Monk
 
 
 def test_an_optimizer_loads_its_states_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_storages, "_MIN_BYTES", 1)
+    monkeypatch.setattr(offload, "_MIN_BYTES", 1)
     master, module = torch.arange(8.0), torch.nn.Linear(2, 2)
     zero = SimpleNamespace(
         single_partition_of_fp32_groups=[master],
@@ -75,7 +74,7 @@ def test_an_optimizer_loads_its_states_on_the_device(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_lost_where_device_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    monkeypatch.setattr(offload, "_MIN_BYTES", 100)
     storages = HostStorages(CPU)
     first, second = torch.arange(100.0), torch.arange(100.0) * 2
     storages.send([first, second])

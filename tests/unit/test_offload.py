@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_usp import ConfigError, RecomputeError
 from ds_usp.memory import RECOMPUTE, LayerMemory, Offload
 from ds_usp.memory import offload as offload_module
-from ds_usp.memory.pinned_transfer import HostDeviceCopier, PinnedBlockPool
+from ds_usp.memory.offload import HostDeviceCopier, PinnedBlockPool
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape

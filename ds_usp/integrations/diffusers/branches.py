@@ -16,7 +16,7 @@ from ds_usp.comm.process_groups import align_group_counters, subgroup
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.shards import all_gather_shards
-from ds_usp.integrations.diffusers.plan import Plan
+from ds_usp.integrations.diffusers.plans import Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.diffusers.arguments import bind, check_arguments
 from ds_usp.integrations.diffusers.branches import Branches
-from ds_usp.integrations.diffusers.graph_checks import refuse_capture
-from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode
-from ds_usp.integrations.diffusers.pass_state import Options, PassState
-from ds_usp.integrations.diffusers.plan import Kind, Plan, TokenDim, modules_at
+from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_capture
+from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
+from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import (
     check_backend_of,
     check_processor,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.integrations.replicas import Reduction, SumOfShards
-from ds_usp.integrations.transformers.chunked_head import ChunkedLogits
+from ds_usp.training import chunked_weighted_loss
+from ds_usp.training.batch import IGNORE_INDEX
 
 # Sums over tokens, divided by their number: a shard gives the sum of its tokens over all tokens.
 SUMS_OVER_TOKENS: tuple[Callable[..., Tensor], ...] = (ForCausalLMLoss, ForMaskedLMLoss)
@@ -105,3 +108,244 @@ class WholeBatchLoss:
             share = self.original(logits, targets.labels, *args, **kwargs)
         self.result = SumOfShards.apply(share, self._mesh, self._gradients)
         return self.result
+
+
+Loss = Callable[..., Tensor]
+# What some models do to logits: each number by itself, so that it can be done to a chunk's.
+_ELEMENTWISE = frozenset({torch.tanh, torch.mul, torch.div})
+
+
+class ChunkedHead:
+    """Replaces ``head.forward`` until :meth:`remove`.
+
+    Args:
+        head: the output embeddings.
+        chunks: of the tokens, as equal as can be.
+
+    Attributes:
+        active: whether the loss comes in chunks: where labels were given.
+    """
+
+    def __init__(self, head: nn.Module, chunks: int) -> None:
+        self._head, self._chunks = head, chunks
+        self._before = head.__dict__.get("forward")
+        self.active = False
+        self._job: Callable[[Tensor], Tensor] | None = None
+        head.forward = self.forward
+
+    def remove(self) -> None:
+        """Give the head its forward back."""
+        self._head.__dict__.pop("forward", None)
+        if self._before is not None:
+            self._head.forward = self._before
+
+    def forward(self, hidden: Tensor) -> Any:
+        """In the place of the head's.
+
+        Shapes:
+            hidden ``[b, s_local, h]``; returns as many :class:`ChunkedLogits`, a loss inside of
+            :meth:`loss`, or logits without labels.
+        """
+        if self._job is not None:
+            return self._job(hidden)
+        return ChunkedLogits(self, hidden) if self.active else self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = (
+            self._before(hidden) if self._before else type(self._head).forward(self._head, hidden)
+        )
+        return logits
+
+    def loss(
+        self, logits: ChunkedLogits, original: Loss, labels: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """``original(logits, labels, *args, **kwargs)``, chunk by chunk.
+
+        Args:
+            original: a sum over tokens by ``num_items_in_batch``.
+
+        Shapes:
+            labels ``[b, s_local]``; a scalar.
+        """
+
+        def job(hidden: Tensor) -> Tensor:
+            if self._is_linear(logits, args, kwargs):
+                return self._linear_loss(hidden, labels, kwargs["num_items_in_batch"])
+            return self._any_loss(hidden, labels, logits, original, args, kwargs)
+
+        self._job = job
+        try:
+            loss: Tensor = self._head(logits.hidden)
+        finally:
+            self._job = None
+        return loss
+
+    def _is_linear(self, logits: ChunkedLogits, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether the logits are a matrix product and nothing else."""
+        head, dtype = self._head, _compute_dtype(logits.hidden)
+        weight: Any = getattr(head, "weight", None)
+        bias: Any = getattr(head, "bias", None)
+        return (
+            self._before is None
+            and type(head).forward is nn.Linear.forward
+            and bias is None
+            and type(weight) is nn.Parameter  # neither quantized nor sharded
+            and not logits.steps
+            and kwargs.get("vocab_size", args[0] if args else None) == weight.shape[0]
+            and kwargs.get("ignore_index", IGNORE_INDEX) == IGNORE_INDEX
+            and dtype != torch.float16
+            and (dtype == weight.dtype or _is_autocast(logits.hidden))
+        )
+
+    def _linear_loss(self, hidden: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
+        """Gradients are computed in the forward pass: no logits are computed twice."""
+        dtype = _compute_dtype(hidden)
+        weight = cast(nn.Linear, self._head).weight
+        accumulated = torch.promote_types(dtype, torch.float32)
+        count = torch.as_tensor(count, dtype=accumulated, device=hidden.device)
+        weights = torch.where(labels != IGNORE_INDEX, 1 / count, 0.0)
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss = chunked_weighted_loss(
+                hidden.to(dtype), weight.to(dtype), labels, weights, chunks=self._chunks
+            )
+        # Without a token that counts the loss is nan, and the gradients are 0, as without chunks.
+        return loss + 0.0 / count
+
+    def _any_loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        logits: ChunkedLogits,
+        original: Loss,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Each chunk's logits are computed again in the backward pass."""
+
+        def run(hidden: Tensor, labels: Tensor) -> Tensor:
+            scores = logits.finish(self._logits(hidden))
+            shifted = {"shift_labels": labels} if "shift_labels" in kwargs else {}
+            return original(scores, labels, *args, **{**kwargs, **shifted})
+
+        rows = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(self._chunks, 1)
+        of_rows = labels.reshape(1, -1).tensor_split(self._chunks, 1)
+        losses = [
+            checkpoint(run, *chunk, use_reentrant=False)
+            for chunk in zip(rows, of_rows, strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+
+class ChunkedLogits:
+    """Stands where a model expects its logits, between its head and its loss function.
+
+    Scaling and capping are done to every chunk later; whatever else a model does with its logits
+    raises.
+
+    Attributes:
+        steps: what is done to the logits of each chunk.
+    """
+
+    def __init__(
+        self, head: ChunkedHead, hidden: Tensor, steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    ) -> None:
+        self._head, self.hidden, self.steps = head, hidden, steps
+
+    @property
+    def shape(self) -> torch.Size:
+        """Without the vocabulary."""
+        return self.hidden.shape[:-1]
+
+    @property
+    def device(self) -> torch.device:
+        """That of the logits."""
+        return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the logits, which Accelerate asks of all outputs."""
+        return self.hidden.dtype
+
+    def loss(self, original: Loss, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """See :meth:`ChunkedHead.loss`."""
+        return self._head.loss(self, original, labels, *args, **kwargs)
+
+    def finish(self, scores: Tensor) -> Tensor:
+        """What the model has done to its logits, done to those of a chunk."""
+        for step in self.steps:
+            scores = step(scores)
+        return scores
+
+    def _then(self, step: Callable[[Tensor], Tensor]) -> ChunkedLogits:
+        return ChunkedLogits(self._head, self.hidden, (*self.steps, step))
+
+    def __mul__(self, factor: Any) -> ChunkedLogits:
+        _check_number(factor)
+        return self._then(lambda scores: scores * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> ChunkedLogits:
+        _check_number(divisor)
+        return self._then(lambda scores: scores / divisor)
+
+    def float(self) -> ChunkedLogits:
+        """In fp32."""
+        return self._then(lambda scores: scores.float())
+
+    def to(self, dtype: torch.dtype) -> ChunkedLogits:
+        """In another dtype."""
+        if not isinstance(dtype, torch.dtype):
+            raise _refusal(f"to({dtype!r})")
+        return self._then(lambda scores: scores.to(dtype))
+
+    def tanh(self) -> ChunkedLogits:
+        """Of each number."""
+        return self._then(torch.tanh)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function not in _ELEMENTWISE or kwargs or not isinstance(args[0], cls):
+            raise _refusal(getattr(function, "__name__", str(function)))
+        for number in args[1:]:
+            _check_number(number)
+        return args[0]._then(lambda scores: function(scores, *args[1:]))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what hooks ask of any output
+            raise AttributeError(name)
+        raise _refusal(f"its attribute {name!r}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _refusal(f"logits[{index!r}]")
+
+    def _refuse_operator(self, *_: Any) -> Any:
+        raise _refusal("arithmetic or a comparison with it")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = __rtruediv__ = _refuse_operator
+    __lt__ = __gt__ = __le__ = __ge__ = __len__ = __iter__ = __bool__ = _refuse_operator
+    __matmul__ = __setitem__ = _refuse_operator
+
+
+def _check_number(x: Any) -> None:
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise _refusal(f"arithmetic with a {type(x).__name__}")
+
+
+def _refusal(what: str) -> UnsupportedAttentionError:
+    return UnsupportedAttentionError(
+        f"loss_chunks: the model computes with its logits ({what}) before its loss, or beside it; "
+        "served are heads whose logits are scaled by a number, capped by tanh, or not changed. "
+        "Leave loss_chunks out"
+    )
+
+
+def _is_autocast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype in which a matrix product with ``hidden`` is computed."""
+    return torch.get_autocast_dtype(hidden.device.type) if _is_autocast(hidden) else hidden.dtype

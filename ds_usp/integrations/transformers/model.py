@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import deepcopy
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -25,11 +26,13 @@ from ds_usp.integrations.replicas import (
 )
 from ds_usp.integrations.transformers.attention import IMPLEMENTATION, Shard, register
 from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeBatch
-from ds_usp.integrations.transformers.chunked_head import ChunkedHead, ChunkedLogits
-from ds_usp.integrations.transformers.loss import Targets, WholeBatchLoss
-from ds_usp.integrations.transformers.memory import LayersMemory
-from ds_usp.integrations.transformers.options import Logits, Options, Recompute
-from ds_usp.integrations.transformers.outputs import check_outputs, join_outputs
+from ds_usp.integrations.transformers.loss import (
+    ChunkedHead,
+    ChunkedLogits,
+    Targets,
+    WholeBatchLoss,
+)
+from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
 from ds_usp.integrations.transformers.refusals import (
     check_arguments,
     check_model,
@@ -37,12 +40,12 @@ from ds_usp.integrations.transformers.refusals import (
     find_head,
     find_model,
     has_head,
+    holds_tensor,
     positional_arguments,
     positions_are_offset,
     positions_follow_padding,
     refuse_generate,
 )
-from ds_usp.integrations.transformers.rotary import LargestPosition
 from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.integrations.weights import WeightsComparison
 from ds_usp.kernels.registry import AUTO
@@ -388,3 +391,106 @@ def _vocabulary(model: Any, targets: Tensor | None) -> tuple[int | None, Tensor 
 def _largest_position(batch: WholeBatch) -> Tensor | int:
     positions = batch.arguments.get("position_ids")
     return batch.seq_len - 1 if positions is None else positions.max()
+
+
+# What TRL's fused head returns for every token, of which trainers make losses: always joined.
+_LOG_PROBABILITIES = frozenset(
+    {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
+)
+_PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", *_LOG_PROBABILITIES})
+
+
+def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) -> None:
+    """Refuse an output that is not known to have a value for each token of this rank.
+
+    Args:
+        model: the name of the model.
+        shape: rows and tokens of this rank.
+
+    Raises:
+        UnsupportedAttentionError: which one.
+    """
+    for key in out.keys() - {"loss"}:
+        value = out[key]
+        tensors = value if isinstance(value, tuple) else (value,)
+        ndim = 2 if key in _LOG_PROBABILITIES else 3
+        has_tokens = key in _PER_TOKEN and all(
+            x is None or (isinstance(x, Tensor) and x.ndim == ndim and tuple(x.shape[:2]) == shape)
+            for x in tensors
+        )
+        if not has_tokens and holds_tensor(value):
+            raise UnsupportedAttentionError(
+                f"{model} returns {key}, which is not known to have a value for each of this "
+                f"rank's tokens {list(shape)} and may be made of single ones, of which each rank "
+                "has others (as a pooled output is of the first): use a model without it; "
+                f"{', '.join(sorted(_PER_TOKEN))} are served"
+            )
+
+
+def join_outputs(
+    out: MutableMapping[str, Any],
+    join: Callable[[Tensor], Tensor],
+    *,
+    join_all: bool,
+    drop_last: bool,
+) -> None:
+    """Replace outputs per token by those of the whole batch; collective.
+
+    Args:
+        join: makes a whole tensor of this rank's shard and the others'.
+        join_all: all of them, not only log-probabilities.
+        drop_last: log-probabilities have none for the last token, whose label is not known.
+    """
+    for key in [key for key in out if key in _PER_TOKEN and out[key] is not None]:
+        value = out[key]
+        if key in _LOG_PROBABILITIES:
+            out[key] = join(value)[:, :-1] if drop_last else join(value)
+        elif join_all and isinstance(value, tuple):
+            out[key] = tuple(x if x is None else join(x) for x in value)
+        elif join_all:
+            out[key] = join(value)
+
+
+_STATIC = "default"
+
+
+class LargestPosition:
+    """Shows the largest position of the whole batch to the rotary modules that scale.
+
+    Attributes:
+        value: the largest position of the forward pass that runs.
+        handles: hooks, to be removed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.value: Tensor | int = 0
+        self.handles: list[RemovableHandle] = []
+        for module in model.modules():
+            kinds = getattr(module, "rope_type", None)
+            kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+            if any(isinstance(kind, str) and kind != _STATIC for kind in kinds):
+                self.handles += [
+                    module.register_forward_pre_hook(self._append, with_kwargs=True),
+                    module.register_forward_hook(self._drop),
+                ]
+
+    def _append(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Add a token at the largest position."""
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": self._extended(kwargs["position_ids"])}
+        if len(args) < 2:
+            raise UnsupportedAttentionError(
+                f"{type(module).__name__} is given no position_ids, which its frequencies depend on"
+            )
+        return (args[0], self._extended(args[1]), *args[2:]), kwargs
+
+    def _extended(self, positions: Tensor) -> Tensor:
+        longer = pad(positions, (0, 1))
+        longer[..., -1] = self.value
+        return longer
+
+    def _drop(self, _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+        """Take that token off cos and sin, ``[..., s_local + 1, d]``."""
+        return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]
