@@ -1,11 +1,7 @@
 """Activation checkpoints of token-wise functions, one chunk of tokens at a time.
 
-torch's checkpoints do the work, so that the parameters of all chunks stay inputs of one graph: a
-parameter's gradients of the chunks are summed before the parameter gets them
-(:mod:`ds_usp.memory.chunks`), and hooks of DDP, ZeRO and FSDP see one gradient in each
-backward pass. Only the chunks' borders are functions of this module: each chunk's result is written
-into the output as soon as it is known, and each chunk's gradient into that of the input.
-``torch.split`` and ``torch.cat`` would hold two more tensors of all tokens, one in each direction.
+torch's checkpoints do the work, so that the parameters of all chunks stay inputs of one graph. Only
+the chunks' borders and the sums of parameters' gradients are functions of this module.
 
 Source: DeepSpeed's ALST (Bekman et al., 2506.13996), section 3.1.1, whose tiled MLP runs its own
 backward passes and so needs to tell ZeRO which of its gradients is the last.
@@ -62,6 +58,8 @@ def in_chunks(
     if torch.compiler.is_compiling():  # a compiler has no use for the order of writes
         split = torch.tensor_split(x, chunks, dim)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in split], dim)
+    # Not torch.split and torch.cat: these hold two more tensors of all tokens, the parts' gradients
+    # before they are joined and the results before they are. Each is written where it belongs.
     size, output, run = x.shape[dim], x, sum_in_fp32(run, module)
     for index in range(chunks):
         start, stop = index * size // chunks, (index + 1) * size // chunks
@@ -79,9 +77,6 @@ def _empty_output(first: Tensor, dim: int, length: int, size: int) -> Tensor:
 
     Args:
         first: the first chunk's result, of ``length`` of ``size`` indices.
-
-    Raises:
-        ConfigError: it has another number of indices.
     """
     if first.shape[dim] != length:
         raise ConfigError(
@@ -152,6 +147,14 @@ def sum_in_fp32(run: Callable[[Tensor], Tensor], module: nn.Module | None) -> An
         module: whose parameters ``run`` uses; None: the module that ``run`` is, is a method of or
             has as its first bound argument.
     """
+    # Note [gradients of chunks]
+    # A parameter of n chunks gets n gradients, which autograd sums in the parameter's dtype. In
+    # bf16 each addition rounds: relative to one product over all tokens the error of the sum is 1.4
+    # times as large at 4 chunks, 3 times at 32, 7 times at 256 (docs/usage/memory.md). So each
+    # chunk computes with a view of the parameter (_View), whose gradient is added to an fp32
+    # buffer, and the parameter gets the sum (_Sum), rounded once: hooks of DDP, ZeRO and FSDP see
+    # one gradient. A submodule has its views from after the hooks that gather its parameters
+    # (ZeRO-3, FSDP2) to before those that release them, and these see no view.
     module = module or _module_of(run)
     if module is None or not torch.is_grad_enabled() or _sums_by_itself(module):
         return run

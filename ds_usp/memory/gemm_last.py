@@ -173,6 +173,8 @@ class _Recompute:
 
     def _recompute(self) -> torch.Tensor:
         """Backward: the producer's output; the first call runs the producer."""
+        # The first of the saved tensors that backward asks for runs the producer, which gives all
+        # of them and the output: consumer's backward comes first, and its input is the output.
         if self._output is None:
             inputs = [
                 x().detach().requires_grad_(requires_grad)

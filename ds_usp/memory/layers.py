@@ -1,4 +1,11 @@
-"""The activation memory policy of a framework's transformer layers, by name."""
+"""The activation memory policy of a framework's transformer layers, by name, and groups of
+checkpointed layers of which the first one alone keeps its input.
+
+Of ``n`` layers in groups of ``k``, ``n / k`` inputs are saved, and ``k - 1`` more exist while one
+group's backward runs; the forward pass of ``k - 1`` of ``k`` layers runs once more.
+
+Source: recursive checkpointing (Chen et al., 1604.06174), section 4.3, with one level of recursion.
+"""
 
 from __future__ import annotations
 
@@ -176,6 +183,13 @@ class LayerGroups:
             ConfigError: the input is not the result of the group's previous layer; or the
                 checkpoint keeps the input otherwise than through autograd.
         """
+        # Note [a group without a function around it]
+        # Nested checkpoints (one around the group, one around each layer) save as much, but need
+        # the group's layers in one function, and frameworks call layers one by one, pipelines in
+        # several stages. Here each layer is a checkpoint of its own, and its saved input is
+        # replaced by a handle, when autograd packs it. Backward unpacks the handle of the group's
+        # last layer first: that computes the inputs of all its layers from the first one's, in one
+        # sweep.
         group = self._open() if self._open is not None else None
         self._open = None  # unless the layer ends without an error
         if group is None or not group.continues_with(number, self._size):
@@ -255,6 +269,8 @@ class _Group:
 
         Their copies to the host overlap as those of layers do: the last two stay on the device.
         """
+        # Each layer with the random states of its forward pass, or dropout would differ; then those
+        # of now, or what runs next would.
         current = _ForwardState(self._first().device, self._tracker)
         offload = self._offload.nested() if self._offload else None
         hidden = self._first()

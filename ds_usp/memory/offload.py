@@ -11,6 +11,9 @@ megatron-core's fine-grained offloading (0.16) has neither a ratio nor dense MLP
 megatron-core's schedules on GPUs alone. None works with DeepSpeed's pipeline and other hooks on
 saved tensors. Use them where they fit; this one needs layers that are called one by one.
 
+:class:`HostStorages` does the same to tensors that are no activations: optimizer states wait in
+host memory between two steps.
+
 Source: Kuaishou (Yuan et al., ATC 24), section 4.4, with a layer as its unit instead of a pipeline
 chunk, so that it also serves an engine without a pipeline.
 """
@@ -93,6 +96,20 @@ class Offload:
         if self.ratio == 0 or not torch.is_grad_enabled():
             yield
             return
+        # Note [streams of the offload]
+        #
+        #   computing stream   layer 0 | layer 1 | layer 2 | layer 3 | backward 3 | backward 2
+        #   to the host                | copy 0  | copy 1  | copy 2  |
+        #   to the device                                            | fetch 2    | fetch 1
+        #   freed                                ^ 0       ^ 1       ^ 2
+        #
+        # A layer's copies start when the next one's forward pass begins, since only then all that
+        # it saves is known, and its device memory is freed when that one ends: an event orders
+        # the copy before the free, the host waits for nothing. Backward of a layer starts the
+        # fetch of the one before it. So the copies of one layer have the time of one layer, and
+        # about three layers are on the device. Memory is allocated and freed on the computing
+        # stream only: the caching allocator may give it to later kernels of that stream at once,
+        # and both copy streams have been waited for by then.
         last = self._last
         same_pass = last is not None and last.number < number
         if not same_pass:
@@ -219,6 +236,8 @@ class _Layer:
         items, counts = self.items, self._offload.counts
         if self._state is not _State.ON_DEVICE or self.backward_started or not items:
             return
+        # The budget is cumulative over layers: what one layer could not give, as it had small
+        # tensors only, the next ones give.
         # Of the storages that are still needed: TorchScript's nodes save many that nobody needs.
         counts.saved += self._small_bytes + sum(item.size for item in items)
         budget = round(self._offload.ratio * counts.saved) - counts.offloaded
@@ -435,7 +454,9 @@ class HostStorages:
             self._sent = None
             self._copier.wait(sent.event)
             return
-        # All memory first: where there is not enough, everything is still in host memory.
+        # The storages are emptied and filled, not replaced: optimizers, views and flat buffers of
+        # ZeRO refer to them, as FSDP's parameters do to theirs. All memory first: where there is
+        # not enough, everything is still in host memory.
         for storage, size in zip(sent.storages, sent.sizes, strict=True):
             storage.resize_(size)
         self._sent, self._is_freed = None, False
@@ -483,6 +504,8 @@ class PinnedBlockPool:
 
     def allocate(self, size: int) -> PinnedAllocation:
         """Blocks for so many bytes; they return to the pool when the allocation is freed."""
+        # Blocks of one size never fragment: any of them serves any layer, of any shape, and after
+        # the first pass none is pinned any more.
         count = -(-size // self.block_bytes)
         blocks = [self._free.pop() if self._free else self._new() for _ in range(count)]
         allocation = PinnedAllocation(tuple(blocks), self.block_bytes)
@@ -565,6 +588,8 @@ class HostDeviceCopier:
             for dst, src in pairs:
                 dst.copy_(src)
             return None
+        # One stream a direction: PCIe and NVLink-C2C carry both at once, and copies of one
+        # direction share its bandwidth anyway.
         stream = self._streams[direction]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

@@ -9,6 +9,9 @@ function that they are passed, twice.
 Memory that it adds, in elements per token: the output, and with Ulysses also the results of the
 all-to-all, ``q + 2 k`` features, and the output before the return all-to-all. Without Ulysses the
 recomputed q, k and v are reused.
+
+Here too are the saved-tensor hooks that all of :mod:`ds_usp.memory` is made of. torch runs the
+innermost pair of hooks alone; these nest: a pair packs what it handles and passes the rest on.
 """
 
 from __future__ import annotations
@@ -197,6 +200,21 @@ class SavedCall(_Call):
     """
 
     def __init__(self, compute: Compute, inputs: Sequence[torch.Tensor], signature: object) -> None:
+        # Note [kept attention has a graph of its own]
+        #
+        # A checkpoint drops the graph of the first run, and in the second run records every
+        # operator anew. Attention must be in neither: its results would be freed with the one, and
+        # kernels and exchanges would run again for the other. So the call runs here between leaves
+        # of its own and outputs that are detached, with gradients enabled even in the first run of
+        # a reentrant checkpoint. What hangs on the checkpoint is this object alone.
+        #
+        #   first run   q, k, v ..cut..> leaves -> attention -> outputs ..cut..> next operator
+        #   second run  q, k, v -> Replay -> the same outputs -> next operator
+        #   backward    next operator -> Replay.backward -> this graph, outputs to leaves -> q, k, v
+        #
+        # Tensors that backward needs and that are views of q, k or v are not kept: the second run
+        # computes these anyway (_ReusedInputs). Backward is collective: it runs exactly once on
+        # every rank, with zeros where no gradient arrives.
         super().__init__(signature)
         self._reused = _ReusedInputs(inputs)
         grad_enabled = torch.is_grad_enabled()  # not in a reentrant checkpoint's first run
@@ -239,7 +257,7 @@ class SavedCall(_Call):
         self._backward_done = True
         pairs = zip(self.edges, grads, strict=True)
         edge_grads = [(edge, grad) for edge, grad in pairs if edge and grad is not None]
-        if not edge_grads:  # backward of attention is collective: zeros, or other ranks hang
+        if not edge_grads:  # other ranks may have some, and wait in the exchanges: zeros
             first = next(i for i, edge in enumerate(self.edges) if edge)
             edge = self.edges[first]
             edge_grads = [(edge, torch.zeros_like(self._outputs[first]()))] if edge else []
@@ -311,7 +329,13 @@ class _CheckpointRun:
 
     def record_or_replay(self, make: Callable[[], CallT], signature: object) -> CallT:
         """The saved call of the next call of attention, made in the first run."""
-        if self.is_first:  # which may be inside of another checkpoint's second run
+        if self.is_first:
+            # Note [nested checkpoints]
+            # A first run may be inside of another checkpoint, whose own runs it is part of: of two
+            # nested checkpoints the inner function runs three times, forward, in the outer one's
+            # recomputation (a first run for the inner checkpoint, made anew by then) and in its
+            # own. The outer run knows whether the call was made before: it makes or replays it,
+            # and this run keeps the same object, so that attention is computed once for all three.
             outer = self._outer
             call = outer.record_or_replay(make, signature) if outer else make()
             self.calls.append(call)
@@ -461,6 +485,8 @@ def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Te
     if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
         # The parameter itself, as it will be then: ZeRO-3 frees and reallocates its memory.
         return lambda: tensor
+    # From the inside out: a recomputed layer inside an offloaded one takes what it can compute, and
+    # leaves to the offload what is left. torch itself would ask the innermost pair only.
     while pair is not None:
         packed = pair.pack(tensor)
         if packed is not None:

@@ -8,20 +8,12 @@ from ds_usp.training.auto_settings import (
     solved_ratio,
     this_cluster,
 )
-from ds_usp.training.batch import (
-    IGNORE_INDEX,
-    SequenceBatch,
-    borders_of_positions,
-    document_borders,
-    document_positions,
-    local_document_positions,
-    local_positions,
-    next_token_labels,
-    rotary_frequencies,
-    shard_batch,
+from ds_usp.training.data_loader import (
+    DataParallelRanks,
+    SequenceParallelDataLoader,
+    ShardedBatch,
+    data_parallel_ranks,
 )
-from ds_usp.training.chunked_loss import chunked_token_losses, chunked_weighted_loss
-from ds_usp.training.data_loader import SequenceParallelDataLoader, ShardedBatch
 from ds_usp.training.deepspeed import (
     GradientRule,
     ParallelGroups,
@@ -36,8 +28,13 @@ from ds_usp.training.deepspeed import (
     with_large_enough_buckets,
 )
 from ds_usp.training.host_states import StatesOnHost, keep_states_on_host
-from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
-from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
+from ds_usp.training.loss import (
+    chunked_token_losses,
+    chunked_weighted_loss,
+    loss_token_weight,
+    mean_loss,
+    weighted_loss,
+)
 from ds_usp.training.tp_comm import TensorParallelComm
 from ds_usp.training.tp_overlap import (
     all_gather_linear,
@@ -45,6 +42,18 @@ from ds_usp.training.tp_overlap import (
     linear_reduce_scatter,
     split_tokens,
     sum_gradients,
+)
+from ds_usp.training.whole_batch import (
+    IGNORE_INDEX,
+    SequenceBatch,
+    borders_of_positions,
+    document_borders,
+    document_positions,
+    local_document_positions,
+    local_positions,
+    next_token_labels,
+    rotary_frequencies,
+    shard_batch,
 )
 
 __all__ = [

@@ -72,6 +72,8 @@ class StatesOnHost:
 
     def leave(self) -> None:
         """Free the device memory; without effect within :meth:`on_device`."""
+        # The copies have started when the step ended, and had the time of logging and reading the
+        # next batch: here they are only waited for. Before the first step there were none.
         if not self._uses:
             self._storages.send(self._tensors())
             self._storages.free()
@@ -95,6 +97,7 @@ class StatesOnHost:
         tensors = [value for state in base.state.values() for value in state.values()]
         for name in _MASTERS:
             tensors += getattr(self._optimizer, name, [])
+        # In fp32 masters are the parameters themselves, which forward needs.
         used = set()
         for parameter in self._module.parameters():
             used.add(storage_id(parameter.detach()))

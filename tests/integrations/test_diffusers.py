@@ -13,15 +13,7 @@ import torch.distributed as dist
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, Result, relative, take_gradients
-from tiny_diffusers import (
-    MASKS,
-    VARIANTS,
-    arguments,
-    build,
-    flux_pipeline,
-    output_of,
-    wan_pipeline,
-)
+from tiny_diffusers import MASKS, VARIANTS, arguments, build, flux_pipeline, output_of, wan_pipeline
 from torch import Tensor
 
 import ds_usp

@@ -134,10 +134,7 @@ def test_without_a_gpu_they_are_refused() -> None:
     ],
 )
 def test_exchanges_that_cannot_be_captured_are_refused(
-    options: dict[str, Any],
-    environment: dict[str, str],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], environment: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in environment.items():

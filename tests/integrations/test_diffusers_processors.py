@@ -16,11 +16,7 @@ from tiny_diffusers import arguments, build, output_of
 import ds_usp
 from ds_usp.integrations.diffusers import PLANS, enable, processor
 from ds_usp.integrations.diffusers.plans import modules_at
-from ds_usp.integrations.diffusers.processor import (
-    MeshAttention,
-    ReplacedAttention,
-    run_with,
-)
+from ds_usp.integrations.diffusers.processor import MeshAttention, ReplacedAttention, run_with
 
 FLUX, SD3 = "FluxTransformer2DModel", "SD3Transformer2DModel"
 MESH = ds_usp.SequenceMesh.single()

@@ -78,13 +78,14 @@ def test_a_frozen_head(pool: WorkerPool) -> None:
 def test_a_loss_in_fp64_is_not_rounded() -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    from ds_usp.integrations.transformers.attention import RunningPass
     from ds_usp.integrations.transformers.loss import ChunkedHead, ChunkedLogits
 
     head = torch.nn.Linear(4, 7, bias=False, dtype=torch.float64)
     hidden, labels = torch.randn(1, 9, 4, dtype=torch.float64), torch.arange(9).view(1, 9) % 7
     # One ninth has no exact value in fp32. Of fp64 logits transformers' own loss is in fp32.
     want = torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
-    chunked = ChunkedHead(head, 2)
+    chunked = ChunkedHead(head, 2, RunningPass())
     options = {"vocab_size": 7, "num_items_in_batch": 9, "shift_labels": labels}
     loss = chunked.loss(ChunkedLogits(chunked, hidden), ForCausalLMLoss, labels, **options)
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
@@ -182,8 +183,7 @@ def test_refusals(pool: WorkerPool, case: str, error: type[Exception], words: st
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"loss_chunks": -1}, {"mlp_chunks": True}, {"loss_chunks": 2, "logits": "whole"}],
+    "options", [{"loss_chunks": -1}, {"mlp_chunks": True}, {"loss_chunks": 2, "logits": "whole"}]
 )
 def test_options_that_are_no_numbers_of_chunks(options: dict[str, Any]) -> None:
     import ds_usp

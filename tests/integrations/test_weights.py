@@ -19,8 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ds_usp
 from ds_usp.integrations import diffusers, transformers
-from ds_usp.integrations.replicas import ArgumentsDigest
-from ds_usp.integrations.weights import sample_of_weights
+from ds_usp.integrations.replicas import ArgumentsDigest, sample_of_weights
 
 WAN = "WanTransformer3DModel"
 MESSAGE = r"weights \(8 elements of each; load one checkpoint or seed alike\) in float32"

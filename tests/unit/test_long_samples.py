@@ -19,7 +19,7 @@ from ds_usp.training import (
     next_token_labels,
     shard_batch,
 )
-from ds_usp.training.full_batch import full_batch
+from ds_usp.training.whole_batch import read_batch
 
 TOKENS, EOD = 2**20, 256
 KINDS = ("contiguous", "zigzag", "striped", "context_parallel")
@@ -79,8 +79,8 @@ def test_a_shard_needs_no_index_of_the_whole_sample(sample: torch.Tensor) -> Non
 
 def test_a_full_batch_makes_the_shifted_labels_alone(sample: torch.Tensor) -> None:
     borders = (0, 4096, TOKENS)
-    assert whole_tensors(lambda: full_batch({"input_ids": sample})) == 1
-    assert whole_tensors(lambda: full_batch({"input_ids": sample, "cu_seqlens": borders})) == 1
+    assert whole_tensors(lambda: read_batch({"input_ids": sample})) == 1
+    assert whole_tensors(lambda: read_batch({"input_ids": sample, "cu_seqlens": borders})) == 1
     assert whole_tensors(lambda: next_token_labels(sample)) == 1
 
 

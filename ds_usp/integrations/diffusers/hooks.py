@@ -23,8 +23,7 @@ from ds_usp.integrations.diffusers.processor import (
     check_processor,
     sharded,
 )
-from ds_usp.integrations.replicas import same_on_all_ranks
-from ds_usp.integrations.weights import WeightsComparison
+from ds_usp.integrations.replicas import WeightsComparison, same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
 # Hooks of diffusers that move or cast weights and leave tokens alone; others may compare, blur or
@@ -250,12 +249,7 @@ class ShardedTransformer:
         return None if out is None else self._branches.join(out, self._mesh)
 
     def _check_unchanged(self) -> None:
-        """Refuse what was changed since :func:`enable`.
-
-        Raises:
-            USPError: modules of the plan, attention processors or their backend, parallelism, a
-                cache or other hooks.
-        """
+        """Refuse what was changed since :func:`enable`."""
         check_transformer(self.transformer)
         name, now = type(self.transformer).__name__, list(self._modules_of_plan())
         same = len(now) == len(self._modules)

@@ -186,11 +186,7 @@ def _describe(transformer: ModelMixin) -> str:
 
 
 def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
-    """Compare a transformer with its plan and a Ulysses degree.
-
-    Raises:
-        USPError: it cannot be sharded.
-    """
+    """Compare a transformer with its plan and a Ulysses degree."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan={plan!r} must be a Plan, or None for one of {', '.join(PLANS)}")
     plan.check(transformer)

@@ -27,6 +27,7 @@ from ds_usp.integrations.replicas import (
     join_shards,
 )
 from ds_usp.kernels.registry import AUTO, check_kernel_name
+from ds_usp.training.whole_batch import real_tokens
 
 LAYOUT = "contiguous"
 _BEFORE: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
@@ -238,18 +239,15 @@ class PassState:
                 f"{self._name}: a mask {list(mask.shape)} of {keys.shape[1]} keys, for {text} text "
                 f"tokens and {image} of the image"
             )
-        real = keys != 0
-        ordered = real == (torch.arange(text, device=keys.device) < real.sum(1, keepdim=True))
-        summary = torch.stack([real.sum(1), ordered.all(1), (keys == real).all(1)], 1)
-        counts, in_order, zero_or_one = zip(*summary.tolist(), strict=True)
-        if not all(in_order) or not all(zero_or_one):
+        rows = real_tokens(keys)
+        if not all(row.is_prefix and row.num_others == 0 for row in rows):
             raise UnsupportedAttentionError(
                 f"{self._name}: a text mask must be ones and then zeros in each row. Put padding "
                 "last (padding_side='right'), or leave the padded tokens out"
             )
         total = image + text
-        padded = min(counts) < text
-        self._documents = tuple((0, image + n, total) for n in counts) if padded else ()
+        padded = any(row.num < text for row in rows)
+        self._documents = tuple((0, image + row.num, total) for row in rows) if padded else ()
         self._masked = frozenset(order)
         self._prepare_calls()
 
@@ -385,9 +383,6 @@ def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, 
 def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:
     """Refuse LoRA's scale where blocks are computed again without it: diffusers sets the layers
     back when the forward pass ends (``apply_lora_scale``), before the backward pass.
-
-    Raises:
-        UnsupportedAttentionError: adapters with a scale, and gradient checkpointing.
     """
     again = torch.is_grad_enabled() and getattr(transformer, "is_gradient_checkpointing", False)
     if not again or scale in (None, 1):

@@ -145,11 +145,7 @@ class Plan:
                 raise _differs(transformer, f"the configuration has no option {option}")
 
     def _check_attention(self, transformer: ModelMixin) -> None:
-        """Compare the attention modules of the plan with those of the transformer.
-
-        Raises:
-            ConfigError: one that is in neither ``attention`` nor ``local``.
-        """
+        """Compare the attention modules of the plan with those of the transformer."""
         known = {
             id(module)
             for path in (*self.attention, *self.local)

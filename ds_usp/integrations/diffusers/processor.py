@@ -98,9 +98,6 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
     share what ``torch.compile`` makes of one.
 
     What is traced of a call is all but the attention, which is the op ``ds_usp::attention``.
-
-    Raises:
-        TypeError: a class that cannot have subclasses.
     """
     call, name = cls.__call__, cls.__name__
     replaced = ReplacedAttention.of(call)

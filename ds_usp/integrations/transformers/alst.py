@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,8 @@ from ds_usp.integrations.transformers.model import EnabledModel, enable
 from ds_usp.integrations.transformers.refusals import check_model, check_version, find_model
 from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.second_derivatives import refuse_second_derivative
-from ds_usp.training.batch import IGNORE_INDEX
+from ds_usp.training.data_loader import BatchBroadcast
+from ds_usp.training.whole_batch import IGNORE_INDEX, next_token_labels
 from ds_usp.warn_once import warn_once
 
 _LENGTH = struct.Struct("q")
@@ -228,11 +229,7 @@ REGISTRATIONS: WeakKeyDictionary[dist.ProcessGroup, _Registration] = WeakKeyDict
 
 
 def _reduction_of(engine: Any) -> Any:
-    """What an engine makes of the gradients of a sequence's ranks.
-
-    Raises:
-        ConfigError: ZeRO-3 without reduce-scatter, which averages some buckets and sums others.
-    """
+    """What an engine makes of the gradients of a sequence's ranks."""
     if engine.zero_optimization_stage() < 3:
         return "sum"
     if not engine.zero_reduce_scatter():
@@ -331,11 +328,7 @@ class _ShardedModel:
         return self._enabled._parameters
 
     def _layout_of(self, length: int) -> TokenLayout:
-        """The layout of the batch of which this rank has a shard of ``length`` tokens.
-
-        Raises:
-            LayoutError: on every rank, shards that the adapter has not made.
-        """
+        """The layout of the batch of which this rank has a shard of ``length`` tokens."""
         group: Any = self._mesh.sp_group
         lengths = [_LENGTH.unpack(x)[0] for x in all_gather_bytes(_LENGTH.pack(length), group)]
         layout = self._registration.layout(sum(lengths))
@@ -356,12 +349,12 @@ class _ShardedModel:
             raise LayoutError(
                 f"{name} {list(x.shape)} has other tokens than input_ids {list(tokens.shape)}"
             )
-        local = x.to(torch.uint8) if x.dtype == torch.bool else x
-        return self._mesh.gather(local.contiguous(), layout, dim % x.ndim)
+        return self._mesh.gather(x, layout, dim)
 
     def _after(self, _: nn.Module, __: Any, out: Any) -> Any:
         """Let the loss that a script makes of shards have the whole loss's gradient."""
-        length = self._enabled._shard.length if self._enabled and self._enabled._shard else -1
+        shard = self._enabled._running.shard if self._enabled else None
+        length = -1 if shard is None else shard.length
         if self._reduction == "sum":
             for name in [name for name in out if name != "loss"]:
                 out[name] = scale_gradients(out[name], length, 1 / self._mesh.sp_degree)
@@ -378,7 +371,7 @@ class ShardLoss:
 
     def __call__(self, logits: Any, labels: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Shapes: logits ``[b, s_local, v]``; a scalar, 0 of a shard without loss tokens."""
-        inside = self._whole.targets is not None  # the model calls it in its forward pass
+        inside = self._whole.running.targets is not None  # the model calls it in its forward pass
         loss = self._whole(logits, labels, *args, **kwargs)
         targets = kwargs.get("shift_labels", labels)
         if inside or targets is None:
@@ -467,6 +460,7 @@ class UlyssesSPDataLoaderAdapter:
             )
         self.dl, self.sp_rank, self.sp_group = dl, sp_rank, sp_group
         self.sp_world_size, self.device = sp_world_size, device
+        self._broadcast = BatchBroadcast(sp_group, "cpu")
         self.iter: Iterator[Any] = iter(dl)
         self.micro_batches: deque[dict[str, Any]] = deque()
 
@@ -490,13 +484,15 @@ class UlyssesSPDataLoaderAdapter:
         Raises:
             StopIteration: a rank has no batch left; the next pass begins.
         """
-        read: dict[str, Any] | None = next(self.iter, None)
-        batches: list[Any] = [None] * self.sp_world_size
-        dist.all_gather_object(batches, _on_cpu(read), group=self.sp_group)
-        if None in batches:
-            if any(batch is not None for batch in batches):
+        reads = [
+            self._broadcast.next_of(self.iter if source == self.sp_rank else None, source)
+            for source in range(self.sp_world_size)
+        ]
+        batches = [read[0] for read in reads if read is not None]
+        if len(batches) < len(reads):
+            if batches:
                 warn_once(
-                    f"{batches.count(None)} of {self.sp_world_size} ranks have no batch left: "
+                    f"{reads.count(None)} of {self.sp_world_size} ranks have no batch left: "
                     "those of the others are dropped. Give all ranks as many batches",
                     rank=dist.get_rank(),
                 )
@@ -516,20 +512,11 @@ class UlyssesSPDataLoaderAdapter:
             batch["position_ids"] = torch.arange(seq_len).expand(rows, -1)
         labels = batch.pop("labels", None)
         if labels is not None and batch.get("shift_labels") is None:
-            batch["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
-        return {name: self._shard_entry(name, x, layout) for name, x in batch.items()}
-
-    def _shard_entry(self, name: str, x: Any, layout: TokenLayout) -> Any:
-        dim = token_dim(name, x)
-        if dim is None:
-            return x
-        return layout.shard(x, dim, self.sp_rank).contiguous()
-
-
-def _on_cpu(batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if batch is None:
-        return None
-    return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
+            batch["shift_labels"] = next_token_labels(labels)
+        return {
+            name: x if (dim := token_dim(name, x)) is None else layout.shard(x, dim, self.sp_rank)
+            for name, x in batch.items()
+        }
 
 
 def patch_accelerate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -32,12 +33,34 @@ _KNOWN_TENSORS = frozenset(
 )
 
 
-class Shard:
-    """What attention needs to know of one forward pass.
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Labels of one forward pass.
 
-    It is passed through the layers as their keyword argument ``usp``, not in a global: the second
-    run of a checkpointed layer has its own, even if another batch came between. It is no dataclass,
-    because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
+    Args:
+        given: this rank's shard of ``labels``, as the model gets it.
+        labels: what its logits are compared with: shifted by a token if the model is causal.
+        count: tokens of the whole batch that the loss is divided by.
+        in_chunks: head and loss run in chunks of tokens.
+
+    Shapes:
+        given, labels: ``[b, s_local]``.
+    """
+
+    given: Tensor
+    labels: Tensor
+    count: Tensor | int
+    in_chunks: bool
+
+
+class Shard:
+    """One forward pass: what attention needs to know of it, and what its end needs of its start.
+
+    It is passed through the layers as their keyword argument ``usp``, not in a global. Backward
+    recomputes checkpointed layers long after the pass: by then a pipeline or gradient accumulation
+    has run other batches, of other lengths, documents and dropout seeds. The checkpoint keeps the
+    layer's arguments, and with them the shard that the layer had. It is no dataclass, because FSDP2
+    casts the tensors of arguments, and copies dataclasses for that.
 
     Args:
         documents: cumulative borders, one tuple for all samples or one each; () without any.
@@ -45,7 +68,16 @@ class Shard:
 
     Attributes:
         layers: names of the attention modules that have run.
+        largest_position: of the whole batch.
+        drop_last: outputs per token have none for the last one, whose label is not known.
+        targets: None where no labels were given.
+        loss: what the model's loss function has returned.
     """
+
+    largest_position: Tensor | int = 0
+    drop_last = False
+    targets: Targets | None = None
+    loss: Tensor | None = None
 
     def __init__(
         self,
@@ -64,6 +96,27 @@ class Shard:
     def length(self) -> int:
         """Tokens of this rank."""
         return self.layout.length(self.mesh.rank)
+
+
+class RunningPass:
+    """The last forward pass, for what models call without the layers' keyword arguments: the loss
+    function, the head and rotary embeddings.
+
+    Attributes:
+        shard: None before the first pass.
+        targets: of the pass that runs; None after it, when calls are the caller's own.
+    """
+
+    shard: Shard | None = None
+    targets: Targets | None = None
+
+    def begin(self, shard: Shard) -> None:
+        """``shard``'s forward pass runs from now on."""
+        self.shard, self.targets = shard, shard.targets
+
+    def __deepcopy__(self, _: dict[int, Any]) -> RunningPass:
+        """That of a copied model, in which no pass has run."""
+        return RunningPass()
 
 
 def usp_attention_forward(
@@ -215,47 +268,56 @@ class _Band:
 _WHOLE = (slice(None), slice(0, None))
 
 
-class LayerMask:
-    """Stands where a layer expects the mask tensor that it hands to the attention function.
+class StandIn(ABC):
+    """Stands where a model expects a tensor that no rank has.
 
-    Whatever else a model does with a mask tensor (index it, add to it, look at its shape) is
-    computed on this rank's shard and would be wrong: it raises.
+    Whatever a model computes with it (an index, arithmetic, its shape) would be computed on this
+    rank's shard and would be wrong: it raises, but for what a subclass knows to be right.
     """
 
-    __slots__ = ("_band",)
-
-    def __init__(self, band: _Band) -> None:
-        object.__setattr__(self, "_band", band)
+    @staticmethod
+    @abstractmethod
+    def refusal(what: str) -> UnsupportedAttentionError:
+        """The error of a model that does this with it."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # FSDP2 asks whether it is a dataclass
+        if name.startswith("__"):  # what hooks and FSDP2 ask of any argument and output
             raise AttributeError(name)
-        raise _model_reads_mask(f"its attribute {name!r}")
-
-    def __getitem__(self, index: Any) -> Any:
-        indices = index if isinstance(index, tuple) else (index,)
-        if all(isinstance(i, slice) and i in _WHOLE for i in indices):
-            return self
-        raise _model_reads_mask(f"mask[{index!r}]")
+        raise self.refusal(f"its attribute {name!r}")
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise _model_reads_mask(f"{getattr(func, '__name__', func)} of it")
+        raise cls.refusal(f"{getattr(func, '__name__', func)} of it")
 
     def _refuse_operator(self, *_: Any) -> Any:
-        raise _model_reads_mask("arithmetic or a comparison with it")
+        raise self.refusal("arithmetic or a comparison with it")
 
-    __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __or__ = __invert__ = _refuse_operator
-    __sub__ = __rsub__ = __lt__ = __gt__ = __len__ = __iter__ = __bool__ = _refuse_operator
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse_operator
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __setitem__ = _refuse_operator
+    __and__ = __or__ = __invert__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse_operator
+    __len__ = __iter__ = __bool__ = _refuse_operator
 
 
-def _model_reads_mask(what: str) -> UnsupportedAttentionError:
-    return UnsupportedAttentionError(
-        f"the model computes with its attention mask ({what}), and no rank holds a mask of the "
-        "whole sequence: this model is not served"
-    )
+class LayerMask(StandIn):
+    """Stands where a layer expects the mask tensor that it hands to the attention function."""
+
+    def __init__(self, band: _Band) -> None:
+        self._band = band
+
+    @staticmethod
+    def refusal(what: str) -> UnsupportedAttentionError:
+        return UnsupportedAttentionError(
+            f"the model computes with its attention mask ({what}), and no rank holds a mask of the "
+            "whole sequence: this model is not served"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(i, slice) and i in _WHOLE for i in indices):
+            return self
+        raise self.refusal(f"mask[{index!r}]")
 
 
 def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> MaskSpec:

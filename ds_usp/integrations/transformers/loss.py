@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -14,29 +14,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.integrations.replicas import Reduction, SumOfShards
+from ds_usp.integrations.transformers.attention import RunningPass, StandIn
 from ds_usp.training import chunked_weighted_loss
-from ds_usp.training.batch import IGNORE_INDEX
+from ds_usp.training.whole_batch import IGNORE_INDEX
 
 # Sums over tokens, divided by their number: a shard gives the sum of its tokens over all tokens.
 SUMS_OVER_TOKENS: tuple[Callable[..., Tensor], ...] = (ForCausalLMLoss, ForMaskedLMLoss)
-
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """Labels of one forward pass.
-
-    Args:
-        given: this rank's shard of ``labels``, as the model gets it.
-        labels: what its logits are compared with: shifted by a token if the model is causal.
-        count: tokens of the whole batch that the loss is divided by.
-
-    Shapes:
-        given, labels: ``[b, s_local]``.
-    """
-
-    given: Tensor
-    labels: Tensor
-    count: Tensor | int
 
 
 class WholeBatchLoss:
@@ -44,22 +27,23 @@ class WholeBatchLoss:
 
     Args:
         original: the model's own function, one of :data:`SUMS_OVER_TOKENS`.
-
-    Attributes:
-        targets: of the forward pass that runs; None where no labels were given, and after it.
-        result: what the last call returned.
+        running: the forward pass that runs, which has the labels.
     """
 
     def __init__(
-        self, original: Callable[..., Tensor], mesh: SequenceMesh, gradients: Reduction
+        self,
+        original: Callable[..., Tensor],
+        mesh: SequenceMesh,
+        gradients: Reduction,
+        running: RunningPass,
     ) -> None:
-        self.original, self._mesh, self._gradients = original, mesh, gradients
-        self.targets: Targets | None = None
-        self.result: Tensor | None = None
+        self.original, self.running = original, running
+        self._mesh, self._gradients = mesh, gradients
 
-    def __deepcopy__(self, _: dict[int, Any]) -> WholeBatchLoss:
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeBatchLoss:
         """That of a copied model, on the same ranks."""
-        return WholeBatchLoss(self.original, self._mesh, self._gradients)
+        running = deepcopy(self.running, memo)
+        return WholeBatchLoss(self.original, self._mesh, self._gradients, running)
 
     @property
     def shifts(self) -> bool:
@@ -74,13 +58,11 @@ class WholeBatchLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Shapes: logits ``[b, s_local, v]``; a scalar.
-
-        Raises:
-            UnsupportedAttentionError: the model has changed the tokens before its loss.
-        """
-        targets = self.targets
-        if targets is None:  # not in a forward pass: of logits and labels of the caller's own
+        """Shapes: logits ``[b, s_local, v]``; a scalar."""
+        shard, targets = self.running.shard, self.running.targets
+        if (
+            shard is None or targets is None
+        ):  # not in a forward pass: of logits and labels of the caller's own
             if shift_labels is not None:
                 kwargs["shift_labels"] = shift_labels
             return self.original(logits, labels, *args, **kwargs)
@@ -106,8 +88,12 @@ class WholeBatchLoss:
             share = logits.loss(self.original, targets.labels, *args, **kwargs)
         else:
             share = self.original(logits, targets.labels, *args, **kwargs)
-        self.result = SumOfShards.apply(share, self._mesh, self._gradients)
-        return self.result
+        # Every rank returns the whole loss, so each one's graph is one of sp_degree equal ones that
+        # data parallelism averages; SumOfShards multiplies the gradient by the number of ranks, and
+        # the mean over the ranks is the gradient of the whole loss. Without it each rank would
+        # back-propagate its own tokens' share, and the mean would be sp_degree times too small.
+        shard.loss = SumOfShards.apply(share, self._mesh, self._gradients)
+        return shard.loss
 
 
 Loss = Callable[..., Tensor]
@@ -121,15 +107,12 @@ class ChunkedHead:
     Args:
         head: the output embeddings.
         chunks: of the tokens, as equal as can be.
-
-    Attributes:
-        active: whether the loss comes in chunks: where labels were given.
+        running: the forward pass that runs, which says whether its loss comes in chunks.
     """
 
-    def __init__(self, head: nn.Module, chunks: int) -> None:
-        self._head, self._chunks = head, chunks
+    def __init__(self, head: nn.Module, chunks: int, running: RunningPass) -> None:
+        self._head, self._chunks, self._running = head, chunks, running
         self._before = head.__dict__.get("forward")
-        self.active = False
         self._job: Callable[[Tensor], Tensor] | None = None
         head.forward = self.forward
 
@@ -148,7 +131,8 @@ class ChunkedHead:
         """
         if self._job is not None:
             return self._job(hidden)
-        return ChunkedLogits(self, hidden) if self.active else self._logits(hidden)
+        in_chunks = self._running.targets is not None and self._running.targets.in_chunks
+        return ChunkedLogits(self, hidden) if in_chunks else self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = (
@@ -236,11 +220,10 @@ class ChunkedHead:
         return torch.stack(losses).sum()
 
 
-class ChunkedLogits:
+class ChunkedLogits(StandIn):
     """Stands where a model expects its logits, between its head and its loss function.
 
-    Scaling and capping are done to every chunk later; whatever else a model does with its logits
-    raises.
+    Scaling and capping are done to every chunk later; whatever else raises.
 
     Attributes:
         steps: what is done to the logits of each chunk.
@@ -267,7 +250,6 @@ class ChunkedLogits:
         return self.hidden.dtype
 
     def loss(self, original: Loss, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """See :meth:`ChunkedHead.loss`."""
         return self._head.loss(self, original, labels, *args, **kwargs)
 
     def finish(self, scores: Tensor) -> Tensor:
@@ -278,6 +260,17 @@ class ChunkedLogits:
 
     def _then(self, step: Callable[[Tensor], Tensor]) -> ChunkedLogits:
         return ChunkedLogits(self._head, self.hidden, (*self.steps, step))
+
+    @staticmethod
+    def refusal(what: str) -> UnsupportedAttentionError:
+        return UnsupportedAttentionError(
+            f"loss_chunks: the model computes with its logits ({what}) before its loss, or beside "
+            "it; served are heads whose logits are scaled by a number, capped by tanh, or not "
+            "changed. Leave loss_chunks out"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self.refusal(f"logits[{index!r}]")
 
     def __mul__(self, factor: Any) -> ChunkedLogits:
         _check_number(factor)
@@ -296,7 +289,7 @@ class ChunkedLogits:
     def to(self, dtype: torch.dtype) -> ChunkedLogits:
         """In another dtype."""
         if not isinstance(dtype, torch.dtype):
-            raise _refusal(f"to({dtype!r})")
+            raise ChunkedLogits.refusal(f"to({dtype!r})")
         return self._then(lambda scores: scores.to(dtype))
 
     def tanh(self) -> ChunkedLogits:
@@ -308,38 +301,15 @@ class ChunkedLogits:
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function not in _ELEMENTWISE or kwargs or not isinstance(args[0], cls):
-            raise _refusal(getattr(function, "__name__", str(function)))
+            raise ChunkedLogits.refusal(getattr(function, "__name__", str(function)))
         for number in args[1:]:
             _check_number(number)
         return args[0]._then(lambda scores: function(scores, *args[1:]))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what hooks ask of any output
-            raise AttributeError(name)
-        raise _refusal(f"its attribute {name!r}")
-
-    def __getitem__(self, index: Any) -> Any:
-        raise _refusal(f"logits[{index!r}]")
-
-    def _refuse_operator(self, *_: Any) -> Any:
-        raise _refusal("arithmetic or a comparison with it")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = __rtruediv__ = _refuse_operator
-    __lt__ = __gt__ = __le__ = __ge__ = __len__ = __iter__ = __bool__ = _refuse_operator
-    __matmul__ = __setitem__ = _refuse_operator
-
 
 def _check_number(x: Any) -> None:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise _refusal(f"arithmetic with a {type(x).__name__}")
-
-
-def _refusal(what: str) -> UnsupportedAttentionError:
-    return UnsupportedAttentionError(
-        f"loss_chunks: the model computes with its logits ({what}) before its loss, or beside it; "
-        "served are heads whose logits are scaled by a number, capped by tanh, or not changed. "
-        "Leave loss_chunks out"
-    )
+        raise ChunkedLogits.refusal(f"arithmetic with a {type(x).__name__}")
 
 
 def _is_autocast(x: Tensor) -> bool:

@@ -206,11 +206,7 @@ def _layers(module: nn.Module) -> Iterator[Any]:
 
 
 def _tokenwise_mlps(model: PreTrainedModel) -> list[nn.Module]:
-    """The MLPs of a model's layers.
-
-    Raises:
-        ConfigError: a layer has none, or one that may be no function of single tokens.
-    """
+    """The MLPs of a model's layers."""
     mlps = []
     for layer in _layers(model):
         mlp = getattr(layer, "mlp", None)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.batch import BORDERS, TOKEN_DIM
 from ds_usp.integrations.transformers.loss import SUMS_OVER_TOKENS
-from ds_usp.training.batch import IGNORE_INDEX
+from ds_usp.training.whole_batch import IGNORE_INDEX
 
 OLDEST, BEFORE = "5.17", "6"
 

@@ -7,13 +7,12 @@ the number of ranks is set right here.
 
 from __future__ import annotations
 
-import pickle
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.process_groups import all_gather_bytes, transport_device
-from ds_usp.errors import ConfigError, DataError
+from ds_usp.comm.process_groups import all_gather_bytes
+from ds_usp.errors import ConfigError
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
 from ds_usp.integrations.transformers.refusals import find_model
-from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
+from ds_usp.training.data_loader import BatchBroadcast, DataParallelRanks, data_parallel_ranks
 
 
 def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
@@ -321,7 +320,10 @@ class ReplicatedBatches:
     def __init__(self, loader: Iterable[Any] | None, mesh: SequenceMesh) -> None:
         self.loader, self.mesh = loader, mesh
         replicas = data_parallel_ranks(mesh)
-        plan = _PLAN.pack(_length_of(loader), _replicas_of(loader))
+        length = -1
+        with suppress(TypeError):  # an iterator has none
+            length = len(cast(Sized, loader))
+        plan = _PLAN.pack(length, _replicas_of(loader))
         if mesh.sp_group is not None:
             plan = all_gather_bytes(plan, mesh.sp_group)[0]
         self._length, dealt = _PLAN.unpack(plan)
@@ -333,11 +335,7 @@ class ReplicatedBatches:
             )
 
     def __len__(self) -> int:
-        """Batches of a pass.
-
-        Raises:
-            TypeError: the loader has no length.
-        """
+        """Batches of a pass."""
         if self._length < 0:
             raise TypeError(f"{type(self.loader).__name__} has no length")
         return self._length
@@ -354,64 +352,10 @@ class ReplicatedBatches:
         if self.mesh.sp_degree == 1:
             yield from self.loader or ()
             return
+        broadcast = BatchBroadcast(self.mesh.sp_group, "cpu")
         batches = iter(self.loader or ()) if self.mesh.rank == 0 else None
-        while True:
-            entry = self._send(None if batches is None else _read(batches))
-            if entry is None:
-                return
+        while (entry := broadcast.next_of(batches)) is not None:
             yield entry[0]
-
-    def _send(self, read: _Read | None) -> tuple[Any] | None:
-        """What the first rank has read, on every rank; None at the end."""
-        group: Any = self.mesh.sp_group
-        device = transport_device(group)
-        payload = pickle.dumps(read[:2]) if read is not None else b""
-        size = torch.tensor([len(payload)], device=device)
-        source = dist.get_global_rank(group, 0)
-        dist.broadcast(size, source, group)
-        if read is not None:
-            data = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
-        else:
-            data = torch.empty(int(size), dtype=torch.uint8, device=device)
-        dist.broadcast(data, source, group)
-        if read is not None and read[2] is not None:
-            raise read[2]
-        entry: tuple[Any] | None
-        entry, text = pickle.loads(data.cpu().numpy().tobytes())
-        if text:
-            raise DataError(f"the first rank of the mesh could not read its batch: {text}")
-        return entry
-
-
-# A batch in a tuple or None at the end, the text of an error, the error.
-_Read = tuple[tuple[Any] | None, str, Exception | None]
-
-
-def _read(batches: Iterator[Any]) -> _Read:
-    try:
-        return (_on_cpu(next(batches)),), "", None
-    except StopIteration:
-        return None, "", None
-    except Exception as error:  # a data set may raise anything
-        return None, f"{type(error).__name__}: {error}", error
-
-
-def _on_cpu(value: Any) -> Any:
-    """Tensors are moved where they lie in dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_cpu(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_on_cpu(x) for x in value)
-    return value
-
-
-def _length_of(loader: Any) -> int:
-    try:
-        return len(loader)
-    except TypeError:
-        return -1
 
 
 def _replicas_of(loader: Any) -> int:
