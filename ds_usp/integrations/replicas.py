@@ -180,7 +180,8 @@ class ArgumentsDigest:
         plain: list[str] = []
         for name, value in _flat("", given):
             if isinstance(value, Tensor):
-                tensors[name] = _real(value)
+                complex_ = value.is_complex()
+                tensors[name] = torch.view_as_real(value.resolve_conj()) if complex_ else value
             elif isinstance(value, (int, float, str)):
                 plain.append(f"{name} {value}")
         self._tensors, self._plain = BatchDigest(tensors), ", ".join(plain)
@@ -193,10 +194,6 @@ class ArgumentsDigest:
     def text(self, values: bool = True) -> str:
         """A text that differs between arguments; without tensors' values it is known at once."""
         return "; ".join((self._tensors.text(values), self._plain))
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -282,7 +282,7 @@ class _Group:
                     hidden = _first(layer(hidden)).detach()
         finally:
             current.restore_random()
-        self._inputs[last] = partial(_same, hidden)
+        self._inputs[last] = lambda: hidden
 
 
 class _Result:
@@ -377,7 +377,3 @@ def _offload_unit(offload: Offload | None, number: int) -> Iterator[None]:
 def _first(result: Any) -> Tensor:
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
-
-
-def _same(hidden: Tensor) -> Tensor:
-    return hidden

@@ -150,7 +150,6 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """See :meth:`SavedCall.backward`."""
         if torch.is_grad_enabled():
             raise RecomputeError(
                 "second derivatives of attention under keep_attention (create_graph=True) are not "

@@ -164,7 +164,7 @@ class WeightedLoss(torch.autograd.Function):
         group: Group,
         needs_grad: bool,
     ) -> Tensor:
-        """See :func:`chunked_weighted_loss`; hidden ``[T, h]``."""
+        """Shapes: hidden ``[T, h]``, labels and loss_weights ``[T]``; a scalar."""
         loss = loss_weights.new_zeros(())
         grads = _Gradients(hidden, weight, weight.requires_grad) if needs_grad else None
         for rows, logits in _chunks(hidden, weight, labels, chunks, group):
@@ -201,7 +201,7 @@ class TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
     ) -> Tensor:
-        """See :func:`chunked_token_losses`; hidden ``[T, h]``, the result ``[T]``."""
+        """Shapes: hidden ``[T, h]``, labels ``[T]``, the result ``[T]``."""
         ctx.save_for_backward(hidden, weight, labels)
         ctx.chunks_and_group = chunks, group
         chunk_logits = _chunks(hidden, weight, labels, chunks, group)

@@ -14,6 +14,7 @@ from model_runs import relative
 from tiny_diffusers import arguments, build, output_of
 
 import ds_usp
+from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.diffusers import PLANS, enable, processor
 from ds_usp.integrations.diffusers.plans import modules_at
 from ds_usp.integrations.diffusers.processor import MeshAttention, ReplacedAttention, run_with
@@ -150,10 +151,7 @@ def test_a_backend_of_the_whole_process_is_refused_not_ignored(backend: str) -> 
     transformer, given = build(FLUX), arguments(FLUX)
     want = output_of(transformer, given)
     with enable(transformer, MESH):
-        with (
-            attention_backend(backend),
-            pytest.raises(ds_usp.UnsupportedAttentionError, match=f"backend '{backend}'"),
-        ):
+        with attention_backend(backend), pytest.raises(Unsupported, match=f"backend '{backend}'"):
             output_of(transformer, given)
         assert relative(output_of(transformer, given), want) < 1e-6
 
@@ -172,7 +170,7 @@ def test_a_backend_of_the_whole_process_is_refused_not_ignored(backend: str) -> 
 def test_what_a_processor_may_not_ask_for(option: Any, message: str) -> None:
     state: Any = None
     attention, x = MeshAttention("Processor", state, state), torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ds_usp.UnsupportedAttentionError, match=f"Processor .*{message}"):
+    with pytest.raises(Unsupported, match=f"Processor .*{message}"):
         attention.tokens_first(x, x, x, **option)
 
 

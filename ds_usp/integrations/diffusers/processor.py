@@ -63,7 +63,7 @@ def check_processor(module: nn.Module) -> None:
 
 
 def check_backend_of(processor: Any) -> None:
-    """See :func:`check_backend` and :func:`check_backend_of_process`."""
+    """Refuse a processor's own attention backend, or that of the process if it would take it."""
     backend, cls = getattr(processor, _BACKEND, None), type(processor)
     check_backend(cls.__name__, backend)
     if backend is None:

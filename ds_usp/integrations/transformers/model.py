@@ -250,7 +250,9 @@ class EnabledModel(UndoneAtExit):
             self._check_positions(batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
-            batch.check_tokens(*_vocabulary(self._inner, targets))
+            embeddings = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
+            outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
+            batch.check_tokens(embeddings, targets, outputs)
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         self._weights.end()
@@ -367,13 +369,6 @@ class EnabledModel(UndoneAtExit):
                 "what is no sum over tokens: leave labels out and compute the loss from logits "
                 "(logits='whole'), or use a model whose loss is model.loss_function"
             )
-
-
-def _vocabulary(model: Any, targets: Tensor | None) -> tuple[int | None, Tensor | None, int | None]:
-    """Arguments of :meth:`WholeArguments.check_tokens`."""
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    of_outputs: int | None = getattr(outputs, "out_features", None)
-    return getattr(inputs, "num_embeddings", None), targets, of_outputs
 
 
 # What TRL's fused head returns for every token, of which trainers make losses: always joined.
