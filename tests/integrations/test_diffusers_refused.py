@@ -171,3 +171,45 @@ def test_values_on_gpus_are_compared_at_the_end_of_a_pass(pool: WorkerPool) -> N
     for values, launched, shapes in pool.run(compared_at_the_end, WORLD):
         assert launched == 1 and "noise from generators of one seed" in values
         assert "hidden_states (2, 32, 4)" in shapes and "hidden_states (2, 35, 4)" in shapes
+
+
+FLUX = "FluxTransformer2DModel"
+MESH = ds_usp.SequenceMesh.single()
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_pass_leaves_nothing_behind() -> None:
+    """torch calls no hook after Ctrl-C."""
+    transformer, given = build(FLUX), arguments(FLUX)
+    transformer.enable_gradient_checkpointing()
+    checkpoint, want = transformer._gradient_checkpointing_func, transformer(**given).sample
+    with enable(transformer, MESH):
+        handle = transformer.norm_out.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            transformer(**given)
+        handle.remove()
+        assert relative(transformer(**given).sample, want) < 1e-6
+        assert transformer._gradient_checkpointing_func is checkpoint
+        handle = transformer.norm_out.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            transformer(**given)
+        handle.remove()
+    assert transformer._gradient_checkpointing_func is checkpoint
+    assert relative(transformer(**given).sample, want) < 1e-6
+
+
+def test_a_transformer_is_not_disabled_within_its_forward_pass() -> None:
+    """It would return a shard."""
+    transformer, given = build(FLUX), arguments(FLUX)
+    want = transformer(**given).sample
+    enabled = enable(transformer, MESH)
+    handle = transformer.norm_out.register_forward_hook(lambda *_: enabled.disable())
+    with pytest.raises(ds_usp.ConfigError, match="within a forward pass of FluxTransformer2DModel"):
+        transformer(**given)
+    handle.remove()
+    assert enabled.transformers == (transformer,)
+    assert relative(transformer(**given).sample, want) < 1e-6
+    enabled.disable()
