@@ -14,6 +14,7 @@ from ds_usp.geometry.document_sharding import balance_documents
 from ds_usp.geometry.masks import Borders, borders_of, format_documents
 from ds_usp.geometry.segments import (
     Segment,
+    Shard,
     coalesce,
     even_split,
     slice_segments,
@@ -98,6 +99,7 @@ class TokenLayout:
     # Of every rank, once: a batch asks for lengths and segments a dozen times.
     _shards: Shards = field(init=False, repr=False, compare=False)
     _lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _places: tuple[Shard, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -109,10 +111,9 @@ class TokenLayout:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of 1 or more")
         object.__setattr__(self, "documents", self._validate_documents())
-        object.__setattr__(self, "_shards", _shards_of(self))
-        lengths = tuple(sum(segment.length for segment in shard) for shard in self._shards)
-        object.__setattr__(self, "_lengths", lengths)
-        if min(lengths) < 1:
+        for name, value in zip(("_shards", "_lengths", "_places"), _shards_of(self), strict=True):
+            object.__setattr__(self, name, value)
+        if min(self._lengths) < 1:
             raise LayoutError(
                 f"{self.seq_len} tokens leave a rank of ulysses {self.ulysses} x ring {self.ring} "
                 f"({self.kind}) without any. Use a sequence of at least {2 * self.degree} tokens "
@@ -180,7 +181,7 @@ class TokenLayout:
         return ulysses_rank, ring_rank
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.degree:
+        if not 0 <= rank < self.ulysses * self.ring:
             raise LayoutError(f"rank {rank} is outside the {self.degree} ranks of {self}")
 
     def _make_shards(self) -> Shards:
@@ -253,7 +254,7 @@ class TokenLayout:
         """
         dim = self.check_dim(x, dim, self.seq_len, "the full tensor")
         out = x.new_empty((*x.shape[:dim], self.length(rank), *x.shape[dim + 1 :]))
-        for segment, begin in with_offsets(self.segments(rank)):
+        for segment, begin in self._places[rank]:
             run = segment.positions
             out.narrow(dim, begin, segment.length).copy_(
                 x[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)]
@@ -294,8 +295,8 @@ class TokenLayout:
                     f"rank 0 {tuple(first.shape)} of {first.dtype}: only dim {dim} may differ"
                 )
         out = first.new_empty((*first.shape[:dim], self.seq_len, *first.shape[dim + 1 :]))
-        for rank, part in enumerate(shards):
-            for segment, begin in with_offsets(self.segments(rank)):
+        for part, places in zip(shards, self._places, strict=True):
+            for segment, begin in places:
                 run = segment.positions
                 out[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)] = part.narrow(
                     dim, begin, segment.length
@@ -386,8 +387,11 @@ KINDS = tuple(_TABLES)
 
 
 @lru_cache(maxsize=512)
-def _shards_of(layout: TokenLayout) -> Shards:
-    return layout._make_shards()
+def _shards_of(layout: TokenLayout) -> tuple[Shards, tuple[int, ...], tuple[Shard, ...]]:
+    """Of every rank: segments, their length, and where each of them lies in the shard."""
+    shards = layout._make_shards()
+    lengths = tuple(sum(segment.length for segment in shard) for shard in shards)
+    return shards, lengths, tuple(map(with_offsets, shards))
 
 
 @lru_cache(maxsize=1024)
