@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from ds_usp.errors import LayoutError
-from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.layout import Shards, TokenLayout
 from ds_usp.geometry.segments import Segment, coalesce
 
 
@@ -28,11 +27,10 @@ class ContinuedLayout(TokenLayout):
         shape = layout.ulysses, layout.ring, layout.order
         return cls("contiguous", seq_len, *shape, first=layout.seq_len % layout.degree)
 
-    def segments(self, rank: int) -> tuple[Segment, ...]:
-        """See :meth:`TokenLayout.segments`."""
+    def _make_shards(self) -> Shards:
         size, longer = divmod(self.seq_len, self.degree)
         lengths = [size + ((r - self.first) % self.degree < longer) for r in range(self.degree)]
-        return (Segment(sum(lengths[:rank]), lengths[rank]),)
+        return tuple((Segment(sum(lengths[:rank]), n),) for rank, n in enumerate(lengths))
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,14 @@ class JointLayout(TokenLayout):
         joint, other = (TokenLayout(self.kind, length, *shape) for length in lengths)
         return (ContinuedLayout.after(other, joint.seq_len) if self.continued else joint), other
 
-    def segments(self, rank: int) -> tuple[Segment, ...]:
-        """See :meth:`TokenLayout.segments`."""
-        return _segments(self, rank)
+    def _make_shards(self) -> Shards:
+        """Of both sequences: the second one's positions begin after the first one's end."""
+        first, second = self.layouts if self.front else self.layouts[::-1]
+        shift = first.seq_len
+        return tuple(
+            coalesce([*one, *(replace(part, start=part.start + shift) for part in other)])
+            for one, other in zip(first._shards, second._shards, strict=True)
+        )
 
     def __str__(self) -> str:
         where = "before" if self.front else "after"
@@ -105,17 +108,9 @@ class ConcatenatedShards(TokenLayout):
         degrees = layout.ulysses, layout.ring
         return cls(layout.kind, layout.seq_len, layout.degree, 1, layout.order, degrees=degrees)
 
-    def segments(self, rank: int) -> tuple[Segment, ...]:
-        """See :meth:`TokenLayout.segments`."""
+    def _make_shards(self) -> Shards:
         layout = TokenLayout(self.kind, self.seq_len, *self.degrees, self.order)
-        before = sum(layout.length(index) for index in range(rank))
-        return (Segment(before, layout.length(rank)),)
-
-
-@lru_cache(maxsize=4096)
-def _segments(layout: JointLayout, rank: int) -> tuple[Segment, ...]:
-    """A rank's segments of the joint sequence: the second layout's start after the first's end."""
-    parts = layout.layouts if layout.front else layout.layouts[::-1]
-    first, second = (part.segments(rank) for part in parts)
-    shift = parts[0].seq_len
-    return coalesce([*first, *(replace(part, start=part.start + shift) for part in second)])
+        return tuple(
+            (Segment(sum(layout._lengths[:rank]), length),)
+            for rank, length in enumerate(layout._lengths)
+        )

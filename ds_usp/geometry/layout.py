@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
@@ -14,16 +14,18 @@ from ds_usp.geometry.document_sharding import balance_documents
 from ds_usp.geometry.masks import Borders, borders_of, format_documents
 from ds_usp.geometry.segments import (
     Segment,
+    Shard,
     coalesce,
     even_split,
     slice_segments,
     with_offsets,
 )
-from ds_usp.geometry.shards import shards_of_group
 
 ORDERS = ("ulysses-ring", "ring-ulysses")
 DEFAULT_SP_ORDER = ORDERS[0]
 _OF_DOCUMENTS = ("balanced", "context_parallel")
+
+Shards = tuple[tuple[Segment, ...], ...]  # of every rank, in the order in which it stores them
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,10 @@ class TokenLayout:
     ring: int = 1
     order: str = DEFAULT_SP_ORDER
     documents: Borders = ()
+    # Of every rank, once: a batch asks for lengths and segments a dozen times.
+    _shards: Shards = field(init=False, repr=False, compare=False)
+    _lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _places: tuple[Shard, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -105,8 +111,9 @@ class TokenLayout:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of 1 or more")
         object.__setattr__(self, "documents", self._validate_documents())
-        shortest = min(self.length(rank) for rank in range(self.degree))
-        if shortest < 1:
+        for name, value in zip(("_shards", "_lengths", "_places"), _shards_of(self), strict=True):
+            object.__setattr__(self, name, value)
+        if min(self._lengths) < 1:
             raise LayoutError(
                 f"{self.seq_len} tokens leave a rank of ulysses {self.ulysses} x ring {self.ring} "
                 f"({self.kind}) without any. Use a sequence of at least {2 * self.degree} tokens "
@@ -166,21 +173,30 @@ class TokenLayout:
 
     def coords(self, rank: int) -> tuple[int, int]:
         """``(ulysses_rank, ring_rank)`` of a rank of the sequence-parallel group."""
-        if not 0 <= rank < self.degree:
-            raise LayoutError(f"rank {rank} is outside the {self.degree} ranks of {self}")
+        self._check_rank(rank)
         if self.order == "ulysses-ring":
             ring_rank, ulysses_rank = divmod(rank, self.ulysses)
         else:
             ulysses_rank, ring_rank = divmod(rank, self.ring)
         return ulysses_rank, ring_rank
 
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ulysses * self.ring:
+            raise LayoutError(f"rank {rank} is outside the {self.degree} ranks of {self}")
+
+    def _make_shards(self) -> Shards:
+        table = _TABLES[self.kind]
+        return tuple(coalesce(table(self, *self.coords(rank))) for rank in range(self.degree))
+
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """The tokens of one sequence-parallel rank, in the order in which it stores them."""
-        return _segments(self, rank)
+        self._check_rank(rank)
+        return self._shards[rank]
 
     def length(self, rank: int) -> int:
         """Tokens that one sequence-parallel rank holds."""
-        return sum(segment.length for segment in self.segments(rank))
+        self._check_rank(rank)
+        return self._lengths[rank]
 
     @overload
     def positions(self, rank: int) -> list[int]: ...
@@ -200,9 +216,7 @@ class TokenLayout:
 
     def has_same_shards_as(self, other: TokenLayout) -> bool:
         """Whether every rank stores the same tokens in the same order as under another layout."""
-        return self.degree == other.degree and all(
-            self.segments(rank) == other.segments(rank) for rank in range(self.degree)
-        )
+        return self._shards == other._shards
 
     def ring_segments(self, ring_rank: int) -> tuple[Segment, ...]:
         """The tokens of one ring rank in ascending order, as attention sees them."""
@@ -240,7 +254,7 @@ class TokenLayout:
         """
         dim = self.check_dim(x, dim, self.seq_len, "the full tensor")
         out = x.new_empty((*x.shape[:dim], self.length(rank), *x.shape[dim + 1 :]))
-        for segment, begin in with_offsets(self.segments(rank)):
+        for segment, begin in self._places[rank]:
             run = segment.positions
             out.narrow(dim, begin, segment.length).copy_(
                 x[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)]
@@ -261,6 +275,8 @@ class TokenLayout:
                 tokens; with ``group`` on every rank.
         """
         if group is not None:
+            from ds_usp.comm.shards import shards_of_group  # the one arrow up: a user's shortcut
+
             shards = shards_of_group(self, shards, dim, group)
         elif hasattr(shards, "new_empty"):
             raise LayoutError(
@@ -279,8 +295,8 @@ class TokenLayout:
                     f"rank 0 {tuple(first.shape)} of {first.dtype}: only dim {dim} may differ"
                 )
         out = first.new_empty((*first.shape[:dim], self.seq_len, *first.shape[dim + 1 :]))
-        for rank, part in enumerate(shards):
-            for segment, begin in with_offsets(self.segments(rank)):
+        for part, places in zip(shards, self._places, strict=True):
+            for segment, begin in places:
                 run = segment.positions
                 out[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)] = part.narrow(
                     dim, begin, segment.length
@@ -379,9 +395,12 @@ _TABLES: Mapping[str, _Table] = MappingProxyType(
 KINDS = tuple(_TABLES)
 
 
-@lru_cache(maxsize=1024)
-def _segments(layout: TokenLayout, rank: int) -> tuple[Segment, ...]:
-    return coalesce(_TABLES[layout.kind](layout, *layout.coords(rank)))
+@lru_cache(maxsize=512)
+def _shards_of(layout: TokenLayout) -> tuple[Shards, tuple[int, ...], tuple[Shard, ...]]:
+    """Of every rank: segments, their length, and where each of them lies in the shard."""
+    shards = layout._make_shards()
+    lengths = tuple(sum(segment.length for segment in shard) for shard in shards)
+    return shards, lengths, tuple(map(with_offsets, shards))
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,6 @@
 """Layer 1: what is saved for backward, recomputed, or offloaded to the host."""
 
-from ds_usp.memory.checkpoint_chunks import in_chunks
+from ds_usp.memory.chunks import in_chunks
 from ds_usp.memory.gemm_last import GemmLast, recompute_before
 from ds_usp.memory.layers import RECOMPUTE, LayerMemory, run_for_gradients
 from ds_usp.memory.offload import Offload

@@ -24,8 +24,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_usp.errors import RecomputeError
-from ds_usp.memory.random_state import RandomState
-from ds_usp.memory.saved_tensor_hooks import StorageView, save_tensor, saved_tensors, storage_id
+from ds_usp.memory.saved_attention import (
+    RandomState,
+    StorageView,
+    save_tensor,
+    saved_tensors,
+    storage_id,
+)
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -168,6 +173,8 @@ class _Recompute:
 
     def _recompute(self) -> torch.Tensor:
         """Backward: the producer's output; the first call runs the producer."""
+        # The first of the saved tensors that backward asks for runs the producer, which gives all
+        # of them and the output: consumer's backward comes first, and its input is the output.
         if self._output is None:
             inputs = [
                 x().detach().requires_grad_(requires_grad)

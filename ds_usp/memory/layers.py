@@ -1,20 +1,35 @@
-"""The activation memory policy of a framework's transformer layers, by name."""
+"""The activation memory policy of a framework's transformer layers, by name, and groups of
+checkpointed layers of which the first one alone keeps its input.
+
+Of ``n`` layers in groups of ``k``, ``n / k`` inputs are saved, and ``k - 1`` more exist while one
+group's backward runs; the forward pass of ``k - 1`` of ``k`` layers runs once more.
+
+Source: recursive checkpointing (Chen et al., 1604.06174), section 4.3, with one level of recursion.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_usp.errors import ConfigError
-from ds_usp.memory.layer_groups import LayerGroups, RandomTracker
+from ds_usp.errors import ConfigError, RecomputeError
 from ds_usp.memory.offload import Offload
-from ds_usp.memory.saved_attention import keep_attention
+from ds_usp.memory.saved_attention import (
+    RandomState,
+    StorageView,
+    keep_attention,
+    save_tensor,
+    saved_tensors,
+    storage_id,
+)
 
 # What is recomputed in the backward pass, from nothing to everything.
 RECOMPUTE = ("none", "gemm-last", "attention", "full")
@@ -70,7 +85,7 @@ class LayerMemory:
             ``full`` the input alone.
         offload: offloads a fraction of what is saved to the host; None: nothing.
         checkpoint: the framework's activation checkpoint, which may restore more random states.
-        checkpoint_layers: K of :class:`ds_usp.memory.layer_groups.LayerGroups`: of K consecutive
+        checkpoint_layers: K of :class:`ds_usp.memory.layers.LayerGroups`: of K consecutive
             layers only the first one's input is saved, and the forward pass of the other K - 1 runs
             once more. Only for ``full``, and for ``attention``, whose results are saved all the
             same. Layers take one tensor, the result, or first result, of the layer before.
@@ -125,3 +140,240 @@ class LayerMemory:
                     "inputs. Pass hidden states alone, and the others by functools.partial"
                 )
             return self._groups.run(number, self.checkpoint, saving_layer, inputs[0])
+
+
+Layer = Callable[[Tensor], Any]  # its result, or the first of its results, is the next one's input
+
+
+class RandomTracker(Protocol):
+    """A framework's own random generators, as Megatron's tracker has them."""
+
+    def get_states(self) -> Any: ...
+
+    def set_states(self, states: Any) -> None: ...
+
+
+class LayerGroups:
+    """Checkpoints of layers in groups of ``size``; the last group of a pass may have fewer.
+
+    Args:
+        size: layers of a group.
+        offload: as in ``LayerMemory``; inputs that are computed again are offloaded by its ratio.
+        tracker: returns the framework's own random generators; None: torch's are all.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        offload: Offload | None,
+        tracker: Callable[[], RandomTracker] | None,
+    ) -> None:
+        self._size, self._offload, self._tracker = size, offload, tracker
+        # Saved inputs alone keep a group alive, so it is freed with the graph.
+        self._open: weakref.ref[_Group] | None = None
+
+    def run(self, number: int, checkpoint: Callable[..., Any], layer: Layer, hidden: Tensor) -> Any:
+        """``checkpoint(layer, hidden)``, as the next layer of the open group or in a new group.
+
+        Args:
+            number: an index not above the last call's begins another micro batch.
+            checkpoint: saves its input for backward through autograd.
+
+        Raises:
+            ConfigError: the input is not the result of the group's previous layer; or the
+                checkpoint keeps the input otherwise than through autograd.
+        """
+        # Note [a group without a function around it]
+        # Nested checkpoints (one around the group, one around each layer) save as much, but need
+        # the group's layers in one function, and frameworks call layers one by one, pipelines in
+        # several stages. Here each layer is a checkpoint of its own, and its saved input is
+        # replaced by a handle, when autograd packs it. Backward unpacks the handle of the group's
+        # last layer first: that computes the inputs of all its layers from the first one's, in one
+        # sweep.
+        group = self._open() if self._open is not None else None
+        self._open = None  # unless the layer ends without an error
+        if group is None or not group.continues_with(number, self._size):
+            tracker = self._tracker() if self._tracker else None
+            group = _Group(hidden, self._offload, tracker)
+        group.check_input(number, hidden)
+        handle = group.add(number, layer, hidden)
+        with saved_tensors(handle.pack, _Handle.unpack):
+            result = checkpoint(layer, hidden)
+        output = _first(result)
+        if output.requires_grad and not handle.is_saved:
+            raise ConfigError(
+                "checkpoint_layers needs a checkpoint that saves its input by save_for_backward, "
+                "as torch's and Megatron's do: this one keeps it otherwise. Use "
+                "checkpoint_layers=1, or switch off DeepSpeed's activation checkpointing"
+            )
+        group.set_output(output)
+        self._open = weakref.ref(group)
+        return result
+
+
+class _Group:
+    """The layers of one group in one forward pass.
+
+    The graph refers to this through the saved inputs of the layers, and this only to the first one.
+    """
+
+    def __init__(
+        self, hidden: Tensor, offload: Offload | None, tracker: RandomTracker | None
+    ) -> None:
+        self._first = save_tensor(hidden)  # offloaded, if the first layer is
+        self._offload, self._tracker = offload, tracker
+        self._number: int | None = None
+        self._layers: list[tuple[Layer, _ForwardState]] = []
+        self._inputs: dict[int, Callable[[], Tensor]] = {}  # computed again, for backward
+        self._output: _Result | None = None
+
+    def continues_with(self, number: int, size: int) -> bool:
+        """Whether layer ``number`` belongs to this group."""
+        return self._number is not None and number > self._number and len(self._layers) < size
+
+    def check_input(self, number: int, hidden: Tensor) -> None:
+        """Refuse an input that running the group's layers again would not give.
+
+        Raises:
+            ConfigError: it is not the previous layer's result, or was changed since.
+        """
+        if not self._layers:
+            return
+        if self._output is None or not self._output.is_unchanged(hidden):
+            raise ConfigError(
+                f"checkpoint_layers: the input of layer {number} is not the result of layer "
+                f"{self._number}, from which it would be computed again. Pass results from layer "
+                "to layer unchanged, or use checkpoint_layers=1"
+            )
+
+    def add(self, number: int, layer: Layer, hidden: Tensor) -> _Handle:
+        """Make ``layer`` the group's last one; returns what is saved instead of its input."""
+        self._layers.append((layer, _ForwardState(hidden.device, self._tracker)))
+        self._number = number
+        return _Handle(self, len(self._layers) - 1, hidden)
+
+    def set_output(self, output: Tensor) -> None:
+        """Note the last layer's result, without keeping it alive."""
+        self._output = _Result(output)
+
+    def input(self, index: int) -> Tensor:
+        """The input of layer ``index`` of the group, once; computed again with all before it."""
+        if index == 0:
+            return self._first()
+        if index not in self._inputs:
+            self._compute_inputs(index)
+        return self._inputs.pop(index)()
+
+    def _compute_inputs(self, last: int) -> None:
+        """Run the layers before ``last`` again, with their random states, and keep their results.
+
+        Their copies to the host overlap as those of layers do: the last two stay on the device.
+        """
+        # Each layer with the random states of its forward pass, or dropout would differ; then those
+        # of now, or what runs next would.
+        current = _ForwardState(self._first().device, self._tracker)
+        offload = self._offload.nested() if self._offload else None
+        hidden = self._first()
+        try:
+            for index, (layer, state) in enumerate(self._layers[:last]):
+                with _offload_unit(offload, index), torch.no_grad(), state.restored():
+                    if index:
+                        self._inputs[index] = save_tensor(hidden)
+                    hidden = _first(layer(hidden)).detach()
+        finally:
+            current.restore_random()
+        self._inputs[last] = lambda: hidden
+
+
+class _Result:
+    """A tensor, recognized without being kept alive: by its storage, since ZeRO-3 passes results on
+    through functions of its own, which return a view of all."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._view, self._dtype = StorageView.from_tensor(tensor), tensor.dtype
+        self._version = tensor._version
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is all of it, and was not written to since."""
+        return (
+            self._storage() is tensor.untyped_storage()
+            and self._view == StorageView.from_tensor(tensor)
+            and (self._dtype, self._version) == (tensor.dtype, tensor._version)
+        )
+
+
+class _Handle:
+    """What is saved instead of a layer's input."""
+
+    def __init__(self, group: _Group, index: int, hidden: Tensor) -> None:
+        self._group, self._index = group, index
+        self._storage = storage_id(hidden)
+        self._view, self._dtype = StorageView.from_tensor(hidden), hidden.dtype
+        self.is_saved = False
+
+    def pack(self, tensor: Tensor) -> _Handle | None:
+        """This for the layer's input; None: another tensor."""
+        if (
+            storage_id(tensor) != self._storage
+            or tensor.dtype != self._dtype
+            or StorageView.from_tensor(tensor) != self._view
+        ):
+            return None
+        self.is_saved = True
+        return self
+
+    def unpack(self) -> Tensor:
+        """The layer's input.
+
+        Raises:
+            RecomputeError: computed again, it has another shape.
+        """
+        hidden = self._group.input(self._index)
+        if hidden.shape != self._view.size or hidden.dtype != self._dtype:
+            raise RecomputeError(
+                f"the input of a layer is {list(hidden.shape)} {hidden.dtype} when computed again, "
+                f"and was {list(self._view.size)} {self._dtype}. A checkpointed layer must do the "
+                "same each time"
+            )
+        return hidden
+
+
+class _ForwardState:
+    """Random states and autocast, now; what a layer's result depends on besides its input."""
+
+    def __init__(self, device: torch.device, tracker: RandomTracker | None) -> None:
+        self._random = RandomState.capture(device)
+        self._tracker = tracker
+        self._tracker_states = tracker.get_states() if tracker is not None else None
+        kind = self._device_type = device.type
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def restore_random(self) -> None:
+        """Set the random generators to these states."""
+        self._random.restore()
+        if self._tracker is not None:
+            self._tracker.set_states(self._tracker_states)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Random states and autocast as they were."""
+        self.restore_random()
+        enabled, dtype = self._autocast
+        with torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
+            yield
+
+
+@contextmanager
+def _offload_unit(offload: Offload | None, number: int) -> Iterator[None]:
+    """``offload.layer(number)``, also where gradients are disabled."""
+    if offload is None:
+        yield
+        return
+    with torch.enable_grad(), offload.layer(number):
+        yield
+
+
+def _first(result: Any) -> Tensor:
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output

@@ -11,6 +11,9 @@ megatron-core's fine-grained offloading (0.16) has neither a ratio nor dense MLP
 megatron-core's schedules on GPUs alone. None works with DeepSpeed's pipeline and other hooks on
 saved tensors. Use them where they fit; this one needs layers that are called one by one.
 
+:class:`HostStorages` does the same to tensors that are no activations: optimizer states wait in
+host memory between two steps.
+
 Source: Kuaishou (Yuan et al., ATC 24), section 4.4, with a layer as its unit instead of a pipeline
 chunk, so that it also serves an engine without a pipeline.
 """
@@ -18,17 +21,17 @@ chunk, so that it also serves an engine without a pipeline.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ds_usp.errors import ConfigError, RecomputeError
-from ds_usp.memory.pinned_transfer import CopyEvent, HostDeviceCopier, PinnedAllocation
-from ds_usp.memory.saved_tensor_hooks import StorageView, check_version, saved_tensors, storage_id
+from ds_usp.memory.saved_attention import StorageView, check_version, saved_tensors, storage_id
 
 _MIN_BYTES = 1 << 16  # copies of less are all latency
 _ALIGNMENT = 512  # of a tensor of which only a part is offloaded
@@ -93,6 +96,20 @@ class Offload:
         if self.ratio == 0 or not torch.is_grad_enabled():
             yield
             return
+        # Note [streams of the offload]
+        #
+        #   computing stream   layer 0 | layer 1 | layer 2 | layer 3 | backward 3 | backward 2
+        #   to the host                | copy 0  | copy 1  | copy 2  |
+        #   to the device                                            | fetch 2    | fetch 1
+        #   freed                                ^ 0       ^ 1       ^ 2
+        #
+        # A layer's copies start when the next one's forward pass begins, since only then all that
+        # it saves is known, and its device memory is freed when that one ends: an event orders
+        # the copy before the free, the host waits for nothing. Backward of a layer starts the
+        # fetch of the one before it. So the copies of one layer have the time of one layer, and
+        # about three layers are on the device. Memory is allocated and freed on the computing
+        # stream only: the caching allocator may give it to later kernels of that stream at once,
+        # and both copy streams have been waited for by then.
         last = self._last
         same_pass = last is not None and last.number < number
         if not same_pass:
@@ -219,6 +236,8 @@ class _Layer:
         items, counts = self.items, self._offload.counts
         if self._state is not _State.ON_DEVICE or self.backward_started or not items:
             return
+        # The budget is cumulative over layers: what one layer could not give, as it had small
+        # tensors only, the next ones give.
         # Of the storages that are still needed: TorchScript's nodes save many that nobody needs.
         counts.saved += self._small_bytes + sum(item.size for item in items)
         budget = round(self._offload.ratio * counts.saved) - counts.offloaded
@@ -362,3 +381,218 @@ def _is_offloadable(tensor: torch.Tensor) -> bool:
 def _storage_as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class HostStorages:
+    """Storages on a device, or in host memory with no memory on the device.
+
+    :meth:`send` starts their copies to pinned host memory, :meth:`free` frees the device memory
+    after them, :meth:`bring_back` allocates it again and copies back. Between :meth:`free` and
+    :meth:`bring_back` the tensors must not be read: they have no memory.
+
+    Args:
+        device: where the tensors are when they are used.
+        copier: copies between device and host; for tests.
+    """
+
+    def __init__(self, device: torch.device, *, copier: HostDeviceCopier | None = None) -> None:
+        self._device = device
+        self._copier = copier or HostDeviceCopier(device)
+        self._sent: _Sent | None = None
+        self._is_freed = False
+
+    @property
+    def bytes_away(self) -> int:
+        """Bytes that are in host memory and not on the device."""
+        return sum(self._sent.sizes) if self._sent is not None and self._is_freed else 0
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Start the copies of the tensors' storages to the host, after all work queued so far.
+
+        Storages on another device, of less than 64 KiB, or whose memory is not torch's own (a
+        mapped file, an array of NumPy) stay where they are.
+        What is written to them before :meth:`free` is sent again there, if torch counts it as a
+        version of these tensors: not through ``.data``. Without effect if they were sent.
+        """
+        if self._sent is not None:
+            return
+        storages: dict[int, torch.UntypedStorage] = {}
+        versions = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            is_here = tensor.device.type == self._device.type
+            if is_here and storage.nbytes() >= _MIN_BYTES and storage.resizable():
+                storages[storage_id(tensor)] = storage
+                versions.append((tensor, tensor._version))
+        chosen = list(storages.values())
+        sizes = [storage.nbytes() for storage in chosen]
+        if sizes:
+            allocation, event = self._copier.to_host([_storage_as_bytes(x) for x in chosen])
+            self._sent = _Sent(chosen, sizes, allocation, event, versions)
+
+    def free(self) -> None:
+        """Free the device memory of what was sent; the current stream waits for the copies."""
+        if self._sent is None or self._is_freed:
+            return
+        sent = self._sent
+        self._copier.wait(sent.event)
+        if any(tensor._version != version for tensor, version in sent.versions):
+            self._sent = None
+            self.send([tensor for tensor, _ in sent.versions])
+            self.free()
+            return
+        for storage in sent.storages:
+            storage.resize_(0)
+        self._is_freed = True
+
+    def bring_back(self) -> None:
+        """Copy everything back to the device; the current stream waits for the copies."""
+        if self._sent is None:
+            return
+        sent = self._sent
+        if not self._is_freed:  # what comes next may write to what is still being copied
+            self._sent = None
+            self._copier.wait(sent.event)
+            return
+        # The storages are emptied and filled, not replaced: optimizers, views and flat buffers of
+        # ZeRO refer to them, as FSDP's parameters do to theirs. All memory first: where there is
+        # not enough, everything is still in host memory.
+        for storage, size in zip(sent.storages, sent.sizes, strict=True):
+            storage.resize_(size)
+        self._sent, self._is_freed = None, False
+        pairs, offset = [], 0
+        for storage, size in zip(sent.storages, sent.sizes, strict=True):
+            sources = sent.allocation.slices(offset, offset + size)
+            parts = _storage_as_bytes(storage).split([len(source) for source in sources])
+            pairs += list(zip(parts, sources, strict=True))
+            offset += size
+        # The host memory is reused by the next copies to the host, which start after these.
+        self._copier.wait(self._copier.to_device(pairs))
+
+
+class _Sent(NamedTuple):
+    """Storages whose bytes are, or are being copied, in host memory, one after another.
+
+    Attributes:
+        versions: the tensors that were sent, with their versions then.
+    """
+
+    storages: list[torch.UntypedStorage]
+    sizes: list[int]
+    allocation: PinnedAllocation
+    event: CopyEvent
+    versions: list[tuple[Tensor, int]]
+
+
+_BLOCK_BYTES = 1 << 26  # a power of two: torch rounds pinned memory up to one
+
+CopyEvent = torch.cuda.Event | None  # None: the copies are done
+
+
+class PinnedBlockPool:
+    """Host memory in blocks of one size, reused: to pin memory takes longer than to fill it.
+
+    Args:
+        pinned: page-locked, for copies of a GPU.
+    """
+
+    def __init__(self, pinned: bool, block_bytes: int = _BLOCK_BYTES) -> None:
+        self.block_bytes = block_bytes
+        self._pinned = pinned
+        self._free: list[torch.Tensor] = []
+        self.num_blocks = 0
+
+    def allocate(self, size: int) -> PinnedAllocation:
+        """Blocks for so many bytes; they return to the pool when the allocation is freed."""
+        # Blocks of one size never fragment: any of them serves any layer, of any shape, and after
+        # the first pass none is pinned any more.
+        count = -(-size // self.block_bytes)
+        blocks = [self._free.pop() if self._free else self._new() for _ in range(count)]
+        allocation = PinnedAllocation(tuple(blocks), self.block_bytes)
+        weakref.finalize(allocation, self._free.extend, blocks)
+        return allocation
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no allocation uses."""
+        return len(self._free)
+
+    def _new(self) -> torch.Tensor:
+        self.num_blocks += 1
+        return torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+
+class PinnedAllocation:
+    """Blocks that are addressed as one run of bytes."""
+
+    def __init__(self, blocks: tuple[torch.Tensor, ...], block_bytes: int) -> None:
+        self._blocks, self._size = blocks, block_bytes
+
+    def slices(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The bytes from start to stop, a slice a block."""
+        slices = []
+        for index in range(start // self._size, -(-stop // self._size)):
+            first = index * self._size
+            block = self._blocks[index]
+            slices.append(block[max(start - first, 0) : min(stop - first, self._size)])
+        return slices
+
+
+class HostDeviceCopier:
+    """Asynchronous copies, each direction on its own stream; on a CPU synchronous.
+
+    Ordered by events alone: copies start after all work queued so far on the current stream, and
+    the caller keeps their sources and destinations alive until the current stream has waited for
+    them. So the caching allocator, which tracks the current stream only, is never wrong.
+
+    Args:
+        device: where tensors are when they are not on the host.
+    """
+
+    def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:
+        on_gpu = device.type == "cuda"
+        self.pool = PinnedBlockPool(on_gpu, block_bytes)
+        self.device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []
+
+    def to_host(self, data: Sequence[torch.Tensor]) -> tuple[PinnedAllocation, CopyEvent]:
+        """Copy runs of bytes (uint8, 1-D) to the host, concatenated."""
+        allocation = self.pool.allocate(sum(map(len, data)))
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        offset = 0
+        for x in data:
+            slices = allocation.slices(offset, offset + len(x))
+            pairs += zip(slices, x.split([len(block) for block in slices]), strict=True)
+            offset += len(x)
+        return allocation, self._run(0, pairs)
+
+    def to_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
+        """Copy for each pair (destination, source)."""
+        return self._run(1, pairs)
+
+    def wait(self, event: CopyEvent) -> None:
+        """Let the current stream wait for copies."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _run(self, direction: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
+        """Copy pairs (destination, source) on the stream of a direction, after the current one.
+
+        Args:
+            direction: index of the stream: 0 to CPU memory, 1 to the device.
+
+        Returns:
+            The event after the copies; None without streams, where copies are synchronous.
+        """
+        if not self._streams:
+            for dst, src in pairs:
+                dst.copy_(src)
+            return None
+        # One stream a direction: PCIe and NVLink-C2C carry both at once, and copies of one
+        # direction share its bandwidth anyway.
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for dst, src in pairs:
+                dst.copy_(src, non_blocking=True)
+            return stream.record_event()

@@ -9,21 +9,24 @@ function that they are passed, twice.
 Memory that it adds, in elements per token: the output, and with Ulysses also the results of the
 all-to-all, ``q + 2 k`` features, and the output before the return all-to-all. Without Ulysses the
 recomputed q, k and v are reused.
+
+Here too are the saved-tensor hooks that all of :mod:`ds_usp.memory` is made of. torch runs the
+innermost pair of hooks alone; these nest: a pair packs what it handles and passes the rest on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from functools import partial
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ds_usp.errors import RecomputeError, UnsupportedAttentionError
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.memory.random_state import RandomState
-from ds_usp.memory.saved_tensor_hooks import StorageView, save_tensor, saved_tensors, storage_id
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -147,7 +150,6 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """See :meth:`SavedCall.backward`."""
         if torch.is_grad_enabled():
             raise RecomputeError(
                 "second derivatives of attention under keep_attention (create_graph=True) are not "
@@ -197,6 +199,21 @@ class SavedCall(_Call):
     """
 
     def __init__(self, compute: Compute, inputs: Sequence[torch.Tensor], signature: object) -> None:
+        # Note [kept attention has a graph of its own]
+        #
+        # A checkpoint drops the graph of the first run, and in the second run records every
+        # operator anew. Attention must be in neither: its results would be freed with the one, and
+        # kernels and exchanges would run again for the other. So the call runs here between leaves
+        # of its own and outputs that are detached, with gradients enabled even in the first run of
+        # a reentrant checkpoint. What hangs on the checkpoint is this object alone.
+        #
+        #   first run   q, k, v ..cut..> leaves -> attention -> outputs ..cut..> next operator
+        #   second run  q, k, v -> Replay -> the same outputs -> next operator
+        #   backward    next operator -> Replay.backward -> this graph, outputs to leaves -> q, k, v
+        #
+        # Tensors that backward needs and that are views of q, k or v are not kept: the second run
+        # computes these anyway (_ReusedInputs). Backward is collective: it runs exactly once on
+        # every rank, with zeros where no gradient arrives.
         super().__init__(signature)
         self._reused = _ReusedInputs(inputs)
         grad_enabled = torch.is_grad_enabled()  # not in a reentrant checkpoint's first run
@@ -239,7 +256,7 @@ class SavedCall(_Call):
         self._backward_done = True
         pairs = zip(self.edges, grads, strict=True)
         edge_grads = [(edge, grad) for edge, grad in pairs if edge and grad is not None]
-        if not edge_grads:  # backward of attention is collective: zeros, or other ranks hang
+        if not edge_grads:  # other ranks may have some, and wait in the exchanges: zeros
             first = next(i for i, edge in enumerate(self.edges) if edge)
             edge = self.edges[first]
             edge_grads = [(edge, torch.zeros_like(self._outputs[first]()))] if edge else []
@@ -311,7 +328,13 @@ class _CheckpointRun:
 
     def record_or_replay(self, make: Callable[[], CallT], signature: object) -> CallT:
         """The saved call of the next call of attention, made in the first run."""
-        if self.is_first:  # which may be inside of another checkpoint's second run
+        if self.is_first:
+            # Note [nested checkpoints]
+            # A first run may be inside of another checkpoint, whose own runs it is part of: of two
+            # nested checkpoints the inner function runs three times, forward, in the outer one's
+            # recomputation (a first run for the inner checkpoint, made anew by then) and in its
+            # own. The outer run knows whether the call was made before: it makes or replays it,
+            # and this run keeps the same object, so that attention is computed once for all three.
             outer = self._outer
             call = outer.record_or_replay(make, signature) if outer else make()
             self.calls.append(call)
@@ -390,3 +413,134 @@ def _signature(inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
         (x.dtype, x.device, StorageView.from_tensor(x), storages.index(storage))
         for x, storage in zip(inputs, storages, strict=True)
     )
+
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class StorageView(NamedTuple):
+    """Shape, strides and offset of a tensor in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> StorageView:
+        """The view that a tensor is."""
+        return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same view of another tensor's storage, without a gradient."""
+        return tensor.detach().as_strided(self.size, self.stride, self.offset)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the tensor's storage as long as that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class _HookPair(NamedTuple):
+    pack: Pack
+    unpack: Unpack
+    outer: _HookPair | None
+
+
+# Dynamic scope, as torch's own stack of hooks is: each thread has its own.
+_INNERMOST: Final[ContextVar[_HookPair | None]] = ContextVar("innermost", default=None)
+
+
+@contextmanager
+def saved_tensors(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """``torch.autograd.graph.saved_tensors_hooks`` that nests.
+
+    Args:
+        pack: what is saved instead of a tensor; None: the tensor is for the pair around this one.
+            Never called for parameters: they live as long as the model.
+        unpack: the tensor for what ``pack`` returned.
+    """
+    pair = _HookPair(pack, unpack, _INNERMOST.get())
+    token = _INNERMOST.set(pair)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(partial(_save, pair), _unpack):
+            yield
+    finally:
+        _INNERMOST.reset(token)
+
+
+def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Save a tensor as if autograd saved it here; the result returns it.
+
+    For what is saved for backward outside of autograd, so that it can be offloaded too.
+    """
+    return _save(_INNERMOST.get(), tensor)
+
+
+def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Save a tensor by the innermost hook pair that takes it; returns the function to restore it.
+
+    Parameters and tensors that no pair takes are kept as they are.
+    """
+    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        # The parameter itself, as it will be then: ZeRO-3 frees and reallocates its memory.
+        return lambda: tensor
+    # From the inside out: a recomputed layer inside an offloaded one takes what it can compute, and
+    # leaves to the offload what is left. torch itself would ask the innermost pair only.
+    while pair is not None:
+        packed = pair.pack(tensor)
+        if packed is not None:
+            return partial(pair.unpack, packed)
+        pair = pair.outer
+    # Detached: a hook that returned its input would tie a node to its own output.
+    return partial(_unchanged, tensor.detach(), tensor._version)
+
+
+def _unpack(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return saved()
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    check_version(tensor, version)
+    return tensor
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Refuse a saved tensor that was changed in place; torch checks only tensors without hooks.
+
+    Raises:
+        RecomputeError: the tensor was changed in place since it had this version.
+    """
+    if tensor._version != version:
+        raise RecomputeError(
+            f"a tensor {list(tensor.shape)} that backward needs was changed in place "
+            f"(version {tensor._version}, saved at {version})"
+        )
+
+
+class RandomState(NamedTuple):
+    """States of the CPU's generator and of one GPU's."""
+
+    device: torch.device
+    cpu: torch.Tensor
+    gpu: torch.Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        """The current states; the CPU knows both, nothing waits for the GPU."""
+        gpu = None
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            gpu = torch.cuda.get_rng_state(device)
+        return cls(device, torch.get_rng_state(), gpu)
+
+    def is_unchanged(self) -> bool:
+        """Whether no random numbers were drawn since."""
+        current = RandomState.capture(self.device)
+        same = self.gpu is None or current.gpu is None or torch.equal(self.gpu, current.gpu)
+        return same and torch.equal(self.cpu, current.cpu)
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.cpu)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, self.device)

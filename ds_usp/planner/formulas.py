@@ -415,7 +415,7 @@ def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
 
     Before DeepSpeed reduces a bucket it waits for the one before, which the products that fill a
     smaller one do not hide. A gradient that is larger than a bucket is reduced where it lies, which
-    ZeRO-2 with ``overlap_comm`` frees too early (``ds_usp/training/gradient_buckets.py``).
+    ZeRO-2 with ``overlap_comm`` frees too early (``ds_usp/training/deepspeed.py``).
 
     ZeRO-3 allocates a bucket for good, in fp32 where sequences are sharded (2 GB with DeepSpeed's
     default), and waits for its reduction whatever its size: it is as small as a link allows.

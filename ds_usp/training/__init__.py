@@ -6,20 +6,12 @@ from typing import Any
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.kernels.rotary_positions import RotaryPositions, rotate_projected
 from ds_usp.training.auto_settings import attention_kernel, offload_ratio
-from ds_usp.training.batch import (
-    IGNORE_INDEX,
-    SequenceBatch,
-    borders_of_positions,
-    document_borders,
-    document_positions,
-    local_document_positions,
-    local_positions,
-    next_token_labels,
-    rotary_frequencies,
-    shard_batch,
+from ds_usp.training.data_loader import (
+    DataParallelRanks,
+    SequenceParallelDataLoader,
+    ShardedBatch,
+    data_parallel_ranks,
 )
-from ds_usp.training.chunked_loss import chunked_token_losses, chunked_weighted_loss
-from ds_usp.training.data_loader import SequenceParallelDataLoader, ShardedBatch
 from ds_usp.training.deepspeed import (
     GradientRule,
     ParallelGroups,
@@ -31,11 +23,16 @@ from ds_usp.training.deepspeed import (
     own_clipping,
     owned_parameters,
     prepare_deepspeed,
+    with_large_enough_buckets,
 )
-from ds_usp.training.gradient_buckets import with_large_enough_buckets
 from ds_usp.training.host_states import StatesOnHost, keep_states_on_host
-from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
-from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
+from ds_usp.training.loss import (
+    chunked_token_losses,
+    chunked_weighted_loss,
+    loss_token_weight,
+    mean_loss,
+    weighted_loss,
+)
 from ds_usp.training.tp_comm import TensorParallelComm
 from ds_usp.training.tp_overlap import (
     all_gather_linear,
@@ -43,6 +40,18 @@ from ds_usp.training.tp_overlap import (
     linear_reduce_scatter,
     split_tokens,
     sum_gradients,
+)
+from ds_usp.training.whole_batch import (
+    IGNORE_INDEX,
+    SequenceBatch,
+    borders_of_positions,
+    document_borders,
+    document_positions,
+    local_document_positions,
+    local_positions,
+    next_token_labels,
+    rotary_frequencies,
+    shard_batch,
 )
 
 __all__ = [

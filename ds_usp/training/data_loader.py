@@ -1,10 +1,14 @@
-"""Data loader for sequence parallelism: rank 0 of a mesh reads, all ranks get their shards."""
+"""Data loader for sequence parallelism: rank 0 of a mesh reads, all ranks get their shards.
+
+:class:`BatchBroadcast` is what every loader here and in the integrations sends batches by.
+"""
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -13,15 +17,141 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.process_groups import all_gather_bytes, transport_device
+from ds_usp.comm.process_groups import all_gather_bytes, byte_tensor, transport_device
 from ds_usp.errors import ConfigError, DataError, LayoutError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders
-from ds_usp.training.batch import local_document_positions
-from ds_usp.training.full_batch import POSITIONS, SHIFTED, TOKENS, FullBatch, full_batch
+from ds_usp.training.whole_batch import (
+    POSITIONS,
+    SHIFTED,
+    TOKENS,
+    WholeBatch,
+    local_document_positions,
+    read_batch,
+)
 
 _STATUS = struct.Struct("cq8s480s")
 _NO_LOADER, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"
+
+
+class Message(NamedTuple):
+    """A value that can be sent: pickled but for its tensors, which follow one by one."""
+
+    value: Any
+    header: bytes
+    tensors: list[Tensor]
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves plain tensors out of the pickle, with their shapes and dtypes in their places."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, x: Any) -> Any:
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_complex():
+            return None
+        if x.requires_grad:
+            return None
+        self.tensors.append(x)
+        return x.shape, x.dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, header: bytes, receive: Callable[[Any], Tensor]) -> None:
+        super().__init__(io.BytesIO(header))
+        self._receive = receive
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        return self._receive(pid)
+
+
+class BatchBroadcast:
+    """What one rank of a group reads, on all its ranks.
+
+    Whatever is random in reading, shuffling or augmenting, the ranks that share a sequence must
+    have one and the same batch. So one rank reads and sends: nothing has to be seeded alike.
+
+    Args:
+        group: None: a process by itself, to which nothing is sent.
+        device: where tensors arrive; None: where the group can send them from.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device | str | None = None
+    ) -> None:
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._device = device
+
+    @staticmethod
+    def pack(value: Any) -> Message:
+        """What is sent; raises whatever pickle raises, before any rank waits for a message."""
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(value)
+        return Message(value, file.getvalue(), pickler.tensors)
+
+    def send(self, message: Message | None, source: int = 0) -> Any:
+        """The value that rank ``source`` has packed, on every rank. Collective over the group.
+
+        Args:
+            message: None on the other ranks.
+        """
+        if self._group is None:
+            return cast(Message, message).value
+        group, device = self._group, transport_device(self._group)
+        from_rank = dist.get_global_rank(group, source)
+        size = torch.tensor([0 if message is None else len(message.header)], device=device)
+        dist.broadcast(size, from_rank, group)
+        if message is None:
+            header = torch.empty(int(size), dtype=torch.uint8, device=device)
+        else:
+            header = byte_tensor(message.header, group)
+        dist.broadcast(header, from_rank, group)
+        tensors = iter(() if message is None else message.tensors)
+
+        def receive(shape_and_dtype: tuple[torch.Size, torch.dtype]) -> Tensor:
+            shape, dtype = shape_and_dtype
+            if message is None:
+                x = torch.empty(shape, dtype=dtype, device=device)
+            else:
+                x = next(tensors).contiguous().to(device)
+            if x.numel():  # as bytes: not every backend sends every type
+                dist.broadcast(x.view(-1).view(torch.uint8), from_rank, group)
+            # A copy where it was read: the loader may hold on to its own.
+            return x if self._device is None else x.to(self._device, copy=message is not None)
+
+        return _Unpickler(header.cpu().numpy().tobytes(), receive).load()
+
+    def next_of(self, batches: Iterator[Any] | None, source: int = 0) -> tuple[Any] | None:
+        """The next batch of rank ``source``, in a tuple, on every rank; None at the end.
+        Collective over the group.
+
+        Args:
+            batches: None on the other ranks.
+
+        Raises:
+            DataError: rank ``source`` could not read its batch; that rank raises its own error.
+        """
+        message: Message | None = None
+        error: Exception | None = None
+        if batches is not None:
+            try:
+                message = self.pack(((next(batches),), ""))
+            except StopIteration:
+                message = self.pack((None, ""))
+            except Exception as failed:  # a data set may raise anything
+                error = failed
+                message = self.pack((None, f"{type(failed).__name__}: {failed}"))
+        entry: tuple[Any] | None
+        entry, text = self.send(message, source)
+        if error is not None:
+            raise error
+        if text:
+            who = f"rank {source}" if source else "the first rank"
+            raise DataError(f"{who} of the mesh could not read its batch: {text}")
+        return entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +254,10 @@ class SequenceParallelDataLoader:
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self._group = group or dist.group.WORLD
-        self._transport = None if mesh.sp_group is None else transport_device(mesh.sp_group)
-        self._device = device if device is not None else self._transport
+        self._broadcast = BatchBroadcast(mesh.sp_group)
+        if device is None and mesh.sp_group is not None:
+            device = transport_device(mesh.sp_group)
+        self._device = device
 
     def __len__(self) -> int:
         """Batches of this replica's loader; fewer come where another replica has fewer."""
@@ -140,9 +272,9 @@ class SequenceParallelDataLoader:
             if statuses is None:
                 return
             loss_tokens = sum(status.loss_tokens for status in statuses)
-            yield self._shard(self._broadcast(local.batch, local.header), loss_tokens)
+            yield self._shard(self._broadcast.send(local.message), loss_tokens)
 
-    def _layout_of(self, batch: FullBatch) -> TokenLayout:
+    def _layout_of(self, batch: WholeBatch) -> TokenLayout:
         """The batch's token layout; ``balanced`` depends on its documents, one if it has none."""
         documents: Any = ()
         if self.layout == "balanced":
@@ -154,24 +286,22 @@ class SequenceParallelDataLoader:
         if batches is None:
             return _LocalRead(_Status(_NO_LOADER))
         try:
-            entries = next(batches)
-            batch = full_batch(entries, self._whole)
+            batch = read_batch(next(batches), self._whole)
             self._layout_of(batch)
-            header = _header(batch)
             status = _Status(_BATCH, batch.loss_tokens, batch.digest())
+            return _LocalRead(status, _packed(batch))
         except StopIteration:
             return _LocalRead(_Status(_END))
         except Exception as error:  # any: the other ranks would wait for this one
-            return _LocalRead(_failed(error), error=error)
-        return _LocalRead(status, batch, header)
+            text = f"{type(error).__name__}: {error}".encode()
+            return _LocalRead(_Status(_ERROR, text=text), error=error)
 
     def _gather_statuses(self, local: _LocalRead) -> list[_Status] | None:
-        """Statuses of all ranks' reads; None where a loader has ended.
-
-        Raises:
-            DataError: another rank cannot use its batch.
-            Exception: this rank cannot use its own.
-        """
+        """Statuses of all ranks' reads; None where a loader has ended."""
+        # One all-gather a batch, before anything else is sent: whether a loader has ended or failed
+        # must be known on all ranks, or those of another replica would wait in a later collective
+        # for ranks that have left the loop. The number of loss tokens comes with it, so that the
+        # loss needs no reduction of its own; the digest tells replicas that read the same samples.
         statuses = [local.status]
         if self._group is not None and dist.get_world_size(self._group) > 1:
             gathered = all_gather_bytes(_STATUS.pack(*local.status), self._group)
@@ -204,27 +334,7 @@ class SequenceParallelDataLoader:
     def _notice(self, text: str) -> None:
         warn_once(text, rank=0 if self._group is None else dist.get_rank(self._group))
 
-    def _broadcast(self, batch: FullBatch | None, header: bytes) -> FullBatch:
-        """Broadcast the batch that rank 0 of the mesh has read, and its header."""
-        group = self.mesh.sp_group
-        if group is None or dist.get_world_size(group) == 1:
-            return cast(FullBatch, batch)
-        source = dist.get_global_rank(group, 0)
-        headers = [header]
-        dist.broadcast_object_list(headers, source, group, self._transport)
-        shapes, whole, documents = pickle.loads(headers[0])
-        sharded: dict[str, Tensor] = {}
-        for name, (shape, dtype) in shapes.items():
-            if batch is None:
-                tensor = torch.empty(shape, dtype=dtype, device=self._transport)
-            else:
-                tensor = batch.sharded[name].contiguous().to(self._transport)
-            # As bytes: not every backend sends every type.
-            dist.broadcast(tensor.view(-1).view(torch.uint8), source, group)
-            sharded[name] = tensor
-        return FullBatch(sharded=sharded, whole=whole, documents=documents)
-
-    def _shard(self, batch: FullBatch, loss_tokens: int) -> ShardedBatch:
+    def _shard(self, batch: WholeBatch, loss_tokens: int) -> ShardedBatch:
         """This rank's shard of a batch, on the device; registers its layout with the mesh.
 
         Args:
@@ -232,6 +342,8 @@ class SequenceParallelDataLoader:
             loss_tokens: labels that count, of all data-parallel replicas; stored in the shard.
         """
         layout = self._layout_of(batch)
+        # Attention that is given no layout is refused where the batch's is another than its
+        # default.
         self.mesh.batch_layouts[batch.seq_len] = layout
         shards = {
             name: layout.shard(x, dim=1, rank=self.mesh.rank).to(self._device)
@@ -269,8 +381,7 @@ class _LocalRead(NamedTuple):
     """What this rank has read, if it is rank 0 of a mesh."""
 
     status: _Status
-    batch: FullBatch | None = None
-    header: bytes = b""
+    message: Message | None = None
     error: Exception | None = None
 
 
@@ -279,15 +390,10 @@ def _batches(loader: Iterable[Mapping[str, Any]] | None) -> Iterator[Mapping[str
     yield from cast(Iterable[Mapping[str, Any]], loader)
 
 
-def _header(batch: FullBatch) -> bytes:
-    """What a batch holds besides its sharded tensors, and their shapes, pickled.
-
-    Raises:
-        DataError: an entry that cannot be pickled.
-    """
-    shapes = {name: (x.shape, x.dtype) for name, x in batch.sharded.items()}
+def _packed(batch: WholeBatch) -> Message:
+    """DataError for an entry that cannot be pickled."""
     try:
-        return pickle.dumps((shapes, batch.whole, batch.documents))
+        return BatchBroadcast.pack(batch)
     except Exception as error:  # pickle's errors have no common class
         raise DataError(
             f"one of the batch's entries {sorted(batch.whole)} cannot be sent to the other ranks "
@@ -295,5 +401,53 @@ def _header(batch: FullBatch) -> bytes:
         ) from error
 
 
-def _failed(error: Exception) -> _Status:
-    return _Status(_ERROR, text=f"{type(error).__name__}: {error}".encode())
+class DataParallelRanks(NamedTuple):
+    """This rank along the data-parallel axis.
+
+    Attributes:
+        rank: index of this rank's replica: what ``DistributedSampler(rank=)`` takes.
+        size: number of replicas: what ``DistributedSampler(num_replicas=)`` takes.
+        ranks: global ranks of all replicas that hold the same shard of their sequences.
+    """
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+
+
+def data_parallel_ranks(
+    mesh: SequenceMesh, group: dist.ProcessGroup | None = None
+) -> DataParallelRanks:
+    """The data-parallel axis beside ``mesh``. Collective over ``group``.
+
+    All ranks of a mesh are one replica: they read the same samples.
+
+    Args:
+        mesh: this rank's sequence mesh.
+        group: the ranks that train together, a whole number of meshes; None: the default group.
+
+    Raises:
+        ConfigError: meshes of different sizes in the group; on every rank.
+    """
+    if not dist.is_initialized():
+        return DataParallelRanks(0, 1, (0,))
+    world_group = cast(dist.ProcessGroup, group or dist.group.WORLD)
+    rank_here = dist.get_rank()
+    members = [rank_here] if mesh.sp_group is None else dist.get_process_group_ranks(mesh.sp_group)
+    # Not from the mesh's degrees and the world's size: meshes may have been made of any groups.
+    # Each rank says where its mesh begins and where in it it is, and who says the same is a peer.
+    payload = struct.pack("qqq", members[0], mesh.rank, mesh.sp_degree)
+    rank_infos = [struct.unpack("qqq", data) for data in all_gather_bytes(payload, world_group)]
+    sizes = sorted({size for _, _, size in rank_infos})
+    firsts = sorted({first for first, _, _ in rank_infos})
+    if len(sizes) > 1 or len(firsts) * sizes[0] != len(rank_infos):
+        raise ConfigError(
+            f"the {len(rank_infos)} ranks of the group hold {len(firsts)} sequence meshes of "
+            f"{' and '.join(map(str, sizes))} ranks: every rank must be in one mesh, and all "
+            "meshes must have one size. Build them with SequenceMesh.build(RankGrid(...))"
+        )
+    global_ranks = dist.get_process_group_ranks(world_group)
+    peers = (
+        global_ranks[index] for index, (_, rank, _) in enumerate(rank_infos) if rank == mesh.rank
+    )
+    return DataParallelRanks(firsts.index(members[0]), len(firsts), tuple(peers))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ds_usp.errors import ConfigError
-from ds_usp.memory.host_storages import HostStorages
-from ds_usp.memory.saved_tensor_hooks import storage_id
+from ds_usp.memory.offload import HostStorages
+from ds_usp.memory.saved_attention import storage_id
 
 # Where DeepSpeed's optimizers keep the master weights: ZeRO-1 and 2, ZeRO-1 in bf16, ZeRO-3.
 _MASTERS = (
@@ -72,6 +72,8 @@ class StatesOnHost:
 
     def leave(self) -> None:
         """Free the device memory; without effect within :meth:`on_device`."""
+        # The copies have started when the step ended, and had the time of logging and reading the
+        # next batch: here they are only waited for. Before the first step there were none.
         if not self._uses:
             self._storages.send(self._tensors())
             self._storages.free()
@@ -95,6 +97,7 @@ class StatesOnHost:
         tensors = [value for state in base.state.values() for value in state.values()]
         for name in _MASTERS:
             tensors += getattr(self._optimizer, name, [])
+        # In fp32 masters are the parameters themselves, which forward needs.
         used = set()
         for parameter in self._module.parameters():
             used.add(storage_id(parameter.detach()))

@@ -60,7 +60,7 @@ _LAUNCH_ROW_STATS, _LAUNCH_GRADIENT = CachedLauncher(_row_stats), CachedLauncher
 def row_stats_fused(
     logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``row_max``, ``sum_exp`` and ``label_logit`` of :class:`ds_usp.training.logits.RowStats`.
+    """``row_max``, ``sum_exp`` and ``label_logit`` of :class:`ds_usp.training.loss.RowStats`.
 
     Shapes:
         logits ``[t, V]`` with dense rows, labels ``[t]``: -1 is in another rank's vocabulary.

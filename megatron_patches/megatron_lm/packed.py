@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import ds_usp
@@ -57,8 +56,7 @@ def get_thd_batch_on_this_cp_rank(
         return batch, params
     tokens = batch["tokens"]
     layout = ds_usp.TokenLayout(LAYOUT, tokens.shape[1], size, documents=tuple(padded.tolist()))
-    index = torch.tensor(layout.positions(rank), device=tokens.device)
     for key, value in batch.items():
         if key not in _NOT_SHARDED and value is not None:
-            batch[key] = value.index_select(1, index)
+            batch[key] = layout.shard(value, 1, rank)
     return batch, params

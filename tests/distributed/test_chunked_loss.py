@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_usp import ConfigError
 from ds_usp import testing as oracle
 from ds_usp.training import chunked_token_losses, chunked_weighted_loss
-from ds_usp.training.logits import Logits
+from ds_usp.training.loss import Logits
 
 S, B, H, V = 13, 2, 16, 24
 LIMIT = 2e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import ConfigError, DataError, LayoutError, MeshError, RankGrid, SequenceMesh
 from ds_usp.training import ParallelGroups, SequenceParallelDataLoader, data_parallel_ranks
+from ds_usp.training.data_loader import BatchBroadcast
 
 WORLD = 4
 
@@ -76,6 +78,50 @@ def test_every_rank_gets_its_shard_of_its_groups_batch(
             assert torch.equal(batch.others["weights"], weights[:, positions])
             assert batch.others["name"] == f"{replica}.{step}"
             assert batch.loss_tokens == replicas * 2 * (tokens.shape[1] - 1)
+
+
+def something() -> dict[str, Any]:
+    """A batch with whatever loaders put into one."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "ids": (torch.arange(6).view(2, 3).t(), [torch.ones(2, dtype=torch.bfloat16)]),
+        "mask": torch.tensor([True, False]),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+        "complex": torch.randn(3, dtype=torch.complex64, generator=draw),
+        "trained": torch.randn(2, generator=draw).requires_grad_(),
+        "text": Case(name="a", weights=torch.rand(2, 5, generator=draw)),
+        "nothing": None,
+    }
+
+
+@dataclass
+class Case:
+    name: str
+    weights: torch.Tensor
+
+
+def broadcast(ctx: RankContext, *, source: int) -> Any:
+    sender, mine = BatchBroadcast(ctx.group, "cpu"), something()
+    batches = iter([mine]) if ctx.rank == source else None
+    got, end = sender.next_of(batches, source), sender.next_of(batches, source)
+    assert got is not None and end is None
+    got[0]["mask"].logical_not_()  # its own, also where it was read
+    assert mine["mask"].tolist() == [True, False]
+    return got[0]
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_every_rank_gets_what_one_has_read(source: int, pool: WorkerPool) -> None:
+    want = something()
+    for got in pool.run(broadcast, WORLD, source=source):
+        assert got.keys() == want.keys()
+        assert got["mask"].tolist() == [False, True] and got["nothing"] is None
+        assert got["text"].name == "a" and torch.equal(got["text"].weights, want["text"].weights)
+        (ids, ones), (want_ids, want_ones) = got["ids"], want["ids"]
+        assert torch.equal(ids, want_ids) and torch.equal(ones[0], want_ones[0])
+        for name in ("scalar", "empty", "complex", "trained"):
+            assert torch.equal(got[name], want[name]) and got[name].dtype == want[name].dtype, name
 
 
 class Notices(logging.Handler):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp.memory import keep_attention, recompute_before
-from ds_usp.memory.saved_tensor_hooks import saved_tensors
+from ds_usp.memory.saved_attention import saved_tensors
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload

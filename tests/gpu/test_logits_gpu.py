@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_usp.testing import relative_error
-from ds_usp.training.logits import Logits
+from ds_usp.training.loss import Logits
 
 pytest.importorskip("ds_usp.training.logits_triton", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -41,11 +41,7 @@ sp_world_size = groups._get_sequence_parallel_world_size()
 sp_rank = groups._get_sequence_parallel_rank()
 loader = torch.utils.data.DataLoader(settings["data"], batch_size=None)  # noqa: F821
 loader = UlyssesSPDataLoaderAdapter(
-    loader,
-    sp_rank=sp_rank,
-    sp_group=sp_group,
-    sp_world_size=sp_world_size,
-    device=model.device,
+    loader, sp_rank=sp_rank, sp_group=sp_group, sp_world_size=sp_world_size, device=model.device
 )
 
 for batch in loader:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -136,16 +137,36 @@ def on_the_mesh(model: Any, mesh: ds_usp.SequenceMesh, batch: Mapping[str, Tenso
     """The enabled model on this rank; the gradients are the means over the ranks."""
     out = model(**batch)
     out.loss.backward()
-    gradients = take_gradients(model)
-    mean = torch.cat([g.flatten() for g in gradients.values()])
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
-    parts = mean.split([g.numel() for g in gradients.values()])
-    means = (part.view_as(g) for part, g in zip(parts, gradients.values(), strict=True))
+    gradients = mean_gradients(model)
     logits = out.logits.detach()
     if "attention_mask" in batch:  # what padding gives is nobody's
         logits = logits * batch["attention_mask"][..., None]
-    return Result(out.loss.detach(), logits, dict(zip(gradients, means, strict=True)))
+    return Result(out.loss.detach(), logits, gradients)
+
+
+def mean_gradients(model: Any, divisor: int | None = None) -> dict[str, Tensor]:
+    """The gradients, summed over all ranks, by their number or another divisor."""
+    gradients = take_gradients(model)
+    joined = torch.cat([g.flatten() for g in gradients.values()])
+    dist.all_reduce(joined)
+    joined /= divisor or dist.get_world_size()
+    parts = joined.split([g.numel() for g in gradients.values()])
+    return {
+        name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)
+    }
+
+
+@contextmanager
+def counted_attention(module: Any) -> Iterator[list[int]]:
+    """One entry for each call of ``usp_attention`` that a module makes."""
+    original, calls = module.usp_attention, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(module, "usp_attention", counted):
+        yield calls
 
 
 def take_gradients(model: Any) -> dict[str, Tensor]:

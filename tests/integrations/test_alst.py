@@ -12,8 +12,9 @@ import torch
 from harness import RankContext, WorkerPool
 from hf_trainer_runs import restored_environment, tiny_model, weights_of
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_usp.errors import USPError
+from ds_usp.errors import DataError, USPError
 from ds_usp.integrations.transformers import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from ds_usp.training import prepare_deepspeed
 
@@ -95,10 +96,6 @@ def one_rank(kind: str, steps: int) -> tuple[list[float], list[Tensor]]:
 def run_script(
     ctx: RankContext, text: str, path: str, sp: int, stage: int, kind: str
 ) -> tuple[list[float], list[Tensor]]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from ds_usp.integrations.transformers import UlyssesSPAttentionHF
-
     prepare_deepspeed()
     batch = BATCHES[kind]()
     settings = {
@@ -203,6 +200,22 @@ def sums_and_means() -> None:
     engine_with(3, reduce_scatter=False)(**packed())
 
 
+def one_rank_cannot_read() -> None:
+    """The second rank of each mesh fails; the first one would wait for its batch."""
+
+    def broken() -> Any:
+        yield packed()
+        if torch.distributed.get_rank(group):
+            raise DataError("no such shard")
+        yield packed()
+
+    group = register().get_sequence_parallel_group()
+    rank = torch.distributed.get_rank(group)
+    adapter = UlyssesSPDataLoaderAdapter(broken(), rank, group, 2, "cpu")
+    assert sum(next(adapter)["input_ids"].shape[1] for _ in range(2)) >= 60
+    next(adapter)
+
+
 CASES_REFUSED = {
     balanced_layout: "layout='balanced' must be auto or one of",
     model_outside_of_the_engine: "runs before, or outside of, the engine",
@@ -210,6 +223,7 @@ CASES_REFUSED = {
     other_size: "DeepSpeed has groups of 2 ranks already",
     whole_batches: r"were given \[30, 31\] tokens, zigzag shards of 61 are",
     sums_and_means: "reduce_scatter=false",
+    one_rank_cannot_read: "no such shard",
 }
 
 

@@ -12,6 +12,7 @@ from harness import RankContext, WorkerPool
 from hf_trainer_runs import Record, restored_environment, tiny_model, tokenizer
 
 from ds_usp.errors import ConfigError
+from ds_usp.integrations.transformers import UlyssesSPAttentionHF, patch_accelerate, sequence_mesh
 from ds_usp.training import prepare_deepspeed
 
 
@@ -72,8 +73,6 @@ def arguments_of(sp: int, stage: int | None) -> dict[str, Any]:
 
 
 def train(ctx: RankContext, sp: int = 1, degree: int | None = None, **options: Any) -> Any:
-    from ds_usp.integrations.transformers import UlyssesSPAttentionHF, patch_accelerate
-
     stage = options.pop("stage", None)
     sft = options.pop("sft", False)
     with restored_environment():
@@ -146,8 +145,6 @@ def test_an_unedited_sft_trainer_trains_as_one_process_does(pool: WorkerPool) ->
 
 def mesh_of_sizes(ctx: RankContext, **sizes: int) -> Any:
     from accelerate import ParallelismConfig
-
-    from ds_usp.integrations.transformers import sequence_mesh
 
     degree = sizes.pop("ulysses_degree", None)
     mesh = sequence_mesh(ParallelismConfig(**sizes), degree)

@@ -11,6 +11,9 @@ import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 from training_models import batch_of, difference, forward, gradients, llama
+from transformers import AutoModelForCausalLM
+
+from ds_usp.integrations.transformers import enable
 
 OPTIONS: dict[str, Any] = {
     "recompute": "attention",
@@ -22,10 +25,6 @@ OPTIONS: dict[str, Any] = {
 
 def saved_and_loaded(ctx: RankContext, folder: str) -> None:
     """Names of weights and the saved configuration are those of a model that is not enabled."""
-    from transformers import AutoModelForCausalLM
-
-    from ds_usp.integrations.transformers import enable
-
     model = llama(attention_dropout=0.0)
     names = list(model.state_dict())
     wanted = forward(model, batch_of(30))
@@ -50,8 +49,6 @@ def test_save_and_load_are_transformers_own(pool: WorkerPool, tmp_path: Path) ->
 
 def copied(ctx: RankContext) -> float:
     """A copy of a model after a step is enabled, and on its own."""
-    from ds_usp.integrations.transformers import enable
-
     model = llama()
     enabled = enable(model, mesh_of(2), **OPTIONS)
     forward(model, batch_of(30)).backward()

@@ -9,23 +9,22 @@ from typing import Any
 import further_diffusers
 import pytest
 import torch
-import torch.distributed as dist
 from cases import mesh_of
 from harness import RankContext, WorkerPool
-from model_runs import BOUND, Result, relative, take_gradients
-from tiny_diffusers import (
-    MASKS,
-    VARIANTS,
-    arguments,
-    build,
-    flux_pipeline,
-    output_of,
-    wan_pipeline,
+from model_runs import (
+    BOUND,
+    Result,
+    counted_attention,
+    mean_gradients,
+    relative,
+    take_gradients,
 )
+from tiny_diffusers import MASKS, VARIANTS, arguments, build, flux_pipeline, output_of, wan_pipeline
 from torch import Tensor
 
 import ds_usp
-from ds_usp.integrations.diffusers import PLANS, enable
+from ds_usp.integrations.diffusers import PLANS, enable, pass_state
+from ds_usp.training import prepare_deepspeed
 
 PIXART = "PixArtTransformer2DModel"
 WORLD = 4
@@ -61,13 +60,7 @@ def alone(transformer: Any, *passes: dict[str, Any]) -> Result:
 
 def on_the_mesh(transformer: Any, *passes: dict[str, Any], divisor: int = WORLD) -> Result:
     """On all ranks; the gradients are their sum by the divisor, the mean."""
-    loss, output = forward_and_backward(transformer, *passes)
-    gradients = take_gradients(transformer)
-    joined = torch.cat([gradient.flatten() for gradient in gradients.values()])
-    dist.all_reduce(joined)
-    parts = (joined / divisor).split([gradient.numel() for gradient in gradients.values()])
-    means = (x.view_as(g) for x, g in zip(parts, gradients.values(), strict=True))
-    return Result(loss, output, dict(zip(gradients, means, strict=True)))
+    return Result(*forward_and_backward(transformer, *passes), mean_gradients(transformer, divisor))
 
 
 def computed_again(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,30 +106,19 @@ def test_outputs_and_gradients_are_exact_at_every_split(pool: WorkerPool, name: 
 
 def checkpointed(ctx: RankContext, name: str, reentrant: bool) -> tuple[Errors, int]:
     """Two passes of other lengths before one backward pass, and how often attention ran."""
-    from ds_usp.integrations.diffusers import pass_state
-
     transformer = build(name)
     passes = arguments(name, padded=True), arguments(name, odd=False, seed=2)
     if reentrant:  # which computes no gradients unless an input has one
         for given in passes:
             given["hidden_states"].requires_grad_()
     want = alone(transformer, *passes)
-    calls = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return original(*args, **kwargs)
 
     def reentrant_checkpoint(block: Callable[..., Any], *args: Any) -> Any:
         return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=True)
 
-    original, pass_state.usp_attention = pass_state.usp_attention, counted
-    try:
-        with enable(transformer, mesh_of(2)):
-            transformer.enable_gradient_checkpointing(reentrant_checkpoint if reentrant else None)
-            have = on_the_mesh(transformer, *passes)
-    finally:
-        pass_state.usp_attention = original
+    with counted_attention(pass_state) as calls, enable(transformer, mesh_of(2)):
+        transformer.enable_gradient_checkpointing(reentrant_checkpoint if reentrant else None)
+        have = on_the_mesh(transformer, *passes)
     return {f"rank {ctx.rank}": have.error(want)}, sum(calls)
 
 
@@ -253,8 +235,6 @@ def test_replicas_may_be_averaged(pool: WorkerPool, prepare: Any) -> None:
 
 def zero_step(ctx: RankContext, stage: int) -> float:
     """The relative error of a step under DeepSpeed, checkpointed."""
-    from ds_usp.training import prepare_deepspeed
-
     prepare_deepspeed()
     import deepspeed
 

@@ -20,10 +20,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
+from ds_usp import ConfigError, USPError
+from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.diffusers import PLANS, Plan, TokenDim, enable
 from ds_usp.integrations.diffusers.hooks import check_attention
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
-from ds_usp.integrations.diffusers.plan import Tokens
+from ds_usp.integrations.diffusers.plans import Tokens
 from ds_usp.integrations.replicas import ValuesComparison
 
 FLUX, WAN, PIXART = "FluxTransformer2DModel", "WanTransformer3DModel", "PixArtTransformer2DModel"
@@ -70,7 +72,7 @@ def test_a_pipeline_is_restored_where_its_second_transformer_is_refused() -> Non
     pipeline, _ = flux_pipeline()
     pipeline.transformer_2 = build(WAN)
     pipeline.transformer_2.blocks[0].attn1.processor._attention_backend = "flash"
-    with pytest.raises(ds_usp.UnsupportedAttentionError, match="'flash'"):
+    with pytest.raises(Unsupported, match="'flash'"):
         enable(pipeline, MESH)
     assert hooks_of(pipeline.transformer) == 0
 
@@ -171,25 +173,25 @@ def unet_pipeline() -> Any:
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: diffusers.DiTTransformer2DModel(num_layers=0),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "no plan for DiTTransformer2DModel; there are plans for FluxTransformer2DModel, ",
     ),
-    (token_replace, ds_usp.UnsupportedAttentionError, "image_condition_type='token_replace'"),
-    (with_an_ip_adapter, ds_usp.UnsupportedAttentionError, "IP-Adapters"),
-    (with_a_backend, ds_usp.UnsupportedAttentionError, r"set_attention_backend\('native'\)"),
-    (with_a_group_norm, ds_usp.UnsupportedAttentionError, "group_norm"),
-    (with_parallelism, ds_usp.ConfigError, "enable_parallelism"),
-    (with_a_cache, ds_usp.UnsupportedAttentionError, "disable_cache"),
-    (with_a_cache_by_function, ds_usp.UnsupportedAttentionError, "fbc_leader_block_hook"),
-    (without_attention_scores, ds_usp.UnsupportedAttentionError, "layer_skip_hook"),
+    (token_replace, Unsupported, "image_condition_type='token_replace'"),
+    (with_an_ip_adapter, Unsupported, "IP-Adapters"),
+    (with_a_backend, Unsupported, r"set_attention_backend\('native'\)"),
+    (with_a_group_norm, Unsupported, "group_norm"),
+    (with_parallelism, ConfigError, "enable_parallelism"),
+    (with_a_cache, Unsupported, "disable_cache"),
+    (with_a_cache_by_function, Unsupported, "fbc_leader_block_hook"),
+    (without_attention_scores, Unsupported, "layer_skip_hook"),
     *(
-        (partial(with_processor, processor), ds_usp.UnsupportedAttentionError, "class of its own")
+        (partial(with_processor, processor), Unsupported, "class of its own")
         for processor in (attend, partial(attend), Slotted().__call__, Slotted())
     ),
-    (enabled_before, ds_usp.ConfigError, "sharded already"),
-    (unet_pipeline, ds_usp.ConfigError, "neither transformer nor transformer_2"),
-    (lambda: nn.Linear(2, 2), ds_usp.ConfigError, "Linear is no transformer .* ModularPipeline"),
-    (compiled_pipeline, ds_usp.ConfigError, "OptimizedModule is no transformer .* torch.compile"),
+    (enabled_before, ConfigError, "sharded already"),
+    (unet_pipeline, ConfigError, "neither transformer nor transformer_2"),
+    (lambda: nn.Linear(2, 2), ConfigError, "Linear is no transformer .* ModularPipeline"),
+    (compiled_pipeline, ConfigError, "OptimizedModule is no transformer .* torch.compile"),
 ]
 
 
@@ -222,24 +224,24 @@ BAD_PLANS: dict[str, tuple[Plan, str]] = {
 @pytest.mark.parametrize("case", BAD_PLANS)
 def test_a_plan_is_compared_with_the_class(case: str) -> None:
     plan, text = BAD_PLANS[case]
-    with pytest.raises(ds_usp.ConfigError) as error:
+    with pytest.raises(ConfigError) as error:
         enable(build(WAN), MESH, plan=plan)
     assert text in str(error.value) and diffusers.__version__ in str(error.value)
 
 
 def test_options_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ds_usp.ConfigError, match="'mean'"):
+    with pytest.raises(ConfigError, match="'mean'"):
         enable(build(PIXART), MESH, gradients="max")  # type: ignore[arg-type]
-    with pytest.raises(ds_usp.UnsupportedAttentionError, match="unknown attention kernel 'best'"):
+    with pytest.raises(Unsupported, match="unknown attention kernel 'best'"):
         enable(build(PIXART), MESH, kernel="best")
-    with pytest.raises(ds_usp.ConfigError, match="mesh=None must be a SequenceMesh"):
+    with pytest.raises(ConfigError, match="mesh=None must be a SequenceMesh"):
         enable(build(PIXART), None)  # type: ignore[arg-type]
 
 
 def test_fewer_heads_than_the_ulysses_degree_are_refused() -> None:
     transformer = build(FLUX, num_attention_heads=3)
     check_attention(transformer, PLANS[FLUX], 3)
-    with pytest.raises(ds_usp.UnsupportedAttentionError, match="3 heads, fewer than the Ulysses"):
+    with pytest.raises(Unsupported, match="3 heads, fewer than the Ulysses"):
         check_attention(transformer, PLANS[FLUX], 4)
 
 
@@ -301,7 +303,7 @@ def test_a_forward_pass_refuses(what: str, text: str) -> None:
     transformer, given = build(FLUX), arguments(FLUX)
     enable(transformer, MESH)
     given = changed(transformer, given, what)
-    with pytest.raises(ds_usp.USPError, match=text):
+    with pytest.raises(USPError, match=text):
         transformer(**given)
 
 
@@ -313,7 +315,7 @@ def test_blocks_are_computed_again_before_disable_only() -> None:
     given["hidden_states"].requires_grad_()
     with enable(transformer, MESH):
         loss = transformer(**given).sample.sum()
-    with pytest.raises(ds_usp.ConfigError, match="after backward"):
+    with pytest.raises(ConfigError, match="after backward"):
         loss.backward()
 
 
@@ -322,7 +324,7 @@ def test_a_copy_is_enabled_too_and_cannot_be_pickled(tmp_path: Path) -> None:
     wanted = transformer(**given).sample
     with enable(transformer, MESH):
         twin = copy.deepcopy(transformer)
-        with pytest.raises(ds_usp.ConfigError, match="save_pretrained"):
+        with pytest.raises(ConfigError, match="save_pretrained"):
             torch.save(transformer, tmp_path / "transformer.pt")
     assert hooks_of(transformer) == 0 < hooks_of(twin)
     assert relative(twin(**given).sample, wanted) < 1e-6
@@ -355,7 +357,7 @@ def test_masks_dropout_and_causality_of_attention_are_refused() -> None:
     name = "QwenImageTransformer2DModel"
     transformer = build(name)
     enable(transformer, MESH, plan=replace(PLANS[name], masks={}))
-    with pytest.raises(ds_usp.UnsupportedAttentionError, match=r"a mask \[2, 1, 1, 42\]"):
+    with pytest.raises(Unsupported, match=r"a mask \[2, 1, 1, 42\]"):
         transformer(**arguments(name, padded=True))
 
 
@@ -366,7 +368,7 @@ def test_a_mask_of_floats_is_refused_as_attention_adds_it() -> None:
     floats = given | {"attention_mask": given["attention_mask"].float()}
     assert relative(transformer(**floats).sample, want) > 1e-2
     with enable(transformer, MESH):
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match="boolean mask"):
+        with pytest.raises(Unsupported, match="boolean mask"):
             transformer(**floats)
         assert relative(transformer(**given).sample, want) < 1e-6
 
@@ -375,5 +377,5 @@ def test_parts_of_a_transformer_are_not_called_alone() -> None:
     transformer = build(WAN)
     hidden, text = torch.zeros(2, 8, 96), torch.zeros(2, 7, 96)
     enable(transformer, MESH)
-    with pytest.raises(ds_usp.ConfigError, match="outside of a forward pass"):
+    with pytest.raises(ConfigError, match="outside of a forward pass"):
         transformer.blocks[1](hidden, text, torch.zeros(2, 6, 96), None)

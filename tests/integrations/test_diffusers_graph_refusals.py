@@ -15,10 +15,10 @@ from test_diffusers_graphs import MESH, QWEN, WAN, passes
 from tiny_diffusers import arguments, build
 from torch.testing._internal.two_tensor import TwoTensor
 
-import ds_usp
-from ds_usp import Tuning
+from ds_usp import ConfigError, Tuning
+from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.diffusers import enable
-from ds_usp.integrations.diffusers.graph_checks import check_device, check_graphs, identities
+from ds_usp.integrations.diffusers.graphs import check_device, check_graphs, identities
 
 
 def hooked(transformer: Any) -> None:
@@ -69,30 +69,30 @@ def test_what_a_graph_would_not_repeat_is_refused(
     transformer, given = build(WAN).eval(), arguments(WAN)
     if not late:
         change(transformer)
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match=text):
+        with pytest.raises(Unsupported, match=text):
             enable(transformer, MESH, cuda_graphs=True)
         return
     with enable(transformer, MESH, cuda_graphs=True):
         passes(transformer, given)
         change(transformer)
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match=text):
+        with pytest.raises(Unsupported, match=text):
             transformer(**given)
 
 
 def test_hooks_and_compilers_around_the_transformer_are_refused(tapes: list[Tape]) -> None:
     transformer, given = build(WAN).eval(), arguments(WAN)
     with enable(transformer, MESH, cuda_graphs=True):
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match="has no effect"):
+        with pytest.raises(Unsupported, match="has no effect"):
             torch.compile(transformer, backend="eager")(**given)
         transformer.register_forward_pre_hook(lambda *_: None)
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match="register it before enable"):
+        with pytest.raises(Unsupported, match="register it before enable"):
             transformer(**given)
 
 
 def test_another_forward_function_is_neither_replaced_nor_lost(tapes: list[Tape]) -> None:
     transformer = build(WAN).eval()
     own = transformer.forward = partial(type(transformer).forward, transformer)
-    with pytest.raises(ds_usp.UnsupportedAttentionError, match="forward function of its own"):
+    with pytest.raises(Unsupported, match="forward function of its own"):
         enable(transformer, MESH, cuda_graphs=True)
     assert transformer.forward is own
     del transformer.forward
@@ -103,23 +103,20 @@ def test_another_forward_function_is_neither_replaced_nor_lost(tapes: list[Tape]
 
 def test_arguments_that_a_graph_cannot_take_are_refused(tapes: list[Tape]) -> None:
     qwen = build(QWEN).eval()
-    with (
-        enable(qwen, MESH, cuda_graphs=True),
-        pytest.raises(ds_usp.UnsupportedAttentionError, match="mask of text"),
-    ):
+    with enable(qwen, MESH, cuda_graphs=True), pytest.raises(Unsupported, match="mask of text"):
         qwen(**arguments(QWEN, padded=True))
     wan, given = build(WAN).eval(), arguments(WAN)
     with enable(wan, MESH, cuda_graphs=True):
         meta = {"encoder_hidden_states": given["encoder_hidden_states"].to("meta")}
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match="is on meta"):
+        with pytest.raises(Unsupported, match="is on meta"):
             wan(**given | meta)
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match="type object"):
+        with pytest.raises(Unsupported, match="type object"):
             wan(**given | {"timestep": object()})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has GPUs")
 def test_without_a_gpu_they_are_refused() -> None:
-    with pytest.raises(ds_usp.ConfigError, match="cuda_graphs=True needs a GPU"):
+    with pytest.raises(ConfigError, match="cuda_graphs=True needs a GPU"):
         enable(build(WAN), MESH, cuda_graphs=True)
 
 
@@ -134,17 +131,14 @@ def test_without_a_gpu_they_are_refused() -> None:
     ],
 )
 def test_exchanges_that_cannot_be_captured_are_refused(
-    options: dict[str, Any],
-    environment: dict[str, str],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], environment: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     unavailable = "no peer access" if text == "no peer access" else None
     mesh: Any = SimpleNamespace(sp_degree=4, copy_engine_unavailable=unavailable)
-    with pytest.raises(ds_usp.ConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         check_graphs(mesh, Tuning(**options))
 
 
@@ -152,7 +146,7 @@ def test_weights_on_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     check_device(WAN, torch.device("cuda", 0))
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
-        with pytest.raises(ds_usp.ConfigError, match=f"is on {device}"):
+        with pytest.raises(ConfigError, match=f"is on {device}"):
             check_device(WAN, device)
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 import ds_usp
+from ds_usp import UnsupportedAttentionError as Unsupported
+from ds_usp import USPError
 from ds_usp.integrations.diffusers import enable, graphs
 
 FLUX, WAN, QWEN = "FluxTransformer2DModel", "WanTransformer3DModel", "QwenImageTransformer2DModel"
@@ -125,7 +127,7 @@ def test_an_error_drops_the_graphs(tapes: list[Tape]) -> None:
     want = transformer(**given).sample
     with enable(transformer, MESH, cuda_graphs=True):
         passes(transformer, given)
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match="ControlNet"):
+        with pytest.raises(Unsupported, match="ControlNet"):
             transformer(**given, controlnet_block_samples=[torch.zeros(1)])
         assert errors(passes(transformer, given), want) < BOUND
     assert len(tapes) == 4
@@ -294,13 +296,13 @@ def test_a_capture_that_fails_is_not_tried_again(
     text = "WanTransformer3DModel cannot be captured in a CUDA graph: not allowed"
     rope = type(transformer.rope)
     with enable(transformer, MESH, cuda_graphs=True):
-        for expected, message in ((torch.OutOfMemoryError, "no memory"), (ds_usp.USPError, text)):
+        for expected, message in ((torch.OutOfMemoryError, "no memory"), (USPError, text)):
             passes(transformer, given, 1)
             with monkeypatch.context() as patch, pytest.raises(expected, match=message):
                 patch.setattr(rope, "forward", fails)
                 passes(transformer, given, 1)
             problems.pop(0)
         captures = len(tapes)
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match=text):
+        with pytest.raises(Unsupported, match=text):
             passes(transformer, given, 1)
         assert len(tapes) == captures

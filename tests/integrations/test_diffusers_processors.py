@@ -14,13 +14,10 @@ from model_runs import relative
 from tiny_diffusers import arguments, build, output_of
 
 import ds_usp
-from ds_usp.integrations.diffusers import PLANS, attention_calls, enable
-from ds_usp.integrations.diffusers.attention_calls import (
-    MeshAttention,
-    ReplacedAttention,
-    run_with,
-)
-from ds_usp.integrations.diffusers.plan import modules_at
+from ds_usp import UnsupportedAttentionError as Unsupported
+from ds_usp.integrations.diffusers import PLANS, enable, processor
+from ds_usp.integrations.diffusers.plans import modules_at
+from ds_usp.integrations.diffusers.processor import MeshAttention, ReplacedAttention, run_with
 
 FLUX, SD3 = "FluxTransformer2DModel", "SD3Transformer2DModel"
 MESH = ds_usp.SequenceMesh.single()
@@ -42,7 +39,7 @@ def test_no_processor_of_diffusers_needs_a_mode(name: str) -> None:
     want = output_of(transformer, given)
     with (
         enable(transformer, MESH),
-        mock.patch.object(attention_calls.AttentionMode, "__enter__", side_effect=AssertionError),
+        mock.patch.object(processor.AttentionMode, "__enter__", side_effect=AssertionError),
     ):
         assert relative(output_of(transformer, given), want) < 1e-6
 
@@ -144,9 +141,9 @@ def test_the_scale_reaches_attention_and_nothing_is_left_behind() -> None:
     attention.tokens_first(x, x, x, scale=0.5)
 
     assert seen == [0.25, 0.5] and len(attention.calls) == 2
-    assert attention_calls._CURRENT.get(None) is None
-    run_with(attention, lambda: attention_calls._CURRENT.get().tokens_first(x, x, x))
-    assert attention_calls._CURRENT.get(None) is None and len(attention.calls) == 3
+    assert processor._CURRENT.get(None) is None
+    run_with(attention, lambda: processor._CURRENT.get().tokens_first(x, x, x))
+    assert processor._CURRENT.get(None) is None and len(attention.calls) == 3
 
 
 @pytest.mark.parametrize("backend", ["_native_math", "flex"])
@@ -154,10 +151,7 @@ def test_a_backend_of_the_whole_process_is_refused_not_ignored(backend: str) -> 
     transformer, given = build(FLUX), arguments(FLUX)
     want = output_of(transformer, given)
     with enable(transformer, MESH):
-        with (
-            attention_backend(backend),
-            pytest.raises(ds_usp.UnsupportedAttentionError, match=f"backend '{backend}'"),
-        ):
+        with attention_backend(backend), pytest.raises(Unsupported, match=f"backend '{backend}'"):
             output_of(transformer, given)
         assert relative(output_of(transformer, given), want) < 1e-6
 
@@ -176,7 +170,7 @@ def test_a_backend_of_the_whole_process_is_refused_not_ignored(backend: str) -> 
 def test_what_a_processor_may_not_ask_for(option: Any, message: str) -> None:
     state: Any = None
     attention, x = MeshAttention("Processor", state, state), torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ds_usp.UnsupportedAttentionError, match=f"Processor .*{message}"):
+    with pytest.raises(Unsupported, match=f"Processor .*{message}"):
         attention.tokens_first(x, x, x, **option)
 
 

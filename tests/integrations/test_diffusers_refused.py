@@ -17,6 +17,8 @@ from peft import LoraConfig
 from tiny_diffusers import arguments, build
 
 import ds_usp
+from ds_usp import MeshError, USPError
+from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.diffusers import PLANS, enable
 from ds_usp.integrations.replicas import ArgumentsDigest
 
@@ -36,7 +38,7 @@ def other_options(ctx: RankContext) -> list[str]:
         (build(PIXART, num_layers=1 + last), {}),
         (cached, {}),
     ):
-        with pytest.raises(ds_usp.USPError) as error:
+        with pytest.raises(USPError) as error:
             enable(transformer, mesh_of(2), **options)
         messages.append(str(error.value))
     return messages
@@ -77,7 +79,7 @@ def refused(ctx: RankContext, make: Callable[[int], tuple[str, dict[str, Any]]])
     transformer = build(name)
     want = transformer(**arguments(name), return_dict=False)[0]
     with enable(transformer, mesh_of(2)):
-        with pytest.raises(ds_usp.USPError) as error:
+        with pytest.raises(USPError) as error:
             transformer(**given)
         have = transformer(**arguments(name), return_dict=False)[0]
     assert relative(have, want) <= BOUND
@@ -112,7 +114,7 @@ def reference_first(ctx: RankContext) -> str:
         transformer(**given)
     with (
         enable(transformer, mesh_of(2), plan=replace(plan, inputs={"": first | plan.inputs[""]})),
-        pytest.raises(ds_usp.UnsupportedAttentionError) as error,
+        pytest.raises(Unsupported) as error,
     ):
         transformer(**given)
     return str(error.value)
@@ -139,7 +141,7 @@ def test_a_lora_scale_is_refused_where_backward_computes_blocks_without_it() -> 
     again = gradients_of_adapters(transformer, 0.5)
     assert max(map(relative, again, whole)) > 0.1
     with enable(transformer, ds_usp.SequenceMesh.single()):
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match=r"LoRA's scale 0\.5 with"):
+        with pytest.raises(Unsupported, match=r"LoRA's scale 0\.5 with"):
             gradients_of_adapters(transformer, 0.5)
         with torch.no_grad():  # nothing is computed again
             transformer(**arguments("WanTransformer3DModel"), attention_kwargs={"scale": 0.5})
@@ -155,10 +157,10 @@ def compared_at_the_end(ctx: RankContext) -> tuple[str, int, str]:
     transformer, calls = build(name), []
     transformer.x_embedder.register_forward_hook(lambda *_: calls.append(1))
     with enable(transformer, mesh_of(2)), patch.object(ArgumentsDigest, "is_known", False):
-        with pytest.raises(ds_usp.MeshError) as error:
+        with pytest.raises(MeshError) as error:
             transformer(**given)
         launched = len(calls)
-        with pytest.raises(ds_usp.MeshError) as other:
+        with pytest.raises(MeshError) as other:
             transformer(**arguments(name, odd=ctx.rank == 1))
         assert len(calls) == launched
         transformer(**arguments(name))  # the ranks can go on
@@ -169,3 +171,45 @@ def test_values_on_gpus_are_compared_at_the_end_of_a_pass(pool: WorkerPool) -> N
     for values, launched, shapes in pool.run(compared_at_the_end, WORLD):
         assert launched == 1 and "noise from generators of one seed" in values
         assert "hidden_states (2, 32, 4)" in shapes and "hidden_states (2, 35, 4)" in shapes
+
+
+FLUX = "FluxTransformer2DModel"
+MESH = ds_usp.SequenceMesh.single()
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_pass_leaves_nothing_behind() -> None:
+    """torch calls no hook after Ctrl-C."""
+    transformer, given = build(FLUX), arguments(FLUX)
+    transformer.enable_gradient_checkpointing()
+    checkpoint, want = transformer._gradient_checkpointing_func, transformer(**given).sample
+    with enable(transformer, MESH):
+        handle = transformer.norm_out.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            transformer(**given)
+        handle.remove()
+        assert relative(transformer(**given).sample, want) < 1e-6
+        assert transformer._gradient_checkpointing_func is checkpoint
+        handle = transformer.norm_out.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            transformer(**given)
+        handle.remove()
+    assert transformer._gradient_checkpointing_func is checkpoint
+    assert relative(transformer(**given).sample, want) < 1e-6
+
+
+def test_a_transformer_is_not_disabled_within_its_forward_pass() -> None:
+    """It would return a shard."""
+    transformer, given = build(FLUX), arguments(FLUX)
+    want = transformer(**given).sample
+    enabled = enable(transformer, MESH)
+    handle = transformer.norm_out.register_forward_hook(lambda *_: enabled.disable())
+    with pytest.raises(ds_usp.ConfigError, match="within a forward pass of FluxTransformer2DModel"):
+        transformer(**given)
+    handle.remove()
+    assert enabled.transformers == (transformer,)
+    assert relative(transformer(**given).sample, want) < 1e-6
+    enabled.disable()

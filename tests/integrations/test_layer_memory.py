@@ -12,8 +12,10 @@ from cases import mesh_of
 from harness import RankContext, WorkerPool
 from peak_memory import peak_of
 from training_models import Model, batch_of, difference, forward, gpt2, gradients, llama
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from ds_usp.errors import ConfigError, LayoutError
+from ds_usp.integrations.transformers import enable
 
 
 def by_transformers(reentrant: bool) -> Callable[[Model], None]:
@@ -62,8 +64,6 @@ def compare_with_no_options(
     ctx: RankContext, ulysses: int, checkpoint: str, late: bool, options: dict[str, Any]
 ) -> tuple[float, int, int]:
     """The difference of gradients, and what backward sent without options and with them."""
-    from ds_usp.integrations.transformers import enable
-
     mesh = mesh_of(ulysses)
     model = llama()
     with enable(model, mesh):
@@ -90,14 +90,8 @@ def test_recompute_attention_sends_nothing_twice(
     pool: WorkerPool, ulysses: int, checkpoint: str, late: bool
 ) -> None:
     options = {"recompute": "attention"}
-    for error, plain, sent in pool.run(
-        compare_with_no_options,
-        2,
-        ulysses=ulysses,
-        checkpoint=checkpoint,
-        late=late,
-        options=options,
-    ):
+    case = {"ulysses": ulysses, "checkpoint": checkpoint, "late": late, "options": options}
+    for error, plain, sent in pool.run(compare_with_no_options, 2, **case):
         assert error < 1e-5
         assert 0 < sent == plain
 
@@ -116,21 +110,13 @@ OTHER_OPTIONS = {
 def test_gradients_are_those_without_options(
     pool: WorkerPool, options: str, checkpoint: str
 ) -> None:
-    for error, _, _ in pool.run(
-        compare_with_no_options,
-        2,
-        ulysses=2,
-        checkpoint=checkpoint,
-        late=False,
-        options=OTHER_OPTIONS[options],
-    ):
+    case = {"checkpoint": checkpoint, "late": False, "options": OTHER_OPTIONS[options]}
+    for error, _, _ in pool.run(compare_with_no_options, 2, ulysses=2, **case):
         assert error < 1e-5
 
 
 def rows_of_gpt2(ctx: RankContext, chunks: int) -> float:
     """The difference of gradients to one process's, of a batch of two rows."""
-    from ds_usp.integrations.transformers import enable
-
     model = gpt2()
     forward(model, batch_of(23)).backward()
     plain = gradients(model)
@@ -149,8 +135,6 @@ def test_layers_that_take_views_are_given_contiguous_chunks(pool: WorkerPool, ch
 
 def peak_and_offload(ctx: RankContext, options: dict[str, Any]) -> tuple[int, float]:
     """Peak bytes of a step, and the fraction of saved bytes that was offloaded."""
-    from ds_usp.integrations.transformers import enable
-
     model = llama(intermediate_size=1024, attention_dropout=0.0)
     with enable(model, mesh_of(2), **options) as enabled:
         batch = batch_of(256)
@@ -172,10 +156,6 @@ def test_less_is_saved(pool: WorkerPool) -> None:
 
 
 def refused(ctx: RankContext, case: str) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    from ds_usp.integrations.transformers import enable
-
     if case == "experts":
         experts = MixtralConfig(
             vocab_size=97,

@@ -21,8 +21,15 @@ from training_models import (
     llama,
     modernbert,
 )
+from transformers import LlamaForCausalLM, LlamaModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
+import ds_usp
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
+from ds_usp.integrations.transformers import enable
+from ds_usp.integrations.transformers.attention import RunningPass
+from ds_usp.integrations.transformers.loss import ChunkedHead, ChunkedLogits
+from ds_usp.integrations.transformers.trainer import _whole_logits
 
 LARGE_VOCAB = 32768
 
@@ -34,8 +41,6 @@ def with_and_without(
     ctx: RankContext, ulysses: int, model: str, frozen: bool = False
 ) -> tuple[float, float, list[str]]:
     """The relative difference of the loss and of gradients, and the keys of the outputs."""
-    from ds_usp.integrations.transformers import enable
-
     batches = [batch_of(tokens, tokens) for tokens in (30, 41)]
     batches[0]["labels"] = batches[0]["labels"].masked_fill(batches[0]["labels"] < 20, -100)
     batches[1]["num_items_in_batch"] = torch.tensor(57)
@@ -76,23 +81,17 @@ def test_a_frozen_head(pool: WorkerPool) -> None:
 
 
 def test_a_loss_in_fp64_is_not_rounded() -> None:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    from ds_usp.integrations.transformers.chunked_head import ChunkedHead, ChunkedLogits
-
     head = torch.nn.Linear(4, 7, bias=False, dtype=torch.float64)
     hidden, labels = torch.randn(1, 9, 4, dtype=torch.float64), torch.arange(9).view(1, 9) % 7
     # One ninth has no exact value in fp32. Of fp64 logits transformers' own loss is in fp32.
     want = torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
-    chunked = ChunkedHead(head, 2)
+    chunked = ChunkedHead(head, 2, RunningPass())
     options = {"vocab_size": 7, "num_items_in_batch": 9, "shift_labels": labels}
     loss = chunked.loss(ChunkedLogits(chunked, hidden), ForCausalLMLoss, labels, **options)
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
 
 
 def peak(ctx: RankContext, chunks: int, tokens: int) -> int:
-    from ds_usp.integrations.transformers import enable
-
     model = llama(vocab_size=LARGE_VOCAB, num_hidden_layers=1)
     with enable(model, mesh_of(2), loss_chunks=chunks):
 
@@ -114,9 +113,6 @@ def test_logits_of_all_tokens_never_exist(pool: WorkerPool) -> None:
 
 def logits_of_an_evaluation(ctx: RankContext) -> tuple[int, ...]:
     """What Trainer's metrics are given."""
-    from ds_usp.integrations.transformers import enable
-    from ds_usp.integrations.transformers.trainer import _whole_logits
-
     model = llama().eval()
     with enable(model, mesh_of(2), loss_chunks=2) as enabled, torch.no_grad():
         with _whole_logits(enabled, True):
@@ -130,10 +126,6 @@ def test_metrics_are_given_logits(pool: WorkerPool) -> None:
 
 
 def refused(ctx: RankContext, case: str) -> None:
-    from transformers import LlamaForCausalLM, LlamaModel
-
-    from ds_usp.integrations.transformers import enable
-
     class Penalized(LlamaForCausalLM):
         def forward(
             self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **others: Any
@@ -182,12 +174,8 @@ def test_refusals(pool: WorkerPool, case: str, error: type[Exception], words: st
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"loss_chunks": -1}, {"mlp_chunks": True}, {"loss_chunks": 2, "logits": "whole"}],
+    "options", [{"loss_chunks": -1}, {"mlp_chunks": True}, {"loss_chunks": 2, "logits": "whole"}]
 )
 def test_options_that_are_no_numbers_of_chunks(options: dict[str, Any]) -> None:
-    import ds_usp
-    from ds_usp.integrations.transformers import enable
-
     with pytest.raises(ConfigError, match="_chunks="):
         enable(llama(), ds_usp.SequenceMesh.single(), **options)

@@ -12,7 +12,9 @@ from harness import RankContext, WorkerPool
 from torch.distributed.tensor import DTensor
 from training_models import Model, batch_of, granite, llama
 
-from ds_usp.memory import chunk_gradients
+from ds_usp.integrations.transformers import enable
+from ds_usp.memory import chunks
+from ds_usp.training import prepare_deepspeed
 
 RATE = 256.0
 WRAPPERS = ("ZeRO-3", "FSDP2", "FSDP2, head by itself")
@@ -31,8 +33,6 @@ def step_of_one_rank(model: Model) -> dict[str, torch.Tensor]:
 
 
 def deepspeed_step(model: Model) -> None:
-    from ds_usp.training import prepare_deepspeed
-
     prepare_deepspeed()
     import deepspeed
 
@@ -79,8 +79,6 @@ def fsdp_step(model: Model, head: bool) -> None:
 
 def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: bool) -> float:
     """Of the change of all weights, relative to one rank's."""
-    from ds_usp.integrations.transformers import enable
-
     build = granite if options == "loss" else llama  # whose logits are scaled
     model = build(attention_dropout=0.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -89,8 +87,8 @@ def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: boo
         model.gradient_checkpointing_enable({"use_reentrant": True})
     enable(model, mesh_of(2), **OPTIONS[options])
     # Gradients of chunks are summed as those of bf16 parameters are, but in fp32 to the digit.
-    as_of_bf16 = (torch.float32,) if options == "mlp" else chunk_gradients.LOW_PRECISION
-    with mock.patch.object(chunk_gradients, "LOW_PRECISION", as_of_bf16):
+    as_of_bf16 = (torch.float32,) if options == "mlp" else chunks.LOW_PRECISION
+    with mock.patch.object(chunks, "LOW_PRECISION", as_of_bf16):
         if wrapper == "ZeRO-3":
             deepspeed_step(model)
         else:

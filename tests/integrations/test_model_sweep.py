@@ -17,6 +17,7 @@ from model_runs import BOUND, sweep_case
 from tiny_models import FP64, NOT_BUILT, model_types
 
 from ds_usp import MaskSpec
+from ds_usp.integrations.transformers import attention
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "transformers-models.md"
 TYPES = [name for name in model_types() if name not in NOT_BUILT]
@@ -50,8 +51,6 @@ def test_the_model_is_exact_or_refused(
 
 def causal_masks(ctx: RankContext, model_type: str) -> Outcome:
     """The sweep with an attention that knows neither documents nor windows."""
-    from ds_usp.integrations.transformers import attention
-
     right = attention.mask_of
     attention.mask_of = lambda *_: MaskSpec.causal()
     try:

@@ -14,12 +14,13 @@ from harness import RankContext, WorkerPool
 from model_runs import (
     BOUND,
     Result,
+    counted_attention,
+    mean_gradients,
     on_the_mesh,
     packed_batch,
     padded_batch,
     plain_batch,
     reference,
-    take_gradients,
     whole_model,
 )
 from tiny_models import build
@@ -27,7 +28,7 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp import DataError
-from ds_usp.integrations.transformers import enable
+from ds_usp.integrations.transformers import attention, enable
 
 WORLD = 4
 ULYSSES = (4, 2, 1)
@@ -197,11 +198,7 @@ def two_passes(model: Any, mesh: ds_usp.SequenceMesh) -> Result:
         first, second = model(**plain_batch(tokens=27)), model(**packed_batch())
         loss = first.loss + second.loss
         loss.backward()
-    gradients = take_gradients(model)
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
-    return Result(loss.detach(), second.logits.detach(), gradients)
+    return Result(loss.detach(), second.logits.detach(), mean_gradients(model))
 
 
 def checkpointed(ctx: RankContext, use_reentrant: bool) -> Errors:
@@ -223,22 +220,10 @@ def test_checkpointed_layers_recompute_their_own_batch(
 
 def calls_of_layers(ctx: RankContext) -> int:
     """Attention calls of a checkpointed forward and backward pass."""
-    from ds_usp.integrations.transformers import attention
-
-    original, calls = attention.usp_attention, []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    attention.usp_attention = counted
-    try:
-        model = build("llama")
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        with enable(model, mesh_of(ctx.world)):
-            model(**plain_batch()).loss.backward()
-    finally:
-        attention.usp_attention = original
+    model = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with counted_attention(attention) as calls, enable(model, mesh_of(ctx.world)):
+        model(**plain_batch()).loss.backward()
     return sum(calls)
 
 

@@ -10,8 +10,10 @@ import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 from training_models import Model, batch_of, difference, forward, gradients, llama
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ds_usp.errors import UnsupportedAttentionError
+from ds_usp.integrations.transformers import enable
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
@@ -36,8 +38,6 @@ def error_of_an_adapter(
     ctx: RankContext, adapter: str, first: str, options: dict[str, Any], ulysses: int
 ) -> tuple[float, float]:
     """Of the loss and of gradients, their mean over the ranks, relative to one rank's."""
-    from ds_usp.integrations.transformers import enable
-
     base = llama(attention_dropout=0.0)
     one_rank = adapted(llama(attention_dropout=0.0), adapter)
     wanted = forward(one_rank, batch_of(41))
@@ -93,9 +93,6 @@ def error_of_qlora(
 ) -> tuple[float, float, set[str]]:
     """Of the loss and of gradients, relative to one rank's, and the linear modules."""
     import peft
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    from ds_usp.integrations.transformers import enable
 
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32

@@ -14,6 +14,8 @@ from model_runs import padded_batch, plain_batch
 from tiny_models import build
 
 import ds_usp
+from ds_usp import ConfigError, DataError, LayoutError, MeshError
+from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.replicas import join_shards
 from ds_usp.integrations.transformers import attach, enable
 
@@ -60,27 +62,27 @@ def with_last(name: str, number: int) -> dict[str, Any]:
 BATCHES: Mapping[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "labels of padding on the right": (
         lambda: padded_with_labels("right"),
-        ds_usp.DataError,
+        DataError,
         "padding to -100",
     ),
     "labels of padding on the left": (
         lambda: padded_with_labels("left"),
-        ds_usp.DataError,
+        DataError,
         "padding to -100",
     ),
-    "a label after padding": (first_token_after_padding, ds_usp.DataError, "first real token"),
-    "padding inside": (a_hole, ds_usp.UnsupportedAttentionError, "ends of a row"),
+    "a label after padding": (first_token_after_padding, DataError, "first real token"),
+    "padding inside": (a_hole, Unsupported, "ends of a row"),
     "a mask of tokens x tokens": (
         lambda: unlabeled(attention_mask=torch.ones(2, 1, 41, 41)),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "[batch, tokens]",
     ),
     "a mask of documents": (
         lambda: unlabeled(attention_mask=torch.full((2, 41), 2)),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "other than 0 and 1",
     ),
-    "positions and a mask": (packed_and_masked, ds_usp.DataError, "Leave attention_mask out"),
+    "positions and a mask": (packed_and_masked, DataError, "Leave attention_mask out"),
     "borders that positions contradict": (
         lambda: {
             "input_ids": torch.arange(3, 44)[None],
@@ -88,85 +90,69 @@ BATCHES: Mapping[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
             "cu_seq_lens_q": torch.tensor([0, 9, 41]),
             "cu_seq_lens_k": torch.tensor([0, 9, 41]),
         },
-        ds_usp.DataError,
+        DataError,
         "give one of the two",
     ),
     "labels of a shard": (
         lambda: unlabeled(labels=plain_batch()["labels"][:, :21]),
-        ds_usp.LayoutError,
+        LayoutError,
         "whole sequence",
     ),
     "too few tokens": (
         lambda: {"input_ids": torch.ones(1, 1, dtype=torch.int64)},
-        ds_usp.LayoutError,
+        LayoutError,
         "at least",
     ),
     "tokens without rows": (
         lambda: {"input_ids": torch.arange(3, 44)},
-        ds_usp.DataError,
+        DataError,
         "of one row or more",
     ),
     "rows of choices": (
         lambda: {"input_ids": torch.ones(2, 3, 41, dtype=torch.int64)},
-        ds_usp.DataError,
+        DataError,
         "must be a tensor",
     ),
     "no rows": (
         lambda: {"input_ids": torch.ones(0, 41, dtype=torch.int64)},
-        ds_usp.DataError,
+        DataError,
         "one row or more",
     ),
-    "no tokens": (lambda: {"labels": plain_batch()["labels"]}, ds_usp.DataError, "input_ids"),
+    "no tokens": (lambda: {"labels": plain_batch()["labels"]}, DataError, "input_ids"),
     "a cache": (
         lambda: unlabeled(past_key_values=transformers.DynamicCache()),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "no KV cache",
     ),
-    "use_cache": (lambda: unlabeled(use_cache=True), ds_usp.UnsupportedAttentionError, "no KV"),
-    "logits_to_keep": (
-        lambda: unlabeled(logits_to_keep=1),
-        ds_usp.UnsupportedAttentionError,
-        "last tokens",
-    ),
-    "output_attentions": (
-        lambda: unlabeled(output_attentions=True),
-        ds_usp.UnsupportedAttentionError,
-        "never made",
-    ),
+    "use_cache": (lambda: unlabeled(use_cache=True), Unsupported, "no KV"),
+    "logits_to_keep": (lambda: unlabeled(logits_to_keep=1), Unsupported, "last tokens"),
+    "output_attentions": (lambda: unlabeled(output_attentions=True), Unsupported, "never made"),
     "router logits": (
         lambda: unlabeled(output_router_logits=True),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "no sum over tokens",
     ),
-    "return_dict": (
-        lambda: unlabeled(return_dict=False),
-        ds_usp.UnsupportedAttentionError,
-        "by their names",
-    ),
-    "ignore_index": (
-        lambda: {**plain_batch(), "ignore_index": 0},
-        ds_usp.UnsupportedAttentionError,
-        "-100",
-    ),
+    "return_dict": (lambda: unlabeled(return_dict=False), Unsupported, "by their names"),
+    "ignore_index": (lambda: {**plain_batch(), "ignore_index": 0}, Unsupported, "-100"),
     "images": (
         lambda: unlabeled(pixel_values=torch.zeros(1, 3, 4, 4)),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "placed by the whole sequence",
     ),
     "a token without an embedding": (
         lambda: with_last("input_ids", 10_000),
-        ds_usp.DataError,
+        DataError,
         "input_ids contain 10000",
     ),
-    "a negative token": (lambda: with_last("input_ids", -1), ds_usp.DataError, "contain -1"),
+    "a negative token": (lambda: with_last("input_ids", -1), DataError, "contain -1"),
     "a label without an output": (
         lambda: with_last("labels", 10_000),
-        ds_usp.DataError,
+        DataError,
         "labels contain 10000",
     ),
     "tensors in a dict": (
         lambda: unlabeled(shared={"keys": (torch.zeros(2),)}),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "not known here",
     ),
 }
@@ -214,9 +200,9 @@ def one_rank_cannot_read_its_batch(ctx: RankContext) -> None:
 
 def test_ranks_with_other_batches_raise_everywhere(pool: WorkerPool) -> None:
     errors = pool.errors(another_batch, WORLD)
-    assert all(isinstance(e, ds_usp.MeshError) and "a batch of" in str(e) for e in errors), errors
+    assert all(isinstance(e, MeshError) and "a batch of" in str(e) for e in errors), errors
     first, second = pool.errors(one_rank_cannot_read_its_batch, WORLD)
-    assert isinstance(first, ds_usp.MeshError)
+    assert isinstance(first, MeshError)
     assert isinstance(second, Exception)
 
 
@@ -227,48 +213,44 @@ MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
                 vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
             )
         ),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "two sequences",
     ),
     "a state": (
         lambda: transformers.MambaForCausalLM(
             transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)
         ),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "carry a state",
     ),
     "no positions": (
         lambda: transformers.BloomForCausalLM(
             transformers.BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)
         ),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "position_ids",
     ),
     "a head of single tokens": (
         lambda: transformers.LlamaForSequenceClassification(build("llama").config),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "sum over tokens",
     ),
     "a router's loss": (
         lambda: build("mixtral", output_router_logits=True),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "auxiliary loss",
     ),
     "outputs without names": (
         lambda: build("llama", return_dict=False),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "return_dict",
     ),
     "an attention that counts its tokens": (
         lambda: build("llama4_text", no_rope_layers=[1, 0]),
-        ds_usp.UnsupportedAttentionError,
+        Unsupported,
         "counts the tokens",
     ),
-    "no model of transformers": (
-        lambda: torch.nn.Linear(2, 2),
-        ds_usp.ConfigError,
-        "PreTrainedModel",
-    ),
+    "no model of transformers": (lambda: torch.nn.Linear(2, 2), ConfigError, "PreTrainedModel"),
 }
 
 
@@ -282,21 +264,21 @@ def test_models_are_refused(name: str) -> None:
 def test_arguments_of_enable_are_checked() -> None:
     model, mesh = build("llama"), ds_usp.SequenceMesh.single()
     for changes, kind in (
-        ({"layout": "diagonal"}, ds_usp.LayoutError),
-        ({"gradients": "max"}, ds_usp.ConfigError),
-        ({"logits": "none"}, ds_usp.ConfigError),
-        ({"offload_ratio": "half"}, ds_usp.ConfigError),
-        ({"mesh": None}, ds_usp.ConfigError),
+        ({"layout": "diagonal"}, LayoutError),
+        ({"gradients": "max"}, ConfigError),
+        ({"logits": "none"}, ConfigError),
+        ({"offload_ratio": "half"}, ConfigError),
+        ({"mesh": None}, ConfigError),
     ):
         with pytest.raises(kind):
             enable(model, **{"mesh": mesh, **changes})
-    with pytest.raises(ds_usp.ConfigError, match="is no Trainer of transformers"):
+    with pytest.raises(ConfigError, match="is no Trainer of transformers"):
         attach(model, mesh)
     before = model.config._attn_implementation, model.loss_function
     with enable(model, mesh):
-        with pytest.raises(ds_usp.ConfigError, match="enabled already"):
+        with pytest.raises(ConfigError, match="enabled already"):
             enable(model, mesh)
-        with pytest.raises(ds_usp.UnsupportedAttentionError, match="after disable"):
+        with pytest.raises(Unsupported, match="after disable"):
             model.generate(torch.ones(1, 4, dtype=torch.int64))
     assert (model.config._attn_implementation, model.loss_function) == before
     assert model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2).shape == (1, 6)
@@ -305,12 +287,12 @@ def test_arguments_of_enable_are_checked() -> None:
 def test_models_that_share_a_configuration_are_told_apart() -> None:
     config, mesh = build("llama").config, ds_usp.SequenceMesh.single()
     first, second = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
-    with enable(first, mesh), pytest.raises(ds_usp.ConfigError, match="configuration of its own"):
+    with enable(first, mesh), pytest.raises(ConfigError, match="configuration of its own"):
         enable(second, mesh)
     enable(second, mesh).disable()
     with enable(first, mesh) as enabled:
         first.set_attn_implementation("eager")
-        with pytest.raises(ds_usp.ConfigError, match="after enable"):
+        with pytest.raises(ConfigError, match="after enable"):
             enabled.model(**plain_batch())
 
 
@@ -318,7 +300,7 @@ def test_a_part_of_a_model_has_no_batch() -> None:
     model = build("llama")
     with (
         enable(model, ds_usp.SequenceMesh.single()),
-        pytest.raises(ds_usp.ConfigError, match="not a part of it"),
+        pytest.raises(ConfigError, match="not a part of it"),
     ):
         model.model(**unlabeled())
 
@@ -333,12 +315,12 @@ def test_outputs_of_single_tokens_are_refused() -> None:
             if not pooling:
                 assert model(**unlabeled()).last_hidden_state.shape == (2, 41, 16)
                 continue
-            with pytest.raises(ds_usp.UnsupportedAttentionError, match="pooler_output"):
+            with pytest.raises(Unsupported, match="pooler_output"):
                 model(**unlabeled())
     model = transformers.BertForNextSentencePrediction(config)
     with (
         enable(model, ds_usp.SequenceMesh.single()),
-        pytest.raises(ds_usp.UnsupportedAttentionError, match="returns logits"),
+        pytest.raises(Unsupported, match="returns logits"),
     ):
         model(**unlabeled())
 
@@ -363,11 +345,11 @@ def test_autocast_leaves_queries_and_keys_in_another_dtype(pool: WorkerPool, uly
 def test_positions_that_do_not_count_tokens_from_0_must_be_given() -> None:
     mesh = ds_usp.SequenceMesh.single()
     roberta = build("roberta")
-    with enable(roberta, mesh), pytest.raises(ds_usp.DataError, match="padding_idx"):
+    with enable(roberta, mesh), pytest.raises(DataError, match="padding_idx"):
         roberta(**plain_batch())
     with enable(build("opt"), mesh) as enabled:
         enabled.model(**padded_batch("right"))
-        with pytest.raises(ds_usp.DataError, match="first real token"):
+        with pytest.raises(DataError, match="first real token"):
             enabled.model(**padded_batch("left"))
 
 

@@ -11,6 +11,8 @@ from harness import RankContext, WorkerPool
 from torch.nn.parallel import DistributedDataParallel
 from training_models import Batch, Model, batch_of, difference, gradients, llama
 
+from ds_usp.integrations.transformers import enable
+
 BACKEND = "aot_eager"
 
 
@@ -52,8 +54,6 @@ def losses_of(model: Model, seed: int) -> list[float]:
 def compiled_and_not(
     ctx: RankContext, how: str, ulysses: int, options: dict[str, Any]
 ) -> tuple[float, float]:
-    from ds_usp.integrations.transformers import enable
-
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):

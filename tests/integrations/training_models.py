@@ -5,6 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+)
 
 VOCAB, HIDDEN, LAYERS = 97, 64, 3
 Model = Any
@@ -13,8 +27,6 @@ Batch = dict[str, torch.Tensor]
 
 def llama(**changes: Any) -> Model:
     """With attention dropout."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -32,37 +44,27 @@ def llama(**changes: Any) -> Model:
 
 def gemma() -> Model:
     """Caps its logits by tanh, and embeds with the head's weight."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
     return _tiny(Gemma2ForCausalLM, Gemma2Config, head_dim=8, final_logit_softcapping=5.0)
 
 
 def cohere() -> Model:
     """Multiplies its logits."""
-    from transformers import CohereConfig, CohereForCausalLM
-
     return _tiny(CohereForCausalLM, CohereConfig, logit_scale=0.3)
 
 
 def granite(**changes: Any) -> Model:
     """Divides its logits."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
     return _tiny(GraniteForCausalLM, GraniteConfig, logits_scaling=3.0, **changes)
 
 
 def gpt2() -> Model:
     """Whose linear layers take views of their input."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return _tiny(GPT2LMHeadModel, GPT2Config, **rates)
 
 
 def modernbert() -> Model:
     """Not causal, and a head with a bias."""
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
     return _tiny(ModernBertForMaskedLM, ModernBertConfig, reference_compile=False)
 
 

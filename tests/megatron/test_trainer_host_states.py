@@ -32,7 +32,7 @@ def trained(
 def _train(flags: str, folder: str) -> tuple[list[Any], set[int], int, int]:
     """Two steps, and validation. With states in host memory also a checkpoint between the steps,
     and a run that loads it, whose second step must equal this one's."""
-    with mock.patch("ds_usp.memory.host_storages._MIN_BYTES", 1):
+    with mock.patch("ds_usp.memory.offload._MIN_BYTES", 1):
         run = start(flags + f" --save {folder}", folder)
         away, states = [], run.trainer.states
         run.trainer.engine.module.register_forward_hook(

@@ -16,7 +16,7 @@ from trainer_runs import TRAINER
 import megatron_patches
 from ds_usp import TokenLayout
 from ds_usp.memory import Offload
-from ds_usp.memory.saved_tensor_hooks import saved_tensors
+from ds_usp.memory.saved_attention import saved_tensors
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.training import prepare_deepspeed
 

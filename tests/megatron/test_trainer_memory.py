@@ -9,7 +9,7 @@ from harness import RankContext, fork_world
 from trainer_runs import PLAIN_SGD, degrees, relative_difference, start, train
 
 from ds_usp.memory import RECOMPUTE
-from ds_usp.memory.saved_tensor_hooks import saved_tensors
+from ds_usp.memory.saved_attention import saved_tensors
 
 LIMIT = 2e-5
 GRIDS = {

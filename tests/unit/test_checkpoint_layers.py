@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_usp import ConfigError, RecomputeError
 from ds_usp.memory import LayerMemory, Offload, in_chunks, run_for_gradients
-from ds_usp.memory.pinned_transfer import HostDeviceCopier
-from ds_usp.memory.saved_tensor_hooks import saved_tensors
+from ds_usp.memory.offload import HostDeviceCopier
+from ds_usp.memory.saved_attention import saved_tensors
 from ds_usp.planner.formulas import input_bytes
 from ds_usp.planner.memory import memory as planned_memory
 from ds_usp.planner.models import ModelShape

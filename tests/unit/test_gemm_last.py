@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_usp import RecomputeError
 from ds_usp.memory import GemmLast, recompute_before
-from ds_usp.memory.saved_tensor_hooks import saved_tensors
+from ds_usp.memory.saved_attention import saved_tensors
 
 H, FFN, TOKENS = 24, 64, 10
 

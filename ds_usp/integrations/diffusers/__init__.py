@@ -2,7 +2,6 @@
 
 from ds_usp.integrations.diffusers.backend import register_backend
 from ds_usp.integrations.diffusers.model import EnabledTransformer, enable
-from ds_usp.integrations.diffusers.plan import Plan, TokenDim
-from ds_usp.integrations.diffusers.plans import PLANS
+from ds_usp.integrations.diffusers.plans import PLANS, Plan, TokenDim
 
 __all__ = ["PLANS", "EnabledTransformer", "Plan", "TokenDim", "enable", "register_backend"]

@@ -98,9 +98,6 @@ def _check(
 ) -> None:
     """Refuse what cannot be known from the shards of diffusers' hooks, which give every rank as
     many tokens, so that all ranks refuse alike.
-
-    Raises:
-        UnsupportedAttentionError: which, and that :func:`enable` serves it.
     """
     problem = None
     if config.ulysses_anything or config.ring_anything:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import align_group_counters, subgroup
+from ds_usp.comm.shards import all_gather_shards
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.shards import all_gather_shards
-from ds_usp.integrations.diffusers.plan import Plan
+from ds_usp.integrations.diffusers.plans import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,8 @@ class Branches:
     def _join(self, out: Any) -> Any:
         if isinstance(out, Tensor):
             layout = TokenLayout("contiguous", out.shape[0] * self.degree, self.degree, 1)
-            return layout.gather(all_gather_shards(layout, out, 0, self.group), 0)
+            group = cast(dist.ProcessGroup, self.group)
+            return layout.gather(all_gather_shards(layout, out, 0, group), 0)
         if isinstance(out, Mapping):  # the outputs of diffusers, which are dataclasses too
             return type(out)(**{key: self._join(value) for key, value in out.items()})
         if isinstance(out, list):  # of samples, all of one shape
@@ -135,11 +136,7 @@ class Branches:
 
 
 def _refuse_some_zero(where: str, value: Tensor | None) -> None:
-    """Refuse a batch of which a part may be all zero where the whole is not.
-
-    Raises:
-        UnsupportedAttentionError: some samples are zero and others are not.
-    """
+    """Refuse a batch of which a part may be all zero where the whole is not."""
     if value is not None and len(set((value != 0).flatten(1).any(1).tolist())) > 1:
         raise UnsupportedAttentionError(
             f"{where} is zero for some samples and not for others, and the pass asks whether it is "

@@ -14,19 +14,16 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.diffusers.arguments import bind, check_arguments
 from ds_usp.integrations.diffusers.branches import Branches
-from ds_usp.integrations.diffusers.graph_checks import refuse_capture
-from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode
-from ds_usp.integrations.diffusers.pass_state import Options, PassState
-from ds_usp.integrations.diffusers.plan import Kind, Plan, TokenDim, modules_at
+from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_capture
+from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
+from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import (
     check_backend_of,
     check_processor,
     sharded,
 )
-from ds_usp.integrations.replicas import same_on_all_ranks
-from ds_usp.integrations.weights import WeightsComparison
+from ds_usp.integrations.replicas import WeightsComparison, same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
 # Hooks of diffusers that move or cast weights and leave tokens alone; others may compare, blur or
@@ -252,12 +249,7 @@ class ShardedTransformer:
         return None if out is None else self._branches.join(out, self._mesh)
 
     def _check_unchanged(self) -> None:
-        """Refuse what was changed since :func:`enable`.
-
-        Raises:
-            USPError: modules of the plan, attention processors or their backend, parallelism, a
-                cache or other hooks.
-        """
+        """Refuse what was changed since :func:`enable`."""
         check_transformer(self.transformer)
         name, now = type(self.transformer).__name__, list(self._modules_of_plan())
         same = len(now) == len(self._modules)

@@ -13,15 +13,14 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.branches import branches_of, degrees_of_branch
-from ds_usp.integrations.diffusers.graph_checks import check_graphs, check_modules
+from ds_usp.integrations.diffusers.graphs import check_graphs, check_modules
 from ds_usp.integrations.diffusers.hooks import (
     ShardedTransformer,
     check_attention,
     check_transformer,
 )
 from ds_usp.integrations.diffusers.pass_state import Options
-from ds_usp.integrations.diffusers.plan import Plan
-from ds_usp.integrations.diffusers.plans import PLANS
+from ds_usp.integrations.diffusers.plans import PLANS, Plan
 from ds_usp.integrations.replicas import Reduction, check_mesh
 from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.kernels.registry import AUTO
@@ -187,11 +186,7 @@ def _describe(transformer: ModelMixin) -> str:
 
 
 def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
-    """Compare a transformer with its plan and a Ulysses degree.
-
-    Raises:
-        USPError: it cannot be sharded.
-    """
+    """Compare a transformer with its plan and a Ulysses degree."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan={plan!r} must be a Plan, or None for one of {', '.join(PLANS)}")
     plan.check(transformer)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+import diffusers
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.plan import AttentionOptions
@@ -18,7 +20,7 @@ from ds_usp.geometry.joint import ContinuedLayout, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.geometry.segments import Segment
-from ds_usp.integrations.diffusers.plan import Kind, TokenDim, Tokens
+from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, Tokens, parameters_of
 from ds_usp.integrations.replicas import (
     Reduction,
     ValuesComparison,
@@ -26,6 +28,7 @@ from ds_usp.integrations.replicas import (
     join_shards,
 )
 from ds_usp.kernels.registry import AUTO, check_kernel_name
+from ds_usp.training.whole_batch import real_tokens
 
 LAYOUT = "contiguous"
 _BEFORE: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
@@ -214,18 +217,15 @@ class PassState:
                 f"{self._name}: a mask {list(mask.shape)} of {keys.shape[1]} keys, for {text} text "
                 f"tokens and {image} of the image"
             )
-        real = keys != 0
-        ordered = real == (torch.arange(text, device=keys.device) < real.sum(1, keepdim=True))
-        summary = torch.stack([real.sum(1), ordered.all(1), (keys == real).all(1)], 1)
-        counts, in_order, zero_or_one = zip(*summary.tolist(), strict=True)
-        if not all(in_order) or not all(zero_or_one):
+        rows = real_tokens(keys)
+        if not all(row.is_prefix and row.num_others == 0 for row in rows):
             raise UnsupportedAttentionError(
                 f"{self._name}: a text mask must be ones and then zeros in each row. Put padding "
                 "last (padding_side='right'), or leave the padded tokens out"
             )
         total = image + text
-        padded = min(counts) < text
-        self._documents = tuple((0, image + n, total) for n in counts) if padded else ()
+        padded = any(row.num < text for row in rows)
+        self._documents = tuple((0, image + row.num, total) for row in rows) if padded else ()
         self._masked = frozenset(order)
         self._prepare_calls()
 
@@ -327,3 +327,72 @@ def _contiguous_view(x: Tensor, dim: int, segments: Sequence[Segment]) -> Tensor
         return None
     view = x.narrow(dim, segments[0].start, segments[0].length)
     return view if view.is_contiguous() else None
+
+
+ATTENTION_KWARGS = frozenset(
+    {"attention_kwargs", "joint_attention_kwargs", "cross_attention_kwargs"}
+)
+_LORA_SCALE = "scale"
+_ADVICE: Mapping[str, str] = {
+    "controlnet": "residuals of a ControlNet belong to tokens by their index; leave it out",
+    "ip_adapter": "IP-Adapters are not served; unload them",
+    "kv_cache": "a cache of keys belongs to whole tokens; leave it out",
+    "num_ref_tokens": "reference tokens are known by their index; leave the cache of them out",
+}
+
+
+def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a module's forward pass by their names."""
+    return {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
+
+
+def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that the plan does not know.
+
+    Raises:
+        UnsupportedAttentionError: which ones.
+    """
+    known = plan.arguments | {"return_dict"}
+    for name, value in arguments.items():
+        if name in ATTENTION_KWARGS:
+            for key, inner in (value or {}).items():
+                if key == _LORA_SCALE:
+                    _check_lora_scale(transformer, inner)
+                elif _is_given(inner):
+                    raise _refusal(transformer, key, f" in {name}")
+        elif name not in known and _is_given(value):
+            raise _refusal(transformer, name)
+
+
+def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:
+    """Refuse LoRA's scale where blocks are computed again without it: diffusers sets the layers
+    back when the forward pass ends (``apply_lora_scale``), before the backward pass.
+    """
+    again = torch.is_grad_enabled() and getattr(transformer, "is_gradient_checkpointing", False)
+    if not again or scale in (None, 1):
+        return
+    if any(map(is_adapter, transformer.modules())):
+        raise UnsupportedAttentionError(
+            f"{type(transformer).__name__}: LoRA's scale {scale} with gradient checkpointing: "
+            "diffusers resets the scale before backward computes the blocks again, and gradients "
+            "would be wrong. Put the scale into lora_alpha, or disable_gradient_checkpointing()"
+        )
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether it is a layer of PEFT."""
+    return hasattr(module, "unscale_layer")
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+def _refusal(transformer: nn.Module, name: str, where: str = "") -> UnsupportedAttentionError:
+    advice = "its plan does not know whether that has tokens; leave it out"
+    if not where and name not in parameters_of(transformer):
+        advice = f"diffusers {diffusers.__version__} knows no such argument; leave it out"
+    for part, text in _ADVICE.items():
+        if part in name:
+            advice = text
+    return UnsupportedAttentionError(f"{type(transformer).__name__}: {name}{where}: {advice}")

@@ -5,22 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from diffusers.models import attention_dispatch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.diffusers.attention_calls import (
-    AttentionMode,
-    MeshAttention,
-    ReplacedAttention,
-    check_backend,
-    check_backend_of_process,
-    run_with,
-)
 from ds_usp.integrations.diffusers.pass_state import PassState
-from ds_usp.integrations.diffusers.plan import Tokens
+from ds_usp.integrations.diffusers.plans import Tokens
 
 _BACKEND = "_attention_backend"
 _MARK, _TOKENS = "_sharded_by_ds_usp", "_tokens_of_ds_usp"
@@ -65,7 +63,7 @@ def check_processor(module: nn.Module) -> None:
 
 
 def check_backend_of(processor: Any) -> None:
-    """See :func:`check_backend` and :func:`check_backend_of_process`."""
+    """Refuse a processor's own attention backend, or that of the process if it would take it."""
     backend, cls = getattr(processor, _BACKEND, None), type(processor)
     check_backend(cls.__name__, backend)
     if backend is None:
@@ -100,9 +98,6 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
     share what ``torch.compile`` makes of one.
 
     What is traced of a call is all but the attention, which is the op ``ds_usp::attention``.
-
-    Raises:
-        TypeError: a class that cannot have subclasses.
     """
     call, name = cls.__call__, cls.__name__
     replaced = ReplacedAttention.of(call)
@@ -147,3 +142,210 @@ def _copy_as(processor: Any, cls: type[Any]) -> Any:
     copied = copy.copy(processor)
     copied.__class__ = cls
     return copied
+
+
+NATIVE = "native"
+_TORCH_ATTENTION = functional.scaled_dot_product_attention
+_DIFFUSERS_ATTENTION = attention_dispatch.dispatch_attention_fn
+_DISPATCH = _DIFFUSERS_ATTENTION.__name__
+
+
+class MeshAttention:
+    """The attention of one call of a processor.
+
+    Args:
+        name: the processor's class.
+        state: of the forward pass.
+        tokens: of the queries and keys.
+
+    Attributes:
+        calls: gets a value for each attention; a list, as Dynamo reads no attribute of a mode.
+    """
+
+    def __init__(self, name: str, state: PassState, tokens: Tokens) -> None:
+        self._name, self._state, self._tokens = name, state, tokens
+        self.calls: list[bool] = []
+
+    def heads_first(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """The signature of torch's: :meth:`tokens_first` begins with the same arguments.
+
+        Shapes:
+            all ``[b, h, s_local, d]``.
+        """
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self.tokens_first(q, k, v, *args, **kwargs).transpose(1, 2)
+
+    def tokens_first(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        backend: Any = None,
+        parallel_config: Any = None,
+    ) -> Tensor:
+        """The signature of diffusers'; ``enable_gqa`` is what fewer KV heads mean here anyway.
+
+        Shapes:
+            all ``[b, s_local, h, d]``.
+
+        Raises:
+            UnsupportedAttentionError: a mask, dropout, a backend, or other options.
+        """
+        self.calls.append(True)
+        if attn_mask is not None and attn_mask.device.type == "meta":  # the pass has its values
+            attn_mask = None
+        if attn_mask is not None or dropout_p or is_causal:
+            problem = f"a mask {list(attn_mask.shape)}" if attn_mask is not None else ""
+            problem = problem or ("is_causal" if is_causal else f"dropout {dropout_p}")
+            raise UnsupportedAttentionError(
+                f"{self._name} gives attention {problem}, which its plan does not know: attention "
+                "over sharded tokens is full, but for padding of text that the plan names"
+            )
+        if attention_kwargs or parallel_config is not None:
+            given = sorted(attention_kwargs or {}) or ["a parallel_config"]
+            raise UnsupportedAttentionError(
+                f"{self._name} gives attention {', '.join(given)}, which is not served"
+            )
+        check_backend(self._name, backend)
+        return self._state.attend(query, key, value, self._tokens, scale)
+
+
+def check_backend(name: str, backend: object, advice: str = "") -> None:
+    """Refuse an attention backend of diffusers.
+
+    Args:
+        name: of the processor.
+        backend: its own, or that of the process.
+        advice: what else to undo, as it may have set the backend.
+
+    Raises:
+        UnsupportedAttentionError: any but ``native``.
+    """
+    value = getattr(backend, "value", backend)
+    if value is not None and str(value) != NATIVE:
+        raise UnsupportedAttentionError(
+            f"{name} has the attention backend {value!r}: call set_attention_backend('native')"
+            f"{advice}; the kernel is chosen by enable(kernel=...)"
+        )
+
+
+def check_backend_of_process(name: str, call: Callable[..., Any]) -> None:
+    """Refuse the backend of the whole process, where a processor would take it.
+
+    Args:
+        call: the processor's function.
+
+    Raises:
+        UnsupportedAttentionError: any but ``native``.
+    """
+    if _names_any(call, _DISPATCH):
+        active = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
+        advice = ", leave attention_backend(...), unset DIFFUSERS_ATTN_BACKEND"
+        check_backend(name, active, advice)
+
+
+class AttentionMode(TorchFunctionMode):
+    """Within it torch's ``scaled_dot_product_attention`` is attention over the mesh."""
+
+    def __init__(self, attention: MeshAttention) -> None:
+        super().__init__()
+        self._attend = attention.heads_first
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _TORCH_ATTENTION:
+            return self._attend(*args, **(kwargs or {}))
+        if func is torch.Tensor.unflatten:  # of super(), which Dynamo does not trace in a mode
+            func = torch.unflatten
+        return func(*args, **(kwargs or {}))
+
+
+_CURRENT: ContextVar[MeshAttention] = ContextVar("_CURRENT")
+
+
+class ReplacedAttention:
+    """A processor's ``__call__`` with attention over the mesh in place of the functions that it
+    calls by name.
+
+    Args:
+        call: a function of diffusers that :meth:`of` has found to be served.
+    """
+
+    def __init__(self, call: FunctionType) -> None:
+        self._call, self._names = call, call.__code__.co_names
+
+    @classmethod
+    def of(cls, call: object) -> ReplacedAttention | None:
+        """None for one that is not diffusers' own, or calls attention by other functions."""
+        if not isinstance(call, FunctionType) or call.__module__.partition(".")[0] != "diffusers":
+            return None
+        by_name = _names_any(call, _TORCH_ATTENTION.__name__, _DISPATCH)
+        return cls(call) if by_name and not _names_any(call, "super") else None
+
+    def with_current_globals(self) -> Callable[..., Any] | None:
+        """The function with its module's globals of this moment; None where torch's or diffusers'
+        attention was patched, which it would leave out."""
+        if functional.scaled_dot_product_attention is not _TORCH_ATTENTION:
+            return None
+        names = self._call.__globals__
+        replaced: dict[str, object] = {}
+        for name in self._names:
+            value = names.get(name)
+            if value is functional:
+                replaced[name] = _FUNCTIONAL
+            elif name == _DISPATCH:
+                if value is not _DIFFUSERS_ATTENTION:
+                    return None
+                replaced[name] = _dispatch_attention
+        call = FunctionType(
+            self._call.__code__,
+            {**names, **replaced},
+            self._call.__name__,
+            self._call.__defaults__,
+            self._call.__closure__,
+        )
+        call.__kwdefaults__ = self._call.__kwdefaults__
+        return call
+
+
+def _names_any(call: object, *names: str) -> bool:
+    """Whether a function's own code, not that of others which it calls, has one of these names."""
+    code = getattr(call, "__code__", None)
+    return code is not None and not set(names).isdisjoint(code.co_names)
+
+
+def run_with(attention: MeshAttention, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what :meth:`ReplacedAttention.with_current_globals` has made."""
+    before = _CURRENT.set(attention)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _CURRENT.reset(before)
+
+
+def _dispatch_attention(*args: Any, **kwargs: Any) -> Tensor:
+    return _CURRENT.get().tokens_first(*args, **kwargs)
+
+
+class _Functional(ModuleType):
+    """torch.nn.functional with another ``scaled_dot_product_attention``."""
+
+    @staticmethod
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        return _CURRENT.get().heads_first(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(functional, name)
+
+
+_FUNCTIONAL = _Functional(functional.__name__)

@@ -16,6 +16,8 @@ many times too large. Here gradients are divided there.
 from __future__ import annotations
 
 import struct
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,17 +30,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
-from ds_usp.errors import ConfigError, DataError, LayoutError
+from ds_usp.errors import ConfigError, DataError, LayoutError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
-from ds_usp.integrations.transformers.alst_outputs import (
-    MeanOfGradients,
-    ShardLoss,
-    scale_gradients,
-)
+from ds_usp.geometry.ranks import RankGrid
 from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, TOKEN_DIM
+from ds_usp.integrations.transformers.loss import WholeBatchLoss
 from ds_usp.integrations.transformers.model import EnabledModel, enable
 from ds_usp.integrations.transformers.refusals import check_model, check_version, find_model
-from ds_usp.training.batch import IGNORE_INDEX
+from ds_usp.integrations.undo import UndoneAtExit
+from ds_usp.lowlevel import refuse_second_derivative
+from ds_usp.training.data_loader import BatchBroadcast
+from ds_usp.training.whole_batch import IGNORE_INDEX, next_token_labels
 
 _LENGTH = struct.Struct("q")
 
@@ -226,11 +228,7 @@ REGISTRATIONS: WeakKeyDictionary[dist.ProcessGroup, _Registration] = WeakKeyDict
 
 
 def _reduction_of(engine: Any) -> Any:
-    """What an engine makes of the gradients of a sequence's ranks.
-
-    Raises:
-        ConfigError: ZeRO-3 without reduce-scatter, which averages some buckets and sums others.
-    """
+    """What an engine makes of the gradients of a sequence's ranks."""
     if engine.zero_optimization_stage() < 3:
         return "sum"
     if not engine.zero_reduce_scatter():
@@ -329,11 +327,7 @@ class _ShardedModel:
         return self._enabled._parameters
 
     def _layout_of(self, length: int) -> TokenLayout:
-        """The layout of the batch of which this rank has a shard of ``length`` tokens.
-
-        Raises:
-            LayoutError: on every rank, shards that the adapter has not made.
-        """
+        """The layout of the batch of which this rank has a shard of ``length`` tokens."""
         group: Any = self._mesh.sp_group
         lengths = [_LENGTH.unpack(x)[0] for x in all_gather_bytes(_LENGTH.pack(length), group)]
         layout = self._registration.layout(sum(lengths))
@@ -354,15 +348,252 @@ class _ShardedModel:
             raise LayoutError(
                 f"{name} {list(x.shape)} has other tokens than input_ids {list(tokens.shape)}"
             )
-        local = x.to(torch.uint8) if x.dtype == torch.bool else x
-        return self._mesh.gather(local.contiguous(), layout, dim % x.ndim)
+        return self._mesh.gather(x, layout, dim)
 
     def _after(self, _: nn.Module, __: Any, out: Any) -> Any:
         """Let the loss that a script makes of shards have the whole loss's gradient."""
-        length = self._enabled._shard.length if self._enabled and self._enabled._shard else -1
+        shard = self._enabled._running.shard if self._enabled else None
+        length = -1 if shard is None else shard.length
         if self._reduction == "sum":
             for name in [name for name in out if name != "loss"]:
                 out[name] = scale_gradients(out[name], length, 1 / self._mesh.sp_degree)
         if out.get("loss") is not None:
             out["loss"] = MeanOfGradients.apply(out["loss"], self._mesh)
         return out
+
+
+class ShardLoss:
+    """``model.loss_function`` for scripts, which call it with logits and labels of a shard."""
+
+    def __init__(self, whole: WholeBatchLoss) -> None:
+        self._whole = whole
+
+    def __call__(self, logits: Any, labels: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Shapes: logits ``[b, s_local, v]``; a scalar, 0 of a shard without loss tokens."""
+        inside = self._whole.running.targets is not None  # the model calls it in its forward pass
+        loss = self._whole(logits, labels, *args, **kwargs)
+        targets = kwargs.get("shift_labels", labels)
+        if inside or targets is None:
+            return loss
+        # Its weight is 0 in a script, and 0 times the nan of a mean of nothing is nan.
+        return torch.where((targets != IGNORE_INDEX).any(), loss, torch.zeros_like(loss))
+
+
+def scale_gradients(value: Any, length: int, factor: float) -> Any:
+    """An output as it is; if it is per token of this rank's shard, with gradients times a factor.
+
+    Args:
+        length: tokens of this rank.
+    """
+    if isinstance(value, tuple):
+        return tuple(scale_gradients(x, length, factor) for x in value)
+    if isinstance(value, Tensor) and value.ndim >= 3 and value.shape[1] == length:
+        return ScaledGradient.apply(value, factor)
+    return value
+
+
+class ScaledGradient(torch.autograd.Function):
+    """A tensor as it is, with its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        """Shapes: any."""
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient times the factor."""
+        return grad * ctx.factor, None
+
+
+class MeanOfGradients(torch.autograd.Function):
+    """The whole batch's loss, which every rank has, for scripts that weigh the ranks' losses.
+
+    Weights that add up to 1 leave its value. In a differentiable all-gather the gradient of the
+    loss of rank r is ``sp_degree`` times its weight, without one it is 1: the mean over the ranks
+    is 1 either way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, mesh: SequenceMesh) -> Tensor:
+        """Shapes: any, the same on all ranks."""
+        ctx.mesh = mesh
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The mean over the ranks of the mesh."""
+        refuse_second_derivative("the loss of a whole batch")
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.mesh.sp_group)
+        return grad / ctx.mesh.sp_degree, None
+
+
+class UlyssesSPDataLoaderAdapter:
+    """In the place of DeepSpeed's adapter: every rank's batch in turn, sharded over all ranks.
+
+    Each rank of a sequence-parallel group reads its own batches; all ranks compute the batch of
+    the first, then that of the second, and so on. Yielded are shards, on the CPU, with
+    ``shift_labels`` instead of ``labels``. A pass ends with the rank that ends first.
+
+    Args:
+        dl: a loader of dicts of whole sequences: ``input_ids [b, tokens]``, ``labels``, and
+            ``position_ids`` that start anew in packed documents; any length, padded or not.
+        sp_rank, sp_group, sp_world_size: of this rank, as the ``mpu`` gives them.
+        device: whence the ranks exchange batches; not used.
+
+    Raises:
+        ConfigError: the group is not registered.
+        DataError, LayoutError: on every rank of the group, a batch that cannot be sharded.
+
+    Collective over the group at every ``sp_world_size``-th batch.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any):
+        self._registration = REGISTRATIONS.get(sp_group)
+        if self._registration is None:
+            raise ConfigError(
+                "no model was registered for this group: call "
+                "UlyssesSPAttentionHF.register_with_transformers of this package first"
+            )
+        self.dl, self.sp_rank, self.sp_group = dl, sp_rank, sp_group
+        self.sp_world_size, self.device = sp_world_size, device
+        self._broadcast = BatchBroadcast(sp_group, "cpu")
+        self.iter: Iterator[Any] = iter(dl)
+        self.micro_batches: deque[dict[str, Any]] = deque()
+
+    def __len__(self) -> int:
+        """Batches of a pass."""
+        return len(self.dl) * self.sp_world_size
+
+    def __iter__(self) -> UlyssesSPDataLoaderAdapter:
+        """Itself, as DeepSpeed's adapter is."""
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """This rank's shard of the next batch."""
+        if not self.micro_batches:
+            self.refill()
+        return self.micro_batches.popleft()
+
+    def refill(self) -> None:
+        """Exchange the next batch of every rank.
+
+        Raises:
+            StopIteration: a rank has no batch left; the next pass begins.
+        """
+        reads = [
+            self._broadcast.next_of(self.iter if source == self.sp_rank else None, source)
+            for source in range(self.sp_world_size)
+        ]
+        batches = [read[0] for read in reads if read is not None]
+        if len(batches) < len(reads):
+            if batches:
+                warn_once(
+                    f"{reads.count(None)} of {self.sp_world_size} ranks have no batch left: "
+                    "those of the others are dropped. Give all ranks as many batches",
+                    rank=dist.get_rank(),
+                )
+            self.iter = iter(self.dl)
+            raise StopIteration
+        self.micro_batches.extend(self._shard(batch) for batch in batches)
+
+    def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's shard of one batch, with shifted labels."""
+        if "input_ids" not in batch:
+            raise DataError(f"a batch needs input_ids; it has {', '.join(batch)}")
+        seq_len = batch["input_ids"].shape[1]
+        assert self._registration is not None  # noqa: S101 - for mypy
+        layout = self._registration.layout(seq_len)
+        if batch.get("position_ids") is None and "attention_mask" not in batch:
+            rows = len(batch["input_ids"])
+            batch["position_ids"] = torch.arange(seq_len).expand(rows, -1)
+        labels = batch.pop("labels", None)
+        if labels is not None and batch.get("shift_labels") is None:
+            batch["shift_labels"] = next_token_labels(labels)
+        return {
+            name: x if (dim := token_dim(name, x)) is None else layout.shard(x, dim, self.sp_rank)
+            for name, x in batch.items()
+        }
+
+
+def patch_accelerate(
+    ulysses_degree: int | None = None, layout: str = AUTO_LAYOUT
+) -> PatchedAccelerate:
+    """Let Accelerate's ``ParallelismConfig(sp_size=N, sp_backend="deepspeed")`` run on a mesh.
+
+    Two lines in a script of Accelerate, Trainer or TRL, before ``Accelerator`` or the trainer
+    prepares its model; the rest of it, and ``accelerate launch``, stay as they are::
+
+        from ds_usp.integrations.transformers import patch_accelerate
+        patch_accelerate(ulysses_degree=2)
+
+    Evaluation runs without sharding, each rank its own batches, as Accelerate wants it.
+
+    Args:
+        ulysses_degree, layout: see :meth:`UlyssesSPAttentionHF.register_with_transformers`.
+
+    Returns:
+        What restores DeepSpeed's own classes: ``restore()``, or the end of a ``with``.
+
+    Raises:
+        ConfigError: it was called before and not restored.
+    """
+    return PatchedAccelerate(ulysses_degree, layout)
+
+
+class PatchedAccelerate(UndoneAtExit):
+    """DeepSpeed's two classes of ALST, replaced where Accelerate imports them."""
+
+    def __init__(self, ulysses_degree: int | None, layout: str) -> None:
+        import deepspeed.runtime.sequence_parallel.ulysses_sp as stock
+
+        if issubclass(stock.UlyssesSPAttentionHF, UlyssesSPAttentionHF):
+            raise ConfigError("Accelerate is patched already: restore() it before another degree")
+        self._stock = stock
+        self._originals = stock.UlyssesSPAttentionHF, stock.UlyssesSPDataLoaderAdapter
+        stock.UlyssesSPAttentionHF = type(
+            "UlyssesSPAttentionHF",
+            (UlyssesSPAttentionHF,),
+            {"ulysses_degree": ulysses_degree, "layout": layout},
+        )
+        stock.UlyssesSPDataLoaderAdapter = UlyssesSPDataLoaderAdapter
+
+    def restore(self) -> None:
+        """Put DeepSpeed's own classes back; models that run keep the classes they have."""
+        self._stock.UlyssesSPAttentionHF, self._stock.UlyssesSPDataLoaderAdapter = self._originals
+
+    def _undo(self) -> None:
+        self.restore()
+
+
+def sequence_mesh(parallelism_config: Any, ulysses_degree: int | None = None) -> SequenceMesh:
+    """The mesh of Accelerate's sizes: ``cp_size`` or ``sp_size`` consecutive ranks.
+
+    For :func:`enable` with :func:`attach` or :func:`share_batches`. Collective over the world. Do
+    not give the configuration to an ``Accelerator`` or a trainer too, which would share sequences
+    in its own way.
+
+    Args:
+        parallelism_config: ``accelerate.ParallelismConfig``.
+        ulysses_degree: ranks that exchange heads; the ring takes the rest. None: all.
+
+    Raises:
+        ConfigError: tensor parallelism, or sizes that do not divide the world.
+    """
+    if parallelism_config.tp_size > 1:
+        raise ConfigError(
+            f"tp_size={parallelism_config.tp_size}: models that are split by tensor parallelism "
+            "are not served"
+        )
+    size = parallelism_config.cp_size * parallelism_config.sp_size
+    degree = size if ulysses_degree is None else ulysses_degree
+    world = dist.get_world_size()
+    if size % degree or world % size:
+        raise ConfigError(
+            f"ulysses_degree={degree} must divide the {size} ranks of a sequence (cp_size x "
+            f"sp_size), and they the world of {world}"
+        )
+    sizes = {"ulysses": degree, "ring": size // degree, "dp": world // size}
+    return SequenceMesh.build(RankGrid(sizes))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import CodeType, MappingProxyType
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from ds_usp.attention.functional import usp_attention
@@ -16,14 +20,7 @@ from ds_usp.attention.score_mod import Scores
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
-from ds_usp.integrations.transformers.masks import (
-    LayerMask,
-    causal_mask,
-    full_mask,
-    mask_of,
-    usp_mask,
-    window_mask,
-)
+from ds_usp.memory.compile_guard import disable_in_compile
 
 IMPLEMENTATION: Final = "usp"
 
@@ -34,12 +31,34 @@ _KNOWN_TENSORS = frozenset(
 )
 
 
-class Shard:
-    """What attention needs to know of one forward pass.
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Labels of one forward pass.
 
-    It is passed through the layers as their keyword argument ``usp``, not in a global: the second
-    run of a checkpointed layer has its own, even if another batch came between. It is no dataclass,
-    because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
+    Args:
+        given: this rank's shard of ``labels``, as the model gets it.
+        labels: what its logits are compared with: shifted by a token if the model is causal.
+        count: tokens of the whole batch that the loss is divided by.
+        in_chunks: head and loss run in chunks of tokens.
+
+    Shapes:
+        given, labels: ``[b, s_local]``.
+    """
+
+    given: Tensor
+    labels: Tensor
+    count: Tensor | int
+    in_chunks: bool
+
+
+class Shard:
+    """One forward pass: what attention needs to know of it, and what its end needs of its start.
+
+    It is passed through the layers as their keyword argument ``usp``, not in a global. Backward
+    recomputes checkpointed layers long after the pass: by then a pipeline or gradient accumulation
+    has run other batches, of other lengths, documents and dropout seeds. The checkpoint keeps the
+    layer's arguments, and with them the shard that the layer had. It is no dataclass, because FSDP2
+    casts the tensors of arguments, and copies dataclasses for that.
 
     Args:
         call: what all layers have in common; the mask, scale and scores are each layer's.
@@ -48,7 +67,16 @@ class Shard:
 
     Attributes:
         layers: names of the attention modules that have run.
+        largest_position: of the whole batch.
+        drop_last: outputs per token have none for the last one, whose label is not known.
+        targets: None where no labels were given.
+        loss: what the model's loss function has returned.
     """
+
+    largest_position: Tensor | int = 0
+    drop_last = False
+    targets: Targets | None = None
+    loss: Tensor | None = None
 
     def __init__(
         self,
@@ -64,6 +92,27 @@ class Shard:
     def length(self) -> int:
         """Tokens of this rank."""
         return self.layout.length(self.call.mesh.rank)
+
+
+class RunningPass:
+    """The last forward pass, for what models call without the layers' keyword arguments: the loss
+    function, the head and rotary embeddings.
+
+    Attributes:
+        shard: None before the first pass.
+        targets: of the pass that runs; None after it, when calls are the caller's own.
+    """
+
+    shard: Shard | None = None
+    targets: Targets | None = None
+
+    def begin(self, shard: Shard) -> None:
+        """``shard``'s forward pass runs from now on."""
+        self.shard, self.targets = shard, shard.targets
+
+    def __deepcopy__(self, _: dict[int, Any]) -> RunningPass:
+        """That of a copied model, in which no pass has run."""
+        return RunningPass()
 
 
 def usp_attention_forward(
@@ -180,3 +229,194 @@ def register() -> None:
     """Make ``usp`` an attention implementation of transformers; again and again if you like."""
     AttentionInterface.register(IMPLEMENTATION, usp_attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, usp_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """What a layer may see.
+
+    Args:
+        mask: a window in tokens.
+        chunk: the chunk size of chunked attention (Llama 4).
+        refusal: why a layer cannot use this mask. Models make the masks of all kinds of layers,
+            also of those that they do not have.
+    """
+
+    mask: MaskSpec
+    chunk: int | None = None
+    refusal: str = ""
+
+
+# Slices that leave a tensor as it is (some models cut a mask to the length of a cache).
+_WHOLE = (slice(None), slice(0, None))
+
+
+class StandIn(ABC):
+    """Stands where a model expects a tensor that no rank has.
+
+    Whatever a model computes with it (an index, arithmetic, its shape) would be computed on this
+    rank's shard and would be wrong: it raises, but for what a subclass knows to be right.
+    """
+
+    @staticmethod
+    @abstractmethod
+    def refusal(what: str) -> UnsupportedAttentionError:
+        """The error of a model that does this with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what hooks and FSDP2 ask of any argument and output
+            raise AttributeError(name)
+        raise self.refusal(f"its attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise cls.refusal(f"{getattr(func, '__name__', func)} of it")
+
+    def _refuse_operator(self, *_: Any) -> Any:
+        raise self.refusal("arithmetic or a comparison with it")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse_operator
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __setitem__ = _refuse_operator
+    __and__ = __or__ = __invert__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse_operator
+    __len__ = __iter__ = __bool__ = _refuse_operator
+
+
+class LayerMask(StandIn):
+    """Stands where a layer expects the mask tensor that it hands to the attention function."""
+
+    def __init__(self, band: _Band) -> None:
+        self._band = band
+
+    @staticmethod
+    def refusal(what: str) -> UnsupportedAttentionError:
+        return UnsupportedAttentionError(
+            f"the model computes with its attention mask ({what}), and no rank holds a mask of the "
+            "whole sequence: this model is not served"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(i, slice) and i in _WHOLE for i in indices):
+            return self
+        raise self.refusal(f"mask[{index!r}]")
+
+
+def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> MaskSpec:
+    """The mask of one attention call over a sequence of ``seq_len`` tokens.
+
+    Args:
+        documents: cumulative borders, one tuple for all samples or one each; () without any.
+    """
+    band: _Band = mask._band
+    if band.refusal:
+        raise UnsupportedAttentionError(band.refusal)
+    if band.chunk is None:
+        return replace(band.mask, documents=documents)
+    # Chunks are counted from the start of each document: they are shorter documents.
+    chunked = tuple(_cut_documents(borders, band.chunk) for borders in documents or ((0, seq_len),))
+    return replace(band.mask, documents=chunked)
+
+
+def _cut_documents(borders: Borders, chunk: int) -> Borders:
+    """Borders after cutting each document into chunks of so many tokens."""
+    starts = [start for a, b in pairwise(borders) for start in range(a, b, chunk)]
+    return (*starts, borders[-1])
+
+
+def causal_mask() -> LayerMask:
+    """The mask of a decoder layer that was given none."""
+    return LayerMask(_Band(MaskSpec.causal()))
+
+
+def full_mask() -> LayerMask:
+    """The mask of an encoder layer that was given none."""
+    return LayerMask(_Band(MaskSpec.full()))
+
+
+def window_mask(left: int, right: int = 0) -> LayerMask:
+    """So many tokens to either side, and the token itself."""
+    return LayerMask(_Band(MaskSpec.window(left, right)))
+
+
+@disable_in_compile("masks are read from functions, which torch.compile cannot trace")
+def usp_mask(
+    *, mask_function: Callable[..., Any] = masking_utils.causal_mask_function, **_: Any
+) -> LayerMask:
+    """The mask interface of the attention implementation ``usp``.
+
+    Raises:
+        UnsupportedAttentionError: a mask function that is not known.
+    """
+    return LayerMask(_read(mask_function))
+
+
+def _read(function: Callable[..., Any]) -> _Band:
+    """The band of one mask function; recursive."""
+    if function is masking_utils.causal_mask_function:
+        return _Band(MaskSpec.causal())
+    if function is masking_utils.bidirectional_mask_function:
+        return _Band(MaskSpec.full())
+    if _code(function) is _AND:
+        parts = _closure(function)["mask_functions"]
+        if len(parts) == 2:
+            for first, second in (parts, parts[::-1]):
+                reader = _OVERLAYS.get(_code(first))
+                if reader is not None:
+                    return reader(_closure(first), _read(second))
+    name = getattr(function, "__qualname__", repr(function))
+    raise UnsupportedAttentionError(
+        f"a layer asks for the mask function {name}, which is none of causal, bidirectional, "
+        "sliding window or chunked: masks by blocks, images or prefixes are not served"
+    )
+
+
+def _causal_window(closure: dict[str, Any], inner: _Band) -> _Band:
+    _require(inner.mask.is_causal and inner.chunk is None, "a sliding window")
+    size = closure["sliding_window"]
+    if size < 1:
+        return _Band(
+            inner.mask,
+            refusal=f"a sliding window of {size} tokens: a token would not even see itself; set "
+            "the configuration's sliding_window to None or to 1 and more",
+        )
+    return _Band(MaskSpec.window(size - 1))
+
+
+def _two_sided_window(closure: dict[str, Any], inner: _Band) -> _Band:
+    _require(inner.mask.is_full, "a bidirectional sliding window")
+    return _Band(MaskSpec.window(closure["sliding_window"], closure["sliding_window"]))
+
+
+def _chunk(closure: dict[str, Any], inner: _Band) -> _Band:
+    _require(inner.mask.is_causal and inner.chunk is None, "chunked attention")
+    return _Band(inner.mask, closure["chunk_size"])
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise UnsupportedAttentionError(f"{what} combined with another mask is not served")
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    names = function.__code__.co_freevars
+    return {
+        name: cell.cell_contents
+        for name, cell in zip(names, function.__closure__ or (), strict=True)
+    }
+
+
+def _code(function: Callable[..., Any]) -> CodeType | None:
+    return getattr(function, "__code__", None)
+
+
+# One mask function of each kind is made here, for its code object.
+_AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+_OVERLAYS = MappingProxyType(
+    {
+        masking_utils.sliding_window_overlay(1).__code__: _causal_window,
+        masking_utils.sliding_window_bidirectional_overlay(1).__code__: _two_sided_window,
+        masking_utils.chunked_overlay(1, None).__code__: _chunk,
+    }
+)

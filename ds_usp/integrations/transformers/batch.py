@@ -1,4 +1,9 @@
-"""The batch of a forward pass: documents, layout, and this rank's shard of each argument."""
+"""The arguments of a forward pass: documents, layout, and this rank's shard of each.
+
+Read as transformers reads them on one rank: what its own attention would make of a mask, of
+positions or of borders is what the ranks make of them together, or it is refused. Primitives are
+those of :mod:`ds_usp.training.whole_batch`; the rules here are transformers'.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,19 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import DataError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders
-from ds_usp.training.batch import IGNORE_INDEX
+from ds_usp.training.whole_batch import (
+    IGNORE_INDEX,
+    borders_through,
+    document_starts,
+    next_token_labels,
+    real_tokens,
+)
 
 AUTO_LAYOUT = "auto"
 
@@ -34,7 +45,7 @@ BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 
 @dataclass(frozen=True)
-class WholeBatch:
+class WholeArguments:
     """The keyword arguments of a forward pass before sharding, and what was read from them.
 
     Args:
@@ -51,7 +62,7 @@ class WholeBatch:
     left_padded: bool
 
     @classmethod
-    def read(cls, arguments: Mapping[str, Any]) -> WholeBatch:
+    def read(cls, arguments: Mapping[str, Any]) -> WholeArguments:
         """Read the documents of a batch: from cu_seq_lens, else padding, else positions that start
         anew, as transformers does.
 
@@ -89,6 +100,10 @@ class WholeBatch:
         Raises:
             LayoutError: fewer tokens than the ranks need, or an unknown kind.
         """
+        # Zigzag balances the causal work of one long document. With several, a rank's two pieces of
+        # the sequence may be in documents of different lengths, and the work is what it is: where
+        # all rows have the same documents, tokens are dealt out by their work. Rows of different
+        # documents share one layout, as a batch is one tensor, and no layout balances them all.
         same = self.documents[0] if len(set(self.documents)) == 1 else ()
         if kind == AUTO_LAYOUT:
             kind = "balanced" if len(same) > 2 else TokenLayout.LOADERS_KIND
@@ -101,7 +116,7 @@ class WholeBatch:
         labels: Tensor | None = self.arguments.get("labels")
         if given is not None or labels is None:
             return given
-        return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+        return next_token_labels(labels)
 
     def check_targets(self, targets: Tensor | None) -> None:
         """Refuse a loss of padding: the kernels of transformers differ in what padding sees.
@@ -192,11 +207,7 @@ def check_layout_kind(kind: str) -> None:
 
 
 def _check_dims(name: str, x: Any) -> None:
-    """Refuse what is no tensor of rows and tokens.
-
-    Raises:
-        DataError: what was given.
-    """
+    """Refuse what is no tensor of rows and tokens."""
     dims = {"inputs_embeds": (3,), "position_ids": (2, 3)}.get(name, (2,))
     if not isinstance(x, Tensor) or x.ndim not in dims or 0 in x.shape:
         given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -205,13 +216,7 @@ def _check_dims(name: str, x: Any) -> None:
 
 
 def _padding(given: Mapping[str, Any], size: int, seq_len: int) -> list[tuple[int, int]]:
-    """The first and the last real token of each row, + 1; [] if there is no padding.
-
-    Raises:
-        UnsupportedAttentionError: a mask of more than two dims, values other than 0 and 1, or
-            padding between real tokens.
-        LayoutError: a mask of other tokens than the batch.
-    """
+    """The first and the last real token of each row, + 1; [] if there is no padding."""
     mask = given.get("attention_mask")
     if mask is None:
         return []
@@ -225,40 +230,28 @@ def _padding(given: Mapping[str, Any], size: int, seq_len: int) -> list[tuple[in
         raise LayoutError(
             f"attention_mask {list(mask.shape)} must be [{size}, {seq_len}], as the tokens are"
         )
-    real = mask != 0
-    at = torch.arange(seq_len, device=mask.device)
-    columns = [
-        torch.where(real, at, seq_len).amin(dim=1),
-        torch.where(real, at + 1, 0).amax(dim=1),
-        real.sum(dim=1),
-        (real & (mask != 1)).sum(dim=1),
-    ]
-    rows = torch.stack(columns, dim=1).tolist()  # one transfer from the device
-    for row, (first, stop, count, other) in enumerate(rows):
-        if other:
+    rows = real_tokens(mask)
+    for row, real in enumerate(rows):
+        if real.num_others:
             raise UnsupportedAttentionError(
                 f"attention_mask of row {row} has values other than 0 and 1. Packed documents are "
                 "given by position_ids that start anew, without an attention_mask"
             )
-        if count and count != stop - first:
+        gap = real.stop - real.first - real.num
+        if gap:
             raise UnsupportedAttentionError(
-                f"attention_mask of row {row} has {stop - first - count} zeros between real "
-                "tokens: padding must be at the ends of a row"
+                f"attention_mask of row {row} has {gap} zeros between real tokens: padding must be "
+                "at the ends of a row"
             )
-    if all(count == seq_len for _, _, count, _ in rows):
+    if all(real.num == seq_len for real in rows):
         return []
-    return [(min(first, stop), stop) for first, stop, _, _ in rows]
+    return [(real.first, real.stop) for real in rows]
 
 
 def _documents(
     given: Mapping[str, Any], padding: list[tuple[int, int]], size: int, seq_len: int
 ) -> tuple[Borders, ...]:
-    """Cumulative borders of the documents; padding is a document of its own.
-
-    Raises:
-        DataError: borders and positions that contradict each other, or positions that start anew
-            beside an attention_mask, which the kernels of transformers read differently.
-    """
+    """Cumulative borders of the documents; padding is a document of its own."""
     starts = _starts(given.get("position_ids"), size)
     if "cu_seq_lens_q" in given:
         return (_given_borders(given, starts, size, seq_len),)
@@ -272,10 +265,10 @@ def _documents(
                     "document begins there, and an attention_mask is given, by which none does. "
                     "Leave attention_mask out for packed batches"
                 )
-        return tuple(_borders((first, stop), seq_len) for first, stop in padding)
+        return tuple(borders_through((first, stop), seq_len) for first, stop in padding)
     if not any(starts):
         return ()
-    return tuple(_borders(row, seq_len) for row in starts)
+    return tuple(borders_through(row, seq_len) for row in starts)
 
 
 def _starts(positions: Tensor | None, size: int) -> list[list[int]]:
@@ -283,11 +276,9 @@ def _starts(positions: Tensor | None, size: int) -> list[list[int]]:
     with those of time, height and width alone, of which transformers reads no documents."""
     if positions is None or (positions.ndim == 3 and len(positions) < 4):
         return []
-    text = positions if positions.ndim == 2 else positions[0]  # the first of four is text's
-    jumps = (text.diff(dim=-1) != 1).nonzero().tolist()
-    rows: list[list[int]] = [[] for _ in range(len(text))]
-    for row, index in jumps:
-        rows[row].append(index + 1)
+    rows = document_starts(
+        positions if positions.ndim == 2 else positions[0]
+    )  # the first is text's
     return rows if len(rows) == size else rows * size
 
 
@@ -295,23 +286,18 @@ def _given_borders(
     given: Mapping[str, Any], starts: list[list[int]], size: int, seq_len: int
 ) -> Borders:
     """The borders of FlashAttention's packed arguments."""
-    borders = _borders(given["cu_seq_lens_q"].tolist(), seq_len)
+    borders = borders_through(given["cu_seq_lens_q"].tolist(), seq_len)
     keys = given.get("cu_seq_lens_k")
-    if size != 1 or (keys is not None and _borders(keys.tolist(), seq_len) != borders):
+    if size != 1 or (keys is not None and borders_through(keys.tolist(), seq_len) != borders):
         raise DataError(
             f"cu_seq_lens_q are borders of one row and of queries and keys alike; the batch has "
             f"{size} rows and {'other' if keys is not None else 'no'} cu_seq_lens_k"
         )
     if "attention_mask" in given:
         raise DataError("cu_seq_lens_q and attention_mask both say where documents end: give one")
-    if starts and starts[0] and _borders(starts[0], seq_len) != borders:
+    if starts and starts[0] and borders_through(starts[0], seq_len) != borders:
         raise DataError(
             f"cu_seq_lens_q has {len(borders) - 1} documents, position_ids start anew "
             f"{len(starts[0])} times at other tokens: give one of the two"
         )
     return borders
-
-
-def _borders(inside: Any, seq_len: int) -> Borders:
-    """Ascending borders from 0 to ``seq_len`` through those inside."""
-    return tuple(sorted({0, seq_len, *inside}))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -21,17 +22,25 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.replicas import (
     Reduction,
     SumOfShards,
+    WeightsComparison,
     check_mesh,
     join_shards,
     same_on_all_ranks,
 )
-from ds_usp.integrations.transformers.attention import IMPLEMENTATION, Shard, register
-from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeBatch
-from ds_usp.integrations.transformers.chunked_head import ChunkedHead, ChunkedLogits
-from ds_usp.integrations.transformers.loss import Targets, WholeBatchLoss
-from ds_usp.integrations.transformers.memory import LayersMemory
-from ds_usp.integrations.transformers.options import Logits, Options, Recompute
-from ds_usp.integrations.transformers.outputs import check_outputs, join_outputs
+from ds_usp.integrations.transformers.attention import (
+    IMPLEMENTATION,
+    RunningPass,
+    Shard,
+    Targets,
+    register,
+)
+from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeArguments
+from ds_usp.integrations.transformers.loss import (
+    ChunkedHead,
+    ChunkedLogits,
+    WholeBatchLoss,
+)
+from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
 from ds_usp.integrations.transformers.refusals import (
     check_arguments,
     check_model,
@@ -39,17 +48,16 @@ from ds_usp.integrations.transformers.refusals import (
     find_head,
     find_model,
     has_head,
+    holds_tensor,
     positional_arguments,
     positions_are_offset,
     positions_follow_padding,
     refuse_generate,
 )
-from ds_usp.integrations.transformers.rotary import LargestPosition
 from ds_usp.integrations.undo import UndoneAtExit
-from ds_usp.integrations.weights import WeightsComparison
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.training.batch import IGNORE_INDEX
+from ds_usp.training.whole_batch import IGNORE_INDEX
 
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
@@ -162,18 +170,16 @@ class EnabledModel(UndoneAtExit):
         self._forward_passes = 0
         self._weights = WeightsComparison(mesh.sp_group is not None)
         self._enabled = True
-        self._drop_last = False  # per-token outputs have none for the last token
-        self._shard: Shard | None = None
+        self._running = RunningPass()
         head = find_head(inner) if options.loss_chunks else None
         self._memory = LayersMemory(inner, options)
-        self._head = ChunkedHead(head, options.loss_chunks) if head is not None else None
+        self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
         self._loss = self._wrap_loss()
         self._previous = inner.config._attn_implementation
         inner.set_attn_implementation(IMPLEMENTATION)
         inner.generate = refuse_generate(type(inner).__name__)
-        self._largest_position = LargestPosition(inner)
         self._handles: list[RemovableHandle] = [
-            *self._largest_position.handles,
+            *LargestPosition(self._running).register(inner),
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, with_kwargs=True, prepend=True),
         ]
@@ -182,9 +188,9 @@ class EnabledModel(UndoneAtExit):
         """The loss function in the place of the model's own; None for a model without a head."""
         if not has_head(self._inner):
             return None
-        loss = WholeBatchLoss(self._inner.loss_function, self.mesh, self._options.gradients)
-        self._inner.loss_function = loss
-        return loss
+        original, gradients = self._inner.loss_function, self._options.gradients
+        self._inner.loss_function = WholeBatchLoss(original, self.mesh, gradients, self._running)
+        return self._inner.loss_function
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
         """The layout of a batch: the whole keyword arguments of a forward pass.
@@ -192,7 +198,7 @@ class EnabledModel(UndoneAtExit):
         Raises:
             USPError: the batch is refused.
         """
-        return WholeBatch.read(batch).layout(self.mesh, self._options.layout)
+        return WholeArguments.read(batch).layout(self.mesh, self._options.layout)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor from this rank's shard and the others', of the last forward pass.
@@ -202,9 +208,9 @@ class EnabledModel(UndoneAtExit):
             ConfigError: there was no forward pass.
             LayoutError: not a shard of it.
         """
-        if self._shard is None:
+        if self._running.shard is None:
             raise ConfigError("no forward pass has run: there is no layout to join shards by")
-        return join_shards(x, self._shard.layout, self.mesh, dim, self._options.gradients)
+        return join_shards(x, self._running.shard.layout, self.mesh, dim, self._options.gradients)
 
     def disable(self) -> None:
         """Leave the model as it was before :func:`enable`."""
@@ -225,7 +231,7 @@ class EnabledModel(UndoneAtExit):
     def __deepcopy__(self, memo: dict[int, Any]) -> EnabledModel:
         """That of a copied model, which is enabled on the same ranks by itself."""
         copied = memo[id(self)] = object.__new__(EnabledModel)
-        for name, value in {**self.__dict__, "_shard": None}.items():
+        for name, value in self.__dict__.items():
             setattr(copied, name, value if name == "mesh" else deepcopy(value, memo))
         return copied
 
@@ -242,11 +248,13 @@ class EnabledModel(UndoneAtExit):
         with same_on_all_ranks(self.mesh, "a batch of", compared):
             compared.update(self._weights.of(self.model))
             check_arguments(arguments)
-            batch = WholeBatch.read(arguments)
+            batch = WholeArguments.read(arguments)
             self._check_positions(batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
-            batch.check_tokens(*_vocabulary(self._inner, targets))
+            embeddings = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
+            outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
+            batch.check_tokens(embeddings, targets, outputs)
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         self._weights.end()
@@ -256,19 +264,16 @@ class EnabledModel(UndoneAtExit):
             self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
         )
         shard = Shard(call, batch.documents, self._dropout_seed())
+        positions = batch.arguments.get("position_ids")
+        shard.largest_position = batch.seq_len - 1 if positions is None else positions.max()
+        shard.drop_last = "shift_labels" not in batch.arguments
         local = batch.shard(layout, self.mesh.rank)
         self._set_targets(targets, shard, local)
-        self._largest_position.value = _largest_position(batch)
-        self._drop_last = "shift_labels" not in batch.arguments
-        self._shard = shard
+        self._running.begin(shard)
         return (), {**local, "use_cache": False, "usp": shard}
 
-    def _check_positions(self, batch: WholeBatch) -> None:
-        """Refuse a batch whose default positions are not the index of its tokens.
-
-        Raises:
-            DataError: give position_ids.
-        """
+    def _check_positions(self, batch: WholeArguments) -> None:
+        """Refuse a batch whose default positions are not the index of its tokens."""
         if "position_ids" in batch.arguments:
             return
         name = type(self._inner).__name__
@@ -283,7 +288,7 @@ class EnabledModel(UndoneAtExit):
                 "the left: pad on the right, or give position_ids"
             )
 
-    def _targets_of(self, batch: WholeBatch) -> Tensor | None:
+    def _targets_of(self, batch: WholeArguments) -> Tensor | None:
         """What the outputs of every token are compared with; None without labels.
 
         Shapes: ``[b, seq_len]``.
@@ -296,21 +301,14 @@ class EnabledModel(UndoneAtExit):
         """Shard the labels, and count those of the whole batch."""
         local.pop("shift_labels", None)
         count = local.pop("num_items_in_batch", None)
-        if self._loss is None:
-            return
-        self._loss.targets = self._loss.result = None
-        if self._head is not None:
-            self._head.active = False
-        if targets is None:
+        if self._loss is None or targets is None:
             return
         if count is None:
             count = (targets != IGNORE_INDEX).sum()
         shard_labels = shard.layout.shard(targets, 1, self.mesh.rank)
         local.setdefault("labels", shard_labels)
-        self._loss.targets = Targets(local["labels"], shard_labels, count)
-        if self._head is not None:
-            of_trl = local.get(_TRL_FUSED_HEAD)
-            self._head.active = self._options.loss_chunks > 0 and not of_trl
+        in_chunks = self._options.loss_chunks > 0 and not local.get(_TRL_FUSED_HEAD)
+        shard.targets = Targets(local["labels"], shard_labels, count, in_chunks)
         if _TRL_FUSED_HEAD in local:  # which computes its loss from these
             local |= {"shift_labels": shard_labels, "num_items_in_batch": count}
 
@@ -339,7 +337,8 @@ class EnabledModel(UndoneAtExit):
                 f"{name} returns a {type(out).__name__} instead of outputs with names; set "
                 "config.return_dict=True"
             )
-        self._finish_loss(kwargs, out)
+        self._running.targets = None  # later calls are the caller's own
+        self._finish_loss(shard, kwargs, out)
         if any(isinstance(value, ChunkedLogits) for value in out.values()):
             kept = {key: x for key, x in out.items() if not isinstance(x, ChunkedLogits)}
             out = type(out)(**kept)
@@ -348,20 +347,14 @@ class EnabledModel(UndoneAtExit):
         whole = choice == "whole" or (choice == "auto" and not labeled)
         tokens = len(kwargs["attention_mask"]), shard.length
         check_outputs(out, name, tokens)
-        join_outputs(out, self.whole, join_all=whole, drop_last=self._drop_last)
+        join_outputs(out, self.whole, join_all=whole, drop_last=shard.drop_last)
         return out
 
-    def _finish_loss(self, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
-        """Check that the loss is the whole batch's.
-
-        Raises:
-            UnsupportedAttentionError: the model has computed it in its own way.
-        """
-        if self._loss is not None:
-            self._loss.targets = None  # later calls are the caller's own
+    def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
+        """Check that the loss is the whole batch's."""
         loss = out.get("loss")
         if loss is None:
-            if self._head is not None and self._head.active:
+            if self._head is not None and shard.targets is not None and shard.targets.in_chunks:
                 raise UnsupportedAttentionError(
                     f"{type(self._inner).__name__} was given labels and returns no loss, and under "
                     "loss_chunks there are no logits: leave loss_chunks out"
@@ -369,7 +362,7 @@ class EnabledModel(UndoneAtExit):
             return
         if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
             out["loss"] = SumOfShards.apply(loss, self.mesh, self._options.gradients)
-        elif self._loss is None or loss is not self._loss.result:
+        elif loss is not shard.loss:
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "
                 "what is no sum over tokens: leave labels out and compute the loss from logits "
@@ -377,13 +370,101 @@ class EnabledModel(UndoneAtExit):
             )
 
 
-def _vocabulary(model: Any, targets: Tensor | None) -> tuple[int | None, Tensor | None, int | None]:
-    """Arguments of :meth:`WholeBatch.check_tokens`."""
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    of_outputs: int | None = getattr(outputs, "out_features", None)
-    return getattr(inputs, "num_embeddings", None), targets, of_outputs
+# What TRL's fused head returns for every token, of which trainers make losses: always joined.
+_LOG_PROBABILITIES = frozenset(
+    {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
+)
+_PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", *_LOG_PROBABILITIES})
 
 
-def _largest_position(batch: WholeBatch) -> Tensor | int:
-    positions = batch.arguments.get("position_ids")
-    return batch.seq_len - 1 if positions is None else positions.max()
+def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) -> None:
+    """Refuse an output that is not known to have a value for each token of this rank.
+
+    Args:
+        model: the name of the model.
+        shape: rows and tokens of this rank.
+
+    Raises:
+        UnsupportedAttentionError: which one.
+    """
+    for key in out.keys() - {"loss"}:
+        value = out[key]
+        tensors = value if isinstance(value, tuple) else (value,)
+        ndim = 2 if key in _LOG_PROBABILITIES else 3
+        has_tokens = key in _PER_TOKEN and all(
+            x is None or (isinstance(x, Tensor) and x.ndim == ndim and tuple(x.shape[:2]) == shape)
+            for x in tensors
+        )
+        if not has_tokens and holds_tensor(value):
+            raise UnsupportedAttentionError(
+                f"{model} returns {key}, which is not known to have a value for each of this "
+                f"rank's tokens {list(shape)} and may be made of single ones, of which each rank "
+                "has others (as a pooled output is of the first): use a model without it; "
+                f"{', '.join(sorted(_PER_TOKEN))} are served"
+            )
+
+
+def join_outputs(
+    out: MutableMapping[str, Any],
+    join: Callable[[Tensor], Tensor],
+    *,
+    join_all: bool,
+    drop_last: bool,
+) -> None:
+    """Replace outputs per token by those of the whole batch; collective.
+
+    Args:
+        join: makes a whole tensor of this rank's shard and the others'.
+        join_all: all of them, not only log-probabilities.
+        drop_last: log-probabilities have none for the last token, whose label is not known.
+    """
+    for key in [key for key in out if key in _PER_TOKEN and out[key] is not None]:
+        value = out[key]
+        if key in _LOG_PROBABILITIES:
+            out[key] = join(value)[:, :-1] if drop_last else join(value)
+        elif join_all and isinstance(value, tuple):
+            out[key] = tuple(x if x is None else join(x) for x in value)
+        elif join_all:
+            out[key] = join(value)
+
+
+class LargestPosition:
+    """Shows the largest position of the whole batch to the rotary modules that scale.
+
+    ``dynamic`` and ``longrope`` (and PhiMoE's own scaling) choose their frequencies by the largest
+    position they are given. A shard has another one than the sequence, and each rank would choose
+    for itself: so their positions get one more token at the largest one, whose angles are dropped.
+    """
+
+    def __init__(self, running: RunningPass) -> None:
+        self._running = running
+
+    def register(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Add hooks to the rotary modules of a model, which are to be removed."""
+        for module in model.modules():
+            kinds = getattr(module, "rope_type", None)
+            kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+            if any(isinstance(kind, str) and kind != "default" for kind in kinds):
+                yield module.register_forward_pre_hook(self._append, with_kwargs=True)
+                yield module.register_forward_hook(self._drop)
+
+    def _append(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Add a token at the largest position."""
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": self._extended(kwargs["position_ids"])}
+        if len(args) < 2:
+            raise UnsupportedAttentionError(
+                f"{type(module).__name__} is given no position_ids, which its frequencies depend on"
+            )
+        return (args[0], self._extended(args[1]), *args[2:]), kwargs
+
+    def _extended(self, positions: Tensor) -> Tensor:
+        longer = pad(positions, (0, 1))
+        longer[..., -1] = 0 if self._running.shard is None else self._running.shard.largest_position
+        return longer
+
+    def _drop(self, _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+        """Take that token off cos and sin, ``[..., s_local + 1, d]``."""
+        return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.batch import BORDERS, TOKEN_DIM
 from ds_usp.integrations.transformers.loss import SUMS_OVER_TOKENS
-from ds_usp.training.batch import IGNORE_INDEX
+from ds_usp.training.whole_batch import IGNORE_INDEX
 
 OLDEST, BEFORE = "5.17", "6"
 
@@ -114,11 +114,13 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
     text = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         yield "encoder-decoder models have two sequences, and only one is sharded"
-    kinds = {k for k in getattr(text, "layer_types", None) or () if not _is_attention(k)}
+    kinds = set(getattr(text, "layer_types", None) or ())
+    kinds -= {kind for kind in kinds if "attention" in kind and "linear" not in kind}
     if kinds or getattr(model, "_is_stateful", False):
         names = ", ".join(sorted(kinds)) or "stateful"
         yield f"its layers ({names}) carry a state from token to token, and ranks hand none on"
-    if not _takes_positions(model):
+    forwards = model.forward, model.base_model.forward  # the latter without the head
+    if not all("position_ids" in inspect.signature(x).parameters for x in forwards):
         yield "it takes no position_ids: each rank would count its tokens from 0"
     for module in model.modules():
         if _counts_tokens(module):
@@ -144,10 +146,6 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _is_attention(kind: str) -> bool:
-    return "attention" in kind and "linear" not in kind
-
-
 def positional_arguments(model: nn.Module, inner: PreTrainedModel) -> tuple[str, ...]:
     """The names of a forward pass's arguments, in order: PEFT's models have an order of their own,
     or hand on what they are given."""
@@ -159,12 +157,6 @@ def positional_arguments(model: nn.Module, inner: PreTrainedModel) -> tuple[str,
 def has_head(model: PreTrainedModel) -> bool:
     """Whether a model takes labels."""
     return "labels" in inspect.signature(model.forward).parameters
-
-
-def _takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model, and the model under its head, can be given positions."""
-    base = model.base_model
-    return all("position_ids" in inspect.signature(m.forward).parameters for m in (model, base))
 
 
 def _counts_tokens(module: nn.Module) -> bool:

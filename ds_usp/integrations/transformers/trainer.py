@@ -7,20 +7,25 @@ the number of ranks is set right here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError
-from ds_usp.integrations.transformers.data_loader import share_batches
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
 from ds_usp.integrations.transformers.refusals import find_model
+from ds_usp.training.data_loader import BatchBroadcast, DataParallelRanks, data_parallel_ranks
 
 
 def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
@@ -130,3 +135,236 @@ def _whole_logits(enabled: EnabledModel, wanted: bool) -> Iterator[None]:
         yield
     finally:
         enabled._options = before
+
+
+_RANK = struct.Struct("qq")
+_PLAN = struct.Struct("qq")  # batches in a pass, replicas that the sampler deals out to
+# Accelerate's own ways to share a model or a sequence, which know nothing of the mesh.
+_OTHER_AXES = ("tp", "cp", "sp")
+
+
+def share_batches(accelerator: Any, mesh: SequenceMesh) -> DataParallelRanks:
+    """Make the data loaders that an ``Accelerator`` prepares give all ranks of a mesh the same
+    batches, and ``gather_for_metrics`` gather from one rank of each mesh.
+
+    For loops of one's own; :func:`attach` calls it. Collective over the world. Call it before
+    ``accelerator.prepare``, and ``enable`` for the model.
+
+    Returns:
+        The data-parallel axis: one replica for each mesh.
+
+    Raises:
+        ConfigError: a parallel axis of Accelerate's own, dispatched batches, or data loaders that
+            were prepared before. On every rank.
+    """
+    _check_accelerator(accelerator)
+    replicas = data_parallel_ranks(mesh)
+    firsts = _first_ranks(mesh, replicas)
+    accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator, replicas)
+    accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, firsts)
+    return replicas
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    config = getattr(accelerator, "parallelism_config", None)
+    axes = [axis for axis in _OTHER_AXES if config and getattr(config, f"{axis}_size", 1) > 1]
+    if axes:
+        sizes = ", ".join(f"{axis}_size={getattr(config, f'{axis}_size')}" for axis in axes)
+        raise ConfigError(
+            f"ParallelismConfig({sizes}): Accelerate would share sequences or weights in its own "
+            "way. Leave these sizes out, the mesh says them; for sp_size with DeepSpeed call "
+            "patch_accelerate instead"
+        )
+    if accelerator.dispatch_batches:
+        raise ConfigError(
+            "dispatch_batches=True sends other batches to every rank: leave it out. Every rank "
+            "reads the data set itself"
+        )
+    if accelerator._dataloaders:
+        raise ConfigError(
+            f"{len(accelerator._dataloaders)} data loaders were prepared before: their ranks read "
+            "different batches. Call this before accelerator.prepare and before trainer.train"
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if accelerator.num_processes != world:
+        raise ConfigError(
+            f"Accelerate knows {accelerator.num_processes} processes, torch.distributed {world}"
+        )
+
+
+def _first_ranks(mesh: SequenceMesh, replicas: DataParallelRanks) -> list[int]:
+    """The first rank of every mesh, in the order of the replicas; collective over the world."""
+    if not dist.is_initialized():
+        return [0]
+    world: Any = dist.group.WORLD
+    gathered = all_gather_bytes(_RANK.pack(replicas.rank, mesh.rank), world)
+    places = [_RANK.unpack(data) for data in gathered]
+    return [places.index((replica, 0)) for replica in range(replicas.size)]
+
+
+def _prepare_data_loader(
+    accelerator: Any,
+    replicas: DataParallelRanks,
+    data_loader: DataLoader[Any],
+    device_placement: bool | None = None,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+) -> DataLoader[Any]:
+    """``Accelerator.prepare_data_loader``, where the processes are the replicas."""
+    from accelerate.data_loader import prepare_data_loader
+
+    if getattr(data_loader, "_is_accelerate_prepared", False):
+        return data_loader
+    _seed_alike(accelerator, replicas, data_loader)
+    placement = accelerator.device_placement if device_placement is None else device_placement
+    prepared = prepare_data_loader(
+        data_loader,
+        accelerator.device,
+        num_processes=replicas.size,
+        process_index=replicas.rank,
+        split_batches=accelerator.split_batches,
+        put_on_device=placement,
+        rng_types=accelerator.rng_types.copy() if accelerator.rng_types else None,
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        slice_fn_for_dispatch=slice_fn_for_dispatch,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
+    accelerator._dataloaders.append(prepared)
+    return prepared
+
+
+def _seed_alike(
+    accelerator: Any, replicas: DataParallelRanks, data_loader: DataLoader[Any]
+) -> None:
+    """Let what is random in a data loader be the same on the ranks of a mesh."""
+    from accelerate.data_loader import get_sampler
+
+    worker_init = data_loader.worker_init_fn
+    if isinstance(worker_init, partial) and "rank" in worker_init.keywords:
+        # Trainer seeds workers by rank: random collators would differ within a mesh.
+        data_loader.worker_init_fn = partial(worker_init, rank=replicas.rank)
+    if replicas.size > 1 or isinstance(data_loader.dataset, IterableDataset):
+        return
+    # Of one replica Accelerate thinks that it has one process, which draws its order as it likes.
+    sampler = get_sampler(data_loader)
+    if getattr(sampler, "generator", "none") is None:
+        generator = torch.Generator()
+        generator.manual_seed(torch.initial_seed())
+        sampler.generator = generator
+
+
+def _gather_for_metrics(
+    accelerator: Any, firsts: list[int], input_data: Any, use_gather_object: bool = False
+) -> Any:
+    """``Accelerator.gather_for_metrics`` over one rank of each mesh: the others have the same."""
+    from accelerate.utils import gather_object, recursively_apply
+
+    world = accelerator.num_processes
+
+    def of_firsts(x: Tensor) -> Tensor:
+        parts = x.reshape(world, -1, *x.shape[1:])
+        return parts[firsts].flatten(0, 1)
+
+    try:
+        recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+    except TypeError:
+        use_gather_object = True
+    data: Any
+    if use_gather_object:
+        parts = gather_object([input_data])
+        data = [x for rank in firsts for x in parts[rank]]
+    else:
+        data = recursively_apply(of_firsts, accelerator.gather(input_data))
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return data
+    # The last batch was filled up with samples that were there before.
+    if use_gather_object:
+        return data[: state.remainder]
+    return recursively_apply(lambda x: x[: state.remainder], data)
+
+
+def replicate_batches(loader: Iterable[Any] | None, mesh: SequenceMesh) -> ReplicatedBatches:
+    """A data loader whose batches the first rank of each mesh reads and sends to the others.
+
+    For training loops of one's own: whatever is random in reading or collating, the ranks of a
+    mesh get the same batch, and only one of them reads. Replicas must read different samples::
+
+        dp = ds_usp.training.data_parallel_ranks(mesh)
+        sampler = DistributedSampler(data, num_replicas=dp.size, rank=dp.rank)
+        loader = replicate_batches(DataLoader(data, sampler=sampler), mesh)
+
+    A pass ends for the ranks of a mesh when its loader ends; give all replicas as many batches.
+
+    Args:
+        loader: any iterable of batches; used on the first rank of a mesh, and may be None on the
+            others.
+        mesh: the ranks that get the same batches.
+
+    Raises:
+        ConfigError: at construction, a loader that deals batches out to another number of
+            replicas than there are meshes; on every rank of the mesh.
+        DataError: where the first rank could not read a batch; that rank raises its own error.
+
+    Collective over the world when it is made, and over the mesh at each batch.
+    """
+    return ReplicatedBatches(loader, mesh)
+
+
+class ReplicatedBatches:
+    """What :func:`replicate_batches` returns."""
+
+    def __init__(self, loader: Iterable[Any] | None, mesh: SequenceMesh) -> None:
+        self.loader, self.mesh = loader, mesh
+        replicas = data_parallel_ranks(mesh)
+        length = -1
+        with suppress(TypeError):  # an iterator has none
+            length = len(cast(Sized, loader))
+        plan = _PLAN.pack(length, _replicas_of(loader))
+        if mesh.sp_group is not None:
+            plan = all_gather_bytes(plan, mesh.sp_group)[0]
+        self._length, dealt = _PLAN.unpack(plan)
+        if dealt not in (0, replicas.size):
+            raise ConfigError(
+                f"the loader deals its batches out to {dealt} replicas, and there are "
+                f"{replicas.size} meshes: use num_replicas={replicas.size}, rank={replicas.rank}, "
+                "and a loader that Accelerate has not prepared"
+            )
+
+    def __len__(self) -> int:
+        """Batches of a pass."""
+        if self._length < 0:
+            raise TypeError(f"{type(self.loader).__name__} has no length")
+        return self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle anew, where the loader or its sampler can."""
+        owner: Any
+        for owner in (self.loader, getattr(self.loader, "sampler", None)):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass. Tensors are on the CPU, except on ranks of meshes of one rank."""
+        if self.mesh.sp_degree == 1:
+            yield from self.loader or ()
+            return
+        broadcast = BatchBroadcast(self.mesh.sp_group, "cpu")
+        batches = iter(self.loader or ()) if self.mesh.rank == 0 else None
+        while (entry := broadcast.next_of(batches)) is not None:
+            yield entry[0]
+
+
+def _replicas_of(loader: Any) -> int:
+    """Replicas that a loader's sampler deals its samples out to; 0 where it does not."""
+    places = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    places += [getattr(places[-1], "sampler", None), getattr(loader, "dataset", None)]
+    for place in places:
+        for name in ("num_replicas", "num_processes"):
+            count = getattr(place, name, None)
+            if isinstance(count, int):
+                return count
+    return 0

@@ -27,11 +27,11 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, USPError
 from ds_usp.integrations.transformers.attention import (
     IMPLEMENTATION,
+    LayerMask,
     Shard,
     check_call,
     usp_attention_forward,
 )
-from ds_usp.integrations.transformers.masks import LayerMask
 from ds_usp.integrations.transformers.model import enable
 from ds_usp.integrations.transformers.refusals import (
     has_head,

@@ -1,13 +1,10 @@
-"""Sums in fp32 of a parameter's gradients, where a module runs once for each chunk of tokens.
+"""Activation checkpoints of token-wise functions, one chunk of tokens at a time.
 
-A parameter of n chunks has n gradients, and autograd sums them in the parameter's dtype. In bf16
-each addition rounds: relative to one product over all tokens the error of the sum is 1.4 times as
-large at 4 chunks, 3 times at 32, 7 times at 256 (docs/usage/memory.md). Here every chunk computes
-with a view of the parameter, whose gradient is added to an fp32 buffer; the parameter gets the sum,
-rounded once.
+torch's checkpoints do the work, so that the parameters of all chunks stay inputs of one graph. Only
+the chunks' borders and the sums of parameters' gradients are functions of this module.
 
-A submodule gets its views between the hooks of a framework that run before its forward pass and
-those after it, so ZeRO-3 and FSDP2 have gathered its parameters and do not see the views.
+Source: DeepSpeed's ALST (Bekman et al., 2506.13996), section 3.1.1, whose tiled MLP runs its own
+backward passes and so needs to tell ZeRO which of its gradients is the last.
 """
 
 from __future__ import annotations
@@ -20,6 +17,122 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_usp.errors import ConfigError
+
+
+def in_chunks(
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    chunks: int,
+    dim: int = 0,
+    module: nn.Module | None = None,
+) -> Tensor:
+    """``run(x)`` in chunks along ``dim``, each checkpointed: an MLP whose intermediate tensors
+    never exist for all tokens.
+
+    Backward keeps ``x`` and no other tensor of all tokens, and runs the function once more for
+    each chunk. The gradient of ``x`` is that of ``run(x)``; those of parameters are sums over
+    chunks, in fp32 for the parameters of a module, else (and under ``torch.compile``, for
+    TransformerEngine's layers and FSDP1's) in the parameters' dtype.
+
+    Args:
+        run: computes every index along ``dim`` independently, as an MLP does tokens; its result
+            has as many, and may differ in the other sizes.
+        chunks: how many, of sizes that differ by at most 1.
+        module: whose parameters ``run`` uses. None: the module that ``run`` is, is a method of or
+            has as the first argument of a ``functools.partial``, if it does.
+
+    Raises:
+        ConfigError: fewer than 1, or more than ``x`` has indices along ``dim``; or ``run`` returns
+            another number of indices.
+    """
+    if not isinstance(chunks, int) or not 1 <= chunks <= x.shape[dim]:
+        raise ConfigError(
+            f"chunks={chunks!r} must be a whole number from 1 to the size of dim {dim}, "
+            f"{x.shape[dim]}"
+        )
+    if chunks == 1:
+        return run(x)
+    if torch.compiler.is_compiling():  # a compiler has no use for the order of writes
+        split = torch.tensor_split(x, chunks, dim)
+        return torch.cat([checkpoint(run, part, use_reentrant=False) for part in split], dim)
+    # Not torch.split and torch.cat: these hold two more tensors of all tokens, the parts' gradients
+    # before they are joined and the results before they are. Each is written where it belongs.
+    size, output, run = x.shape[dim], x, sum_in_fp32(run, module)
+    for index in range(chunks):
+        start, stop = index * size // chunks, (index + 1) * size // chunks
+        x, part = TakeChunk.apply(x, dim, start, stop)
+        result = checkpoint(run, part, use_reentrant=False)
+        if index == 0:
+            output = _empty_output(result, dim, stop, size)
+        output = WriteChunk.apply(output, result, dim, start)
+        del part, result  # before the next chunk is computed
+    return output
+
+
+def _empty_output(first: Tensor, dim: int, length: int, size: int) -> Tensor:
+    """Uninitialized: the output of all chunks.
+
+    Args:
+        first: the first chunk's result, of ``length`` of ``size`` indices.
+    """
+    if first.shape[dim] != length:
+        raise ConfigError(
+            f"a chunk of {length} indices along dim {dim} has a result of {first.shape[dim]}: the "
+            "function must compute every index by itself"
+        )
+    shape = list(first.shape)
+    shape[dim] = size
+    return first.new_empty(shape)
+
+
+class TakeChunk(torch.autograd.Function):
+    """``x`` for the chunks to come, and the chunk ``[start, stop)`` of it.
+
+    In backward the last chunk is the first one: it allocates the gradient of ``x``, and all others
+    write into it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """``x`` itself and a view of it: nothing is copied."""
+        ctx.dim, ctx.start, ctx.stop, ctx.shape = dim, start, stop, x.shape
+        ctx.set_materialize_grads(False)
+        return x, x.narrow(dim, start, stop - start)
+
+    @staticmethod
+    def backward(ctx: Any, later: Tensor | None, grad: Tensor | None) -> tuple[Any, ...]:
+        """The gradient of ``x``, of whose chunks the earlier ones are written later."""
+        if later is None and grad is not None:
+            is_last = ctx.stop == ctx.shape[ctx.dim]
+            later = (grad.new_empty if is_last else grad.new_zeros)(ctx.shape)
+        elif later is not None and torch.is_grad_enabled():
+            later = later.clone()  # create_graph=True: what autograd keeps is not changed
+        if later is not None:
+            chunk_grad = later.narrow(ctx.dim, ctx.start, ctx.stop - ctx.start)
+            chunk_grad.zero_() if grad is None else chunk_grad.copy_(grad)
+        return later, None, None, None
+
+
+class WriteChunk(torch.autograd.Function):
+    """The output with one chunk's result written into it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, result: Tensor, dim: int, start: int) -> Tensor:
+        """The output, changed in place."""
+        ctx.dim, ctx.start, ctx.length = dim, start, result.shape[dim]
+        output.narrow(dim, start, ctx.length).copy_(result)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """All of the gradient for the earlier chunks, which read their own part of it alone, and
+        this chunk's part: a view."""
+        return grad, grad.narrow(ctx.dim, ctx.start, ctx.length), None, None
+
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Megatron's layers of TransformerEngine are subclasses in a package of Megatron's.
@@ -34,6 +147,14 @@ def sum_in_fp32(run: Callable[[Tensor], Tensor], module: nn.Module | None) -> An
         module: whose parameters ``run`` uses; None: the module that ``run`` is, is a method of or
             has as its first bound argument.
     """
+    # Note [gradients of chunks]
+    # A parameter of n chunks gets n gradients, which autograd sums in the parameter's dtype. In
+    # bf16 each addition rounds: relative to one product over all tokens the error of the sum is 1.4
+    # times as large at 4 chunks, 3 times at 32, 7 times at 256 (docs/usage/memory.md). So each
+    # chunk computes with a view of the parameter (_View), whose gradient is added to an fp32
+    # buffer, and the parameter gets the sum (_Sum), rounded once: hooks of DDP, ZeRO and FSDP see
+    # one gradient. A submodule has its views from after the hooks that gather its parameters
+    # (ZeRO-3, FSDP2) to before those that release them, and these see no view.
     module = module or _module_of(run)
     if module is None or not torch.is_grad_enabled() or _sums_by_itself(module):
         return run
