@@ -27,6 +27,9 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 for _folder in (str(TESTS), str(TESTS.parent)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
+# Programs are imported as from their own folders.
+for _folder in ("examples_deepspeed/sequence_parallel", "scripts", "scripts/bench"):
+    sys.path.append(str(TESTS.parent / _folder))
 
 import fast_tier  # noqa: E402
 from harness import WorkerPool, no_work, set_seeds  # noqa: E402

@@ -31,8 +31,6 @@ PATHS = {size: FOLDER / name for size, name in SCRIPTS.items()}
 PATHS |= {size: MEGATRON_LM_FOLDER / name for size, name in MEGATRON_LM_SCRIPTS.items()}
 # The program that is started -> the environment that selects it.
 PROGRAMS = {"trainer": {}, "megatron_deepspeed": {"MEGATRON_DEEPSPEED_PATH": str(CHECKOUT)}}
-if str(FOLDER) not in sys.path:
-    sys.path.insert(0, str(FOLDER))
 
 
 def environment(**settings: str) -> dict[str, str]:

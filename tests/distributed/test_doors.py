@@ -1,9 +1,4 @@
-"""One SGD step through every entry point that has a token order, from the caller's own shards.
-
-The caller's shards are ``torch.tensor_split`` of the sequence in the order of the group's ranks, as
-batches are cut for DeepSpeed, and nothing but the attention is changed: the weights after the step
-are those of one process.
-"""
+"""Token orders: one SGD step through every entry point, layouts by name and by default."""
 
 from __future__ import annotations
 
@@ -18,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import ALL_ORDERS
+from cases import ALL_ORDERS, mesh_of
 from harness import RankContext, WorkerPool
-from sample_attentions import flash_self_attention
+from sample_attentions import Local, flash_self_attention
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, USPAttention
+from ds_usp.training import SequenceParallelDataLoader
 from ds_usp.warn_once import _emit_once
 
 WORLD, ULYSSES, TOKENS, VOCAB, WIDTH, HEADS = 4, 2, 32, 11, 16, 4
@@ -302,3 +298,178 @@ def own_scale(ctx: RankContext) -> bool:
 
 def test_a_scale_is_read_from_the_local_attention(pool: WorkerPool) -> None:
     assert pool.run(own_scale, WORLD) == [True] * WORLD
+
+
+NAMED_WORLD, NAMED_CAUSAL, FULL = 4, MaskSpec.causal(), MaskSpec.full()
+
+
+def tensors(tokens: int = 8, joint: int = 0) -> list[torch.Tensor]:
+    drawn = [torch.randn(1, tokens, 4, 16) for _ in range(3)]
+    return drawn + [torch.randn(1, joint, 4, 16) for _ in range(3 if joint else 0)]
+
+
+def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
+    """Whether each function gives the same for a kind as for the layout of that kind."""
+    mesh = mesh_of(ulysses)
+    layout, half = mesh.layout("zigzag", 32), mesh.layout("striped", 16)
+    q, k, v = tensors()
+    short = tensors(4)[1:]
+    both = tensors(joint=6)
+
+    def attend(**options: Any) -> torch.Tensor:
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, mask=NAMED_CAUSAL, **options)
+
+    def cross(**options: Any) -> torch.Tensor:
+        return ds_usp.usp_attention(q, *short, mesh=mesh, mask=FULL, **options)
+
+    def joint(**options: Any) -> torch.Tensor:
+        return torch.cat(ds_usp.usp_joint_attention(*both, mesh=mesh, mask=FULL, **options), 1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    crossing = torch.compile(cross, fullgraph=True, backend="eager")
+    names, values = {"layout": "zigzag"}, {"layout": layout}
+    two_names = {"layout": "zigzag", "kv_layout": "striped"}
+    two_values = {"layout": layout, "kv_layout": half}
+    return [
+        torch.equal(attend(**names), attend(**values)),
+        torch.equal(cross(**two_names), cross(**two_values)),
+        torch.equal(joint(**names), joint(**values)),
+        torch.equal(compiled(**names), attend(**values)),
+        torch.equal(crossing(**two_names), cross(**two_values)),
+    ]
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_name_is_the_layout_of_that_kind(pool: WorkerPool, ulysses: int) -> None:
+    assert pool.run(same_bits, NAMED_WORLD, ulysses=ulysses) == [[True] * 5] * NAMED_WORLD
+
+
+def refused(ctx: RankContext, how: str) -> None:
+    mesh = mesh_of(2)
+    tokens = 9 if ctx.rank == 3 else 8
+    options: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "mask": NAMED_CAUSAL}
+    if how in ("function", "joint", "drop-in"):
+        q, k, v, *joint = tensors(tokens, 4 if how == "joint" else 0)
+    else:
+        q, k, v = tensors()
+    if how == "function":
+        ds_usp.usp_attention(q, k, v, **options)
+    elif how == "joint":
+        ds_usp.usp_joint_attention(q, k, v, *joint, **options)
+    elif how == "drop-in":
+        USPAttention(torch.nn.Identity(), gather_idx=1, dropout_p=0.0, **options)(q, k, v, 0)
+    elif how == "heads first":
+        q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
+        ds_usp.usp_attention(q, k, v, **{**options, "layout": mesh.layout("zigzag", 32)})
+    else:
+        ds_usp.usp_attention(q, k, v, **{**options, **REFUSED_NAMES[how][0]})
+
+
+# Wrong arguments, and the error on every rank.
+REFUSED_NAMES: dict[str, tuple[dict[str, Any], str]] = {
+    "function": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
+    "joint": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
+    "drop-in": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
+    "heads first": ({}, r"got \[1, 4, 8, 16\], which looks like \[b, h, s, d\]: give x.transpose"),
+    "none": ({"layout": None}, "layout=None must be a TokenLayout"),
+    "unknown": ({"layout": "zig"}, "unknown token layout 'zig'"),
+    "balanced": ({"layout": "balanced"}, "documents=borders"),
+    "keys": ({"kv_layout": 3, "mask": FULL}, "layout=3 must be a TokenLayout"),
+}
+
+
+def refusals(ctx: RankContext) -> dict[str, str]:
+    """What each of these calls raises on this rank."""
+    message_of = {}
+    for how in REFUSED_NAMES:
+        try:
+            refused(ctx, how)
+        except ds_usp.LayoutError as error:
+            message_of[how] = str(error)
+        else:
+            message_of[how] = "it was taken"
+    return message_of
+
+
+def test_uneven_shards_of_a_named_layout_are_refused_on_every_rank(pool: WorkerPool) -> None:
+    for message_of in pool.run(refusals, NAMED_WORLD):
+        for how, (_, wanted) in REFUSED_NAMES.items():
+            assert re.search(wanted, message_of[how]), (how, message_of[how])
+
+
+def flat_mesh_differs(ctx: RankContext) -> bool:
+    """Whether a named layout on the flat mesh is that mesh's own, after a call on the other."""
+    mesh = SequenceMesh.from_group(None, 2)
+    q, k, v = tensors()
+    outputs = [
+        ds_usp.usp_attention(q, k, v, mesh=each, layout="zigzag", mask=NAMED_CAUSAL)
+        for each in (mesh, mesh.flat())
+    ]
+    flat = SequenceMesh.from_group(None, 4)
+    expected = ds_usp.usp_attention(q, k, v, mesh=flat, layout="zigzag", mask=NAMED_CAUSAL)
+    return bool(torch.allclose(outputs[1], expected, atol=1e-6))
+
+
+def test_a_name_is_of_the_mesh_that_it_is_given_with(pool: WorkerPool) -> None:
+    assert pool.run(flat_mesh_differs, NAMED_WORLD) == [True] * NAMED_WORLD
+
+
+LOADER_WORLD, LOADER_TOKENS = 4, 16
+
+
+def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
+    """The message of each entry point after a batch of ``LOADER_TOKENS`` tokens in a layout of this
+    kind; nothing where it is computed."""
+    group = torch.distributed.new_group(list(range(ctx.world)))  # no other test's batches
+    batch = {"input_ids": torch.arange(2 * LOADER_TOKENS).view(2, -1)}
+    mesh = SequenceMesh.from_group(group, ulysses)
+    computed: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}
+
+    def attention(**options: Any) -> USPAttention:
+        """On a mesh of its own, over the loader's ranks."""
+        return USPAttention(
+            Local(0), group, gather_idx=1, ulysses_degree=ulysses, **computed, **options
+        )
+
+    def compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.reset()
+        attend = torch.compile(attention(), backend="aot_eager", fullgraph=True)
+        out: torch.Tensor = attend(q, k, v)
+        return out
+
+    modes: dict[str, tuple[str, int, Callable[..., torch.Tensor]]] = {
+        "default": (kind, LOADER_TOKENS, attention()),
+        "compiled": (kind, LOADER_TOKENS, compiled),
+        "named": (kind, LOADER_TOKENS, attention(layout=kind)),
+        "other tokens, named": (kind, LOADER_TOKENS, attention(layout="contiguous")),
+        "another length": (kind, 2 * LOADER_TOKENS, attention()),
+        "a later batch": ("contiguous", LOADER_TOKENS, attention()),
+    }
+    message_of = {}
+    for mode, (layout, tokens, attend) in modes.items():
+        list(SequenceParallelDataLoader([batch], mesh, layout))
+        q, k, v = (torch.randn(2, tokens // ctx.world, 4, 16) for _ in range(3))
+        try:
+            attend(q, k, v)
+            message_of[mode] = ""
+        except ds_usp.LayoutError as error:
+            message_of[mode] = str(error)
+    return message_of
+
+
+def test_a_default_layout_is_checked_against_the_loaders(pool: WorkerPool) -> None:
+    for message_of in pool.run(attempts, LOADER_WORLD, ulysses=2, kind="zigzag"):
+        wrong = [message_of.pop(mode) for mode in ("default", "compiled")]
+        assert all("in the layout 'zigzag'" in text and "'contiguous'" in text for text in wrong)
+        assert not any(message_of.values()), message_of
+
+
+def test_layouts_of_equal_positions_are_no_difference(pool: WorkerPool) -> None:
+    for message_of in pool.run(attempts, LOADER_WORLD, ulysses=4, kind="zigzag"):
+        assert not any(message_of.values()), message_of
+
+
+def test_without_a_ring_the_order_matters_where_it_differs(pool: WorkerPool) -> None:
+    for message_of in pool.run(attempts, LOADER_WORLD, ulysses=4, kind="context_parallel"):
+        assert message_of["default"] and message_of["compiled"] and not message_of["named"]

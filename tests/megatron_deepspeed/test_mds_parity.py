@@ -1,18 +1,26 @@
 """With any degrees Megatron-DeepSpeed trains as one rank does.
 
-SGD without momentum, clipping or decay: Adam and clipping hide a wrong gradient scale.
-"""
+SGD without momentum, clipping or decay: Adam and clipping hide a wrong gradient scale."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mds_runs import TrainingServer, flags, losses_of, relative_difference
+from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference, reported_kinds
+
+from ds_usp.planner import AUTO, ModelShape, ParallelConfig, Workload
+from ds_usp.planner.emit import emit
 
 LIMIT = 1e-5  # fp32, losses and gradient norms, at every step
 STEPS = 4
@@ -325,3 +333,208 @@ def test_the_full_matrix(
     server: TrainingServer, grid: str, zero: int, model: str, recompute: str, layout: str
 ) -> None:
     check(server, grid, zero, model, f"{RECOMPUTE[recompute]} --usp-layout {layout}", steps=10)
+
+
+ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0"
+SAVED, CHECKPOINT_STEPS = 3, 6
+CONVERT = """
+import runpy, sys
+from pathlib import Path
+import megatron_patches
+megatron_patches.prepare("megatron_deepspeed", Path(sys.argv.pop(1)))
+runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
+"""
+
+
+def train(
+    server: TrainingServer, world: int, folder: Path, more: str, **degrees: Any
+) -> list[float]:
+    """Losses of an uninterrupted run that leaves a checkpoint."""
+    save = f"{ADAM} --train-iters {CHECKPOINT_STEPS} --save {folder} --save-interval {SAVED} {more}"
+    losses = losses_of(server.run(world, flags(more=save, **degrees)))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    (folder / "latest").write_text(f"global_step{SAVED}")
+    return losses
+
+
+def resume(
+    server: TrainingServer, world: int, folder: Path, more: str, **degrees: Any
+) -> list[float]:
+    load = f"{ADAM} --train-iters {CHECKPOINT_STEPS} --load {folder} {more}"
+    return losses_of(server.run(world, flags(more=load, **degrees)))
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        (2, {"sp": 2, "u": 1, "zero": 0}),
+        (2, {"sp": 2, "u": 1, "zero": 3}),
+        (4, {"sp": 2, "u": 2, "tp": 2, "zero": 2}),
+        (4, {"sp": 2, "u": 1, "pp": 2, "zero": 1}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    server: TrainingServer, tmp_path: Path, world: int, degrees: dict[str, Any]
+) -> None:
+    dropout = "--hidden-dropout 0.1"
+    report = "--usp-report-communication 2"
+    uninterrupted = train(server, world, tmp_path, f"{dropout} {report}", **degrees)
+    kinds = {"ring" if degrees["u"] == 1 else "all-to-all", "gradient reduction"}
+    kinds |= {"parameter gather"} if degrees["zero"] else set()
+    kinds |= {"tensor parallel"} if "tp" in degrees else set()
+    kinds |= {"pipeline"} if "pp" in degrees else set()
+    assert reported_kinds(tmp_path, world) == kinds
+    assert resume(server, world, tmp_path, dropout, **degrees) == uninterrupted[SAVED:]
+
+
+@pytest.mark.parametrize(
+    ("zero", "degrees", "other"),
+    [
+        (1, {"sp": 4, "u": 4}, {"sp": 4, "u": 1, "more": "--usp-layout contiguous"}),
+        (2, {"sp": 4, "u": 2}, {"sp": 2, "u": 1, "more": "--micro-batch-size 1"}),
+        (3, {"sp": 2, "u": 2, "more": "--micro-batch-size 1"}, {"sp": 4, "u": 1}),
+    ],
+    ids=str,
+)
+def test_a_run_is_resumed_in_another_split(
+    server: TrainingServer,
+    tmp_path: Path,
+    zero: int,
+    degrees: dict[str, Any],
+    other: dict[str, Any],
+) -> None:
+    uninterrupted = train(server, 4, tmp_path, degrees.pop("more", ""), zero=zero, **degrees)
+    resumed = resume(server, 4, tmp_path, other.pop("more", ""), zero=zero, **other)
+    assert relative_difference(resumed, uninterrupted[SAVED:]) < 1e-5
+
+
+def test_a_universal_checkpoint_goes_to_other_layouts(
+    server: TrainingServer, tmp_path: Path
+) -> None:
+    unpadded = "--make-vocab-size-divisible-by 1"  # the converter resets rows of padding
+    uninterrupted = train(server, 4, tmp_path, unpadded, sp=2, u=1, pp=2, zero=1)
+    script = tmp_path / "convert.py"
+    script.write_text(CONVERT)
+    folders = ("--input_folder", tmp_path / f"global_step{SAVED}")
+    folders += ("--output_folder", tmp_path / "universal")
+    workers = ("--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state")
+    subprocess.run(
+        [sys.executable, script, server.checkout, *folders, *workers],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parents[1])},
+    )
+    (tmp_path / "latest_universal").write_text("universal")
+    (tmp_path / "latest").write_text("universal")
+    more = f"{unpadded} --universal-checkpoint"
+    for world, degrees in (
+        (2, {"pp": 2}),
+        (4, {"sp": 4, "u": 2, "pipe": True}),
+        (4, {"sp": 2, "u": 2, "pp": 2}),
+    ):
+        resumed = resume(server, world, tmp_path, more, zero=1, **degrees)
+        assert relative_difference(resumed, uninterrupted[SAVED:]) < 1e-5
+
+
+PLANNER_LIMIT = 1e-5
+# What belongs to a run, not to a plan; no GPU; fp32, because bf16 rounds every split differently.
+RUN = """
+    --train-iters 2 --lr 0.1 --min-lr 0.1 --lr-decay-style constant --optimizer sgd
+    --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --seed 1234 --log-interval 1
+    --eval-interval 1000 --eval-iters 1 --data-impl mmap --split 90,5,5 --num-workers 0
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --distributed-backend gloo
+"""
+PLANNER_LLAMA = ModelShape("tiny", 2, 64, 96, 8, 2, 257, head_dim=16, rope_theta=500000.0)
+GPT = ModelShape(
+    "gpt", 2, 64, 256, 8, 8, 257, gated=False, tied=True, learned_positions=True, biases=True
+)
+PLAIN = ParallelConfig(tp_sequence=False)
+CASES = {
+    "memory": (
+        PLANNER_LLAMA,
+        PLAIN.replace(ulysses=2, ring=2, recompute="gemm-last", fused_loss=True),
+    ),
+    "full": (
+        PLANNER_LLAMA,
+        PLAIN.replace(
+            ring=2,
+            dp=2,
+            zero=3,
+            recompute="full",
+            offload_ratio=0.5,
+            projection_overlap="recompute",
+        ),
+    ),
+    "pipeline": (GPT, PLAIN.replace(ulysses=2, pp=2, recompute="attention", offload_ratio=1.0)),
+}
+
+
+def planned(
+    server: TrainingServer, split: ParallelConfig, shape: ModelShape
+) -> Callable[..., tuple[str, ...]]:
+    """Replaces the server's own flags by emitted ones."""
+
+    def arguments(_: str, folder: Path) -> tuple[str, ...]:
+        work = Workload(shape, 64, 4)
+        config = folder / "ds_config.json"
+        text = emit("ds-config", work, split).replace('"enabled": true', '"enabled": false')
+        text = text.replace('"gradient_clipping": 1.0', '"zero_allow_untested_optimizer": true')
+        config.write_text(text)
+        flags = emit("megatron-deepspeed", work, split).replace("\\", "").split()
+        flags[flags.index("ds_config.json")] = str(config)
+        flags.remove("--bf16")
+        return (*flags, *RUN.split(), "--data-path", str(server.folder / "text"))
+
+    return arguments
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_emitted_trains_as_one_rank_does(
+    server: TrainingServer, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    shape, split = CASES[case]
+    losses = []
+    for config in (replace(PLAIN, micro_batch=split.micro_batch), split):
+        monkeypatch.setattr(server, "arguments", planned(server, config, shape))
+        losses.append(losses_of(server.run(config.gpus, "")))
+    expected, sharded = losses
+    assert len(expected) >= 2 and relative_difference(sharded, expected) < PLANNER_LIMIT
+
+
+LAUNCHERS = {
+    "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_patches.run",
+    "deepspeed": "-m deepspeed.launcher.runner --num_gpus 2 --master_port {port} "
+    "--module megatron_patches.run",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_starts_the_script(
+    server: TrainingServer, tmp_path: Path, launcher: str
+) -> None:
+    degree = AUTO if launcher == "torchrun" else 1
+    arguments = server.arguments(flags(sp=2, u=degree, zero=1), tmp_path)
+    command = LAUNCHERS[launcher].format(port=29600 + os.getpid() % 300).split()
+    done = subprocess.run(
+        [sys.executable, *command, str(server.checkout / "pretrain_gpt.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+            "PYTHONPATH": str(HERE.parents[1]),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        timeout=300,
+    )
+    if degree == AUTO:
+        assert done.stdout.count("planner: ulysses 1 x ring 2 on cpu (predicted step") == 1
+    losses = [float(x) for x in re.findall(r"iteration .* lm loss: (\S+)", done.stdout)]
+    assert len(losses) == 4, done.stdout[-2000:] + done.stderr[-2000:]
+    ranks = server.run(2, flags(sp=2, u=1, zero=1), own_weights=True)
+    assert relative_difference(losses, losses_of(ranks)[:4]) < 1e-6

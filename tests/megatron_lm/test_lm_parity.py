@@ -1,17 +1,33 @@
 """With any degrees Megatron-LM trains as one rank of the unpatched checkout does.
 
-Plain gradient descent without clipping or decay: Adam and clipping hide a wrong gradient scale.
-"""
+Plain gradient descent without clipping or decay: Adam and clipping hide a wrong gradient scale."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lm_runs import SGD, SGD_BY_ADAM, TrainingServer, flags, losses_of, relative_difference
+import torch
+from lm_packed import PATCHES
+from lm_runs import (
+    SGD,
+    SGD_BY_ADAM,
+    TrainingServer,
+    flags,
+    losses_of,
+    relative_difference,
+    reported_kinds,
+)
+
+from ds_usp.planner import ModelShape, ParallelConfig, Workload
+from ds_usp.planner.emit import emit
+from megatron_patches.megatron_lm import dropout
 
 LIMIT = 1e-5  # fp32, losses and gradient norms, at every step
 ROPE = "--position-embedding-type rope"
@@ -191,3 +207,227 @@ def test_the_full_matrix(
     server: TrainingServer, grid: str, model: str, optimizer: str, recompute: str
 ) -> None:
     check(server, grid, model, optimizer, RECOMPUTE[recompute])
+
+
+TRAINING_LIMIT, EXACT = 1e-5, 1e-6
+PACKED = f"{ROPE} --sft --data-path any --split 50,25,25 --eval-iters 1"
+EXPERTS = f"{ROPE} --num-experts 4 --disable-bias-linear"
+PER_TOKEN = "--calculate-per-token-loss"
+DROPOUT = "--hidden-dropout 0.1"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--usp-recompute gemm-last",
+        "--usp-recompute full",
+        f"{ROPE} --mtp-num-layers 1 --eod-mask-loss",
+        f"{ROPE} --mtp-num-layers 1 --eod-mask-loss --calculate-per-token-loss",
+        f"{ROPE} --eod-mask-loss --calculate-per-token-loss",
+        f"{EXPERTS} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
+    ],
+)
+def test_what_the_patches_add_trains_as_one_rank_does(server: TrainingServer, more: str) -> None:
+    two = server.run(2, flags(r=2, more=more))
+    one = server.run(1, flags(more=more))
+    assert relative_difference(losses_of(two), losses_of(one)) < TRAINING_LIMIT
+    assert relative_difference(two[0]["norms"], one[0]["norms"]) < TRAINING_LIMIT
+
+
+def mask_losses(original: Any, dataset: Any, index: int | None) -> Any:
+    """``GPTDataset.__getitem__`` with 5 loss tokens, of which a rank may have none."""
+    sample = original(dataset, index)
+    mask = torch.zeros_like(sample["loss_mask"])
+    start = (index or 0) % 3 * 16
+    mask[start : start + 5] = 1
+    return sample | {"loss_mask": sample["loss_mask"] * mask}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(2, {"r": 2}), (2, {"u": 2}), (4, {"u": 2, "pp": 2}), (4, {"r": 2})]
+)
+def test_ranks_with_other_numbers_of_loss_tokens_train_as_one_rank(
+    server: TrainingServer, ranks: int, degrees: dict[str, int]
+) -> None:
+    more = f"{ROPE} --eod-mask-loss"
+    masks = (("megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__", mask_losses),)
+    several = server.run(ranks, flags(more=more, **degrees), extra=masks)
+    one = server.run(1, flags(more=more), extra=masks, patched=False)
+    assert relative_difference(losses_of(several), losses_of(one)) < EXACT
+    assert relative_difference(several[0]["norms"], one[0]["norms"]) < EXACT
+    assert relative_difference(several[-1]["evaluations"], one[0]["evaluations"]) < EXACT
+
+
+@pytest.mark.parametrize("more", [PACKED, f"{PACKED} {PER_TOKEN}"])
+@pytest.mark.parametrize("degrees", [{"r": 2}, {"u": 2}, {"u": 2, "r": 2}])
+def test_packed_documents_train_as_on_one_rank(
+    server: TrainingServer, degrees: dict[str, int], more: str
+) -> None:
+    ranks = degrees.get("u", 1) * degrees.get("r", 1)
+    several = server.run(ranks, flags(more=more, **degrees), extra=PATCHES)
+    one = server.run(1, flags(more=f"{more} --usp-recompute attention"), extra=PATCHES)
+    assert relative_difference(losses_of(several), losses_of(one)) < TRAINING_LIMIT
+    assert relative_difference(several[0]["norms"], one[0]["norms"]) < TRAINING_LIMIT
+    assert relative_difference(several[0]["evaluations"], one[0]["evaluations"]) < TRAINING_LIMIT
+
+
+def test_dropout_is_recomputed(server: TrainingServer) -> None:
+    plain = server.run(2, flags(r=2, more=DROPOUT))
+    recomputed = server.run(2, flags(r=2, more=f"{DROPOUT} --usp-recompute full"))
+    assert losses_of(plain) == losses_of(recomputed)
+    assert plain[0]["norms"] == recomputed[0]["norms"]
+
+
+def test_ranks_with_other_tokens_draw_other_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    from megatron.core import tensor_parallel
+
+    seeds: list[int] = []
+    monkeypatch.setattr(
+        tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed, *_: seeds.append(seed)
+    )
+    for step, pp, dp, cp in itertools.product(range(2), repeat=4):
+        ranks = {"pipeline_model": pp, "data": dp, "context": cp}
+        for axis, rank in ranks.items():
+            name = f"get_{axis}_parallel_rank"
+            monkeypatch.setattr(parallel_state, name, lambda rank=rank: rank)
+        args = SimpleNamespace(
+            seed=1234, curr_iteration=step, te_rng_tracker=False, inference_rng_tracker=False
+        )
+        dropout._seed(args)
+    assert len(set(seeds)) == len(seeds) == 16
+
+
+PROJECTIONS_LIMIT = 1e-6
+MTP_AND_EXPERTS = f"{ROPE} --mtp-num-layers 1 --num-experts 4 --disable-bias-linear"
+QKV_BIASES = f"{MODELS['rope']} --disable-bias-linear --add-qkv-bias"
+SMALL_BUCKETS = "--ddp-bucket-size 1"  # no module waits for the weights of another one
+OVERLAP, PROJECTIONS = (OPTIMIZERS[name][0] for name in ("overlap", "distributed-overlap"))
+CHECKPOINTS = "--usp-recompute full --usp-mlp-chunks 3"
+# name: grid, mode, flags
+CASES = {
+    "gathered weights": ("u2r2", "on", f"{MODELS['llama']} {PROJECTIONS} {SMALL_BUCKETS}"),
+    "biases, checkpoints": ("u4", "recompute", f"{OVERLAP} {CHECKPOINTS}"),
+    "half rotated, its own checkpoints": ("r2", "recompute", f"{QKV_BIASES} {RECOMPUTE['full']}"),
+    "stages": ("u2-pp2v", "recompute", f"{MODELS['llama']} {PROJECTIONS}"),
+    "window": ("r2-dp2", "on", f"{MODELS['window']} {PROJECTIONS}"),
+    "sinks": ("u2r2", "recompute", f"{MODELS['sinks']} {PROJECTIONS}"),
+    "experts": ("u2", "on", MTP_AND_EXPERTS),
+    "documents": ("u2r2", "recompute", f"{PACKED} --calculate-per-token-loss"),
+}
+WHOLE = [grid for grid in GRIDS if {"u", "r"} & set(GRIDS[grid][1]) and "tp" not in grid]
+SLOW = list(itertools.product(WHOLE, ("on", "recompute"), MODELS))
+
+
+def refuse_plain(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Attention.forward``, which is not to be called."""
+    raise AssertionError("a layer computed its projections by itself")
+
+
+def check_projections(server: TrainingServer, grid: str, mode: str, more: str) -> None:
+    """Compare a run with projections under the exchanges with one without."""
+    world, degrees = GRIDS[grid]
+    data = PATCHES if "--sft" in more else ()
+    plain = server.run(world, flags(more=more, **degrees), extra=data)
+    never = ("megatron.core.transformer.attention:Attention.forward", refuse_plain)
+    text = flags(more=f"{more} --usp-projection-overlap {mode}", **degrees)
+    overlapped = server.run(world, text, extra=(*data, never))
+    assert len(losses_of(plain)) >= 4
+    assert relative_difference(losses_of(overlapped), losses_of(plain)) < PROJECTIONS_LIMIT
+    assert relative_difference(overlapped[0]["norms"], plain[0]["norms"]) < PROJECTIONS_LIMIT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_without(server: TrainingServer, name: str) -> None:
+    check_projections(server, *CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "mode", "model"), SLOW)
+def test_the_full_matrix_of_projections(
+    server: TrainingServer, grid: str, mode: str, model: str
+) -> None:
+    check_projections(server, grid, mode, f"{MODELS[model]} {PROJECTIONS}")
+
+
+CHECKPOINT_LIMIT = 1e-5
+ADAM = "--optimizer adam --lr 1e-2 --min-lr 1e-2"
+CHECKPOINTS = f"{ADAM} --use-distributed-optimizer"
+ANY_SPLIT = f"{CHECKPOINTS} --dist-ckpt-optim-fully-reshardable"
+TORCH, TORCH_DIST = "--ckpt-format torch", "--ckpt-format torch_dist"
+V = {"pp": 2, "virtual": 1}
+
+# name: optimizer and format, degrees that save, degrees that resume; the rest of 4 ranks is data
+# parallel. --dist-ckpt-optim-fully-reshardable is for other tensor- or pipeline-parallel degrees.
+SPLITS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
+    "u2r2 to r4": (f"{ADAM} {TORCH}", {"u": 2, "r": 2}, {"r": 4}),
+    "u2r2 to u4, distributed": (f"{CHECKPOINTS} {TORCH}", {"u": 2, "r": 2}, {"u": 4}),
+    "u2 dp2 to r4, distributed": (f"{CHECKPOINTS} {TORCH_DIST}", {"u": 2}, {"r": 4}),
+    "u2 dp2 to r2 tp2": (f"{ANY_SPLIT} {TORCH_DIST}", {"u": 2}, {"r": 2, "tp": 2}),
+    "u2r2 to r2 pp2v": (f"{ANY_SPLIT} {TORCH_DIST}", {"u": 2, "r": 2}, {"r": 2, **V}),
+    "tp2 pp2 to u4": (f"{ANY_SPLIT} {TORCH_DIST}", {"tp": 2, "pp": 2}, {"u": 4}),
+    "u2 pp2 to r2 tp2": (f"{ADAM} {TORCH_DIST}", {"u": 2, "pp": 2}, {"r": 2, "tp": 2}),
+    "bf16": (f"{ANY_SPLIT} {TORCH_DIST} --bf16", {"u": 2, "r": 2}, {"r": 4}),
+}
+FAST = ("u2 dp2 to r2 tp2", "u2r2 to u4, distributed")
+
+
+def check_checkpoint(server: TrainingServer, folder: Path, name: str) -> None:
+    """Train 4 steps without a break, and 2 + 2 with a checkpoint between."""
+    text, before, after = SPLITS[name]
+    text = f"{MODELS['llama']} {text}"
+
+    def train(degrees: dict[str, int], more: str, **options: Any) -> list[dict[str, Any]]:
+        return server.run(4, flags(more=f"{text} {more}", **degrees), **options)
+
+    expected = losses_of(train(before, ""))
+    report = "--usp-report-communication 2"
+    saved = train(before, f"--save {folder} --save-interval 2 --exit-interval 2 {report}")
+    kinds = {"gradient reduction"} | ({"all-to-all"} if "u" in before else set())
+    kinds |= {"parameter gather"} if CHECKPOINTS in text else set()
+    assert kinds <= reported_kinds(folder, 4)
+    resumed = losses_of(train(after, f"--load {folder}", own_weights=True))
+    assert losses_of(saved)[:2] == expected[:2]
+    limit = 1e-3 if "bf16" in text else CHECKPOINT_LIMIT
+    assert relative_difference(resumed, expected[2:]) < limit
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_it_resumes_on_another_split(server: TrainingServer, tmp_path: Path, name: str) -> None:
+    check_checkpoint(server, tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SPLITS if name not in FAST])
+def test_every_format_resumes(server: TrainingServer, tmp_path: Path, name: str) -> None:
+    check_checkpoint(server, tmp_path, name)
+
+
+PLANNER_LIMIT = 1e-5
+LLAMA = ModelShape("tiny", 4, 64, 96, 8, 4, 257, rope_theta=500000.0, norm_epsilon=1e-3)
+GPT = replace(LLAMA, kv_heads=8, gated=False, tied=True, learned_positions=True, biases=True)
+ATTENTION = ParallelConfig(ulysses=2, ring=2, recompute="attention", overlap_gradients=True)
+STAGES = ParallelConfig(tp=2, ulysses=2, pp=2, layers_per_virtual_stage=1, recompute="full")
+HEADS = ATTENTION.replace(recompute="full", mlp_chunks=2, projection_overlap="recompute")
+PLANS = [
+    (LLAMA, ATTENTION.replace(mlp_chunks=3)),
+    (GPT, STAGES.replace(mlp_chunks=2)),
+    (LLAMA, HEADS),
+]
+
+
+def emitted(model: ModelShape, config: ParallelConfig) -> str:
+    """The flags in fp32, with a vocabulary that is padded alike for any tensor-parallel size."""
+    text = emit("megatron-lm", Workload(model, 64, 4), config).replace("\\\n", " ")
+    padding = f"--make-vocab-size-divisible-by {128 // config.tp}"
+    return f"{text.replace(' --bf16', '')} {padding} {SGD_BY_ADAM}"
+
+
+@pytest.mark.parametrize(("model", "config"), PLANS, ids=["llama", "gpt", "heads in chunks"])
+def test_an_emitted_plan_trains_as_one_rank_does(
+    server: TrainingServer, model: ModelShape, config: ParallelConfig
+) -> None:
+    ranks = server.run(config.gpus, emitted(model, config))
+    one = server.run(1, emitted(model, ParallelConfig(zero=0)), patched=False)
+    assert relative_difference(losses_of(ranks), losses_of(one)) < PLANNER_LIMIT
+    assert relative_difference(ranks[0]["norms"], one[0]["norms"]) < PLANNER_LIMIT

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable
 from dataclasses import fields
@@ -20,8 +19,6 @@ import megatron_patches
 from ds_usp import TokenLayout
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "examples_deepspeed" / "sequence_parallel"
-sys.path.insert(0, str(SCRIPTS))
 
 CALLER, LOADER = TokenLayout.CALLERS_KIND, TokenLayout.LOADERS_KIND
 
@@ -83,7 +80,7 @@ NAMES: dict[str, Doors] = {
 
 # Entry points with a parameter that is a token order by default: its name -> the default.
 ORDERS = {
-    # None is CALLER, compared with what a loader gave; tests/distributed/test_default_layout.py
+    # None is CALLER, compared with what a loader gave; tests/distributed/test_doors.py
     "ds_usp.USPAttention": None,
     "ds_usp.USPConfig": LOADER,
     "ds_usp.training.SequenceParallelDataLoader": CALLER,

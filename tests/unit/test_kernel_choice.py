@@ -1,11 +1,14 @@
-"""Which kernel serves a request, on which machine and with which libraries; why others do not."""
+"""Which kernel serves a request on which machine, why others do not; what stands in for CUDA."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from kernel_cases import BLOCKS, TOKENS, check_block, run_tile, tensors
 from stub_machine import MAKERS, Machine, efficient, flash2_in_torch, flash4, module
 
 import ds_usp
-from ds_usp import MaskSpec, UnsupportedAttentionError
+from ds_usp import MaskSpec, UnsupportedAttentionError, triton_launch
+from ds_usp.comm import cuda_driver, symmetric_memory
 from ds_usp.kernels import registry
 from ds_usp.kernels.api import (
     AttentionKernel,
@@ -28,6 +32,9 @@ from ds_usp.kernels.flash3 import Flash3Kernel
 from ds_usp.kernels.registry import AUTO, KERNELS, KernelEntry, missing_libraries, select_kernel
 from ds_usp.kernels.score_mod import PLAIN, SOFTCAP, ScoreMod
 from ds_usp.kernels.varlen import SignatureAdapter
+from megatron_patches import PatchSet
+from megatron_patches.megatron_core import without_apex
+from megatron_patches.megatron_core.cpu_patch_table import training_without_gpu, without_gpu
 
 CAUSAL, WINDOW = MaskSpec.causal(), MaskSpec.window(3)
 
@@ -375,3 +382,174 @@ def test_torchs_switch_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> 
             torch.use_deterministic_algorithms(False)
     # The third and fourth are calls of a kind that was planned before.
     assert [request.deterministic for request in requests] == [False, True]
+
+
+Call = tuple[str, tuple[int, ...], tuple[Any, ...]]
+
+
+class Kernel:
+    """Records what was launched: the kernel by Triton, or what it compiled."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **constants: Any) -> Any:
+            self.calls.append(("triton", grid, (*args, *constants.values())))
+            return _Compiled(self.calls)
+
+        return launch
+
+
+class _Compiled:
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.calls.append(("compiled", grid, args))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(triton_launch, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton_launch, "_launcher_passes_constexprs", lambda: True)
+    return Kernel()
+
+
+def test_an_equal_launch_uses_the_compiled_kernel(kernel: Kernel) -> None:
+    launcher = triton_launch.CachedLauncher(kernel)
+    x, y = torch.zeros(64), torch.ones(64)
+    for tensor in (x, y):
+        launcher((9, 2), (tensor,), (3, 16), BLOCK=8)
+    kind, grid, (pointer, *rest) = kernel.calls[0]
+    assert kind == "triton" and grid == (9, 2) and rest == [3, 16, 8, 4]
+    assert pointer.data_ptr() == x.data_ptr() and pointer.dtype == x.dtype
+    assert kernel.calls[1] == ("compiled", (9, 2, 1), (y.data_ptr(), 3, 16, 8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"numbers": (3, 17)},
+        {"numbers": (3, 1)},
+        {"BLOCK": 16},
+        {"num_warps": 8},
+        {"tensors": (torch.zeros(64)[1:],)},
+        {"tensors": (torch.zeros(64, dtype=torch.bfloat16),)},
+    ],
+    ids=str,
+)
+def test_what_triton_compiles_anew_is_launched_by_triton(
+    kernel: Kernel, change: dict[str, Any]
+) -> None:
+    launcher = triton_launch.CachedLauncher(kernel)
+    args: dict[str, Any] = {"tensors": (torch.zeros(64),), "numbers": (3, 16), "BLOCK": 8}
+    for options in (args, args | change, args, args | change):
+        rest = dict(options)
+        launcher((7,), rest.pop("tensors"), rest.pop("numbers"), **rest)
+    assert [call[0] for call in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
+
+
+def test_an_unknown_triton_version_launches_itself(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_launch, "_launcher_passes_constexprs", lambda: False)
+    launcher = triton_launch.CachedLauncher(kernel)
+    for _ in range(3):
+        launcher((1,), (torch.zeros(4),), (4,))
+    assert [call[0] for call in kernel.calls] == ["triton"] * 3
+
+
+def test_the_cache_is_bounded(kernel: Kernel) -> None:
+    launcher = triton_launch.CachedLauncher(kernel)
+    for number in range(3000):
+        launcher((1,), (torch.zeros(4),), (number,))
+    assert len(launcher._cache) <= 1024
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """The patches of torch alone: they need no megatron-core."""
+    patches = PatchSet("torch", (x for x in without_gpu() if x.target.startswith("torch")))
+    patches.apply()
+    try:
+        assert patches.stale() == ()
+        yield
+    finally:
+        patches.restore()
+
+
+def test_a_gpu_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    targets = {x.target for x in (*without_gpu(), *training_without_gpu()) if x.applies}
+    assert targets == {x.target for x in without_apex.patches()}
+
+
+@NO_GPU
+def test_tensors_are_made_on_the_cpu(on_cpu: None) -> None:
+    x = torch.ones(3, device="cuda", pin_memory=True)
+    same = (x.cuda(), x.to("cuda:1"), x.to(torch.device("cuda")), x.pin_memory())
+    assert all(y.device.type == "cpu" and y.data_ptr() == x.data_ptr() for y in same)
+    assert torch.zeros_like(x, device=torch.cuda.current_device()).device.type == "cpu"
+    assert x.to("cuda", torch.float64).dtype == torch.float64
+    assert torch.empty(2, device="meta").device.type == "meta"
+    assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+
+
+@NO_GPU
+def test_streams_have_nothing_to_wait_for(on_cpu: None) -> None:
+    stream = torch.cuda.Stream(device=torch.cuda.current_device())
+    with torch.cuda.stream(stream):
+        event = stream.record_event()
+    stream.wait_stream(torch.cuda.current_stream())
+    event.wait(stream)
+    torch.cuda.synchronize()
+    assert event.query()
+
+
+@NO_GPU
+def test_random_states_are_those_of_the_cpu(on_cpu: None) -> None:
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(4, device="cuda"))
+
+
+@NO_GPU
+def test_restored_torch_refuses_cuda_again() -> None:
+    patches = PatchSet("torch", (x for x in without_gpu() if x.target.startswith("torch")))
+    before = torch.empty, torch.cuda.Stream
+    patches.apply()
+    patches.restore()
+    assert (torch.empty, torch.cuda.Stream) == before
+    assert not {"cuda", "to", "type", "pin_memory"} & vars(torch.Tensor).keys()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.empty(1, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        (ImportError("No module named 'cuda'"), "cuda-bindings is missing"),
+        ([SimpleNamespace(cuDriverGetVersion=lambda: (34, 0))], "error 34"),  # a stub of it
+        ([SimpleNamespace(cuDriverGetVersion=lambda: (0, 11040))], "CUDA 11.4"),
+        ([SimpleNamespace(cuDriverGetVersion=lambda: (0, 11070))], "None"),
+    ],
+)
+def test_copy_engines_are_off_where_the_driver_cannot_be_used(
+    installed: object, reason: str
+) -> None:
+    cuda_driver.driver.cache_clear()
+    with (
+        mock.patch.object(cuda_driver, "import_module", side_effect=installed),
+        mock.patch.object(torch.version, "cuda", "12.4"),
+        mock.patch.object(torch.cuda, "device_count", lambda: 2),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(torch.cuda, "can_device_access_peer", lambda *_: True),
+    ):
+        assert reason in str(symmetric_memory.peer_copy_unavailable_reason(2))
+    cuda_driver.driver.cache_clear()

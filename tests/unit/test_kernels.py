@@ -1,14 +1,16 @@
-"""Every kernel against the fp64 oracle: on tiles, blocks that are merged, documents and score
-modifiers. Kernels of GPU libraries compute with stubs of these (fake_flash.py)."""
+"""Every kernel against the fp64 oracle, the oracle itself, and accumulators of kernel calls."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import (
     BLOCKS,
     HEADS,
@@ -33,11 +35,13 @@ from kernel_cases import (
     tensors,
 )
 from stub_machine import FLASH2, MAKERS, Machine, efficient, flash4
+from torch.nn.functional import scaled_dot_product_attention
 
 from ds_usp import MaskSpec
 from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import PaddedHeadDimKernel
 from ds_usp.kernels.eager import EagerKernel
+from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod, GlobalPositions, ScoreMod
 from ds_usp.kernels.sdpa import SdpaKernel
 from ds_usp.kernels.sinks import apply_sinks, sink_gradient
@@ -320,3 +324,240 @@ def test_rows_that_attend_to_no_key_give_all_to_the_sink() -> None:
         torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf), torch.ones(1)
     )
     assert not out.any() and bool((lse == 1.0).all())
+
+
+# Relative errors of sums that are rounded once.
+ROUNDED = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+DTYPES = tuple(ROUNDED)
+B, ROWS, MERGED_HEADS, DIM = 2, 20, 3, 8
+
+BOUNDS = st.tuples(st.integers(0, ROWS), st.integers(0, ROWS))
+SPANS = st.just((0, ROWS)) | BOUNDS.filter(lambda x: x[0] != x[1]).map(lambda x: tuple(sorted(x)))
+# As many calls as a ring makes; the first ones are kept, more are summed into an accumulator.
+MAX_CALLS = 7
+
+
+def rounded_once(actual: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Each element is within half a unit in the last place of the reference, as one rounding leaves
+    it, besides what sums in fp32 lose."""
+    half = torch.finfo(dtype).eps / 2
+    lost = 2e-6 if dtype != torch.float64 else 1e-13
+    return bool(((actual.double() - want).abs() <= half * want.abs() + lost).all())
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.tuples(SPANS, st.sets(st.integers(0, ROWS - 1))), max_size=MAX_CALLS),
+)
+def test_an_output_is_the_softmax_over_what_covers_each_row(
+    dtype: torch.dtype, calls: list[tuple[tuple[int, int], set[int]]]
+) -> None:
+    """Calls of row spans, of which some rows attend to no key."""
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    total = OutputAccumulator(torch.zeros(B, ROWS, MERGED_HEADS, DIM, dtype=dtype))
+    values, lses = [], [torch.full((B, MERGED_HEADS, ROWS), float("-inf"), dtype=torch.float64)]
+    for (start, stop), empty in calls:
+        value = torch.randn(B, stop - start, MERGED_HEADS, DIM).to(dtype)
+        lse = 4 * torch.randn(B, MERGED_HEADS, stop - start, dtype=acc_dtype)
+        hidden = [row - start for row in empty if start <= row < stop]
+        value[:, hidden], lse[:, :, hidden] = 0.0, float("-inf")
+        values.append(torch.zeros(B, ROWS, MERGED_HEADS, DIM, dtype=torch.float64))
+        values[-1][:, start:stop] = value
+        lses.append(lses[0].clone())
+        lses[-1][:, :, start:stop] = lse
+        total.add(value, lse, (start, stop))
+    out, lse = total.result()
+    assert (
+        out.shape == (B, ROWS, MERGED_HEADS, DIM) and out.dtype == dtype and lse.dtype == acc_dtype
+    )
+    want_lse = torch.stack(lses).logsumexp(0)
+    covered = want_lse > float("-inf")
+    assert torch.equal(lse > float("-inf"), covered)
+    assert not out[~covered.transpose(1, 2)].any()
+    assert oracle.relative_error(lse[covered], want_lse[covered]) < ROUNDED[acc_dtype]
+    weights = (torch.stack(lses) - want_lse).exp().nan_to_num(0.0).transpose(2, 3).unsqueeze(-1)
+    want = sum((w * x for w, x in zip(weights[1:], values, strict=True)), torch.zeros(out.shape))
+    assert oracle.relative_error(out, want) < ROUNDED[dtype]
+    assert rounded_once(out, want, dtype)
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.lists(
+        st.tuples(
+            st.lists(SPANS, min_size=1, max_size=4), st.sampled_from(["", "sum_now", "defer"])
+        ),
+        max_size=MAX_CALLS,
+    ),
+    st.integers(0, ROWS - 1),
+)
+def test_a_gradient_is_the_sum_of_what_covers_each_row(
+    dtype: torch.dtype, fp32_grads: bool, calls: list[tuple[list[tuple[int, int]], str]], first: int
+) -> None:
+    """Spans of a call may overlap: tiles have rows of their own, but may attend to the same keys.
+    What is summed at once may be overwritten; what is deferred may not."""
+    partial_dtype = torch.promote_types(dtype, torch.float32) if fp32_grads else dtype
+    total = GradAccumulator(torch.zeros(B, ROWS, MERGED_HEADS, DIM, dtype=dtype))
+    want = torch.zeros(B, ROWS, MERGED_HEADS, DIM, dtype=torch.float64)
+    for spans, mode in calls:
+        pieces = [torch.randn(B, stop - start, MERGED_HEADS, DIM) for start, stop in spans]
+        grad = torch.cat(pieces, 1).to(partial_dtype)
+        for (start, stop), piece in zip(spans, pieces, strict=True):
+            want[:, start:stop] += piece.to(partial_dtype).double()
+        total.add(grad, spans, **({mode: True} if mode else {}))
+        if mode == "sum_now":
+            grad.fill_(float("nan"))
+    rest = GradAccumulator(torch.zeros(B, ROWS - first, MERGED_HEADS, DIM, dtype=dtype))
+    total.transfer_to(first, rest)
+    sums = {"result": total.result(), "transferred": rest.result()}
+    sums |= {name: torch.full_like(sums["result"], float("nan")) for name in ("all", "later")}
+    sums["later"] = sums["later"][:, first:]
+    total.write(sums["all"])
+    total.write(sums["later"], first)
+    for name, actual in sums.items():
+        expected = want[:, ROWS - actual.shape[1] :]
+        assert actual.dtype == dtype and rounded_once(actual, expected, dtype), name
+        assert oracle.relative_error(actual, expected) < ROUNDED[dtype]
+        assert torch.equal(actual == 0, expected == 0)
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def test_one_call_for_the_whole_shard_is_taken_over_as_it_is() -> None:
+    partial, lse = torch.randn(B, ROWS, MERGED_HEADS, DIM), torch.randn(B, MERGED_HEADS, ROWS)
+    total, grads = OutputAccumulator(partial), GradAccumulator(partial)
+    total.add(partial, lse, (0, ROWS))
+    grads.add(partial, [(0, ROWS)])
+    assert all(map(shares_memory, (*total.result(), grads.result()), (partial, lse, partial)))
+
+
+def test_what_the_first_call_alone_covers_is_not_copied() -> None:
+    partial, lse = torch.randn(B, ROWS, MERGED_HEADS, DIM), torch.randn(B, MERGED_HEADS, ROWS)
+    alone, rest = partial[:, :3].clone(), slice(3, ROWS)
+    total = OutputAccumulator(partial)
+    total.add(partial, lse, (0, ROWS))
+    total.add(torch.randn_like(partial[:, rest]), torch.randn_like(lse[:, :, rest]), (3, ROWS))
+    out, sums = total.result()
+    assert shares_memory(out, partial) and shares_memory(sums, lse)
+    assert torch.equal(out[:, :3], alone)
+
+
+def test_a_padded_first_call_is_not_what_is_kept() -> None:
+    padded, lse = torch.randn(B, ROWS, MERGED_HEADS, 2 * DIM), torch.randn(B, MERGED_HEADS, ROWS)
+    total = OutputAccumulator(padded[..., :DIM], DIM)
+    for _ in range(2):
+        total.add(padded[..., :DIM], lse.clone(), (0, ROWS))
+    grads = GradAccumulator(padded[..., :DIM])
+    grads.add(padded[..., :DIM], [(0, ROWS)])
+    for x in (total.result()[0], grads.result()):
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+# Log-sum-exps of three blocks, from all alike to so far apart that exp would overflow or vanish.
+SUMS = [
+    (0.0, 0.0, 0.0),
+    (-3.0, 0.5, 2.0),
+    (88.0, 89.5, 90.0),
+    (-105.0, -104.0, -103.5),
+    (1e4, 1e4 + 1, -1e4),
+    (-1e4, 3.0, 1e4),
+    (1e30, -1e30, 0.0),
+    (-1e30, 1e30, -1e30),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("sums", SUMS, ids=str)
+def test_merge_weighs_blocks_by_their_sums_however_far_apart(
+    sums: tuple[float, ...], order: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    partials = torch.randn(3, 1, ROWS, 2, 4).to(dtype)
+    lses = torch.tensor(sums, dtype=acc_dtype).view(3, 1, 1, 1).expand(3, 1, 2, ROWS).clone()
+    total = OutputAccumulator(partials[0])
+    for index in order:
+        total.add(partials[index].clone(), lses[index].clone(), (0, ROWS))
+    out, lse = total.result()
+    weights = torch.softmax(lses.double(), 0).transpose(2, 3).unsqueeze(-1)
+    first, second = sorted(sums)[:0:-1]
+    # A log-sum-exp of that size, rounded to the dtype, changes the weights exp(s - lse).
+    lse_rounding = 4 * torch.finfo(acc_dtype).eps * abs(first) if first - second < 50 else 0
+    tolerance = ROUNDED[dtype] + lse_rounding
+    assert oracle.relative_error(out, (weights * partials.double()).sum(0)) < tolerance
+    assert oracle.relative_error(lse, torch.logsumexp(lses.double(), 0)) < ROUNDED[acc_dtype]
+
+
+def test_gradients_are_summed_wide_and_rounded_once() -> None:
+    total = GradAccumulator(torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16))
+    total.add(torch.ones(1, 4, 1, 1, dtype=torch.bfloat16), [(0, 4)])
+    for _ in range(4):  # each of them alone vanishes beside 1 in bf16
+        total.add(torch.full((1, 3, 1, 1), 2.0**-9, dtype=torch.bfloat16), [(0, 1), (2, 4)])
+    expected = torch.tensor([1 + 2.0**-7, 1, 1 + 2.0**-7, 1 + 2.0**-7])
+    assert torch.equal(total.result().flatten(), expected.bfloat16())
+
+
+def test_sums_are_dense_in_their_features_whatever_the_shard_is() -> None:
+    # The fused sums read features as neighbours.
+    strided = torch.randn(1, 8, 4, 6).transpose(2, 3)
+    out, gradient = OutputAccumulator(strided), GradAccumulator(strided)
+    for start, stop in ((0, 8), (2, 6), (2, 6)):
+        partial = torch.randn(1, stop - start, 6, 4)
+        out.add(partial, torch.randn(1, 6, stop - start), (start, stop))
+        gradient.add(partial, [(start, stop)])
+    assert out.result()[0].stride(-1) == 1
+    assert gradient.result().stride(-1) == 1
+    assert OutputAccumulator(strided).result()[0].stride(-1) == 1
+
+
+@pytest.mark.parametrize("left, right", [(None, 0), (None, None), (2, 0), (1, 3), (0, 1)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_dense_attention_is_torchs(kv_heads: int, left: int | None, right: int | None) -> None:
+    q = torch.randn(2, 7, 6, 5, dtype=torch.float64, requires_grad=True)
+    k, v = torch.randn(2, 2, 7, kv_heads, 5, dtype=torch.float64).requires_grad_()
+    allowed = oracle.window(range(7), range(7), left, right)
+    out, _ = oracle.dense_attention(q, k, v, allowed, 0.3)
+    reference = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=allowed, scale=0.3, enable_gqa=True
+    ).transpose(1, 2)
+    dout = torch.randn_like(out)
+    actual = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    want = [reference, *torch.autograd.grad(reference, (q, k, v), dout)]
+    assert max(oracle.relative_error(a, b) for a, b in zip(actual, want, strict=True)) < 1e-13
+
+
+def test_equal_scores_average_the_values() -> None:
+    q, k = torch.zeros(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
+    v = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1).expand(1, 2, 1, 4)
+    out, lse = oracle.dense_attention(q, k, v, oracle.causal([0, 1], [0, 1]))
+    assert out[0, :, 0, 0].tolist() == [1.0, 2.0]
+    assert lse[0, 0].tolist() == pytest.approx([0.0, math.log(2)])
+
+
+def test_masks_follow_positions_not_storage() -> None:
+    assert oracle.causal([3, 0], [0, 3, 1]).tolist() == [[True, True, True], [True, False, False]]
+    assert oracle.window([2], range(5), 1, 1).tolist() == [[False, True, True, True, False]]
+    assert bool(oracle.full([0], [5, 9]).all())
+
+
+def test_what_has_no_answer_is_refused() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="2 kv heads do not divide 3"):
+        oracle.dense_attention(x, x[:, :, :2], x[:, :, :2], oracle.full([0, 1], [0, 1]))
+    with pytest.raises(ValueError, match="no key"):
+        oracle.dense_attention(x, x, x, oracle.causal([0, 1], [1, 1]))
+    with pytest.raises(ValueError, match="shapes differ"):
+        oracle.relative_error(torch.zeros(1), torch.zeros(2))
+
+
+def test_relative_error_is_a_ratio_of_norms() -> None:
+    assert oracle.relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == 0.1
+    assert oracle.relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert oracle.relative_error(torch.ones(2), torch.zeros(2)) == math.inf
+    assert oracle.relative_error(torch.tensor([math.nan]), torch.ones(1)) == math.inf
+    assert oracle.relative_error(torch.ones(1), torch.tensor([math.nan])) == math.inf

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-sys.path.append(str(BENCH))
-
-from length_search import Search  # noqa: E402
-from length_table import runs_of, table  # noqa: E402
+from length_search import Search
+from length_table import runs_of, table
 
 
 def trials(capacity: int, fixed: int, per_token: int, *, limit: int | None = None) -> Search:

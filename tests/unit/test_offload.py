@@ -1,25 +1,35 @@
-"""Offloaded activations: bitwise gradients, counted bytes, and memory that is really free."""
+"""Offloaded activations: bitwise gradients, counted bytes, freed memory; options of allocators."""
 
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from memory_model import Sizes, Stack
+from pretrain_scripts import PROGRAMS, run_script, start
 from torch import Tensor, nn
+from usp_trainer import launch
 
-from ds_usp import ConfigError, RecomputeError
-from ds_usp.memory import RECOMPUTE, LayerMemory, Offload
+from ds_usp import ConfigError, RecomputeError, allocator_variables
+from ds_usp.memory import RECOMPUTE, LayerMemory, Offload, host_storages
 from ds_usp.memory import offload as offload_module
+from ds_usp.memory.host_storages import HostStorages
 from ds_usp.memory.pinned_transfer import HostDeviceCopier, PinnedBlockPool
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.training import keep_states_on_host
 
 CPU = torch.device("cpu")
 SIZES = Sizes(tokens=32, heads=4, dim=8, ffn=96, layers=4)
@@ -262,3 +272,218 @@ def test_a_ratio_out_of_range_and_an_unknown_policy_are_refused() -> None:
             offload(ratio)
     with pytest.raises(ConfigError, match="gemm-last"):
         LayerMemory("some")
+
+
+def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    copier = HostDeviceCopier(CPU, block_bytes=256)
+    storages = HostStorages(CPU, copier=copier)
+    flat, small = torch.arange(250.0), torch.ones(3)
+    view, other = flat[50:70].view(4, 5), torch.arange(90.0) * 2
+    for step in range(3):
+        storages.send([flat, view, small, other])
+        if step != 1:  # the copies of that one end before anything is freed
+            storages.free()
+            storages.free()
+            assert flat.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+            assert storages.bytes_away == 4 * (250 + 90)
+        storages.bring_back()
+        storages.bring_back()
+        assert storages.bytes_away == 0 and copier.pool.num_free == copier.pool.num_blocks == 6
+        assert view.equal((torch.arange(50.0, 70) + step).view(4, 5)) and other[9] == 18
+        flat += 1
+    storages.send([small])
+    storages.free()
+    assert small.equal(torch.ones(3)) and storages.bytes_away == 0
+
+
+def test_what_is_written_after_the_copies_began_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    storages = HostStorages(CPU)
+    states, other = torch.arange(100.0), torch.ones(100)
+    storages.send([states, other])
+    states[50:].zero_()  # as who clears a momentum between two steps
+    storages.free()
+    assert states.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    storages.bring_back()
+    assert states.sum() == sum(range(50)) and other.equal(torch.ones(100))
+
+
+def test_an_optimizer_loads_its_states_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storages, "_MIN_BYTES", 1)
+    master, module = torch.arange(8.0), torch.nn.Linear(2, 2)
+    zero = SimpleNamespace(
+        single_partition_of_fp32_groups=[master],
+        optimizer=SimpleNamespace(state={}, param_groups=[]),
+        step=lambda: master.data.add_(1),
+        refresh_fp32_params=lambda: master.data.fill_(7),
+    )
+    made = engine(zero)
+    made.module = module
+    keep_states_on_host(made)
+    for used in (zero.step, zero.refresh_fp32_params):
+        module(torch.ones(1, 2))
+        assert master.untyped_storage().nbytes() == 0
+        used()
+    zero.refresh_fp32_params()  # its copy to the host has begun
+    module(torch.ones(1, 2))
+    zero.step()
+    assert master.equal(torch.full((8,), 8.0))
+
+
+def test_nothing_is_lost_where_device_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    storages = HostStorages(CPU)
+    first, second = torch.arange(100.0), torch.arange(100.0) * 2
+    storages.send([first, second])
+    storages.free()
+    resize, calls = torch.UntypedStorage.resize_, []
+
+    def resize_once(storage: torch.UntypedStorage, size: int) -> None:
+        calls.append(size)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        resize(storage, size)
+
+    with monkeypatch.context() as short:
+        short.setattr(torch.UntypedStorage, "resize_", resize_once)
+        with pytest.raises(torch.OutOfMemoryError):
+            storages.bring_back()
+    storages.bring_back()
+    assert first.equal(torch.arange(100.0)) and second.equal(torch.arange(100.0) * 2)
+
+
+def engine(optimizer: Any, offload: str = "none") -> Any:
+    config = SimpleNamespace(device=offload)
+    return SimpleNamespace(
+        optimizer=optimizer,
+        module=torch.nn.Linear(2, 2),
+        device=CPU,
+        zero_offload_optimizer=lambda: config,
+        zero_offload_param=lambda: None,
+    )
+
+
+def test_engines_with_other_states_are_refused() -> None:
+    zero = SimpleNamespace(single_partition_of_fp32_groups=[])
+    with pytest.raises(ConfigError, match="offload_optimizer on cpu"):
+        keep_states_on_host(engine(zero, "cpu"))
+    muon = SimpleNamespace(param_groups=[{"use_muon": False}, {"use_muon": True}])
+    with pytest.raises(ConfigError, match="Muon uses its momentum in backward"):
+        keep_states_on_host(engine(SimpleNamespace(**vars(zero), optimizer=muon)))
+    with pytest.raises(ConfigError, match="SimpleNamespace keeps its fp32 weights elsewhere"):
+        keep_states_on_host(engine(SimpleNamespace()))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+REGISTER, THREADS = "pinned_use_cuda_host_register", "pinned_num_register_threads"
+PIN = f"{REGISTER}:True,{THREADS}:8"
+GROW, STAY = "expandable_segments:True", "expandable_segments:False"
+# Names in the header of torch 2.6 to 2.9, and of 2.10 and later, which reads a second variable.
+OLD = f'{REGISTER}() {THREADS}() expandable_segments() get_env("PYTORCH_CUDA_ALLOC_CONF")'
+NEW = f'{OLD} get_env("PYTORCH_ALLOC_CONF")'
+CUDA, ANY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+ROUNDING = "roundup_power2_divisions:[256:1,512:2,>:4]"
+
+
+@pytest.mark.parametrize(
+    ("given", "header", "variable", "value"),
+    [
+        ({}, NEW, CUDA, f"{PIN},{GROW}"),
+        ({CUDA: ""}, NEW, CUDA, f"{PIN},{GROW}"),
+        ({CUDA: "max_split_size_mb:64"}, NEW, CUDA, f"max_split_size_mb:64,{PIN},{GROW}"),
+        ({CUDA: f" {ROUNDING}, "}, NEW, CUDA, f"{ROUNDING},{PIN},{GROW}"),
+        ({CUDA: STAY}, NEW, CUDA, f"{STAY},{PIN}"),
+        ({CUDA: f"{THREADS} : 4"}, NEW, CUDA, f"{THREADS} : 4,{REGISTER}:True,{GROW}"),
+        ({CUDA: "backend:cudaMallocAsync"}, NEW, CUDA, f"backend:cudaMallocAsync,{PIN}"),
+        ({ANY: "a:1"}, NEW, ANY, f"a:1,{PIN},{GROW}"),
+        ({ANY: "a:1"}, OLD, CUDA, f"{PIN},{GROW}"),
+        ({ANY: "a:1", CUDA: "b:2"}, NEW, CUDA, f"b:2,{PIN},{GROW}"),
+        ({}, OLD.replace(THREADS, "other"), CUDA, f"{REGISTER}:True,{GROW}"),
+    ],
+)
+def test_what_the_user_names_stays_and_what_torch_knows_is_added(
+    given: dict[str, str], header: str, variable: str, value: str
+) -> None:
+    before = dict(given)
+    added = allocator_variables(given, expandable_segments=True, torch_header=header)
+    assert added == {variable: value} and given == before
+    assert allocator_variables(given | added, expandable_segments=True, torch_header=header) == {}
+    without = value.removesuffix(f",{GROW}")
+    assert allocator_variables(given, torch_header=header) == {variable: without}
+
+
+def test_nothing_is_added_for_a_torch_that_does_not_say_what_it_knows() -> None:
+    assert allocator_variables({CUDA: "a:1"}, expandable_segments=True, torch_header="") == {}
+
+
+def test_the_installed_torch_reads_it_after_its_import() -> None:
+    code = (
+        "import os, torch, ds_usp; print(ds_usp.allocator_variables(os.environ)); "
+        "os.environ.update(ds_usp.allocator_variables(os.environ)); "
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    environment = {**os.environ, ANY: "max_split_size_mb:50", CUDA: "max_split_size_mb:64"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    options = f"max_split_size_mb:64,{PIN}"
+    assert done.stdout.splitlines() == [str({CUDA: options}), options]
+
+
+@pytest.mark.parametrize(
+    ("device", "ratio", "states", "is_set"),
+    [
+        ("cuda", 0.5, False, True),
+        ("cuda", "auto", False, True),
+        ("cuda", 0.0, True, True),
+        ("cuda", 0.0, False, False),
+        ("cpu", 0.5, True, False),
+    ],
+)
+def test_the_trainer_sets_them_for_host_memory_on_gpus(
+    device: str, ratio: float | str, states: bool, is_set: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ANY, raising=False)
+    monkeypatch.setenv(CUDA, "max_split_size_mb:64")
+    flags = {"device": device, "usp_offload_ratio": ratio, "usp_states_on_host": states}
+    launch.set_allocator_options(Namespace(**flags))
+    added = f",{PIN},{GROW}" if is_set else ""
+    assert os.environ[CUDA] == f"max_split_size_mb:64{added}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "device", "is_set"),
+    [
+        ("--usp-offload-ratio=0.5", "cuda", True),
+        ("--usp-states-on-host", "cuda", True),
+        ("--usp-states-on-host", "cpu", False),
+        ("--usp-mlp-chunks=2", "cuda", False),
+    ],
+)
+def test_a_script_sets_them_for_a_checkout(
+    argument: str, device: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / "data").with_suffix(suffix).write_text("tokens")
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr("os.execvpe", lambda *call: started.append(call) or 0)
+    settings = {"TOKENIZER_TYPE": "NullTokenizer", "VOCAB_SIZE": "64", "DEVICE": device}
+    settings |= {"OUTPUT_HOME": str(tmp_path), "DATA_PATH": str(tmp_path / "data")}
+    settings |= {"NUM_GPUS": "4", CUDA: "a:1", **PROGRAMS["megatron_deepspeed"]}
+    assert start("tiny", argument, **settings) == 0
+    ((_, _, variables),) = started
+    assert variables[CUDA] == (f"a:1,{PIN},{GROW}" if is_set else "a:1")
+
+
+@pytest.mark.parametrize(("ratio", "is_set"), [("0.5", True), ("0", False)])
+def test_a_script_sets_them_for_transformers(ratio: str, is_set: bool, tmp_path: Path) -> None:
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\necho "${{{CUDA}-}} ${{{ANY}-}}"\n')
+    torchrun.chmod(0o755)
+    script = ROOT / "examples_deepspeed" / "transformers_sft" / "sft_qwen3_1.7B_usp_32k_2gpu.sh"
+    settings = {"USP_OFFLOAD_RATIO": ratio, "PYTHONPATH": str(ROOT), ANY: "a:1, b:2"}
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = run_script(script, PATH=path, **settings)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == (f"a:1, b:2,{PIN}" if is_set else "a:1, b:2")

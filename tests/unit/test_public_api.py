@@ -1,16 +1,21 @@
-"""What others may lean on: the names, the signatures, and an import without side effects."""
+"""What others may lean on: names, signatures, refused arguments, imports without side effects."""
 
 from __future__ import annotations
 
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import Linear
 
 import ds_usp
-from ds_usp import errors
+from ds_usp import ConfigError, DataError, errors, memory, training
+from ds_usp.attention.rotary import check_local_rotary
+from ds_usp.warn_once import warn_once
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,3 +130,99 @@ def test_names_that_need_torch_are_imported_on_access() -> None:
     assert submodules == str([f"ds_usp.{name}" for name in modules])
     with pytest.raises(AttributeError, match="no attribute 'uspattention'"):
         ds_usp.uspattention  # noqa: B018
+
+
+QKV, OUT = torch.ones(96, 16), torch.ones(16, 32)
+MESH = ds_usp.SequenceMesh.single()
+OPTIMIZER = torch.optim.SGD(Linear(2, 2).parameters())
+
+
+def projection(**changed: object) -> object:
+    arguments = {"qkv": QKV, "out": OUT, "heads": 4, "kv_heads": 4}
+    return ds_usp.Projection(**{**arguments, **changed})
+
+
+def attention(qkv: object = None, heads: int = 4, kv_heads: int = 4, **options: object) -> object:
+    layers = qkv or Linear(16, 96)
+    fixed = {"mesh": MESH, "layout": "zigzag", "mask": ds_usp.MaskSpec.causal()}
+    block = ds_usp.USPSelfAttention(layers, Linear(32, 16), heads, kv_heads, **fixed, **options)
+    return block(torch.ones(1, 4, 16))
+
+
+def engine(optimizer: object, config: object) -> object:
+    return training.initialize_deepspeed(Linear(2, 2), optimizer, config, None)
+
+
+def projected(**options: object) -> object:
+    arguments = {"mesh": MESH, "layout": "zigzag", "mask": ds_usp.MaskSpec.causal()}
+    return ds_usp.projected_attention(torch.ones(1, 4, 16), **{**arguments, **options})
+
+
+def usp_attention(value: object) -> object:
+    q = torch.ones(1, 4, 2, 8)
+    mask = ds_usp.MaskSpec.causal()
+    return ds_usp.usp_attention(q, q, value, mesh=MESH, layout="zigzag", mask=mask)
+
+
+CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "no values": (lambda: usp_attention(None), "got Tensor, Tensor, NoneType"),
+    "an array": (lambda: usp_attention(torch.ones(1, 4, 2, 8).numpy()), "Tensor, ndarray"),
+    "modules as weights": (lambda: projection(qkv=Linear(16, 96)), "takes the layers"),
+    "two weights": (lambda: projection(qkv=(QKV, QKV)), "2 weights of queries"),
+    "a bias as a number": (lambda: projection(out_bias=1.0), "out_bias is float"),
+    "no projection": (lambda: projected(projection=None), "must be a Projection"),
+    "unknown order": (lambda: attention(order="kqv", overlap=False), "must be one of qkv, grouped"),
+    "two layers": (lambda: attention([Linear(16, 32)] * 2), "2 weights of queries"),
+    "one table": (lambda: check_local_rotary(QKV, 4, 8), "two tables"),
+    "no local attention": (lambda: ds_usp.USPAttention(None, mesh=MESH), "must be a module"),
+    "other heads": (lambda: attention(heads=5, kv_heads=5), "5 query and 5 key/value heads"),
+    "heads that share": (lambda: attention(kv_heads=3), "4 query heads are no multiple of 3"),
+    "chunks": (lambda: memory.in_chunks(Linear(4, 4), torch.ones(2, 4), 2.0), "whole number"),
+    "layers": (lambda: memory.LayerMemory("full", checkpoint_layers=2.5), "whole number"),
+    "a group": (lambda: training.split_tokens(torch.ones(4, 3), None), "TensorParallelComm.build"),
+    "no engine": (lambda: training.keep_states_on_host(Linear(2, 2)), "Linear is no engine"),
+    "an odd dim": (lambda: training.rotary_frequencies(torch.arange(4), 7), "dim=7 even"),
+    "positions": (lambda: training.rotary_frequencies(torch.ones(1, 4), 8), r"\[1, 4\]"),
+    "labels": (
+        lambda: training.chunked_token_losses(QKV, QKV, torch.ones(96), chunks=2),
+        "expected token ids",
+    ),
+    "no optimizer": (lambda: engine(None, {}), "optimizer=None must be"),
+    "a file": (lambda: engine(OPTIMIZER, "config.json"), "json.load"),
+    "a flag": (lambda: engine(OPTIMIZER, {"zero_optimization": True}), "must be a dict"),
+    "no groups": (lambda: engine(OPTIMIZER, {}), r"ParallelGroups.from_mesh\(mesh\)"),
+    "a stage": (lambda: training.check_zero_stage(5, stages=1, bf16=False), "must be 0, 1, 2 or 3"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(name: str) -> None:
+    call, message = CASES[name]
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_input_ids_are_whole_numbers() -> None:
+    batches = [{"input_ids": torch.ones(1, 8)}]
+    with pytest.raises(DataError, match=r"torch.float32, expected whole numbers"):
+        next(iter(training.SequenceParallelDataLoader(batches, MESH)))
+
+
+def test_an_offload_takes_the_name_of_a_device() -> None:
+    assert memory.Offload(0.5, "cpu").copier.device == torch.device("cpu")
+
+
+def test_a_bias_on_some_layers_takes_the_plain_path() -> None:
+    layers = [Linear(16, 32), Linear(16, 32, bias=False), Linear(16, 32)]  # as Whisper has them
+    plain, overlapped = attention(layers, overlap=False), attention(layers, overlap=True)
+    assert isinstance(plain, torch.Tensor) and plain.shape == overlapped.shape
+
+
+def test_a_line_is_said_once_and_on_rank_0_only(caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("no Triton, 100% torch", "no Triton, 100% torch", "no NVLink"):
+        for rank in (1, 0, 0):
+            warn_once(text, rank=rank)
+    assert caplog.record_tuples == [
+        ("ds_usp", 30, "no Triton, 100% torch"),
+        ("ds_usp", 30, "no NVLink"),
+    ]

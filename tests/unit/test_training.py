@@ -1,26 +1,37 @@
-"""What surrounds attention in training, without processes."""
+"""What surrounds attention in training, without processes: batches, long samples, loss tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ds_usp
-from ds_usp import ConfigError, DataError, LayoutError, TokenLayout
+from ds_usp import ConfigError, DataError, LayoutError, SequenceMesh, TokenLayout
 from ds_usp.training import (
     GradientRule,
+    SequenceParallelDataLoader,
+    ShardedBatch,
     attention_kernel,
+    borders_of_positions,
     check_zero_stage,
+    document_borders,
+    document_positions,
+    local_document_positions,
     local_positions,
     loss_token_weight,
+    next_token_labels,
     rotary_frequencies,
     shard_batch,
     weighted_loss,
     with_large_enough_buckets,
 )
+from ds_usp.training.full_batch import full_batch
 
 LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
 
@@ -130,3 +141,256 @@ def test_overlapped_buckets_hold_the_largest_gradient(
     assert config["x"] == 1
     assert config["zero_optimization"].get("reduce_bucket_size") == expected
     assert config["zero_optimization"].keys() == zero.keys()
+
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 4], [1, 2, 3, 4, 5, 6]])
+
+
+def batches(*given: Any, layout: str = "contiguous", **settings: Any) -> list[ShardedBatch]:
+    """What one process makes of them."""
+    return list(SequenceParallelDataLoader(given, SequenceMesh.single(), layout, **settings))
+
+
+def test_labels_are_the_next_tokens_and_the_last_has_none() -> None:
+    (batch,) = batches({"input_ids": TOKENS})
+    assert torch.equal(batch.tokens, TOKENS)
+    assert batch.labels.tolist() == [[6, 7, 8, 9, 4, -100], [2, 3, 4, 5, 6, -100]]
+    assert batch.positions.tolist() == [list(range(6))] * 2
+    assert batch.documents == () and batch.loss_tokens == 10
+
+
+def test_labels_that_do_not_count_stay_out() -> None:
+    labels = TOKENS.clone()
+    labels[:, :3] = -100
+    (batch,) = batches({"input_ids": TOKENS, "labels": labels})
+    assert batch.labels.tolist()[0] == [-100, -100, 8, 9, 4, -100]
+    assert batch.loss_tokens == 6
+
+
+def test_shifted_labels_are_taken_as_they_are() -> None:
+    (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1})
+    assert torch.equal(batch.labels, TOKENS + 1)
+
+
+def test_the_shifted_label_of_the_last_token_before_padding_counts() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1, "attention_mask": mask})
+    assert batch.labels.tolist()[0] == [6, 7, 8, 9, -100, -100]
+    assert batch.loss_tokens == 4 + 6
+
+
+POSITIONS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]])
+PACKED = {
+    "positions": {"position_ids": POSITIONS},
+    "borders of each sample": {"cu_seqlens": [[0, 2, 6], [0, 4, 6]]},
+}
+
+
+@pytest.mark.parametrize("given", PACKED.values(), ids=PACKED)
+def test_documents_end_labels_and_restart_positions(given: dict[str, Any]) -> None:
+    (batch,) = batches({"input_ids": TOKENS, **given})
+    assert batch.documents == ((0, 2, 6), (0, 4, 6))
+    assert torch.equal(batch.positions, POSITIONS)
+    assert batch.labels.tolist() == [[6, -100, 8, 9, 4, -100], [2, 3, 4, -100, 6, -100]]
+
+
+def test_one_list_of_borders_is_for_all_samples() -> None:
+    borders = torch.tensor([[0, 4, 6]], dtype=torch.int32)
+    (batch,) = batches({"input_ids": TOKENS, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders})
+    assert batch.documents == ((0, 4, 6),)
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
+
+
+def test_padding_is_a_document_without_labels() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask})
+    assert batch.documents == ((0, 4, 6), (0, 6))
+    assert batch.labels.tolist()[0] == [6, 7, 8, -100, -100, -100]
+    assert batch.loss_tokens == 3 + 5
+    (batch,) = batches({"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)})
+    assert batch.documents == ()
+
+
+def test_padding_of_packed_documents() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)
+    positions = torch.tensor([[0, 1, 0, 1, 7, 7]] * 2)  # those of padding do not matter
+    (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask, "position_ids": positions})
+    assert batch.documents == ((0, 2, 4, 6),)
+
+
+def test_other_entries_are_sharded_or_whole() -> None:
+    given = {"input_ids": TOKENS, "weights": TOKENS.float(), "image": torch.ones(3), "ids": "a"}
+    (batch,) = batches(given, whole=("image",))
+    assert torch.equal(batch.others["weights"], TOKENS.float())
+    assert batch.others["image"].shape == (3,) and batch.others["ids"] == "a"
+
+
+def test_a_balanced_layout_is_made_from_each_batchs_documents() -> None:
+    first, second = batches(
+        {"input_ids": TOKENS, "cu_seqlens": [0, 2, 6]}, {"input_ids": TOKENS}, layout="balanced"
+    )
+    assert first.layout.documents == (0, 2, 6)
+    assert second.layout.documents == (0, 6)
+
+
+def test_a_length_is_the_wrapped_loaders() -> None:
+    assert len(SequenceParallelDataLoader([{}, {}], SequenceMesh.single())) == 2
+    with pytest.raises(TypeError):
+        len(SequenceParallelDataLoader(iter([]), SequenceMesh.single()))
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no dict": (TOKENS, "batch is Tensor: it must be a dict"),
+    "no tokens": ({"tokens": TOKENS}, r"batch is \['tokens'\]"),
+    "one dim": ({"input_ids": TOKENS[0]}, r"input_ids are \[6\], expected \[batch, sequence\]"),
+    "labels of another length": (
+        {"input_ids": TOKENS, "labels": TOKENS[:, 1:]},
+        r"labels is \[2, 5\], input_ids are \[2, 6\]",
+    ),
+    "a mask of pairs": (
+        {"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 6, 6)},
+        "Masks of pairs of tokens are not sharded",
+    ),
+    "padding on the left": (
+        {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])},
+        "sample 1 keeps 4 of 6 tokens, and not the first ones: pad on the right",
+    ),
+    "an empty sample": (
+        {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 6, [0] * 6])},
+        "sample 1 keeps 0 of 6",
+    ),
+    "labels that are shifted already": (
+        {"input_ids": TOKENS[:, :-1], "labels": TOKENS[:, 1:]},
+        "would be shifted twice: name them 'shift_labels'",
+    ),
+    "labels twice": (
+        {"input_ids": TOKENS, "labels": TOKENS, "shift_labels": TOKENS},
+        "leave one of the two out",
+    ),
+    "positions that jump": (
+        {"input_ids": TOKENS, "position_ids": torch.tensor([[0, 1, 2, 5, 6, 7]] * 2)},
+        "sample 0 go from 2 to 5 at token 3",
+    ),
+    "documents that differ": (
+        {"input_ids": TOKENS, "position_ids": POSITIONS, "cu_seqlens": [0, 3, 6]},
+        "cu_seqlens and position_ids name different documents",
+    ),
+    "a tensor of no sequence": (
+        {"input_ids": TOKENS, "image": torch.ones(2, 3)},
+        r"'image' is \[2, 3\], not \[2, 6, ...\].*whole=\('image',\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_batch_that_cannot_be_used_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        batches(given)
+
+
+def test_borders_that_end_elsewhere_are_refused() -> None:
+    with pytest.raises(ConfigError, match="end at 5, the sequence has 6"):
+        batches({"input_ids": TOKENS, "cu_seqlens": [0, 5]})
+
+
+def test_settings_are_checked_at_once() -> None:
+    with pytest.raises(LayoutError, match="unknown token layout 'zigzig'"):
+        SequenceParallelDataLoader([], SequenceMesh.single(), "zigzig")
+    with pytest.raises(ConfigError, match="loader=None on rank 0"):
+        SequenceParallelDataLoader(None, SequenceMesh.single())
+
+
+def test_helpers_by_hand() -> None:
+    assert next_token_labels(TOKENS, [0, 2, 6])[0].tolist() == [6, -100, 8, 9, 4, -100]
+    with pytest.raises(ConfigError, match="the batch has 2"):
+        next_token_labels(TOKENS, [[0, 6]] * 3)
+    assert borders_of_positions(POSITIONS) == [[0, 2, 6], [0, 4, 6]]
+
+
+def test_labels_that_are_not_shifted_are_refused_before_sharding() -> None:
+    layout = SequenceMesh.single().layout("contiguous", 6)
+    ones = torch.ones_like(TOKENS)
+    with pytest.raises(DataError, match="all 12 labels are the tokens at their own positions"):
+        shard_batch(TOKENS, TOKENS, ones, layout=layout, rank=0)
+    shard_batch(ones, ones, ones, layout=layout, rank=0)  # all tokens are alike
+
+
+MILLION, EOD = 2**20, 256
+KINDS = ("contiguous", "zigzag", "striped", "context_parallel")
+
+
+class IntegerTensors(TorchDispatchMode):
+    """Sizes of the storages of int64 that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self._alive: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if _is_int(x)}
+        result = func(*args, **(kwargs or {}))
+        for x in filter(_is_int, tree_leaves(result)):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in given:
+                self._alive.append(storage)  # so that no address comes twice
+                self.sizes[storage.data_ptr()] = storage.nbytes() // 8
+        return result
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.int64
+
+
+def whole_tensors(prepare: Callable[[], object]) -> int:
+    """Tensors of int64 with as many elements as the sample has tokens that it makes."""
+    with IntegerTensors() as made:
+        prepare()
+    return sum(size >= MILLION - 1 for size in made.sizes.values())
+
+
+@pytest.fixture(scope="module")
+def sample() -> torch.Tensor:
+    tokens = torch.randint(0, EOD, (1, MILLION), generator=torch.Generator().manual_seed(0))
+    tokens[0, 4095::4096] = EOD
+    return tokens
+
+
+def test_a_shard_needs_no_index_of_the_whole_sample(sample: torch.Tensor) -> None:
+    layout = TokenLayout("zigzag", MILLION, ulysses=2, ring=2)
+    labels, mask = sample.roll(-1), torch.ones(sample.shape)
+
+    def prepare() -> None:
+        borders = document_borders(sample, EOD)
+        assert len(borders[0]) == MILLION // 4096 + 1
+        shard = shard_batch(sample, labels, mask, layout=layout, rank=1)
+        positions = local_document_positions(layout, 1, borders)
+        assert shard.tokens.shape == positions.shape == (1, MILLION // 4)
+        assert positions.dtype == local_positions(layout, 1).dtype == torch.int64
+
+    assert whole_tensors(prepare) == 0
+
+
+def test_a_full_batch_makes_the_shifted_labels_alone(sample: torch.Tensor) -> None:
+    borders = (0, 4096, MILLION)
+    assert whole_tensors(lambda: full_batch({"input_ids": sample})) == 1
+    assert whole_tensors(lambda: full_batch({"input_ids": sample, "cu_seqlens": borders})) == 1
+    assert whole_tensors(lambda: next_token_labels(sample)) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_of_a_rank_are_its_shard(kind: str) -> None:
+    layout = TokenLayout(kind, 96, ulysses=2, ring=2)
+    borders = [[0, 5, 6, 96], [0, 96]]
+    whole = document_positions(borders)
+    assert whole[0].tolist() == [*range(5), 0, *range(90)]
+    for rank in range(4):
+        assert local_positions(layout, rank).tolist() == layout.positions(rank)
+        own = local_document_positions(layout, rank, borders)
+        assert torch.equal(own, layout.shard(whole, dim=1, rank=rank))
+
+
+def test_positions_beyond_32_bits_are_exact() -> None:
+    layout = TokenLayout("striped", 2**33, ring=2**13)
+    positions = local_positions(layout, 5)
+    assert len(positions) == 2**20 and positions[-1] == 2**33 - 2**13 + 5
