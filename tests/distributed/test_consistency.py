@@ -442,11 +442,11 @@ def exchange_interrupted(
 
 # Ulysses degree, parts, what is taken when it fails, forward. There a part is taken as its keys set
 # out and again as it is computed.
-EXCHANGES = [(u, 2, stop, False) for u in (1, 2) for stop in (1, 2)]
-EXCHANGES += [(2, 4, stop, True) for stop in (1, 3, 6, 7)]
+FAILED_WAITS = [(u, 2, stop, False) for u in (1, 2) for stop in (1, 2)]
+FAILED_WAITS += [(2, 4, stop, True) for stop in (1, 3, 6, 7)]
 
 
-@pytest.mark.parametrize(("ulysses", "chunks", "stop", "forward"), EXCHANGES)
+@pytest.mark.parametrize(("ulysses", "chunks", "stop", "forward"), FAILED_WAITS)
 def test_a_failed_wait_leaves_no_kv_exchange_in_flight(
     pool: WorkerPool, ulysses: int, chunks: int, stop: int, forward: bool
 ) -> None:
