@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from cases import (
     ALL_LAYOUTS,
-    ALL_ORDERS,
     HEADS,
     RESULTS,
     Case,
+    check,
     dense_errors,
     inputs,
     layouts,
@@ -41,7 +41,6 @@ from ds_usp.planner.parallel_config import ParallelConfig
 
 MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
 PRODUCT_HEADS = ("MHA", "GQA", "MQA")
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def heads_of(name: str) -> dict[str, int]:
@@ -92,16 +91,6 @@ def tuned(case: Case, ulysses: int, index: int) -> Case:
         ds_usp.Tuning(chunks=max(most - 1, 1), gather=True),
     )
     return replace(case, tuning=tunings[index % len(tunings)])
-
-
-def check(
-    pool: WorkerPool, cases: list[Case], ulysses: int, ring: int, order: str = ALL_ORDERS[0]
-) -> None:
-    world = ulysses * ring
-    results = pool.run(run_cases, world, cases=cases, ulysses_degree=ulysses, order=order)
-    for case, *by_rank in zip(cases, *results, strict=True):
-        worst = {name: max(errors[name] for errors in by_rank) for name in RESULTS}
-        assert max(worst.values()) <= TOLERANCE[case.dtype], f"{case}: {worst}"
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
@@ -199,10 +188,7 @@ def test_a_launch_bound_call_computes_local_and_remote_kv_together(
             (ds_usp.Tuning(1, True), ds_usp.Tuning(1, False)),
         )
     ]
-    results = pool.run(run_launch_bound, ulysses * ring, cases=cases, ulysses_degree=ulysses)
-    for case, *by_rank in zip(cases, *results, strict=True):
-        worst = max(max(errors.values()) for errors in by_rank)
-        assert worst <= TOLERANCE[case.dtype], f"{case}: {worst}"
+    check(pool, cases, ulysses, ring, run_launch_bound)
 
 
 def mean_errors(
@@ -252,9 +238,8 @@ def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
 
 
 def test_the_first_chunk_computed_has_its_local_block_alone(pool: WorkerPool) -> None:
-    modes = pool.run(
-        first_steps, 4
-    )  # of 1, 2 and 1 heads: too little is computed before the second chunk
+    # Chunks of 1, 2 and 1 heads: too little is computed before the second chunk.
+    modes = pool.run(first_steps, 4)
     assert any(forward == [True, True, False] for forward, _ in modes)
     for forward, backward in modes:  # backward begins with the last chunk
         assert forward[:2] == [True, True] and backward == [False, True, True]
@@ -351,7 +336,7 @@ TUNINGS = (
 SCORE_MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
 
 
-def cases(ulysses: int, ring: int) -> list[Case]:
+def score_cases(ulysses: int, ring: int) -> list[Case]:
     """Each change under each layout, or on eight ranks under two of them, with other masks, heads
     and tunings in turn."""
     masks = ("causal", "full", "window", "window both sides")
@@ -373,13 +358,7 @@ def cases(ulysses: int, ring: int) -> list[Case]:
 
 @pytest.mark.parametrize(("ulysses", "ring"), SCORE_MESHES)
 def test_changed_scores_are_the_oracles(pool: WorkerPool, ulysses: int, ring: int) -> None:
-    made = cases(ulysses, ring)
-    results = pool.run(run_cases, ulysses * ring, cases=made, ulysses_degree=ulysses)
-    for case, *by_rank in zip(made, *results, strict=True):
-        limit = 1e-12 if case.dtype == torch.float64 else 1e-5
-        worst = {name: max(errors[name] for errors in by_rank) for name in by_rank[0]}
-        assert ("dsinks" in worst) == case.sinks
-        assert max(worst.values()) <= limit, f"{case}: {worst}"
+    check(pool, score_cases(ulysses, ring), ulysses, ring)
 
 
 CROSS_MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)]
@@ -430,11 +409,7 @@ def test_cross_attention_equals_the_oracle(pool: WorkerPool, ulysses: int, ring:
     made = [*cross_cases(), *prefix_cases()]
     if ulysses == 4:  # a head chunk needs a key/value head on each rank
         made = [replace(case, heads=8, kv_heads=2) for case in made]
-    results = pool.run(run_cases, ulysses * ring, cases=made, ulysses_degree=ulysses)
-    for case, *by_rank in zip(made, *results, strict=True):
-        limit = 1e-12 if case.dtype == torch.float64 else 1e-5
-        worst = {name: max(errors[name] for errors in by_rank) for name in by_rank[0]}
-        assert max(worst.values()) <= limit, f"{case}: {worst}"
+    check(pool, made, ulysses, ring)
 
 
 def refused(ctx: RankContext, changes: dict[str, Any]) -> str:
@@ -477,29 +452,18 @@ def test_what_cannot_be_meant_is_refused_everywhere(pool: WorkerPool, name: str)
         assert message.startswith(text), message
 
 
-def other_keys(ctx: RankContext) -> str:
+def other_keys(ctx: RankContext) -> None:
     """One rank has a token more of the keys than the layout gives it."""
-    mesh = mesh_of(2)
-    k = torch.randn(1, 4 + (ctx.rank == 3), 2, 8)
-    layout, kv_layout = mesh.layout("zigzag", 32), mesh.layout("zigzag", 16)
-    try:
-        ds_usp.usp_attention(
-            torch.randn(1, 8, 2, 8),
-            k,
-            k,
-            mesh=mesh,
-            layout=layout,
-            mask=MaskSpec.full(),
-            kv_layout=kv_layout,
-        )
-    except ds_usp.USPError as error:
-        return str(error)
-    return "nothing"
+    q, k = torch.randn(1, 8, 2, 8), torch.randn(1, 4 + (ctx.rank == 3), 2, 8)
+    layout, kv_layout = (mesh_of(2).layout("zigzag", tokens) for tokens in (32, 16))
+    given = {"layout": layout, "kv_layout": kv_layout, "mask": MaskSpec.full()}
+    ds_usp.usp_attention(q, k, k, mesh=mesh_of(2), **given)
 
 
 def test_too_many_keys_on_one_rank_stop_all(pool: WorkerPool) -> None:
-    for message in pool.run(other_keys, 4):
-        assert "rank 3 holds 5 tokens of the keys" in message and "gives it 4" in message
+    for error in pool.errors(other_keys, 4):
+        assert isinstance(error, ds_usp.USPError)
+        assert "rank 3 holds 5 tokens of the keys" in str(error) and "gives it 4" in str(error)
 
 
 def test_mask_text_has_the_prefix() -> None:

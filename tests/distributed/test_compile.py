@@ -189,6 +189,15 @@ def test_ranks_with_and_without_a_compiler_agree(pool: WorkerPool) -> None:
         assert all(same)
 
 
+def same_as_uncompiled(run: Any, given: dict[str, torch.Tensor], *more: Any) -> list[bool]:
+    """Whether out, lse and gradients have the bits of a call without a compiler."""
+    (q, k, v, dout), outputs = given.values(), []
+    for each in (Layer.attend, run):
+        out, lse = each(q, k, v, *more)
+        outputs.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
+    return [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
+
+
 def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]]:
     """Whether each of some lengths has the bits of a call without a compiler; graphs."""
     mesh, same = mesh_of(ulysses), []
@@ -196,12 +205,7 @@ def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]
     layers = [Layer(mesh, case) for case in made]
     run = compiled(Layer.attend)
     for layer, case in zip(layers, made, strict=True):
-        q, k, v, dout = shards(mesh, case).values()
-        outputs = []
-        for each in (Layer.attend, run):
-            out, lse = each(q, k, v, ds_usp.Scores(), layer.given)
-            outputs.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
-        same += [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
+        same += same_as_uncompiled(run, shards(mesh, case), ds_usp.Scores(), layer.given)
     return same, graphs()
 
 
@@ -213,12 +217,7 @@ def windows(ctx: RankContext, ulysses: int) -> list[bool]:
     for position in range(4):
         options = layer.given | {"mask": ds_usp.MaskSpec.window(3 + position, position)}
         scores = ds_usp.Scores(1.5 + position, dropout_seed=position)
-        q, k, v, dout = shards(mesh, BASE).values()
-        outputs = []
-        for each in (Layer.attend, run):
-            out, lse = each(q, k, v, scores, options)
-            outputs.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
-        same += [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
+        same += same_as_uncompiled(run, shards(mesh, BASE), scores, options)
     return same
 
 

@@ -214,6 +214,25 @@ def function_on(ctx: RankContext, **options: Any) -> torch.Tensor:
     return ds_usp.usp_attention(x, x, x, **{"layout": "zigzag", "mask": CAUSAL["mask"], **options})
 
 
+def named(ctx: RankContext, call: Any = ds_usp.usp_attention, last: int = 8, **more: Any) -> Any:
+    """A call by the name of a layout, with other tokens or joint ones on the last rank."""
+    tokens, joint = last if ctx.rank == WORLD - 1 else 8, more.pop("joint", 0)
+    return call(*tensors(tokens, joint), **{**NAMED, "mesh": mesh_of(2), **more})
+
+
+def drop_in_called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    module = USPAttention(torch.nn.Identity(), gather_idx=1, dropout_p=0.0, **options)
+    return module(q, k, v, 0)
+
+
+def heads_first(ctx: RankContext) -> Any:
+    layout = mesh_of(2).layout("zigzag", 32)
+    q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
+    return ds_usp.usp_attention(q, k, v, **{**NAMED, "mesh": mesh_of(2), "layout": layout})
+
+
+NAMED: dict[str, Any] = {"layout": "zigzag", "mask": CAUSAL["mask"]}
+UNEVEN = "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"
 # Calls that were computed, and not as their caller means, or that ended in a traceback of Python's.
 REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
     "no batch dim": (lambda ctx: ring_around(ctx, dims=()), "which dim of"),
@@ -261,6 +280,35 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         lambda ctx: documents_for(ctx, MaskSpec.causal()),
         "tokens would attend across their borders",
     ),
+    "uneven, function": (lambda ctx: named(ctx, last=9), f"^LayoutError: .*{UNEVEN}"),
+    "uneven, joint": (
+        lambda ctx: named(ctx, ds_usp.usp_joint_attention, last=9, joint=4),
+        f"^LayoutError: .*{UNEVEN}",
+    ),
+    "uneven, drop-in": (
+        lambda ctx: named(ctx, drop_in_called, last=9),
+        f"^LayoutError: .*{UNEVEN}",
+    ),
+    "heads first": (
+        heads_first,
+        r"^LayoutError: .*got \[1, 4, 8, 16\], which looks like \[b, h, s, d\]: give x.transpose",
+    ),
+    "no layout": (
+        lambda ctx: named(ctx, layout=None),
+        "^LayoutError: .*layout=None must be a TokenLayout",
+    ),
+    "unknown layout": (
+        lambda ctx: named(ctx, layout="zig"),
+        "^LayoutError: .*unknown token layout 'zig'",
+    ),
+    "balanced by name": (
+        lambda ctx: named(ctx, layout="balanced"),
+        "^LayoutError: .*documents=borders",
+    ),
+    "keys": (
+        lambda ctx: named(ctx, kv_layout=3, mask=MaskSpec.full()),
+        "^LayoutError: .*layout=3 must be a TokenLayout",
+    ),
 }
 
 
@@ -271,7 +319,7 @@ def messages(ctx: RankContext) -> dict[str, str]:
         try:
             call(ctx)
         except ds_usp.USPError as error:
-            message_of[name] = str(error)
+            message_of[name] = f"{type(error).__name__}: {error}"
         else:
             message_of[name] = "it was computed"
     return message_of
@@ -280,7 +328,8 @@ def messages(ctx: RankContext) -> dict[str, str]:
 def test_what_was_silently_something_else_is_refused(pool: WorkerPool) -> None:
     for message_of in pool.run(messages, WORLD):
         for name, (_, wanted) in REFUSED.items():
-            assert re.search(wanted, message_of[name]), (name, message_of[name])
+            said = message_of[name]
+            assert re.search(wanted, said, re.DOTALL), (name, said)
 
 
 def test_a_grid_before_init_process_group() -> None:
@@ -300,9 +349,6 @@ def test_a_scale_is_read_from_the_local_attention(pool: WorkerPool) -> None:
     assert pool.run(own_scale, WORLD) == [True] * WORLD
 
 
-NAMED_WORLD, NAMED_CAUSAL, FULL = 4, MaskSpec.causal(), MaskSpec.full()
-
-
 def tensors(tokens: int = 8, joint: int = 0) -> list[torch.Tensor]:
     drawn = [torch.randn(1, tokens, 4, 16) for _ in range(3)]
     return drawn + [torch.randn(1, joint, 4, 16) for _ in range(3 if joint else 0)]
@@ -317,13 +363,15 @@ def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
     both = tensors(joint=6)
 
     def attend(**options: Any) -> torch.Tensor:
-        return ds_usp.usp_attention(q, k, v, mesh=mesh, mask=NAMED_CAUSAL, **options)
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, mask=CAUSAL["mask"], **options)
 
     def cross(**options: Any) -> torch.Tensor:
-        return ds_usp.usp_attention(q, *short, mesh=mesh, mask=FULL, **options)
+        return ds_usp.usp_attention(q, *short, mesh=mesh, mask=MaskSpec.full(), **options)
 
     def joint(**options: Any) -> torch.Tensor:
-        return torch.cat(ds_usp.usp_joint_attention(*both, mesh=mesh, mask=FULL, **options), 1)
+        return torch.cat(
+            ds_usp.usp_joint_attention(*both, mesh=mesh, mask=MaskSpec.full(), **options), 1
+        )
 
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
@@ -342,60 +390,7 @@ def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_a_name_is_the_layout_of_that_kind(pool: WorkerPool, ulysses: int) -> None:
-    assert pool.run(same_bits, NAMED_WORLD, ulysses=ulysses) == [[True] * 5] * NAMED_WORLD
-
-
-def refused(ctx: RankContext, how: str) -> None:
-    mesh = mesh_of(2)
-    tokens = 9 if ctx.rank == 3 else 8
-    options: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "mask": NAMED_CAUSAL}
-    if how in ("function", "joint", "drop-in"):
-        q, k, v, *joint = tensors(tokens, 4 if how == "joint" else 0)
-    else:
-        q, k, v = tensors()
-    if how == "function":
-        ds_usp.usp_attention(q, k, v, **options)
-    elif how == "joint":
-        ds_usp.usp_joint_attention(q, k, v, *joint, **options)
-    elif how == "drop-in":
-        USPAttention(torch.nn.Identity(), gather_idx=1, dropout_p=0.0, **options)(q, k, v, 0)
-    elif how == "heads first":
-        q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
-        ds_usp.usp_attention(q, k, v, **{**options, "layout": mesh.layout("zigzag", 32)})
-    else:
-        ds_usp.usp_attention(q, k, v, **{**options, **REFUSED_NAMES[how][0]})
-
-
-# Wrong arguments, and the error on every rank.
-REFUSED_NAMES: dict[str, tuple[dict[str, Any], str]] = {
-    "function": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
-    "joint": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
-    "drop-in": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
-    "heads first": ({}, r"got \[1, 4, 8, 16\], which looks like \[b, h, s, d\]: give x.transpose"),
-    "none": ({"layout": None}, "layout=None must be a TokenLayout"),
-    "unknown": ({"layout": "zig"}, "unknown token layout 'zig'"),
-    "balanced": ({"layout": "balanced"}, "documents=borders"),
-    "keys": ({"kv_layout": 3, "mask": FULL}, "layout=3 must be a TokenLayout"),
-}
-
-
-def refusals(ctx: RankContext) -> dict[str, str]:
-    """What each of these calls raises on this rank."""
-    message_of = {}
-    for how in REFUSED_NAMES:
-        try:
-            refused(ctx, how)
-        except ds_usp.LayoutError as error:
-            message_of[how] = str(error)
-        else:
-            message_of[how] = "it was taken"
-    return message_of
-
-
-def test_uneven_shards_of_a_named_layout_are_refused_on_every_rank(pool: WorkerPool) -> None:
-    for message_of in pool.run(refusals, NAMED_WORLD):
-        for how, (_, wanted) in REFUSED_NAMES.items():
-            assert re.search(wanted, message_of[how]), (how, message_of[how])
+    assert pool.run(same_bits, WORLD, ulysses=ulysses) == [[True] * 5] * WORLD
 
 
 def flat_mesh_differs(ctx: RankContext) -> bool:
@@ -403,19 +398,19 @@ def flat_mesh_differs(ctx: RankContext) -> bool:
     mesh = SequenceMesh.from_group(None, 2)
     q, k, v = tensors()
     outputs = [
-        ds_usp.usp_attention(q, k, v, mesh=each, layout="zigzag", mask=NAMED_CAUSAL)
+        ds_usp.usp_attention(q, k, v, mesh=each, layout="zigzag", mask=CAUSAL["mask"])
         for each in (mesh, mesh.flat())
     ]
     flat = SequenceMesh.from_group(None, 4)
-    expected = ds_usp.usp_attention(q, k, v, mesh=flat, layout="zigzag", mask=NAMED_CAUSAL)
+    expected = ds_usp.usp_attention(q, k, v, mesh=flat, layout="zigzag", mask=CAUSAL["mask"])
     return bool(torch.allclose(outputs[1], expected, atol=1e-6))
 
 
 def test_a_name_is_of_the_mesh_that_it_is_given_with(pool: WorkerPool) -> None:
-    assert pool.run(flat_mesh_differs, NAMED_WORLD) == [True] * NAMED_WORLD
+    assert pool.run(flat_mesh_differs, WORLD) == [True] * WORLD
 
 
-LOADER_WORLD, LOADER_TOKENS = 4, 16
+LOADER_TOKENS = 16
 
 
 def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
@@ -459,17 +454,17 @@ def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
 
 
 def test_a_default_layout_is_checked_against_the_loaders(pool: WorkerPool) -> None:
-    for message_of in pool.run(attempts, LOADER_WORLD, ulysses=2, kind="zigzag"):
+    for message_of in pool.run(attempts, WORLD, ulysses=2, kind="zigzag"):
         wrong = [message_of.pop(mode) for mode in ("default", "compiled")]
         assert all("in the layout 'zigzag'" in text and "'contiguous'" in text for text in wrong)
         assert not any(message_of.values()), message_of
 
 
 def test_layouts_of_equal_positions_are_no_difference(pool: WorkerPool) -> None:
-    for message_of in pool.run(attempts, LOADER_WORLD, ulysses=4, kind="zigzag"):
+    for message_of in pool.run(attempts, WORLD, ulysses=4, kind="zigzag"):
         assert not any(message_of.values()), message_of
 
 
 def test_without_a_ring_the_order_matters_where_it_differs(pool: WorkerPool) -> None:
-    for message_of in pool.run(attempts, LOADER_WORLD, ulysses=4, kind="context_parallel"):
+    for message_of in pool.run(attempts, WORLD, ulysses=4, kind="context_parallel"):
         assert message_of["default"] and message_of["compiled"] and not message_of["named"]

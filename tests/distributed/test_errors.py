@@ -478,36 +478,28 @@ def test_ranks_that_drop_by_other_seeds_hear_of_it(pool: WorkerPool) -> None:
     check(pool.run(drop, WORLD, timeout=TIMEOUT_S), ["MeshError"] * WORLD, fragments)
 
 
-@pytest.mark.parametrize("cap", [0.0, -1.0, float("nan"), "50", True])
-def test_a_soft_cap_is_a_number_above_0(cap: Any) -> None:
-    with pytest.raises(ds_usp.ConfigError, match=f"softcap={cap!r} must be"):
-        Scores(softcap=cap)
+WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
+    *(({"softcap": x}, f"softcap={x!r} must be") for x in (0.0, -1.0, float("nan"), "50", True)),
+    *(
+        ({"dropout_seed": x}, r"dropout_seed=.* must be a whole number")
+        for x in (-1, 2**63, 1.5, True)
+    ),
+    ({"alibi_slopes": [0.5]}, r"alibi_slopes=\[0.5\] must be a tensor"),
+]
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
-    with pytest.raises(ds_usp.ConfigError, match=r"dropout_seed=.* must be a whole number"):
-        Scores(dropout_seed=seed)
-
-
-def test_slopes_and_sinks_are_tensors() -> None:
-    with pytest.raises(ds_usp.ConfigError, match=r"alibi_slopes=\[0.5\] must be a tensor"):
-        Scores(alibi_slopes=[0.5])  # type: ignore[arg-type]
+@pytest.mark.parametrize(("given", "message"), WRONG_VALUES, ids=str)
+def test_scores_are_numbers_and_tensors(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ds_usp.ConfigError, match=message):
+        Scores(**given)
 
 
 def test_learned_slopes_are_refused() -> None:
     mesh = ds_usp.SequenceMesh.single()
     q, slopes = torch.ones(1, 4, 2, 8), torch.ones(2, requires_grad=True)
+    given = {"mesh": mesh, "layout": "zigzag", "mask": CAUSAL}
     with pytest.raises(ds_usp.UnsupportedAttentionError, match=r"alibi_slopes .* detach\(\) them"):
-        ds_usp.usp_attention(
-            q,
-            q,
-            q,
-            mesh=mesh,
-            layout=mesh.layout("zigzag", 4),
-            mask=ds_usp.MaskSpec.causal(),
-            scores=Scores(alibi_slopes=slopes),
-        )
+        ds_usp.usp_attention(q, q, q, **given, scores=Scores(alibi_slopes=slopes))
 
 
 def messages(ctx: RankContext, setting: Setting, calls: list[dict[str, Any]]) -> list[str]:

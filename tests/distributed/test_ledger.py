@@ -88,16 +88,8 @@ def test_bytes_equal_the_formulas(
     # Each way: q, k and v (or their gradients) for the other ranks' heads, out for their tokens.
     qkv = (ulysses - 1) * B * local * (my_heads + 2 * my_kv) * D * size
     out = (ulysses - 1) * B * local * my_heads * D * size
-    results = pool.run(
-        count,
-        world,
-        ulysses=ulysses,
-        heads=heads,
-        kv_heads=kv_heads,
-        seq_len=seq_len,
-        dtype=dtype,
-        tuning=tuning,
-    )
+    case = {"heads": heads, "kv_heads": kv_heads, "seq_len": seq_len, "dtype": dtype}
+    results = pool.run(count, world, ulysses=ulysses, **case, tuning=tuning)
     # Parts of the heads and blocks that come together change how often a rank sends, not what.
     at_most = (2 if tuning.chunks == 1 else 1) if tuning.gather else ring
     steps = min(ring - 1, at_most)
@@ -121,21 +113,13 @@ def test_bytes_equal_the_formulas(
         assert result == (calls, sent)
 
 
-def exchange_uneven(
-    ctx: RankContext,
-    seq_len: int,
-    q_heads_of_each_rank: list[int],
-    kv_heads_of_each_rank: list[int],
-    heads: int,
-    kv_heads: int,
-    chunks: int,
-) -> tuple[int, int]:
+def exchange_uneven(ctx: RankContext, case: tuple[Any, ...]) -> tuple[int, int]:
     """Bytes counted, and bytes that the tensors of the other ranks' heads and tokens have."""
+    heads, kv_heads, seq_len, q_heads, kv, chunks = case
     mesh = mesh_of(ctx.world)
     mesh.ledger.reset()
     layout = mesh.layout("contiguous", seq_len)
     lengths = [layout.length(rank) for rank in range(ctx.world)]
-    q_heads, kv = q_heads_of_each_rank, kv_heads_of_each_rank
     me = ctx.rank
     others = [rank for rank in range(ctx.world) if rank != me]
     qkv_there = sum(lengths[me] * (q_heads[r] + 2 * kv[r]) for r in others)
@@ -143,8 +127,8 @@ def exchange_uneven(
     dqkv_back = sum(lengths[r] * (q_heads[me] + 2 * kv[me]) for r in others)
     dout_back = sum(lengths[me] * q_heads[r] for r in others)
     expected = 4 * B * D * (qkv_there + out_there + dqkv_back + dout_back)
-    tuning = Tuning(chunks)
-    _, counted = count(ctx, ctx.world, heads, kv_heads, seq_len, torch.float32, tuning)
+    sizes = heads, kv_heads, seq_len, torch.float32
+    _, counted = count(ctx, ctx.world, *sizes, Tuning(chunks))
     return counted["all_to_all"], expected
 
 
@@ -160,26 +144,11 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "seq_len", "q_each", "kv_each", "chunks"), UNEVEN)
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
 def test_uneven_heads_and_lengths_send_no_byte_too_many(
-    pool: WorkerPool,
-    heads: int,
-    kv_heads: int,
-    seq_len: int,
-    q_each: list[int],
-    kv_each: list[int],
-    chunks: int,
+    pool: WorkerPool, case: tuple[Any, ...]
 ) -> None:
-    results = pool.run(
-        exchange_uneven,
-        4,
-        seq_len=seq_len,
-        q_heads_of_each_rank=q_each,
-        kv_heads_of_each_rank=kv_each,
-        heads=heads,
-        kv_heads=kv_heads,
-        chunks=chunks,
-    )
+    results = pool.run(exchange_uneven, 4, case=case)
     assert all(counted == expected for counted, expected in results), results
 
 

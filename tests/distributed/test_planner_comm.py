@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases import mesh_of
@@ -17,17 +19,9 @@ B, D, HEADS = 2, 16, 8
 LEDGER = dict[str, int]
 
 
-def counted(
-    ctx: RankContext,
-    ulysses: int,
-    tp: int,
-    shape: ModelShape,
-    seq_len: int,
-    layout: str,
-    order: str,
-) -> tuple[LEDGER, LEDGER]:
+def counted(ctx: RankContext, mesh: tuple[int, str], call: Any) -> tuple[LEDGER, LEDGER]:
     """The ledger after forward, and after backward, of one tensor-parallel rank's heads."""
-    return over(mesh_of(ulysses, order), tp, shape, seq_len, layout)
+    return over(mesh_of(*mesh), *call)
 
 
 def over(
@@ -83,7 +77,7 @@ EVEN = [
 def test_comm_is_the_ledger(
     pool: WorkerPool, world: int, ulysses: int, tp: int, kv_heads: int
 ) -> None:
-    compare(pool, world, ulysses, tp, model(HEADS, kv_heads), 96, "zigzag", "ulysses-ring")
+    compare(pool, world, ulysses, tp, model(HEADS, kv_heads))
 
 
 def on_the_grid(
@@ -132,23 +126,14 @@ def compare(
     ulysses: int,
     tp: int,
     shape: ModelShape,
-    seq_len: int,
-    layout: str,
-    order: str,
+    seq_len: int = 96,
+    layout: str = "zigzag",
+    order: str = "ulysses-ring",
 ) -> None:
     config = ParallelConfig(
         tp=tp, ulysses=ulysses, ring=world // ulysses, micro_batch=B, order=order
     )
     work = Workload(shape, seq_len)
-    results = pool.run(
-        counted,
-        world,
-        ulysses=ulysses,
-        tp=tp,
-        shape=shape,
-        seq_len=seq_len,
-        layout=layout,
-        order=order,
-    )
+    results = pool.run(counted, world, mesh=(ulysses, order), call=(tp, shape, seq_len, layout))
     for rank, result in enumerate(results):
         assert result == expected_ledgers(attention_bytes(work, config, rank, layout)), rank

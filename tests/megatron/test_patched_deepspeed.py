@@ -180,6 +180,20 @@ class Layer(torch.nn.Module):
         return out.square().sum()
 
 
+def engine_of(model: torch.nn.Module, stage: int, mesh_param: Any, **more: Any) -> Any:
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0, **more}
+    return deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        config=config,
+        mesh_param=mesh_param,
+        dist_init_required=False,
+    )[0]
+
+
 def train(ctx: RankContext, stage: int, setting: str, ulysses: int) -> tuple[str, float]:
     """The error of the first backward pass, and the relative error of one SGD step, which DeepSpeed
     divides by the number of ranks, against one process."""
@@ -195,21 +209,9 @@ def train(ctx: RankContext, stage: int, setting: str, ulysses: int) -> tuple[str
     layer.load_state_dict(reference.state_dict())
     reference(x).backward()
     expected = [p.grad / ctx.world for p in reference.parameters() if p.grad is not None]
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,
-    }
-    if setting == "config":
-        config |= {"data_parallel_size": 1, "sequence_parallel_size": ctx.world}
-    engine, *_ = deepspeed.initialize(
-        model=layer,
-        optimizer=torch.optim.SGD(layer.parameters(), lr=1.0),
-        config=config,
-        mesh_param=(1, ctx.world) if setting == "mesh_param" else None,
-        dist_init_required=False,
-    )
+    sizes = {"data_parallel_size": 1, "sequence_parallel_size": ctx.world}
+    mesh_param = (1, ctx.world) if setting == "mesh_param" else None
+    engine = engine_of(layer, stage, mesh_param, **sizes if setting == "config" else {})
     shard = layer.mesh.layout("contiguous", TOKENS).shard(x, 1, layer.mesh.rank)
     try:
         engine.backward(engine(shard))
@@ -225,8 +227,6 @@ def train(ctx: RankContext, stage: int, setting: str, ulysses: int) -> tuple[str
 def train_late(ctx: RankContext) -> str:
     """The error of the backward pass of an engine without a device mesh, which is created after
     another engine had one, and after a backward pass without DeepSpeed."""
-    import deepspeed
-
     from ds_usp.training.deepspeed import prepare_deepspeed
 
     prepare_deepspeed()
@@ -235,23 +235,11 @@ def train_late(ctx: RankContext) -> str:
         torch.randn(1, TOKENS, HEADS * DIM), 1, layer.mesh.rank
     )
     layer(shard).backward()
-    other = torch.nn.Linear(2, 2)
-    engines = []
-    for model, stage, mesh_param in ((other, 3, (1, ctx.world)), (layer, 1, None)):
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "zero_optimization": {"stage": stage},
-                "zero_allow_untested_optimizer": True,
-            },
-            mesh_param=mesh_param,
-            dist_init_required=False,
-        )
-        engines.append(engine)
+    other = engine_of(torch.nn.Linear(2, 2), 3, (1, ctx.world))
+    engine = engine_of(layer, 1, None)
+    assert other is not engine
     try:
-        engines[1].backward(engines[1](shard))
+        engine.backward(engine(shard))
     except ds_usp.USPError as error:
         return str(error)
     return ""

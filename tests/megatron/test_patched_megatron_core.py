@@ -106,22 +106,25 @@ def _model(options: dict[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in ("kv_heads", "rotary") if key in options}
 
 
+def check(name: str, result: Any, expected: Any, tp: int = 1) -> None:
+    """Compare loss and gradients with one rank's."""
+    replicas = result.replicas  # each has the same batch, and gradients are summed
+    assert result.loss / replicas == pytest.approx(expected.loss, rel=LIMIT), name
+    assert result.gradients.keys() == expected.gradients.keys()
+    for weight, (gradient, dim) in result.gradients.items():
+        full, _ = expected.gradients[weight]
+        local = full if dim is None else full.chunk(tp, dim)[result.tp_rank]
+        difference = (gradient / replicas - local).norm() / local.norm()
+        assert difference < LIMIT, f"{name}: {weight} differs by {difference:.1e}"
+
+
 @pytest.mark.parametrize(("cases", "world"), [(CASES, 4), (EIGHT, 8)], ids=["4 ranks", "8 ranks"])
 def test_a_stock_program_gives_one_ranks_loss_and_gradients(
     one_rank: dict[str, Any], cases: dict[str, Any], world: int
 ) -> None:
     for results in fork_world(programs, world, cases=cases):
         for name, result in results.items():
-            expected = one_rank[name]
-            tp = cases[name][1].get("tp", 1)
-            replicas = result.replicas  # each has the same batch, and gradients are summed
-            assert result.loss / replicas == pytest.approx(expected.loss, rel=LIMIT), name
-            assert result.gradients.keys() == expected.gradients.keys()
-            for weight, (gradient, dim) in result.gradients.items():
-                full, _ = expected.gradients[weight]
-                local = full if dim is None else full.chunk(tp, dim)[result.tp_rank]
-                difference = (gradient / replicas - local).norm() / local.norm()
-                assert difference < LIMIT, f"{name}: {weight} differs by {difference:.1e}"
+            check(name, result, one_rank[name], cases[name][1].get("tp", 1))
 
 
 def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
@@ -336,29 +339,18 @@ def mixed_layers(ctx: RankContext) -> list[str]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     class Stock(torch.nn.Module):
-        def __init__(
-            self,
-            config: Any,
-            layer_number: int,
-            attn_mask_type: Any,
-            attention_type: str,
-            cp_comm_type: str | None = "p2p",
-            pg_collection: Any = None,
-        ) -> None:
+        def __init__(  # type: ignore[no-untyped-def]
+            self, config, layer_number, attn_mask_type, attention_type, cp_comm_type="p2p",
+            pg_collection=None,
+        ):  # fmt: skip
             super().__init__()
 
     row = TestTransformerEngine().row()
     Stock.__init__ = row.build(Stock.__init__)
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     kinds = ["usp", "p2p"]
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=2,
-        context_parallel_size=2,
-        cp_comm_type=kinds,
-        attention_dropout=0.0,
-    )
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "attention_dropout": 0.0}
+    config = TransformerConfig(context_parallel_size=2, cp_comm_type=kinds, **sizes)
     layers = (
         Stock(config, number, AttnMaskType.causal, "self", cp_comm_type=kind)
         for number, kind in enumerate(kinds, 1)
@@ -446,14 +438,7 @@ def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank_of: dict[str, Any], 
             cases[f"{name}: overlapped, {keep}"] = cases[name][0], {**cases[name][1], **change}
     for results in fork_world(programs, 4, cases=cases):
         for name, result in results.items():
-            expected = one_rank_of[name.partition(": ")[0]]
-            replicas = result.replicas  # each has the same batch, and gradients are summed
-            assert result.loss / replicas == pytest.approx(expected.loss, rel=LIMIT), name
-            assert result.gradients.keys() == expected.gradients.keys()
-            for weight, (gradient, _) in result.gradients.items():
-                full, _ = expected.gradients[weight]
-                difference = (gradient / replicas - full).norm() / full.norm()
-                assert difference < LIMIT, f"{name}: {weight} differs by {difference:.1e}"
+            check(name, result, one_rank_of[name.partition(": ")[0]])
 
 
 def padded_with(ctx: RankContext, *, ulysses: int, model: dict[str, Any]) -> list[Any]:

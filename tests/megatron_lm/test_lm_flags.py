@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -406,16 +407,23 @@ def test_an_option_is_refused_before_any_group(starts: Starts, flags: str, messa
     assert message in answer.get("error", "") + answer["printed"]
 
 
-@pytest.mark.parametrize(("flags", "message"), REFUSED_WITH_TRANSFORMER_ENGINE)
-def test_an_option_is_refused_beside_transformer_engine(
-    starts: Starts, flags: str, message: str
+REFUSED_BESIDE = [
+    *((flags, {"installed": TE}, message) for flags, message in REFUSED_WITH_TRANSFORMER_ENGINE),
+    (
+        "--context-parallel-size 2",
+        {"installed": "2.8.0"},
+        "needs TransformerEngine 2.9.0a0 or newer, which is 2.8.0",
+    ),
+    (f"{REFUSED_CP4} --yaml-cfg x", {}, "yaml"),
+    (REFUSED_CP4, {"settings": {"layout": "zigzag"}}, "Leave layout out"),
+]
+
+
+@pytest.mark.parametrize(("flags", "beside", "message"), REFUSED_BESIDE)
+def test_an_option_is_refused_beside_what_is_installed_and_set(
+    starts: Starts, flags: str, beside: dict[str, Any], message: str
 ) -> None:
-    assert message in starts.error(flags, installed=TE)
-
-
-def test_an_old_transformer_engine_is_refused(starts: Starts) -> None:
-    message = starts.error("--context-parallel-size 2", installed="2.8.0")
-    assert "needs TransformerEngine 2.9.0a0 or newer, which is 2.8.0" in message
+    assert message in starts.error(flags, **beside)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused without a GPU alone")
@@ -424,11 +432,3 @@ def test_a_process_that_saves_is_refused_without_gpu(starts: Starts) -> None:
         f"{LOCAL} --async-save --use-persistent-ckpt-worker --save x --save-interval 10"
     )
     assert "--use-persistent-ckpt-worker" in message
-
-
-def test_a_file_of_flags_is_refused(starts: Starts) -> None:
-    assert "yaml" in starts.error(f"{REFUSED_CP4} --yaml-cfg x")
-
-
-def test_another_layout_is_refused(starts: Starts) -> None:
-    assert "Leave layout out" in starts.error(REFUSED_CP4, settings={"layout": "zigzag"})

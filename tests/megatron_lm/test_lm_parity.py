@@ -352,8 +352,8 @@ def test_the_full_matrix_of_projections(
 
 CHECKPOINT_LIMIT = 1e-5
 ADAM = "--optimizer adam --lr 1e-2 --min-lr 1e-2"
-CHECKPOINTS = f"{ADAM} --use-distributed-optimizer"
-ANY_SPLIT = f"{CHECKPOINTS} --dist-ckpt-optim-fully-reshardable"
+RESUMABLE = f"{ADAM} --use-distributed-optimizer"
+ANY_SPLIT = f"{RESUMABLE} --dist-ckpt-optim-fully-reshardable"
 TORCH, TORCH_DIST = "--ckpt-format torch", "--ckpt-format torch_dist"
 V = {"pp": 2, "virtual": 1}
 
@@ -361,8 +361,8 @@ V = {"pp": 2, "virtual": 1}
 # parallel. --dist-ckpt-optim-fully-reshardable is for other tensor- or pipeline-parallel degrees.
 SPLITS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
     "u2r2 to r4": (f"{ADAM} {TORCH}", {"u": 2, "r": 2}, {"r": 4}),
-    "u2r2 to u4, distributed": (f"{CHECKPOINTS} {TORCH}", {"u": 2, "r": 2}, {"u": 4}),
-    "u2 dp2 to r4, distributed": (f"{CHECKPOINTS} {TORCH_DIST}", {"u": 2}, {"r": 4}),
+    "u2r2 to u4, distributed": (f"{RESUMABLE} {TORCH}", {"u": 2, "r": 2}, {"u": 4}),
+    "u2 dp2 to r4, distributed": (f"{RESUMABLE} {TORCH_DIST}", {"u": 2}, {"r": 4}),
     "u2 dp2 to r2 tp2": (f"{ANY_SPLIT} {TORCH_DIST}", {"u": 2}, {"r": 2, "tp": 2}),
     "u2r2 to r2 pp2v": (f"{ANY_SPLIT} {TORCH_DIST}", {"u": 2, "r": 2}, {"r": 2, **V}),
     "tp2 pp2 to u4": (f"{ANY_SPLIT} {TORCH_DIST}", {"tp": 2, "pp": 2}, {"u": 4}),
@@ -384,7 +384,7 @@ def check_checkpoint(server: TrainingServer, folder: Path, name: str) -> None:
     report = "--usp-report-communication 2"
     saved = train(before, f"--save {folder} --save-interval 2 --exit-interval 2 {report}")
     kinds = {"gradient reduction"} | ({"all-to-all"} if "u" in before else set())
-    kinds |= {"parameter gather"} if CHECKPOINTS in text else set()
+    kinds |= {"parameter gather"} if RESUMABLE in text else set()
     assert kinds <= reported_kinds(folder, 4)
     resumed = losses_of(train(after, f"--load {folder}", own_weights=True))
     assert losses_of(saved)[:2] == expected[:2]

@@ -24,7 +24,7 @@ from ds_usp import ConfigError, RecomputeError, allocator_variables
 from ds_usp.memory import RECOMPUTE, LayerMemory, Offload, host_storages
 from ds_usp.memory import offload as offload_module
 from ds_usp.memory.host_storages import HostStorages
-from ds_usp.memory.pinned_transfer import HostDeviceCopier, PinnedBlockPool
+from ds_usp.memory.pinned_transfer import HostDeviceCopier
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape
@@ -166,10 +166,8 @@ def test_resident_bytes_are_the_planners_formula(device_bytes: DeviceBytes, rati
     assert device_bytes.now <= one + (layers - 1) * (1 - ratio) * one + 512 * layers
     loss.backward()
     shape = ModelShape("stack", layers, SIZES.hidden, SIZES.ffn, SIZES.heads, SIZES.heads, 100)
-    work, split = (
-        Workload(shape, SIZES.tokens),
-        ParallelConfig(offload_unit="layer", offload_ratio=ratio),
-    )
+    work = Workload(shape, SIZES.tokens)
+    split = ParallelConfig(offload_unit="layer", offload_ratio=ratio)
     planned = memory(work, split).activations / layer_bytes(work, split)
     assert device_bytes.peak / one == pytest.approx(planned, rel=0.02)
     assert device_bytes.now == 0
@@ -196,15 +194,6 @@ def test_host_memory_is_used_again() -> None:
     made = moving.copier.pool.num_blocks
     in_turn(model, model.inputs(4))
     assert 0 < made == moving.copier.pool.num_blocks
-
-
-def test_an_allocation_of_several_blocks() -> None:
-    blocks = PinnedBlockPool(pinned=False, block_bytes=8)
-    allocation = blocks.allocate(20)
-    assert blocks.num_blocks == 3
-    assert [len(piece) for piece in allocation.slices(0, 20)] == [8, 8, 4]
-    assert [len(piece) for piece in allocation.slices(5, 17)] == [3, 8, 1]
-    assert [len(piece) for piece in allocation.slices(9, 11)] == [2]
 
 
 def test_two_views_of_one_storage_are_offloaded_once() -> None:

@@ -84,19 +84,12 @@ def test_a_step_without_loss_tokens_is_refused() -> None:
         loss_token_weight(0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("stage", "stages", "bf16"), [(2, 2, False), (3, 2, False), (3, 4, True), (0, 1, True)]
-)
-def test_what_deepspeed_trains_wrongly_is_refused(stage: int, stages: int, bf16: bool) -> None:
-    with pytest.raises(ConfigError, match="--zero-stage 1"):
+def test_what_deepspeed_trains_wrongly_is_refused() -> None:
+    for stage, stages, bf16 in ((2, 2, False), (3, 2, False), (3, 4, True), (0, 1, True)):
+        with pytest.raises(ConfigError, match="--zero-stage 1"):
+            check_zero_stage(stage, stages=stages, bf16=bf16)
+    for stage, stages, bf16 in ((0, 1, False), (3, 1, True), (1, 4, True), (0, 2, False)):
         check_zero_stage(stage, stages=stages, bf16=bf16)
-
-
-@pytest.mark.parametrize(
-    ("stage", "stages", "bf16"), [(0, 1, False), (3, 1, True), (1, 4, True), (0, 2, False)]
-)
-def test_what_deepspeed_trains_rightly_is_not(stage: int, stages: int, bf16: bool) -> None:
-    check_zero_stage(stage, stages=stages, bf16=bf16)
 
 
 @pytest.mark.parametrize("documents", [(), ((0, 3, 8),)])
@@ -170,9 +163,7 @@ def test_labels_that_do_not_count_stay_out() -> None:
 def test_shifted_labels_are_taken_as_they_are() -> None:
     (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1})
     assert torch.equal(batch.labels, TOKENS + 1)
-
-
-def test_the_shifted_label_of_the_last_token_before_padding_counts() -> None:
+    # The label of the last token before padding counts.
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1, "attention_mask": mask})
     assert batch.labels.tolist()[0] == [6, 7, 8, 9, -100, -100]
@@ -288,9 +279,12 @@ def test_a_batch_that_cannot_be_used_is_refused(given: Any, message: str) -> Non
         batches(given)
 
 
-def test_borders_that_end_elsewhere_are_refused() -> None:
+def test_borders_of_other_batches_are_refused() -> None:
     with pytest.raises(ConfigError, match="end at 5, the sequence has 6"):
         batches({"input_ids": TOKENS, "cu_seqlens": [0, 5]})
+    with pytest.raises(ConfigError, match="the batch has 2"):
+        next_token_labels(TOKENS, [[0, 6]] * 3)
+    assert borders_of_positions(POSITIONS) == [[0, 2, 6], [0, 4, 6]]
 
 
 def test_settings_are_checked_at_once() -> None:
@@ -298,13 +292,6 @@ def test_settings_are_checked_at_once() -> None:
         SequenceParallelDataLoader([], SequenceMesh.single(), "zigzig")
     with pytest.raises(ConfigError, match="loader=None on rank 0"):
         SequenceParallelDataLoader(None, SequenceMesh.single())
-
-
-def test_helpers_by_hand() -> None:
-    assert next_token_labels(TOKENS, [0, 2, 6])[0].tolist() == [6, -100, 8, 9, 4, -100]
-    with pytest.raises(ConfigError, match="the batch has 2"):
-        next_token_labels(TOKENS, [[0, 6]] * 3)
-    assert borders_of_positions(POSITIONS) == [[0, 2, 6], [0, 4, 6]]
 
 
 def test_labels_that_are_not_shifted_are_refused_before_sharding() -> None:
@@ -316,7 +303,6 @@ def test_labels_that_are_not_shifted_are_refused_before_sharding() -> None:
 
 
 MILLION, EOD = 2**20, 256
-KINDS = ("contiguous", "zigzag", "striped", "context_parallel")
 
 
 class IntegerTensors(TorchDispatchMode):
@@ -378,7 +364,7 @@ def test_a_full_batch_makes_the_shifted_labels_alone(sample: torch.Tensor) -> No
     assert whole_tensors(lambda: next_token_labels(sample)) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_positions_of_a_rank_are_its_shard(kind: str) -> None:
     layout = TokenLayout(kind, 96, ulysses=2, ring=2)
     borders = [[0, 5, 6, 96], [0, 96]]
