@@ -95,12 +95,12 @@ def tuned(case: Case, ulysses: int, index: int) -> Case:
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), MESHES)
-def test_equals_the_oracle(pool: WorkerPool, ulysses: int, ring: int, layout: str) -> None:
+def test_equals_the_oracle(pool, ulysses, ring, layout):
     check(pool, cases_on(ulysses, ring, layout), ulysses, ring)
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (4, 2), (2, 4)])
-def test_ranks_may_lie_ring_first(pool: WorkerPool, ulysses: int, ring: int) -> None:
+def test_ranks_may_lie_ring_first(pool, ulysses, ring):
     cases = [
         Case(layout=layout, mask=mask, seq_len=67, heads=6, kv_heads=2, tuning=tuning)
         for layout, mask, tuning in product(
@@ -113,7 +113,7 @@ def test_ranks_may_lie_ring_first(pool: WorkerPool, ulysses: int, ring: int) -> 
 
 
 @pytest.mark.parametrize("ulysses", [2, 3, 4])
-def test_chunks_may_be_smaller_than_a_kv_group(pool: WorkerPool, ulysses: int) -> None:
+def test_chunks_may_be_smaller_than_a_kv_group(pool, ulysses):
     """K and V are exchanged with the group's first chunk, and so are their gradients."""
     heads = {2: [(8, 2), (12, 4), (7, 1)], 3: [(12, 3), (9, 1)], 4: [(8, 2), (16, 4), (14, 2)]}
     cases = []
@@ -132,9 +132,7 @@ def test_chunks_may_be_smaller_than_a_kv_group(pool: WorkerPool, ulysses: int) -
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (1, 7), (7, 1)])
-def test_degrees_need_not_be_powers_of_two(
-    pool: WorkerPool, ulysses: int, ring: int, layout: str
-) -> None:
+def test_degrees_need_not_be_powers_of_two(pool, ulysses, ring, layout):
     cases = [
         Case(layout=layout, seq_len=seq_len, mask=mask, heads=14, kv_heads=7)
         for seq_len, mask in product((43, 84), ("causal", "window", "full"))
@@ -144,7 +142,7 @@ def test_degrees_need_not_be_powers_of_two(
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("ring", [3, 4, 7])
-def test_ranks_may_hold_a_token_or_two(pool: WorkerPool, ring: int, layout: str) -> None:
+def test_ranks_may_hold_a_token_or_two(pool, ring, layout):
     # Not causal: the first token's dq would be 0, which leaves nothing to be relative to.
     shortest = 2 * ring if layout == "context_parallel" else ring
     tunings = (ds_usp.Tuning(), ds_usp.Tuning(chunks=3, gather=True))
@@ -176,9 +174,7 @@ def run_launch_bound(
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (1, 4), (2, 2)])
-def test_a_launch_bound_call_computes_local_and_remote_kv_together(
-    pool: WorkerPool, ulysses: int, ring: int, layout: str
-) -> None:
+def test_a_launch_bound_call_computes_local_and_remote_kv_together(pool, ulysses, ring, layout):
     cases = [
         Case(layout=layout, seq_len=seq_len, mask=mask, kernel=kernel, tuning=tuned)
         for seq_len, mask, kernel, tuned in product(
@@ -202,7 +198,7 @@ def mean_errors(
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
-def test_bf16_loses_no_more_than_the_dense_kernel(pool: WorkerPool, layout: str) -> None:
+def test_bf16_loses_no_more_than_the_dense_kernel(pool, layout):
     seeds = 3
     case = Case(
         layout=layout, dtype=torch.bfloat16, seq_len=256, heads=8, kv_heads=2, head_dim=64, batch=1
@@ -237,7 +233,7 @@ def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
     )
 
 
-def test_the_first_chunk_computed_has_its_local_block_alone(pool: WorkerPool) -> None:
+def test_the_first_chunk_computed_has_its_local_block_alone(pool):
     # Chunks of 1, 2 and 1 heads: too little is computed before the second chunk.
     modes = pool.run(first_steps, 4)
     assert any(forward == [True, True, False] for forward, _ in modes)
@@ -274,9 +270,7 @@ def schedules(ctx: RankContext, ulysses: int, chunks: int, gather: bool) -> list
 @pytest.mark.parametrize(
     ("ulysses", "chunks", "gather"), [(2, 2, True), (1, 3, False), (4, 2, False), (2, 2, False)]
 )
-def test_the_explained_schedule_is_the_executed_one(
-    pool: WorkerPool, ulysses: int, chunks: int, gather: bool
-) -> None:
+def test_the_explained_schedule_is_the_executed_one(pool, ulysses, chunks, gather):
     for passes in pool.run(schedules, 4, ulysses=ulysses, chunks=chunks, gather=gather):
         assert all(executed == explained for executed, explained in passes)
 
@@ -307,7 +301,7 @@ def changed_positions(ctx: RankContext, kind: str, ulysses: int, changed: int) -
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_earlier_positions_stay_bit_identical(pool: WorkerPool, kind: str, ulysses: int) -> None:
+def test_earlier_positions_stay_bit_identical(pool, kind, ulysses):
     for changed in (0, 13, 30, SEQ_LEN - 1):
         for first, last in pool.run(
             changed_positions, 4, kind=kind, ulysses=ulysses, changed=changed
@@ -357,7 +351,7 @@ def score_cases(ulysses: int, ring: int) -> list[Case]:
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), SCORE_MESHES)
-def test_changed_scores_are_the_oracles(pool: WorkerPool, ulysses: int, ring: int) -> None:
+def test_changed_scores_are_the_oracles(pool, ulysses, ring):
     check(pool, score_cases(ulysses, ring), ulysses, ring)
 
 
@@ -405,7 +399,7 @@ def prefix_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), CROSS_MESHES)
-def test_cross_attention_equals_the_oracle(pool: WorkerPool, ulysses: int, ring: int) -> None:
+def test_cross_attention_equals_the_oracle(pool, ulysses, ring):
     made = [*cross_cases(), *prefix_cases()]
     if ulysses == 4:  # a head chunk needs a key/value head on each rank
         made = [replace(case, heads=8, kv_heads=2) for case in made]
@@ -446,7 +440,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_everywhere(pool: WorkerPool, name: str) -> None:
+def test_what_cannot_be_meant_is_refused_everywhere(pool, name):
     changes, text = REFUSED[name]
     for message in pool.run(refused, 4, changes=changes):
         assert message.startswith(text), message
@@ -460,13 +454,13 @@ def other_keys(ctx: RankContext) -> None:
     ds_usp.usp_attention(q, k, k, mesh=mesh_of(2), **given)
 
 
-def test_too_many_keys_on_one_rank_stop_all(pool: WorkerPool) -> None:
+def test_too_many_keys_on_one_rank_stop_all(pool):
     for error in pool.errors(other_keys, 4):
         assert isinstance(error, ds_usp.USPError)
         assert "rank 3 holds 5 tokens of the keys" in str(error) and "gives it 4" in str(error)
 
 
-def test_mask_text_has_the_prefix() -> None:
+def test_mask_text_has_the_prefix():
     mask = MaskSpec.prefix_lm(5)
     assert str(mask) == "causal with a prefix of 5" and not mask.is_causal
     assert [mask.allows(2, key) for key in range(8)] == [True] * 5 + [False] * 3
@@ -512,11 +506,11 @@ class Dense(torch.nn.Module):
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
-def test_the_drop_in_crosses_sequences(pool: WorkerPool, ulysses: int) -> None:
+def test_the_drop_in_crosses_sequences(pool, ulysses):
     assert max(pool.run(through_the_drop_in, 4, ulysses=ulysses)) <= 1e-5
 
 
-def test_a_frameworks_mask_is_compared_with_the_prefix() -> None:
+def test_a_frameworks_mask_is_compared_with_the_prefix():
     framework = FrameworkArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0))
     shown = oracle.causal(range(8), range(8))
     shown[:, :5] = True

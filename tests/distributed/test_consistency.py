@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, attend, mesh_of, run_case
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from oracle import causal, dense_attention, relative_error
 from test_meshes import both_transports, checker_of
 
@@ -121,14 +121,14 @@ COMPILED = ["compiled 1", "compiled 2", "compiled-local 4"]
 
 
 @pytest.mark.parametrize("mode", MODES + COMPILED)
-def test_backward_passes_in_different_orders_are_refused(pool: WorkerPool, mode: str) -> None:
+def test_backward_passes_in_different_orders_are_refused(pool, mode):
     orders = [(0, 1), (1, 0), (1, 0), (1, 0)]
     for text, _ in pool.run(run_calls, WORLD, timeout=TIMEOUT_S, mode=mode, orders=orders):
         assert "backward pass of call" in text and "on ranks 1-3" in text and "on rank 0" in text
 
 
 @pytest.mark.parametrize("mode", ["usp 1", "usp 4", "local 4"])
-def test_a_rank_with_more_or_fewer_backward_passes_is_refused(pool: WorkerPool, mode: str) -> None:
+def test_a_rank_with_more_or_fewer_backward_passes_is_refused(pool, mode):
     for odd in [(1, 1, 0), (1, 0, 0), (1,), (0,), ()]:
         orders = [(1, 0), (1, 0), odd, (1, 0)]
         for text, _ in pool.run(run_calls, WORLD, timeout=TIMEOUT_S, mode=mode, orders=orders):
@@ -136,7 +136,7 @@ def test_a_rank_with_more_or_fewer_backward_passes_is_refused(pool: WorkerPool, 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_any_order_that_all_ranks_share_is_right(pool: WorkerPool, mode: str) -> None:
+def test_any_order_that_all_ranks_share_is_right(pool, mode):
     orders: list[Any] = [(1, 0), (0, 1), (1,), ()]
     orders += [(1, 1, 0)] if mode.split()[0] in ("usp", "local") else []
     for order in orders:
@@ -165,7 +165,7 @@ def go_on_after_an_error(ctx: RankContext) -> tuple[str, str]:
     return messages[0], "".join(messages[1:])
 
 
-def test_ranks_that_go_on_after_an_error_number_calls_alike(pool: WorkerPool) -> None:
+def test_ranks_that_go_on_after_an_error_number_calls_alike(pool):
     for first, second in pool.run(go_on_after_an_error, WORLD):
         assert "a check of the mesh" in first
         assert not second
@@ -183,7 +183,7 @@ def backward_after_an_aborted_pass(ctx: RankContext, aborted: list[int]) -> None
     consistency.drain()
 
 
-def test_no_backward_pass_follows_one_that_one_rank_aborted(pool: WorkerPool) -> None:
+def test_no_backward_pass_follows_one_that_one_rank_aborted(pool):
     for same in ([], [0, 1, 2]):
         pool.run(backward_after_an_aborted_pass, 3, aborted=same)
     for error in pool.errors(backward_after_an_aborted_pass, 3, aborted=[1]):
@@ -214,7 +214,7 @@ def many_passes(ctx: RankContext, odd: bool) -> tuple[str, int]:
     return "", count
 
 
-def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool: WorkerPool) -> None:
+def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool):
     assert pool.run(many_passes, 3, odd=False) == [("", 8)] * 3
     for message, count in pool.run(many_passes, 3, odd=True):
         assert "backward pass of call: 8 on ranks 0, 2, 7 on rank 1" in message
@@ -238,7 +238,7 @@ def verified_passes_wait_for_nobody(ctx: RankContext) -> int:
     return count
 
 
-def test_a_verified_pass_waits_for_nobody(pool: WorkerPool) -> None:
+def test_a_verified_pass_waits_for_nobody(pool):
     assert pool.run(verified_passes_wait_for_nobody, 3, timeout=20.0)[0] == 3
 
 
@@ -257,7 +257,7 @@ def skip_one(ctx: RankContext, calls: list[int]) -> list[str]:
     return messages
 
 
-def test_a_check_finds_a_call_that_one_rank_skipped(pool: WorkerPool) -> None:
+def test_a_check_finds_a_call_that_one_rank_skipped(pool):
     assert pool.run(skip_one, 3, calls=[3, 3, 3]) == [[]] * 3
     for messages in pool.run(skip_one, 3, calls=[3, 2, 3]):
         assert len(messages) == 1, messages
@@ -281,7 +281,7 @@ def at_the_end(ctx: RankContext, mode: str) -> str:
     return checker.compare_at_exit()
 
 
-def test_processes_that_end_print_what_differs(pool: WorkerPool) -> None:
+def test_processes_that_end_print_what_differs(pool):
     for text in pool.run(at_the_end, 3, mode="mailbox"):
         assert "backward pass of call 1" in text and "rank 1: the end of the process" in text
     for text in pool.run(at_the_end, 3, mode="group"):
@@ -316,9 +316,7 @@ def continued_after(ctx: RankContext, use_mailbox: bool, odd: str, others_wait: 
 @pytest.mark.parametrize(
     ("odd", "shown"), [("call", "b on rank 1"), ("error", "rank 1: ValueError")]
 )
-def test_ranks_can_continue_together_or_none_can(
-    pool: WorkerPool, use_mailbox: bool, odd: str, shown: str
-) -> None:
+def test_ranks_can_continue_together_or_none_can(pool, use_mailbox, odd, shown):
     """None, where ranks had started a verified call that rank 1 refuses."""
     kwargs = {"use_mailbox": use_mailbox, "odd": odd}
     for first, *later in pool.run(continued_after, 3, others_wait=True, **kwargs):
@@ -349,7 +347,7 @@ def collected_with_a_comparison_in_flight(ctx: RankContext) -> float:
     return seconds
 
 
-def test_a_mesh_that_is_collected_waits_for_nobody(pool: WorkerPool) -> None:
+def test_a_mesh_that_is_collected_waits_for_nobody(pool):
     assert pool.run(collected_with_a_comparison_in_flight, 2)[0] < 2.0
 
 
@@ -369,7 +367,7 @@ def exit_ahead(ctx: RankContext) -> None:
     checker.drain()
 
 
-def test_a_process_that_ends_overwrites_no_record_that_others_need(pool: WorkerPool) -> None:
+def test_a_process_that_ends_overwrites_no_record_that_others_need(pool):
     assert pool.errors(exit_ahead, 2)[1] is None
 
 
@@ -437,9 +435,7 @@ FAILED_WAITS += [(2, 4, stop, True) for stop in (1, 3, 6, 7)]
 
 
 @pytest.mark.parametrize(("ulysses", "chunks", "stop", "forward"), FAILED_WAITS)
-def test_a_failed_wait_leaves_no_kv_exchange_in_flight(
-    pool: WorkerPool, ulysses: int, chunks: int, stop: int, forward: bool
-) -> None:
+def test_a_failed_wait_leaves_no_kv_exchange_in_flight(pool, ulysses, chunks, stop, forward):
     case = {"ulysses": ulysses, "chunks": chunks, "stop": stop, "forward": forward}
     results = pool.run(exchange_interrupted, WORLD, timeout=TIMEOUT_S, **case)
     assert [message for message, _ in results] == [MESSAGE] * WORLD, results
@@ -473,8 +469,8 @@ CALLS = [(*each, mode) for mode in EXCHANGES for each in CHUNKS if mode != "doub
 @pytest.mark.parametrize("method", ["tile_forward", "tile_backward"])
 @pytest.mark.parametrize(("ulysses", "chunks", "part", "mode"), CALLS)
 def test_a_kernel_that_raises_leaves_no_exchange_in_flight(
-    pool: WorkerPool, ulysses: int, chunks: int, part: int, mode: str, method: str
-) -> None:
+    pool, ulysses, chunks, part, mode, method
+):
     gather, inner = EXCHANGES[mode]
     # In the own block while the next one comes, in the first one that came, and at the end. All
     # ranks break off in the same step; where the own block ends a part, that is counted from there.
@@ -505,15 +501,13 @@ def waits_after_an_error(ctx: RankContext, method: str) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize(("method", "posted"), [("tile_forward", 5), ("tile_backward", 16)])
-def test_all_to_alls_in_flight_are_waited_for_after_an_error(
-    pool: WorkerPool, method: str, posted: int
-) -> None:
+def test_all_to_alls_in_flight_are_waited_for_after_an_error(pool, method, posted):
     """Nothing may be received into memory that is allocated again."""
     results = pool.run(waits_after_an_error, 2, timeout=TIMEOUT_S, method=method)
     assert results == [(MESSAGE, posted, posted)] * 2
 
 
-def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one() -> None:
+def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one():
     """With copy engines the other ranks wait on the GPU, and hear of it at the next comparison."""
     mesh = SequenceMesh.single()
     begins = mock.patch.object(

@@ -18,7 +18,7 @@ from cases import (
     inputs,
     mesh_of,
 )
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from joint_attention_cases import FULL, Joint, run
 
 import ds_usp
@@ -76,9 +76,7 @@ def random_cases(ulysses: int, ring: int) -> list[Case]:
         (2, 4, "ulysses-ring"),
     ],
 )
-def test_random_documents_are_the_oracles(
-    pool: WorkerPool, ulysses: int, ring: int, order: str
-) -> None:
+def test_random_documents_are_the_oracles(pool, ulysses, ring, order):
     check(pool, random_cases(ulysses, ring), ulysses, ring, order=order, timeout=180.0)
 
 
@@ -87,15 +85,13 @@ ODD_LENGTHS = (1, 7, 4093, 1, 1, 511)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_documents_of_1_7_and_4093_tokens(pool: WorkerPool, layout: str) -> None:
+def test_documents_of_1_7_and_4093_tokens(pool, layout):
     case = Case(sum(ODD_LENGTHS), 1, 1, 8, 1, layout, documents=(ODD_LENGTHS,))
     check(pool, [case], 1, 2, timeout=180.0)
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "window both sides"])
-def test_a_rank_may_hold_padding_alone_and_a_block_may_be_masked_for_all(
-    pool: WorkerPool, mask: str
-) -> None:
+def test_a_rank_may_hold_padding_alone_and_a_block_may_be_masked_for_all(pool, mask):
     base = Case(64, mask=mask, layout="contiguous")
     cases = [
         replace(base, documents=((48, 16),)),  # the last rank has nothing but padding
@@ -133,7 +129,7 @@ def drop_in(ctx: RankContext, *, case: Case, ulysses: int, batch_dim: int) -> li
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
-def test_the_drop_in_takes_documents_with_each_call(pool: WorkerPool, ulysses: int) -> None:
+def test_the_drop_in_takes_documents_with_each_call(pool, ulysses):
     for layout, batch_dim in (("zigzag", 0), ("balanced", 1)):
         case = Case(layout=layout, documents=((20, 4, 40), (64,)))
         errors_of_ranks = pool.run(drop_in, 4, case=case, ulysses=ulysses, batch_dim=batch_dim)
@@ -166,7 +162,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_the_drop_in_cannot_serve_is_refused_on_every_rank(pool: WorkerPool, how: str) -> None:
+def test_what_the_drop_in_cannot_serve_is_refused_on_every_rank(pool, how):
     for error in pool.errors(refused_by_the_drop_in, 4, how=how, ulysses=4):
         assert isinstance(error, ds_usp.USPError) and REFUSED[how] in str(error), error
 
@@ -192,13 +188,13 @@ def joint_cases() -> list[Joint]:
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), MESHES)
-def test_equals_the_oracle_on_both_as_one(pool: WorkerPool, ulysses: int, ring: int) -> None:
+def test_equals_the_oracle_on_both_as_one(pool, ulysses, ring):
     check(pool, joint_cases(), ulysses, ring, run)
 
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
 @pytest.mark.parametrize("front", [True, False])
-def test_every_position_is_on_one_rank(kind: str, front: bool) -> None:
+def test_every_position_is_on_one_rank(kind, front):
     layout = JointLayout.of(TokenLayout(kind, 53, 2, 3, "ring-ulysses"), 19, front)
     assert sorted(layout.permutation()) == list(range(72))
     joint = range(19) if front else range(53, 72)
@@ -244,13 +240,13 @@ REFUSED_JOINT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_JOINT)
-def test_what_does_not_fit_is_refused_everywhere(pool: WorkerPool, name: str) -> None:
+def test_what_does_not_fit_is_refused_everywhere(pool, name):
     changes, text = REFUSED_JOINT[name]
     for message in pool.run(refused, 4, changes=changes, odd=(0, 1, 2, 3)):
         assert message.startswith(text), message
 
 
-def test_a_layout_of_documents_takes_no_joint_tokens() -> None:
+def test_a_layout_of_documents_takes_no_joint_tokens():
     with pytest.raises(ds_usp.LayoutError, match=r"joint tokens are in no document of balanced"):
         JointLayout.of(TokenLayout("balanced", 32, documents=[0, 9, 32]), 8, True)
 
@@ -263,6 +259,6 @@ LONGER = torch.randn(1, 7, 2, 8)
     [{"joint_front": False}, {"joint_q": LONGER, "joint_k": LONGER, "joint_v": LONGER}],
     ids=["end", "tokens"],
 )
-def test_ranks_that_differ_hear_of_it(pool: WorkerPool, changes: dict[str, Any]) -> None:
+def test_ranks_that_differ_hear_of_it(pool, changes):
     for message in pool.run(refused, 4, changes=changes, odd=(2,)):
         assert message.startswith("MeshError: the ranks"), message

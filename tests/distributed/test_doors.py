@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import ALL_ORDERS, mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from sample_attentions import Local, flash_self_attention
 
 import ds_usp
@@ -111,7 +111,7 @@ def step_through(ctx: RankContext, door: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_one_step_from_the_callers_shards_is_one_processs(pool: WorkerPool, door: str) -> None:
+def test_one_step_from_the_callers_shards_is_one_processs(pool, door):
     local = Dense()
     expected = one_step(lambda q, k, v: local(q, k, v), None)
     for weights in pool.run(step_through, WORLD, door=door):
@@ -143,9 +143,7 @@ def lines(ctx: RankContext, layout: str, causal: bool) -> list[str]:
     ("layout", "causal", "hint"),
     [("contiguous", True, True), ("contiguous", False, False), ("zigzag", True, False)],
 )
-def test_a_ring_warns_once_what_it_replaces_and_how_to_balance_it(
-    pool: WorkerPool, layout: str, causal: bool, hint: bool
-) -> None:
+def test_a_ring_warns_once_what_it_replaces_and_how_to_balance_it(pool, layout, causal, hint):
     first, *others = pool.run(lines, WORLD, layout=layout, causal=causal)
     assert others == [[]] * (WORLD - 1)
     assert len(first) == 1 + hint, first
@@ -154,7 +152,7 @@ def test_a_ring_warns_once_what_it_replaces_and_how_to_balance_it(
         assert "1.50 times the mean" in first[1] and "layout='zigzag'" in first[1]
 
 
-def test_contiguous_is_the_callers_order_on_every_mesh() -> None:
+def test_contiguous_is_the_callers_order_on_every_mesh():
     for ulysses, ring in ((1, 4), (4, 1), (2, 2), (2, 3), (3, 2)):
         for order in ALL_ORDERS:
             for seq_len in (24, 29):
@@ -325,14 +323,14 @@ def messages(ctx: RankContext) -> dict[str, str]:
     return message_of
 
 
-def test_what_was_silently_something_else_is_refused(pool: WorkerPool) -> None:
+def test_what_was_silently_something_else_is_refused(pool):
     for message_of in pool.run(messages, WORLD):
         for name, (_, wanted) in REFUSED.items():
             said = message_of[name]
             assert re.search(wanted, said, re.DOTALL), (name, said)
 
 
-def test_a_grid_before_init_process_group() -> None:
+def test_a_grid_before_init_process_group():
     with pytest.raises(ds_usp.MeshError, match="distributed is not initialized"):
         SequenceMesh.build(ds_usp.RankGrid({"ulysses": 2, "ring": 2}))
 
@@ -345,7 +343,7 @@ def own_scale(ctx: RankContext) -> bool:
     return torch.equal(by_itself, ring_around(ctx, softmax_scale=0.1))
 
 
-def test_a_scale_is_read_from_the_local_attention(pool: WorkerPool) -> None:
+def test_a_scale_is_read_from_the_local_attention(pool):
     assert pool.run(own_scale, WORLD) == [True] * WORLD
 
 
@@ -389,7 +387,7 @@ def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_a_name_is_the_layout_of_that_kind(pool: WorkerPool, ulysses: int) -> None:
+def test_a_name_is_the_layout_of_that_kind(pool, ulysses):
     assert pool.run(same_bits, WORLD, ulysses=ulysses) == [[True] * 5] * WORLD
 
 
@@ -406,7 +404,7 @@ def flat_mesh_differs(ctx: RankContext) -> bool:
     return bool(torch.allclose(outputs[1], expected, atol=1e-6))
 
 
-def test_a_name_is_of_the_mesh_that_it_is_given_with(pool: WorkerPool) -> None:
+def test_a_name_is_of_the_mesh_that_it_is_given_with(pool):
     assert pool.run(flat_mesh_differs, WORLD) == [True] * WORLD
 
 
@@ -453,18 +451,18 @@ def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
     return message_of
 
 
-def test_a_default_layout_is_checked_against_the_loaders(pool: WorkerPool) -> None:
+def test_a_default_layout_is_checked_against_the_loaders(pool):
     for message_of in pool.run(attempts, WORLD, ulysses=2, kind="zigzag"):
         wrong = [message_of.pop(mode) for mode in ("default", "compiled")]
         assert all("in the layout 'zigzag'" in text and "'contiguous'" in text for text in wrong)
         assert not any(message_of.values()), message_of
 
 
-def test_layouts_of_equal_positions_are_no_difference(pool: WorkerPool) -> None:
+def test_layouts_of_equal_positions_are_no_difference(pool):
     for message_of in pool.run(attempts, WORLD, ulysses=4, kind="zigzag"):
         assert not any(message_of.values()), message_of
 
 
-def test_without_a_ring_the_order_matters_where_it_differs(pool: WorkerPool) -> None:
+def test_without_a_ring_the_order_matters_where_it_differs(pool):
     for message_of in pool.run(attempts, WORLD, ulysses=4, kind="context_parallel"):
         assert message_of["default"] and message_of["compiled"] and not message_of["named"]

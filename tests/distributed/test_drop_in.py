@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import ALL_LAYOUTS
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from sample_attentions import (
     HEAD_DIM,
     HEADS,
@@ -129,14 +129,12 @@ ORDERED = [
 
 @pytest.mark.parametrize("flat", [False, True], ids=["4-D", "3-D"])
 @pytest.mark.parametrize("setting", ORDERED)
-def test_ring_1_is_deepspeeds_result_bit_for_bit(
-    pool: WorkerPool, setting: Comparison, flat: bool
-) -> None:
+def test_ring_1_is_deepspeeds_result_bit_for_bit(pool, setting, flat):
     for rank, compared in enumerate(pool.run(compare, WORLD, setting=setting, flat=flat)):
         assert all(same for same, _ in compared), (rank, compared)
 
 
-def test_head_groups_chunked_differently_agree_to_rounding(pool: WorkerPool) -> None:
+def test_head_groups_chunked_differently_agree_to_rounding(pool):
     # 12 query heads of 6 KV heads on 4 ranks: DeepSpeed cuts by KV heads, 4 4 2 2; ours 3 each.
     setting = Comparison(heads=12, kv_heads=6)
     for compared in pool.run(compare, WORLD, setting=setting, flat=False):
@@ -164,7 +162,7 @@ def handed(ctx: RankContext, gather_idx: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("gather_idx", [0, 1])
-def test_masks_are_handed_through_wherever_they_stand(pool: WorkerPool, gather_idx: int) -> None:
+def test_masks_are_handed_through_wherever_they_stand(pool, gather_idx):
     for calls in pool.run(handed, WORLD, gather_idx=gather_idx):
         assert calls == [
             ([True], {}),
@@ -190,7 +188,7 @@ def many_calls(ctx: RankContext) -> list[str]:
     return messages
 
 
-def test_num_kv_heads_is_checked_at_every_call(pool: WorkerPool) -> None:
+def test_num_kv_heads_is_checked_at_every_call(pool):
     for messages in pool.run(many_calls, WORLD):
         assert all("num_kv_heads=8" in text and "[2, 8, 4, 16]" in text for text in messages)
 
@@ -206,7 +204,7 @@ def uneven_tokens(ctx: RankContext, seq_len: int) -> float:
     return oracle.relative_error(attention(*local_qkv, 0), layout.shard(expected, 1, ctx.rank))
 
 
-def test_a_layout_has_the_length_of_a_sequence_that_does_not_divide(pool: WorkerPool) -> None:
+def test_a_layout_has_the_length_of_a_sequence_that_does_not_divide(pool):
     assert max(pool.run(uneven_tokens, WORLD, seq_len=37)) < 1e-6
 
 
@@ -236,7 +234,7 @@ class _Product(torch.nn.Module):
         return q * k * v
 
 
-def test_a_second_derivative_is_right_or_refused(pool: WorkerPool) -> None:
+def test_a_second_derivative_is_right_or_refused(pool):
     assert pool.run(second_derivative, WORLD, ulysses=WORLD) == ["True"] * WORLD
     for message in pool.run(second_derivative, WORLD, ulysses=2):
         assert "create_graph=True" in message
@@ -261,9 +259,7 @@ def construct(ctx: RankContext, arguments: dict[str, Any]) -> str:
         ({"layout": TokenLayout("zigzag", 32, 2, 2)}, "is not for this mesh"),
     ],
 )
-def test_one_rank_that_is_constructed_wrongly_stops_all(
-    pool: WorkerPool, arguments: dict[str, Any], message: str
-) -> None:
+def test_one_rank_that_is_constructed_wrongly_stops_all(pool, arguments, message):
     for text in pool.run(construct, WORLD, arguments=arguments):
         assert message in text
 
@@ -384,7 +380,7 @@ KNOWN: dict[str, tuple[Callable[..., Any], dict[str, Any], Bounds, float, int]] 
 
 @pytest.mark.parametrize("batch_dim", [0, 1], ids=["[b,s,h,d]", "[s,b,h,d]"])
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_local_attentions_are_computed(pool: WorkerPool, name: str, batch_dim: int) -> None:
+def test_known_local_attentions_are_computed(pool, name, batch_dim):
     make, arguments, bounds, scale, ndim = KNOWN[name]
     setting = Setting(make, arguments, {}, batch_dim=batch_dim)
     for dims, errors in pool.run(
@@ -406,9 +402,7 @@ GIVEN: dict[str, tuple[dict[str, Any], Bounds, float]] = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_unknown_local_attentions_are_computed_as_they_are_described(
-    pool: WorkerPool, name: str
-) -> None:
+def test_unknown_local_attentions_are_computed_as_they_are_described(pool, name):
     options, bounds, scale = GIVEN[name]
     setting = Setting(nobody_knows, {}, options)
     for _, errors in pool.run(
@@ -426,7 +420,7 @@ SCORES = {
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_are_those_of_the_local_attention(pool: WorkerPool, name: str, ulysses: int) -> None:
+def test_scores_are_those_of_the_local_attention(pool, name, ulysses):
     make, arguments, scores = SCORES[name]
     setting = Setting(make, arguments, {"mask": MaskSpec.causal()}, ulysses=ulysses)
     for _, errors in pool.run(
@@ -439,9 +433,7 @@ def test_scores_are_those_of_the_local_attention(pool: WorkerPool, name: str, ul
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 @pytest.mark.parametrize(("features", "batch_dim"), [(HEAD_DIM, 0), (HEAD_DIM // 2, 1)])
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
-def test_rotary_is_that_of_the_full_sequence(
-    pool: WorkerPool, layout: str, features: int, batch_dim: int, ulysses: int
-) -> None:
+def test_rotary_is_that_of_the_full_sequence(pool, layout, features, batch_dim, ulysses):
     local, arguments = flash_self_attention, {}
     if ulysses == WORLD:
         local, arguments = Local, {"batch_dim": batch_dim}
@@ -465,5 +457,5 @@ def masks_in_place_of_the_batch_dim(ctx: RankContext) -> list[float]:
     return [oracle.relative_error(out, expected)]
 
 
-def test_a_mask_may_be_passed_instead_of_the_batch_dim(pool: WorkerPool) -> None:
+def test_a_mask_may_be_passed_instead_of_the_batch_dim(pool):
     assert max(max(errors) for errors in pool.run(masks_in_place_of_the_batch_dim, WORLD)) < 1e-5

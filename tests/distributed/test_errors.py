@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, mesh_of, run_case
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from sample_attentions import (
     HEAD_DIM,
     HEADS,
@@ -253,7 +253,7 @@ def modes_of(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("mode", "name"), modes_of(WRONG))
-def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, mode: str, name: str) -> None:
+def test_what_no_mesh_can_serve_raises_everywhere(pool, mode, name):
     _, changes, kind, fragments = WRONG[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=EVERYONE)
     check(results, [kind] * WORLD, fragments)
@@ -314,9 +314,7 @@ WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] 
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
 @pytest.mark.parametrize(("mode", "name"), modes_of(DIFFERENT))
-def test_ranks_that_differ_hear_of_it_everywhere(
-    pool: WorkerPool, mode: str, name: str, odd: int
-) -> None:
+def test_ranks_that_differ_hear_of_it_everywhere(pool, mode, name, odd):
     _, changes, (field, many, one) = DIFFERENT[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
     line = f"\n  {field}{many} on ranks {'0-2' if odd else '1-3'}, {one} on rank {odd}\n"
@@ -326,7 +324,7 @@ def test_ranks_that_differ_hear_of_it_everywhere(
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
 @pytest.mark.parametrize(("mode", "name"), modes_of(WRONG_ON_ONE))
-def test_one_rank_that_is_wrong_stops_all(pool: WorkerPool, mode: str, name: str, odd: int) -> None:
+def test_one_rank_that_is_wrong_stops_all(pool, mode, name, odd):
     _, changes, kind, fragments = WRONG_ON_ONE[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
     check(results, [kind if rank == odd else "MeshError" for rank in EVERYONE], fragments)
@@ -374,7 +372,7 @@ GRIDS: dict[str, tuple[list[tuple[Any, str]], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_a_grid_that_does_not_fit_raises_everywhere(pool: WorkerPool, name: str) -> None:
+def test_a_grid_that_does_not_fit_raises_everywhere(pool, name):
     arguments, kinds, fragments = GRIDS[name]
     check(pool.run(build, WORLD, timeout=TIMEOUT_S, arguments=arguments), kinds, fragments)
 
@@ -384,7 +382,7 @@ def in_and_out(ctx: RankContext) -> Any:
     return outcome(ctx, lambda: SequenceMesh.from_group(group, 2))
 
 
-def test_a_rank_outside_the_group_is_refused(pool: WorkerPool) -> None:
+def test_a_rank_outside_the_group_is_refused(pool):
     results = pool.run(in_and_out, WORLD, timeout=TIMEOUT_S)
     assert [kind for kind, _, _ in results] == ["nothing", "nothing", "MeshError", "MeshError"]
     for rank in (2, 3):
@@ -396,7 +394,7 @@ def other_grid(ctx: RankContext) -> Any:
     return outcome(ctx, lambda: SequenceMesh.build(ds_usp.RankGrid({"ulysses": 2, "ring": 4})))
 
 
-def test_a_grid_of_another_world_is_refused(pool: WorkerPool) -> None:
+def test_a_grid_of_another_world_is_refused(pool):
     results = pool.run(other_grid, WORLD, timeout=TIMEOUT_S)
     check(results, ["ConfigError"] * WORLD, ["8 ranks", "the world has 4"])
 
@@ -405,12 +403,12 @@ def long_texts(ctx: RankContext) -> Any:
     return outcome(ctx, lambda: mesh_of(2).agree("x" * 5000 + str(ctx.rank % 2)))
 
 
-def test_texts_that_differ_late_differ(pool: WorkerPool) -> None:
+def test_texts_that_differ_late_differ(pool):
     results = pool.run(long_texts, WORLD, timeout=TIMEOUT_S)
     check(results, ["MeshError"] * WORLD, ["on ranks 0, 2, xxx", "on ranks 1, 3", "sha256"])
 
 
-def test_without_torch_distributed_a_mesh_is_refused_with_the_fix() -> None:
+def test_without_torch_distributed_a_mesh_is_refused_with_the_fix():
     with pytest.raises(ds_usp.MeshError, match=r"init_process_group .*SequenceMesh.single\(\)"):
         SequenceMesh.from_group(None, 1)
 
@@ -442,7 +440,7 @@ WRONG_SCORES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_SCORES)
-def test_scores_that_no_mesh_can_serve_raise_everywhere(pool: WorkerPool, name: str) -> None:
+def test_scores_that_no_mesh_can_serve_raise_everywhere(pool, name):
     changes, kind, fragments = WRONG_SCORES[name]
     results = pool.run(
         attempt, WORLD, timeout=TIMEOUT_S, mode="usp_attention", changes=changes, odd=EVERYONE
@@ -460,7 +458,7 @@ DIFFERENT_SCORES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT_SCORES)
-def test_scores_that_differ_are_heard_of_everywhere(pool: WorkerPool, name: str) -> None:
+def test_scores_that_differ_are_heard_of_everywhere(pool, name):
     changes, fragments = DIFFERENT_SCORES[name]
     results = pool.run(
         attempt, WORLD, timeout=TIMEOUT_S, mode="usp_attention", changes=changes, odd=(3,)
@@ -473,7 +471,7 @@ def drop(ctx: RankContext) -> Any:
     return outcome(ctx, lambda: Call(dropout=0.1, scores=scores).make("usp_attention"))
 
 
-def test_ranks_that_drop_by_other_seeds_hear_of_it(pool: WorkerPool) -> None:
+def test_ranks_that_drop_by_other_seeds_hear_of_it(pool):
     fragments = ["dropout seed: 5 on ranks 0-2, 6 on rank 3"]
     check(pool.run(drop, WORLD, timeout=TIMEOUT_S), ["MeshError"] * WORLD, fragments)
 
@@ -489,12 +487,12 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), WRONG_VALUES, ids=str)
-def test_scores_are_numbers_and_tensors(given: dict[str, Any], message: str) -> None:
+def test_scores_are_numbers_and_tensors(given, message):
     with pytest.raises(ds_usp.ConfigError, match=message):
         Scores(**given)
 
 
-def test_learned_slopes_are_refused() -> None:
+def test_learned_slopes_are_refused():
     mesh = ds_usp.SequenceMesh.single()
     q, slopes = torch.ones(1, 4, 2, 8), torch.ones(2, requires_grad=True)
     given = {"mesh": mesh, "layout": "zigzag", "mask": CAUSAL}
@@ -584,9 +582,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], lis
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_ring_does_not_compute_is_refused_on_every_rank(
-    pool: WorkerPool, name: str
-) -> None:
+def test_what_the_ring_does_not_compute_is_refused_on_every_rank(pool, name):
     make, arguments, options, fragments = REFUSED[name]
     for texts in pool.run(messages, WORLD, setting=Setting(make, arguments, options), calls=[{}]):
         assert len(texts) == 1
@@ -636,13 +632,13 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_arguments_that_agree_are_accepted(pool: WorkerPool) -> None:
+def test_arguments_that_agree_are_accepted(pool):
     setting = Setting(flash_self_attention, {}, {})
     for texts in pool.run(messages, WORLD, setting=setting, calls=list(SAME.values())):
         assert dict(zip(SAME, texts, strict=True)) == dict.fromkeys(SAME, "")
 
 
-def test_arguments_that_ask_for_something_else_are_refused(pool: WorkerPool) -> None:
+def test_arguments_that_ask_for_something_else_are_refused(pool):
     setting = Setting(flash_self_attention, {}, {})
     calls = [call for call, _ in OTHER.values()]
     for texts in pool.run(messages, WORLD, setting=setting, calls=calls):
@@ -659,7 +655,7 @@ WINDOWS = [
 ]
 
 
-def test_masks_are_compared_with_a_window_too(pool: WorkerPool) -> None:
+def test_masks_are_compared_with_a_window_too(pool):
     setting = Setting(nobody_knows, {}, {"mask": MaskSpec.window(3), "dropout_p": 0.0})
     calls = [{"args": (mask,)} for mask, _ in WINDOWS]
     for texts in pool.run(messages, WORLD, setting=setting, calls=calls):
@@ -691,6 +687,6 @@ def same_mask_again(ctx: RankContext, layout: str) -> list[bool]:
     return computed
 
 
-def test_a_mask_is_looked_at_again_when_it_may_have_changed(pool: WorkerPool) -> None:
+def test_a_mask_is_looked_at_again_when_it_may_have_changed(pool):
     for computed in pool.run(same_mask_again, WORLD, layout="zigzag"):
         assert computed == [True, True, False, False, True, True, False]

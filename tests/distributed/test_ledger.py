@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from memory_model import FusedNorm
 from torch.utils.checkpoint import checkpoint
 
@@ -77,9 +77,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "ulysses", "kv_heads", "dtype", "tuning"), CASES, ids=str)
-def test_bytes_equal_the_formulas(
-    pool: WorkerPool, world: int, ulysses: int, kv_heads: int, dtype: torch.dtype, tuning: Tuning
-) -> None:
+def test_bytes_equal_the_formulas(pool, world, ulysses, kv_heads, dtype, tuning):
     heads, seq_len, ring = 8, 64, world // ulysses
     local, chunk = seq_len // world, seq_len // ring // 2
     my_heads = heads // ulysses
@@ -145,9 +143,7 @@ UNEVEN = [
 
 
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
-def test_uneven_heads_and_lengths_send_no_byte_too_many(
-    pool: WorkerPool, case: tuple[Any, ...]
-) -> None:
+def test_uneven_heads_and_lengths_send_no_byte_too_many(pool, case):
     results = pool.run(exchange_uneven, 4, case=case)
     assert all(counted == expected for counted, expected in results), results
 
@@ -167,9 +163,7 @@ def two_windows(ctx: RankContext, gather: bool) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_a_window_sends_the_border_and_causal_no_block_in_vain(
-    pool: WorkerPool, gather: bool
-) -> None:
+def test_a_window_sends_the_border_and_causal_no_block_in_vain(pool, gather):
     token = 2 * 2 * D * 4
     for rank, (window, causal) in enumerate(pool.run(two_windows, 4, gather=gather)):
         later = 3 - rank  # contiguous: only the ranks behind this one see its keys
@@ -264,9 +258,7 @@ def saved_bytes(ctx: RankContext, ulysses: int, recompute: str, shape: ModelShap
 @pytest.mark.parametrize(
     ("world", "ulysses"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 8)]
 )
-def test_saved_bytes_are_the_formula(
-    pool: WorkerPool, world: int, ulysses: int, recompute: str
-) -> None:
+def test_saved_bytes_are_the_formula(pool, world, ulysses, recompute):
     work = Workload(SHAPE, SEQ_LEN)
     config = ParallelConfig(
         ulysses=ulysses, ring=world // ulysses, recompute=recompute, micro_batch=SAVED_B
@@ -275,7 +267,7 @@ def test_saved_bytes_are_the_formula(
         assert counted == pytest.approx(layer_bytes(work, config), rel=0.01)
 
 
-def test_gemm_last_keeps_the_part_that_the_formula_says(pool: WorkerPool) -> None:
+def test_gemm_last_keeps_the_part_that_the_formula_says(pool):
     """(6 h + 2 f) / (8 h + 4 f) with f = 8/3 h, as many KV heads as heads, no exchange."""
     shape = ModelShape("llama", 1, 384, 1024, 8, 8, 100)
     kept, everything = (

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from peak_memory import peak_of
 from sample_attentions import Local
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,7 +77,7 @@ def chunks_peak_bytes(ctx: RankContext, ulysses: int, chunks: int, backward: boo
 
 
 @pytest.mark.parametrize("local", [256, 1024])
-def test_peak_at_ring_8_is_that_at_ring_4(pool: WorkerPool, local: int) -> None:
+def test_peak_at_ring_8_is_that_at_ring_4(pool, local):
     two, four, eight = (
         max(pool.run(peak_bytes, ring, ring=ring, ulysses=1, local=local)) for ring in (2, 4, 8)
     )
@@ -89,7 +89,7 @@ def test_peak_at_ring_8_is_that_at_ring_4(pool: WorkerPool, local: int) -> None:
     assert two < four <= 1.4 * two, f"ring 2: {two} B, ring 4: {four} B"
 
 
-def test_a_double_ring_adds_five_blocks_at_most(pool: WorkerPool) -> None:
+def test_a_double_ring_adds_five_blocks_at_most(pool):
     local, inner = 256, ds_usp.Tuning(inner_ring=2)
     straight, double = (
         max(pool.run(peak_bytes, 8, ring=8, ulysses=1, local=local, tuning=tuning))
@@ -101,9 +101,7 @@ def test_a_double_ring_adds_five_blocks_at_most(pool: WorkerPool) -> None:
     assert 2 * block <= double - straight <= 5 * block, f"{straight} B, {double} B"
 
 
-def test_a_call_without_gradients_keeps_no_chunk_of_leaves_that_require_them(
-    pool: WorkerPool,
-) -> None:
+def test_a_call_without_gradients_keeps_no_chunk_of_leaves_that_require_them(pool):
     plain, leaves = (
         max(pool.run(forward_peak_bytes, 2, requires_grad=requires_grad))
         for requires_grad in (False, True)
@@ -112,9 +110,7 @@ def test_a_call_without_gradients_keeps_no_chunk_of_leaves_that_require_them(
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(
-    pool: WorkerPool, backward: bool
-) -> None:
+def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(pool, backward):
     one, eight = (
         max(pool.run(chunks_peak_bytes, 4, ulysses=1, chunks=chunks, backward=backward))
         for chunks in (1, 8)
@@ -123,7 +119,7 @@ def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(
     assert eight <= 0.55 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"
 
 
-def test_a_chunk_frees_its_output_when_it_is_returned(pool: WorkerPool) -> None:
+def test_a_chunk_frees_its_output_when_it_is_returned(pool):
     kwargs = {"ulysses": 2, "backward": False}
     one, eight = (max(pool.run(chunks_peak_bytes, 2, chunks=chunks, **kwargs)) for chunks in (1, 8))
     # 0.40; 0.50 if outputs are kept until the pass ends.
@@ -290,9 +286,7 @@ def every_checkpoint(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
-def test_the_second_run_sends_nothing_and_computes_no_attention(
-    pool: WorkerPool, ulysses: int
-) -> None:
+def test_the_second_run_sends_nothing_and_computes_no_attention(pool, ulysses):
     for rank in pool.run(every_checkpoint, 4, ulysses=ulysses):
         for case, seen in rank.items():
             assert seen.bitwise, case
@@ -312,7 +306,7 @@ def sent(ctx: RankContext, ulysses: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_the_ledger_of_a_kept_step_is_that_of_a_plain_one(pool: WorkerPool, ulysses: int) -> None:
+def test_the_ledger_of_a_kept_step_is_that_of_a_plain_one(pool, ulysses):
     for plainly, again, kept in pool.run(sent, 4, ulysses=ulysses):
         assert kept == plainly < again  # so the count would see a recomputation that sends
 
@@ -338,7 +332,7 @@ def in_any_order(ctx: RankContext, ulysses: int) -> None:
         assert all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True))
 
 
-def test_micro_batches_in_flight_in_any_order(pool: WorkerPool) -> None:
+def test_micro_batches_in_flight_in_any_order(pool):
     pool.run(in_any_order, 4, ulysses=2)
 
 
@@ -362,7 +356,7 @@ def nested(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
     return seen
 
 
-def test_nested_checkpoints(pool: WorkerPool) -> None:
+def test_nested_checkpoints(pool):
     for rank in pool.run(nested, 4, ulysses=2):
         for case, seen in rank.items():
             assert seen.bitwise, case

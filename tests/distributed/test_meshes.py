@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import ALL_LAYOUTS, Case, attend, errors_of, mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from oracle import causal, dense_attention, relative_error
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -56,7 +56,7 @@ def side_by_side(ctx: RankContext) -> list[float]:
     return errors
 
 
-def test_meshes_of_different_degrees_live_side_by_side(pool: WorkerPool) -> None:
+def test_meshes_of_different_degrees_live_side_by_side(pool):
     for errors in pool.run(side_by_side, 4):
         assert max(errors) <= 1e-5
 
@@ -76,7 +76,7 @@ def built_from_grid(ctx: RankContext, order: tuple[str, ...]) -> tuple[tuple[int
 @pytest.mark.parametrize(
     "order", [("tp", "ulysses", "ring"), ("ulysses", "ring", "tp"), ("ring", "tp", "ulysses")]
 )
-def test_a_mesh_is_built_from_a_grid_in_any_order(pool: WorkerPool, order: tuple[str, ...]) -> None:
+def test_a_mesh_is_built_from_a_grid_in_any_order(pool, order):
     grid = ds_usp.RankGrid({"tp": 2, "ulysses": 2, "ring": 2}, order=order)
     for rank, (ranks, error) in enumerate(pool.run(built_from_grid, 8, order=order)):
         assert ranks == grid.group_of(rank, "ulysses", "ring")
@@ -88,7 +88,7 @@ def say(ctx: RankContext, texts: list[str]) -> None:
     mesh.agree(texts[ctx.rank])
 
 
-def test_ranks_that_differ_all_raise_with_every_text(pool: WorkerPool) -> None:
+def test_ranks_that_differ_all_raise_with_every_text(pool):
     assert pool.errors(say, 2, texts=["same", "same"]) == [None, None]
     errors = pool.errors(say, 2, texts=["64 tokens", "65 tokens"])
     for error in errors:
@@ -102,7 +102,7 @@ def ask_for_lse(ctx: RankContext) -> None:
     ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask, return_lse=ctx.rank == 0)
 
 
-def test_ranks_must_agree_on_the_lse_too(pool: WorkerPool) -> None:
+def test_ranks_must_agree_on_the_lse_too(pool):
     for error in pool.errors(ask_for_lse, 4):
         assert isinstance(error, ds_usp.MeshError)
         assert "lse: without on ranks 1-3, with on rank 0" in str(error)
@@ -156,16 +156,12 @@ def after_passes(ctx: RankContext, how: str) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "freed"), [("aborted", 1), ("another", 0), ("error", 0), ("equal", 0)]
 )
-def test_stream_waits_are_aborted_where_a_pass_was_aborted(
-    pool: WorkerPool, how: str, freed: int
-) -> None:
+def test_stream_waits_are_aborted_where_a_pass_was_aborted(pool, how, freed):
     assert pool.run(after_passes, 4, how=how) == [[freed, freed]] * 4
 
 
 @both_transports
-def test_a_verified_call_that_differs_raises_a_few_calls_later(
-    pool: WorkerPool, use_mailbox: bool
-) -> None:
+def test_a_verified_call_that_differs_raises_a_few_calls_later(pool, use_mailbox):
     for messages, calls in pool.run(late_difference, 3, use_mailbox=use_mailbox):
         assert len(messages) == 2 and messages[0] == messages[1]
         assert "a on ranks 0, 2, b on rank 1" in messages[0]
@@ -183,9 +179,7 @@ def difference_in_backward(ctx: RankContext, use_mailbox: bool) -> str:
 
 
 @both_transports
-def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(
-    pool: WorkerPool, use_mailbox: bool
-) -> None:
+def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(pool, use_mailbox):
     for message in pool.run(difference_in_backward, 3, use_mailbox=use_mailbox):
         assert "a on ranks 0, 2, b on rank 1" in message
 
@@ -201,9 +195,7 @@ def error_meets_a_known_call(ctx: RankContext, use_mailbox: bool) -> None:
 
 
 @both_transports
-def test_an_error_on_one_rank_is_raised_where_a_verified_call_was_made(
-    pool: WorkerPool, use_mailbox: bool
-) -> None:
+def test_an_error_on_one_rank_is_raised_where_a_verified_call_was_made(pool, use_mailbox):
     first, second, third = pool.errors(error_meets_a_known_call, 3, use_mailbox=use_mailbox)
     assert isinstance(second, ValueError) and str(second) == "no such head"
     assert isinstance(first, ds_usp.MeshError) and "rank 1: no such head" in str(first)
@@ -224,7 +216,7 @@ def many_calls(ctx: RankContext, calls: int) -> int:
     return checker.number
 
 
-def test_no_record_is_lost_at_any_pace(pool: WorkerPool) -> None:
+def test_no_record_is_lost_at_any_pace(pool):
     assert pool.run(many_calls, 4, calls=600) == [601] * 4
 
 
@@ -240,7 +232,7 @@ def leave(ctx: RankContext) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_has_ended_is_named(pool: WorkerPool) -> None:
+def test_a_rank_that_has_ended_is_named(pool):
     first, _, third = pool.run(leave, 3)
     assert "rank 1" in first and "has ended" in first and "rank 1" in third
 
@@ -265,9 +257,7 @@ def come_late(ctx: RankContext, known: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["waits", "looks later"])
-def test_a_late_rank_does_not_continue_without_those_that_aborted(
-    pool: WorkerPool, known: bool
-) -> None:
+def test_a_late_rank_does_not_continue_without_those_that_aborted(pool, known):
     first, late, third = pool.run(come_late, 3, known=known)
     for messages in (first, late, third):
         assert not messages[0] and messages[-1] and (not known or messages.count(messages[-1]) > 1)
@@ -288,7 +278,7 @@ def without_shared_memory(ctx: RankContext) -> bool:
         shm_mailbox._SHARED_MEMORY = Path("/dev/shm")
 
 
-def test_without_shared_memory_there_is_no_mailbox(pool: WorkerPool) -> None:
+def test_without_shared_memory_there_is_no_mailbox(pool):
     assert all(pool.run(on_several_nodes, 2)) and all(pool.run(without_shared_memory, 2))
 
 
@@ -300,7 +290,7 @@ def unsorted(ctx: RankContext) -> None:
 @pytest.mark.skipif(
     "sort_ranks" not in signature(dist.new_group).parameters, reason="this torch sorts all groups"
 )
-def test_a_group_out_of_order_is_refused(pool: WorkerPool) -> None:
+def test_a_group_out_of_order_is_refused(pool):
     pool.run(unsorted, 3)
 
 
@@ -310,11 +300,11 @@ def after_other_groups(ctx: RankContext) -> float:
     return max(side_by_side(ctx))
 
 
-def test_ranks_may_belong_to_any_number_of_groups(pool: WorkerPool) -> None:
+def test_ranks_may_belong_to_any_number_of_groups(pool):
     assert max(pool.run(after_other_groups, 4)) <= 1e-5
 
 
-def test_one_process_needs_no_process_group() -> None:
+def test_one_process_needs_no_process_group():
     mesh = ds_usp.SequenceMesh.single()
     qkv = [torch.randn(2, 24, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     layout = mesh.layout("zigzag", 24)
@@ -328,7 +318,7 @@ def test_one_process_needs_no_process_group() -> None:
         assert relative_error(grad, expected) <= 1e-5
 
 
-def test_the_set_of_verified_signatures_is_bounded() -> None:
+def test_the_set_of_verified_signatures_is_bounded():
     checker = ConsistencyChecker()
     for step in range(3000):
         checker.check_call(f"dropout seed {step}", wait=False)
@@ -357,12 +347,12 @@ def round_trips(ctx: RankContext) -> list[bool]:
     return same
 
 
-def test_uneven_shards_are_gathered_over_a_group(pool: WorkerPool) -> None:
+def test_uneven_shards_are_gathered_over_a_group(pool):
     for same in pool.run(round_trips, WORLD):
         assert all(same)
 
 
-def test_one_process_gathers_its_own_shard() -> None:
+def test_one_process_gathers_its_own_shard():
     mesh = SequenceMesh.single()
     x = torch.randn(1, 8, 8)
     assert torch.equal(mesh.gather(x, mesh.layout("zigzag", 8), 1), x)
@@ -392,7 +382,7 @@ def gather_wrong_over_a_mesh(ctx: RankContext) -> dict[str, tuple[str, str]]:
     return errors
 
 
-def test_a_mesh_says_which_rank_holds_something_else(pool: WorkerPool) -> None:
+def test_a_mesh_says_which_rank_holds_something_else(pool):
     for rank, errors in enumerate(pool.run(gather_wrong_over_a_mesh, WORLD)):
         for how, (kind, message) in errors.items():
             at_rank_1 = how in ("a token more", "no such dim", "a gradient")  # which knows it
@@ -410,7 +400,7 @@ def gather_wrong(ctx: RankContext) -> dict[str, str]:
     return message_of
 
 
-def test_a_rank_that_holds_something_else_stops_all(pool: WorkerPool) -> None:
+def test_a_rank_that_holds_something_else_stops_all(pool):
     for message_of in pool.run(gather_wrong, WORLD):
         for how, (_, wanted) in WRONG.items():
             assert re.search(wanted, message_of[how]), (how, message_of[how])
@@ -449,7 +439,7 @@ def two_dims(names: tuple[str, str] = ("ring", "ulysses")) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
-def test_what_is_no_group_is_refused_with_what_is(pool: WorkerPool) -> None:
+def test_what_is_no_group_is_refused_with_what_is(pool):
     wanted = (
         "LayoutError: group=DeviceMesh",
         "LayoutError: the group has 2 ranks",
@@ -490,7 +480,7 @@ def meshes(ctx: RankContext) -> list[tuple[Any, ...]]:
     return results
 
 
-def test_a_device_mesh_gives_degrees_and_order(pool: WorkerPool) -> None:
+def test_a_device_mesh_gives_degrees_and_order(pool):
     for rank, results in enumerate(pool.run(meshes, WORLD)):
         high, low = divmod(rank, 2)
         assert results == [
@@ -501,7 +491,7 @@ def test_a_device_mesh_gives_degrees_and_order(pool: WorkerPool) -> None:
         ]
 
 
-def test_positions_are_a_tensor_like_one_that_is_given() -> None:
+def test_positions_are_a_tensor_like_one_that_is_given():
     layout = TokenLayout("zigzag", 29, 2, 2)
     for dtype in (torch.int64, torch.bfloat16):
         positions = layout.positions(1, like=torch.zeros(3, 2, dtype=dtype))
@@ -530,5 +520,5 @@ def copies_differ(ctx: RankContext) -> list[float]:
     ]
 
 
-def test_a_copied_module_runs_on_the_same_mesh(pool: WorkerPool) -> None:
+def test_a_copied_module_runs_on_the_same_mesh(pool):
     assert pool.run(copies_differ, 2) == [[0.0, 0.0]] * 2

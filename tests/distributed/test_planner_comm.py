@@ -74,9 +74,7 @@ EVEN = [
 
 
 @pytest.mark.parametrize(("world", "ulysses", "tp", "kv_heads"), EVEN)
-def test_comm_is_the_ledger(
-    pool: WorkerPool, world: int, ulysses: int, tp: int, kv_heads: int
-) -> None:
+def test_comm_is_the_ledger(pool, world, ulysses, tp, kv_heads):
     compare(pool, world, ulysses, tp, model(HEADS, kv_heads))
 
 
@@ -98,9 +96,7 @@ def on_the_grid(
         *((8, tp, u) for tp in (2, 4, 8) for u in (1, 2, 4) if u <= 8 // tp),
     ],
 )
-def test_comm_is_the_ledger_beside_tensor_parallel_ranks(
-    pool: WorkerPool, world: int, tp: int, ulysses: int
-) -> None:
+def test_comm_is_the_ledger_beside_tensor_parallel_ranks(pool, world, tp, ulysses):
     shape = model(HEADS, 8)
     config = ParallelConfig(tp=tp, ulysses=ulysses, ring=world // tp // ulysses, micro_batch=B)
     results = pool.run(on_the_grid, world, tp=tp, ulysses=ulysses, shape=shape, seq_len=96)
@@ -114,7 +110,7 @@ def test_comm_is_the_ledger_beside_tensor_parallel_ranks(
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "context_parallel"])
 @pytest.mark.parametrize("order", ["ulysses-ring", "ring-ulysses"])
 @pytest.mark.parametrize("seq_len", [64, 61])
-def test_comm_of_every_layout(pool: WorkerPool, layout: str, order: str, seq_len: int) -> None:
+def test_comm_of_every_layout(pool, layout, order, seq_len):
     compare(pool, 4, 2, 1, model(6, 3), seq_len, layout, order)
     compare(pool, 4, 1, 1, model(4, 2), seq_len, layout, order)
     compare(pool, 4, 4, 1, model(10, 5), seq_len, layout, order)

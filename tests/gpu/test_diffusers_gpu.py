@@ -290,16 +290,16 @@ def of_compiled_blocks(
     return relative(have, want), ""
 
 
-def test_transformers_and_sampling() -> None:
+def test_transformers_and_sampling():
     run(classes, guidance, parallelism_of_diffusers, refused_capture, host_and_gpu, generation)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-def test_training() -> None:
+def test_training():
     run(training)
 
 
-def test_compiled_blocks() -> None:
+def test_compiled_blocks():
     run(compiled)
 
 
@@ -385,12 +385,12 @@ def killed_main(rank: int, port: int, ulysses: int, outcome: Any) -> None:
             outcome.put((str(error), noticed, time.perf_counter() - begin))
 
 
-def test_cuda_graphs() -> None:
+def test_cuda_graphs():
     run(graphs)
 
 
 @pytest.mark.parametrize("ulysses", MESHES)
-def test_a_rank_killed_between_replays(ulysses: int) -> None:
+def test_a_rank_killed_between_replays(ulysses):
     """The other rank gets an error within seconds, and its GPU does not wait for ever."""
     context = mp.get_context("spawn")
     outcome, port = context.Queue(), free_port()

@@ -38,9 +38,7 @@ def strided_views(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "into the first"])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_merge_is_the_softmax_over_all_sets_of_keys(
-    count: int, in_place: bool, dtype: torch.dtype
-) -> None:
+def test_a_merge_is_the_softmax_over_all_sets_of_keys(count, in_place, dtype):
     acc_dtype = torch.promote_types(dtype, torch.float32)
     batch, rows, heads, _ = SHAPE
     partials = []
@@ -68,7 +66,7 @@ def test_a_merge_is_the_softmax_over_all_sets_of_keys(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 9])
-def test_a_sum_is_rounded_once(count: int, dtype: torch.dtype) -> None:
+def test_a_sum_is_rounded_once(count, dtype):
     partials, out = [strided_views(dtype) for _ in range(count)], strided_views(dtype)
     _sum_into(out, partials)
     want = torch.stack(partials).double().sum(0)
@@ -103,14 +101,7 @@ def launched(plan: PackPlan, sources: list[Tensor], outs: list[Tensor]) -> Tenso
 @pytest.mark.parametrize("rest", [0, 1, 3])  # tokens over a multiple of the ranks' slices
 @pytest.mark.parametrize("ranks, own_rank", [(2, 0), (2, 1), (4, 2), (3, 2)])
 @pytest.mark.parametrize("shapes", [((4, 128),) * 3, ((6, 64), (2, 64), (2, 32)), ((40, 128),)])
-def test_each_rank_gets_its_heads_and_its_tokens(
-    shapes: tuple[tuple[int, int], ...],
-    ranks: int,
-    own_rank: int,
-    rest: int,
-    layout: str,
-    batch: int,
-) -> None:
+def test_each_rank_gets_its_heads_and_its_tokens(shapes, ranks, own_rank, rest, layout, batch):
     tokens = 2 * TOKENS * ranks + rest
     slices = TokenSlices.of_runs(TokenLayout(layout, tokens, ranks, 1).runs(0), ranks)
     assert slices is not None
@@ -186,7 +177,7 @@ def check_one_by_one(source: SendTensor, own: OwnTokens, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 2])
-def test_each_rank_gets_its_tokens_of_a_sum(calls: int) -> None:
+def test_each_rank_gets_its_tokens_of_a_sum(calls):
     shape = (2, 128)
     like = torch.empty(1, 3 * TOKENS, *shape, device="cuda", dtype=torch.bfloat16)
     total, parts = GradAccumulator(like), []
@@ -199,7 +190,7 @@ def test_each_rank_gets_its_tokens_of_a_sum(calls: int) -> None:
     check_one_by_one(SendTensor(total, wide(TOKENS, 1, *shape)), own, want)
 
 
-def test_heads_that_are_no_neighbours_are_packed_one_by_one() -> None:
+def test_heads_that_are_no_neighbours_are_packed_one_by_one():
     ranks, own, shape = 2, OwnTokens(0, ((0, TOKENS, 0),)), (3, 64)
     x = torch.randn(1, ranks * 3, TOKENS, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     pieces = x.unflatten(2, (ranks, 3)).permute(2, 1, 0, 3, 4)
@@ -215,7 +206,7 @@ LIMITS = {torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}  # the
 
 @pytest.mark.parametrize("words", [1, 24, 4096, 50257])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_losses_and_gradient_are_those_in_fp64(dtype: torch.dtype, words: int) -> None:
+def test_losses_and_gradient_are_those_in_fp64(dtype, words):
     tokens = 37
     scores = (5 * torch.randn(tokens, words + 8, device="cuda")).to(dtype)[:, :words]
     scores[0] += 300  # large as a whole: the losses are not
@@ -236,14 +227,14 @@ def test_losses_and_gradient_are_those_in_fp64(dtype: torch.dtype, words: int) -
     assert relative_error(actual, want) < LIMITS[dtype]
 
 
-def test_what_is_no_number_stays_one() -> None:
+def test_what_is_no_number_stays_one():
     scores = torch.randn(3, 5000, device="cuda")
     scores[1, 4500] = float("nan")
     losses = Logits(scores, torch.zeros(3, dtype=torch.int64, device="cuda"), None).losses
     assert losses.isnan().tolist() == [False, True, False]
 
 
-def test_words_that_cannot_be_do_not_count() -> None:
+def test_words_that_cannot_be_do_not_count():
     """A whole block of them, with which a row begins."""
     scores = torch.randn(2, 9000, device="cuda")
     scores[:, :5000] = float("-inf")
@@ -262,7 +253,7 @@ kernels = pytest.importorskip(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gelu_and_its_gradient_are_torchs_in_fp64(dtype: torch.dtype) -> None:
+def test_gelu_and_its_gradient_are_torchs_in_fp64(dtype):
     x = (3 * torch.randn(70, 2, 96, device="cuda")).to(dtype)
     bias, dy = torch.randn(96, device="cuda").to(dtype), torch.randn_like(x)
     x.view(-1)[:4] = torch.tensor([0.0, -80.0, 80.0, -6.0])
@@ -275,7 +266,7 @@ def test_gelu_and_its_gradient_are_torchs_in_fp64(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_sum_with_a_residual_and_its_gradients(dtype: torch.dtype) -> None:
+def test_the_sum_with_a_residual_and_its_gradients(dtype):
     x, residual, dy = (torch.randn(70, 2, 96, device="cuda").to(dtype) for _ in range(3))
     bias = torch.randn(96, device="cuda").to(dtype)
     inputs = [tensor.requires_grad_() for tensor in (x, bias, residual)]
@@ -289,7 +280,7 @@ def test_the_sum_with_a_residual_and_its_gradients(dtype: torch.dtype) -> None:
     assert relative_error(dbias, dy.double().sum((0, 1))) < 2 * limit
 
 
-def test_the_gemm_adds_its_bias() -> None:
+def test_the_gemm_adds_its_bias():
     x, weight, bias = (torch.randn(n, device="cuda") for n in ((5, 2, 64), (96, 64), (96,)))
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
     saved: list[torch.Tensor] = []
@@ -315,7 +306,7 @@ def _scaled(out, x, count, factor, BLOCK: tl.constexpr, TWICE: tl.constexpr):  #
     tl.store(out + at, value, mask=at < count)
 
 
-def test_every_launch_computes_with_its_own_arguments() -> None:
+def test_every_launch_computes_with_its_own_arguments():
     launch = CachedLauncher(_scaled)
     for _ in range(3):
         for dtype in (torch.float32, torch.bfloat16):

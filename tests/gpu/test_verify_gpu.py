@@ -14,7 +14,7 @@ pytestmark = pytest.mark.several_gpus
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_sweep_is_exact_on_all_gpus() -> None:
+def test_the_sweep_is_exact_on_all_gpus():
     """With one GPU it checks the kernel alone, and the command."""
     ranks = f"--nproc-per-node={torch.cuda.device_count()}"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", ranks)

@@ -71,7 +71,7 @@ def before_and_after(ctx: RankContext, degrees: list[int]) -> tuple[Results, dic
     return stock, patched
 
 
-def test_a_model_gives_deepspeeds_result_at_ring_1_and_the_oracles_with_a_ring() -> None:
+def test_a_model_gives_deepspeeds_result_at_ring_1_and_the_oracles_with_a_ring():
     expected = reference()
     ranks = fork_world(before_and_after, WORLD, degrees=[4, 2, 1])
     for rank, (stock, patched) in enumerate(ranks):
@@ -91,7 +91,7 @@ def shared_meshes(ctx: RankContext) -> bool:
     return first.attention.mesh is second.attention.mesh
 
 
-def test_layers_over_one_group_share_one_mesh() -> None:
+def test_layers_over_one_group_share_one_mesh():
     assert fork_world(shared_meshes, WORLD) == [True] * WORLD
 
 
@@ -120,7 +120,7 @@ REFUSED = {
 }
 
 
-def test_bad_input_raises_on_every_rank() -> None:
+def test_bad_input_raises_on_every_rank():
     cases = {name: settings for name, (settings, *_) in REFUSED.items()}
     for raised in fork_world(errors, WORLD, cases=cases):
         for name, error in raised.items():
@@ -139,10 +139,10 @@ class TestApplying:
         megatron_patches.restore()
         assert deepspeed_model.DistributedAttention is before
 
-    def test_modules_that_imported_the_class_already_are_reported(self) -> None:
+    def test_modules_that_imported_the_class_already_are_reported(self):
         assert MODULE in megatron_patches.apply("deepspeed", ulysses_degree=2).stale()
 
-    def test_named_modules_are_patched_too(self) -> None:
+    def test_named_modules_are_patched_too(self):
         import deepspeed_model
         from deepspeed.sequence import layer
 
@@ -152,7 +152,7 @@ class TestApplying:
         megatron_patches.restore()
         assert layer.DistributedAttention is before
 
-    def test_an_unknown_body_is_refused_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unknown_body_is_refused_by_name(self, monkeypatch):
         from deepspeed.sequence import layer
 
         class Other(torch.nn.Module):
@@ -245,7 +245,7 @@ def train_late(ctx: RankContext) -> str:
     return ""
 
 
-def test_the_engine_that_runs_is_the_one_that_is_checked() -> None:
+def test_the_engine_that_runs_is_the_one_that_is_checked():
     for text in fork_world(train_late, 2):
         assert "ZeRO-1 sums gradients over" in text
 
@@ -255,9 +255,7 @@ CASES += [(1, "config", 2), (1, "neither", 2), (2, "neither", 1)]
 
 
 @pytest.mark.parametrize(("stage", "setting", "ulysses"), CASES)
-def test_gradients_that_would_not_be_summed_are_refused(
-    stage: int, setting: str, ulysses: int
-) -> None:
+def test_gradients_that_would_not_be_summed_are_refused(stage, setting, ulysses):
     for text, error in fork_world(train, 2, stage=stage, setting=setting, ulysses=ulysses):
         if setting != "neither" and stage < 3:
             assert f"ZeRO-{stage} sums gradients over" in text

@@ -119,9 +119,7 @@ def check(name: str, result: Any, expected: Any, tp: int = 1) -> None:
 
 
 @pytest.mark.parametrize(("cases", "world"), [(CASES, 4), (EIGHT, 8)], ids=["4 ranks", "8 ranks"])
-def test_a_stock_program_gives_one_ranks_loss_and_gradients(
-    one_rank: dict[str, Any], cases: dict[str, Any], world: int
-) -> None:
+def test_a_stock_program_gives_one_ranks_loss_and_gradients(one_rank, cases, world):
     for results in fork_world(programs, world, cases=cases):
         for name, result in results.items():
             check(name, result, one_rank[name], cases[name][1].get("tp", 1))
@@ -153,7 +151,7 @@ def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_layers_without_context_parallelism_are_ours_on_request(everywhere: bool) -> None:
+def test_layers_without_context_parallelism_are_ours_on_request(everywhere):
     alone = "USPCoreAttention" if everywhere else "DotProductAttention"
     names = fork_world(attention_classes, 2, everywhere=everywhere)
     assert names == [[alone, "USPCoreAttention"]] * 2
@@ -176,7 +174,7 @@ def groups_on_rank(ctx: RankContext) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in (*usp_groups, *megatron_groups)]
 
 
-def test_the_axes_are_megatron_cores_hierarchical_groups() -> None:
+def test_the_axes_are_megatron_cores_hierarchical_groups():
     for rank, (ulysses, ring, inner, outer) in enumerate(fork_world(groups_on_rank, 8)):
         assert (ulysses, ring) == (inner, outer)
         assert rank in ulysses and ulysses[1] - ulysses[0] == 2 and ring[1] - ring[0] == 4
@@ -195,7 +193,7 @@ def attributes() -> dict[tuple[str, str], Any]:
     return values
 
 
-def test_restore_leaves_every_attribute_as_it_was() -> None:
+def test_restore_leaves_every_attribute_as_it_was():
     megatron_patches.patch_set("megatron_core").verify()  # imports what it looks at
     before = attributes()
     patches = megatron_patches.apply("megatron_core", ulysses_degree=2)
@@ -254,7 +252,7 @@ REFUSED_BY_LAYERS = {
 }
 
 
-def test_bad_input_raises_on_every_rank() -> None:
+def test_bad_input_raises_on_every_rank():
     cases = {**REFUSED_BEFORE_GROUPS, **REFUSED_BY_LAYERS}
     for errors in fork_world(raised, 4, cases={name: case[:2] for name, case in cases.items()}):
         for name, (error, has_groups) in errors.items():
@@ -273,14 +271,14 @@ def another_mask(ctx: RankContext) -> Exception:
     return raised(ctx, cases={"mask": case})["mask"][0]
 
 
-def test_a_dense_mask_that_says_something_else_is_refused_on_every_rank() -> None:
+def test_a_dense_mask_that_says_something_else_is_refused_on_every_rank():
     errors = fork_world(another_mask, 4)
     assert isinstance(errors[0], UnsupportedAttentionError)
     assert all(isinstance(error, MeshError) for error in errors[1:])
     assert all("Pass attention_mask=None" in str(error) for error in errors)
 
 
-def test_an_unknown_body_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_body_is_refused_by_name(monkeypatch):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     def other(self: Any, config: Any) -> None:
@@ -299,16 +297,14 @@ class TestTransformerEngine:
         patches = megatron_patches.patch_set("megatron_core", ulysses_degree=1).patches
         return next(patch for patch in patches if "TEDotProductAttention" in patch.target)
 
-    def test_the_row_is_left_out_without_transformer_engine(self) -> None:
+    def test_the_row_is_left_out_without_transformer_engine(self):
         row = self.row()
         assert row.needs == "transformer_engine"
         if not row.applies:
             assert list(row.mismatches()) != []
             megatron_patches.patch_set("megatron_core").verify()
 
-    def test_the_guard_is_the_fingerprint_of_the_installed_source(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_guard_is_the_fingerprint_of_the_installed_source(self, tmp_path, monkeypatch):
         import megatron.core
 
         module, _, name = self.row().target.partition(":")
@@ -328,7 +324,7 @@ class TestTransformerEngine:
 
         assert megatron_patches.fingerprint(te_init.__init__) in self.row().guard.fingerprints
 
-    def test_layers_that_name_another_kind_keep_it_where_some_are_ours(self) -> None:
+    def test_layers_that_name_another_kind_keep_it_where_some_are_ours(self):
         assert fork_world(mixed_layers, 2) == [["USPCoreAttention", "Stock"]] * 2
 
 
@@ -426,7 +422,7 @@ def dense() -> type:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank_of: dict[str, Any], grid: str) -> None:
+def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank_of, grid):
     ulysses, cp = GRIDS[grid]
     settings = {"ulysses_degree": ulysses, "everywhere": True}
     cases = {name: (settings, {"cp": cp, **model}) for name, model in MODELS.items()}
@@ -452,7 +448,7 @@ def padded_with(ctx: RankContext, *, ulysses: int, model: dict[str, Any]) -> lis
 
 
 @pytest.mark.parametrize("name", ["packed and padded", "MLA packed and padded"])
-def test_what_padding_is_reaches_no_loss_and_no_gradient(name: str) -> None:
+def test_what_padding_is_reaches_no_loss_and_no_gradient(name):
     for (loss, gradients), (other_loss, others) in fork_world(
         padded_with, 2, ulysses=1, model=MODELS[name]
     ):
@@ -472,7 +468,7 @@ def named_in_the_spec(ctx: RankContext, *, model: dict[str, Any]) -> float:
     return loss
 
 
-def test_mla_may_name_the_core_in_its_layer_spec(one_rank_of: dict[str, Any]) -> None:
+def test_mla_may_name_the_core_in_its_layer_spec(one_rank_of):
     for loss in fork_world(named_in_the_spec, 2, model=YARN):
         assert loss == pytest.approx(one_rank_of["MLA, YaRN"].loss, rel=LIMIT)
 
@@ -536,7 +532,7 @@ def refusals(ctx: RankContext) -> dict[str, str]:
     return messages | {"later": str(refused.value)}
 
 
-def test_a_layer_that_cannot_be_served_is_refused() -> None:
+def test_a_layer_that_cannot_be_served_is_refused():
     for messages in fork_world(refusals, 2):
         for case, reason in REASONS.items():
             assert reason in messages[case], case
@@ -566,7 +562,7 @@ def with_hooks(ctx: RankContext) -> list[Any]:
     return [*losses, len(calls), reasons]
 
 
-def test_hooks_that_come_later_run() -> None:
+def test_hooks_that_come_later_run():
     for plain, hooked, calls, reasons in fork_world(with_hooks, 2):
         assert hooked == pytest.approx(plain, rel=1e-6)
         assert calls == 1
@@ -593,7 +589,7 @@ def tables(ctx: RankContext) -> list[Any]:
     return [angles, first, fp32, shared, first[0].is_inference()]
 
 
-def test_layers_share_a_table_that_megatron_core_rotates_by() -> None:
+def test_layers_share_a_table_that_megatron_core_rotates_by():
     ((angles, bf16, fp32, shared, is_inference),) = fork_world(tables, 1)
     expected = angles.flatten(1).cos(), angles.flatten(1).sin()
     for table, known in zip((*bf16, *fp32), 2 * expected, strict=True):

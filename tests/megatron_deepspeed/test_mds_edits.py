@@ -146,9 +146,7 @@ def is_compared(name: str, added: str) -> bool:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_lines_that_a_patched_run_bypasses_are_compared(
-    traces: dict[str, tuple[Lines, Lines]], name: str
-) -> None:
+def test_lines_that_a_patched_run_bypasses_are_compared(traces, name):
     """Every line that the stock run executes, and constructors of classes whose methods it does not
     execute."""
     stock, patched = traces[name]
@@ -168,9 +166,7 @@ def test_lines_that_a_patched_run_bypasses_are_compared(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
-def test_each_edit_is_obeyed_or_refused(
-    server: TrainingServer, traces: dict[str, tuple[Lines, Lines]], name: str
-) -> None:
+def test_each_edit_is_obeyed_or_refused(server, traces, name):
     """Every function of the stock run in turn raises an error: it is raised, or refused."""
     earlier = list(itertools.takewhile(lambda each: each != name, PAIRS))
     done = set().union(*(traces[each][0] for each in earlier)) | set(NOT_DROPPED)
@@ -196,7 +192,7 @@ def _answered(seen: dict[str, Any], function: str) -> bool:
     return f"{MARK} {function}" in seen.get("traceback", "")
 
 
-def test_an_edit_without_effect_is_refused_at_the_start(server: TrainingServer) -> None:
+def test_an_edit_without_effect_is_refused_at_the_start(server):
     text = flags(more=SHORT, **SP2, pp=2, zero=1)
     for seen in server.attempt(4, text, edited="pretrain_gpt:get_batch_pipe"):
         assert isinstance(seen["refused"], PatchError)
@@ -214,9 +210,7 @@ def test_an_edit_without_effect_is_refused_at_the_start(server: TrainingServer) 
         ),
     ],
 )
-def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(
-    server: TrainingServer, flag: str, edited: str
-) -> None:
+def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(server, flag, edited):
     for seen in server.attempt(2, flags(more=SHORT, **SP2), edited=edited):
         assert f"{MARK} {edited}" in seen["traceback"]
     for seen in server.attempt(2, flags(more=f"{SHORT} {flag}", **SP2), edited=edited):
@@ -224,7 +218,7 @@ def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(
         assert not seen["groups"]
 
 
-def test_the_commands_name_every_edited_function(checkout: Path, tmp_path: Path) -> None:
+def test_the_commands_name_every_edited_function(checkout, tmp_path):
     """A copy with every compared function edited; then with comments and formatting only."""
     copy = tmp_path / "checkout"
     shutil.copytree(
@@ -316,7 +310,7 @@ CHANGES_NOTHING = (
 )
 
 
-def test_no_flag_is_new_since_the_last_review(checkout: Path) -> None:
+def test_no_flag_is_new_since_the_last_review(checkout):
     tree = ast.parse((checkout / "megatron" / "arguments.py").read_text(encoding="utf-8"))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     added = (call for call in calls if getattr(call.func, "attr", "") == "add_argument")
@@ -326,7 +320,7 @@ def test_no_flag_is_new_since_the_last_review(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [*CHANGES, *CHANGES_NOTHING])
-def test_a_flag_changes_two_ranks_as_one(server: TrainingServer, more: str) -> None:
+def test_a_flag_changes_two_ranks_as_one(server, more):
     plain, one = (
         losses_of(server.run(1, flags(zero=1, more=f"{FLAGS_SHORT} {arguments}")))
         for arguments in ("", more)
@@ -422,16 +416,14 @@ def another_class(original: Any, linear: Any, *args: Any, **kwargs: Any) -> None
 
 
 @pytest.mark.parametrize(("degrees", "more", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_unsupported_options_are_refused(
-    server: TrainingServer, degrees: dict[str, int], more: str, message: str
-) -> None:
+def test_unsupported_options_are_refused(server, degrees, more, message):
     for seen in server.attempt(2, flags(zero=1, more=more, **degrees)):
         assert isinstance(seen.get("refused"), (ConfigError, LayoutError)), seen
         assert message in str(seen["refused"])
         assert not seen["groups"]
 
 
-def test_partitioned_activations_work_in_a_pipeline(server: TrainingServer) -> None:
+def test_partitioned_activations_work_in_a_pipeline(server):
     more = f"{CHECKPOINT} --partition-activations"
     ranks = server.run(4, flags(**SP2, tp=2, pipe=True, zero=1, more=more))
     expected = losses_of(server.run(1, flags(zero=1)))
@@ -446,9 +438,7 @@ def test_partitioned_activations_work_in_a_pipeline(server: TrainingServer) -> N
         ("", ""),
     ],
 )
-def test_an_unused_flash_attention_is_printed_once(
-    server: TrainingServer, more: str, why: str
-) -> None:
+def test_an_unused_flash_attention_is_printed_once(server, more, why):
     server.run(2, flags(**SP2, zero=1, more=more))
     folder = max(server.folder.glob("run*"), key=lambda path: path.stat().st_mtime)
     first, second = ((folder / f"log{rank}").read_text() for rank in range(2))
@@ -456,7 +446,7 @@ def test_an_unused_flash_attention_is_printed_once(
     assert "not used, because" not in second
 
 
-def test_deepspeeds_configuration_is_read_too(server: TrainingServer) -> None:
+def test_deepspeeds_configuration_is_read_too(server):
     for config, message in (
         ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size is enough"),
         ({"curriculum_learning": {"enabled": True}}, "Train at one length"),
@@ -467,9 +457,7 @@ def test_deepspeeds_configuration_is_read_too(server: TrainingServer) -> None:
             assert message in str(seen["refused"])
 
 
-def test_projections_under_exchanges_refuse_what_multiplies_other_weights(
-    server: TrainingServer,
-) -> None:
+def test_projections_under_exchanges_refuse_what_multiplies_other_weights(server):
     on = "--usp-projection-overlap on"
     for config, message in (
         ({"compression_training": {}}, "Leave out compression_training, or"),
@@ -483,20 +471,20 @@ def test_projections_under_exchanges_refuse_what_multiplies_other_weights(
         assert not seen["groups"]
 
 
-def test_a_linear_layer_of_another_class_is_refused(server: TrainingServer) -> None:
+def test_a_linear_layer_of_another_class_is_refused(server):
     extra = (("megatron.core.tensor_parallel:RowParallelLinear.__init__", another_class),)
     text = flags(zero=1, more="--usp-projection-overlap on", **SP2)
     for seen in server.attempt(2, text, extra=extra):
         assert "dense of layer 1 is a Scaled. Use --usp-proj" in str(seen["refused"])
 
 
-def test_a_pipeline_with_zero_2_is_refused(server: TrainingServer) -> None:
+def test_a_pipeline_with_zero_2_is_refused(server):
     for seen in server.attempt(2, flags(pp=2, zero=2, more="--use-rotary-position-embeddings")):
         assert "cannot use ZeRO-2" in str(seen["refused"])
         assert not seen["groups"]
 
 
-def test_a_second_apply_is_refused(server: TrainingServer) -> None:
+def test_a_second_apply_is_refused(server):
     for seen in server.attempt(2, flags(**SP2), applied_before=True):
         assert isinstance(seen["refused"], PatchError)
         assert "patched already" in str(seen["refused"])
@@ -515,9 +503,7 @@ COMPILE = "megatron.data.dataset_utils:compile_helper"
         (4, {"tp": 2, "pp": 2, "zero": 1}),
     ],
 )
-def test_one_rank_a_sequence_trains_as_without_patches(
-    server: TrainingServer, world: int, degrees: dict[str, Any]
-) -> None:
+def test_one_rank_a_sequence_trains_as_without_patches(server, world, degrees):
     text = flags(more=ADAM, **degrees)
     stock = server.run(world, text, patched=False, own_weights=True, extra=((COMPILE, skip),))
     patched = server.run(world, text, own_weights=True)
@@ -532,9 +518,7 @@ def test_one_rank_a_sequence_trains_as_without_patches(
         ("gradients.reduce_gradients", {"sp": 2, "u": 1, "pp": 2, "zero": 0}),
     ],
 )
-def test_without_the_patch_deepspeed_scales_gradients_wrongly(
-    server: TrainingServer, without: str, degrees: dict[str, Any]
-) -> None:
+def test_without_the_patch_deepspeed_scales_gradients_wrongly(server, without, degrees):
     right = losses_of(server.run(1, flags(zero=1)))
     world = 2 * degrees.get("pp", 1)
     wrong = [each["losses"] for each in server.run(world, flags(**degrees), without=without)]
@@ -542,7 +526,7 @@ def test_without_the_patch_deepspeed_scales_gradients_wrongly(
     assert abs(wrong[0][1] / right[1] - 1) > 1e-3
 
 
-def test_gelu_is_megatron_deepspeeds(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gelu_is_megatron_deepspeeds(checkout, monkeypatch):
     """The code for GPUs against Megatron-DeepSpeed's in fp64, where rounding is negligible."""
     file = checkout / "megatron" / "model" / "fused_bias_gelu.py"
     spec = importlib.util.spec_from_file_location("hosts_gelu", file)
@@ -578,13 +562,13 @@ def test_gelu_is_megatron_deepspeeds(checkout: Path, monkeypatch: pytest.MonkeyP
         )  # its constants have 8 digits
 
 
-def test_tensor_parallel_ranks_wait_for_the_index_of_a_first_run(server: TrainingServer) -> None:
+def test_tensor_parallel_ranks_wait_for_the_index_of_a_first_run(server):
     shutil.rmtree(server.folder / "index-cache", ignore_errors=True)
     assert len(server.run(4, flags(sp=2, u=1, tp=2, zero=1))) == 4
     assert (server.folder / "index-cache").is_dir()
 
 
-def test_dropout_differs_between_shards_and_is_the_same_again(server: TrainingServer) -> None:
+def test_dropout_differs_between_shards_and_is_the_same_again(server):
     text = flags(sp=2, u=1, tp=2, zero=1, more="--hidden-dropout 0.2 --bf16")
     first, second = (server.run(4, text, watch_dropout=True) for _ in range(2))
     assert [seen["dropped"] for seen in first] == [seen["dropped"] for seen in second]
@@ -596,7 +580,7 @@ def test_dropout_differs_between_shards_and_is_the_same_again(server: TrainingSe
     assert len(set(tp0_of_sp0)) == len(tp0_of_sp0)
 
 
-def test_dropout_differs_between_replicas(server: TrainingServer) -> None:
+def test_dropout_differs_between_replicas(server):
     """Data-parallel ranks hold other sequences."""
     text = flags(sp=2, u=1, zero=1, more="--hidden-dropout 0.2 --bf16 --micro-batch-size 1")
     first, second = (server.run(4, text, watch_dropout=True) for _ in range(2))
@@ -605,7 +589,7 @@ def test_dropout_differs_between_replicas(server: TrainingServer) -> None:
         assert len(set(masks)) == 4
 
 
-def test_dropout_is_the_same_when_activations_are_recomputed(server: TrainingServer) -> None:
+def test_dropout_is_the_same_when_activations_are_recomputed(server):
     text = "--hidden-dropout 0.2"
     recompute = " --checkpoint-activations --deepspeed-activation-checkpointing"
     saved, recomputed = (
@@ -616,9 +600,7 @@ def test_dropout_is_the_same_when_activations_are_recomputed(server: TrainingSer
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2, "u": 2}, {"sp": 2, "u": 1}], ids=["u2", "r2"])
-def test_a_flash_attention_that_is_installed_serves_without_a_ring(
-    server: TrainingServer, degrees: dict[str, int]
-) -> None:
+def test_a_flash_attention_that_is_installed_serves_without_a_ring(server, degrees):
     more = "--bf16 --use-flash-attn-v2 --num-key-value-heads 2"
     ranks = server.run(2, flags(zero=1, more=more, **degrees), fake_flash=True)
     assert all((seen["flash_calls"] > 0) == (degrees["u"] == 2) for seen in ranks)

@@ -114,9 +114,7 @@ def check(
         ("u2-tp2-pp2", 1, "gpt", "deepspeed"),
     ],
 )
-def test_it_trains_as_one_rank_does(
-    server: TrainingServer, grid: str, zero: int, model: str, recompute: str
-) -> None:
+def test_it_trains_as_one_rank_does(server, grid, zero, model, recompute):
     check(server, grid, zero, model, RECOMPUTE[recompute])
 
 
@@ -143,13 +141,11 @@ def test_it_trains_as_one_rank_does(
         ),
     ],
 )
-def test_every_memory_policy_trains_as_one_rank_does(
-    server: TrainingServer, grid: str, zero: int, model: str, more: str
-) -> None:
+def test_every_memory_policy_trains_as_one_rank_does(server, grid, zero, model, more):
     check(server, grid, zero, model, more)
 
 
-def test_saved_attention_sends_what_a_plain_run_does(server: TrainingServer) -> None:
+def test_saved_attention_sends_what_a_plain_run_does(server):
     plain, saved, full = (
         server.run(4, flags(sp=4, u=2, zero=1, more=f"--train-iters 2 --usp-recompute {recompute}"))
         for recompute in ("none", "attention", "full")
@@ -181,7 +177,7 @@ def check_outputs(original: Any, *args: Any) -> Any:
     return result
 
 
-def test_recomputed_layers_keep_no_output(server: TrainingServer) -> None:
+def test_recomputed_layers_keep_no_output(server):
     wraps = {
         "megatron.core.tensor_parallel:checkpoint": watch_checkpoint,
         "megatron.training:train": check_outputs,
@@ -206,9 +202,7 @@ def refuse_plain(original: Any, *args: Any) -> None:
         ("u2", 1, "rope", PACKED),
     ],
 )
-def test_projections_under_the_exchanges_train_the_same(
-    server: TrainingServer, grid: str, zero: int, model: str, more: str
-) -> None:
+def test_projections_under_the_exchanges_train_the_same(server, grid, zero, model, more):
     world, degrees = GRIDS[grid]
     # Without it ZeRO-3 keeps parameters of this size whole.
     partition = {"zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0}}
@@ -233,7 +227,7 @@ def test_projections_under_the_exchanges_train_the_same(
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_the_layout_changes_nothing(server: TrainingServer, model: str) -> None:
+def test_the_layout_changes_nothing(server, model):
     check(server, "u2r2", 1, model, "--usp-layout contiguous")
 
 
@@ -241,9 +235,7 @@ def test_the_layout_changes_nothing(server: TrainingServer, model: str) -> None:
     ("grid", "zero", "model", "recompute"),
     [("u2r2", 1, "gpt", ""), ("r4", 3, "rope", "deepspeed"), ("r2-tp2", 0, "gpt", "")],
 )
-def test_packed_documents(
-    server: TrainingServer, grid: str, zero: int, model: str, recompute: str
-) -> None:
+def test_packed_documents(server, grid, zero, model, recompute):
     losses, norms = measure(server, grid, zero, model, f"{PACKED} {RECOMPUTE[recompute]}", STEPS)
     # With learned positions one rank has Megatron-DeepSpeed's own attention and its dense mask.
     expected_losses, expected_norms = one_rank(server, model, PACKED, STEPS)
@@ -254,7 +246,7 @@ def test_packed_documents(
 
 
 @pytest.mark.parametrize("grid", ["u2r2", "r2-pp2"])
-def test_bf16_stays_within_its_rounding_error(server: TrainingServer, grid: str) -> None:
+def test_bf16_stays_within_its_rounding_error(server, grid):
     losses, norms = measure(server, grid, 1, "gpt", "--bf16", STEPS)
     expected_losses, expected_norms = one_rank(server, "gpt", "--bf16", STEPS)
     fp32, _ = one_rank(server, "gpt", "", STEPS)
@@ -264,7 +256,7 @@ def test_bf16_stays_within_its_rounding_error(server: TrainingServer, grid: str)
     assert 1e-5 < relative_difference(expected_losses, fp32) < 2e-3
 
 
-def test_adam_and_clipping_over_stages(server: TrainingServer) -> None:
+def test_adam_and_clipping_over_stages(server):
     """DeepSpeed's own clipping at ZeRO-0 is wrong over pipeline stages."""
     adam = "--optimizer adam --lr 1e-3 --clip-grad 0.5"
     losses, norms = measure(server, "r2-pp2", 0, "gpt", adam, STEPS)
@@ -293,7 +285,7 @@ ZERO = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ZERO)
-def test_other_reduction_settings_of_zero(server: TrainingServer, options: str) -> None:
+def test_other_reduction_settings_of_zero(server, options):
     zero = ZERO[options]
     config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     text = flags(sp=2, u=1, zero=zero["stage"], config=config, more="--micro-batch-size 1")
@@ -306,7 +298,7 @@ def test_other_reduction_settings_of_zero(server: TrainingServer, options: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["prescale_gradients", "gradient_predivide_factor"])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_scaling_before_the_sum(server: TrainingServer, zero: int, scaling: str) -> None:
+def test_scaling_before_the_sum(server, zero, scaling):
     config = {scaling: True if scaling.startswith("pre") else 2.0}
     text = flags(sp=2, u=1, zero=zero, config=config, more="--micro-batch-size 1")
     assert (
@@ -329,9 +321,7 @@ def full_matrix() -> Iterator[tuple[str, int, str, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("grid", "zero", "model", "recompute", "layout"), list(full_matrix()))
-def test_the_full_matrix(
-    server: TrainingServer, grid: str, zero: int, model: str, recompute: str, layout: str
-) -> None:
+def test_the_full_matrix(server, grid, zero, model, recompute, layout):
     check(server, grid, zero, model, f"{RECOMPUTE[recompute]} --usp-layout {layout}", steps=10)
 
 
@@ -374,9 +364,7 @@ def resume(
     ],
     ids=str,
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
-    server: TrainingServer, tmp_path: Path, world: int, degrees: dict[str, Any]
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(server, tmp_path, world, degrees):
     dropout = "--hidden-dropout 0.1"
     report = "--usp-report-communication 2"
     uninterrupted = train(server, world, tmp_path, f"{dropout} {report}", **degrees)
@@ -397,21 +385,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     ],
     ids=str,
 )
-def test_a_run_is_resumed_in_another_split(
-    server: TrainingServer,
-    tmp_path: Path,
-    zero: int,
-    degrees: dict[str, Any],
-    other: dict[str, Any],
-) -> None:
+def test_a_run_is_resumed_in_another_split(server, tmp_path, zero, degrees, other):
     uninterrupted = train(server, 4, tmp_path, degrees.pop("more", ""), zero=zero, **degrees)
     resumed = resume(server, 4, tmp_path, other.pop("more", ""), zero=zero, **other)
     assert relative_difference(resumed, uninterrupted[SAVED:]) < 1e-5
 
 
-def test_a_universal_checkpoint_goes_to_other_layouts(
-    server: TrainingServer, tmp_path: Path
-) -> None:
+def test_a_universal_checkpoint_goes_to_other_layouts(server, tmp_path):
     unpadded = "--make-vocab-size-divisible-by 1"  # the converter resets rows of padding
     uninterrupted = train(server, 4, tmp_path, unpadded, sp=2, u=1, pp=2, zero=1)
     script = tmp_path / "convert.py"
@@ -491,9 +471,7 @@ def planned(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_emitted_trains_as_one_rank_does(
-    server: TrainingServer, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_what_is_emitted_trains_as_one_rank_does(server, monkeypatch, case):
     shape, split = CASES[case]
     losses = []
     for config in (replace(PLAIN, micro_batch=split.micro_batch), split):
@@ -511,9 +489,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_starts_the_script(
-    server: TrainingServer, tmp_path: Path, launcher: str
-) -> None:
+def test_a_launcher_starts_the_script(server, tmp_path, launcher):
     degree = AUTO if launcher == "torchrun" else 1
     arguments = server.arguments(flags(sp=2, u=degree, zero=1), tmp_path)
     command = LAUNCHERS[launcher].format(port=29600 + os.getpid() % 300).split()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ TE = "2.20.2"
         ("--hierarchical-context-parallel-sizes 2 2 --ulysses-degree 2", 2),
     ],
 )
-def test_context_parallelism_is_usp(starts: Starts, flags: str, ulysses: int | None) -> None:
+def test_context_parallelism_is_usp(starts, flags, ulysses):
     answer = starts.start(f"{CP4} {flags}")
     assert set(answer["args"]["cp_comm_type"]) == {"usp"}
     expected = {
@@ -41,7 +40,7 @@ def test_context_parallelism_is_usp(starts: Starts, flags: str, ulysses: int | N
     assert answer["settings"] == expected
 
 
-def test_the_settings_of_apply_are_defaults_of_the_flags(starts: Starts) -> None:
+def test_the_settings_of_apply_are_defaults_of_the_flags(starts):
     defaults = {"ulysses_degree": 2, "kernel": "sdpa"}
     given = starts.start(f"{CP4} --ulysses-degree 1", settings=defaults)["settings"]
     left_out = starts.start(CP4, settings=defaults)["settings"]
@@ -49,7 +48,7 @@ def test_the_settings_of_apply_are_defaults_of_the_flags(starts: Starts) -> None
     assert (left_out["ulysses_degree"], left_out["kernel"]) == (2, "sdpa")
 
 
-def test_transformer_engines_own_context_parallelism_is_left_alone(starts: Starts) -> None:
+def test_transformer_engines_own_context_parallelism_is_left_alone(starts):
     answer = starts.start("--context-parallel-size 4 --cp-comm-type p2p", installed=TE)
     assert answer["settings"] is None
     assert answer["args"]["cp_comm_type"] == ["p2p"]
@@ -58,14 +57,14 @@ def test_transformer_engines_own_context_parallelism_is_left_alone(starts: Start
     assert "TransformerEngine's own" not in other["printed"]
 
 
-def test_layers_may_differ(starts: Starts) -> None:
+def test_layers_may_differ(starts):
     flags = "--context-parallel-size 4 --cp-comm-type usp p2p --ulysses-degree 4"
     answer = starts.start(f"{flags} --attention-backend fused", installed=TE)
     assert answer["args"]["cp_comm_type"] == ["usp", "p2p"]
     assert answer["settings"]["ulysses_degree"] == 4
 
 
-def test_one_rank_a_sequence_is_megatron_lms_own(starts: Starts) -> None:
+def test_one_rank_a_sequence_is_megatron_lms_own(starts):
     answer = starts.start(f"{LOCAL} --usp-kernel sdpa --attention-dropout 0.1 --ulysses-degree 1")
     assert answer["args"]["cp_comm_type"] == ["p2p"]
     assert "--usp-kernel sdpa has no effect with --context-parallel-size 1" in answer["printed"]
@@ -74,7 +73,7 @@ def test_one_rank_a_sequence_is_megatron_lms_own(starts: Starts) -> None:
     assert "has no effect" not in kept["printed"]
 
 
-def test_the_planner_chooses_a_degree_and_rank_0_says_why(starts: Starts) -> None:
+def test_the_planner_chooses_a_degree_and_rank_0_says_why(starts):
     flags = f"{CP4} --ulysses-degree auto --usp-cluster h100 --bf16 --use-distributed-optimizer"
     answer = starts.start(f"{flags} --sequence-parallel --tensor-model-parallel-size 2")
     assert answer["settings"]["ulysses_degree"] in (1, 2, 4)
@@ -84,7 +83,7 @@ def test_the_planner_chooses_a_degree_and_rank_0_says_why(starts: Starts) -> Non
     assert starts.start(f"{LOCAL} --ulysses-degree auto")["settings"]["ulysses_degree"] is None
 
 
-def test_one_hardware_queue_is_demanded_under_tensor_parallelism_alone(starts: Starts) -> None:
+def test_one_hardware_queue_is_demanded_under_tensor_parallelism_alone(starts):
     tp2 = f"{CP4} --tensor-model-parallel-size 2"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in starts.error(tp2, hopper=True)
     p2p = "--context-parallel-size 4 --cp-comm-type p2p"
@@ -92,7 +91,7 @@ def test_one_hardware_queue_is_demanded_under_tensor_parallelism_alone(starts: S
     assert starts.start(CP4, hopper=True)["settings"]
 
 
-def test_no_dense_mask_is_made(starts: Starts) -> None:
+def test_no_dense_mask_is_made(starts):
     assert not starts.start(CP4)["args"]["create_attention_mask_in_dataloader"]
     assert starts.start(LOCAL)["args"]["create_attention_mask_in_dataloader"]
 
@@ -142,7 +141,7 @@ def copy(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         ),
     ],
 )
-def test_check_names_an_edit(copy: Path, file: str, old: str, new: str, message: str) -> None:
+def test_check_names_an_edit(copy, file, old, new, message):
     text = (copy / file).read_text(encoding="utf-8")
     assert old in text
     (copy / file).write_text(text.replace(old, new), encoding="utf-8")
@@ -161,7 +160,7 @@ def test_check_names_an_edit(copy: Path, file: str, old: str, new: str, message:
     assert message or f"megatron_lm at {copy} matches" in checked.stdout
 
 
-def test_projections_are_overlapped_where_they_are_asked_for(starts: Starts) -> None:
+def test_projections_are_overlapped_where_they_are_asked_for(starts):
     served = f"{CP4} --no-gradient-accumulation-fusion"
 
     def wanted(flags: str) -> str:
@@ -175,7 +174,7 @@ def test_projections_are_overlapped_where_they_are_asked_for(starts: Starts) -> 
     assert "has no effect with --context-parallel-size 1" in starts.start(one_rank)["printed"]
 
 
-def test_an_edited_linear_layer_is_not_bypassed(copy: Path) -> None:
+def test_an_edited_linear_layer_is_not_bypassed(copy):
     file = copy / "megatron/core/tensor_parallel/layers.py"
     text = file.read_text(encoding="utf-8")
     old = "output_ = output_parallel"
@@ -222,7 +221,7 @@ except LayoutError as error:
 """
 
 
-def test_every_packed_document_is_sharded_for_itself(checkout: Path) -> None:
+def test_every_packed_document_is_sharded_for_itself(checkout):
     """As --sft gives them: offsets [1, n], without padded ones; no TransformerEngine."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PACKED, str(checkout)],
@@ -402,7 +401,7 @@ REFUSED_WITH_TRANSFORMER_ENGINE = [
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_an_option_is_refused_before_any_group(starts: Starts, flags: str, message: str) -> None:
+def test_an_option_is_refused_before_any_group(starts, flags, message):
     answer = starts.start(flags, rank=1)
     assert message in answer.get("error", "") + answer["printed"]
 
@@ -420,14 +419,12 @@ REFUSED_BESIDE = [
 
 
 @pytest.mark.parametrize(("flags", "beside", "message"), REFUSED_BESIDE)
-def test_an_option_is_refused_beside_what_is_installed_and_set(
-    starts: Starts, flags: str, beside: dict[str, Any], message: str
-) -> None:
+def test_an_option_is_refused_beside_what_is_installed_and_set(starts, flags, beside, message):
     assert message in starts.error(flags, **beside)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused without a GPU alone")
-def test_a_process_that_saves_is_refused_without_gpu(starts: Starts) -> None:
+def test_a_process_that_saves_is_refused_without_gpu(starts):
     message = starts.error(
         f"{LOCAL} --async-save --use-persistent-ckpt-worker --save x --save-interval 10"
     )

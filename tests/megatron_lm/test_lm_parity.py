@@ -151,19 +151,17 @@ def check(
         ("u2-tp2-pp2v", "llama", "overlap", ""),
     ],
 )
-def test_it_trains_as_one_rank_does(
-    server: TrainingServer, grid: str, model: str, optimizer: str, recompute: str
-) -> None:
+def test_it_trains_as_one_rank_does(server, grid, model, optimizer, recompute):
     check(server, grid, model, optimizer, RECOMPUTE[recompute])
 
 
-def test_lengths_that_do_not_divide_are_refused(server: TrainingServer) -> None:
+def test_lengths_that_do_not_divide_are_refused(server):
     """By Megatron-LM itself, on every rank and before it makes groups."""
     for seen in server.attempt(2, flags(r=2, more="--seq-length 62 --train-iters 1")):
         assert "multiple of 2 * context-parallel-size" in seen["traceback"]
 
 
-def test_bf16_stays_within_its_rounding_error(server: TrainingServer) -> None:
+def test_bf16_stays_within_its_rounding_error(server):
     more = f"{MODELS['llama']} --bf16"
     losses, norms = measure(server, 4, flags(u=2, r=2, more=more))
     expected_losses, expected_norms = one_rank(server, more)
@@ -182,7 +180,7 @@ MLA = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", ["u2r2", "r4", "u2-pp2v", "r4-dp2"])
-def test_latent_attention(server: TrainingServer, grid: str) -> None:
+def test_latent_attention(server, grid):
     """The stock local attention takes no ``k_channels``, so that one rank has ds_usp's too."""
     world, degrees = GRIDS[grid]
     expected = measure(server, 1, flags(more=f"{MLA} --usp-recompute attention"))
@@ -203,9 +201,7 @@ def full_matrix() -> Iterator[tuple[str, str, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("grid", "model", "optimizer", "recompute"), list(full_matrix()))
-def test_the_full_matrix(
-    server: TrainingServer, grid: str, model: str, optimizer: str, recompute: str
-) -> None:
+def test_the_full_matrix(server, grid, model, optimizer, recompute):
     check(server, grid, model, optimizer, RECOMPUTE[recompute])
 
 
@@ -227,7 +223,7 @@ DROPOUT = "--hidden-dropout 0.1"
         f"{EXPERTS} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
     ],
 )
-def test_what_the_patches_add_trains_as_one_rank_does(server: TrainingServer, more: str) -> None:
+def test_what_the_patches_add_trains_as_one_rank_does(server, more):
     two = server.run(2, flags(r=2, more=more))
     one = server.run(1, flags(more=more))
     assert relative_difference(losses_of(two), losses_of(one)) < TRAINING_LIMIT
@@ -246,9 +242,7 @@ def mask_losses(original: Any, dataset: Any, index: int | None) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "degrees"), [(2, {"r": 2}), (2, {"u": 2}), (4, {"u": 2, "pp": 2}), (4, {"r": 2})]
 )
-def test_ranks_with_other_numbers_of_loss_tokens_train_as_one_rank(
-    server: TrainingServer, ranks: int, degrees: dict[str, int]
-) -> None:
+def test_ranks_with_other_numbers_of_loss_tokens_train_as_one_rank(server, ranks, degrees):
     more = f"{ROPE} --eod-mask-loss"
     masks = (("megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__", mask_losses),)
     several = server.run(ranks, flags(more=more, **degrees), extra=masks)
@@ -260,9 +254,7 @@ def test_ranks_with_other_numbers_of_loss_tokens_train_as_one_rank(
 
 @pytest.mark.parametrize("more", [PACKED, f"{PACKED} {PER_TOKEN}"])
 @pytest.mark.parametrize("degrees", [{"r": 2}, {"u": 2}, {"u": 2, "r": 2}])
-def test_packed_documents_train_as_on_one_rank(
-    server: TrainingServer, degrees: dict[str, int], more: str
-) -> None:
+def test_packed_documents_train_as_on_one_rank(server, degrees, more):
     ranks = degrees.get("u", 1) * degrees.get("r", 1)
     several = server.run(ranks, flags(more=more, **degrees), extra=PATCHES)
     one = server.run(1, flags(more=f"{more} --usp-recompute attention"), extra=PATCHES)
@@ -271,14 +263,14 @@ def test_packed_documents_train_as_on_one_rank(
     assert relative_difference(several[0]["evaluations"], one[0]["evaluations"]) < TRAINING_LIMIT
 
 
-def test_dropout_is_recomputed(server: TrainingServer) -> None:
+def test_dropout_is_recomputed(server):
     plain = server.run(2, flags(r=2, more=DROPOUT))
     recomputed = server.run(2, flags(r=2, more=f"{DROPOUT} --usp-recompute full"))
     assert losses_of(plain) == losses_of(recomputed)
     assert plain[0]["norms"] == recomputed[0]["norms"]
 
 
-def test_ranks_with_other_tokens_draw_other_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_other_tokens_draw_other_masks(monkeypatch):
     parallel_state = pytest.importorskip("megatron.core.parallel_state")
     from megatron.core import tensor_parallel
 
@@ -338,15 +330,13 @@ def check_projections(server: TrainingServer, grid: str, mode: str, more: str) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_without(server: TrainingServer, name: str) -> None:
+def test_it_trains_as_without(server, name):
     check_projections(server, *CASES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("grid", "mode", "model"), SLOW)
-def test_the_full_matrix_of_projections(
-    server: TrainingServer, grid: str, mode: str, model: str
-) -> None:
+def test_the_full_matrix_of_projections(server, grid, mode, model):
     check_projections(server, grid, mode, f"{MODELS[model]} {PROJECTIONS}")
 
 
@@ -393,13 +383,13 @@ def check_checkpoint(server: TrainingServer, folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_it_resumes_on_another_split(server: TrainingServer, tmp_path: Path, name: str) -> None:
+def test_it_resumes_on_another_split(server, tmp_path, name):
     check_checkpoint(server, tmp_path, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SPLITS if name not in FAST])
-def test_every_format_resumes(server: TrainingServer, tmp_path: Path, name: str) -> None:
+def test_every_format_resumes(server, tmp_path, name):
     check_checkpoint(server, tmp_path, name)
 
 
@@ -424,9 +414,7 @@ def emitted(model: ModelShape, config: ParallelConfig) -> str:
 
 
 @pytest.mark.parametrize(("model", "config"), PLANS, ids=["llama", "gpt", "heads in chunks"])
-def test_an_emitted_plan_trains_as_one_rank_does(
-    server: TrainingServer, model: ModelShape, config: ParallelConfig
-) -> None:
+def test_an_emitted_plan_trains_as_one_rank_does(server, model, config):
     ranks = server.run(config.gpus, emitted(model, config))
     one = server.run(1, emitted(model, ParallelConfig(zero=0)), patched=False)
     assert relative_difference(losses_of(ranks), losses_of(one)) < PLANNER_LIMIT

@@ -27,12 +27,12 @@ NOT_IN_SPEC = {
 
 
 @pytest.mark.parametrize("value", NOT_IN_SPEC)
-def test_an_op_spec_has_every_field(value: Any) -> None:
+def test_an_op_spec_has_every_field(value):
     left = {field.name for field in fields(value)} - set(AttentionOpSpec._fields)
     assert left == NOT_IN_SPEC[value]
 
 
-def test_an_op_spec_has_every_argument() -> None:
+def test_an_op_spec_has_every_argument():
     spec_fields = {"q", "k", "v", "mask", "tuning", "scores"}
     assert (
         set(inspect.signature(ds_usp.usp_attention).parameters) - set(AttentionOpSpec._fields)
@@ -48,12 +48,12 @@ def test_an_op_spec_has_every_argument() -> None:
         ("exchange", 2, ExchangeOpSpec),
     ],
 )
-def test_op_schemas_are_the_specs_fields_in_order(op: str, tensors: int, spec_fields: Any) -> None:
+def test_op_schemas_are_the_specs_fields_in_order(op, tensors, spec_fields):
     schema = getattr(torch.ops.ds_usp, op).default._schema
     assert tuple(x.name for x in schema.arguments[tensors:]) == spec_fields._fields
 
 
-def test_other_soft_caps_are_in_the_graph_too() -> None:
+def test_other_soft_caps_are_in_the_graph_too():
     """From the second value on a number is a symbol."""
     mesh = SequenceMesh.single()
     layout, mask = mesh.layout("contiguous", 16), ds_usp.MaskSpec.causal()
@@ -100,7 +100,7 @@ def spec_of(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpe
         {"scores": ds_usp.Scores(alibi_slopes=torch.ones(4, requires_grad=True))},
     ],
 )
-def test_calls_without_a_spec_break_the_graph(changed: dict[str, Any]) -> None:
+def test_calls_without_a_spec_break_the_graph(changed):
     mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
     assert spec_of(mesh, x) is not None
     assert spec_of(mesh, x[0]) is None
@@ -122,7 +122,7 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", AttentionOptions._fields)
-def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name: str) -> None:
+def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name):
     mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
     options = AttentionOptions(mesh, mesh.layout("zigzag", 16), ds_usp.MaskSpec.causal())
     changed = options._replace(**{name: OTHER_VALUES[name]})
@@ -139,14 +139,14 @@ def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name: str) 
     [{"layout": []}, {"mask": []}, {"kernel": []}, {"tuning": []}, {"scores": []}],
     ids=str,
 )
-def test_an_option_that_cannot_be_hashed_is_refused_by_name(changed: dict[str, Any]) -> None:
+def test_an_option_that_cannot_be_hashed_is_refused_by_name(changed):
     mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
     options: dict[str, Any] = {"layout": "zigzag", "mask": ds_usp.MaskSpec.causal(), **changed}
     with pytest.raises(ds_usp.USPError, match=next(iter(changed))):
         ds_usp.usp_attention(x, x, x, mesh=mesh, **options)
 
 
-def test_torch_finds_no_fault_with_the_op() -> None:
+def test_torch_finds_no_fault_with_the_op():
     mesh = SequenceMesh.single()
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
     spec_fields = spec_of(mesh, q)
@@ -154,7 +154,7 @@ def test_torch_finds_no_fault_with_the_op() -> None:
     torch.library.opcheck(torch.ops.ds_usp.attention.default, (q, k, v, None, None, *spec_fields))
 
 
-def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:
+def test_a_mesh_is_found_by_its_name_as_long_as_it_lives():
     first, second = SequenceMesh.single(), SequenceMesh.single()
     assert first.name != second.name
     assert MESH_REGISTRY.lookup(first.name) is first
@@ -169,7 +169,7 @@ def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:
     assert MESH_REGISTRY.lookup(second.name) is second
 
 
-def test_meshes_of_one_name_are_alike() -> None:
+def test_meshes_of_one_name_are_alike():
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(1, 2, 0).name
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 1, ulysses_rank=1).name
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 0, order="ring-ulysses").name

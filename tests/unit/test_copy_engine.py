@@ -55,7 +55,7 @@ def outcome(seed: int) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_no_interleaving_reads_early_or_deadlocks(seed: int) -> None:
+def test_no_interleaving_reads_early_or_deadlocks(seed):
     assert outcome(seed) == (0, True)
 
 
@@ -115,7 +115,7 @@ MUTANTS: dict[str, tuple[Mutant, Sequence[int]]] = {
 
 
 @pytest.mark.parametrize(("mutant", "seeds"), MUTANTS.values(), ids=MUTANTS)
-def test_the_simulation_sees_a_defect_of_the_protocol(mutant: Mutant, seeds: Sequence[int]) -> None:
+def test_the_simulation_sees_a_defect_of_the_protocol(mutant, seeds):
     with mock.patch.object(*mutant):
         assert any(outcome(seed) != (0, True) for seed in seeds)
 
@@ -148,7 +148,7 @@ WAYS = list(product([False, True], [False, True], [1, 3]))
 
 
 @pytest.mark.parametrize(("has_ring", "backward", "steps"), WAYS)
-def test_ranks_do_not_wait_for_slots(has_ring: bool, backward: bool, steps: int) -> None:
+def test_ranks_do_not_wait_for_slots(has_ring, backward, steps):
     """But once, for one pull: the third all-to-all is packed before the first chunk is computed."""
     way = has_ring, backward, steps
     once = 2 if has_ring and not backward else 0
@@ -158,14 +158,14 @@ def test_ranks_do_not_wait_for_slots(has_ring: bool, backward: bool, steps: int)
 @pytest.mark.parametrize(
     ("has_ring", "backward", "steps"), [way for way in WAYS if way[0] or way[1]]
 )
-def test_with_a_slot_less_ranks_wait(has_ring: bool, backward: bool, steps: int) -> None:
+def test_with_a_slot_less_ranks_wait(has_ring, backward, steps):
     """Or a staging buffer that is posted again has been acquired by another exchange."""
     way = has_ring, backward, steps
     with contextlib.suppress(MeshError):
         assert seconds_of(*way, -1) > seconds_of(*way, 0)
 
 
-def test_a_slot_that_was_never_published_is_acquired_again() -> None:
+def test_a_slot_that_was_never_published_is_acquired_again():
     world = World(2)
     engine = world.engines[0]["all_to_all"]
     with world.patched():
@@ -176,7 +176,7 @@ def test_a_slot_that_was_never_published_is_acquired_again() -> None:
     assert first is again and other is not again and engine.exchanges == 1
 
 
-def test_a_buffer_first_used_in_inference_mode_is_writable_with_gradients() -> None:
+def test_a_buffer_first_used_in_inference_mode_is_writable_with_gradients():
     world = World(2)
     engine = world.engines[0]["ring_kv"]
     with world.patched():
@@ -213,7 +213,7 @@ def grown(world: World, engine: CopyEngine, old: weakref.ref[Any]) -> list[bool]
 
 
 @pytest.mark.parametrize("graph", [0, 7])
-def test_memory_that_is_too_small_is_freed_before_more_is_allocated(graph: int) -> None:
+def test_memory_that_is_too_small_is_freed_before_more_is_allocated(graph):
     """Unless a CUDA graph goes on using it."""
     world = World(2)
     engine = world.engines[0]["ring_kv"]
@@ -229,7 +229,7 @@ def test_memory_that_is_too_small_is_freed_before_more_is_allocated(graph: int) 
     assert engine.reserved_bytes == (32 if graph else 16) * SLOT
 
 
-def test_a_buffer_that_a_later_exchange_acquired_is_not_published() -> None:
+def test_a_buffer_that_a_later_exchange_acquired_is_not_published():
     world = World(2)
     first, later = (
         CopyEngineChannel(world.engines[0]["all_to_all"], CommLedger(), "all_to_all")
@@ -247,7 +247,7 @@ def test_a_buffer_that_a_later_exchange_acquired_is_not_published() -> None:
         later.post(buffers[1], [], [])
 
 
-def test_a_graph_captures_no_call_without_reserved_memory() -> None:
+def test_a_graph_captures_no_call_without_reserved_memory():
     mesh = SequenceMesh(2, 2, rank=0)
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
@@ -256,7 +256,7 @@ def test_a_graph_captures_no_call_without_reserved_memory() -> None:
         mesh.reserve({"all_to_all": 512}, torch.device("cuda"))
 
 
-def test_memory_that_a_graph_has_captured_is_not_released() -> None:
+def test_memory_that_a_graph_has_captured_is_not_released():
     mesh = SequenceMesh(2, 2, rank=0)
     engines = {kind: mock.Mock(captured=kind == "ring_kv") for kind in KINDS}
     mesh.copy_engines.update(engines)
@@ -265,7 +265,7 @@ def test_memory_that_a_graph_has_captured_is_not_released() -> None:
     assert mesh.copy_engines == {"ring_kv": engines["ring_kv"]}
 
 
-def test_waits_of_streams_are_aborted_after_an_error() -> None:
+def test_waits_of_streams_are_aborted_after_an_error():
     """An aborted wait lets a stream proceed to its next wait."""
     left = {"all_to_all": 3, "ring_kv": 5}
 
@@ -290,7 +290,7 @@ def test_waits_of_streams_are_aborted_after_an_error() -> None:
     assert 1 < stuck.abort_waits.call_count <= 21
 
 
-def test_abort_waits_sets_all_flags_of_a_busy_stream() -> None:
+def test_abort_waits_sets_all_flags_of_a_busy_stream():
     world = World(2)
     engine = world.engines[0]["ring_kv"]
     flags = torch.zeros(8, dtype=torch.int32)
@@ -317,7 +317,7 @@ def test_abort_waits_sets_all_flags_of_a_busy_stream() -> None:
             assert engine.abort_waits()
 
 
-def test_an_error_aborts_the_stream_that_packed_last() -> None:
+def test_an_error_aborts_the_stream_that_packed_last():
     world = World(2)
     engine = world.engines[0]["ring_kv"]
     with world.patched():
@@ -325,7 +325,7 @@ def test_an_error_aborts_the_stream_that_packed_last() -> None:
     assert engine._current is world.current
 
 
-def test_all_memory_that_graphs_hold_is_kept() -> None:
+def test_all_memory_that_graphs_hold_is_kept():
     world = World(2)
     engine = world.engines[0]["ring_kv"]
     for graph in (1, 2):
@@ -336,7 +336,7 @@ def test_all_memory_that_graphs_hold_is_kept() -> None:
     assert len(engine._captured) == 2 and engine.reserved_bytes == 3 * 16 * SLOT
 
 
-def test_too_many_flag_operations_are_refused() -> None:
+def test_too_many_flag_operations_are_refused():
     with pytest.raises(
         MeshError, match="256 flag operations in one call, but the driver takes 255"
     ):
@@ -356,7 +356,7 @@ def pair(tmp_path: Path) -> Pair:
     return first, second
 
 
-def test_a_record_is_read_as_it_was_posted(pair: Pair) -> None:
+def test_a_record_is_read_as_it_was_posted(pair):
     first, second = pair
     for seq in range(1, 40):
         records = [f"rank {rank}, call {seq}".encode() * (seq % 5) for rank in range(2)]
@@ -367,7 +367,7 @@ def test_a_record_is_read_as_it_was_posted(pair: Pair) -> None:
         assert first.all_equal(seq) == (seq % 5 == 0)
 
 
-def test_the_last_eight_stay_and_no_other_is_taken_for_one(pair: Pair) -> None:
+def test_the_last_eight_stay_and_no_other_is_taken_for_one(pair):
     first, second = pair
     for seq in range(1, 21):
         first.post(b"%d" % seq)
@@ -376,7 +376,7 @@ def test_the_last_eight_stay_and_no_other_is_taken_for_one(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("byte", [0, 8, 12, 16, 20])
-def test_an_incomplete_record_is_not_read(pair: Pair, byte: int) -> None:
+def test_an_incomplete_record_is_not_read(pair, byte):
     first, second = pair
     for _ in range(9):
         first.post(b"a call")
@@ -385,7 +385,7 @@ def test_an_incomplete_record_is_not_read(pair: Pair, byte: int) -> None:
     assert second.read(9, 0) is None
 
 
-def test_the_longest_record_fills_its_slot_only(pair: Pair) -> None:
+def test_the_longest_record_fills_its_slot_only(pair):
     first, second = pair
     for seq in range(1, 9):
         second.post(b"%d" % seq)
@@ -396,7 +396,7 @@ def test_the_longest_record_fills_its_slot_only(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "q [2, 16, 4, 8], causal", "ü" * 5000])
-def test_a_call_record_survives_its_encoding(text: str) -> None:
+def test_a_call_record_survives_its_encoding(text):
     record = CallRecord(text, Kind.BACKWARD, aborted_passes=3, exchanges=2**40)
     data = record.encode()
     decoded = CallRecord.decode(data.ljust(RECORD_BYTES, b"\0"))

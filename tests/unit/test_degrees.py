@@ -33,15 +33,8 @@ SMOOTH = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])  # many divide many
 @given(*[SMOOTH] * 3, *[st.none() | SMOOTH] * 5)
 @examples(500)
 def test_degrees_are_taken_exactly_where_everything_divides(
-    tp: int,
-    sp: int,
-    pp: int,
-    ulysses: int | None,
-    ring: int | None,
-    world: int | None,
-    heads: int | None,
-    kv_heads: int | None,
-) -> None:
+    tp, sp, pp, ulysses, ring, world, heads, kv_heads
+):
     degrees = Degrees(
         sp=sp, ulysses=ulysses, ring=ring, tp=tp, pp=pp, world=world, heads=heads, kv_heads=kv_heads
     )
@@ -66,7 +59,7 @@ def test_degrees_are_taken_exactly_where_everything_divides(
 
 @given(SMALL, SMALL, st.integers(1, 48))
 @examples(200)
-def test_every_degree_that_a_refusal_proposes_is_taken(sp: int, ulysses: int, heads: int) -> None:
+def test_every_degree_that_a_refusal_proposes_is_taken(sp, ulysses, heads):
     refusal = Degrees(sp=sp, ulysses=ulysses, heads=heads).refusal()
     if refusal:
         proposed = re.findall(r"(\d+) \(ring (\d+)\)", refusal.message)
@@ -114,14 +107,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("degrees", "message"), REFUSED, ids=str)
-def test_a_refusal_has_the_users_names_the_numbers_and_the_fix(
-    degrees: dict[str, Any], message: str
-) -> None:
+def test_a_refusal_has_the_users_names_the_numbers_and_the_fix(degrees, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         Degrees(**degrees).check({"ulysses": "u", "tp": "--tp", "ring": "the {} rings"})
 
 
-def test_shell_scripts_ask_for_the_degrees() -> None:
+def test_shell_scripts_ask_for_the_degrees():
     def ask(flags: str) -> tuple[int, str, str]:
         call = [sys.executable, "-m", "ds_usp.geometry", *flags.split()]
         done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
@@ -147,14 +138,14 @@ def heads_of(bounds: tuple[int, int]) -> list[int]:
     return list(range(*bounds))
 
 
-def test_every_query_head_is_on_exactly_one_rank_and_no_rank_is_without() -> None:
+def test_every_query_head_is_on_exactly_one_rank_and_no_rank_is_without():
     for split in SPLITS:
         rank_heads = [heads_of(split.query_range(rank)) for rank in range(split.ulysses)]
         assert [head for heads in rank_heads for head in heads] == list(range(split.heads)), split
         assert min(map(len, rank_heads)) >= 1, split
 
 
-def test_a_rank_has_exactly_the_kv_heads_that_its_query_heads_use_evenly() -> None:
+def test_a_rank_has_exactly_the_kv_heads_that_its_query_heads_use_evenly():
     for split in SPLITS:
         group = split.heads // split.kv_heads
         for rank in range(split.ulysses):
@@ -165,7 +156,7 @@ def test_a_rank_has_exactly_the_kv_heads_that_its_query_heads_use_evenly() -> No
             assert rest == 0 and used == [kv for kv in rank_heads for _ in range(run)], split
 
 
-def test_ranks_differ_by_one_head_or_one_group_at_most() -> None:
+def test_ranks_differ_by_one_head_or_one_group_at_most():
     for split in SPLITS:
         ranks = range(split.ulysses)
         counts = [len(heads_of(split.query_range(rank))) for rank in ranks]
@@ -178,7 +169,7 @@ def test_ranks_differ_by_one_head_or_one_group_at_most() -> None:
             assert max(counts) <= -(-group // users) and min(counts) >= group // (users + 1), split
 
 
-def test_parts_hold_every_head_of_every_rank_once_in_order() -> None:
+def test_parts_hold_every_head_of_every_rank_once_in_order():
     for split in SPLITS:
         group = split.heads // split.kv_heads
         for count in range(1, split.max_chunks + 1):
@@ -198,7 +189,7 @@ def test_parts_hold_every_head_of_every_rank_once_in_order() -> None:
                     ], (split, count)
 
 
-def test_chunks_inside_a_group_hold_every_query_head_once_beside_its_kv_head() -> None:
+def test_chunks_inside_a_group_hold_every_query_head_once_beside_its_kv_head():
     for split in SPLITS:
         group, ranks = split.heads // split.kv_heads, range(split.ulysses)
         for count in range(split.max_chunks + 1, split.max_chunks_in_groups + 1):
@@ -214,7 +205,7 @@ def test_chunks_inside_a_group_hold_every_query_head_once_beside_its_kv_head() -
                     assert chunk.kv_chunk == chunks.index(users[0]) <= index
 
 
-def test_there_are_as_many_parts_as_the_poorest_rank_has_kv_heads() -> None:
+def test_there_are_as_many_parts_as_the_poorest_rank_has_kv_heads():
     for split in SPLITS:
         counts = [len(heads_of(split.kv_range(rank))) for rank in range(split.ulysses)]
         assert split.max_chunks == min(counts) == max(split.kv_heads // split.ulysses, 1), split
@@ -239,7 +230,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("kv_heads", "sizes"), PARTS, ids=str)
-def test_the_first_and_the_last_part_are_small(kv_heads: int, sizes: list[int]) -> None:
+def test_the_first_and_the_last_part_are_small(kv_heads, sizes):
     for group in (1, 4):
         split = HeadSplit(2 * kv_heads * group, 2 * kv_heads, 2)
         parts = [split.chunk(len(sizes), index) for index in range(len(sizes))]
@@ -250,7 +241,7 @@ def test_the_first_and_the_last_part_are_small(kv_heads: int, sizes: list[int]) 
             ]
 
 
-def test_parts_are_as_even_as_whole_heads_allow() -> None:
+def test_parts_are_as_even_as_whole_heads_allow():
     for kv_heads in (*range(4, 24), 32, 48, 64):
         split = HeadSplit(kv_heads, kv_heads, 1)
         for count in range(4, kv_heads + 1):
@@ -263,12 +254,12 @@ def test_parts_are_as_even_as_whole_heads_allow() -> None:
             assert all(abs(a - b) <= slack for a, b in zip(sizes, ideal, strict=True)), sizes
 
 
-def test_degrees_are_proposed_only_where_they_would_help() -> None:
+def test_degrees_are_proposed_only_where_they_would_help():
     with pytest.raises(ConfigError, match=r"must be a multiple of the second$"):
         head_split(8, 3, ds_usp.SequenceMesh.single())
 
 
-def test_a_split_is_made_once_for_all_calls_of_a_local_attention() -> None:
+def test_a_split_is_made_once_for_all_calls_of_a_local_attention():
     mesh = ds_usp.SequenceMesh.single()
     assert head_split(8, 4, mesh) is head_split(8, 4, mesh)
 
@@ -282,7 +273,7 @@ HIERARCHICAL = [(2, 2, 2, 1, 1), (1, 4, 2, 2, 1), (2, 2, 4, 1, 2), (2, 3, 2, 2, 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("order", list(permutations(AXES)), ids="-".join)
-def test_groups_are_megatrons(order: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+def test_groups_are_megatrons(order, sizes):
     shape = dict(zip(AXES, sizes, strict=True))
     grid = RankGrid(shape, order=order)
     generator = parallel_state.RankGenerator(ep=1, order="-".join(order), **shape)
@@ -294,9 +285,7 @@ def test_groups_are_megatrons(order: tuple[str, ...], sizes: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("shape", HIERARCHICAL, ids=str)
-def test_ulysses_and_ring_are_megatrons_hierarchical_context_parallel_groups(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ulysses_and_ring_are_megatrons_hierarchical_context_parallel_groups(shape, monkeypatch):
     grid = RankGrid(dict(zip(("tp", "ulysses", "ring", "dp", "pp"), shape, strict=True)))
     made: list[list[int]] = []
     monkeypatch.setattr(parallel_state, "create_group", lambda ranks, **_: made.append(ranks))
@@ -318,7 +307,7 @@ def test_ulysses_and_ring_are_megatrons_hierarchical_context_parallel_groups(
 
 
 @pytest.mark.parametrize("order", [None, ("ring", "tp", "ulysses"), ("pp", "tp", "ring", "dp")])
-def test_coords_and_rank_are_inverse(order: tuple[str, ...] | None) -> None:
+def test_coords_and_rank_are_inverse(order):
     sizes = {"tp": 2, "ring": 3}
     grid = RankGrid(sizes) if order is None else RankGrid(sizes, order=order)
     assert [grid.rank(**grid.coords(rank)) for rank in range(6)] == list(range(6))
@@ -333,13 +322,13 @@ def test_coords_and_rank_are_inverse(order: tuple[str, ...] | None) -> None:
             assert others == [others[0]] * len(group)
 
 
-def test_default_order_puts_tensor_parallelism_innermost_and_the_pipeline_outermost() -> None:
+def test_default_order_puts_tensor_parallelism_innermost_and_the_pipeline_outermost():
     grid = RankGrid({"pp": 2, "ulysses": 2, "ring": 2, "tp": 2, "dp": 2})
     steps = {axis: grid.groups(axis)[0][1] for axis in grid.order}
     assert steps == {"tp": 1, "ulysses": 2, "ring": 4, "dp": 8, "pp": 16}
 
 
-def test_a_grid_is_a_value() -> None:
+def test_a_grid_is_a_value():
     grid = RankGrid({"tp": 2})
     assert grid == RankGrid({"tp": 2, "dp": 1}) and hash(grid) == hash(RankGrid({"tp": 2}))
     assert grid != RankGrid({"dp": 2})
@@ -407,7 +396,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str | list[str]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_makes_no_sense_is_refused_with_the_number(wrong: str) -> None:
+def test_what_makes_no_sense_is_refused_with_the_number(wrong):
     call, messages = WRONG[wrong]
     with pytest.raises(ConfigError) as caught:
         call()
@@ -436,14 +425,14 @@ NODES = [
 
 
 @pytest.mark.parametrize(("nodes", "ulysses", "ring", "ranks"), NODES)
-def test_count_ring_ranks_per_node(nodes: str, ulysses: int, ring: int, ranks: int) -> None:
+def test_count_ring_ranks_per_node(nodes, ulysses, ring, ranks):
     order = ("ring", "ulysses") if nodes.endswith(" ring first") else ("ulysses", "ring")
     grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order)
     names = [name.encode() for name in nodes.split()[0]]
     assert count_ring_ranks_per_node(names, grid) == ranks
 
 
-def test_defaults_are_one_rank_with_zigzag() -> None:
+def test_defaults_are_one_rank_with_zigzag():
     assert USPConfig() == USPConfig(
         sp_degree=1, ulysses_degree=None, layout="zigzag", order="ulysses-ring", kernel="auto"
     )
@@ -455,9 +444,7 @@ def test_defaults_are_one_rank_with_zigzag() -> None:
     ("sp", "ulysses", "degrees"),
     [(1, None, (1, 1)), (8, None, (8, 1)), (8, 1, (1, 8)), (8, 2, (2, 4)), (6, 3, (3, 2))],
 )
-def test_the_ring_takes_what_ulysses_leaves(
-    sp: int, ulysses: int | None, degrees: tuple[int, int]
-) -> None:
+def test_the_ring_takes_what_ulysses_leaves(sp, ulysses, degrees):
     config = USPConfig(sp_degree=sp, ulysses_degree=ulysses)
     assert (config.ulysses, config.ring) == degrees
 
@@ -478,11 +465,11 @@ HOSTS: list[tuple[dict[str, Any], USPConfig]] = [
 
 
 @pytest.mark.parametrize(("given", "expected"), HOSTS)
-def test_a_hosts_arguments(given: dict[str, Any], expected: USPConfig) -> None:
+def test_a_hosts_arguments(given, expected):
     assert USPConfig.from_args(Namespace(**given)) == expected
 
 
-def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_torchrun(monkeypatch):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -204,12 +204,12 @@ def same(actual_names: Iterable[str], doors: Doors, where: str) -> None:
     assert len(rows) == len(set(rows)), f"{where}: a name has two rows"
 
 
-def test_every_public_name_has_a_row() -> None:
+def test_every_public_name_has_a_row():
     for module, doors in NAMES.items():
         same(importlib.import_module(module).__all__, doors, module)
 
 
-def test_every_setting_of_a_framework_has_a_row() -> None:
+def test_every_setting_of_a_framework_has_a_row():
     assert set(megatron_patches.frameworks()) == set(FRAMEWORKS)
     for framework, doors in FRAMEWORKS.items():
         same(
@@ -223,7 +223,7 @@ def settings_of(framework: str) -> type:
     return settings_type
 
 
-def test_every_flag_of_the_patched_framework_has_a_row() -> None:
+def test_every_flag_of_the_patched_framework_has_a_row():
     from megatron_patches.megatron_deepspeed import arguments
 
     parser = ArgumentParser(add_help=False)
@@ -231,7 +231,7 @@ def test_every_flag_of_the_patched_framework_has_a_row() -> None:
     same(flags_of(parser), FRAMEWORK_FLAGS, "Megatron-DeepSpeed")
 
 
-def test_every_flag_of_the_patched_megatron_lm_has_a_row() -> None:
+def test_every_flag_of_the_patched_megatron_lm_has_a_row():
     from megatron_patches.megatron_lm import arguments
 
     parser = ArgumentParser(add_help=False)
@@ -240,7 +240,7 @@ def test_every_flag_of_the_patched_megatron_lm_has_a_row() -> None:
     same(flags_of(parser), MEGATRON_LM_FLAGS, "Megatron-LM")
 
 
-def test_every_flag_of_the_trainer_has_a_row() -> None:
+def test_every_flag_of_the_trainer_has_a_row():
     from usp_trainer.arguments import build_parser
 
     same(flags_of(build_parser()), TRAINER_FLAGS, "the trainer")
@@ -250,7 +250,7 @@ def flags_of(parser: ArgumentParser) -> list[str]:
     return [name for action in parser._actions for name in action.option_strings]
 
 
-def test_every_setting_of_the_scripts_has_a_row() -> None:
+def test_every_setting_of_the_scripts_has_a_row():
     from launch_settings import DEFAULTS
 
     same(DEFAULTS, SETTINGS, "launch_settings.py")
@@ -264,7 +264,7 @@ def default_of(entry: Any, name: str) -> Any:
     return known[name].default if name in known else inspect.Parameter.empty
 
 
-def test_one_rule_gives_the_default_order() -> None:
+def test_one_rule_gives_the_default_order():
     orders = {}
     for module in NAMES:
         public = importlib.import_module(module)

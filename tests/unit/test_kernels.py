@@ -19,7 +19,6 @@ from kernel_cases import (
     TOKENS,
     TOLERANCE,
     Block,
-    Subject,
     Tensors,
     attend,
     check,
@@ -34,7 +33,7 @@ from kernel_cases import (
     serves,
     tensors,
 )
-from stub_machine import FLASH2, MAKERS, Machine, efficient, flash4
+from stub_machine import FLASH2, MAKERS, efficient, flash4
 from torch.nn.functional import scaled_dot_product_attention
 
 from ds_usp import MaskSpec
@@ -53,7 +52,7 @@ BASIC = {"everything", "full", "causal", "causal inside", "causal rectangle"}
 
 @every_kernel
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_tile_is_the_oracles(subject: Subject, name: str) -> None:
+def test_a_tile_is_the_oracles(subject, name):
     (kernel, dtype, tolerance), block = subject, BLOCKS[name]
     if not serves(kernel, block):
         rectangular = name != "causal rectangle" or kernel.caps.tiles.rectangular
@@ -69,7 +68,7 @@ def test_a_tile_is_the_oracles(subject: Subject, name: str) -> None:
 
 @every_cpu_kernel
 @pytest.mark.parametrize("head_dim", [1, 3, 16, 17, 80, 128])
-def test_any_head_dim(subject: Subject, head_dim: int) -> None:
+def test_any_head_dim(subject, head_dim):
     kernel, dtype, tolerance = subject
     x = tensors(HEADS["GQA"], head_dim, dtype, TOKENS)
     block, scale = BLOCKS["causal"], head_dim**-0.5
@@ -89,7 +88,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @every_kernel
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_give_the_same_as_copies(subject: Subject, view: str) -> None:
+def test_views_give_the_same_as_copies(subject, view):
     kernel, dtype, tolerance = subject
     x = tensors(HEADS["GQA"], 16, dtype, TOKENS)
     viewed = {name: VIEWS[view](tensor) for name, tensor in x.items()}
@@ -99,7 +98,7 @@ def test_views_give_the_same_as_copies(subject: Subject, view: str) -> None:
 
 
 @every_cpu_kernel
-def test_autocast_changes_nothing(subject: Subject) -> None:
+def test_autocast_changes_nothing(subject):
     kernel, dtype, tolerance = subject
     with torch.autocast("cpu", torch.bfloat16):
         check_block(kernel, tensors(HEADS["GQA"], 16, dtype, TOKENS), BLOCKS["causal"], tolerance)
@@ -112,9 +111,7 @@ def test_autocast_changes_nothing(subject: Subject) -> None:
     [CAUSAL, MaskSpec.full(), MaskSpec.window(9, 2), MaskSpec(3, 2), MaskSpec(None, 3)],
     ids=str,
 )
-def test_blocks_merged_are_dense_forward_and_backward(
-    subject: Subject, split: str, mask: MaskSpec
-) -> None:
+def test_blocks_merged_are_dense_forward_and_backward(subject, split, mask):
     kernel, dtype, tolerance = subject
     if mask.left is not None and not kernel.caps.tiles.window:
         return
@@ -127,7 +124,7 @@ def test_blocks_merged_are_dense_forward_and_backward(
 
 @every_cpu_kernel
 @pytest.mark.parametrize("exponent", [-60, 8])
-def test_scores_of_any_size_stay_exact(subject: Subject, exponent: int) -> None:
+def test_scores_of_any_size_stay_exact(subject, exponent):
     # Signs times a power of two: the scores are exact in every dtype, and many of them are equal.
     kernel, dtype, tolerance = subject
     x = tensors(HEADS["MHA"], 16, dtype, 24)
@@ -142,7 +139,7 @@ def test_scores_of_any_size_stay_exact(subject: Subject, exponent: int) -> None:
 
 @every_library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_have_the_inputs_dtype(subject: Subject, dtype: torch.dtype) -> None:
+def test_gradients_have_the_inputs_dtype(subject, dtype):
     x = tensors(HEADS["MQA"], 16, dtype, TOKENS)
     actual = check_block(subject.kernel, x, BLOCKS["causal"], TOLERANCE[dtype])
     assert actual["lse"].dtype == torch.float32
@@ -150,7 +147,7 @@ def test_gradients_have_the_inputs_dtype(subject: Subject, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("make", FLASH2)
-def test_flash2_reads_tall_bands_wrongly_and_is_not_asked(machine: Machine, make: Any) -> None:
+def test_flash2_reads_tall_bands_wrongly_and_is_not_asked(machine, make):
     # 10 queries, of which the first attends to 1 of 4 keys and the fourth to all.
     kernel, block = make(machine), Block(10, 4, None, 6)
     assert block.tile == Tile(0, 10, 0, 4, -9, 0) and not serves(kernel, block)
@@ -165,12 +162,12 @@ def test_flash2_reads_tall_bands_wrongly_and_is_not_asked(machine: Machine, make
 
 @every_kernel
 @pytest.mark.parametrize("case", PACKED)
-def test_documents_are_the_oracles(subject: Subject, case: str) -> None:
+def test_documents_are_the_oracles(subject, case):
     check_packed(subject.kernel, PACKED[case], subject.dtype, subject.tolerance)
 
 
 @pytest.mark.parametrize("make", [make for make in MAKERS if make is not efficient])
-def test_documents_are_one_library_call(machine: Machine, make: Any) -> None:
+def test_documents_are_one_library_call(machine, make):
     kernel, case, lengths = make(machine), PACKED["documents of each sample"], []
     assert kernel.caps.varlen
     inner = kernel.tile_forward
@@ -192,7 +189,7 @@ CAP = BoundScoreMod(ScoreMod(softcap=0.7))  # bends scores of about 1
 
 @every_library
 @pytest.mark.parametrize("name", ["causal", "full", "both sides", "causal rectangle"])
-def test_a_capped_tile_is_the_oracles(subject: Subject, name: str) -> None:
+def test_a_capped_tile_is_the_oracles(subject, name):
     kernel, block = subject.kernel, BLOCKS[name]
     x = tensors((6, 2), 16, torch.float32, TOKENS)
     if SOFTCAP in kernel.caps.score_features and serves(kernel, block):
@@ -202,9 +199,7 @@ def test_a_capped_tile_is_the_oracles(subject: Subject, name: str) -> None:
 
 @every_library
 @pytest.mark.parametrize("name", ["documents of each sample", "windows", "stripes, with gaps"])
-def test_documents_are_capped_and_have_values_of_their_own_head_dim(
-    subject: Subject, name: str
-) -> None:
+def test_documents_are_capped_and_have_values_of_their_own_head_dim(subject, name):
     kernel = subject.kernel
     padded = kernel if kernel.caps.head_dims.any_pair else PaddedHeadDimKernel(kernel, (32, 32))
     check_packed(padded, PACKED[name], torch.float32, 2e-6, value_dim=24)
@@ -215,7 +210,7 @@ def test_documents_are_capped_and_have_values_of_their_own_head_dim(
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", ["causal", "both sides", "full"])
-def test_all_score_modifiers_together_are_the_oracles(name: str, dtype: torch.dtype) -> None:
+def test_all_score_modifiers_together_are_the_oracles(name, dtype):
     slopes, block = torch.linspace(0.05, 0.5, 6), BLOCKS[name]
     rows, columns = torch.arange(TOKENS), torch.arange(0, 3 * TOKENS, 3)
     positions = GlobalPositions(torch.arange(2), rows, columns, torch.arange(6), slopes, 7)
@@ -231,7 +226,7 @@ def test_all_score_modifiers_together_are_the_oracles(name: str, dtype: torch.dt
     check_block(EagerKernel().with_score_mod(score_mod), x, block, TOLERANCE[dtype], want_of)
 
 
-def test_dropout_drops_its_fraction_evenly_and_by_seed() -> None:
+def test_dropout_drops_its_fraction_evenly_and_by_seed():
     tokens = torch.arange(256)
     positions = [GlobalPositions(tokens[:2], tokens, tokens, tokens[:2], None, n) for n in (0, 1)]
     first, second = (
@@ -252,7 +247,7 @@ def test_dropout_drops_its_fraction_evenly_and_by_seed() -> None:
 
 
 @every_library
-def test_backward_is_deterministic_where_torch_is(subject: Subject) -> None:
+def test_backward_is_deterministic_where_torch_is(subject):
     assert subject.kernel.caps.deterministic
     x = tensors((6, 2), 16, torch.float32, TOKENS)
     torch.use_deterministic_algorithms(True)  # the stubs compare it with their argument
@@ -279,9 +274,7 @@ DIMS = [(24, 16), (16, 24), (192, 128)]
 @every_library
 @pytest.mark.parametrize("name", ["causal", "full"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_values_have_a_head_dim_of_their_own(
-    subject: Subject, dims: tuple[int, int], name: str
-) -> None:
+def test_values_have_a_head_dim_of_their_own(subject, dims, name):
     kernel: Any = subject.kernel
     if not kernel.caps.head_dims.any_pair:
         kernel = PaddedHeadDimKernel(kernel, (max(dims), max(dims)))
@@ -290,20 +283,20 @@ def test_values_have_a_head_dim_of_their_own(
 
 @pytest.mark.parametrize("dims", [*DIMS, (3, 5)], ids=str)
 @pytest.mark.parametrize("kernel", [EagerKernel(), SdpaKernel()], ids=lambda kernel: kernel.name)
-def test_cpu_kernels_take_any_two_head_dims(kernel: Any, dims: tuple[int, int]) -> None:
+def test_cpu_kernels_take_any_two_head_dims(kernel, dims):
     if kernel.name == "sdpa":
         kernel = PaddedHeadDimKernel(kernel, (max(dims) + 3, max(dims) + 3))
     check_two_head_dims(kernel, dims, BLOCKS["left window"], torch.float64, 1e-13)
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3)], ids=str)
-def test_flash4_takes_the_head_dims_of_mla(machine: Machine, heads: tuple[int, int]) -> None:
+def test_flash4_takes_the_head_dims_of_mla(machine, heads):
     """Without padding, but for grouped heads, which the stub refuses as the library does."""
     x = tensors(heads, (192, 128), torch.float32, TOKENS)
     check_block(flash4(machine), x, BLOCKS["causal"], 2e-6)
 
 
-def test_sinks_are_a_key_without_value() -> None:
+def test_sinks_are_a_key_without_value():
     x: Tensors = tensors((6, 2), 16, torch.float64, TOKENS)
     q, k, v = (x[n].requires_grad_() for n in "qkv")
     sinks = torch.linspace(-40.0, 40.0, 6, dtype=torch.float64, requires_grad=True)
@@ -319,7 +312,7 @@ def test_sinks_are_a_key_without_value() -> None:
     )
 
 
-def test_rows_that_attend_to_no_key_give_all_to_the_sink() -> None:
+def test_rows_that_attend_to_no_key_give_all_to_the_sink():
     out, lse = apply_sinks(
         torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf), torch.ones(1)
     )
@@ -350,9 +343,7 @@ def rounded_once(actual: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -
     st.sampled_from(DTYPES),
     st.lists(st.tuples(SPANS, st.sets(st.integers(0, ROWS - 1))), max_size=MAX_CALLS),
 )
-def test_an_output_is_the_softmax_over_what_covers_each_row(
-    dtype: torch.dtype, calls: list[tuple[tuple[int, int], set[int]]]
-) -> None:
+def test_an_output_is_the_softmax_over_what_covers_each_row(dtype, calls):
     """Calls of row spans, of which some rows attend to no key."""
     acc_dtype = torch.promote_types(dtype, torch.float32)
     total = OutputAccumulator(torch.zeros(B, ROWS, MERGED_HEADS, DIM, dtype=dtype))
@@ -394,9 +385,7 @@ def test_an_output_is_the_softmax_over_what_covers_each_row(
     ),
     st.integers(0, ROWS - 1),
 )
-def test_a_gradient_is_the_sum_of_what_covers_each_row(
-    dtype: torch.dtype, fp32_grads: bool, calls: list[tuple[list[tuple[int, int]], str]], first: int
-) -> None:
+def test_a_gradient_is_the_sum_of_what_covers_each_row(dtype, fp32_grads, calls, first):
     """Spans of a call may overlap: tiles have rows of their own, but may attend to the same keys.
     What is summed at once may be overwritten; what is deferred may not."""
     partial_dtype = torch.promote_types(dtype, torch.float32) if fp32_grads else dtype
@@ -428,7 +417,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def test_one_call_for_the_whole_shard_is_taken_over_as_it_is() -> None:
+def test_one_call_for_the_whole_shard_is_taken_over_as_it_is():
     partial, lse = torch.randn(B, ROWS, MERGED_HEADS, DIM), torch.randn(B, MERGED_HEADS, ROWS)
     total, grads = OutputAccumulator(partial), GradAccumulator(partial)
     total.add(partial, lse, (0, ROWS))
@@ -436,7 +425,7 @@ def test_one_call_for_the_whole_shard_is_taken_over_as_it_is() -> None:
     assert all(map(shares_memory, (*total.result(), grads.result()), (partial, lse, partial)))
 
 
-def test_what_the_first_call_alone_covers_is_not_copied() -> None:
+def test_what_the_first_call_alone_covers_is_not_copied():
     partial, lse = torch.randn(B, ROWS, MERGED_HEADS, DIM), torch.randn(B, MERGED_HEADS, ROWS)
     alone, rest = partial[:, :3].clone(), slice(3, ROWS)
     total = OutputAccumulator(partial)
@@ -447,7 +436,7 @@ def test_what_the_first_call_alone_covers_is_not_copied() -> None:
     assert torch.equal(out[:, :3], alone)
 
 
-def test_a_padded_first_call_is_not_what_is_kept() -> None:
+def test_a_padded_first_call_is_not_what_is_kept():
     padded, lse = torch.randn(B, ROWS, MERGED_HEADS, 2 * DIM), torch.randn(B, MERGED_HEADS, ROWS)
     total = OutputAccumulator(padded[..., :DIM], DIM)
     for _ in range(2):
@@ -474,9 +463,7 @@ SUMS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 1, 0)], ids=str)
 @pytest.mark.parametrize("sums", SUMS, ids=str)
-def test_merge_weighs_blocks_by_their_sums_however_far_apart(
-    sums: tuple[float, ...], order: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_merge_weighs_blocks_by_their_sums_however_far_apart(sums, order, dtype):
     acc_dtype = torch.promote_types(dtype, torch.float32)
     partials = torch.randn(3, 1, ROWS, 2, 4).to(dtype)
     lses = torch.tensor(sums, dtype=acc_dtype).view(3, 1, 1, 1).expand(3, 1, 2, ROWS).clone()
@@ -493,7 +480,7 @@ def test_merge_weighs_blocks_by_their_sums_however_far_apart(
     assert oracle.relative_error(lse, torch.logsumexp(lses.double(), 0)) < ROUNDED[acc_dtype]
 
 
-def test_sums_are_dense_in_their_features_whatever_the_shard_is() -> None:
+def test_sums_are_dense_in_their_features_whatever_the_shard_is():
     # The fused sums read features as neighbours.
     strided = torch.randn(1, 8, 4, 6).transpose(2, 3)
     out, gradient = OutputAccumulator(strided), GradAccumulator(strided)
@@ -508,7 +495,7 @@ def test_sums_are_dense_in_their_features_whatever_the_shard_is() -> None:
 
 @pytest.mark.parametrize("left, right", [(None, 0), (None, None), (2, 0), (1, 3), (0, 1)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_dense_attention_is_torchs(kv_heads: int, left: int | None, right: int | None) -> None:
+def test_dense_attention_is_torchs(kv_heads, left, right):
     q = torch.randn(2, 7, 6, 5, dtype=torch.float64, requires_grad=True)
     k, v = torch.randn(2, 2, 7, kv_heads, 5, dtype=torch.float64).requires_grad_()
     allowed = oracle.window(range(7), range(7), left, right)
@@ -522,7 +509,7 @@ def test_dense_attention_is_torchs(kv_heads: int, left: int | None, right: int |
     assert max(oracle.relative_error(a, b) for a, b in zip(actual, want, strict=True)) < 1e-13
 
 
-def test_equal_scores_average_the_values() -> None:
+def test_equal_scores_average_the_values():
     q, k = torch.zeros(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
     v = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1).expand(1, 2, 1, 4)
     out, lse = oracle.dense_attention(q, k, v, oracle.causal([0, 1], [0, 1]))
@@ -530,13 +517,13 @@ def test_equal_scores_average_the_values() -> None:
     assert lse[0, 0].tolist() == pytest.approx([0.0, math.log(2)])
 
 
-def test_masks_follow_positions_not_storage() -> None:
+def test_masks_follow_positions_not_storage():
     assert oracle.causal([3, 0], [0, 3, 1]).tolist() == [[True, True, True], [True, False, False]]
     assert oracle.window([2], range(5), 1, 1).tolist() == [[False, True, True, True, False]]
     assert bool(oracle.full([0], [5, 9]).all())
 
 
-def test_what_has_no_answer_is_refused() -> None:
+def test_what_has_no_answer_is_refused():
     x = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="2 kv heads do not divide 3"):
         oracle.dense_attention(x, x[:, :, :2], x[:, :, :2], oracle.full([0, 1], [0, 1]))
@@ -546,7 +533,7 @@ def test_what_has_no_answer_is_refused() -> None:
         oracle.relative_error(torch.zeros(1), torch.zeros(2))
 
 
-def test_relative_error_is_a_ratio_of_norms() -> None:
+def test_relative_error_is_a_ratio_of_norms():
     assert oracle.relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == 0.1
     assert oracle.relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
     assert oracle.relative_error(torch.ones(2), torch.zeros(2)) == math.inf

@@ -26,7 +26,7 @@ def trials(capacity: int, fixed: int, per_token: int, *, limit: int | None = Non
 
 @pytest.mark.parametrize("fixed", [0, 10**6])
 @pytest.mark.parametrize("longest", [100, 1500, 2048, 50_000, 1_000_000])
-def test_the_longest_sequence_is_within_3_percent_or_a_unit(fixed: int, longest: int) -> None:
+def test_the_longest_sequence_is_within_3_percent_or_a_unit(fixed, longest):
     search = trials(fixed + 7 * longest, fixed, 7)
     assert (
         search.longest
@@ -37,12 +37,12 @@ def test_the_longest_sequence_is_within_3_percent_or_a_unit(fixed: int, longest:
     assert len(search.peaks) <= 6
 
 
-def test_a_limit_before_the_memory_ends_is_bracketed() -> None:
+def test_a_limit_before_the_memory_ends_is_bracketed():
     search = trials(10**9, 0, 7, limit=30_000)
     assert search.longest <= 30_000 < search.failed <= 1.04 * 30_000
 
 
-def test_the_table_has_the_largest_difference_and_the_median_of_later_steps() -> None:
+def test_the_table_has_the_largest_difference_and_the_median_of_later_steps():
     sizes = {"peak_gib": 3.0, "pinned_gib": 0.5, "states_gib": 0.25, "predicted_gib": 2.5}
     rows = [
         {"part": "flags", "name": name, "step": n + 1, "loss": loss, "grad_norm": 2.0, **sizes}
@@ -62,14 +62,14 @@ def test_the_table_has_the_largest_difference_and_the_median_of_later_steps() ->
 
 
 @pytest.mark.parametrize(("capacity", "second"), [(8 * 1024, 1280), (100 * 1024, 2048)])
-def test_the_second_length_fits_by_the_first(capacity: int, second: int) -> None:
+def test_the_second_length_fits_by_the_first(capacity, second):
     search = Search(capacity, first=1024, unit=256)
     assert search.next() == 1024
     search.peaks[1024] = 6 * 1024
     assert search.next() == second
 
 
-def test_a_table_without_the_plain_run_has_no_ratio() -> None:
+def test_a_table_without_the_plain_run_has_no_ratio():
     sizes = {"peak_gib": 3.0, "pinned_gib": 0.5, "states_gib": 0.25, "predicted_gib": 2.5}
     row = {"part": "flags", "name": "all", "step": 1, "loss": 4.0, "seconds": 3.0, **sizes}
     assert table(runs_of([row]))[-1] == "| all | 3.00 |  | 3.0 | 0.8 | 2.5 |"

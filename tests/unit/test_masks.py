@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate, product
-from typing import Any
 
 import oracle
 import pytest
@@ -21,9 +20,7 @@ BOUND = st.none() | st.integers(0, 12)
 
 @given(BOUND, BOUND, st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 9))
 @examples(150)
-def test_a_query_sees_its_document_through_its_window_and_the_prefix(
-    left: int | None, right: int | None, lengths: list[int], prefix: int
-) -> None:
+def test_a_query_sees_its_document_through_its_window_and_the_prefix(left, right, lengths, prefix):
     tokens = range(sum(lengths))
     window = oracle.window(tokens, tokens, left, right)
     mask = MaskSpec(left, right, [0, *accumulate(lengths)])
@@ -48,16 +45,14 @@ def test_a_query_sees_its_document_through_its_window_and_the_prefix(
     ],
     ids=str,
 )
-def test_names(
-    mask: MaskSpec, bounds: tuple[int | None, int | None], text: str, causal: bool
-) -> None:
+def test_names(mask, bounds, text, causal):
     assert ((mask.left, mask.right), str(mask), mask.is_causal) == (bounds, text, causal)
     assert mask == MaskSpec(*bounds) and hash(mask) == hash(MaskSpec(*bounds))
 
 
 @pytest.mark.parametrize("bound", [-1, 2.0, 2.5, "3", True, float("nan"), float("inf"), [1]])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_what_is_no_number_of_tokens_is_refused(side: str, bound: Any) -> None:
+def test_what_is_no_number_of_tokens_is_refused(side, bound):
     with pytest.raises(ConfigError) as caught:
         MaskSpec(**{side: bound})
     assert f"window {side}={bound!r}" in str(caught.value)
@@ -129,9 +124,7 @@ def positions(segments: tuple[Segment, ...]) -> torch.Tensor:
 
 @given(problems())
 @examples(200)
-def test_tiles_cover_every_allowed_pair_exactly_once_and_are_tight(
-    problem: tuple[tuple[Segment, ...], tuple[Segment, ...], MaskSpec, TileSupport],
-) -> None:
+def test_tiles_cover_every_allowed_pair_exactly_once_and_are_tight(problem):
     queries, keys, mask, support = problem
     q, k = positions(queries), positions(keys)
     covered = torch.zeros(len(q), len(k), dtype=torch.int64)
@@ -182,12 +175,12 @@ CALLS: dict[str, tuple[tuple[Segment, ...], tuple[Segment, ...], MaskSpec, list[
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_known_blocks_take_the_calls_one_would_draw(name: str) -> None:
+def test_known_blocks_take_the_calls_one_would_draw(name):
     queries, keys, mask, expected = CALLS[name]
     assert [str(tile) for tile in plan_tiles(queries, keys, mask)] == expected
 
 
-def test_what_a_kernel_cannot_do_in_one_call_is_cut() -> None:
+def test_what_a_kernel_cannot_do_in_one_call_is_cut():
     # 4 queries at the end of 8 keys: a rectangle with a diagonal.
     queries, keys = one(4, 4), one(8)
     plain = plan_tiles(queries, keys, MaskSpec.causal(), TileSupport(False, False))
@@ -196,7 +189,7 @@ def test_what_a_kernel_cannot_do_in_one_call_is_cut() -> None:
     assert all(tile.is_full or (tile.is_causal and tile.rows == tile.columns) for tile in ahead)
 
 
-def test_a_tall_band_is_cut_in_three_at_most() -> None:
+def test_a_tall_band_is_cut_in_three_at_most():
     # 12 queries that meet 4 keys one after the other and leave them again.
     def plan(support: TileSupport) -> list[str]:
         return [str(tile) for tile in plan_tiles(one(12), one(4), MaskSpec(8, 0), support)]
@@ -209,13 +202,13 @@ def test_a_tall_band_is_cut_in_three_at_most() -> None:
     ]
 
 
-def test_a_window_needs_a_kernel_with_windows() -> None:
+def test_a_window_needs_a_kernel_with_windows():
     with pytest.raises(UnsupportedAttentionError, match="window of 3 tokens to the left"):
         plan_tiles(one(8), one(8), MaskSpec.window(3), TileSupport(window=False))
     # One that binds nothing does not.
     assert len(plan_tiles(one(4), one(4), MaskSpec.window(3), TileSupport(window=False))) == 1
 
 
-def test_shards_of_different_stride_are_refused() -> None:
+def test_shards_of_different_stride_are_refused():
     with pytest.raises(LayoutError, match="stride 2 cannot meet keys of stride 3"):
         plan_tiles(one(4, 0, 2), one(4, 0, 3), MaskSpec.causal())

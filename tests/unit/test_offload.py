@@ -82,9 +82,7 @@ SCHEDULES = (in_turn, one_forward_one_backward, any_order)
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_are_bitwise_the_same_and_the_bytes_are_the_ratio(
-    schedule: Schedule, recompute: str
-) -> None:
+def test_gradients_are_bitwise_the_same_and_the_bytes_are_the_ratio(schedule, recompute):
     plain = stack(LayerMemory(recompute))
     inputs = plain.inputs(4)
     schedule(plain, inputs)
@@ -138,7 +136,7 @@ def device_bytes(monkeypatch: pytest.MonkeyPatch) -> DeviceBytes:
     return DeviceBytes(monkeypatch)
 
 
-def test_what_backward_does_not_need_is_neither_counted_nor_moved() -> None:
+def test_what_backward_does_not_need_is_neither_counted_nor_moved():
     moving, weight = offload(0.5), nn.Parameter(torch.full((SIZES.tokens, SIZES.hidden), 1.5))
     hidden = torch.randn(SIZES.tokens, SIZES.hidden, requires_grad=True)
     for number in range(3):
@@ -152,7 +150,7 @@ def test_what_backward_does_not_need_is_neither_counted_nor_moved() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 0.75, 1.0])
-def test_resident_bytes_are_the_planners_formula(device_bytes: DeviceBytes, ratio: float) -> None:
+def test_resident_bytes_are_the_planners_formula(device_bytes, ratio):
     """Two layers, and of the others what is not offloaded; a deep model, because a part of a tensor
     of which only a part is offloaded is there twice while its copies are in flight."""
     layers = 24
@@ -173,7 +171,7 @@ def test_resident_bytes_are_the_planners_formula(device_bytes: DeviceBytes, rati
     assert device_bytes.now == 0
 
 
-def test_a_graph_that_is_dropped_frees_everything(device_bytes: DeviceBytes) -> None:
+def test_a_graph_that_is_dropped_frees_everything(device_bytes):
     moving = offload(0.5)
     model = stack(LayerMemory("none", moving))
     gc.disable()
@@ -187,7 +185,7 @@ def test_a_graph_that_is_dropped_frees_everything(device_bytes: DeviceBytes) -> 
         gc.enable()
 
 
-def test_host_memory_is_used_again() -> None:
+def test_host_memory_is_used_again():
     moving = offload(1.0)
     model = stack(LayerMemory("none", moving))
     in_turn(model, model.inputs(1))
@@ -196,7 +194,7 @@ def test_host_memory_is_used_again() -> None:
     assert 0 < made == moving.copier.pool.num_blocks
 
 
-def test_two_views_of_one_storage_are_offloaded_once() -> None:
+def test_two_views_of_one_storage_are_offloaded_once():
     moving, x = offload(1.0), torch.randn(64, 64).requires_grad_()
     with moving.layer(0):
         y = x.exp()
@@ -212,7 +210,7 @@ def test_two_views_of_one_storage_are_offloaded_once() -> None:
     assert torch.equal(grad, want)
 
 
-def test_parameters_stay_and_small_tensors_too() -> None:
+def test_parameters_stay_and_small_tensors_too():
     moving = offload(1.0, min_bytes=1 << 20)
     model = stack(LayerMemory("none", moving))
     in_turn(model, model.inputs(1))
@@ -227,14 +225,14 @@ def test_parameters_stay_and_small_tensors_too() -> None:
     y.sum().backward()
 
 
-def test_without_gradients_nothing_moves() -> None:
+def test_without_gradients_nothing_moves():
     moving = offload(1.0)
     with torch.no_grad():
         stack(LayerMemory("none", moving))(torch.randn(1, SIZES.tokens, SIZES.hidden))
     assert moving.counts.saved == 0
 
 
-def test_a_tensor_that_is_changed_in_place_is_noticed() -> None:
+def test_a_tensor_that_is_changed_in_place_is_noticed():
     moving = offload(1.0)
     x = torch.randn(8, 8).requires_grad_()
     with moving.layer(0):
@@ -246,7 +244,7 @@ def test_a_tensor_that_is_changed_in_place_is_noticed() -> None:
         z.sum()
 
 
-def test_an_error_in_a_layer_leaves_it_usable() -> None:
+def test_an_error_in_a_layer_leaves_it_usable():
     moving = offload(1.0)
     model = stack(LayerMemory("none", moving))
     with pytest.raises(KeyError), moving.layer(0):
@@ -255,7 +253,7 @@ def test_an_error_in_a_layer_leaves_it_usable() -> None:
     in_turn(model, model.inputs(2))
 
 
-def test_a_ratio_out_of_range_and_an_unknown_policy_are_refused() -> None:
+def test_a_ratio_out_of_range_and_an_unknown_policy_are_refused():
     for ratio in (-0.1, 1.1, float("nan")):
         with pytest.raises(ConfigError, match="between 0 and 1"):
             offload(ratio)
@@ -263,7 +261,7 @@ def test_a_ratio_out_of_range_and_an_unknown_policy_are_refused() -> None:
         LayerMemory("some")
 
 
-def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_are_right_again_and_host_memory_is_reused(monkeypatch):
     monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
     copier = HostDeviceCopier(CPU, block_bytes=256)
     storages = HostStorages(CPU, copier=copier)
@@ -286,7 +284,7 @@ def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.Mon
     assert small.equal(torch.ones(3)) and storages.bytes_away == 0
 
 
-def test_what_is_written_after_the_copies_began_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_after_the_copies_began_is_kept(monkeypatch):
     monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
     storages = HostStorages(CPU)
     states, other = torch.arange(100.0), torch.ones(100)
@@ -298,7 +296,7 @@ def test_what_is_written_after_the_copies_began_is_kept(monkeypatch: pytest.Monk
     assert states.sum() == sum(range(50)) and other.equal(torch.ones(100))
 
 
-def test_an_optimizer_loads_its_states_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_loads_its_states_on_the_device(monkeypatch):
     monkeypatch.setattr(host_storages, "_MIN_BYTES", 1)
     master, module = torch.arange(8.0), torch.nn.Linear(2, 2)
     zero = SimpleNamespace(
@@ -320,7 +318,7 @@ def test_an_optimizer_loads_its_states_on_the_device(monkeypatch: pytest.MonkeyP
     assert master.equal(torch.full((8,), 8.0))
 
 
-def test_nothing_is_lost_where_device_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lost_where_device_memory_is_short(monkeypatch):
     monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
     storages = HostStorages(CPU)
     first, second = torch.arange(100.0), torch.arange(100.0) * 2
@@ -353,7 +351,7 @@ def engine(optimizer: Any, offload: str = "none") -> Any:
     )
 
 
-def test_engines_with_other_states_are_refused() -> None:
+def test_engines_with_other_states_are_refused():
     zero = SimpleNamespace(single_partition_of_fp32_groups=[])
     with pytest.raises(ConfigError, match="offload_optimizer on cpu"):
         keep_states_on_host(engine(zero, "cpu"))
@@ -392,9 +390,7 @@ ROUNDING = "roundup_power2_divisions:[256:1,512:2,>:4]"
         ({}, OLD.replace(THREADS, "other"), CUDA, f"{REGISTER}:True,{GROW}"),
     ],
 )
-def test_what_the_user_names_stays_and_what_torch_knows_is_added(
-    given: dict[str, str], header: str, variable: str, value: str
-) -> None:
+def test_what_the_user_names_stays_and_what_torch_knows_is_added(given, header, variable, value):
     before = dict(given)
     added = allocator_variables(given, expandable_segments=True, torch_header=header)
     assert added == {variable: value} and given == before
@@ -403,11 +399,11 @@ def test_what_the_user_names_stays_and_what_torch_knows_is_added(
     assert allocator_variables(given, torch_header=header) == {variable: without}
 
 
-def test_nothing_is_added_for_a_torch_that_does_not_say_what_it_knows() -> None:
+def test_nothing_is_added_for_a_torch_that_does_not_say_what_it_knows():
     assert allocator_variables({CUDA: "a:1"}, expandable_segments=True, torch_header="") == {}
 
 
-def test_the_installed_torch_reads_it_after_its_import() -> None:
+def test_the_installed_torch_reads_it_after_its_import():
     code = (
         "import os, torch, ds_usp; print(ds_usp.allocator_variables(os.environ)); "
         "os.environ.update(ds_usp.allocator_variables(os.environ)); "
@@ -430,9 +426,7 @@ def test_the_installed_torch_reads_it_after_its_import() -> None:
         ("cpu", 0.5, True, False),
     ],
 )
-def test_the_trainer_sets_them_for_host_memory_on_gpus(
-    device: str, ratio: float | str, states: bool, is_set: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_sets_them_for_host_memory_on_gpus(device, ratio, states, is_set, monkeypatch):
     monkeypatch.delenv(ANY, raising=False)
     monkeypatch.setenv(CUDA, "max_split_size_mb:64")
     flags = {"device": device, "usp_offload_ratio": ratio, "usp_states_on_host": states}
@@ -450,9 +444,7 @@ def test_the_trainer_sets_them_for_host_memory_on_gpus(
         ("--usp-mlp-chunks=2", "cuda", False),
     ],
 )
-def test_a_script_sets_them_for_a_checkout(
-    argument: str, device: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_sets_them_for_a_checkout(argument, device, is_set, tmp_path, monkeypatch):
     for suffix in (".bin", ".idx"):
         (tmp_path / "data").with_suffix(suffix).write_text("tokens")
     started: list[tuple[str, list[str], dict[str, str]]] = []
@@ -466,7 +458,7 @@ def test_a_script_sets_them_for_a_checkout(
 
 
 @pytest.mark.parametrize(("ratio", "is_set"), [("0.5", True), ("0", False)])
-def test_a_script_sets_them_for_transformers(ratio: str, is_set: bool, tmp_path: Path) -> None:
+def test_a_script_sets_them_for_transformers(ratio, is_set, tmp_path):
     torchrun = tmp_path / "torchrun"
     torchrun.write_text(f'#!/bin/sh\necho "${{{CUDA}-}} ${{{ANY}-}}"\n')
     torchrun.chmod(0o755)

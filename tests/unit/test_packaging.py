@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
-from typing import Literal
 
 import fast_tier
 import pytest
@@ -63,7 +62,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield path
 
 
-def test_the_wheel_says_its_commit_extras_and_program(wheel: Path) -> None:
+def test_the_wheel_says_its_commit_extras_and_program(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (folder,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
@@ -83,7 +82,7 @@ def test_the_wheel_says_its_commit_extras_and_program(wheel: Path) -> None:
     assert flash4.startswith("flash-attn-4>=4.0.0b")  # a pre-release: pip takes it without --pre
 
 
-def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_runs(wheel, tmp_path):
     """From a folder that knows no checkout: env says what is there, verify's sweep is exact."""
     target = tmp_path / "target"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -97,7 +96,7 @@ def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     assert printed.splitlines()[-1] == "EXACT (18 exact, 0 WRONG, 0 refused)"
 
 
-def test_the_source_distribution_holds_a_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_the_source_distribution_holds_a_checkout(checkout, tmp_path):
     """It builds the same wheel without git: it says its commit itself."""
     run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=checkout)
     (path,) = tmp_path.glob("*.tar.gz")
@@ -178,11 +177,11 @@ def missing(path: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_and_paths_exist(path: Path) -> None:
+def test_links_and_paths_exist(path):
     assert missing(path, path.read_text(encoding="utf-8")) == []
 
 
-def test_a_missing_file_anchor_and_path_are_found() -> None:
+def test_a_missing_file_anchor_and_path_are_found():
     text = "# One thing\n[a](no.md) [b](#one-thing) [c](#two) `ds_usp/no.py` `docs/` `no.csv`"
     assert missing(ROOT / "README.md", text) == ["no.md", "#two", "ds_usp/no.py", "no.csv"]
 
@@ -190,12 +189,12 @@ def test_a_missing_file_anchor_and_path_are_found() -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "words"), [("README.md", 150, 1300), ("ARCHITECTURE.md", 150, 1500)]
 )
-def test_the_first_pages_are_short(name: str, lines: int, words: int) -> None:
+def test_the_first_pages_are_short(name, lines, words):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert len(text.splitlines()) <= lines and len(text.split()) <= words
 
 
-def test_every_result_is_in_the_index() -> None:
+def test_every_result_is_in_the_index():
     index = (RESULTS / "README.md").read_text(encoding="utf-8")
     names = {path.name for path in RESULTS.iterdir()} - {"README.md"}
     listed = re.findall(r"`([\w.]+\.(?:csv|svg|jsonl?|txt))`", index.partition("|---")[2])
@@ -203,7 +202,7 @@ def test_every_result_is_in_the_index() -> None:
 
 
 @pytest.mark.parametrize("name", reference_pages.PAGES)
-def test_reference_pages_are_current(name: str) -> None:
+def test_reference_pages_are_current(name):
     if name == "api.md":
         pytest.importorskip("diffusers")  # which needs Python 3.11
     text = reference_pages.PAGES[name]()
@@ -218,7 +217,7 @@ def strings(path: Path) -> str:
     return " ".join("".join(str(n.value) for n in ordered).split())
 
 
-def test_messages_in_troubleshooting_are_raised_somewhere() -> None:
+def test_messages_in_troubleshooting_are_raised_somewhere():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     table = page.partition("## Error messages")[2].partition("## Questions")[0]
     messages = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
@@ -233,7 +232,7 @@ def test_messages_in_troubleshooting_are_raised_somewhere() -> None:
         assert any(all(part in source for part in parts) for source in sources), message
 
 
-def test_cases_are_spread_over_their_function() -> None:
+def test_cases_are_spread_over_their_function():
     assert fast_tier.spread(10, 3) == {0, 3, 6}
     assert fast_tier.spread(2, 5) == {0, 1}
     assert fast_tier.function_of("tests/unit/test_x.py::test_y[a[0]]") == "unit/test_x.py::test_y"
@@ -243,9 +242,7 @@ def test_cases_are_spread_over_their_function() -> None:
     ("when", "seconds", "outcome"),
     [("call", 9.0, "failed"), ("call", 4.9, "passed"), ("setup", 9.0, "passed")],
 )
-def test_a_case_that_is_too_slow_fails_the_tier(
-    when: Literal["call", "setup"], seconds: float, outcome: str
-) -> None:
+def test_a_case_that_is_too_slow_fails_the_tier(when, seconds, outcome):
     report = pytest.TestReport("a", ("", 0, ""), {}, "passed", None, when, duration=seconds)
     fast_tier.fail_if_slow(report)
     assert report.outcome == outcome

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,7 +42,7 @@ from megatron_patches.refusals import Refusal
 TOKENS, BATCH, HEAD_DIM = 24, 2, 16
 
 
-def test_a_table_holds_the_positions_of_its_rank() -> None:
+def test_a_table_holds_the_positions_of_its_rank():
     layout = ds_usp.TokenLayout("zigzag", TOKENS, 2, 2)
     for rank in range(4):
         x = torch.randn(layout.length(rank), BATCH, 3, HEAD_DIM)
@@ -55,7 +54,7 @@ def test_a_table_holds_the_positions_of_its_rank() -> None:
 
 @pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotary_dim: int) -> None:
+def test_a_layers_attention_from_its_projection(heads, kv_heads, rotary_dim):
     """The projection's features are all queries, then all keys, then all values."""
     mesh = ds_usp.SequenceMesh.single()
     state = FrameworkState(
@@ -83,7 +82,7 @@ def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotar
     assert oracle.relative_error(out, expected.transpose(0, 1).flatten(2)) < 1e-6
 
 
-def test_the_apex_stubs_compute_what_apex_does() -> None:
+def test_the_apex_stubs_compute_what_apex_does():
     apex_modules = apex.modules()
     norm = apex_modules["apex.normalization"].MixedFusedRMSNorm(8, 1e-5, sequence_parallel=True)
     x = torch.randn(3, 8)
@@ -110,7 +109,7 @@ def test_the_apex_stubs_compute_what_apex_does() -> None:
         assert torch.allclose(weight, torch.full((3,), 0.9))
 
 
-def test_using_a_stub_raises_with_what_to_install() -> None:
+def test_using_a_stub_raises_with_what_to_install():
     row = missing_modules.Stub("nemo", "nemo", "fishing: pip install nemo")
     module = missing_modules._MissingModule(row)
     tokenizer = module.AutoTokenizer
@@ -120,7 +119,7 @@ def test_using_a_stub_raises_with_what_to_install() -> None:
     assert not hasattr(module, "__path__")  # what import asks of every module
 
 
-def test_a_path_in_no_checkout_is_refused(tmp_path: Path) -> None:
+def test_a_path_in_no_checkout_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         CHECKOUT.find(tmp_path / "nowhere")
     script = tmp_path / "pretrain_gpt.py"
@@ -146,7 +145,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_process_that_a_script_spawns_does_not_run_the_script(tmp_path: Path) -> None:
+def test_a_process_that_a_script_spawns_does_not_run_the_script(tmp_path):
     """Megatron-LM saves checkpoints beside such a process, in which nothing is patched."""
     script = tmp_path / "script.py"
     script.write_text(SPAWNS)
@@ -160,7 +159,7 @@ def test_a_process_that_a_script_spawns_does_not_run_the_script(tmp_path: Path) 
     assert done.stdout == f"the script as __main__ {script}\nthe queue 0\n", done.stderr
 
 
-def test_the_framework_is_that_of_the_innermost_checkout(tmp_path: Path) -> None:
+def test_the_framework_is_that_of_the_innermost_checkout(tmp_path):
     outer, inner, both = (tmp_path / name for name in ("outer", "outer/inner", "both"))
     for root, arguments in (
         (outer, ("megatron/arguments.py",)),
@@ -176,9 +175,7 @@ def test_the_framework_is_that_of_the_innermost_checkout(tmp_path: Path) -> None
         megatron_patches.framework_of(both / "pretrain_gpt.py")
 
 
-def test_another_loaded_megatron_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_loaded_megatron_is_refused(tmp_path, monkeypatch):
     other = ModuleType("megatron")
     other.__path__ = ["/elsewhere/megatron"]
     monkeypatch.setitem(sys.modules, "megatron", other)
@@ -188,7 +185,7 @@ def test_another_loaded_megatron_is_refused(
     assert sys.path == before
 
 
-def test_dropout_seeds_differ_over_ranks_with_other_tokens() -> None:
+def test_dropout_seeds_differ_over_ranks_with_other_tokens():
     """One seed a pipeline stage, replica and shard; tensor-parallel ranks share the first."""
     ranks = [
         {"pp": pp, "dp": dp, "sp": sp, "tp": tp}
@@ -251,7 +248,7 @@ def expected(coords: list[dict[str, int]], differ: str) -> set[tuple[int, ...]]:
     return {tuple(ranks) for ranks in groups.values()}
 
 
-def test_every_group_of_every_combination() -> None:
+def test_every_group_of_every_combination():
     combinations = all_degrees(32)
     assert len(combinations) == 1142
     for degrees in combinations:
@@ -268,7 +265,7 @@ def test_every_group_of_every_combination() -> None:
         assert set(table["_POSITION_EMBEDDING_GROUP"]) == {ranks[:1] for ranks in pipelines}
 
 
-def test_the_groups_are_those_of_megatrons_own_example() -> None:
+def test_the_groups_are_those_of_megatrons_own_example():
     """16 ranks, tp 2, pp 4: the lists in the docstring of the stock initialize_model_parallel."""
     table = group_table(make_grid(16, tp=2, ulysses=1, ring=1, pp=4))
     assert table["_DATA_PARALLEL_GROUP"] == (
@@ -284,15 +281,13 @@ def test_the_groups_are_those_of_megatrons_own_example() -> None:
 @pytest.mark.parametrize(
     ("split", "words", "positions"), [(1, (0, 2, 6), (0, 2)), (3, (0, 6), (0, 6))]
 )
-def test_a_decoder_that_begins_at_a_stage_has_embeddings_too(
-    split: int, words: tuple[int, ...], positions: tuple[int, ...]
-) -> None:
+def test_a_decoder_that_begins_at_a_stage_has_embeddings_too(split, words, positions):
     table = group_table(make_grid(8, tp=2, ulysses=1, ring=1, pp=4), split)
     assert table["_EMBEDDING_GROUP"][0] == words
     assert table["_POSITION_EMBEDDING_GROUP"][0] == positions
 
 
-def test_a_world_that_does_not_divide_is_refused() -> None:
+def test_a_world_that_does_not_divide_is_refused():
     for world in (6, 12):
         with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 4 x .* = 8 ranks"):
             make_grid(world, tp=4, ulysses=2, ring=1, pp=1)
@@ -336,9 +331,7 @@ CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointin
         ({**CHECKPOINT, "contigious_checkpointing": True}, "--partition-activations alone"),
     ],
 )
-def test_an_option_that_fails_in_the_framework_is_refused_with_the_fix(
-    options: dict[str, Any], message: str
-) -> None:
+def test_an_option_that_fails_in_the_framework_is_refused_with_the_fix(options, message):
     with pytest.raises(ConfigError, match=message):
         refuse_framework_failures(SimpleNamespace(**{**PLAIN, **options}))
 
@@ -353,14 +346,12 @@ def test_an_option_that_fails_in_the_framework_is_refused_with_the_fix(
         {"log_optimizer_states_to_tensorboard": True, "optimizer": "adam"},
     ],
 )
-def test_options_that_work_are_not_refused(options: dict[str, Any]) -> None:
+def test_options_that_work_are_not_refused(options):
     refuse_framework_failures(SimpleNamespace(**{**PLAIN, **options}))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_unused_flash_attention_is_printed_on_rank_0(
-    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_flash_attention_is_printed_on_rank_0(rank, capsys, monkeypatch):
     names = ("v1", "v2", "triton", "builder")
     config = ds_usp.USPConfig(sp_degree=2, ulysses_degree=1)
     for installed, why in ((None, "flash-attn is not installed"), (object(), "a ring of 2")):
@@ -409,9 +400,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         ({"context_parallel_size": 1, "cp_comm_type": ["a2a"]}, False, False, ["a2a"]),
     ],
 )
-def test_who_computes_context_parallelism(
-    given: dict[str, Any], usp: bool, mixed: bool, kinds: list[str]
-) -> None:
+def test_who_computes_context_parallelism(given, usp, mixed, kinds):
     args = arguments(**given)
     resolve(args)
     assert (uses_usp(args), is_mixed(args)) == (usp, mixed)
@@ -428,12 +417,12 @@ def test_who_computes_context_parallelism(
         ({"cp_comm_type": ["usp"] * 3}, "has 3 entries, and the model 2 layers"),
     ],
 )
-def test_a_contradiction_is_refused(given: dict[str, Any], message: str) -> None:
+def test_a_contradiction_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         resolve(arguments(**given))
 
 
-def test_the_degree_follows_from_what_is_given() -> None:
+def test_the_degree_follows_from_what_is_given():
     assert check_degrees(4, None, None) == 4
     assert check_degrees(4, None, [2, 2]) == 2
     assert check_degrees(4, 1, None, heads=2) == 1
@@ -441,7 +430,7 @@ def test_the_degree_follows_from_what_is_given() -> None:
         check_degrees(4, 4, [2, 2])
 
 
-def test_the_planner_reads_the_run() -> None:
+def test_the_planner_reads_the_run():
     run = planned_run(arguments(ulysses_degree=2, tensor_model_parallel_size=2, world_size=16))
     config, model = run.parallel_config(), run.model_shape()
     assert (config.tp, config.ulysses, config.ring, config.dp) == (2, 2, 2, 2)
@@ -479,13 +468,7 @@ SERVED = {
         (1, {"usp_projection_overlap": "recompute"}, "recompute", ""),
     ],
 )
-def test_the_planner_decides_about_projections(
-    gpus_per_node: int,
-    given: dict[str, Any],
-    resolved: str,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_planner_decides_about_projections(gpus_per_node, given, resolved, line, monkeypatch):
     def this_cluster(*_: object, **__: object) -> Cluster:
         return load_cluster("h800").with_gpus_per_node(gpus_per_node)
 
@@ -502,7 +485,7 @@ def test_the_planner_decides_about_projections(
     assert overlap == ("recompute" if resolved == "recompute" else "off")
 
 
-def test_every_tensor_parallel_rank_has_a_key_value_head() -> None:
+def test_every_tensor_parallel_rank_has_a_key_value_head():
     grouped = {"group_query_attention": True, "num_query_groups": 2}
     assert key_value_heads(arguments(**grouped)) == 2
     assert key_value_heads(arguments(**grouped, tensor_model_parallel_size=4)) == 4
@@ -523,7 +506,7 @@ class Anything(dict[str, Any]):
 
 
 @pytest.mark.parametrize("module", [unsupported, memory, projections])
-def test_every_refusal_says_what_to_do(module: ModuleType) -> None:
+def test_every_refusal_says_what_to_do(module):
     tables = [x for x in vars(module).values() if isinstance(x, tuple)]
     rows = [row for table in tables for row in table if isinstance(row, Refusal)]
     assert len(rows) > 5
@@ -532,7 +515,7 @@ def test_every_refusal_says_what_to_do(module: ModuleType) -> None:
         assert row.fix[0].isupper() and not row.fix.endswith("."), text
 
 
-def test_only_the_check_sees_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_check_sees_one_queue(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     checked = ModuleType("megatron.training.arguments")
     checked.os = os  # type: ignore[attr-defined]
@@ -565,7 +548,7 @@ def packages(*modules: ModuleType) -> Iterable[tuple[str, ModuleType]]:
         yield module.__name__, module
 
 
-def test_a_number_goes_to_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_goes_to_a_gpu_without_a_copy(monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr(torch, "full", lambda *args, **options: calls.append((args, options)))
     module = lazy_sync.lazy_sync_torch()
@@ -584,7 +567,7 @@ def test_a_number_goes_to_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_the_bias_dropout_fusion_of_torchscript_is_off() -> None:
+def test_the_bias_dropout_fusion_of_torchscript_is_off():
     args = SimpleNamespace(
         bias_dropout_fusion=True, masked_softmax_fusion=True, gradient_accumulation_fusion=True
     )
@@ -592,7 +575,7 @@ def test_the_bias_dropout_fusion_of_torchscript_is_off() -> None:
     assert not args.bias_dropout_fusion
 
 
-def test_without_a_gpu_the_originals_add_biases() -> None:
+def test_without_a_gpu_the_originals_add_biases():
     x, bias = torch.ones(3, 2, 4), torch.arange(4.0)
     calls: list[Any] = []
 
@@ -604,7 +587,7 @@ def test_without_a_gpu_the_originals_add_biases() -> None:
     assert [len(args) for args in calls] == [5, 7]
 
 
-def test_an_expanded_bias_becomes_one_row() -> None:
+def test_an_expanded_bias_becomes_one_row():
     bias = torch.arange(4.0)
     for expanded in (bias, bias.expand(3, 2, 4), bias.expand(3, 1, 4), bias.expand(1, 1, 4)):
         assert torch.equal(fused_bias._unexpand_bias(expanded), bias)
@@ -627,9 +610,7 @@ def random_gradients(device: str, dtype: torch.dtype = torch.float32) -> list[Te
 @pytest.mark.parametrize("norm_type", [2, 3.0, math.inf])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_norm_is_deepspeeds(
-    dtype: torch.dtype, rank: int, norm_type: float, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_norm_is_deepspeeds(dtype, rank, norm_type, device, monkeypatch):
     """With padding, which does not count, and parameters sharded over ranks or replicated."""
     from deepspeed.runtime.zero import stage_1_and_2
 
@@ -665,7 +646,7 @@ def test_the_norm_is_deepspeeds(
     assert counts[1] <= 3 or norm_type == math.inf  # kinds of parameters, not parameters
 
 
-def test_gradients_that_foreach_does_not_take_are_left_to_deepspeed() -> None:
+def test_gradients_that_foreach_does_not_take_are_left_to_deepspeed():
     mixed = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     for gradients, norm_type in ((mixed, 2), ([], 2), ([torch.ones(2)], math.inf)):
         calls: list[Any] = []
@@ -684,9 +665,7 @@ def test_gradients_that_foreach_does_not_take_are_left_to_deepspeed() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("position", range(len(SHAPES)))
-def test_an_overflow_is_found_in_any_gradient(
-    bad: float | None, position: int, device: str
-) -> None:
+def test_an_overflow_is_found_in_any_gradient(bad, position, device):
     gradients: list[Any] = random_gradients(device)
     gradients[0].view(-1)[0] = torch.finfo(torch.float32).max
     if bad is not None:

@@ -93,7 +93,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize(("mode", "text"), PRINTED.values(), ids=PRINTED)
-def test_a_schedule_prints_in_one_line(mode: dict[str, Any], text: str) -> None:
+def test_a_schedule_prints_in_one_line(mode, text):
     ring, chunks = mode.pop("ring"), mode.pop("chunks", 3)
     layout = TokenLayout("contiguous", 16, 1, ring)
     # A chunk among others, whose local block is not divided.
@@ -106,7 +106,7 @@ def test_a_schedule_prints_in_one_line(mode: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["a2a", "0a3a", "0a2a??", "x0kv1", "0attn1.", "-1kv0"])
-def test_a_word_that_is_no_instruction_is_refused(word: str) -> None:
+def test_a_word_that_is_no_instruction_is_refused(word):
     with pytest.raises(ValueError, match="is no instruction, as '0a2a' or '1kv0\\?'"):
         parse(f"0a2a {word}")
 
@@ -173,14 +173,14 @@ OWN_POST_OF = {
 }
 
 
-def test_exchanges_that_overlap_nothing_are_known() -> None:
+def test_exchanges_that_overlap_nothing_are_known():
     text = "0a2a 0a2a? 0kv0 0kv0? 0attn0.0 0end 0ret 1a2a 0ret? 1a2a?"
     assert exposed_posts(parse(text)) == set(parse("0a2a 0kv0"))
 
 
 @given(modes())
 @examples(300)
-def test_every_exchange_is_posted_once_and_then_waited_for_once(mode: Mode) -> None:
+def test_every_exchange_is_posted_once_and_then_waited_for_once(mode):
     for schedule in mode.schedules():
         assert parse(render(schedule)) == schedule
         assert len(set(schedule)) == len(schedule)
@@ -194,7 +194,7 @@ def test_every_exchange_is_posted_once_and_then_waited_for_once(mode: Mode) -> N
 
 @given(modes())
 @examples(300)
-def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mode: Mode) -> None:
+def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mode):
     backward = mode.flags["backward"]
     name = "backward_steps" if backward else "steps"
     for chunks, schedule in zip(mode.ranks, mode.schedules(), strict=True):
@@ -246,7 +246,7 @@ def max_in_flight(schedule: Schedule, kind: str) -> int:
 
 @given(modes())
 @examples(300)
-def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode: Mode) -> None:
+def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode):
     """A chunk's ring exchanges are in flight one at a time; three all-to-alls at most."""
     for schedule in mode.schedules():
         for kind in EXCHANGES:
@@ -259,7 +259,7 @@ def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode: Mode)
 
 @given(modes())
 @examples(300)
-def test_ranks_post_in_one_order_and_never_wait_for_each_other(mode: Mode) -> None:
+def test_ranks_post_in_one_order_and_never_wait_for_each_other(mode):
     """Even where a wait blocks the CPU (gloo), and however many kernel calls each rank has."""
     schedules = mode.schedules()
     assert len({exchange_order(schedule) for schedule in schedules}) == 1
@@ -337,9 +337,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize(("rules", "lanes", "exposed"), BY_HAND.values(), ids=BY_HAND)
-def test_a_timeline_by_hand(
-    rules: dict[str, Any], lanes: dict[str, str], exposed: dict[str, float]
-) -> None:
+def test_a_timeline_by_hand(rules, lanes, exposed):
     timeline = simulate(parse(TWO_CHUNKS), by_name, **rules)
     assert bars(timeline) == lanes
     assert timeline.compute == 2 * (4 + 4 + 1)
@@ -347,7 +345,7 @@ def test_a_timeline_by_hand(
     assert timeline.total == timeline.events[-1].stop
 
 
-def test_the_cpu_launches_instructions_one_after_the_other() -> None:
+def test_the_cpu_launches_instructions_one_after_the_other():
     """Without waiting: a kernel hides the launches of what follows it."""
     alone = parse("0slice 0attn0.0 0attn1.0 0end")
     late = simulate(alone, by_name, launch_s=3)
@@ -356,7 +354,7 @@ def test_the_cpu_launches_instructions_one_after_the_other() -> None:
     assert simulate(alone, by_name, launch_s=5).exposed == {LAUNCH: 10 + 1 + 1}
 
 
-def test_a_wait_for_what_was_not_posted_is_refused() -> None:
+def test_a_wait_for_what_was_not_posted_is_refused():
     with pytest.raises(ValueError, match="0a2a\\? waits for 0a2a, which was not posted"):
         simulate(parse("0a2a? 0a2a"), by_name)
 
@@ -399,7 +397,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 @given(runs())
 @examples(200)
-def test_all_seconds_are_work_or_exposed(run: Run) -> None:
+def test_all_seconds_are_work_or_exposed(run):
     timeline = run.simulate()
     work = sum(cost.compute for cost in run.costs.values())
     assert timeline.compute == pytest.approx(work)
@@ -416,7 +414,7 @@ def test_all_seconds_are_work_or_exposed(run: Run) -> None:
 
 @given(runs())
 @examples(200)
-def test_exchanges_that_take_no_time_expose_nothing(run: Run) -> None:
+def test_exchanges_that_take_no_time_expose_nothing(run):
     free = {instr: Cost(cost.compute) for instr, cost in run.costs.items()}
     timeline = run._replace(costs=free).simulate(launch_s=0.0)
     assert timeline.total == timeline.compute and not timeline.exposed
@@ -425,7 +423,7 @@ def test_exchanges_that_take_no_time_expose_nothing(run: Run) -> None:
 
 @given(runs())
 @examples(200)
-def test_lanes_are_in_order_and_waits_end_with_their_exchange(run: Run) -> None:
+def test_lanes_are_in_order_and_waits_end_with_their_exchange(run):
     timeline = run.simulate()
     index_of = {instr: index for index, instr in enumerate(run.schedule)}
     by_instr = {

@@ -64,21 +64,21 @@ PARAMETERS = {
 }
 
 
-def test_public_names_are_documented() -> None:
+def test_public_names_are_documented():
     assert len(ds_usp.__all__) == len(NAMES)
     for name in NAMES:
         assert getattr(ds_usp, name).__doc__, name
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_frozen(name: str) -> None:
+def test_parameters_are_frozen(name):
     target = ds_usp
     for part in name.split("."):
         target = getattr(target, part)
     assert " ".join(inspect.signature(target).parameters) == PARAMETERS[name]
 
 
-def test_every_error_is_public_and_a_value_error() -> None:
+def test_every_error_is_public_and_a_value_error():
     kinds = {n: e for n, e in vars(errors).items() if isinstance(e, type)}
     assert set(kinds) == {name for name in NAMES if name.endswith("Error")}
     assert ds_usp.USPError.__bases__ == (ValueError,)
@@ -102,7 +102,7 @@ print(sorted(heads & {"deepspeed", "megatron", "flash_attn", "matplotlib", "eino
 """
 
 
-def test_import_has_no_side_effects_and_needs_no_framework() -> None:
+def test_import_has_no_side_effects_and_needs_no_framework():
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:ds_usp", "-c", PROBE],
         cwd=ROOT,
@@ -114,7 +114,7 @@ def test_import_has_no_side_effects_and_needs_no_framework() -> None:
     assert done.stdout.splitlines() == ["[]", "[]"]
 
 
-def test_names_that_need_torch_are_imported_on_access() -> None:
+def test_names_that_need_torch_are_imported_on_access():
     """And submodules without an import of their own."""
     modules = ["memory", "planner", "profiling", "training"]
     probe = (
@@ -196,29 +196,29 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_refused(name: str) -> None:
+def test_refused(name):
     call, message = CASES[name]
     with pytest.raises(ConfigError, match=message):
         call()
 
 
-def test_input_ids_are_whole_numbers() -> None:
+def test_input_ids_are_whole_numbers():
     batches = [{"input_ids": torch.ones(1, 8)}]
     with pytest.raises(DataError, match=r"torch.float32, expected whole numbers"):
         next(iter(training.SequenceParallelDataLoader(batches, MESH)))
 
 
-def test_an_offload_takes_the_name_of_a_device() -> None:
+def test_an_offload_takes_the_name_of_a_device():
     assert memory.Offload(0.5, "cpu").copier.device == torch.device("cpu")
 
 
-def test_a_bias_on_some_layers_takes_the_plain_path() -> None:
+def test_a_bias_on_some_layers_takes_the_plain_path():
     layers = [Linear(16, 32), Linear(16, 32, bias=False), Linear(16, 32)]  # as Whisper has them
     plain, overlapped = attention(layers, overlap=False), attention(layers, overlap=True)
     assert isinstance(plain, torch.Tensor) and plain.shape == overlapped.shape
 
 
-def test_a_line_is_said_once_and_on_rank_0_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_is_said_once_and_on_rank_0_only(caplog):
     for text in ("no Triton, 100% torch", "no Triton, 100% torch", "no NVLink"):
         for rank in (1, 0, 0):
             warn_once(text, rank=rank)

@@ -78,7 +78,7 @@ class Spy:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_graph_that_is_dropped_frees_what_was_saved(reentrant: bool) -> None:
+def test_a_graph_that_is_dropped_frees_what_was_saved(reentrant):
     spy = Spy()
     gc.disable()
     try:
@@ -93,7 +93,7 @@ def test_a_graph_that_is_dropped_frees_what_was_saved(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_backward_frees_the_tensors_even_where_the_loss_lives_on(reentrant: bool) -> None:
+def test_backward_frees_the_tensors_even_where_the_loss_lives_on(reentrant):
     spy = Spy()
     loss = checkpoint(keep_attention(spy), some(), use_reentrant=reentrant).sum()
     assert spy.alive == [True]
@@ -101,13 +101,13 @@ def test_backward_frees_the_tensors_even_where_the_loss_lives_on(reentrant: bool
     assert not any(spy.alive) and loss.grad_fn is not None
 
 
-def test_without_gradients_nothing_is_saved() -> None:
+def test_without_gradients_nothing_is_saved():
     with torch.no_grad():
         assert keep_attention(layer) is layer
     assert keep_attention(layer) is not layer
 
 
-def test_recomputed_inputs_serve_where_nothing_is_exchanged() -> None:
+def test_recomputed_inputs_serve_where_nothing_is_exchanged():
     """q, k and v are not kept: the only large tensors that live on are the input and the output."""
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -121,7 +121,7 @@ def test_recomputed_inputs_serve_where_nothing_is_exchanged() -> None:
     y.sum().backward()
 
 
-def test_an_error_in_the_first_run_leaves_nothing_behind() -> None:
+def test_an_error_in_the_first_run_leaves_nothing_behind():
     def failing(x: torch.Tensor) -> torch.Tensor:
         layer(x)
         raise KeyError("mine")
@@ -143,13 +143,13 @@ def backward_twice(run: Callable[..., torch.Tensor], reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_backward_runs_once(reentrant: bool) -> None:
+def test_backward_runs_once(reentrant):
     backward_twice(layer, reentrant)
     with pytest.raises(RecomputeError, match="retain_graph"):
         backward_twice(keep_attention(layer), reentrant)
 
 
-def test_a_recomputation_that_does_something_else_is_refused() -> None:
+def test_a_recomputation_that_does_something_else_is_refused():
     calls: list[int] = []
 
     def more(x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_a_recomputation_that_does_something_else_is_refused() -> None:
             y.sum().backward()
 
 
-def test_an_output_that_is_changed_in_place_is_noticed() -> None:
+def test_an_output_that_is_changed_in_place_is_noticed():
     def careless(x: torch.Tensor) -> torch.Tensor:
         out = attend(x.sin(), x.cos(), x.tanh())
         out.detach().mul_(2)
@@ -178,7 +178,7 @@ def test_an_output_that_is_changed_in_place_is_noticed() -> None:
         y.sum().backward()
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_refused():
     x = some()
     y = checkpoint(keep_attention(layer), x, use_reentrant=False)
     with pytest.raises(RecomputeError, match="create_graph"):
@@ -196,7 +196,7 @@ class Learning(torch.nn.Module):
         return q * self.scale
 
 
-def test_a_local_attention_with_parameters_is_refused() -> None:
+def test_a_local_attention_with_parameters_is_refused():
     drop_in = USPAttention(Learning(), mesh=MESH)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -208,9 +208,7 @@ def test_a_local_attention_with_parameters_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_an_attention_that_draws_random_numbers_leaves_them_as_the_first_run_did(
-    reentrant: bool,
-) -> None:
+def test_an_attention_that_draws_random_numbers_leaves_them_as_the_first_run_did(reentrant):
     class Dropping(torch.nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.dropout(q * k, 0.5) + v
@@ -233,7 +231,7 @@ def test_an_attention_that_draws_random_numbers_leaves_them_as_the_first_run_did
     assert torch.equal(actual, want)
 
 
-def test_an_output_that_reaches_no_loss_is_as_it_is_without() -> None:
+def test_an_output_that_reaches_no_loss_is_as_it_is_without():
     def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return layer(x), x * 3
 
@@ -244,7 +242,7 @@ def test_an_output_that_reaches_no_loss_is_as_it_is_without() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_sinks_that_are_computed_in_the_checkpoint_get_gradients(reentrant: bool) -> None:
+def test_sinks_that_are_computed_in_the_checkpoint_get_gradients(reentrant):
     """A reentrant checkpoint's first run has no gradients, so they require none there."""
     mesh, x = SequenceMesh.single(), torch.randn(1, S, 2, 4)
     grads = []
@@ -294,7 +292,7 @@ def gradients(memory: LayerMemory, in_flight: int = 1) -> list[Tensor]:
 
 @pytest.mark.parametrize("recompute", ["full", "attention"])
 @pytest.mark.parametrize("size", [2, 3, 7, 9])
-def test_gradients_are_bitwise_those_without(recompute: str, size: int) -> None:
+def test_gradients_are_bitwise_those_without(recompute, size):
     want = gradients(LayerMemory("none"))
     for ratio, in_flight in ((None, 1), (0.4, 1), (1.0, 3)):
         moving = offload(ratio) if ratio is not None else None
@@ -305,7 +303,7 @@ def test_gradients_are_bitwise_those_without(recompute: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["full", "attention"])
-def test_torchs_checkpoint_that_is_not_reentrant(recompute: str) -> None:
+def test_torchs_checkpoint_that_is_not_reentrant(recompute):
     want = gradients(LayerMemory("none"))
     one = partial(checkpoint, use_reentrant=False)
     for moving in (None, offload(0.7)):
@@ -339,7 +337,7 @@ def run(memory: LayerMemory, layer: Callable[[Tensor], Any], layers: int) -> Ten
 
 
 @pytest.mark.parametrize(("layers", "size"), [(8, 4), (7, 3), (6, 1), (5, 5), (9, 2)])
-def test_layers_run_and_inputs_kept(layers: int, size: int) -> None:
+def test_layers_run_and_inputs_kept(layers, size):
     groups = -(-layers // size)
     layer, kept = Counted(), []
 
@@ -376,7 +374,7 @@ def offloaded_inputs(sizes: Sizes, config: ParallelConfig) -> float:
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_host_memory_is_the_planners(size: int) -> None:
+def test_host_memory_is_the_planners(size):
     for layers in (4, 8, 9, 12, 32):
         sizes = SIZES._replace(layers=layers)
         moving = Offload(1.0, CPU, min_bytes=0, copier=HostDeviceCopier(CPU, HIDDEN_BYTES))
@@ -388,7 +386,7 @@ def test_host_memory_is_the_planners(size: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "layers"), [(2, 8), (4, 16)])
-def test_attentions_results_in_host_memory_are_the_planners(size: int, layers: int) -> None:
+def test_attentions_results_in_host_memory_are_the_planners(size, layers):
     sizes, moving = SIZES._replace(layers=layers), offload(1.0)
     model = Stack(LayerMemory("attention", moving, checkpoint_layers=size), sizes)
     (x,) = model.inputs(1)
@@ -398,7 +396,7 @@ def test_attentions_results_in_host_memory_are_the_planners(size: int, layers: i
     loss.backward()
 
 
-def test_a_graph_that_is_dropped_frees_the_group() -> None:
+def test_a_graph_that_is_dropped_frees_the_group():
     layer, moving = Counted(), offload(1.0)
     memory = LayerMemory("full", moving, checkpoint_layers=3)
     gc.disable()
@@ -430,7 +428,7 @@ def saved_bytes(memory: LayerMemory, mlp_chunks: int = 0) -> int:
 
 
 @pytest.mark.parametrize("mlp_chunks", [0, 4])
-def test_saved_bytes_are_one_input_a_group(mlp_chunks: int) -> None:
+def test_saved_bytes_are_one_input_a_group(mlp_chunks):
     for recompute in ("full", "attention"):
         each = saved_bytes(LayerMemory(recompute), mlp_chunks)
         for size, groups in ((2, 4), (3, 3), (7, 1)):
@@ -454,7 +452,7 @@ class Tracker:
 
 
 @pytest.mark.parametrize("recompute", ["full", "attention"])
-def test_dropout_of_every_generator_is_the_same(recompute: str) -> None:
+def test_dropout_of_every_generator_is_the_same(recompute):
     tracker = Tracker()
     weight = torch.eye(8).requires_grad_()
 
@@ -498,7 +496,7 @@ def test_dropout_of_every_generator_is_the_same(recompute: str) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_autocast_of_the_forward_pass() -> None:
+def test_autocast_of_the_forward_pass():
     results = []
     for memory in (LayerMemory("none"), LayerMemory("full", checkpoint_layers=3)):
         torch.manual_seed(2)
@@ -513,7 +511,7 @@ def test_autocast_of_the_forward_pass() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_inputs_that_are_no_results_are_refused() -> None:
+def test_inputs_that_are_no_results_are_refused():
     memory = LayerMemory("full", checkpoint_layers=2)
     x = memory.run(0, torch.sin, torch.ones(3).requires_grad_())
     with pytest.raises(ConfigError, match="input of layer 1 is not the result of layer 0"):
@@ -529,7 +527,7 @@ def test_inputs_that_are_no_results_are_refused() -> None:
         assert memory.run(4, torch.add, x, x).equal(2 * x)
 
 
-def test_checkpoints_that_keep_their_input_otherwise_are_refused() -> None:
+def test_checkpoints_that_keep_their_input_otherwise_are_refused():
     """As DeepSpeed's, which keeps it as an attribute."""
 
     class Keeping(torch.autograd.Function):
@@ -543,7 +541,7 @@ def test_checkpoints_that_keep_their_input_otherwise_are_refused() -> None:
         memory.run(0, torch.sin, torch.ones(3).requires_grad_())
 
 
-def test_a_layer_that_does_otherwise_each_time_is_noticed() -> None:
+def test_a_layer_that_does_otherwise_each_time_is_noticed():
     memory, sizes = LayerMemory("full", checkpoint_layers=2), iter([3, 2])
 
     def first(x: Tensor) -> Tensor:
@@ -554,7 +552,7 @@ def test_a_layer_that_does_otherwise_each_time_is_noticed() -> None:
         x.sum().backward()
 
 
-def test_policies_without_checkpoints_are_refused() -> None:
+def test_policies_without_checkpoints_are_refused():
     for recompute in ("none", "gemm-last"):
         with pytest.raises(ConfigError, match="Use attention or full"):
             LayerMemory(recompute, checkpoint_layers=2)
@@ -562,7 +560,7 @@ def test_policies_without_checkpoints_are_refused() -> None:
         LayerMemory("full", checkpoint_layers=0)
 
 
-def test_a_recomputation_keeps_the_values_of_single_elements_alone() -> None:
+def test_a_recomputation_keeps_the_values_of_single_elements_alone():
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         return 2 * x, x.sum()
 
@@ -664,9 +662,7 @@ def step(mlp: MLP, join: Join, layers: int = 2) -> tuple[list[Tensor], int, int]
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("linear", LINEARS)
-def test_gradients_are_bitwise_the_same_and_no_product_runs_twice(
-    linear: type[nn.Linear], norm: type[nn.Module]
-) -> None:
+def test_gradients_are_bitwise_the_same_and_no_product_runs_twice(linear, norm):
     mlp = MLP(linear, norm)
     want, flops, saved_plain = step(mlp, plain)
     actual, flops_again, saved = step(mlp, recompute_before)
@@ -676,12 +672,12 @@ def test_gradients_are_bitwise_the_same_and_no_product_runs_twice(
     assert saved == 2 * 2 * TOKENS * (FEATURES + 2 * FFN) * 4 <= saved_plain / 2
 
 
-def test_the_count_would_see_a_product_that_runs_twice() -> None:
+def test_the_count_would_see_a_product_that_runs_twice():
     mlp = MLP(FunctionLinear, nn.RMSNorm)
     assert step(mlp, torch_checkpoint)[1] > step(mlp, plain)[1]
 
 
-def test_a_link_between_two_modules() -> None:
+def test_a_link_between_two_modules():
     mlp = MLP(nn.Linear, nn.LayerNorm)
     want = step(mlp, plain)
     GemmLast.between(mlp.norm, mlp.up)
@@ -697,7 +693,7 @@ def test_a_link_between_two_modules() -> None:
     assert actual[1] == want[1] and actual[2] < 0.6 * want[2]
 
 
-def test_a_consumer_that_is_handed_something_else_keeps_it() -> None:
+def test_a_consumer_that_is_handed_something_else_keeps_it():
     link, linear = GemmLast(), nn.Linear(FEATURES, FEATURES)
     produce, consume = link.produce(torch.sin), link.consume(linear)
     x, other = (torch.randn(3, FEATURES).requires_grad_() for _ in range(2))
@@ -706,13 +702,13 @@ def test_a_consumer_that_is_handed_something_else_keeps_it() -> None:
     assert torch.equal(other.grad, torch.ones(3, FEATURES) @ linear.weight)
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_without_gradients_nothing_is_kept():
     with torch.no_grad():
         x = torch.randn(3, FEATURES)
         assert torch.equal(recompute_before(torch.sin, torch.cos, x), x.sin().cos())
 
 
-def test_the_producer_runs_once_more_and_what_it_gave_is_freed() -> None:
+def test_the_producer_runs_once_more_and_what_it_gave_is_freed():
     runs: list[weakref.ref[Any]] = []
 
     def producer(x: Tensor) -> Tensor:
@@ -731,7 +727,7 @@ def test_the_producer_runs_once_more_and_what_it_gave_is_freed() -> None:
         gc.enable()
 
 
-def test_automatic_casts_are_those_of_the_forward_pass() -> None:
+def test_automatic_casts_are_those_of_the_forward_pass():
     """The producer casts to bf16 in the forward pass, and backward runs outside of autocast."""
     producer, consumer = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
 
@@ -744,7 +740,7 @@ def test_automatic_casts_are_those_of_the_forward_pass() -> None:
     assert all(map(torch.equal, gradients(recompute_before), gradients(plain)))
 
 
-def test_hooks_pass_on_what_they_do_not_pack() -> None:
+def test_hooks_pass_on_what_they_do_not_pack():
     def pack_of(shape: tuple[int, ...], packed: list[Tensor]) -> Callable[[Tensor], Tensor | None]:
         return lambda x: packed.append(x) or x if x.shape == shape else None
 
@@ -759,7 +755,7 @@ def test_hooks_pass_on_what_they_do_not_pack() -> None:
     assert torch.equal(x.grad, 7 * x.exp()) and torch.equal(y.grad, 5 * y.exp())
 
 
-def test_inside_an_activation_checkpoint() -> None:
+def test_inside_an_activation_checkpoint():
     mlp = MLP(FunctionLinear, nn.LayerNorm)
     want = step(mlp, plain)[0]
     for reentrant in (True, False):
@@ -774,7 +770,7 @@ def test_inside_an_activation_checkpoint() -> None:
         torch.testing.assert_close(actual, want, rtol=2e-5, atol=1e-6)
 
 
-def test_what_cannot_be_computed_again_is_refused() -> None:
+def test_what_cannot_be_computed_again_is_refused():
     linear, x = nn.Linear(FEATURES, FEATURES), torch.randn(3, FEATURES).requires_grad_()
     with pytest.raises(RecomputeError, match="Dropout draws random numbers"):
         recompute_before(nn.Dropout(0.5), linear, x)
@@ -790,7 +786,7 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
         recompute_before(changing, linear, x.exp()).sum().backward()
 
 
-def test_an_input_that_is_changed_in_place_is_noticed() -> None:
+def test_an_input_that_is_changed_in_place_is_noticed():
     x = torch.randn(3, FEATURES).requires_grad_().exp()
     y = recompute_before(torch.sin, nn.Linear(FEATURES, FEATURES), x)
     with torch.no_grad():

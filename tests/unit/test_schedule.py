@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -62,7 +60,7 @@ def most_calls(kind: str, ulysses: int, ring: int, order: str, support: TileSupp
 @pytest.mark.parametrize("order", ALL_ORDERS)
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
 @pytest.mark.parametrize("support", [TileSupport(False, False), ANY_BAND], ids=["plain", "any"])
-def test_causal_takes_one_kernel_call_a_step(kind: str, order: str, support: TileSupport) -> None:
+def test_causal_takes_one_kernel_call_a_step(kind, order, support):
     for ulysses in (1, 2, 3):
         for ring in (1, 2, 3, 4):
             # Layouts over all ranks, Megatron's zigzag and contiguous, give a ring rank two pieces
@@ -88,7 +86,7 @@ GATHERED = {
 
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
-def test_all_blocks_at_once_take_few_kernel_calls(kind: str) -> None:
+def test_all_blocks_at_once_take_few_kernel_calls(kind):
     others, whole = GATHERED[kind]
     plain = TileSupport(False, False)
     for layout in (TokenLayout(kind, 60 * ulysses, ulysses, 5) for ulysses in (1, 2, 3)):
@@ -103,7 +101,7 @@ def test_all_blocks_at_once_take_few_kernel_calls(kind: str) -> None:
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
-def test_causal_work_is_balanced_over_ranks_and_steps(kind: str, ring: int) -> None:
+def test_causal_work_is_balanced_over_ranks_and_steps(kind, ring):
     local = 32
     layout = TokenLayout(kind, local * ring, 1, ring)
     plans = schedules(layout, CAUSAL)
@@ -129,7 +127,7 @@ def test_causal_work_is_balanced_over_ranks_and_steps(kind: str, ring: int) -> N
 
 
 @pytest.mark.parametrize("kind", BALANCED)
-def test_uneven_lengths_stay_balanced(kind: str) -> None:
+def test_uneven_lengths_stay_balanced(kind):
     for seq_len in range(256, 320):
         work = [plan.pairs for plan in schedules(TokenLayout(kind, seq_len, 1, 4), CAUSAL)]
         assert max(work) / min(work) < 1.08
@@ -152,14 +150,14 @@ SHORT_RINGS = [
 
 
 @pytest.mark.parametrize(("kind", "local", "left", "visited"), SHORT_RINGS)
-def test_a_window_shortens_the_ring(kind: str, local: int, left: int, visited: list[int]) -> None:
+def test_a_window_shortens_the_ring(kind, local, left, visited):
     layout, mask = TokenLayout(kind, 8 * local, 1, 8), MaskSpec.window(left)
     assert offsets(schedules(layout, mask)) == visited
     gathered = schedules(layout, mask, gather=True, position="local_first")
     assert {len(plan.steps) for plan in gathered} == {min(len(visited), 2)}
 
 
-def test_alone_the_nearest_block_comes_first_and_hides_the_others() -> None:
+def test_alone_the_nearest_block_comes_first_and_hides_the_others():
     for plan in schedules(TokenLayout("zigzag", 80, 1, 5), MaskSpec.full(), gather=True):
         before = (plan.ring_rank - 1) % 5
         assert [[run.rank for run in step.kv_ranges] for step in plan.steps[1:]] == [
@@ -169,13 +167,13 @@ def test_alone_the_nearest_block_comes_first_and_hides_the_others() -> None:
 
 
 @pytest.mark.parametrize("seq_len", [64, 63, 62, 61])
-def test_a_zigzag_shard_is_cut_where_its_remote_steps_begin(seq_len: int) -> None:
+def test_a_zigzag_shard_is_cut_where_its_remote_steps_begin(seq_len):
     steps = ring_schedule(TokenLayout("zigzag", seq_len, 1, 2), CAUSAL, 0).backward_steps
     early, remote, late = [[(call.q_start, call.q_stop) for call in x.calls] for x in steps]
     assert early[0][1] == remote[0][0] == late[0][0] == 16
 
 
-def test_causal_visits_every_block_and_one_rank_visits_its_own() -> None:
+def test_causal_visits_every_block_and_one_rank_visits_its_own():
     for kind in ALL_LAYOUTS:
         (plan,) = schedules(TokenLayout(kind, 16), CAUSAL)
         assert len(plan.steps) == 1 and plan.pairs == 16 * 17 // 2
@@ -197,9 +195,7 @@ TRAVEL = [
 
 
 @pytest.mark.parametrize(("kind", "mask", "gives"), TRAVEL, ids=str)
-def test_only_what_is_used_travels(
-    kind: str, mask: MaskSpec, gives: list[list[list[tuple[int, int, int]]]]
-) -> None:
+def test_only_what_is_used_travels(kind, mask, gives):
     layout = TokenLayout(kind, 24, 1, 3)
     plans = schedules(layout, mask)[:2]
     assert [[list(step.send_ranges) for step in plan.steps[1:]] for plan in plans] == gives
@@ -208,24 +204,24 @@ def test_only_what_is_used_travels(
     assert [[list(step.send_ranges) for step in plan.steps[1:]] for plan in plans] == together
 
 
-def test_equal_questions_share_one_plan() -> None:
+def test_equal_questions_share_one_plan():
     plans = [ring_schedule(TokenLayout("zigzag", 32, 2, 2), MaskSpec.causal(), 1) for _ in "ab"]
     assert plans[0] is plans[1]
 
 
 @pytest.mark.parametrize("ring_rank", [-1, 2])
-def test_a_rank_outside_the_ring_is_refused(ring_rank: int) -> None:
+def test_a_rank_outside_the_ring_is_refused(ring_rank):
     with pytest.raises(LayoutError, match=f"ring rank {ring_rank}"):
         ring_schedule(TokenLayout("zigzag", 32, 2, 2), CAUSAL, ring_rank)
 
 
-def test_keys_of_another_stride_are_refused_under_a_window() -> None:
+def test_keys_of_another_stride_are_refused_under_a_window():
     layouts = TokenLayout("striped", 32, 1, 4), TokenLayout("zigzag", 32, 1, 4)
     with pytest.raises(LayoutError, match="stride 4 cannot meet keys of stride 1"):
         ring_schedule(layouts[0], CAUSAL, 0, kv_layout=layouts[1])
 
 
-def test_a_schedule_prints_as_a_table() -> None:
+def test_a_schedule_prints_as_a_table():
     layout = TokenLayout("contiguous", 16, 1, 2)
     first, last = (ring_schedule(layout, CAUSAL, rank) for rank in range(2))
     assert str(first).splitlines() == [
@@ -253,7 +249,7 @@ def test_a_schedule_prints_as_a_table() -> None:
     ]
 
 
-def test_a_double_ring_prints_its_windows() -> None:
+def test_a_double_ring_prints_its_windows():
     plan = str(ring_schedule(TokenLayout("zigzag", 32, 1, 4), CAUSAL, 3, inner=2))
     assert plan.splitlines()[1:] == [
         "  outer step 1 relays 1[0:4], sends 1[0:8]",
@@ -270,7 +266,7 @@ Borders = list[int]
 # ------------------------------------------------------------------ the mask
 
 
-def test_samples_have_their_own_documents() -> None:
+def test_samples_have_their_own_documents():
     mask = MaskSpec.full(documents=[[0, 2, 4], [0, 4]])
     assert not mask.allows(1, 2, sample=0) and mask.allows(1, 2, sample=1)
     assert mask.samples == 2 and MaskSpec.full([[0, 4]]).samples is None
@@ -291,7 +287,7 @@ def test_samples_have_their_own_documents() -> None:
     ],
     ids=str,
 )
-def test_borders_of_any_kind_are_one_value(given: Any) -> None:
+def test_borders_of_any_kind_are_one_value(given):
     masks = [MaskSpec.causal(documents=given), MaskSpec.causal([0, 5, 17])]
     assert masks[0].documents == ((0, 5, 17),) and masks[0] == masks[1]
     assert hash(masks[0]) == hash(masks[1]) and masks[0] != MaskSpec.causal()
@@ -299,7 +295,7 @@ def test_borders_of_any_kind_are_one_value(given: Any) -> None:
     assert MaskSpec.full(given).band == MaskSpec.full() and not masks[0].is_causal
 
 
-def test_names_tell_documents_apart() -> None:
+def test_names_tell_documents_apart():
     assert str(MaskSpec.causal([0, 5, 17])) == "causal in documents 0-5-17"
     assert str(MaskSpec.window(2, 1, [0, 4])) == "window(2, 1) in documents 0-4"
     assert str(MaskSpec.full([[0, 4], [0, 1, 4]])) == "full in documents 0-4 | 0-1-4"
@@ -326,14 +322,14 @@ def test_names_tell_documents_apart() -> None:
     ],
     ids=str,
 )
-def test_wrong_borders_are_refused_with_the_numbers(borders: Any, messages: list[str]) -> None:
+def test_wrong_borders_are_refused_with_the_numbers(borders, messages):
     with pytest.raises(ConfigError) as caught:
         MaskSpec.causal(documents=borders)
     for message in messages:
         assert message in str(caught.value)
 
 
-def test_documents_must_be_those_of_the_batch() -> None:
+def test_documents_must_be_those_of_the_batch():
     MaskSpec.causal([0, 3, 8]).check_length(8, batch=5)
     MaskSpec.causal([[0, 8], [0, 8]]).check_length(8, batch=2)
     with pytest.raises(ConfigError, match="sample 1 end at 7, the sequence has 8 tokens"):
@@ -345,7 +341,7 @@ def test_documents_must_be_those_of_the_batch() -> None:
 # ------------------------------------------------------------------ the plan
 
 
-def test_the_own_step_covers_every_row() -> None:
+def test_the_own_step_covers_every_row():
     # Sums rely on it: a row that no call has touched yet has no log-sum-exp to compare with.
     mask = MaskSpec.window(2, documents=[0, 3, 4, 30, 64])
     for kind in ALL_LAYOUTS:
@@ -372,7 +368,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("borders", SEEN, ids=str)
-def test_what_nobody_sees_does_not_travel(borders: tuple[int, ...]) -> None:
+def test_what_nobody_sees_does_not_travel(borders):
     layout, mask = TokenLayout("contiguous", 64, 1, 4), MaskSpec.causal(borders)
     runs = visible_runs(layout, mask)
     pairs = [(user, owner) for user in range(4) for owner in range(4) if user != owner]
@@ -383,13 +379,13 @@ def test_what_nobody_sees_does_not_travel(borders: tuple[int, ...]) -> None:
     assert steps == {1 + len({user - owner for user, owner in SEEN[borders]})}
 
 
-def test_halos_alone_travel() -> None:
+def test_halos_alone_travel():
     # The middle two quarters, of which the outer two see a border each.
     runs = visible_runs(TokenLayout("zigzag", 64, 1, 2), MaskSpec.window(2, 2))
     assert runs[0][1] == ((0, 2), (30, 32)) and runs[1][0] == ((14, 18),)
 
 
-def test_many_documents_take_one_call_a_step() -> None:
+def test_many_documents_take_one_call_a_step():
     tokens = 4096
     mask = MaskSpec.causal(range(0, tokens + 1, 16))
     for kind in ALL_LAYOUTS:
@@ -403,7 +399,7 @@ def test_many_documents_take_one_call_a_step() -> None:
     assert len(own.calls) == 1 and own.calls[0].window == (20, 0)
 
 
-def test_far_tiles_are_calls_of_their_own() -> None:
+def test_far_tiles_are_calls_of_their_own():
     near = [Tile(0, 4, 0, 4, -3, 0), Tile(4, 8, 4, 8, -3, 0)]
     far = Tile(60, 64, 60, 64, -3, 0)
     calls = kernel_calls_from_tiles([[*near, far]], 64, 64)
@@ -426,7 +422,7 @@ def exponential(tokens: int, mean: int, seed: int) -> list[int]:
     [range(0, (1 << 17) + 1, 32), exponential(1 << 17, 1000, 3), exponential(1 << 17, 1000, 7)],
     ids=["equal", "many", "others"],
 )
-def test_planning_is_fast(borders: Sequence[int]) -> None:
+def test_planning_is_fast(borders):
     tokens = 1 << 17
     mask = MaskSpec.causal(borders)
     layout = TokenLayout("balanced", tokens, 2, 8, documents=mask.documents)

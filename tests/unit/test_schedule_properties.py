@@ -338,9 +338,7 @@ def check_bounds(problem: Problem, plans: list[RingSchedule]) -> None:
 @pytest.mark.parametrize("what", ["window", "documents", "balanced", "prefix", "other keys"])
 @given(data=st.data())
 @examples(60)
-def test_schedules_compute_every_pair_once_from_what_peers_send(
-    what: str, data: st.DataObject
-) -> None:
+def test_schedules_compute_every_pair_once_from_what_peers_send(what, data):
     problem = data.draw(problems(what))
     plans = problem.schedules()
     for name in ("steps", "backward_steps"):

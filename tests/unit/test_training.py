@@ -37,7 +37,7 @@ LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_batch_is_cut_as_its_positions_say(kind: str) -> None:
+def test_a_batch_is_cut_as_its_positions_say(kind):
     layout = TokenLayout(kind, seq_len=22, ulysses=2, ring=2)
     tokens = torch.arange(44).view(2, 22)
     mask = torch.arange(22).remainder(3).eq(0).expand(2, 22)
@@ -50,7 +50,7 @@ def test_a_batch_is_cut_as_its_positions_say(kind: str) -> None:
         assert torch.equal(batch.loss_mask, mask[:, positions].float())
 
 
-def test_a_batch_of_unequal_shapes_is_refused() -> None:
+def test_a_batch_of_unequal_shapes_is_refused():
     layout = TokenLayout("zigzag", seq_len=8, ulysses=1, ring=2)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.raises(LayoutError, match="must have one shape"):
@@ -59,7 +59,7 @@ def test_a_batch_of_unequal_shapes_is_refused() -> None:
         shard_batch(*[tokens[:, 1:]] * 3, layout=layout, rank=0)
 
 
-def test_rotary_frequencies_follow_the_positions() -> None:
+def test_rotary_frequencies_follow_the_positions():
     full = rotary_frequencies(torch.arange(16), dim=8, base=100.0)
     assert full.shape == (16, 1, 1, 8)
     assert torch.equal(full[..., :4], full[..., 4:])
@@ -69,7 +69,7 @@ def test_rotary_frequencies_follow_the_positions() -> None:
     assert torch.equal(rotary_frequencies(some, dim=8, base=100.0), full[some])
 
 
-def test_the_weighted_losses_of_all_ranks_sum_to_the_scaled_mean() -> None:
+def test_the_weighted_losses_of_all_ranks_sum_to_the_scaled_mean():
     losses, mask = torch.rand(3, 10), torch.rand(3, 10).gt(0.3).float()
     rule = GradientRule("sp_dp", divisor=5)
     scale = rule.loss_scale(micro_batches=2)
@@ -79,12 +79,12 @@ def test_the_weighted_losses_of_all_ranks_sum_to_the_scaled_mean() -> None:
     torch.testing.assert_close(sum(parts) / scale, mean)
 
 
-def test_a_step_without_loss_tokens_is_refused() -> None:
+def test_a_step_without_loss_tokens_is_refused():
     with pytest.raises(DataError, match="no token to learn from"):
         loss_token_weight(0.0, 1.0)
 
 
-def test_what_deepspeed_trains_wrongly_is_refused() -> None:
+def test_what_deepspeed_trains_wrongly_is_refused():
     for stage, stages, bf16 in ((2, 2, False), (3, 2, False), (3, 4, True), (0, 1, True)):
         with pytest.raises(ConfigError, match="--zero-stage 1"):
             check_zero_stage(stage, stages=stages, bf16=bf16)
@@ -93,7 +93,7 @@ def test_what_deepspeed_trains_wrongly_is_refused() -> None:
 
 
 @pytest.mark.parametrize("documents", [(), ((0, 3, 8),)])
-def test_the_kernel_is_known_before_the_first_call(documents: tuple[tuple[int, ...], ...]) -> None:
+def test_the_kernel_is_known_before_the_first_call(documents):
     q = torch.zeros(1, 8, 2, 4)
     layout = ds_usp.TokenLayout("contiguous", 8)
     for kernel in ("auto", "eager"):
@@ -124,9 +124,7 @@ OVERLAPPED = {"stage": 2, "overlap_comm": True}
         ({**OVERLAPPED, "reduce_bucket_size": 11, "contiguous_gradients": False}, 11),
     ],
 )
-def test_overlapped_buckets_hold_the_largest_gradient(
-    zero: dict[str, Any], expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlapped_buckets_hold_the_largest_gradient(zero, expected, monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     frozen = nn.Parameter(torch.zeros(50), requires_grad=False)
     parameters = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5)), frozen]
@@ -144,7 +142,7 @@ def batches(*given: Any, layout: str = "contiguous", **settings: Any) -> list[Sh
     return list(SequenceParallelDataLoader(given, SequenceMesh.single(), layout, **settings))
 
 
-def test_labels_are_the_next_tokens_and_the_last_has_none() -> None:
+def test_labels_are_the_next_tokens_and_the_last_has_none():
     (batch,) = batches({"input_ids": TOKENS})
     assert torch.equal(batch.tokens, TOKENS)
     assert batch.labels.tolist() == [[6, 7, 8, 9, 4, -100], [2, 3, 4, 5, 6, -100]]
@@ -152,7 +150,7 @@ def test_labels_are_the_next_tokens_and_the_last_has_none() -> None:
     assert batch.documents == () and batch.loss_tokens == 10
 
 
-def test_labels_that_do_not_count_stay_out() -> None:
+def test_labels_that_do_not_count_stay_out():
     labels = TOKENS.clone()
     labels[:, :3] = -100
     (batch,) = batches({"input_ids": TOKENS, "labels": labels})
@@ -160,7 +158,7 @@ def test_labels_that_do_not_count_stay_out() -> None:
     assert batch.loss_tokens == 6
 
 
-def test_shifted_labels_are_taken_as_they_are() -> None:
+def test_shifted_labels_are_taken_as_they_are():
     (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1})
     assert torch.equal(batch.labels, TOKENS + 1)
     # The label of the last token before padding counts.
@@ -178,21 +176,21 @@ PACKED = {
 
 
 @pytest.mark.parametrize("given", PACKED.values(), ids=PACKED)
-def test_documents_end_labels_and_restart_positions(given: dict[str, Any]) -> None:
+def test_documents_end_labels_and_restart_positions(given):
     (batch,) = batches({"input_ids": TOKENS, **given})
     assert batch.documents == ((0, 2, 6), (0, 4, 6))
     assert torch.equal(batch.positions, POSITIONS)
     assert batch.labels.tolist() == [[6, -100, 8, 9, 4, -100], [2, 3, 4, -100, 6, -100]]
 
 
-def test_one_list_of_borders_is_for_all_samples() -> None:
+def test_one_list_of_borders_is_for_all_samples():
     borders = torch.tensor([[0, 4, 6]], dtype=torch.int32)
     (batch,) = batches({"input_ids": TOKENS, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders})
     assert batch.documents == ((0, 4, 6),)
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
 
 
-def test_padding_is_a_document_without_labels() -> None:
+def test_padding_is_a_document_without_labels():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask})
     assert batch.documents == ((0, 4, 6), (0, 6))
@@ -202,21 +200,21 @@ def test_padding_is_a_document_without_labels() -> None:
     assert batch.documents == ()
 
 
-def test_padding_of_packed_documents() -> None:
+def test_padding_of_packed_documents():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)
     positions = torch.tensor([[0, 1, 0, 1, 7, 7]] * 2)  # those of padding do not matter
     (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask, "position_ids": positions})
     assert batch.documents == ((0, 2, 4, 6),)
 
 
-def test_other_entries_are_sharded_or_whole() -> None:
+def test_other_entries_are_sharded_or_whole():
     given = {"input_ids": TOKENS, "weights": TOKENS.float(), "image": torch.ones(3), "ids": "a"}
     (batch,) = batches(given, whole=("image",))
     assert torch.equal(batch.others["weights"], TOKENS.float())
     assert batch.others["image"].shape == (3,) and batch.others["ids"] == "a"
 
 
-def test_a_balanced_layout_is_made_from_each_batchs_documents() -> None:
+def test_a_balanced_layout_is_made_from_each_batchs_documents():
     first, second = batches(
         {"input_ids": TOKENS, "cu_seqlens": [0, 2, 6]}, {"input_ids": TOKENS}, layout="balanced"
     )
@@ -224,7 +222,7 @@ def test_a_balanced_layout_is_made_from_each_batchs_documents() -> None:
     assert second.layout.documents == (0, 6)
 
 
-def test_a_length_is_the_wrapped_loaders() -> None:
+def test_a_length_is_the_wrapped_loaders():
     assert len(SequenceParallelDataLoader([{}, {}], SequenceMesh.single())) == 2
     with pytest.raises(TypeError):
         len(SequenceParallelDataLoader(iter([]), SequenceMesh.single()))
@@ -274,12 +272,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_batch_that_cannot_be_used_is_refused(given: Any, message: str) -> None:
+def test_a_batch_that_cannot_be_used_is_refused(given, message):
     with pytest.raises(DataError, match=message):
         batches(given)
 
 
-def test_borders_of_other_batches_are_refused() -> None:
+def test_borders_of_other_batches_are_refused():
     with pytest.raises(ConfigError, match="end at 5, the sequence has 6"):
         batches({"input_ids": TOKENS, "cu_seqlens": [0, 5]})
     with pytest.raises(ConfigError, match="the batch has 2"):
@@ -287,14 +285,14 @@ def test_borders_of_other_batches_are_refused() -> None:
     assert borders_of_positions(POSITIONS) == [[0, 2, 6], [0, 4, 6]]
 
 
-def test_settings_are_checked_at_once() -> None:
+def test_settings_are_checked_at_once():
     with pytest.raises(LayoutError, match="unknown token layout 'zigzig'"):
         SequenceParallelDataLoader([], SequenceMesh.single(), "zigzig")
     with pytest.raises(ConfigError, match="loader=None on rank 0"):
         SequenceParallelDataLoader(None, SequenceMesh.single())
 
 
-def test_labels_that_are_not_shifted_are_refused_before_sharding() -> None:
+def test_labels_that_are_not_shifted_are_refused_before_sharding():
     layout = SequenceMesh.single().layout("contiguous", 6)
     ones = torch.ones_like(TOKENS)
     with pytest.raises(DataError, match="all 12 labels are the tokens at their own positions"):
@@ -342,7 +340,7 @@ def sample() -> torch.Tensor:
     return tokens
 
 
-def test_a_shard_needs_no_index_of_the_whole_sample(sample: torch.Tensor) -> None:
+def test_a_shard_needs_no_index_of_the_whole_sample(sample):
     layout = TokenLayout("zigzag", MILLION, ulysses=2, ring=2)
     labels, mask = sample.roll(-1), torch.ones(sample.shape)
 
@@ -357,7 +355,7 @@ def test_a_shard_needs_no_index_of_the_whole_sample(sample: torch.Tensor) -> Non
     assert whole_tensors(prepare) == 0
 
 
-def test_a_full_batch_makes_the_shifted_labels_alone(sample: torch.Tensor) -> None:
+def test_a_full_batch_makes_the_shifted_labels_alone(sample):
     borders = (0, 4096, MILLION)
     assert whole_tensors(lambda: full_batch({"input_ids": sample})) == 1
     assert whole_tensors(lambda: full_batch({"input_ids": sample, "cu_seqlens": borders})) == 1
@@ -365,7 +363,7 @@ def test_a_full_batch_makes_the_shifted_labels_alone(sample: torch.Tensor) -> No
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_positions_of_a_rank_are_its_shard(kind: str) -> None:
+def test_positions_of_a_rank_are_its_shard(kind):
     layout = TokenLayout(kind, 96, ulysses=2, ring=2)
     borders = [[0, 5, 6, 96], [0, 96]]
     whole = document_positions(borders)
@@ -376,7 +374,7 @@ def test_positions_of_a_rank_are_its_shard(kind: str) -> None:
         assert torch.equal(own, layout.shard(whole, dim=1, rank=rank))
 
 
-def test_positions_beyond_32_bits_are_exact() -> None:
+def test_positions_beyond_32_bits_are_exact():
     layout = TokenLayout("striped", 2**33, ring=2**13)
     positions = local_positions(layout, 5)
     assert len(positions) == 2**20 and positions[-1] == 2**33 - 2**13 + 5

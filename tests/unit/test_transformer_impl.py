@@ -58,9 +58,7 @@ def run_with(**values: Any) -> Namespace:
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_the_default_is_local_and_the_flag_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_default_is_local_and_the_flag_is_refused(monkeypatch, name):
     version, values, message = OBSTACLES[name]
     install(monkeypatch, version)
     assert transformer_impl.chosen(run_with(**values)) == "local"
@@ -74,9 +72,7 @@ def test_the_default_is_local_and_the_flag_is_refused(
 
 
 @pytest.mark.parametrize("version", ["2.9.0", INSTALLED, "2.9.0+abc"])
-def test_the_default_is_transformer_engines_where_it_can(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_the_default_is_transformer_engines_where_it_can(monkeypatch, version):
     install(monkeypatch, version)
     assert transformer_engine.what_is_missing() == ""
     assert transformer_impl.chosen(run_with()) == "transformer_engine"
@@ -84,7 +80,7 @@ def test_the_default_is_transformer_engines_where_it_can(
     transformer_impl.check(run_with(transformer_impl="transformer_engine"))
 
 
-def test_it_is_refused_before_anything_starts() -> None:
+def test_it_is_refused_before_anything_starts():
     args = parse(["--transformer-impl", "transformer_engine", "--device", "cpu", "--bf16"])
     with pytest.raises(ConfigError, match="needs GPUs"):
         check_start(args)
@@ -103,7 +99,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_on_is_refused_with_the_numbers_and_the_fix(flags: str) -> None:
+def test_on_is_refused_with_the_numbers_and_the_fix(flags):
     with pytest.raises(ConfigError) as refused:
         validate_and_derive(parse(["--usp-tp-shard-tokens", "on", *flags.split()]), 8)
     assert str(refused.value).startswith("--usp-tp-shard-tokens on ")
@@ -111,7 +107,7 @@ def test_on_is_refused_with_the_numbers_and_the_fix(flags: str) -> None:
     validate_and_derive(parse(flags.split()), 8)
 
 
-def test_the_planner_knows_the_shards_and_a_pipeline_sends_them_whole() -> None:
+def test_the_planner_knows_the_shards_and_a_pipeline_sends_them_whole():
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --usp-tp-shard-tokens"
     for choice, sharded in (("on", True), ("off", False)):
         args = validate_and_derive(parse([*flags.split(), choice]), 4)
