@@ -1,7 +1,5 @@
 """USP attention against the fp64 oracle, forward and backward, on every mesh up to 8 ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count, product
 from typing import Any

@@ -4,8 +4,6 @@ Short calls are launch-bound: their time on a GPU is what the CPU spends on them
 same on every machine, so it needs no GPU and no clock.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

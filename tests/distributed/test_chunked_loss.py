@@ -1,7 +1,5 @@
 """Losses and gradients without logits, against torch's own over the whole vocabulary."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

@@ -1,7 +1,5 @@
 """``torch.compile`` takes attention into one graph, and its bits are those without a compiler."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

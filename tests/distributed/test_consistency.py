@@ -1,7 +1,5 @@
 """Ranks that differ are refused everywhere; an error in a call leaves no exchange in flight."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Sequence

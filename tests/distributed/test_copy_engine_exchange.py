@@ -1,7 +1,5 @@
 """Exchanges for copy engines, on CPUs: packed as for them, and read at the same offsets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Packed documents and joint tokens through real groups, against the fp64 oracle."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Token orders: one SGD step through every entry point, layouts by name and by default."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

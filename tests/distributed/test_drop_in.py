@@ -1,7 +1,5 @@
 """USPAttention in the place of DistributedAttention: bit for bit without a ring, and with one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

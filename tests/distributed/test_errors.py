@@ -1,7 +1,5 @@
 """What cannot be computed raises on every rank, with the numbers, and the group stays usable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The harness and the stress test: results by rank, failures that show, stuck ranks that end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Bytes that a rank sends and saves, counted, equal the formulas and the planner's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

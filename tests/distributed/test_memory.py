@@ -1,7 +1,5 @@
 """Memory of attention, and what activation checkpoints recompute of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

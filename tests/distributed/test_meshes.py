@@ -1,7 +1,5 @@
 """Meshes are values: several in one process, any rank order, copies, DeviceMeshes."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

@@ -1,7 +1,5 @@
 """What the planner says attention sends is what a rank's ledger counts, to the byte."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The profile on gloo ranks: what it measures is what the planner reads."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

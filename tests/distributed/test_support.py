@@ -3,8 +3,6 @@
 scripts/test.sh dist -k support --write-support-table     # write it anew
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support import EXACT, MESHES, REFUSED, ROWS, WORLD, probe_rows, render

@@ -1,7 +1,5 @@
 """Packed sequences in the core attention slot: documents of any lengths, padded or not."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed's DistributedAttention is ours; its own sequence-parallel settings that are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import oracle

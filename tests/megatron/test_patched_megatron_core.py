@@ -1,7 +1,5 @@
 """Any program on megatron-core gets USP as its context parallelism by one line."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Flags and edits of the checkout change a sequence-parallel run as one rank, or are refused."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

@@ -2,8 +2,6 @@
 
 SGD without momentum, clipping or decay: Adam and clipping hide a wrong gradient scale."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

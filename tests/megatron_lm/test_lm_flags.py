@@ -1,7 +1,5 @@
 """The flags that the patches add to Megatron-LM, what becomes of its own, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

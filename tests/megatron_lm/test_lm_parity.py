@@ -2,8 +2,6 @@
 
 Plain gradient descent without clipping or decay: Adam and clipping hide a wrong gradient scale."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An MLP in chunks of the tokens: the same gradients, and no wide tensor of all tokens."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Specs of the torch ops, and names of meshes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

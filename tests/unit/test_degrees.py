@@ -1,7 +1,5 @@
 """Degrees and ranks: which heads, axes, nodes and settings they take, and what is refused."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -5,8 +5,6 @@ what a caller gets who says no more than that. What a default order trains is te
 tests/distributed/test_doors.py and where a row says.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from argparse import ArgumentParser

@@ -1,7 +1,5 @@
 """Which kernel serves a request on which machine, why others do not; what stands in for CUDA."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Every kernel against the fp64 oracle, the oracle itself, and accumulators of kernel calls."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

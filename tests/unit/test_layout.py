@@ -1,7 +1,5 @@
 """Layouts: permutations of the sequence, cut fairly and put back together exactly."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import pairwise, product

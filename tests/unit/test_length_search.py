@@ -1,7 +1,5 @@
 """What bench_length.py searches and tabulates: lengths it tries, where it ends, differences."""
 
-from __future__ import annotations
-
 import pytest
 from length_search import Search
 from length_table import runs_of, table

@@ -1,7 +1,5 @@
 """Masks: bounds in global positions, and the tiles that follow, against brute force."""
 
-from __future__ import annotations
-
 from itertools import accumulate, product
 
 import oracle

@@ -1,7 +1,5 @@
 """Offloaded activations: bitwise gradients, counted bytes, freed memory; options of allocators."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The wheel, the links of the docs, the fast tier of the tests."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

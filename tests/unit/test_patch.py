@@ -1,7 +1,5 @@
 """Patches are applied together or not at all, and only to the source that they were written for."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

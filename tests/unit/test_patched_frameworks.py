@@ -1,7 +1,5 @@
 """Patches of Megatron-DeepSpeed and Megatron-LM, as far as they need no checkout."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """The order in which the chunks of a call are exchanged and computed, and its simulation."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple

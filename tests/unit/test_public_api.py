@@ -1,7 +1,5 @@
 """What others may lean on: names, signatures, refused arguments, imports without side effects."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Recomputation: what checkpoints save, free and refuse; nested groups; GEMM-last."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rotary position embedding, beside complex numbers in fp64; on a GPU too, if there is one."""
 
-from __future__ import annotations
-
 import oracle
 import pytest
 import torch

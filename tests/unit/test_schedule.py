@@ -1,7 +1,5 @@
 """The ring's plan: every pair once over all ranks, balanced, never too long; as it prints."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,8 +1,6 @@
 """Ring schedules of any layout, mask, kernel and double ring, executed on integers: every allowed
 pair is computed once, and each rank receives exactly what its peers send."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

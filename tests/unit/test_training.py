@@ -1,7 +1,5 @@
 """What surrounds attention in training, without processes: batches, long samples, loss tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The trainer's --transformer-impl and --usp-tp-shard-tokens: defaults, and what is refused."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Tuning: bad values are refused, and ``"auto"`` depends on what every rank knows alike."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from itertools import product
 from types import SimpleNamespace
