@@ -135,6 +135,20 @@ def relative_difference(values: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
 
 
+Numbers = tuple[list[float], list[float]]
+
+
+def numbers_of(ranks: list[dict[str, Any]]) -> Numbers:
+    """Losses and evaluations, and gradient norms."""
+    return losses_of(ranks), ranks[0]["norms"]
+
+
+def check_close(actual: Numbers, expected: Numbers, limit: float) -> None:
+    """Compare losses and gradient norms, at every step."""
+    for values, wanted in zip(actual, expected, strict=True):
+        assert relative_difference(values, wanted) < limit
+
+
 def reported_kinds(folder: Path, ranks: int) -> set[str]:
     """The kinds of communication that a run's report has of every rank, beside small ones."""
     lines = (folder / "usp_communication" / "communication.csv").read_text().splitlines()

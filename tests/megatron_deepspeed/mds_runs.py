@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from framework_runs import FrameworkServer, losses_of, relative_difference, reported_kinds
+from framework_runs import FrameworkServer, losses_of, relative_difference
 from mds_rank import Request
 
-__all__ = ["TrainingServer", "flags", "losses_of", "relative_difference", "reported_kinds"]
+__all__ = ["TrainingServer", "flags", "losses_of", "relative_difference"]
 
 HERE = Path(__file__).resolve().parent
 

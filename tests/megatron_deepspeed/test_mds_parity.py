@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference, reported_kinds
+from framework_runs import Numbers, check_close, numbers_of, reported_kinds
+from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
 
 from ds_usp.planner import AUTO, ModelShape, ParallelConfig, Workload
 from ds_usp.planner.emit import emit
@@ -59,24 +60,19 @@ GRIDS = {
 
 def measure(
     server: TrainingServer, grid: str, zero: int, model: str, more: str, steps: int
-) -> tuple[list[float], list[float]]:
-    """Losses and evaluations, and gradient norms."""
+) -> Numbers:
     world, degrees = GRIDS[grid]
     if "dp2" in grid:
         more += " --micro-batch-size 1"  # the same global batch
     text = flags(zero=zero, more=f"{MODELS[model]} --train-iters {steps} {more}", **degrees)
-    ranks = server.run(world, text)
-    return losses_of(ranks), ranks[0]["norms"]
+    return numbers_of(server.run(world, text))
 
 
 @functools.cache
-def one_rank(
-    server: TrainingServer, model: str, more: str, steps: int
-) -> tuple[list[float], list[float]]:
+def one_rank(server: TrainingServer, model: str, more: str, steps: int) -> Numbers:
     """As :func:`measure`, of one rank at ZeRO-1, where DeepSpeed reports a norm."""
     text = flags(zero=1, more=f"{MODELS[model]} --train-iters {steps} {more}")
-    ranks = server.run(1, text)
-    return losses_of(ranks), ranks[0]["norms"]
+    return numbers_of(server.run(1, text))
 
 
 def check(
@@ -87,10 +83,8 @@ def check(
     more: str = "",
     steps: int = STEPS,
 ) -> None:
-    losses, norms = measure(server, grid, zero, model, more, steps)
-    expected_losses, expected_norms = one_rank(server, model, "", steps)
-    assert relative_difference(losses, expected_losses) < LIMIT
-    assert relative_difference(norms, expected_norms) < LIMIT
+    measured = measure(server, grid, zero, model, more, steps)
+    check_close(measured, one_rank(server, model, "", steps), LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +212,7 @@ def test_projections_under_the_exchanges_train_the_same(server, grid, zero, mode
         for overlap in ("off", "on", "recompute")
     )
     for other in (on, again):
-        assert relative_difference(losses_of(other), losses_of(plain)) < 1e-6
-        assert relative_difference(other[0]["norms"], plain[0]["norms"]) < 1e-6
+        check_close(numbers_of(other), numbers_of(plain), 1e-6)
     assert on[0]["sent"] == plain[0]["sent"]
     assert (again[0]["sent"] > on[0]["sent"]) == ("u" in grid)
 
@@ -234,13 +227,11 @@ def test_the_layout_changes_nothing(server, model):
     [("u2r2", 1, "gpt", ""), ("r4", 3, "rope", "deepspeed"), ("r2-tp2", 0, "gpt", "")],
 )
 def test_packed_documents(server, grid, zero, model, recompute):
-    losses, norms = measure(server, grid, zero, model, f"{PACKED} {RECOMPUTE[recompute]}", STEPS)
+    measured = measure(server, grid, zero, model, f"{PACKED} {RECOMPUTE[recompute]}", STEPS)
     # With learned positions one rank has Megatron-DeepSpeed's own attention and its dense mask.
-    expected_losses, expected_norms = one_rank(server, model, PACKED, STEPS)
-    assert relative_difference(losses, expected_losses) < LIMIT
-    assert relative_difference(norms, expected_norms) < LIMIT
+    check_close(measured, one_rank(server, model, PACKED, STEPS), LIMIT)
     plain = PACKED.replace("--reset-attention-mask --reset-position-ids", "")
-    assert relative_difference(losses, one_rank(server, model, plain, STEPS)[0]) > LIMIT
+    assert relative_difference(measured[0], one_rank(server, model, plain, STEPS)[0]) > LIMIT
 
 
 @pytest.mark.parametrize("grid", ["u2r2", "r2-pp2"])
@@ -257,10 +248,8 @@ def test_bf16_stays_within_its_rounding_error(server, grid):
 def test_adam_and_clipping_over_stages(server):
     """DeepSpeed's own clipping at ZeRO-0 is wrong over pipeline stages."""
     adam = "--optimizer adam --lr 1e-3 --clip-grad 0.5"
-    losses, norms = measure(server, "r2-pp2", 0, "gpt", adam, STEPS)
-    expected_losses, expected_norms = one_rank(server, "gpt", adam, STEPS)
-    assert relative_difference(losses, expected_losses) < LIMIT
-    assert relative_difference(norms, expected_norms) < LIMIT
+    measured = measure(server, "r2-pp2", 0, "gpt", adam, STEPS)
+    check_close(measured, one_rank(server, "gpt", adam, STEPS), LIMIT)
 
 
 ZERO = {
@@ -287,10 +276,7 @@ def test_other_reduction_settings_of_zero(server, options):
     zero = ZERO[options]
     config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     text = flags(sp=2, u=1, zero=zero["stage"], config=config, more="--micro-batch-size 1")
-    ranks = server.run(4, text)
-    losses, norms = one_rank(server, "gpt", "", STEPS)
-    assert relative_difference(losses_of(ranks), losses) < LIMIT
-    assert relative_difference(ranks[0]["norms"], norms) < LIMIT
+    check_close(numbers_of(server.run(4, text)), one_rank(server, "gpt", "", STEPS), LIMIT)
 
 
 @pytest.mark.slow
@@ -415,7 +401,6 @@ def test_a_universal_checkpoint_goes_to_other_layouts(server, tmp_path):
         assert relative_difference(resumed, uninterrupted[SAVED:]) < 1e-5
 
 
-PLANNER_LIMIT = 1e-5
 # What belongs to a run, not to a plan; no GPU; fp32, because bf16 rounds every split differently.
 RUN = """
     --train-iters 2 --lr 0.1 --min-lr 0.1 --lr-decay-style constant --optimizer sgd
@@ -476,7 +461,7 @@ def test_what_is_emitted_trains_as_one_rank_does(server, monkeypatch, case):
         monkeypatch.setattr(server, "arguments", planned(server, config, shape))
         losses.append(losses_of(server.run(config.gpus, "")))
     expected, sharded = losses
-    assert len(expected) >= 2 and relative_difference(sharded, expected) < PLANNER_LIMIT
+    assert len(expected) >= 2 and relative_difference(sharded, expected) < LIMIT
 
 
 LAUNCHERS = {

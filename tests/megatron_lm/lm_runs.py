@@ -5,18 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from framework_runs import FrameworkServer, losses_of, relative_difference, reported_kinds
+from framework_runs import FrameworkServer
 from lm_rank import Request
-
-__all__ = [
-    "SGD",
-    "SGD_BY_ADAM",
-    "TrainingServer",
-    "flags",
-    "losses_of",
-    "relative_difference",
-    "reported_kinds",
-]
 
 HERE = Path(__file__).resolve().parent
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from lm_packed import PATCHES
-from lm_runs import (
-    SGD,
-    SGD_BY_ADAM,
-    TrainingServer,
-    flags,
+from framework_runs import (
+    Numbers,
+    check_close,
     losses_of,
+    numbers_of,
     relative_difference,
     reported_kinds,
 )
+from lm_packed import PATCHES
+from lm_runs import SGD, SGD_BY_ADAM, TrainingServer, flags
 
 from ds_usp.planner import ModelShape, ParallelConfig, Workload
 from ds_usp.planner.emit import emit
@@ -99,18 +99,15 @@ GRIDS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-def measure(
-    server: TrainingServer, world: int, text: str, **options: Any
-) -> tuple[list[float], list[float]]:
-    """Losses and evaluations, and gradient norms."""
+def measure(server: TrainingServer, world: int, text: str, **options: Any) -> Numbers:
     ranks = server.run(world, text, **options)
     for seen in ranks:
         assert seen["norms"] == ranks[0]["norms"]
-    return losses_of(ranks), ranks[0]["norms"]
+    return numbers_of(ranks)
 
 
 @functools.cache
-def one_rank(server: TrainingServer, more: str) -> tuple[list[float], list[float]]:
+def one_rank(server: TrainingServer, more: str) -> Numbers:
     """As :func:`measure`, of one rank of the checkout without patches but those of CPUs."""
     return measure(server, 1, flags(more=more), patched=False)
 
@@ -128,10 +125,8 @@ def check(
     with_tp = "--sequence-parallel" if "tp" in grid and "u" in grid else ""
     optimizer_flags, reference_optimizer = OPTIMIZERS[optimizer]
     text = flags(more=f"{MODELS[model]} {optimizer_flags} {with_tp} {reference} {more}", **degrees)
-    losses, norms = measure(server, world, text)
     expected = one_rank(server, f"{MODELS[model]} {reference_optimizer} {reference}")
-    assert relative_difference(losses, expected[0]) < LIMIT
-    assert relative_difference(norms, expected[1]) < LIMIT
+    check_close(measure(server, world, text), expected, LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +177,7 @@ def test_latent_attention(server, grid):
     """The stock local attention takes no ``k_channels``, so that one rank has ds_usp's too."""
     world, degrees = GRIDS[grid]
     expected = measure(server, 1, flags(more=f"{MLA} --usp-recompute attention"))
-    losses, norms = measure(server, world, flags(more=MLA, **degrees))
-    assert relative_difference(losses, expected[0]) < LIMIT
-    assert relative_difference(norms, expected[1]) < LIMIT
+    check_close(measure(server, world, flags(more=MLA, **degrees)), expected, LIMIT)
 
 
 def full_matrix() -> Iterator[tuple[str, str, str, str]]:
@@ -203,7 +196,7 @@ def test_the_full_matrix(server, grid, model, optimizer, recompute):
     check(server, grid, model, optimizer, RECOMPUTE[recompute])
 
 
-TRAINING_LIMIT, EXACT = 1e-5, 1e-6
+EXACT = 1e-6
 PACKED = f"{ROPE} --sft --data-path any --split 50,25,25 --eval-iters 1"
 EXPERTS = f"{ROPE} --num-experts 4 --disable-bias-linear"
 PER_TOKEN = "--calculate-per-token-loss"
@@ -224,8 +217,7 @@ DROPOUT = "--hidden-dropout 0.1"
 def test_what_the_patches_add_trains_as_one_rank_does(server, more):
     two = server.run(2, flags(r=2, more=more))
     one = server.run(1, flags(more=more))
-    assert relative_difference(losses_of(two), losses_of(one)) < TRAINING_LIMIT
-    assert relative_difference(two[0]["norms"], one[0]["norms"]) < TRAINING_LIMIT
+    check_close(numbers_of(two), numbers_of(one), LIMIT)
 
 
 def mask_losses(original: Any, dataset: Any, index: int | None) -> Any:
@@ -245,8 +237,7 @@ def test_ranks_with_other_numbers_of_loss_tokens_train_as_one_rank(server, ranks
     masks = (("megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__", mask_losses),)
     several = server.run(ranks, flags(more=more, **degrees), extra=masks)
     one = server.run(1, flags(more=more), extra=masks, patched=False)
-    assert relative_difference(losses_of(several), losses_of(one)) < EXACT
-    assert relative_difference(several[0]["norms"], one[0]["norms"]) < EXACT
+    check_close(numbers_of(several), numbers_of(one), EXACT)
     assert relative_difference(several[-1]["evaluations"], one[0]["evaluations"]) < EXACT
 
 
@@ -256,16 +247,14 @@ def test_packed_documents_train_as_on_one_rank(server, degrees, more):
     ranks = degrees.get("u", 1) * degrees.get("r", 1)
     several = server.run(ranks, flags(more=more, **degrees), extra=PATCHES)
     one = server.run(1, flags(more=f"{more} --usp-recompute attention"), extra=PATCHES)
-    assert relative_difference(losses_of(several), losses_of(one)) < TRAINING_LIMIT
-    assert relative_difference(several[0]["norms"], one[0]["norms"]) < TRAINING_LIMIT
-    assert relative_difference(several[0]["evaluations"], one[0]["evaluations"]) < TRAINING_LIMIT
+    check_close(numbers_of(several), numbers_of(one), LIMIT)
+    assert relative_difference(several[0]["evaluations"], one[0]["evaluations"]) < LIMIT
 
 
 def test_dropout_is_recomputed(server):
     plain = server.run(2, flags(r=2, more=DROPOUT))
     recomputed = server.run(2, flags(r=2, more=f"{DROPOUT} --usp-recompute full"))
-    assert losses_of(plain) == losses_of(recomputed)
-    assert plain[0]["norms"] == recomputed[0]["norms"]
+    assert numbers_of(plain) == numbers_of(recomputed)
 
 
 def test_ranks_with_other_tokens_draw_other_masks(monkeypatch):
@@ -288,7 +277,6 @@ def test_ranks_with_other_tokens_draw_other_masks(monkeypatch):
     assert len(set(seeds)) == len(seeds) == 16
 
 
-PROJECTIONS_LIMIT = 1e-6
 MTP_AND_EXPERTS = f"{ROPE} --mtp-num-layers 1 --num-experts 4 --disable-bias-linear"
 QKV_BIASES = f"{MODELS['rope']} --disable-bias-linear --add-qkv-bias"
 SMALL_BUCKETS = "--ddp-bucket-size 1"  # no module waits for the weights of another one
@@ -323,8 +311,7 @@ def check_projections(server: TrainingServer, grid: str, mode: str, more: str) -
     text = flags(more=f"{more} --usp-projection-overlap {mode}", **degrees)
     overlapped = server.run(world, text, extra=(*data, never))
     assert len(losses_of(plain)) >= 4
-    assert relative_difference(losses_of(overlapped), losses_of(plain)) < PROJECTIONS_LIMIT
-    assert relative_difference(overlapped[0]["norms"], plain[0]["norms"]) < PROJECTIONS_LIMIT
+    check_close(numbers_of(overlapped), numbers_of(plain), EXACT)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -338,7 +325,6 @@ def test_the_full_matrix_of_projections(server, grid, mode, model):
     check_projections(server, grid, mode, f"{MODELS[model]} {PROJECTIONS}")
 
 
-CHECKPOINT_LIMIT = 1e-5
 ADAM = "--optimizer adam --lr 1e-2 --min-lr 1e-2"
 RESUMABLE = f"{ADAM} --use-distributed-optimizer"
 ANY_SPLIT = f"{RESUMABLE} --dist-ckpt-optim-fully-reshardable"
@@ -376,7 +362,7 @@ def check_checkpoint(server: TrainingServer, folder: Path, name: str) -> None:
     assert kinds <= reported_kinds(folder, 4)
     resumed = losses_of(train(after, f"--load {folder}", own_weights=True))
     assert losses_of(saved)[:2] == expected[:2]
-    limit = 1e-3 if "bf16" in text else CHECKPOINT_LIMIT
+    limit = 1e-3 if "bf16" in text else LIMIT
     assert relative_difference(resumed, expected[2:]) < limit
 
 
@@ -391,7 +377,6 @@ def test_every_format_resumes(server, tmp_path, name):
     check_checkpoint(server, tmp_path, name)
 
 
-PLANNER_LIMIT = 1e-5
 LLAMA = ModelShape("tiny", 4, 64, 96, 8, 4, 257, rope_theta=500000.0, norm_epsilon=1e-3)
 GPT = replace(LLAMA, kv_heads=8, gated=False, tied=True, learned_positions=True, biases=True)
 ATTENTION = ParallelConfig(ulysses=2, ring=2, recompute="attention", overlap_gradients=True)
@@ -415,5 +400,4 @@ def emitted(model: ModelShape, config: ParallelConfig) -> str:
 def test_an_emitted_plan_trains_as_one_rank_does(server, model, config):
     ranks = server.run(config.gpus, emitted(model, config))
     one = server.run(1, emitted(model, ParallelConfig(zero=0)), patched=False)
-    assert relative_difference(losses_of(ranks), losses_of(one)) < PLANNER_LIMIT
-    assert relative_difference(ranks[0]["norms"], one[0]["norms"]) < PLANNER_LIMIT
+    check_close(numbers_of(ranks), numbers_of(one), LIMIT)
