@@ -432,9 +432,10 @@ def test_lanes_are_in_order_and_waits_end_with_their_exchange(run):
         assert of_lane == sorted(of_lane, key=lambda event: index_of[event.instr])
         for first, second in pairwise(of_lane):
             assert first.stop <= second.start * (1 + 1e-9)
-    now = 0.0  # of the compute lane, in the order of the schedule
-    for instr in run.schedule:
-        now = max(now, by_instr.get((True, instr), (0, 0))[1])
+    now = 0.0  # of the compute lane, in the order of the schedule, which the CPU launches in turn
+    for index, instr in enumerate(run.schedule, 1):
+        launched = index * run.rules["launch_s"]
+        now = max(now, launched, by_instr.get((True, instr), (0, 0))[1])
         if instr.op in POST_OF:
             posted = by_instr.get((False, instr._replace(op=POST_OF[instr.op])), (0, 0))
             assert posted[1] <= now * (1 + 1e-9)
