@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
-    ALL_LAYOUTS,
-    MASKS,
-    Case,
-    check,
-    errors_of,
-    inputs,
-    mesh_of,
-)
+from cases import ALL_LAYOUTS, MASKS, Case, check, errors_of, inputs, mesh_of
 from harness import RankContext
 from joint_attention_cases import FULL, Joint, run
 

@@ -362,10 +362,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str | list[str]]] = {
     "no sp": (lambda: USPConfig(sp_degree=None), "--ds-sequence-parallel-size None must be"),
     "sp in floats": (lambda: USPConfig(sp_degree=4.0), "--ds-sequence-parallel-size 4.0"),
     "sp as text": (lambda: USPConfig(sp_degree="4"), "--ds-sequence-parallel-size '4' must"),
-    "ulysses 0": (
-        lambda: USPConfig(sp_degree=4, ulysses_degree=0),
-        "--ulysses-degree 0 must be",
-    ),
+    "ulysses 0": (lambda: USPConfig(sp_degree=4, ulysses_degree=0), "--ulysses-degree 0 must be"),
     "ulysses True": (
         lambda: USPConfig(sp_degree=4, ulysses_degree=True),
         "--ulysses-degree True must be",

@@ -18,11 +18,7 @@ import ds_usp
 from ds_usp import MaskSpec, UnsupportedAttentionError, triton_launch
 from ds_usp.comm import cuda_driver, symmetric_memory
 from ds_usp.kernels import registry
-from ds_usp.kernels.api import (
-    KernelRequest,
-    PaddedHeadDimKernel,
-    UnsuitableDeviceError,
-)
+from ds_usp.kernels.api import KernelRequest, PaddedHeadDimKernel, UnsuitableDeviceError
 from ds_usp.kernels.efficient import EfficientKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
 from ds_usp.kernels.flash3 import Flash3Kernel

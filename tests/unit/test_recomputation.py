@@ -479,10 +479,7 @@ def test_dropout_of_every_generator_is_the_same(recompute):
         torch.manual_seed(3)
         tracker.generator.manual_seed(5)
         memory = LayerMemory(
-            recompute,
-            checkpoint=tracked,
-            checkpoint_layers=size,
-            random_tracker=lambda: tracker,
+            recompute, checkpoint=tracked, checkpoint_layers=size, random_tracker=lambda: tracker
         )
         x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
         leaf, weight.grad = x, None
