@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import RankContext
+from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import testing as oracle
@@ -22,6 +23,7 @@ ALL_LAYOUTS = ("contiguous", "zigzag", "striped", "context_parallel")
 ALL_ORDERS = ("ulysses-ring", "ring-ulysses")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 SEED = 2**62 + 12345  # of dropout
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 TOKEN_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 
 # (left, right) bounds in tokens, None is open.
@@ -274,6 +276,17 @@ def run_cases(
 ) -> list[dict[str, float]]:
     """:func:`run_case` for many cases, in one call of the pool."""
     return [run_case(ctx, case, ulysses_degree, order) for case in cases]
+
+
+def check(
+    pool: WorkerPool, cases: list[Any], ulysses: int, ring: int, run: Any = run_cases, **more: Any
+) -> None:
+    """Run cases on every rank: no result is further from the oracle's than its dtype allows."""
+    results = pool.run(run, ulysses * ring, cases=cases, ulysses_degree=ulysses, **more)
+    for case, *by_rank in zip(cases, *results, strict=True):
+        worst = {name: max(errors[name] for errors in by_rank) for name in by_rank[0]}
+        assert not isinstance(case, Case) or set(worst) == {*RESULTS, *["dsinks"] * case.sinks}
+        assert max(worst.values()) <= TOLERANCE[case.dtype], f"{case}: {worst}"
 
 
 def dense_errors(case: Case) -> dict[str, float]:

@@ -35,8 +35,8 @@ class Joint:
     tuning: ds_usp.Tuning = AUTO_TUNING
 
 
-def run(ctx: RankContext, cases: list[Joint], ulysses: int) -> list[dict[str, float]]:
-    return [errors(ctx.world, case, mesh_of(ulysses)) for case in cases]
+def run(ctx: RankContext, cases: list[Joint], ulysses_degree: int) -> list[dict[str, float]]:
+    return [errors(ctx.world, case, mesh_of(ulysses_degree)) for case in cases]
 
 
 def errors(

@@ -255,7 +255,7 @@ def _offloaded_inputs(layers: int, group: int, saved: int) -> int:
         group: layers of a checkpoint, at least two.
         saved: micro batches in flight.
 
-    Counted in ``tests/unit/test_checkpoint_layers.py``.
+    Counted in ``tests/unit/test_recomputation.py``.
     """
     groups = math.ceil(layers / group)
     last = layers - (groups - 1) * group

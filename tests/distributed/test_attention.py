@@ -1,29 +1,43 @@
 """USP attention against the fp64 oracle, forward and backward, on every mesh up to 8 ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count, product
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from cases import ALL_LAYOUTS, ALL_ORDERS, HEADS, RESULTS, Case, dense_errors, mesh_of, run_cases
+import torch.distributed as dist
+from cases import (
+    ALL_LAYOUTS,
+    HEADS,
+    RESULTS,
+    Case,
+    check,
+    dense_errors,
+    inputs,
+    layouts,
+    mesh_of,
+    reference,
+    run_cases,
+)
+from ds_usp.planner.attention_call import AttentionCall
 from harness import RankContext, WorkerPool
 
 import ds_usp
+from ds_usp import MaskSpec
+from ds_usp import testing as oracle
 from ds_usp.attention import tuning
+from ds_usp.attention.local_attention import FrameworkArguments, LocalAttention
 from ds_usp.attention.plan import AttentionOptions, plan_call
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.pipeline_schedule import render
-from ds_usp.planner.attention_time import AttentionCall
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.parallel_config import ParallelConfig
 
 MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
 PRODUCT_HEADS = ("MHA", "GQA", "MQA")
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def heads_of(name: str) -> dict[str, int]:
@@ -76,24 +90,14 @@ def tuned(case: Case, ulysses: int, index: int) -> Case:
     return replace(case, tuning=tunings[index % len(tunings)])
 
 
-def check(
-    pool: WorkerPool, cases: list[Case], ulysses: int, ring: int, order: str = ALL_ORDERS[0]
-) -> None:
-    world = ulysses * ring
-    results = pool.run(run_cases, world, cases=cases, ulysses_degree=ulysses, order=order)
-    for case, *by_rank in zip(cases, *results, strict=True):
-        worst = {name: max(errors[name] for errors in by_rank) for name in RESULTS}
-        assert max(worst.values()) <= TOLERANCE[case.dtype], f"{case}: {worst}"
-
-
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), MESHES)
-def test_equals_the_oracle(pool: WorkerPool, ulysses: int, ring: int, layout: str) -> None:
+def test_equals_the_oracle(pool, ulysses, ring, layout):
     check(pool, cases_on(ulysses, ring, layout), ulysses, ring)
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (4, 2), (2, 4)])
-def test_ranks_may_lie_ring_first(pool: WorkerPool, ulysses: int, ring: int) -> None:
+def test_ranks_may_lie_ring_first(pool, ulysses, ring):
     cases = [
         Case(layout=layout, mask=mask, seq_len=67, heads=6, kv_heads=2, tuning=tuning)
         for layout, mask, tuning in product(
@@ -106,7 +110,7 @@ def test_ranks_may_lie_ring_first(pool: WorkerPool, ulysses: int, ring: int) -> 
 
 
 @pytest.mark.parametrize("ulysses", [2, 3, 4])
-def test_chunks_may_be_smaller_than_a_kv_group(pool: WorkerPool, ulysses: int) -> None:
+def test_chunks_may_be_smaller_than_a_kv_group(pool, ulysses):
     """K and V are exchanged with the group's first chunk, and so are their gradients."""
     heads = {2: [(8, 2), (12, 4), (7, 1)], 3: [(12, 3), (9, 1)], 4: [(8, 2), (16, 4), (14, 2)]}
     cases = []
@@ -125,9 +129,7 @@ def test_chunks_may_be_smaller_than_a_kv_group(pool: WorkerPool, ulysses: int) -
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (1, 7), (7, 1)])
-def test_degrees_need_not_be_powers_of_two(
-    pool: WorkerPool, ulysses: int, ring: int, layout: str
-) -> None:
+def test_degrees_need_not_be_powers_of_two(pool, ulysses, ring, layout):
     cases = [
         Case(layout=layout, seq_len=seq_len, mask=mask, heads=14, kv_heads=7)
         for seq_len, mask in product((43, 84), ("causal", "window", "full"))
@@ -137,7 +139,7 @@ def test_degrees_need_not_be_powers_of_two(
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("ring", [3, 4, 7])
-def test_ranks_may_hold_a_token_or_two(pool: WorkerPool, ring: int, layout: str) -> None:
+def test_ranks_may_hold_a_token_or_two(pool, ring, layout):
     # Not causal: the first token's dq would be 0, which leaves nothing to be relative to.
     shortest = 2 * ring if layout == "context_parallel" else ring
     tunings = (ds_usp.Tuning(), ds_usp.Tuning(chunks=3, gather=True))
@@ -169,9 +171,7 @@ def run_launch_bound(
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (1, 4), (2, 2)])
-def test_a_launch_bound_call_computes_local_and_remote_kv_together(
-    pool: WorkerPool, ulysses: int, ring: int, layout: str
-) -> None:
+def test_a_launch_bound_call_computes_local_and_remote_kv_together(pool, ulysses, ring, layout):
     cases = [
         Case(layout=layout, seq_len=seq_len, mask=mask, kernel=kernel, tuning=tuned)
         for seq_len, mask, kernel, tuned in product(
@@ -181,10 +181,7 @@ def test_a_launch_bound_call_computes_local_and_remote_kv_together(
             (ds_usp.Tuning(1, True), ds_usp.Tuning(1, False)),
         )
     ]
-    results = pool.run(run_launch_bound, ulysses * ring, cases=cases, ulysses_degree=ulysses)
-    for case, *by_rank in zip(cases, *results, strict=True):
-        worst = max(max(errors.values()) for errors in by_rank)
-        assert worst <= TOLERANCE[case.dtype], f"{case}: {worst}"
+    check(pool, cases, ulysses, ring, run_launch_bound)
 
 
 def mean_errors(
@@ -198,7 +195,7 @@ def mean_errors(
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
-def test_bf16_loses_no_more_than_the_dense_kernel(pool: WorkerPool, layout: str) -> None:
+def test_bf16_loses_no_more_than_the_dense_kernel(pool, layout):
     seeds = 3
     case = Case(
         layout=layout, dtype=torch.bfloat16, seq_len=256, heads=8, kv_heads=2, head_dim=64, batch=1
@@ -233,10 +230,9 @@ def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
     )
 
 
-def test_the_first_chunk_computed_has_its_local_block_alone(pool: WorkerPool) -> None:
-    modes = pool.run(
-        first_steps, 4
-    )  # of 1, 2 and 1 heads: too little is computed before the second chunk
+def test_the_first_chunk_computed_has_its_local_block_alone(pool):
+    # Chunks of 1, 2 and 1 heads: too little is computed before the second chunk.
+    modes = pool.run(first_steps, 4)
     assert any(forward == [True, True, False] for forward, _ in modes)
     for forward, backward in modes:  # backward begins with the last chunk
         assert forward[:2] == [True, True] and backward == [False, True, True]
@@ -271,8 +267,252 @@ def schedules(ctx: RankContext, ulysses: int, chunks: int, gather: bool) -> list
 @pytest.mark.parametrize(
     ("ulysses", "chunks", "gather"), [(2, 2, True), (1, 3, False), (4, 2, False), (2, 2, False)]
 )
-def test_the_explained_schedule_is_the_executed_one(
-    pool: WorkerPool, ulysses: int, chunks: int, gather: bool
-) -> None:
+def test_the_explained_schedule_is_the_executed_one(pool, ulysses, chunks, gather):
     for passes in pool.run(schedules, 4, ulysses=ulysses, chunks=chunks, gather=gather):
         assert all(executed == explained for executed, explained in passes)
+
+
+SEQ_LEN = 48
+KINDS = ("contiguous", "zigzag", "striped", "context_parallel")
+
+
+def changed_positions(ctx: RankContext, kind: str, ulysses: int, changed: int) -> tuple[int, int]:
+    """First and last position whose output changes with the token at ``changed``."""
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses)
+    layout = mesh.layout(kind, SEQ_LEN)
+    before = [torch.randn(1, SEQ_LEN, 4, 16) for _ in range(3)]
+    after = [x.clone() for x in before]
+    for x in after:
+        x[:, changed] += 1.0
+    outs = []
+    for qkv in (before, after):
+        q, k, v = (layout.shard(x, 1, mesh.rank) for x in qkv)
+        mask = ds_usp.MaskSpec.causal()
+        out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask)
+        shards = [torch.empty_like(out) for _ in range(mesh.sp_degree)]
+        dist.all_gather(shards, out)
+        outs.append(layout.gather(shards, 1))
+    differs = (outs[0] != outs[1]).flatten(2).any(-1)[0].nonzero()
+    return int(differs.min()), int(differs.max())
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_earlier_positions_stay_bit_identical(pool, kind, ulysses):
+    for changed in (0, 13, 30, SEQ_LEN - 1):
+        for first, last in pool.run(
+            changed_positions, 4, kind=kind, ulysses=ulysses, changed=changed
+        ):
+            assert (first, last) == (changed, SEQ_LEN - 1)
+
+
+BASE = Case(batch=2, seq_len=43, heads=8, kv_heads=4, head_dim=16)
+CHANGES = {
+    "softcap": {"softcap": 1.5},
+    "ALiBi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_p": 0.3},
+    "values of 8": {"value_dim": 8},
+    "values of 24": {"value_dim": 24, "kernel": "sdpa"},
+    "values of 24, eager": {"value_dim": 24, "kernel": "eager"},
+    "sinks and values of 8": {"sinks": True, "value_dim": 8, "dtype": torch.float64},
+    "all": {"softcap": 2.0, "alibi": True, "sinks": True, "dropout_p": 0.1, "value_dim": 24},
+}
+TUNINGS = (
+    ds_usp.Tuning(),
+    ds_usp.Tuning(chunks=1, gather=True),
+    ds_usp.Tuning(chunks=2, gather=True),
+    ds_usp.Tuning(chunks=2, gather=False),
+)
+SCORE_MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
+
+
+def score_cases(ulysses: int, ring: int) -> list[Case]:
+    """Each change under each layout, or on eight ranks under two of them, with other masks, heads
+    and tunings in turn."""
+    masks = ("causal", "full", "window", "window both sides")
+    kv_heads = (4, 8, 1)
+    all_cases = []
+    for position, (layout, change) in enumerate(product(ALL_LAYOUTS, CHANGES)):
+        case = replace(
+            BASE, layout=layout, mask=masks[position % 4], kv_heads=kv_heads[position % 3]
+        )
+        parts = ds_usp.geometry.heads.HeadSplit(8, case.kv_heads, ulysses).max_chunks
+        tuning = TUNINGS[position % (4 if parts > 1 else 2)]
+        all_cases.append(replace(case, tuning=tuning, **CHANGES[change]))
+    documents = ((1, 17, 25), (30, 13))  # each sample its own
+    changes = ("sinks and values of 8", "all")
+    if ulysses * ring == 8:
+        all_cases = all_cases[::2]
+    return all_cases + [replace(BASE, documents=documents, **CHANGES[each]) for each in changes]
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), SCORE_MESHES)
+def test_changed_scores_are_the_oracles(pool, ulysses, ring):
+    check(pool, score_cases(ulysses, ring), ulysses, ring)
+
+
+CROSS_MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)]
+CROSS_BASE = Case(batch=2, seq_len=43, heads=6, kv_heads=3, head_dim=16)
+GATHER = ds_usp.Tuning(gather=True)
+
+
+def cross_cases() -> list[Case]:
+    """Each kind of layout for either sequence, the keys fewer or more."""
+    pairs = product(ALL_LAYOUTS, ALL_LAYOUTS)
+    lengths = (17, 96, 43)
+    cases = [
+        replace(CROSS_BASE, layout=q_kind, mask="full", keys=(lengths[position % 3], kv_kind))
+        for position, (q_kind, kv_kind) in enumerate(pairs)
+    ]
+    one = replace(CROSS_BASE, mask="full", keys=(29, "contiguous"))
+    return [
+        *cases,
+        replace(one, tuning=GATHER),
+        replace(one, keys=(96, "striped"), tuning=GATHER, dtype=torch.float64),
+        replace(one, value_dim=8, sinks=True),
+        replace(one, softcap=2.0, dropout_p=0.2, sinks=True),
+    ]
+
+
+def prefix_cases() -> list[Case]:
+    """A prefix of one token, inside of a shard, over several and of all, under some windows."""
+    prefixes = (1, 5, 22, 42, 43)
+    cases = [
+        replace(
+            CROSS_BASE,
+            layout=layout,
+            prefix=prefix,
+            tuning=GATHER if position % 2 else CROSS_BASE.tuning,
+        )
+        for position, (layout, prefix) in enumerate(product(ALL_LAYOUTS, prefixes))
+    ]
+    return [
+        *cases,
+        replace(CROSS_BASE, prefix=3, mask="window"),
+        replace(CROSS_BASE, prefix=17, mask="window both sides", kernel="eager", layout="striped"),
+        replace(CROSS_BASE, prefix=17, alibi=True, sinks=True, value_dim=8),
+    ]
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), CROSS_MESHES)
+def test_cross_attention_equals_the_oracle(pool, ulysses, ring):
+    made = [*cross_cases(), *prefix_cases()]
+    if ulysses == 4:  # a head chunk needs a key/value head on each rank
+        made = [replace(case, heads=8, kv_heads=2) for case in made]
+    check(pool, made, ulysses, ring)
+
+
+def refused(ctx: RankContext, changes: dict[str, Any]) -> str:
+    mesh = mesh_of(2)
+    layout, kv_layout = mesh.layout("zigzag", 32), mesh.layout("zigzag", 16)
+    q, k = torch.randn(1, 8, 2, 8), torch.randn(1, 4, 2, 8)
+    options: dict[str, Any] = {"mask": MaskSpec.full(), "kv_layout": kv_layout, **changes}
+    try:
+        ds_usp.usp_attention(q, k, k, mesh=mesh, layout=layout, **options)
+    except ds_usp.USPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+SLOPES = ds_usp.Scores(alibi_slopes=torch.ones(2))
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "right": ({}, "nothing"),
+    "causal": (
+        {"mask": MaskSpec.causal()},
+        "UnsupportedAttentionError: the keys are of another sequence (zigzag(16 tokens, ulysses "
+        "2 x ring 2)) than the queries (zigzag(32 tokens, ulysses 2 x ring 2)), and a causal mask",
+    ),
+    "ALiBi": ({"scores": SLOPES}, "UnsupportedAttentionError: alibi_slopes weigh distances"),
+    "no layout of keys": (
+        {"kv_layout": None},
+        "ConfigError: q has 8 tokens on this rank, k and v have 4: give the keys of another "
+        "sequence a layout of their own (kv_layout=)",
+    ),
+    "prefix too long": (
+        {"mask": MaskSpec.prefix_lm(33)},
+        "ConfigError: a prefix of 33 tokens in a sequence of 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_meant_is_refused_everywhere(pool, name):
+    changes, text = REFUSED[name]
+    for message in pool.run(refused, 4, changes=changes):
+        assert message.startswith(text), message
+
+
+def other_keys(ctx: RankContext) -> None:
+    """One rank has a token more of the keys than the layout gives it."""
+    q, k = torch.randn(1, 8, 2, 8), torch.randn(1, 4 + (ctx.rank == 3), 2, 8)
+    layout, kv_layout = (mesh_of(2).layout("zigzag", tokens) for tokens in (32, 16))
+    given = {"layout": layout, "kv_layout": kv_layout, "mask": MaskSpec.full()}
+    ds_usp.usp_attention(q, k, k, mesh=mesh_of(2), **given)
+
+
+def test_too_many_keys_on_one_rank_stop_all(pool):
+    for error in pool.errors(other_keys, 4):
+        assert isinstance(error, ds_usp.USPError)
+        assert "rank 3 holds 5 tokens of the keys" in str(error) and "gives it 4" in str(error)
+
+
+def test_mask_text_has_the_prefix():
+    mask = MaskSpec.prefix_lm(5)
+    assert str(mask) == "causal with a prefix of 5" and not mask.is_causal
+    assert [mask.allows(2, key) for key in range(8)] == [True] * 5 + [False] * 3
+    assert [mask.allows(6, key) for key in range(8)] == [True] * 7 + [False]
+    with pytest.raises(ds_usp.ConfigError, match="prefix=-1 must be"):
+        MaskSpec.prefix_lm(-1)
+    with pytest.raises(ds_usp.ConfigError, match=r"a prefix of 2 tokens .* documents"):
+        MaskSpec(None, 0, [0, 4], 2)
+
+
+def through_the_drop_in(ctx: RankContext, ulysses: int) -> float:
+    """USPAttention around a local attention that attends to all of another sequence."""
+    mesh = mesh_of(ulysses)
+    case = replace(CROSS_BASE, seq_len=48, heads=8, kv_heads=4, mask="full", keys=(24, "zigzag"))
+    full, expected = inputs(case), reference(case)
+    layout, kv_layout = layouts(mesh, case)
+    places = {"q": layout, "k": kv_layout, "v": kv_layout}
+    shards = [
+        place.shard(full[name], 1, mesh.rank).requires_grad_() for name, place in places.items()
+    ]
+    attention = ds_usp.USPAttention(
+        Dense(), gather_idx=1, mesh=mesh, layout="zigzag", mask=MaskSpec.full(), dropout_p=0.0
+    )
+    out = attention(*shards, 0)
+    grads = torch.autograd.grad(out, shards, layout.shard(full["dout"], 1, mesh.rank))
+    errors = [
+        oracle.relative_error(actual, place.shard(expected[name], 1, mesh.rank))
+        for name, place, actual in zip(
+            ("out", "dq", "dk", "dv"), (layout, *places.values()), (out, *grads), strict=True
+        )
+    ]
+    with pytest.raises(ds_usp.ConfigError, match="by one table"):
+        attention(*shards, 0, (torch.ones(48, 1, 1, 16),) * 2)
+    return max(errors)
+
+
+class Dense(torch.nn.Module):
+    """A local attention of no known class, without a mask."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        return oracle.dense_attention(q, k, v, allowed)[0].to(q.dtype)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_the_drop_in_crosses_sequences(pool, ulysses):
+    assert max(pool.run(through_the_drop_in, 4, ulysses=ulysses)) <= 1e-5
+
+
+def test_a_frameworks_mask_is_compared_with_the_prefix():
+    framework = FrameworkArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0))
+    shown = oracle.causal(range(8), range(8))
+    shown[:, :5] = True
+    accepted = framework.check(8, 16, (shown,), {"is_causal": False})
+    assert str(accepted) == "1 extra arguments, is_causal"
+    for wrong in ({"is_causal": True}, {"attn_mask": oracle.causal(range(8), range(8))}):
+        with pytest.raises(ds_usp.UnsupportedAttentionError, match="causal with a prefix of 5"):
+            framework.check(8, 16, (), wrong)

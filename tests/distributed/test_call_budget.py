@@ -4,8 +4,6 @@ Short calls are launch-bound: their time on a GPU is what the CPU spends on them
 same on every machine, so it needs no GPU and no clock.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 
 import ds_usp
 
@@ -83,9 +81,7 @@ def count_warm_calls(ctx: RankContext, *, ulysses: int) -> tuple[Calls, Calls, C
 
 
 @pytest.mark.parametrize(("world", "ulysses", "forward", "backward"), BUDGETS)
-def test_a_warm_call_keeps_its_budget(
-    pool: WorkerPool, world: int, ulysses: int, forward: int, backward: int
-) -> None:
+def test_a_warm_call_keeps_its_budget(pool, world, ulysses, forward, backward):
     for counts in pool.run(count_warm_calls, world, ulysses=ulysses):
         limits = {"forward": forward, "backward": backward, "no grad": forward}
         for (name, limit), calls in zip(limits.items(), counts, strict=True):

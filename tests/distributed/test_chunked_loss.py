@@ -1,12 +1,10 @@
 """Losses and gradients without logits, against torch's own over the whole vocabulary."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,20 +60,18 @@ def errors(ctx: RankContext, chunks: int, dtype: torch.dtype) -> list[float]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("chunks", [1, 4, 100])
-def test_losses_and_gradients_are_those_of_the_whole(
-    pool: WorkerPool, world: int, chunks: int
-) -> None:
+def test_losses_and_gradients_are_those_of_the_whole(pool, world, chunks):
     for rank in pool.run(errors, world, chunks=chunks, dtype=torch.float32):
         assert max(rank) < LIMIT, rank
 
 
-def test_fp64_is_not_rounded(pool: WorkerPool) -> None:
+def test_fp64_is_not_rounded(pool):
     (of_rank,) = pool.run(errors, 1, chunks=4, dtype=torch.float64)
     assert max(of_rank) < 1e-12, of_rank
 
 
 @pytest.mark.parametrize("token_wise", [False, True])
-def test_a_label_of_minus_100_has_no_loss(token_wise: bool) -> None:
+def test_a_label_of_minus_100_has_no_loss(token_wise):
     hidden, weight, labels, weights = inputs()
     labels[2:5], weights = -100, weights + 1
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -94,7 +90,7 @@ def test_a_label_of_minus_100_has_no_loss(token_wise: bool) -> None:
         assert oracle.relative_error(x.detach(), y.detach()) < LIMIT
 
 
-def test_bf16_adds_chunks_in_fp32(pool: WorkerPool) -> None:
+def test_bf16_adds_chunks_in_fp32(pool):
     one, many = (pool.run(errors, 1, chunks=c, dtype=torch.bfloat16)[0] for c in (1, 26))
     assert max(one) < 0.01
     assert max(many) < 1.2 * max(one)
@@ -116,7 +112,7 @@ def impossible_words(ctx: RankContext) -> list[float]:
     return [float((mine.gradient(dlosses) - want[:, words]).abs().max())]
 
 
-def test_words_that_cannot_be_do_not_count(pool: WorkerPool) -> None:
+def test_words_that_cannot_be_do_not_count(pool):
     for error in pool.run(impossible_words, 2):
         assert error[0] < 1e-6
 
@@ -133,7 +129,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_is_as_large_as_the_logits() -> None:
+def test_no_tensor_is_as_large_as_the_logits():
     hidden, weight, labels, weights = inputs()
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     for chunks, most in ((1, S * B * V), (7, S * B * H)):
@@ -143,7 +139,7 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
         assert seen.elements == most
 
 
-def test_what_would_lack_a_gradient_is_refused() -> None:
+def test_what_would_lack_a_gradient_is_refused():
     hidden, weight, labels, weights = inputs()
     hidden.requires_grad_()
     losses = (
@@ -158,7 +154,7 @@ def test_what_would_lack_a_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize("label", [V, -1])
-def test_a_label_outside_of_the_vocabulary_is_refused(label: int) -> None:
+def test_a_label_outside_of_the_vocabulary_is_refused(label):
     hidden, weight, labels, weights = inputs()
     labels[4, 0] = label  # its weight is 0
     chunked_weighted_loss(hidden, weight, labels, weights, chunks=3)
@@ -167,7 +163,7 @@ def test_a_label_outside_of_the_vocabulary_is_refused(label: int) -> None:
         chunked_weighted_loss(hidden, weight, labels, weights, chunks=3)
 
 
-def test_without_gradients_none_are_computed() -> None:
+def test_without_gradients_none_are_computed():
     hidden, weight, labels, weights = inputs()
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -176,7 +172,7 @@ def test_without_gradients_none_are_computed() -> None:
     assert oracle.relative_error(loss, reference()[0]) < LIMIT
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     hidden, weight, labels, weights = inputs()
     for arguments, words in (
         ((hidden, weight, labels[:3], weights), "labels"),
@@ -191,7 +187,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("steps", [2, 3, 7])
-def test_in_bf16_a_mean_over_steps_is_not_rounded_before_the_gradients(steps: int) -> None:
+def test_in_bf16_a_mean_over_steps_is_not_rounded_before_the_gradients(steps):
     """1 / 3 in bf16 is 0.2 % too large, and would make all gradients of a model so."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32).bfloat16(), (torch.randn(96, 32) * 0.3).bfloat16()

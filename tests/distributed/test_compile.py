@@ -1,7 +1,5 @@
 """``torch.compile`` takes attention into one graph, and its bits are those without a compiler."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import SEED, Case, errors_of, inputs, layouts, mesh_of, sinks, slopes
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from sample_attentions import (
     TOKENS,
     Local,
@@ -143,9 +141,7 @@ def same_bits(
         (2, 2, CASES[:4], "aot_eager"),
     ],
 )
-def test_one_graph_with_the_same_bits(
-    pool: WorkerPool, ulysses: int, ring: int, made: list[Case], backend: str
-) -> None:
+def test_one_graph_with_the_same_bits(pool, ulysses, ring, made, backend):
     world = ulysses * ring
     for each in pool.run(same_bits, world, made=made, ulysses=ulysses, backend=backend):
         for case, (differ, graphs_and_breaks, _) in zip(made, each, strict=True):
@@ -153,7 +149,7 @@ def test_one_graph_with_the_same_bits(
             assert graphs_and_breaks == (1, 0), str(case)
 
 
-def test_inductor_makes_one_graph_that_the_oracle_confirms(pool: WorkerPool) -> None:
+def test_inductor_makes_one_graph_that_the_oracle_confirms(pool):
     # Alone: inductor would have a C++ compiler make what is around attention, for half a minute.
     case = replace(BASE, heads=8, kv_heads=2, tuning=ds_usp.Tuning(chunks=2))  # of a KV group
     for [(differ, graphs_and_breaks, errors)] in pool.run(
@@ -184,9 +180,18 @@ def on_one_rank(ctx: RankContext) -> list[bool]:
     return same
 
 
-def test_ranks_with_and_without_a_compiler_agree(pool: WorkerPool) -> None:
+def test_ranks_with_and_without_a_compiler_agree(pool):
     for same in pool.run(on_one_rank, 4):
         assert all(same)
+
+
+def same_as_uncompiled(run: Any, given: dict[str, torch.Tensor], *more: Any) -> list[bool]:
+    """Whether out, lse and gradients have the bits of a call without a compiler."""
+    (q, k, v, dout), outputs = given.values(), []
+    for each in (Layer.attend, run):
+        out, lse = each(q, k, v, *more)
+        outputs.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
+    return [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
 
 
 def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]]:
@@ -196,12 +201,7 @@ def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]
     layers = [Layer(mesh, case) for case in made]
     run = compiled(Layer.attend)
     for layer, case in zip(layers, made, strict=True):
-        q, k, v, dout = shards(mesh, case).values()
-        outputs = []
-        for each in (Layer.attend, run):
-            out, lse = each(q, k, v, ds_usp.Scores(), layer.given)
-            outputs.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
-        same += [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
+        same += same_as_uncompiled(run, shards(mesh, case), ds_usp.Scores(), layer.given)
     return same, graphs()
 
 
@@ -213,23 +213,18 @@ def windows(ctx: RankContext, ulysses: int) -> list[bool]:
     for position in range(4):
         options = layer.given | {"mask": ds_usp.MaskSpec.window(3 + position, position)}
         scores = ds_usp.Scores(1.5 + position, dropout_seed=position)
-        q, k, v, dout = shards(mesh, BASE).values()
-        outputs = []
-        for each in (Layer.attend, run):
-            out, lse = each(q, k, v, scores, options)
-            outputs.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
-        same += [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
+        same += same_as_uncompiled(run, shards(mesh, BASE), scores, options)
     return same
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_other_windows(pool: WorkerPool, ulysses: int) -> None:
+def test_other_windows(pool, ulysses):
     for same in pool.run(windows, 2, ulysses=ulysses):
         assert all(same)
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_other_lengths(pool: WorkerPool, ulysses: int) -> None:
+def test_other_lengths(pool, ulysses):
     for same, (made, breaks) in pool.run(lengths, 2, ulysses=ulysses):
         assert all(same)
         assert breaks == 0
@@ -268,14 +263,14 @@ def drop_in(
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.local.__name__}-{s.ulysses}")
-def test_a_drop_in_is_in_one_graph(pool: WorkerPool, setting: Setting) -> None:
+def test_a_drop_in_is_in_one_graph(pool, setting):
     for same, made in pool.run(drop_in, 4, setting=setting):
         assert same == [True] * 4
         assert made == (1, 0)
 
 
 @pytest.mark.parametrize("ulysses", [2, 4])
-def test_rotary_breaks_the_graph_or_is_refused(pool: WorkerPool, ulysses: int) -> None:
+def test_rotary_breaks_the_graph_or_is_refused(pool, ulysses):
     made = replace(SETTINGS[0] if ulysses == 2 else SETTINGS[4], rotary=8)
     for same, (_, breaks) in pool.run(drop_in, 4, setting=made, fullgraph=False):
         assert same == [True] * 4
@@ -296,7 +291,7 @@ def with_documents(ctx: RankContext, fullgraph: bool) -> tuple[list[bool], int]:
     return [torch.equal(x, expected[name]) for name, x in actual.items()], graphs()[1]
 
 
-def test_documents_break_the_graph_or_are_refused(pool: WorkerPool) -> None:
+def test_documents_break_the_graph_or_are_refused(pool):
     for same, breaks in pool.run(with_documents, 2, fullgraph=False):
         assert all(same)
         assert breaks > 0
@@ -313,7 +308,7 @@ def wrong_on_rank_1(ctx: RankContext, ulysses: int) -> None:
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_what_one_rank_refuses_is_raised_on_all(pool: WorkerPool, ulysses: int) -> None:
+def test_what_one_rank_refuses_is_raised_on_all(pool, ulysses):
     others, one = pool.errors(wrong_on_rank_1, 2, ulysses=ulysses)
     assert isinstance(one, ds_usp.USPError) and not isinstance(one, ds_usp.MeshError)
     assert isinstance(others, ds_usp.MeshError)
@@ -373,13 +368,13 @@ def checkpointed(
         ("selective", False),
     ],
 )
-def test_attention_in_a_graph_is_kept(pool: WorkerPool, how: str, reentrant: bool) -> None:
+def test_attention_in_a_graph_is_kept(pool, how, reentrant):
     for same, calls in pool.run(checkpointed, 4, how=how, reentrant=reentrant):
         assert all(same)
         assert calls == 1
 
 
-def test_keeping_in_a_graph_is_refused(pool: WorkerPool) -> None:
+def test_keeping_in_a_graph_is_refused(pool):
     case = {"how": "compiled around it", "reentrant": False, "fullgraph": True}
     for error in pool.errors(checkpointed, 4, **case):
         assert "create_selective_checkpoint_contexts" in str(error)
@@ -393,7 +388,7 @@ def local_kept(ctx: RankContext) -> None:
     checkpoint(keep_attention(compiled(module)), q.requires_grad_(), k, v, use_reentrant=False)
 
 
-def test_a_local_attention_in_a_graph_is_not_kept(pool: WorkerPool) -> None:
+def test_a_local_attention_in_a_graph_is_not_kept(pool):
     for error in pool.errors(local_kept, 4):
         assert isinstance(error, ds_usp.UnsupportedAttentionError)
         assert "without keep_attention" in str(error)

@@ -1,7 +1,5 @@
 """Exchanges for copy engines, on CPUs: packed as for them, and read at the same offsets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, ClassVar
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, attend, errors_of, mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 
 from ds_usp import MaskSpec, MeshError, SequenceMesh, Tuning
 from ds_usp.attention.plan import AttentionOptions, plan_call
@@ -187,9 +185,7 @@ UNEVEN = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
-def test_what_is_packed_fits_into_what_every_rank_reserved(
-    pool: WorkerPool, ulysses: int, case: Case
-) -> None:
+def test_what_is_packed_fits_into_what_every_rank_reserved(pool, ulysses, case):
     if ulysses == 4 and case.heads == 6:
         case = Case(heads=8, kv_heads=2, seq_len=67)
     results = pool.run(packed, 4, case=case, ulysses=ulysses)
@@ -210,7 +206,7 @@ def packed_cases(ctx: RankContext, ulysses: int) -> list[tuple[float, Sizes, Siz
 
 
 @pytest.mark.parametrize("ulysses", [2, 4])
-def test_uneven_shards_are_packed_for_copy_engines(pool: WorkerPool, ulysses: int) -> None:
+def test_uneven_shards_are_packed_for_copy_engines(pool, ulysses):
     results = pool.run(packed_cases, 4, ulysses=ulysses)
     for case, *of_ranks in zip(UNEVEN, *results, strict=True):
         assert max(error for error, _, _ in of_ranks) < TOLERANCE[case.dtype], case
@@ -220,7 +216,7 @@ def test_uneven_shards_are_packed_for_copy_engines(pool: WorkerPool, ulysses: in
         assert len({reserved["all_to_all"] for _, reserved, _ in of_ranks}) == 1, case
 
 
-def test_no_memory_for_gradients_is_reserved_without_a_backward_pass() -> None:
+def test_no_memory_for_gradients_is_reserved_without_a_backward_pass():
     mesh = SequenceMesh(ulysses_degree=2, ring_degree=2, rank=0)
     options = AttentionOptions(mesh, "zigzag", MaskSpec.causal())
     decide: Callable[..., ResolvedTuning] = Tuning.resolve
@@ -243,7 +239,7 @@ def test_no_memory_for_gradients_is_reserved_without_a_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_gradients_of_a_brief_call_do_not_stay_in_a_room(pool: WorkerPool, layout: str) -> None:
+def test_gradients_of_a_brief_call_do_not_stay_in_a_room(pool, layout):
     """Nobody takes keys of the last rank of a causal contiguous ring: nothing is summed there."""
     case = Case(kernel="eager", tuning=Tuning(1, True), layout=layout)
     for error, _, _ in pool.run(packed, 4, case=case, ulysses=1, launch_bound=True):
@@ -282,9 +278,7 @@ def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_gradients_are_not_packed_where_a_kernel_writes_them_to_their_place(
-    pool: WorkerPool, copies: bool
-) -> None:
+def test_gradients_are_not_packed_where_a_kernel_writes_them_to_their_place(pool, copies):
     tuning = Tuning(2, True)
     # dk and dv of both parts, beside a ring; then of dq too (by messages nobody asks).
     results = pool.run(
@@ -320,7 +314,7 @@ def abort_pass(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, 
     return "", 0
 
 
-def test_a_rank_that_aborted_a_pass_does_not_continue_with_the_others(pool: WorkerPool) -> None:
+def test_a_rank_that_aborted_a_pass_does_not_continue_with_the_others(pool):
     aborted = "aborted copy-engine passes: "
     for text, _ in pool.run(abort_pass, 4, exchanges=[None, 3, None, None]):
         assert f"{aborted}0 on ranks 0, 2-3, 1, the last after 3 exchanges on rank 1" in text
@@ -335,7 +329,7 @@ def without_reserve(ctx: RankContext) -> None:
     mesh.channel("ring_kv", copies=True)
 
 
-def test_copy_engines_without_reserved_memory_are_refused(pool: WorkerPool) -> None:
+def test_copy_engines_without_reserved_memory_are_refused(pool):
     for error in pool.errors(without_reserve, 4):
         assert isinstance(error, MeshError)
         assert "ring_kv" in str(error)

@@ -1,27 +1,20 @@
-"""Packed documents through real groups against the fp64 oracle, forward and backward."""
-
-from __future__ import annotations
+"""Packed documents and joint tokens through real groups, against the fp64 oracle."""
 
 import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from cases import (
-    ALL_LAYOUTS,
-    ALL_ORDERS,
-    MASKS,
-    RESULTS,
-    Case,
-    errors_of,
-    inputs,
-    mesh_of,
-    run_cases,
-)
-from harness import RankContext, WorkerPool
+from cases import ALL_LAYOUTS, MASKS, Case, check, errors_of, inputs, mesh_of
+from harness import RankContext
+from joint_attention_cases import FULL, Joint, run
 
 import ds_usp
+from ds_usp import MaskSpec
+from ds_usp.geometry.joint import ConcatenatedShards, JointLayout
+from ds_usp.geometry.layout import TokenLayout
 
 LAYOUTS = (*ALL_LAYOUTS, "balanced")
 GATHERED = ds_usp.Tuning(1, True)
@@ -62,19 +55,6 @@ def random_cases(ulysses: int, ring: int) -> list[Case]:
     return cases
 
 
-def check(
-    pool: WorkerPool, cases: list[Case], ulysses: int, ring: int, order: str = ALL_ORDERS[0]
-) -> None:
-    """Every result of every rank."""
-    results = pool.run(
-        run_cases, ulysses * ring, cases=cases, ulysses_degree=ulysses, order=order, timeout=180.0
-    )
-    for rank, by_case in enumerate(results):
-        for case, errors in zip(cases, by_case, strict=True):
-            assert set(errors) == set(RESULTS)
-            assert max(errors.values()) <= 1e-5, f"rank {rank} {case}: {errors}"
-
-
 @pytest.mark.parametrize(
     ("ulysses", "ring", "order"),
     [
@@ -86,10 +66,8 @@ def check(
         (2, 4, "ulysses-ring"),
     ],
 )
-def test_random_documents_are_the_oracles(
-    pool: WorkerPool, ulysses: int, ring: int, order: str
-) -> None:
-    check(pool, random_cases(ulysses, ring), ulysses, ring, order)
+def test_random_documents_are_the_oracles(pool, ulysses, ring, order):
+    check(pool, random_cases(ulysses, ring), ulysses, ring, order=order, timeout=180.0)
 
 
 # The long one is on both ranks; the last one is padding.
@@ -97,14 +75,13 @@ ODD_LENGTHS = (1, 7, 4093, 1, 1, 511)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_documents_of_1_7_and_4093_tokens(pool: WorkerPool, layout: str) -> None:
-    check(pool, [Case(sum(ODD_LENGTHS), 1, 1, 8, 1, layout, documents=(ODD_LENGTHS,))], 1, 2)
+def test_documents_of_1_7_and_4093_tokens(pool, layout):
+    case = Case(sum(ODD_LENGTHS), 1, 1, 8, 1, layout, documents=(ODD_LENGTHS,))
+    check(pool, [case], 1, 2, timeout=180.0)
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "window both sides"])
-def test_a_rank_may_hold_padding_alone_and_a_block_may_be_masked_for_all(
-    pool: WorkerPool, mask: str
-) -> None:
+def test_a_rank_may_hold_padding_alone_and_a_block_may_be_masked_for_all(pool, mask):
     base = Case(64, mask=mask, layout="contiguous")
     cases = [
         replace(base, documents=((48, 16),)),  # the last rank has nothing but padding
@@ -115,7 +92,7 @@ def test_a_rank_may_hold_padding_alone_and_a_block_may_be_masked_for_all(
         replace(base, documents=((1,) * 64, (64,))),  # every block is masked for one sample
         replace(base, documents=((1,) * 64, (64,)), tuning=GATHERED),
     ]
-    check(pool, cases, 1, 4)
+    check(pool, cases, 1, 4, timeout=180.0)
 
 
 class Causal(torch.nn.Module):
@@ -142,7 +119,7 @@ def drop_in(ctx: RankContext, *, case: Case, ulysses: int, batch_dim: int) -> li
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
-def test_the_drop_in_takes_documents_with_each_call(pool: WorkerPool, ulysses: int) -> None:
+def test_the_drop_in_takes_documents_with_each_call(pool, ulysses):
     for layout, batch_dim in (("zigzag", 0), ("balanced", 1)):
         case = Case(layout=layout, documents=((20, 4, 40), (64,)))
         errors_of_ranks = pool.run(drop_in, 4, case=case, ulysses=ulysses, batch_dim=batch_dim)
@@ -175,6 +152,103 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_the_drop_in_cannot_serve_is_refused_on_every_rank(pool: WorkerPool, how: str) -> None:
+def test_what_the_drop_in_cannot_serve_is_refused_on_every_rank(pool, how):
     for error in pool.errors(refused_by_the_drop_in, 4, how=how, ulysses=4):
         assert isinstance(error, ds_usp.USPError) and REFUSED[how] in str(error), error
+
+
+MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
+
+
+def joint_cases() -> list[Joint]:
+    """Both ends of each layout, then one case of each other kind."""
+    masks = (FULL, MaskSpec.causal(), MaskSpec.window(9, 4))
+    base = [
+        Joint(layout, front=front, mask=masks[at % 3], kv_heads=(4, 8, 2)[at % 3])
+        for at, (layout, front) in enumerate(product(ALL_LAYOUTS, (True, False)))
+    ]
+    gather = ds_usp.Tuning(gather=True)
+    return [
+        *base,
+        Joint(tokens=64, joint=16, tuning=gather),
+        Joint(joint=41, dtype=torch.float64, layout="striped", front=False, tuning=gather),
+        Joint(value_dim=24, sinks=True, dropout_p=0.2),
+        Joint(layout="contiguous", joint=8),  # a token a rank on eight of them
+    ]
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), MESHES)
+def test_equals_the_oracle_on_both_as_one(pool, ulysses, ring):
+    check(pool, joint_cases(), ulysses, ring, run)
+
+
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
+@pytest.mark.parametrize("front", [True, False])
+def test_every_position_is_on_one_rank(kind, front):
+    layout = JointLayout.of(TokenLayout(kind, 53, 2, 3, "ring-ulysses"), 19, front)
+    assert sorted(layout.permutation()) == list(range(72))
+    joint = range(19) if front else range(53, 72)
+    for rank in range(6):
+        expected = [position for position in layout.positions(rank) if position in joint]
+        shift = joint.start
+        assert [shift + position for position in layout.layouts[0].positions(rank)] == expected
+    shards = ConcatenatedShards.of(layout.layouts[0])
+    assert shards.permutation() == shards.ring_positions(0) == list(range(19))
+    assert [shards.length(r) for r in range(6)] == [layout.layouts[0].length(r) for r in range(6)]
+
+
+def refused(ctx: RankContext, changes: dict[str, Any], odd: tuple[int, ...]) -> str:
+    mesh = mesh_of(2)
+    q, joint = torch.randn(1, 8, 2, 8), torch.randn(1, 6, 2, 8)
+    options: dict[str, Any] = {"joint_q": joint, "joint_k": joint, "joint_v": joint}
+    options |= changes if ctx.rank in odd else {}
+    layout = options.pop("layout", mesh.layout("zigzag", 32))
+    try:
+        ds_usp.usp_joint_attention(q, q, q, mesh=mesh, layout=layout, mask=FULL, **options)
+    except ds_usp.USPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+SHORT = torch.randn(1, 3, 2, 8)
+REFUSED_JOINT: dict[str, tuple[dict[str, Any], str]] = {
+    "right": ({}, "nothing"),
+    "heads": ({"joint_k": torch.randn(1, 6, 1, 8)}, "ConfigError: joint tensors must share"),
+    "tokens": ({"joint_k": SHORT}, "ConfigError: joint tensors must share"),
+    "dtype": ({"joint_v": torch.randn(1, 6, 2, 8).double()}, "ConfigError: joint tensors must"),
+    "dims": ({"joint_q": torch.randn(6, 2, 8)}, "ConfigError: joint tensors must share"),
+    "fewer than ranks": (
+        {"joint_q": SHORT, "joint_k": SHORT, "joint_v": SHORT},
+        "LayoutError: 3 tokens leave a rank of ulysses 2 x ring 2 (zigzag) without any",
+    ),
+    "layout": (
+        {"layout": TokenLayout("zigzag", 16, 1, 2)},
+        "LayoutError: the layout is for ulysses 1 x ring 2",
+    ),
+    "end": ({"joint_front": "rear"}, "ConfigError: joint_front='rear' must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_JOINT)
+def test_what_does_not_fit_is_refused_everywhere(pool, name):
+    changes, text = REFUSED_JOINT[name]
+    for message in pool.run(refused, 4, changes=changes, odd=(0, 1, 2, 3)):
+        assert message.startswith(text), message
+
+
+def test_a_layout_of_documents_takes_no_joint_tokens():
+    with pytest.raises(ds_usp.LayoutError, match=r"joint tokens are in no document of balanced"):
+        JointLayout.of(TokenLayout("balanced", 32, documents=[0, 9, 32]), 8, True)
+
+
+LONGER = torch.randn(1, 7, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"joint_front": False}, {"joint_q": LONGER, "joint_k": LONGER, "joint_v": LONGER}],
+    ids=["end", "tokens"],
+)
+def test_ranks_that_differ_hear_of_it(pool, changes):
+    for message in pool.run(refused, 4, changes=changes, odd=(2,)):
+        assert message.startswith("MeshError: the ranks"), message

@@ -1,11 +1,4 @@
-"""One SGD step through every entry point that has a token order, from the caller's own shards.
-
-The caller's shards are ``torch.tensor_split`` of the sequence in the order of the group's ranks, as
-batches are cut for DeepSpeed, and nothing but the attention is changed: the weights after the step
-are those of one process.
-"""
-
-from __future__ import annotations
+"""Token orders: one SGD step through every entry point, layouts by name and by default."""
 
 import logging
 import re
@@ -17,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import ALL_ORDERS
-from harness import RankContext, WorkerPool
-from sample_attentions import flash_self_attention
+from cases import ALL_ORDERS, mesh_of
+from harness import RankContext
+from sample_attentions import Local, flash_self_attention
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, USPAttention
 from ds_usp import testing as oracle
 from ds_usp.errors import _emit_once
+from ds_usp.training import SequenceParallelDataLoader
 
 WORLD, ULYSSES, TOKENS, VOCAB, WIDTH, HEADS = 4, 2, 32, 11, 16, 4
 CAUSAL: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}
@@ -115,7 +109,7 @@ def step_through(ctx: RankContext, door: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_one_step_from_the_callers_shards_is_one_processs(pool: WorkerPool, door: str) -> None:
+def test_one_step_from_the_callers_shards_is_one_processs(pool, door):
     local = Dense()
     expected = one_step(lambda q, k, v: local(q, k, v), None)
     for weights in pool.run(step_through, WORLD, door=door):
@@ -147,9 +141,7 @@ def lines(ctx: RankContext, layout: str, causal: bool) -> list[str]:
     ("layout", "causal", "hint"),
     [("contiguous", True, True), ("contiguous", False, False), ("zigzag", True, False)],
 )
-def test_a_ring_warns_once_what_it_replaces_and_how_to_balance_it(
-    pool: WorkerPool, layout: str, causal: bool, hint: bool
-) -> None:
+def test_a_ring_warns_once_what_it_replaces_and_how_to_balance_it(pool, layout, causal, hint):
     first, *others = pool.run(lines, WORLD, layout=layout, causal=causal)
     assert others == [[]] * (WORLD - 1)
     assert len(first) == 1 + hint, first
@@ -158,7 +150,7 @@ def test_a_ring_warns_once_what_it_replaces_and_how_to_balance_it(
         assert "1.50 times the mean" in first[1] and "layout='zigzag'" in first[1]
 
 
-def test_contiguous_is_the_callers_order_on_every_mesh() -> None:
+def test_contiguous_is_the_callers_order_on_every_mesh():
     for ulysses, ring in ((1, 4), (4, 1), (2, 2), (2, 3), (3, 2)):
         for order in ALL_ORDERS:
             for seq_len in (24, 29):
@@ -218,6 +210,25 @@ def function_on(ctx: RankContext, **options: Any) -> torch.Tensor:
     return ds_usp.usp_attention(x, x, x, **{"layout": "zigzag", "mask": CAUSAL["mask"], **options})
 
 
+def named(ctx: RankContext, call: Any = ds_usp.usp_attention, last: int = 8, **more: Any) -> Any:
+    """A call by the name of a layout, with other tokens or joint ones on the last rank."""
+    tokens, joint = last if ctx.rank == WORLD - 1 else 8, more.pop("joint", 0)
+    return call(*tensors(tokens, joint), **{**NAMED, "mesh": mesh_of(2), **more})
+
+
+def drop_in_called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    module = USPAttention(torch.nn.Identity(), gather_idx=1, dropout_p=0.0, **options)
+    return module(q, k, v, 0)
+
+
+def heads_first(ctx: RankContext) -> Any:
+    layout = mesh_of(2).layout("zigzag", 32)
+    q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
+    return ds_usp.usp_attention(q, k, v, **{**NAMED, "mesh": mesh_of(2), "layout": layout})
+
+
+NAMED: dict[str, Any] = {"layout": "zigzag", "mask": CAUSAL["mask"]}
+UNEVEN = "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"
 # Calls that were computed, and not as their caller means, or that ended in a traceback of Python's.
 REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
     "no batch dim": (lambda ctx: ring_around(ctx, dims=()), "which dim of"),
@@ -265,6 +276,35 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         lambda ctx: documents_for(ctx, MaskSpec.causal()),
         "tokens would attend across their borders",
     ),
+    "uneven, function": (lambda ctx: named(ctx, last=9), f"^LayoutError: .*{UNEVEN}"),
+    "uneven, joint": (
+        lambda ctx: named(ctx, ds_usp.usp_joint_attention, last=9, joint=4),
+        f"^LayoutError: .*{UNEVEN}",
+    ),
+    "uneven, drop-in": (
+        lambda ctx: named(ctx, drop_in_called, last=9),
+        f"^LayoutError: .*{UNEVEN}",
+    ),
+    "heads first": (
+        heads_first,
+        r"^LayoutError: .*got \[1, 4, 8, 16\], which looks like \[b, h, s, d\]: give x.transpose",
+    ),
+    "no layout": (
+        lambda ctx: named(ctx, layout=None),
+        "^LayoutError: .*layout=None must be a TokenLayout",
+    ),
+    "unknown layout": (
+        lambda ctx: named(ctx, layout="zig"),
+        "^LayoutError: .*unknown token layout 'zig'",
+    ),
+    "balanced by name": (
+        lambda ctx: named(ctx, layout="balanced"),
+        "^LayoutError: .*documents=borders",
+    ),
+    "keys": (
+        lambda ctx: named(ctx, kv_layout=3, mask=MaskSpec.full()),
+        "^LayoutError: .*layout=3 must be a TokenLayout",
+    ),
 }
 
 
@@ -275,19 +315,20 @@ def messages(ctx: RankContext) -> dict[str, str]:
         try:
             call(ctx)
         except ds_usp.USPError as error:
-            message_of[name] = str(error)
+            message_of[name] = f"{type(error).__name__}: {error}"
         else:
             message_of[name] = "it was computed"
     return message_of
 
 
-def test_what_was_silently_something_else_is_refused(pool: WorkerPool) -> None:
+def test_what_was_silently_something_else_is_refused(pool):
     for message_of in pool.run(messages, WORLD):
         for name, (_, wanted) in REFUSED.items():
-            assert re.search(wanted, message_of[name]), (name, message_of[name])
+            said = message_of[name]
+            assert re.search(wanted, said, re.DOTALL), (name, said)
 
 
-def test_a_grid_before_init_process_group() -> None:
+def test_a_grid_before_init_process_group():
     with pytest.raises(ds_usp.MeshError, match="distributed is not initialized"):
         SequenceMesh.build(ds_usp.RankGrid({"ulysses": 2, "ring": 2}))
 
@@ -300,5 +341,126 @@ def own_scale(ctx: RankContext) -> bool:
     return torch.equal(by_itself, ring_around(ctx, softmax_scale=0.1))
 
 
-def test_a_scale_is_read_from_the_local_attention(pool: WorkerPool) -> None:
+def test_a_scale_is_read_from_the_local_attention(pool):
     assert pool.run(own_scale, WORLD) == [True] * WORLD
+
+
+def tensors(tokens: int = 8, joint: int = 0) -> list[torch.Tensor]:
+    drawn = [torch.randn(1, tokens, 4, 16) for _ in range(3)]
+    return drawn + [torch.randn(1, joint, 4, 16) for _ in range(3 if joint else 0)]
+
+
+def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
+    """Whether each function gives the same for a kind as for the layout of that kind."""
+    mesh = mesh_of(ulysses)
+    layout, half = mesh.layout("zigzag", 32), mesh.layout("striped", 16)
+    q, k, v = tensors()
+    short = tensors(4)[1:]
+    both = tensors(joint=6)
+
+    def attend(**options: Any) -> torch.Tensor:
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, mask=CAUSAL["mask"], **options)
+
+    def cross(**options: Any) -> torch.Tensor:
+        return ds_usp.usp_attention(q, *short, mesh=mesh, mask=MaskSpec.full(), **options)
+
+    def joint(**options: Any) -> torch.Tensor:
+        return torch.cat(
+            ds_usp.usp_joint_attention(*both, mesh=mesh, mask=MaskSpec.full(), **options), 1
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    crossing = torch.compile(cross, fullgraph=True, backend="eager")
+    names, values = {"layout": "zigzag"}, {"layout": layout}
+    two_names = {"layout": "zigzag", "kv_layout": "striped"}
+    two_values = {"layout": layout, "kv_layout": half}
+    return [
+        torch.equal(attend(**names), attend(**values)),
+        torch.equal(cross(**two_names), cross(**two_values)),
+        torch.equal(joint(**names), joint(**values)),
+        torch.equal(compiled(**names), attend(**values)),
+        torch.equal(crossing(**two_names), cross(**two_values)),
+    ]
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_name_is_the_layout_of_that_kind(pool, ulysses):
+    assert pool.run(same_bits, WORLD, ulysses=ulysses) == [[True] * 5] * WORLD
+
+
+def flat_mesh_differs(ctx: RankContext) -> bool:
+    """Whether a named layout on the flat mesh is that mesh's own, after a call on the other."""
+    mesh = SequenceMesh.from_group(None, 2)
+    q, k, v = tensors()
+    outputs = [
+        ds_usp.usp_attention(q, k, v, mesh=each, layout="zigzag", mask=CAUSAL["mask"])
+        for each in (mesh, mesh.flat())
+    ]
+    flat = SequenceMesh.from_group(None, 4)
+    expected = ds_usp.usp_attention(q, k, v, mesh=flat, layout="zigzag", mask=CAUSAL["mask"])
+    return bool(torch.allclose(outputs[1], expected, atol=1e-6))
+
+
+def test_a_name_is_of_the_mesh_that_it_is_given_with(pool):
+    assert pool.run(flat_mesh_differs, WORLD) == [True] * WORLD
+
+
+LOADER_TOKENS = 16
+
+
+def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
+    """The message of each entry point after a batch of ``LOADER_TOKENS`` tokens in a layout of this
+    kind; nothing where it is computed."""
+    group = torch.distributed.new_group(list(range(ctx.world)))  # no other test's batches
+    batch = {"input_ids": torch.arange(2 * LOADER_TOKENS).view(2, -1)}
+    mesh = SequenceMesh.from_group(group, ulysses)
+    computed: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}
+
+    def attention(**options: Any) -> USPAttention:
+        """On a mesh of its own, over the loader's ranks."""
+        return USPAttention(
+            Local(0), group, gather_idx=1, ulysses_degree=ulysses, **computed, **options
+        )
+
+    def compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.reset()
+        attend = torch.compile(attention(), backend="aot_eager", fullgraph=True)
+        out: torch.Tensor = attend(q, k, v)
+        return out
+
+    modes: dict[str, tuple[str, int, Callable[..., torch.Tensor]]] = {
+        "default": (kind, LOADER_TOKENS, attention()),
+        "compiled": (kind, LOADER_TOKENS, compiled),
+        "named": (kind, LOADER_TOKENS, attention(layout=kind)),
+        "other tokens, named": (kind, LOADER_TOKENS, attention(layout="contiguous")),
+        "another length": (kind, 2 * LOADER_TOKENS, attention()),
+        "a later batch": ("contiguous", LOADER_TOKENS, attention()),
+    }
+    message_of = {}
+    for mode, (layout, tokens, attend) in modes.items():
+        list(SequenceParallelDataLoader([batch], mesh, layout))
+        q, k, v = (torch.randn(2, tokens // ctx.world, 4, 16) for _ in range(3))
+        try:
+            attend(q, k, v)
+            message_of[mode] = ""
+        except ds_usp.LayoutError as error:
+            message_of[mode] = str(error)
+    return message_of
+
+
+def test_a_default_layout_is_checked_against_the_loaders(pool):
+    for message_of in pool.run(attempts, WORLD, ulysses=2, kind="zigzag"):
+        wrong = [message_of.pop(mode) for mode in ("default", "compiled")]
+        assert all("in the layout 'zigzag'" in text and "'contiguous'" in text for text in wrong)
+        assert not any(message_of.values()), message_of
+
+
+def test_layouts_of_equal_positions_are_no_difference(pool):
+    for message_of in pool.run(attempts, WORLD, ulysses=4, kind="zigzag"):
+        assert not any(message_of.values()), message_of
+
+
+def test_without_a_ring_the_order_matters_where_it_differs(pool):
+    for message_of in pool.run(attempts, WORLD, ulysses=4, kind="context_parallel"):
+        assert message_of["default"] and message_of["compiled"] and not message_of["named"]

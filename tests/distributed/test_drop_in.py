@@ -1,7 +1,6 @@
-"""USPAttention where DeepSpeed's DistributedAttention stands: ring 1, bit for bit the same."""
+"""USPAttention in the place of DistributedAttention: bit for bit without a ring, and with one."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,17 +8,34 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import RankContext, WorkerPool
-from sample_attentions import Local, rotary
+import torch.distributed as dist
+from cases import ALL_LAYOUTS
+from harness import RankContext
+from sample_attentions import (
+    HEAD_DIM,
+    HEADS,
+    TOKENS,
+    Local,
+    Setting,
+    core_attention,
+    flash_attn,
+    flash_self_attention,
+    full_tensors,
+    in_evaluation,
+    megatron_core,
+    nobody_knows,
+    rotary,
+    triton,
+)
 
-from ds_usp import MaskSpec, TokenLayout, USPAttention
+from ds_usp import MaskSpec, TokenLayout, UnsupportedAttentionError, USPAttention
 from ds_usp import testing as oracle
 
 WORLD = 4
 
 
 @dataclass(frozen=True)
-class Setting:
+class Comparison:
     """One comparison: sizes, order of dims, and what is handed along."""
 
     heads: int = 8
@@ -32,7 +48,7 @@ class Setting:
     keywords: tuple[str, ...] = ()
 
 
-def share(setting: Setting, rank: int, heads: int, seed: int) -> torch.Tensor:
+def share(setting: Comparison, rank: int, heads: int, seed: int) -> torch.Tensor:
     """This rank's 8 tokens of a full tensor, in the setting's order of dims."""
     generator = torch.Generator().manual_seed(seed)
     full = torch.randn(2, 8 * WORLD, heads, setting.head_dim, generator=generator)
@@ -40,7 +56,7 @@ def share(setting: Setting, rank: int, heads: int, seed: int) -> torch.Tensor:
     return local_qkv.clone() if setting.batch_dim == 0 else local_qkv.transpose(0, 1).contiguous()
 
 
-def results(attention: torch.nn.Module, setting: Setting, rank: int) -> list[torch.Tensor]:
+def results(attention: torch.nn.Module, setting: Comparison, rank: int) -> list[torch.Tensor]:
     """The output and the gradients of q, k and v."""
     counts = (setting.heads, setting.kv_heads, setting.kv_heads)
     qkv = [share(setting, rank, heads, i).requires_grad_() for i, heads in enumerate(counts)]
@@ -50,7 +66,7 @@ def results(attention: torch.nn.Module, setting: Setting, rank: int) -> list[tor
     return [out.detach(), *torch.autograd.grad(out, qkv, dout.view(out.shape))]
 
 
-def deepspeeds(setting: Setting, ctx: RankContext) -> torch.nn.Module:
+def deepspeeds(setting: Comparison, ctx: RankContext) -> torch.nn.Module:
     """DeepSpeed's own module, without the C++ op that its start would compile."""
     import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
@@ -63,7 +79,7 @@ def deepspeeds(setting: Setting, ctx: RankContext) -> torch.nn.Module:
     )
 
 
-def compare(ctx: RankContext, setting: Setting, flat: bool) -> list[tuple[bool, float]]:
+def compare(ctx: RankContext, setting: Comparison, flat: bool) -> list[tuple[bool, float]]:
     """For out, dq, dk and dv: whether ours is DeepSpeed's to the bit, and how far off it is."""
     from deepspeed.utils import groups
 
@@ -87,16 +103,16 @@ def compare(ctx: RankContext, setting: Setting, flat: bool) -> list[tuple[bool, 
 
 
 SETTINGS = {
-    "MHA": Setting(),
-    "GQA": Setting(kv_heads=4),
-    "bf16": Setting(kv_heads=4, dtype=torch.bfloat16),
-    "fp64": Setting(dtype=torch.float64),
-    "rotary": Setting(rotary=16),
-    "rotary on a part": Setting(kv_heads=4, rotary=8),
-    "num_kv_heads": Setting(kv_heads=4, num_kv_heads=4),
-    "keywords": Setting(keywords=("attention_mask", "my_own")),
-    "6 heads": Setting(heads=6, kv_heads=6),
-    "7 heads": Setting(heads=7, kv_heads=7, num_kv_heads=7),
+    "MHA": Comparison(),
+    "GQA": Comparison(kv_heads=4),
+    "bf16": Comparison(kv_heads=4, dtype=torch.bfloat16),
+    "fp64": Comparison(dtype=torch.float64),
+    "rotary": Comparison(rotary=16),
+    "rotary on a part": Comparison(kv_heads=4, rotary=8),
+    "num_kv_heads": Comparison(kv_heads=4, num_kv_heads=4),
+    "keywords": Comparison(keywords=("attention_mask", "my_own")),
+    "6 heads": Comparison(heads=6, kv_heads=6),
+    "7 heads": Comparison(heads=7, kv_heads=7, num_kv_heads=7),
 }
 
 
@@ -111,16 +127,14 @@ ORDERED = [
 
 @pytest.mark.parametrize("flat", [False, True], ids=["4-D", "3-D"])
 @pytest.mark.parametrize("setting", ORDERED)
-def test_ring_1_is_deepspeeds_result_bit_for_bit(
-    pool: WorkerPool, setting: Setting, flat: bool
-) -> None:
+def test_ring_1_is_deepspeeds_result_bit_for_bit(pool, setting, flat):
     for rank, compared in enumerate(pool.run(compare, WORLD, setting=setting, flat=flat)):
         assert all(same for same, _ in compared), (rank, compared)
 
 
-def test_head_groups_chunked_differently_agree_to_rounding(pool: WorkerPool) -> None:
+def test_head_groups_chunked_differently_agree_to_rounding(pool):
     # 12 query heads of 6 KV heads on 4 ranks: DeepSpeed cuts by KV heads, 4 4 2 2; ours 3 each.
-    setting = Setting(heads=12, kv_heads=6)
+    setting = Comparison(heads=12, kv_heads=6)
     for compared in pool.run(compare, WORLD, setting=setting, flat=False):
         assert max(error for _, error in compared) < 1e-6
 
@@ -129,7 +143,7 @@ def handed(ctx: RankContext, gather_idx: int) -> list[Any]:
     """What the local attention is handed for each way to pass a mask."""
     local = Local(1 - gather_idx)
     attention = USPAttention(local, ctx.group, gather_idx=gather_idx)
-    qkv = [share(Setting(batch_dim=1 - gather_idx), ctx.rank, 8, i) for i in range(3)]
+    qkv = [share(Comparison(batch_dim=1 - gather_idx), ctx.rank, 8, i) for i in range(3)]
     mask = torch.ones(32, 32, dtype=torch.bool).triu(1)
     outs = [
         attention(*qkv, 1 - gather_idx, None, mask),
@@ -146,7 +160,7 @@ def handed(ctx: RankContext, gather_idx: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("gather_idx", [0, 1])
-def test_masks_are_handed_through_wherever_they_stand(pool: WorkerPool, gather_idx: int) -> None:
+def test_masks_are_handed_through_wherever_they_stand(pool, gather_idx):
     for calls in pool.run(handed, WORLD, gather_idx=gather_idx):
         assert calls == [
             ([True], {}),
@@ -164,7 +178,7 @@ def many_calls(ctx: RankContext) -> list[str]:
         attention = USPAttention(
             Local(0), ctx.group, gather_idx=1, num_kv_heads=8, layout=layout, ulysses_degree=WORLD
         )
-        q = share(Setting(), ctx.rank, 8, 0)
+        q = share(Comparison(), ctx.rank, 8, 0)
         attention(q, q, q, 0)
         with pytest.raises(ValueError) as caught:
             attention(q, q[:, :, :4], q[:, :, :4], 0)
@@ -172,7 +186,7 @@ def many_calls(ctx: RankContext) -> list[str]:
     return messages
 
 
-def test_num_kv_heads_is_checked_at_every_call(pool: WorkerPool) -> None:
+def test_num_kv_heads_is_checked_at_every_call(pool):
     for messages in pool.run(many_calls, WORLD):
         assert all("num_kv_heads=8" in text and "[2, 8, 4, 16]" in text for text in messages)
 
@@ -188,7 +202,7 @@ def uneven_tokens(ctx: RankContext, seq_len: int) -> float:
     return oracle.relative_error(attention(*local_qkv, 0), layout.shard(expected, 1, ctx.rank))
 
 
-def test_a_layout_has_the_length_of_a_sequence_that_does_not_divide(pool: WorkerPool) -> None:
+def test_a_layout_has_the_length_of_a_sequence_that_does_not_divide(pool):
     assert max(pool.run(uneven_tokens, WORLD, seq_len=37)) < 1e-6
 
 
@@ -202,7 +216,7 @@ def second_derivative(ctx: RankContext, ulysses: int) -> str:
         mask=MaskSpec.causal(),
         dropout_p=0.0,
     )
-    q, k, v = (share(Setting(), ctx.rank, 8, i).requires_grad_() for i in range(3))
+    q, k, v = (share(Comparison(), ctx.rank, 8, i).requires_grad_() for i in range(3))
     try:
         (grad,) = torch.autograd.grad(attention(q, k, v, 0).sum(), q, create_graph=True)
         (second,) = torch.autograd.grad(grad.square().sum(), k)
@@ -218,7 +232,7 @@ class _Product(torch.nn.Module):
         return q * k * v
 
 
-def test_a_second_derivative_is_right_or_refused(pool: WorkerPool) -> None:
+def test_a_second_derivative_is_right_or_refused(pool):
     assert pool.run(second_derivative, WORLD, ulysses=WORLD) == ["True"] * WORLD
     for message in pool.run(second_derivative, WORLD, ulysses=2):
         assert "create_graph=True" in message
@@ -243,8 +257,203 @@ def construct(ctx: RankContext, arguments: dict[str, Any]) -> str:
         ({"layout": TokenLayout("zigzag", 32, 2, 2)}, "is not for this mesh"),
     ],
 )
-def test_one_rank_that_is_constructed_wrongly_stops_all(
-    pool: WorkerPool, arguments: dict[str, Any], message: str
-) -> None:
+def test_one_rank_that_is_constructed_wrongly_stops_all(pool, arguments, message):
     for text in pool.run(construct, WORLD, arguments=arguments):
         assert message in text
+
+
+PLAIN = HEAD_DIM**-0.5
+Bounds = tuple[int | None, int | None]
+
+
+def rotated(x: torch.Tensor, features: int) -> torch.Tensor:
+    """Rotary embedding of the full sequence, pair by pair as complex numbers."""
+    if not features:
+        return x
+    cos, sin = (part[:, 0, 0, : features // 2].double() for part in rotary(features, TOKENS))
+    front, back = x[..., : features // 2], x[..., features // 2 : features]
+    turned = torch.complex(front, back) * torch.complex(cos, sin)[None, :, None]
+    return torch.cat([turned.real, turned.imag, x[..., features:]], -1)
+
+
+def reference(
+    bounds: Bounds, scale: float, features: int = 0, slopes: Any = None, sinks: Any = None
+) -> list[torch.Tensor]:
+    """The oracle's out, dq, dk and dv of the full sequence, and the gradient of its sinks."""
+    q, k, v, dout = (x.double().requires_grad_() for x in full_tensors())
+    learned = [] if sinks is None else [torch.tensor(sinks).double().requires_grad_()]
+    out, _ = oracle.dense_attention(
+        *(rotated(x, features) for x in (q, k)),
+        v,
+        oracle.window(range(TOKENS), range(TOKENS), *bounds),
+        scale,
+        bias=None if slopes is None else oracle.alibi(torch.tensor(slopes), range(TOKENS)),
+        sinks=learned[0] if learned else None,
+    )
+    return [out, *torch.autograd.grad(out, (q, k, v, *learned), dout)]
+
+
+def compare_with_a_ring(
+    ctx: RankContext,
+    setting: Setting,
+    bounds: Bounds,
+    scale: float,
+    scores: dict[str, Any] | None = None,
+) -> tuple[int, list[float]]:
+    """The output's number of dims, and relative errors of this rank's out, dq, dk and dv, and of
+    the gradient of the local attention's sinks, summed over the ranks."""
+    attention = setting.module()
+    layout = attention.mesh.layout(setting.layout, TOKENS)
+    shards = [layout.shard(x, 1, ctx.rank) for x in full_tensors()]
+    q, k, v, dout = (x.transpose(0, 1).contiguous() if setting.batch_dim else x for x in shards)
+    for x in (q, k, v):
+        x.requires_grad_()
+    turn = rotary(setting.rotary, TOKENS) if setting.rotary else None
+    out = attention(q, k, v, setting.batch_dim, turn)
+    learned = list(attention.local_attn.parameters())
+    grads = torch.autograd.grad(out, (q, k, v, *learned), dout.view(out.shape))
+    actual = [out.view(dout.shape), *grads[:3]]
+    if setting.batch_dim:
+        actual = [x.transpose(0, 1) for x in actual]
+    for grad in grads[3:]:
+        dist.all_reduce(grad)
+    full = reference(bounds, scale, setting.rotary, **scores or {})
+    expected = [*(layout.shard(x, 1, ctx.rank) for x in full[:4]), *full[4:]]
+    actual += grads[3:]
+    return out.ndim, [oracle.relative_error(a, b) for a, b in zip(actual, expected, strict=True)]
+
+
+CAUSAL, FULL = (None, 0), (None, None)
+# (maker, its arguments) -> bounds, scale, dims of the output
+KNOWN: dict[str, tuple[Callable[..., Any], dict[str, Any], Bounds, float, int]] = {
+    "flash": (flash_self_attention, {}, CAUSAL, PLAIN, 4),
+    "flash, full": (flash_self_attention, {"causal": False}, FULL, PLAIN, 4),
+    "flash, scaled": (flash_self_attention, {"scale": 0.1}, CAUSAL, 0.1, 4),
+    "flash, derived": (flash_self_attention, {"derived": True}, CAUSAL, PLAIN, 4),
+    "triton": (triton, {}, CAUSAL, PLAIN, 3),
+    "triton ignores scale and dropout": (triton, {"scale": 0.1, "dropout": 0.5}, CAUSAL, PLAIN, 3),
+    "flash-attn": (flash_attn, {}, CAUSAL, PLAIN, 4),
+    "flash-attn, window": (flash_attn, {"window": (5, 0)}, (5, 0), PLAIN, 4),
+    "flash-attn, window both sides": (
+        flash_attn,
+        {"causal": False, "window": (5, 2)},
+        (5, 2),
+        PLAIN,
+        4,
+    ),
+    "flash-attn, causal window": (flash_attn, {"window": (5, 2)}, (5, 0), PLAIN, 4),
+    "core": (core_attention, {}, CAUSAL, PLAIN, 3),
+    "core, layer scaling": (core_attention, {"layer": 3, "scaling": True}, CAUSAL, PLAIN, 3),
+    "core, third layer": (core_attention, {"layer": 3}, CAUSAL, PLAIN, 3),
+    "core, full": (core_attention, {"kind": "no_mask"}, FULL, PLAIN, 3),
+    "megatron-core": (megatron_core, {}, CAUSAL, PLAIN, 3),
+    "megatron-core, full": (megatron_core, {"kind": "no_mask"}, FULL, PLAIN, 3),
+    "megatron-core, scaled": (megatron_core, {"softmax_scale": 0.1}, CAUSAL, 0.1, 3),
+    "megatron-core, layer scaling": (
+        megatron_core,
+        {"layer": 3, "apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
+        CAUSAL,
+        PLAIN,
+        3,
+    ),
+    "megatron-core, window": (megatron_core, {"window_size": (5, 0)}, (5, 0), PLAIN, 3),
+    # Its window is the mask, with both bounds, whatever the mask type.
+    "megatron-core, window ahead": (megatron_core, {"window_size": (5, 2)}, (5, 2), PLAIN, 3),
+    "megatron-core, every other layer's window": (
+        megatron_core,
+        {"window_size": (5, 0), "window_attn_skip_freq": 2, "layer": 2},
+        CAUSAL,
+        PLAIN,
+        3,
+    ),
+    "dropout out of training": (
+        in_evaluation,
+        {"make": core_attention, "dropout": 0.1},
+        CAUSAL,
+        PLAIN,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1], ids=["[b,s,h,d]", "[s,b,h,d]"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_local_attentions_are_computed(pool, name, batch_dim):
+    make, arguments, bounds, scale, ndim = KNOWN[name]
+    setting = Setting(make, arguments, {}, batch_dim=batch_dim)
+    for dims, errors in pool.run(
+        compare_with_a_ring, WORLD, setting=setting, bounds=bounds, scale=scale
+    ):
+        assert dims == ndim
+        assert max(errors) < 1e-5
+
+
+GIVEN: dict[str, tuple[dict[str, Any], Bounds, float]] = {
+    "mask": ({"mask": MaskSpec.causal(), "dropout_p": 0.0}, CAUSAL, PLAIN),
+    "mask and scale": (
+        {"mask": MaskSpec.window(3, 1), "softmax_scale": 0.2, "dropout_p": 0.0},
+        (3, 1),
+        0.2,
+    ),
+    "kernel": ({"mask": MaskSpec.full(), "dropout_p": 0.0, "kernel": "eager"}, FULL, PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_unknown_local_attentions_are_computed_as_they_are_described(pool, name):
+    options, bounds, scale = GIVEN[name]
+    setting = Setting(nobody_knows, {}, options)
+    for _, errors in pool.run(
+        compare_with_a_ring, WORLD, setting=setting, bounds=bounds, scale=scale
+    ):
+        assert max(errors) < 1e-5
+
+
+SINKS, SLOPES = (-1.0, 0.0, 2.5, 4.0), (0.5, 0.25, 0.125, 0.0625)
+SCORES = {
+    "megatron-core's softmax offset": (megatron_core, {"sinks": SINKS}, {"sinks": SINKS}),
+    "flash-attn's ALiBi": (flash_attn, {"alibi": torch.tensor(SLOPES)}, {"slopes": SLOPES}),
+}
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_those_of_the_local_attention(pool, name, ulysses):
+    make, arguments, scores = SCORES[name]
+    setting = Setting(make, arguments, {"mask": MaskSpec.causal()}, ulysses=ulysses)
+    for _, errors in pool.run(
+        compare_with_a_ring, WORLD, setting=setting, bounds=CAUSAL, scale=PLAIN, scores=scores
+    ):
+        assert len(errors) == 4 + ("sinks" in scores)
+        assert max(errors) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+@pytest.mark.parametrize(("features", "batch_dim"), [(HEAD_DIM, 0), (HEAD_DIM // 2, 1)])
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_rotary_is_that_of_the_full_sequence(pool, layout, features, batch_dim, ulysses):
+    local, arguments = flash_self_attention, {}
+    if ulysses == WORLD:
+        local, arguments = Local, {"batch_dim": batch_dim}
+    setting = Setting(local, arguments, {}, layout, batch_dim, features, ulysses)
+    for _, errors in pool.run(
+        compare_with_a_ring, WORLD, setting=setting, bounds=CAUSAL, scale=PLAIN
+    ):
+        assert max(errors) < 1e-5
+
+
+def masks_in_place_of_the_batch_dim(ctx: RankContext) -> list[float]:
+    """Megatron-DeepSpeed's path without flash attention: ``attn(q, k, v, attention_mask)``."""
+    attention = Setting(core_attention, {}, {}, batch_dim=1).module()
+    layout = attention.mesh.layout("zigzag", TOKENS)
+    q, k, v, _ = (layout.shard(x, 1, ctx.rank).transpose(0, 1) for x in full_tensors())
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    out = attention(q, k, v, hidden).unflatten(2, (HEADS, HEAD_DIM)).transpose(0, 1)
+    with pytest.raises(UnsupportedAttentionError, match=r"a tensor \[32, 32\]"):
+        attention(q, k, v, ~hidden.tril(4))
+    expected = layout.shard(reference(CAUSAL, PLAIN)[0], 1, ctx.rank)
+    return [oracle.relative_error(out, expected)]
+
+
+def test_a_mask_may_be_passed_instead_of_the_batch_dim(pool):
+    assert max(max(errors) for errors in pool.run(masks_in_place_of_the_batch_dim, WORLD)) < 1e-5

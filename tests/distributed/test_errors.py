@@ -1,7 +1,6 @@
-"""Bad input raises at once on every rank, with the numbers, and the group stays usable."""
+"""What cannot be computed raises on every rank, with the numbers, and the group stays usable."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +8,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, mesh_of, run_case
-from harness import RankContext, WorkerPool
+from harness import RankContext
+from sample_attentions import (
+    HEAD_DIM,
+    HEADS,
+    TOKENS,
+    Setting,
+    core_attention,
+    flash_attn,
+    flash_self_attention,
+    full_tensors,
+    megatron_core,
+    nobody_knows,
+    stand_in,
+)
 
 import ds_usp
-from ds_usp import MaskSpec, SequenceMesh, TokenLayout, Tuning, USPAttention
+from ds_usp import (
+    MaskSpec,
+    Scores,
+    SequenceMesh,
+    TokenLayout,
+    Tuning,
+    UnsupportedAttentionError,
+    USPAttention,
+    USPError,
+)
 from ds_usp.attention.score_mod import NO_SCORE_MOD
 from ds_usp.attention.tuning import AUTO_TUNING
 
@@ -230,7 +251,7 @@ def modes_of(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("mode", "name"), modes_of(WRONG))
-def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, mode: str, name: str) -> None:
+def test_what_no_mesh_can_serve_raises_everywhere(pool, mode, name):
     _, changes, kind, fragments = WRONG[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=EVERYONE)
     check(results, [kind] * WORLD, fragments)
@@ -291,9 +312,7 @@ WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] 
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
 @pytest.mark.parametrize(("mode", "name"), modes_of(DIFFERENT))
-def test_ranks_that_differ_hear_of_it_everywhere(
-    pool: WorkerPool, mode: str, name: str, odd: int
-) -> None:
+def test_ranks_that_differ_hear_of_it_everywhere(pool, mode, name, odd):
     _, changes, (field, many, one) = DIFFERENT[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
     line = f"\n  {field}{many} on ranks {'0-2' if odd else '1-3'}, {one} on rank {odd}\n"
@@ -303,7 +322,7 @@ def test_ranks_that_differ_hear_of_it_everywhere(
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
 @pytest.mark.parametrize(("mode", "name"), modes_of(WRONG_ON_ONE))
-def test_one_rank_that_is_wrong_stops_all(pool: WorkerPool, mode: str, name: str, odd: int) -> None:
+def test_one_rank_that_is_wrong_stops_all(pool, mode, name, odd):
     _, changes, kind, fragments = WRONG_ON_ONE[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
     check(results, [kind if rank == odd else "MeshError" for rank in EVERYONE], fragments)
@@ -351,7 +370,7 @@ GRIDS: dict[str, tuple[list[tuple[Any, str]], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_a_grid_that_does_not_fit_raises_everywhere(pool: WorkerPool, name: str) -> None:
+def test_a_grid_that_does_not_fit_raises_everywhere(pool, name):
     arguments, kinds, fragments = GRIDS[name]
     check(pool.run(build, WORLD, timeout=TIMEOUT_S, arguments=arguments), kinds, fragments)
 
@@ -361,7 +380,7 @@ def in_and_out(ctx: RankContext) -> Any:
     return outcome(ctx, lambda: SequenceMesh.from_group(group, 2))
 
 
-def test_a_rank_outside_the_group_is_refused(pool: WorkerPool) -> None:
+def test_a_rank_outside_the_group_is_refused(pool):
     results = pool.run(in_and_out, WORLD, timeout=TIMEOUT_S)
     assert [kind for kind, _, _ in results] == ["nothing", "nothing", "MeshError", "MeshError"]
     for rank in (2, 3):
@@ -373,7 +392,7 @@ def other_grid(ctx: RankContext) -> Any:
     return outcome(ctx, lambda: SequenceMesh.build(ds_usp.RankGrid({"ulysses": 2, "ring": 4})))
 
 
-def test_a_grid_of_another_world_is_refused(pool: WorkerPool) -> None:
+def test_a_grid_of_another_world_is_refused(pool):
     results = pool.run(other_grid, WORLD, timeout=TIMEOUT_S)
     check(results, ["ConfigError"] * WORLD, ["8 ranks", "the world has 4"])
 
@@ -382,11 +401,290 @@ def long_texts(ctx: RankContext) -> Any:
     return outcome(ctx, lambda: mesh_of(2).agree("x" * 5000 + str(ctx.rank % 2)))
 
 
-def test_texts_that_differ_late_differ(pool: WorkerPool) -> None:
+def test_texts_that_differ_late_differ(pool):
     results = pool.run(long_texts, WORLD, timeout=TIMEOUT_S)
     check(results, ["MeshError"] * WORLD, ["on ranks 0, 2, xxx", "on ranks 1, 3", "sha256"])
 
 
-def test_without_torch_distributed_a_mesh_is_refused_with_the_fix() -> None:
+def test_without_torch_distributed_a_mesh_is_refused_with_the_fix():
     with pytest.raises(ds_usp.MeshError, match=r"init_process_group .*SequenceMesh.single\(\)"):
         SequenceMesh.from_group(None, 1)
+
+
+WRONG_SCORES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "dropout of all": (
+        {"dropout": 1.0, "scores": Scores(dropout_seed=1)},
+        "ConfigError",
+        ["dropout_p=1.0", "below 1"],
+    ),
+    "dropout in words": ({"dropout": "some"}, "ConfigError", ["dropout_p='some'", "below 1"]),
+    "dropout on a kernel without": (
+        {"dropout": 0.1, "scores": Scores(dropout_seed=1), "kernel": "sdpa"},
+        "UnsupportedAttentionError",
+        ["sdpa: has no dropout"],
+    ),
+    "no scores": ({"scores": 50.0}, "ConfigError", ["scores=50.0", "softcap=50.0"]),
+    "sinks of too few heads": (
+        {"scores": Scores(sinks=torch.zeros(4))},
+        "ConfigError",
+        ["sinks [4]", "8 query heads"],
+    ),
+    "whole sinks": (
+        {"scores": Scores(sinks=torch.zeros(8, dtype=torch.int64))},
+        "ConfigError",
+        ["sinks of torch.int64", "floating"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SCORES)
+def test_scores_that_no_mesh_can_serve_raise_everywhere(pool, name):
+    changes, kind, fragments = WRONG_SCORES[name]
+    results = pool.run(
+        attempt, WORLD, timeout=TIMEOUT_S, mode="usp_attention", changes=changes, odd=EVERYONE
+    )
+    check(results, [kind] * WORLD, fragments)
+
+
+DIFFERENT_SCORES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "soft cap": (
+        {"scores": Scores(softcap=2.0)},
+        ["plain scores on ranks 0-2, softcap 2.0 on rank 3"],
+    ),
+    "sinks": ({"scores": Scores(sinks=torch.ones(8))}, ["sinks: no on ranks 0-2, fixed on rank 3"]),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT_SCORES)
+def test_scores_that_differ_are_heard_of_everywhere(pool, name):
+    changes, fragments = DIFFERENT_SCORES[name]
+    results = pool.run(
+        attempt, WORLD, timeout=TIMEOUT_S, mode="usp_attention", changes=changes, odd=(3,)
+    )
+    check(results, ["MeshError"] * WORLD, fragments)
+
+
+def drop(ctx: RankContext) -> Any:
+    scores = Scores(dropout_seed=5 + (ctx.rank == 3))
+    return outcome(ctx, lambda: Call(dropout=0.1, scores=scores).make("usp_attention"))
+
+
+def test_ranks_that_drop_by_other_seeds_hear_of_it(pool):
+    fragments = ["dropout seed: 5 on ranks 0-2, 6 on rank 3"]
+    check(pool.run(drop, WORLD, timeout=TIMEOUT_S), ["MeshError"] * WORLD, fragments)
+
+
+WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
+    *(({"softcap": x}, f"softcap={x!r} must be") for x in (0.0, -1.0, float("nan"), "50", True)),
+    *(
+        ({"dropout_seed": x}, r"dropout_seed=.* must be a whole number")
+        for x in (-1, 2**63, 1.5, True)
+    ),
+    ({"alibi_slopes": [0.5]}, r"alibi_slopes=\[0.5\] must be a tensor"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG_VALUES, ids=str)
+def test_scores_are_numbers_and_tensors(given, message):
+    with pytest.raises(ds_usp.ConfigError, match=message):
+        Scores(**given)
+
+
+def test_learned_slopes_are_refused():
+    mesh = ds_usp.SequenceMesh.single()
+    q, slopes = torch.ones(1, 4, 2, 8), torch.ones(2, requires_grad=True)
+    given = {"mesh": mesh, "layout": "zigzag", "mask": CAUSAL}
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match=r"alibi_slopes .* detach\(\) them"):
+        ds_usp.usp_attention(q, q, q, **given, scores=Scores(alibi_slopes=slopes))
+
+
+def messages(ctx: RankContext, setting: Setting, calls: list[dict[str, Any]]) -> list[str]:
+    """What the constructor, or else each call, raised on this rank; '' where nothing."""
+    try:
+        attention = setting.module()
+    except USPError as error:
+        return [str(error)]
+    q, k, v, _ = (
+        attention.mesh.layout("zigzag", TOKENS).shard(x, 1, ctx.rank) for x in full_tensors()
+    )
+    texts = []
+    for call in calls:
+        try:
+            attention(q, k, v, 0, None, *call.get("args", ()), **call.get("kwargs", {}))
+            texts.append("")
+        except UnsupportedAttentionError as error:
+            texts.append(str(error))
+    return texts
+
+
+def own_forward() -> torch.nn.Module:
+    """Derived from a known class, but it computes something of its own."""
+    known = type(flash_self_attention())
+    body = {"__module__": "my_model", "forward": lambda self, q, k, v: q}
+    return type("MyAttention", (known,), body)()
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], list[str]]] = {
+    "unknown": (nobody_knows, {}, {}, ["Identity must be known", "mask=MaskSpec", "ring 1"]),
+    "same name elsewhere": (
+        stand_in,
+        {"module": "my_model", "name": "FlashSelfAttention", "causal": True},
+        {},
+        ["FlashSelfAttention must be known"],
+    ),
+    "own forward": (own_forward, {}, {}, ["MyAttention must be known"]),
+    "another mask": (
+        flash_self_attention,
+        {},
+        {"mask": MaskSpec.full()},
+        ["mask=full was given", "computes with causal"],
+    ),
+    "another scale": (core_attention, {}, {"softmax_scale": 0.3}, ["softmax_scale=0.3", "0.25"]),
+    "another scale than none": (
+        flash_self_attention,
+        {},
+        {"softmax_scale": 0.3},
+        ["softmax_scale=0.3"],
+    ),
+    "another dropout": (flash_self_attention, {}, {"dropout_p": 0.1}, ["dropout_p=0.1", "0.0"]),
+    "padding": (core_attention, {"kind": "padding"}, {}, ["'padding'", "causal or no_mask"]),
+    "padding in megatron-core": (megatron_core, {"kind": "padding"}, {}, ["'padding'"]),
+    "ALiBi": (flash_attn, {"alibi": (1.0, 2.0)}, {}, ["ALiBi"]),
+    "a window of -1": (
+        megatron_core,
+        {"window_size": (5, -1)},
+        {},
+        ["window_size=(5, -1)", "takes -1 as a distance", "sequence length in its place"],
+    ),
+    "dropout": (
+        flash_self_attention,
+        {"dropout": 0.1},
+        {},
+        ["dropout 0.1", "--attention-dropout 0"],
+    ),
+    "dropout of flash-attn": (flash_attn, {"dropout": 0.2}, {}, ["dropout 0.2"]),
+    "dropout of core": (
+        core_attention,
+        {"dropout": 0.1},
+        {},
+        ["dropout 0.1", "--ulysses-degree 4"],
+    ),
+    "dropout of megatron-core": (megatron_core, {"attention_dropout": 0.3}, {}, ["dropout 0.3"]),
+    "dropout of an unknown": (
+        torch.nn.Dropout,
+        {"p": 0.4},
+        {"mask": MaskSpec.causal()},
+        ["dropout_p=0.0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_ring_does_not_compute_is_refused_on_every_rank(pool, name):
+    make, arguments, options, fragments = REFUSED[name]
+    for texts in pool.run(messages, WORLD, setting=Setting(make, arguments, options), calls=[{}]):
+        assert len(texts) == 1
+        for fragment in fragments:
+            assert fragment in texts[0]
+
+
+HIDDEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+WINDOW = ~(HIDDEN | torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(-4))
+ADDITIVE = torch.zeros(TOKENS, TOKENS).masked_fill(HIDDEN, float("-inf"))
+PADDED = HIDDEN.clone()
+PADDED[:, -3:] = True
+BIAS = ADDITIVE + torch.arange(TOKENS) * 0.1
+
+# Extra arguments of a causal attention: those that agree with it, and those that differ.
+SAME: dict[str, dict[str, Any]] = {
+    "nothing": {"kwargs": {"attention_mask": None, "my_own": None}},
+    "hidden pairs": {"args": (HIDDEN,)},
+    "hidden pairs by name": {"kwargs": {"attention_mask": HIDDEN[None, None]}},
+    "hidden pairs of each sample": {"args": (HIDDEN.expand(2, 1, TOKENS, TOKENS),)},
+    "minus infinity": {"args": (ADDITIVE,)},
+    "a large negative number": {"args": (ADDITIVE.clamp_min(-1e4),)},
+    "the least of bf16": {"args": (ADDITIVE.clamp_min(-3e38).bfloat16(),)},
+    "causal": {"kwargs": {"causal": True}},
+    "the scale": {"kwargs": {"softmax_scale": HEAD_DIM**-0.5}},
+    "is_causal": {"kwargs": {"is_causal": True, "dropout_p": 0.0}},
+}
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "visible pairs": ({"kwargs": {"attn_mask": ~HIDDEN}}, "True hides a pair"),
+    "a window": ({"args": (~WINDOW,)}, "extra argument 0=a tensor [32, 32]"),
+    "visible window": ({"kwargs": {"attention_mask": WINDOW}}, "attention_mask=a tensor"),
+    "all visible": ({"args": (torch.ones_like(HIDDEN),)}, "causal mask"),
+    "padding": ({"args": (PADDED[None, None],)}, "a tensor [1, 1, 32, 32]"),
+    "one padded sample": ({"args": (torch.stack([HIDDEN, PADDED]),)}, "a tensor [2, 32, 32]"),
+    "a bias": ({"args": (BIAS,)}, "a tensor [32, 32]"),
+    "weak hiding": ({"args": (ADDITIVE.clamp_min(-10.0),)}, "a tensor [32, 32]"),
+    "not a number": ({"args": (ADDITIVE * 0,)}, "a tensor [32, 32]"),
+    "this rank's rows": ({"args": (HIDDEN[:8],)}, "a tensor [8, 32]"),
+    "another length": ({"args": (HIDDEN[:16, :16],)}, "a tensor [16, 16]"),
+    "zeros and ones": ({"args": (HIDDEN.long(),)}, "a tensor [32, 32]"),
+    "a vector": ({"args": (HIDDEN[0],)}, "a tensor [32]"),
+    "not causal": ({"kwargs": {"causal": False}}, "causal=False"),
+    "another scale": ({"kwargs": {"softmax_scale": 0.3}}, "softmax_scale=0.3"),
+    "dropout": ({"kwargs": {"dropout_p": 0.1}}, "dropout_p=0.1"),
+    "unknown keyword": ({"kwargs": {"my_own": 3}}, "my_own=3"),
+    "unknown extra": ({"args": ("alibi",)}, "extra argument 0=alibi"),
+}
+
+
+def test_arguments_that_agree_are_accepted(pool):
+    setting = Setting(flash_self_attention, {}, {})
+    for texts in pool.run(messages, WORLD, setting=setting, calls=list(SAME.values())):
+        assert dict(zip(SAME, texts, strict=True)) == dict.fromkeys(SAME, "")
+
+
+def test_arguments_that_ask_for_something_else_are_refused(pool):
+    setting = Setting(flash_self_attention, {}, {})
+    calls = [call for call, _ in OTHER.values()]
+    for texts in pool.run(messages, WORLD, setting=setting, calls=calls):
+        for (name, (_, fragment)), text in zip(OTHER.items(), texts, strict=True):
+            assert fragment in text, (name, text)
+            assert "Leave it out" in text and "ring degree 1" in text
+
+
+WINDOWS = [
+    (WINDOW, ""),
+    (~WINDOW, "lets a pair attend"),
+    (HIDDEN, "window(3, 0)"),
+    (ADDITIVE, "window(3, 0)"),
+]
+
+
+def test_masks_are_compared_with_a_window_too(pool):
+    setting = Setting(nobody_knows, {}, {"mask": MaskSpec.window(3), "dropout_p": 0.0})
+    calls = [{"args": (mask,)} for mask, _ in WINDOWS]
+    for texts in pool.run(messages, WORLD, setting=setting, calls=calls):
+        for text, (_, fragment) in zip(texts, WINDOWS, strict=True):
+            assert fragment in text and bool(text) == bool(fragment)
+
+
+def same_mask_again(ctx: RankContext, layout: str) -> list[bool]:
+    """Whether one mask is accepted: at first, again, for twice the tokens, changed, inferring."""
+    attention = Setting(flash_self_attention, {}, {}, layout).module()
+    mask = HIDDEN.clone()
+
+    def taken(tokens: int) -> bool:
+        x = torch.ones(1, tokens // WORLD, HEADS, HEAD_DIM)
+        try:
+            attention(x, x, x, 0, None, mask)
+        except UnsupportedAttentionError:
+            return False
+        return True
+
+    computed = [taken(TOKENS), taken(TOKENS), taken(2 * TOKENS)]
+    mask[5, 2] = True
+    computed.append(taken(TOKENS))
+    with torch.inference_mode():
+        mask = HIDDEN.clone()
+        computed += [taken(TOKENS), taken(TOKENS)]
+        mask[5, 2] = True
+        computed.append(taken(TOKENS))
+    return computed
+
+
+def test_a_mask_is_looked_at_again_when_it_may_have_changed(pool):
+    for computed in pool.run(same_mask_again, WORLD, layout="zigzag"):
+        assert computed == [True, True, False, False, True, True, False]

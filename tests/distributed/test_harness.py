@@ -1,6 +1,4 @@
-"""The harness itself: results by rank, failures that show, stuck ranks that end."""
-
-from __future__ import annotations
+"""The harness and the stress test: results by rank, failures that show, stuck ranks that end."""
 
 import os
 import signal
@@ -66,7 +64,7 @@ def state_of(pid: int) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_rank_answers_in_order(pool: WorkerPool, world: int) -> None:
+def test_every_rank_answers_in_order(pool, world):
     ranks = pool.run(describe, world, offset=10)
     assert [g["rank"] for g in ranks] == [10 + r for r in range(world)]
     assert [g["env"] for g in ranks] == [100 * r + world for r in range(world)]
@@ -76,7 +74,7 @@ def test_every_rank_answers_in_order(pool: WorkerPool, world: int) -> None:
     assert len({g["pid"] for g in ranks} | {os.getpid()}) == world + 1
 
 
-def test_ranks_are_started_once(pool: WorkerPool) -> None:
+def test_ranks_are_started_once(pool):
     first = [g["pid"] for g in pool.run(describe, 4)]
     start = time.monotonic()
     for _ in range(20):
@@ -85,7 +83,7 @@ def test_ranks_are_started_once(pool: WorkerPool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks do not rest here")
-def test_ranks_rest_between_calls(pool: WorkerPool) -> None:
+def test_ranks_rest_between_calls(pool):
     pids = [g["pid"] for g in pool.run(describe, 3)]
     until = time.monotonic() + 10
     while [state_of(pid) for pid in pids] != ["T"] * 3:
@@ -93,7 +91,7 @@ def test_ranks_rest_between_calls(pool: WorkerPool) -> None:
     assert [g["pid"] for g in pool.run(describe, 3)] == pids
 
 
-def test_ranks_that_are_not_put_to_rest_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_not_put_to_rest_end(monkeypatch):
     def interrupted(_: Team) -> None:
         raise KeyboardInterrupt
 
@@ -120,7 +118,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks do not rest here")
-def test_no_rank_outlives_the_tests(tmp_path: Path) -> None:
+def test_no_rank_outlives_the_tests(tmp_path):
     """Those of a process that ends, and those of one that is killed."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
@@ -146,7 +144,7 @@ def test_no_rank_outlives_the_tests(tmp_path: Path) -> None:
         raise
 
 
-def test_first_traceback_shows_and_the_pool_goes_on(pool: WorkerPool) -> None:
+def test_first_traceback_shows_and_the_pool_goes_on(pool):
     with pytest.raises(RankError) as caught:
         pool.run(raise_on, 4, ranks=[2])
     text = str(caught.value)
@@ -155,9 +153,7 @@ def test_first_traceback_shows_and_the_pool_goes_on(pool: WorkerPool) -> None:
     assert pool.run(raise_on, 4, ranks=[]) == [0, 1, 2, 3]
 
 
-def test_ranks_stuck_behind_a_failure_do_not_hide_it(
-    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_stuck_behind_a_failure_do_not_hide_it(pool, monkeypatch):
     monkeypatch.setattr("harness.GRACE_S", 1.0)
     start = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)after rank 1 raised.*ValueError: the culprit"):
@@ -166,7 +162,7 @@ def test_ranks_stuck_behind_a_failure_do_not_hide_it(
     assert pool.run(raise_on, 3, ranks=[]) == [0, 1, 2]
 
 
-def test_a_case_that_hangs_ends_with_every_stack(pool: WorkerPool) -> None:
+def test_a_case_that_hangs_ends_with_every_stack(pool):
     with pytest.raises(RankTimeoutError) as caught:
         pool.run(hang, 3, sleeper=1, timeout=2.0)
     text = str(caught.value)
@@ -177,13 +173,13 @@ def test_a_case_that_hangs_ends_with_every_stack(pool: WorkerPool) -> None:
     assert pool.run(raise_on, 3, ranks=[]) == [0, 1, 2]
 
 
-def test_a_dead_rank_is_named(pool: WorkerPool) -> None:
+def test_a_dead_rank_is_named(pool):
     with pytest.raises(RankError, match=r"rank 1 of 2 raised\nthe process died, exit code 7"):
         pool.run(die, 2, victim=1)
     assert pool.run(raise_on, 2, ranks=[]) == [0, 1]
 
 
-def test_errors_returns_what_each_rank_raised(pool: WorkerPool) -> None:
+def test_errors_returns_what_each_rank_raised(pool):
     errors = pool.errors(raise_on, 4, ranks=[0, 3])
     assert [type(e) for e in errors] == [KeyError, type(None), type(None), KeyError]
     errors = pool.errors(raise_on, 2, ranks=[0, 1], odd=True)
@@ -192,9 +188,80 @@ def test_errors_returns_what_each_rank_raised(pool: WorkerPool) -> None:
         pool.errors(wait_for_rank_that_raised, 2, culprit=0, timeout=2.0)
 
 
-def test_fork_world_is_fresh_every_time() -> None:
+def test_fork_world_is_fresh_every_time():
     first, second = fork_world(describe, 2), fork_world(describe, 2)
     assert [g["rank"] for g in first] == [0, 1] and [g["default"] for g in first] == [2, 2]
     assert not {g["pid"] for g in first} & {g["pid"] for g in second}
     with pytest.raises(RankError, match="KeyError: 'key 0'"):
         fork_world(raise_on, 2, ranks=[0])
+
+
+FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "stress"
+
+# Ranks that wait for each other's message.
+NOTHING_SENT = """
+def run(rank, world, *args):
+    dist.recv(torch.zeros(1), 1 - rank)
+"""
+# A rank that a signal frees, as one that has missed a wake-up. It writes its stack at that signal.
+MISSED_WAKE_UP = """
+def run(rank, world, seed, indices, pause_s, torch_only, on_call):
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    (stacks,) = [link for link in links if os.path.realpath(link).endswith(f"/stack{rank}")]
+    while not os.path.getsize(stacks):
+        time.sleep(0.01)
+    on_call()
+    time.sleep(100)
+"""
+# One rank raises, the other waits for it.
+RAISES = """
+def run(rank, world, *args):
+    if rank:
+        raise ValueError("of rank 1")
+    dist.barrier()
+"""
+PATCHED = """
+import os, sys, time
+sys.path.insert(0, sys.argv.pop(1))
+import torch
+import torch.distributed as dist
+import calls, hang, run as stress
+{code}
+calls.run, hang.GRACE_S, hang._gdb = run, 1.0, lambda pid: ""
+sys.exit(stress.main())
+"""
+
+
+def stress(*args: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    """Run it in a process of its own, which forks: nothing is forked from the tests'."""
+    start = ["-c", PATCHED.format(code=code), str(FOLDER)] if code else [str(FOLDER / "run.py")]
+    command = [sys.executable, *start, "--seconds", "120", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.parametrize("flags", [(), ("--torch-only", "--pause-ms", "2", "--beside", "2")])
+def test_calls_are_made_and_none_hangs(flags):
+    result = stress("--calls", "10", "--calls-per-world", "5", "--worlds", "2,3", *flags)
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert "0 hangs, 0 errors" in last
+    assert int(last.split(": ")[1].split(" calls")[0]) >= 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (NOTHING_SENT, "no message is in flight"),
+        (MISSED_WAKE_UP, "freed by a signal to the main threads"),
+        (RAISES, "ValueError: of rank 1"),
+    ],
+    ids=["nothing_sent", "missed_wake_up", "raises"],
+)
+def test_a_hang_is_found_and_its_cause_named(code, message):
+    flags = ("--calls", "1", "--calls-per-world", "1", "--worlds", "2", "--stall-s", "3", "--first")
+    result = stress(*flags, code=code)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert message in result.stdout
+    hung = "1 hangs" if code is not RAISES else "0 hangs"
+    assert hung in result.stdout

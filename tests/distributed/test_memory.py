@@ -1,14 +1,24 @@
-"""Memory of attention does not grow with the ring degree."""
+"""Memory of attention, and what activation checkpoints recompute of it."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from harness import RankContext, WorkerPool
+from cases import mesh_of
+from harness import RankContext
 from peak_memory import peak_of
+from sample_attentions import Local
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp.attention.tuning import AUTO_TUNING
+from ds_usp.memory import keep_attention
 
 
 def peak_bytes(
@@ -65,7 +75,7 @@ def chunks_peak_bytes(ctx: RankContext, ulysses: int, chunks: int, backward: boo
 
 
 @pytest.mark.parametrize("local", [256, 1024])
-def test_peak_at_ring_8_is_that_at_ring_4(pool: WorkerPool, local: int) -> None:
+def test_peak_at_ring_8_is_that_at_ring_4(pool, local):
     two, four, eight = (
         max(pool.run(peak_bytes, ring, ring=ring, ulysses=1, local=local)) for ring in (2, 4, 8)
     )
@@ -77,7 +87,7 @@ def test_peak_at_ring_8_is_that_at_ring_4(pool: WorkerPool, local: int) -> None:
     assert two < four <= 1.4 * two, f"ring 2: {two} B, ring 4: {four} B"
 
 
-def test_a_double_ring_adds_five_blocks_at_most(pool: WorkerPool) -> None:
+def test_a_double_ring_adds_five_blocks_at_most(pool):
     local, inner = 256, ds_usp.Tuning(inner_ring=2)
     straight, double = (
         max(pool.run(peak_bytes, 8, ring=8, ulysses=1, local=local, tuning=tuning))
@@ -89,9 +99,7 @@ def test_a_double_ring_adds_five_blocks_at_most(pool: WorkerPool) -> None:
     assert 2 * block <= double - straight <= 5 * block, f"{straight} B, {double} B"
 
 
-def test_a_call_without_gradients_keeps_no_chunk_of_leaves_that_require_them(
-    pool: WorkerPool,
-) -> None:
+def test_a_call_without_gradients_keeps_no_chunk_of_leaves_that_require_them(pool):
     plain, leaves = (
         max(pool.run(forward_peak_bytes, 2, requires_grad=requires_grad))
         for requires_grad in (False, True)
@@ -100,9 +108,7 @@ def test_a_call_without_gradients_keeps_no_chunk_of_leaves_that_require_them(
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(
-    pool: WorkerPool, backward: bool
-) -> None:
+def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(pool, backward):
     one, eight = (
         max(pool.run(chunks_peak_bytes, 4, ulysses=1, chunks=chunks, backward=backward))
         for chunks in (1, 8)
@@ -111,8 +117,247 @@ def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(
     assert eight <= 0.55 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"
 
 
-def test_a_chunk_frees_its_output_when_it_is_returned(pool: WorkerPool) -> None:
+def test_a_chunk_frees_its_output_when_it_is_returned(pool):
     kwargs = {"ulysses": 2, "backward": False}
     one, eight = (max(pool.run(chunks_peak_bytes, 2, chunks=chunks, **kwargs)) for chunks in (1, 8))
     # 0.40; 0.50 if outputs are kept until the pass ends.
     assert eight <= 0.45 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"
+
+
+SEQ_LEN, B, HEADS, KV_HEADS, DIM = 64, 2, 4, 2, 8
+HIDDEN = HEADS * DIM
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+Checkpoint = Callable[..., torch.Tensor]
+
+
+class Ops(TorchDispatchMode):
+    """The names of all operations, those of torch.distributed too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def exchanges(self) -> int:
+        return sum(name.startswith("c10d") for name in self.names)
+
+    @property
+    def attention(self) -> int:
+        return sum("attention" in name for name in self.names)
+
+
+class Block(torch.nn.Module):
+    """Projection, attention, projection, dropout; records what each of its runs does."""
+
+    def __init__(self, ulysses: int, attention: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        width = (HEADS + 2 * KV_HEADS) * DIM
+        for name, shape in {"mix": (HIDDEN, width), "out": (HIDDEN, HIDDEN)}.items():
+            weight = torch.randn(shape, generator=generator) / HIDDEN**0.5
+            self.register_parameter(name, torch.nn.Parameter(weight))
+        self.mesh, self.attention, self.dropout = mesh_of(ulysses), attention, dropout
+        self.layout = self.mesh.layout("zigzag", SEQ_LEN)
+        known: dict[str, Any] = {}
+        if self.mesh.ring_degree > 1:
+            known = {"mask": ds_usp.MaskSpec.causal(), "dropout_p": 0.0}
+        self.drop_in = ds_usp.USPAttention(
+            Local(batch_dim=0), mesh=self.mesh, layout=self.layout, **known
+        )
+        self.runs: list[Ops] = []
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = ds_usp.MaskSpec.causal()
+        if self.attention == "function":
+            return ds_usp.usp_attention(q, k, v, mesh=self.mesh, layout=self.layout, mask=mask)
+        if self.attention == "lse":
+            out, lse = ds_usp.usp_attention(
+                q, k, v, mesh=self.mesh, layout=self.layout, mask=mask, return_lse=True
+            )
+            return out * torch.sigmoid(lse.transpose(1, 2).unsqueeze(-1))
+        return self.drop_in(q, k, v, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ops = Ops()
+        self.runs.append(ops)
+        with ops:
+            mixed = (x.tanh() @ self.mix).unflatten(-1, (-1, DIM))
+            q, k, v = mixed.split((HEADS, KV_HEADS, KV_HEADS), 2)
+            out = self.attend(q, k, v).flatten(2) @ self.out
+            return x + torch.nn.functional.dropout(out, self.dropout)
+
+
+def non_reentrant(run: Layer, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(run, x, use_reentrant=False)
+
+
+def to_the_end(run: Layer, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(run, x, use_reentrant=False, early_stop=False)
+
+
+def reentrant(run: Layer, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(run, x, use_reentrant=True)
+
+
+def deepspeed(run: Layer, x: torch.Tensor) -> torch.Tensor:
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    return checkpointing.checkpoint(run, x)
+
+
+def megatron(run: Layer, x: torch.Tensor) -> torch.Tensor:
+    from megatron.core import tensor_parallel
+
+    return tensor_parallel.random.checkpoint(run, False, x)
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """megatron-core asks for the GPU's random state, which machines without one do not have."""
+    module = "megatron.core.tensor_parallel.random"
+    with (
+        mock.patch(f"{module}._get_cuda_rng_state", lambda *_, **__: torch.zeros(0)),
+        mock.patch(f"{module}._set_cuda_rng_state", lambda *_, **__: None),
+    ):
+        yield
+
+
+CHECKPOINTS = {f.__name__: f for f in (non_reentrant, to_the_end, reentrant, deepspeed, megatron)}
+
+
+def plain(run: Layer, x: torch.Tensor) -> torch.Tensor:
+    return run(x)
+
+
+def keeping(how: Checkpoint) -> Checkpoint:
+    return lambda run, x: how(keep_attention(run), x)
+
+
+def local_input(block: Block, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    unsharded = torch.randn(B, SEQ_LEN, HIDDEN, generator=generator)
+    return block.layout.shard(unsharded, 1, block.mesh.rank).requires_grad_()
+
+
+def gradients(block: Block, how: Checkpoint, layers: int = 2) -> list[torch.Tensor]:
+    """Of the input and the weights, after several calls of one block."""
+    torch.manual_seed(3)
+    block.zero_grad()
+    x = y = local_input(block)
+    for _ in range(layers):
+        y = how(block, y)
+    y.square().sum().backward()
+    return [x.grad, block.mix.grad.clone(), block.out.grad.clone()]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a checkpointed step did, beside one without: of each run, forward ones first."""
+
+    bitwise: bool
+    exchanges: list[int]
+    kernels: list[int]
+
+
+def every_checkpoint(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
+    seen = {}
+    for attention in ("function", "lse", "drop-in"):
+        block = Block(ulysses, attention, dropout=0.1)
+        expected = gradients(block, plain)
+        for name, how in CHECKPOINTS.items():
+            block.runs.clear()
+            with without_gpu():
+                actual = gradients(block, keeping(how))
+            seen[f"{attention}, {name}"] = Seen(
+                all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)),
+                [run.exchanges for run in block.runs],
+                [run.attention for run in block.runs],
+            )
+    return seen
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_the_second_run_sends_nothing_and_computes_no_attention(pool, ulysses):
+    for rank in pool.run(every_checkpoint, 4, ulysses=ulysses):
+        for case, seen in rank.items():
+            assert seen.bitwise, case
+            for counts in (seen.exchanges, seen.kernels):
+                assert len(counts) == 4, case
+                assert min(counts[:2]) > 0 and counts[2:] == [0, 0], (case, counts)
+
+
+def sent(ctx: RankContext, ulysses: int) -> list[int]:
+    """Bytes of the mesh's ledger: plain, under a checkpoint, under one that keeps attention."""
+    block, sent_bytes = Block(ulysses, "function"), []
+    for how in (plain, reentrant, keeping(reentrant)):
+        block.mesh.ledger.reset()
+        gradients(block, how)
+        sent_bytes.append(sum(block.mesh.ledger.bytes.values()))
+    return sent_bytes
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_the_ledger_of_a_kept_step_is_that_of_a_plain_one(pool, ulysses):
+    for plainly, again, kept in pool.run(sent, 4, ulysses=ulysses):
+        assert kept == plainly < again  # so the count would see a recomputation that sends
+
+
+def in_any_order(ctx: RankContext, ulysses: int) -> None:
+    """Micro batches in flight, walked backward in the order of neither a queue nor a stack."""
+    block = Block(ulysses, "function", dropout=0.1)
+
+    def all_of(how: Checkpoint) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        block.zero_grad()
+        inputs = [local_input(block, seed) for seed in range(4)]
+        losses = [how(block, how(block, x)).square().sum() for x in inputs]
+        for index in (1, 3, 0, 2):
+            losses[index].backward()
+        return [block.mix.grad.clone(), *(x.grad for x in inputs)]
+
+    weight, *expected = all_of(plain)
+    for how in (reentrant, non_reentrant):
+        grads, *actual = all_of(keeping(how))
+        # A reentrant checkpoint adds the layers' gradients to the weight one by one.
+        torch.testing.assert_close(grads, weight, rtol=1e-6, atol=1e-5)
+        assert all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True))
+
+
+def test_micro_batches_in_flight_in_any_order(pool):
+    pool.run(in_any_order, 4, ulysses=2)
+
+
+def two_in_one(outer: Checkpoint, inner: Checkpoint, run: Layer, x: torch.Tensor) -> torch.Tensor:
+    return outer(lambda y: inner(run, inner(run, y)), x)
+
+
+def nested(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
+    """Two calls of the block in a checkpoint of their own, in a checkpoint around both."""
+    block = Block(ulysses, "function", dropout=0.1)
+    expected, seen = gradients(block, plain), {}
+    for outer in (reentrant, non_reentrant):
+        for inner in (reentrant, non_reentrant):
+            block.runs.clear()
+            actual = gradients(block, partial(two_in_one, keeping(outer), keeping(inner)), layers=1)
+            seen[f"{inner.__name__} in {outer.__name__}"] = Seen(
+                all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)),
+                [run.exchanges for run in block.runs],
+                [run.attention for run in block.runs],
+            )
+    return seen
+
+
+def test_nested_checkpoints(pool):
+    for rank in pool.run(nested, 4, ulysses=2):
+        for case, seen in rank.items():
+            assert seen.bitwise, case
+            assert len(seen.exchanges) > 4, case  # more than twice
+            for counts in (seen.exchanges, seen.kernels):
+                assert min(counts[:2]) > 0 and not any(counts[2:]), (case, counts)

@@ -1,27 +1,32 @@
-"""Meshes are values: several in one process, any rank order, ranks that must agree."""
-
-from __future__ import annotations
+"""Meshes are values: several in one process, any rank order, copies, DeviceMeshes."""
 
 import contextlib
+import copy
 import random
+import re
 import time
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankContext, WorkerPool
+from cases import ALL_LAYOUTS, Case, attend, errors_of, mesh_of
+from harness import RankContext
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ds_usp
+from ds_usp import SequenceMesh, TokenLayout, USPAttention
 from ds_usp.comm import shm_mailbox
 from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.shm_mailbox import open_mailbox
 from ds_usp.testing import causal, dense_attention, relative_error
 
 
-def attend(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> torch.Tensor:
+def gathered(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> torch.Tensor:
     """The full output, gathered from all ranks of the mesh."""
     layout = mesh.layout(kind, qkv[0].shape[1])
     q, k, v = (layout.shard(x, 1, mesh.rank) for x in qkv)
@@ -45,11 +50,11 @@ def side_by_side(ctx: RankContext) -> list[float]:
         for mesh, kind in meshes:
             qkv = [torch.randn(1, 32, 4, 16) for _ in range(3)]
             dense, _ = dense_attention(*qkv, causal(range(32), range(32)))
-            errors.append(relative_error(attend(mesh, kind, qkv), dense))
+            errors.append(relative_error(gathered(mesh, kind, qkv), dense))
     return errors
 
 
-def test_meshes_of_different_degrees_live_side_by_side(pool: WorkerPool) -> None:
+def test_meshes_of_different_degrees_live_side_by_side(pool):
     for errors in pool.run(side_by_side, 4):
         assert max(errors) <= 1e-5
 
@@ -63,13 +68,13 @@ def built_from_grid(ctx: RankContext, order: tuple[str, ...]) -> tuple[tuple[int
     qkv = [torch.randn(1, 40, 4, 16) for _ in range(3)]
     dense, _ = dense_attention(*qkv, causal(range(40), range(40)))
     ranks = tuple(dist.get_process_group_ranks(mesh.sp_group))
-    return ranks, relative_error(attend(mesh, "zigzag", qkv), dense)
+    return ranks, relative_error(gathered(mesh, "zigzag", qkv), dense)
 
 
 @pytest.mark.parametrize(
     "order", [("tp", "ulysses", "ring"), ("ulysses", "ring", "tp"), ("ring", "tp", "ulysses")]
 )
-def test_a_mesh_is_built_from_a_grid_in_any_order(pool: WorkerPool, order: tuple[str, ...]) -> None:
+def test_a_mesh_is_built_from_a_grid_in_any_order(pool, order):
     grid = ds_usp.RankGrid({"tp": 2, "ulysses": 2, "ring": 2}, order=order)
     for rank, (ranks, error) in enumerate(pool.run(built_from_grid, 8, order=order)):
         assert ranks == grid.group_of(rank, "ulysses", "ring")
@@ -81,7 +86,7 @@ def say(ctx: RankContext, texts: list[str]) -> None:
     mesh.agree(texts[ctx.rank])
 
 
-def test_ranks_that_differ_all_raise_with_every_text(pool: WorkerPool) -> None:
+def test_ranks_that_differ_all_raise_with_every_text(pool):
     assert pool.errors(say, 2, texts=["same", "same"]) == [None, None]
     errors = pool.errors(say, 2, texts=["64 tokens", "65 tokens"])
     for error in errors:
@@ -89,21 +94,16 @@ def test_ranks_that_differ_all_raise_with_every_text(pool: WorkerPool) -> None:
         assert "tokens: 64 on rank 0, 65 on rank 1" in str(error)
 
 
-def ask_for_lse(ctx: RankContext) -> str:
+def ask_for_lse(ctx: RankContext) -> None:
     mesh = ds_usp.SequenceMesh.from_group(ctx.group, 2)
-    layout = mesh.layout("zigzag", 32)
-    x = torch.randn(1, 8, 4, 16)
-    mask = ds_usp.MaskSpec.causal()
-    try:
-        ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask, return_lse=ctx.rank == 0)
-    except ds_usp.MeshError as error:
-        return str(error)
-    return ""
+    layout, mask, x = mesh.layout("zigzag", 32), ds_usp.MaskSpec.causal(), torch.randn(1, 8, 4, 16)
+    ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask, return_lse=ctx.rank == 0)
 
 
-def test_ranks_must_agree_on_the_lse_too(pool: WorkerPool) -> None:
-    for message in pool.run(ask_for_lse, 4):
-        assert "lse: without on ranks 1-3, with on rank 0" in message
+def test_ranks_must_agree_on_the_lse_too(pool):
+    for error in pool.errors(ask_for_lse, 4):
+        assert isinstance(error, ds_usp.MeshError)
+        assert "lse: without on ranks 1-3, with on rank 0" in str(error)
 
 
 both_transports = pytest.mark.parametrize("use_mailbox", [False, True], ids=["group", "mailbox"])
@@ -154,16 +154,12 @@ def after_passes(ctx: RankContext, how: str) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "freed"), [("aborted", 1), ("another", 0), ("error", 0), ("equal", 0)]
 )
-def test_stream_waits_are_aborted_where_a_pass_was_aborted(
-    pool: WorkerPool, how: str, freed: int
-) -> None:
+def test_stream_waits_are_aborted_where_a_pass_was_aborted(pool, how, freed):
     assert pool.run(after_passes, 4, how=how) == [[freed, freed]] * 4
 
 
 @both_transports
-def test_a_verified_call_that_differs_raises_a_few_calls_later(
-    pool: WorkerPool, use_mailbox: bool
-) -> None:
+def test_a_verified_call_that_differs_raises_a_few_calls_later(pool, use_mailbox):
     for messages, calls in pool.run(late_difference, 3, use_mailbox=use_mailbox):
         assert len(messages) == 2 and messages[0] == messages[1]
         assert "a on ranks 0, 2, b on rank 1" in messages[0]
@@ -175,42 +171,33 @@ def difference_in_backward(ctx: RankContext, use_mailbox: bool) -> str:
     for text in ("a", "b"):
         checker.check_call(text, wait=False)
     checker.check_call("b" if ctx.rank == 1 else "a", wait=False)
-    try:
+    with pytest.raises(ds_usp.MeshError) as caught:
         checker.drain()
-    except ds_usp.MeshError as error:
-        return str(error)
-    return ""
+    return str(caught.value)
 
 
 @both_transports
-def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(
-    pool: WorkerPool, use_mailbox: bool
-) -> None:
+def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(pool, use_mailbox):
     for message in pool.run(difference_in_backward, 3, use_mailbox=use_mailbox):
         assert "a on ranks 0, 2, b on rank 1" in message
 
 
-def error_meets_a_known_call(ctx: RankContext, use_mailbox: bool) -> str:
+def error_meets_a_known_call(ctx: RankContext, use_mailbox: bool) -> None:
     checker = checker_of(ctx, use_mailbox)
     for text in ("a", "b", "a"):
         checker.check_call(text, wait=False)
-    try:
-        if ctx.rank == 1:
-            checker.check_call("", error=ValueError("no such head"))
-        checker.check_call("a", wait=False)
-        checker.drain()
-    except (ValueError, ds_usp.MeshError) as error:
-        return str(error)
-    return ""
+    if ctx.rank == 1:
+        checker.check_call("", error=ValueError("no such head"))
+    checker.check_call("a", wait=False)
+    checker.drain()
 
 
 @both_transports
-def test_an_error_on_one_rank_is_raised_where_a_verified_call_was_made(
-    pool: WorkerPool, use_mailbox: bool
-) -> None:
-    first, second, third = pool.run(error_meets_a_known_call, 3, use_mailbox=use_mailbox)
-    assert second == "no such head"
-    assert first == third and "rank 1: no such head" in first
+def test_an_error_on_one_rank_is_raised_where_a_verified_call_was_made(pool, use_mailbox):
+    first, second, third = pool.errors(error_meets_a_known_call, 3, use_mailbox=use_mailbox)
+    assert isinstance(second, ValueError) and str(second) == "no such head"
+    assert isinstance(first, ds_usp.MeshError) and "rank 1: no such head" in str(first)
+    assert str(first) == str(third)
 
 
 def many_calls(ctx: RankContext, calls: int) -> int:
@@ -227,7 +214,7 @@ def many_calls(ctx: RankContext, calls: int) -> int:
     return checker.number
 
 
-def test_no_record_is_lost_at_any_pace(pool: WorkerPool) -> None:
+def test_no_record_is_lost_at_any_pace(pool):
     assert pool.run(many_calls, 4, calls=600) == [601] * 4
 
 
@@ -238,14 +225,12 @@ def leave(ctx: RankContext) -> str:
     if ctx.rank == 1:
         checker.mailbox._file.close()  # as the system does when a process ends
         return ""
-    try:
+    with pytest.raises(ds_usp.MeshError) as caught:
         checker.check_now("alone")
-    except ds_usp.MeshError as error:
-        return str(error)
-    return "nobody missed rank 1"
+    return str(caught.value)
 
 
-def test_a_rank_that_has_ended_is_named(pool: WorkerPool) -> None:
+def test_a_rank_that_has_ended_is_named(pool):
     first, _, third = pool.run(leave, 3)
     assert "rank 1" in first and "has ended" in first and "rank 1" in third
 
@@ -270,9 +255,7 @@ def come_late(ctx: RankContext, known: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["waits", "looks later"])
-def test_a_late_rank_does_not_continue_without_those_that_aborted(
-    pool: WorkerPool, known: bool
-) -> None:
+def test_a_late_rank_does_not_continue_without_those_that_aborted(pool, known):
     first, late, third = pool.run(come_late, 3, known=known)
     for messages in (first, late, third):
         assert not messages[0] and messages[-1] and (not known or messages.count(messages[-1]) > 1)
@@ -293,24 +276,20 @@ def without_shared_memory(ctx: RankContext) -> bool:
         shm_mailbox._SHARED_MEMORY = Path("/dev/shm")
 
 
-def test_without_shared_memory_there_is_no_mailbox(pool: WorkerPool) -> None:
+def test_without_shared_memory_there_is_no_mailbox(pool):
     assert all(pool.run(on_several_nodes, 2)) and all(pool.run(without_shared_memory, 2))
 
 
-def unsorted(ctx: RankContext) -> str:
-    group = dist.new_group([1, 0, 2], sort_ranks=False)
-    try:
-        ds_usp.SequenceMesh.from_group(group, 1)
-    except ds_usp.ConfigError as error:
-        return str(error)
-    return ""
+def unsorted(ctx: RankContext) -> None:
+    with pytest.raises(ds_usp.ConfigError, match=r"\[1, 0, 2\]"):
+        ds_usp.SequenceMesh.from_group(dist.new_group([1, 0, 2], sort_ranks=False), 1)
 
 
 @pytest.mark.skipif(
     "sort_ranks" not in signature(dist.new_group).parameters, reason="this torch sorts all groups"
 )
-def test_a_group_out_of_order_is_refused(pool: WorkerPool) -> None:
-    assert all("[1, 0, 2]" in message for message in pool.run(unsorted, 3))
+def test_a_group_out_of_order_is_refused(pool):
+    pool.run(unsorted, 3)
 
 
 def after_other_groups(ctx: RankContext) -> float:
@@ -319,11 +298,11 @@ def after_other_groups(ctx: RankContext) -> float:
     return max(side_by_side(ctx))
 
 
-def test_ranks_may_belong_to_any_number_of_groups(pool: WorkerPool) -> None:
+def test_ranks_may_belong_to_any_number_of_groups(pool):
     assert max(pool.run(after_other_groups, 4)) <= 1e-5
 
 
-def test_one_process_needs_no_process_group() -> None:
+def test_one_process_needs_no_process_group():
     mesh = ds_usp.SequenceMesh.single()
     qkv = [torch.randn(2, 24, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     layout = mesh.layout("zigzag", 24)
@@ -337,8 +316,207 @@ def test_one_process_needs_no_process_group() -> None:
         assert relative_error(grad, expected) <= 1e-5
 
 
-def test_the_set_of_verified_signatures_is_bounded() -> None:
+def test_the_set_of_verified_signatures_is_bounded():
     checker = ConsistencyChecker()
     for step in range(3000):
         checker.check_call(f"dropout seed {step}", wait=False)
     assert len(checker._verified) <= 1024
+
+
+WORLD = 4
+
+
+def round_trips(ctx: RankContext) -> list[bool]:
+    """Whether the shards of all ranks, gathered over their group, are the full tensor again."""
+    mesh, same = mesh_of(2), []
+    for kind in ALL_LAYOUTS:
+        for seq_len, dim, dtype in ((32, 1, torch.float32), (29, -2, torch.int64), (29, 0, None)):
+            layout = mesh.layout(kind, seq_len)
+            shape = [2, 3, 5]
+            shape[dim] = seq_len
+            full = torch.randn(shape) if dtype is None else torch.randint(99, shape).to(dtype)
+            local = layout.shard(full, dim, mesh.rank)
+            strided = torch.stack([local, local], -1)[..., 0]
+            gathered = (
+                layout.gather(local, group=ctx.group, dim=dim),
+                mesh.gather(strided, layout, dim),
+            )
+            same += [torch.equal(x, full) and x.dtype == full.dtype for x in gathered]
+    return same
+
+
+def test_uneven_shards_are_gathered_over_a_group(pool):
+    for same in pool.run(round_trips, WORLD):
+        assert all(same)
+
+
+def test_one_process_gathers_its_own_shard():
+    mesh = SequenceMesh.single()
+    x = torch.randn(1, 8, 8)
+    assert torch.equal(mesh.gather(x, mesh.layout("zigzag", 8), 1), x)
+
+
+LAYOUT = TokenLayout("zigzag", 29, 2, 2)
+
+# What rank 1 gives, and what every rank then says.
+WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a token more": (lambda x: torch.cat([x, x[:, :1]], 1), r"rank 1 holds \d along dim 1"),
+    "no such dim": (lambda x: x[0, :, 0], "rank 1 holds no dim along dim 1"),
+    "another dtype": (lambda x: x.double(), "differ in more than their tokens"),
+    "another batch": (lambda x: torch.cat([x, x]), "differ in more than their tokens"),
+    "a gradient": (lambda x: x.requires_grad_(), r"rank 1 has a gradient.*local.detach\(\)"),
+}
+
+
+def gather_wrong_over_a_mesh(ctx: RankContext) -> dict[str, tuple[str, str]]:
+    errors, mesh = {}, mesh_of(2)
+    for how, (change, _) in WRONG.items():
+        local = torch.randn(1, LAYOUT.length(ctx.rank), 3)
+        with pytest.raises(ds_usp.USPError) as caught:
+            mesh.gather(change(local) if ctx.rank == 1 else local, LAYOUT, 1)
+        errors[how] = type(caught.value).__name__, str(caught.value)
+        right = torch.full((1, LAYOUT.length(ctx.rank), 3), float(ctx.rank))
+        assert mesh.gather(right, LAYOUT, 1).shape == (1, LAYOUT.seq_len, 3), how  # it continues
+    return errors
+
+
+def test_a_mesh_says_which_rank_holds_something_else(pool):
+    for rank, errors in enumerate(pool.run(gather_wrong_over_a_mesh, WORLD)):
+        for how, (kind, message) in errors.items():
+            at_rank_1 = how in ("a token more", "no such dim", "a gradient")  # which knows it
+            assert kind == ("LayoutError" if at_rank_1 and rank == 1 else "MeshError"), (how, kind)
+            assert "rank 1" in message, (how, message)
+
+
+def gather_wrong(ctx: RankContext) -> dict[str, str]:
+    message_of = {}
+    for how, (change, _) in WRONG.items():
+        local = torch.randn(1, LAYOUT.length(ctx.rank), 3)
+        with pytest.raises(ds_usp.LayoutError) as caught:
+            LAYOUT.gather(change(local) if ctx.rank == 1 else local, group=ctx.group, dim=1)
+        message_of[how] = str(caught.value)
+    return message_of
+
+
+def test_a_rank_that_holds_something_else_stops_all(pool):
+    for message_of in pool.run(gather_wrong, WORLD):
+        for how, (_, wanted) in WRONG.items():
+            assert re.search(wanted, message_of[how]), (how, message_of[how])
+
+
+def given_groups(ctx: RankContext) -> list[str]:
+    """What is said to what is no group of the layout's ranks."""
+    device_mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("sp",))
+    half, _ = dist.new_subgroups(2)
+    local, messages = torch.randn(1, LAYOUT.length(ctx.rank), 3), []
+    attention = {"mask": ds_usp.MaskSpec.causal(), "dropout_p": 0.0, "ulysses_degree": 2}
+    for call in (
+        lambda: LAYOUT.gather(local, group=device_mesh, dim=1),
+        lambda: LAYOUT.gather(local, group=half, dim=1),
+        lambda: LAYOUT.gather(local, dim=1),
+        lambda: LAYOUT.gather([local], group=ctx.group, dim=1),
+        lambda: SequenceMesh.from_group(device_mesh, 2),
+        lambda: USPAttention(torch.nn.Identity(), device_mesh, **attention),
+        lambda: SequenceMesh.from_group("sp"),
+        lambda: SequenceMesh.from_device_mesh(ctx.group),
+        lambda: SequenceMesh.from_device_mesh(init_device_mesh("cpu", (2, 2))),
+        lambda: SequenceMesh.from_device_mesh(device_mesh, ulysses_degree=3),
+        lambda: SequenceMesh.from_device_mesh(two_dims(), ulysses_degree=4),
+        lambda: SequenceMesh.from_device_mesh(two_dims(), order="ring-ulysses"),
+        lambda: SequenceMesh.from_device_mesh(
+            DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("ring", "ulysses"))
+        ),
+    ):
+        with pytest.raises(ds_usp.USPError) as caught:
+            call()
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    return messages
+
+
+def two_dims(names: tuple[str, str] = ("ring", "ulysses")) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def test_what_is_no_group_is_refused_with_what_is(pool):
+    wanted = (
+        "LayoutError: group=DeviceMesh",
+        "LayoutError: the group has 2 ranks",
+        "gather(local, dim, group=...)",
+        "is no tensor",
+        "SequenceMesh.from_device_mesh(device_mesh",
+        "SequenceMesh.from_device_mesh(device_mesh",
+        "ConfigError: a str was given as the sequence-parallel group",
+        "must be a DeviceMesh",
+        "two dims with the names ulysses and ring",
+        "ConfigError: ulysses_degree=3 does not divide the 4 ranks",
+        "ulysses_degree=4, order=None were given",
+        "order='ring-ulysses' were given, and the DeviceMesh has ulysses 2",
+        "global ranks in the order [0, 2, 1, 3]",
+    )
+    for messages in pool.run(given_groups, WORLD):
+        for text, fragment in zip(messages, wanted, strict=True):
+            assert fragment in text, text
+
+
+def meshes(ctx: RankContext) -> list[tuple[Any, ...]]:
+    """Degrees, order, places and the error of a call of each mesh that a DeviceMesh gives."""
+    replicas = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ring", "ulysses"))
+    results, case = [], Case(batch=1, seq_len=29)
+    for mesh in (
+        SequenceMesh.from_device_mesh(
+            init_device_mesh("cpu", (WORLD,), mesh_dim_names=("sp",))["sp"], ulysses_degree=2
+        ),
+        SequenceMesh.from_device_mesh(two_dims()),
+        SequenceMesh.from_device_mesh(two_dims(("ulysses", "ring"))),
+        SequenceMesh.from_device_mesh(replicas["ring", "ulysses"]),
+    ):
+        worst = max(errors_of(mesh, case, attend(mesh, case)).values())
+        results.append(
+            (mesh.ulysses_degree, mesh.ring_degree, mesh.order, mesh.ulysses_rank, mesh.ring_rank)
+        )
+        assert worst <= 1e-5
+    return results
+
+
+def test_a_device_mesh_gives_degrees_and_order(pool):
+    for rank, results in enumerate(pool.run(meshes, WORLD)):
+        high, low = divmod(rank, 2)
+        assert results == [
+            (2, 2, "ulysses-ring", low, high),
+            (2, 2, "ulysses-ring", low, high),
+            (2, 2, "ring-ulysses", high, low),
+            (1, 2, "ulysses-ring", 0, low),
+        ]
+
+
+def test_positions_are_a_tensor_like_one_that_is_given():
+    layout = TokenLayout("zigzag", 29, 2, 2)
+    for dtype in (torch.int64, torch.bfloat16):
+        positions = layout.positions(1, like=torch.zeros(3, 2, dtype=dtype))
+        assert positions.dtype == torch.int64 and positions.tolist() == layout.positions(1)
+    far = TokenLayout("contiguous", 2**24 + 4, 2, 2).positions(3, like=torch.zeros(1).half())
+    assert far[-1] == 2**24 + 3
+    torch.nn.Embedding(29, 4)(positions)
+
+
+def copies_differ(ctx: RankContext) -> list[float]:
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    fixed: Any = {"mesh": mesh, "layout": "zigzag", "mask": ds_usp.MaskSpec.causal()}
+    qkv, out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+    modules = [
+        ds_usp.USPSelfAttention(qkv, out, 4, 4, **fixed, overlap=True),
+        ds_usp.USPAttention(
+            torch.nn.functional.scaled_dot_product_attention, mesh=mesh, gather_idx=1
+        ),
+    ]
+    x, heads = torch.ones(1, 4, 16), torch.ones(1, 4, 4, 4)
+    inputs: list[tuple[torch.Tensor, ...]] = [(x,), (heads,) * 3]
+    return [
+        float((copy.deepcopy(module)(*given) - module(*given)).abs().max())
+        for module, given in zip(modules, inputs, strict=True)
+    ]
+
+
+def test_a_copied_module_runs_on_the_same_mesh(pool):
+    assert pool.run(copies_differ, 2) == [[0.0, 0.0]] * 2

@@ -1,6 +1,6 @@
 """What the planner says attention sends is what a rank's ledger counts, to the byte."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +17,9 @@ B, D, HEADS = 2, 16, 8
 LEDGER = dict[str, int]
 
 
-def counted(
-    ctx: RankContext,
-    ulysses: int,
-    tp: int,
-    shape: ModelShape,
-    seq_len: int,
-    layout: str,
-    order: str,
-) -> tuple[LEDGER, LEDGER]:
+def counted(ctx: RankContext, mesh: tuple[int, str], call: Any) -> tuple[LEDGER, LEDGER]:
     """The ledger after forward, and after backward, of one tensor-parallel rank's heads."""
-    return over(mesh_of(ulysses, order), tp, shape, seq_len, layout)
+    return over(mesh_of(*mesh), *call)
 
 
 def over(
@@ -80,10 +72,8 @@ EVEN = [
 
 
 @pytest.mark.parametrize(("world", "ulysses", "tp", "kv_heads"), EVEN)
-def test_comm_is_the_ledger(
-    pool: WorkerPool, world: int, ulysses: int, tp: int, kv_heads: int
-) -> None:
-    compare(pool, world, ulysses, tp, model(HEADS, kv_heads), 96, "zigzag", "ulysses-ring")
+def test_comm_is_the_ledger(pool, world, ulysses, tp, kv_heads):
+    compare(pool, world, ulysses, tp, model(HEADS, kv_heads))
 
 
 def on_the_grid(
@@ -104,9 +94,7 @@ def on_the_grid(
         *((8, tp, u) for tp in (2, 4, 8) for u in (1, 2, 4) if u <= 8 // tp),
     ],
 )
-def test_comm_is_the_ledger_beside_tensor_parallel_ranks(
-    pool: WorkerPool, world: int, tp: int, ulysses: int
-) -> None:
+def test_comm_is_the_ledger_beside_tensor_parallel_ranks(pool, world, tp, ulysses):
     shape = model(HEADS, 8)
     config = ParallelConfig(tp=tp, ulysses=ulysses, ring=world // tp // ulysses, micro_batch=B)
     results = pool.run(on_the_grid, world, tp=tp, ulysses=ulysses, shape=shape, seq_len=96)
@@ -120,7 +108,7 @@ def test_comm_is_the_ledger_beside_tensor_parallel_ranks(
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "context_parallel"])
 @pytest.mark.parametrize("order", ["ulysses-ring", "ring-ulysses"])
 @pytest.mark.parametrize("seq_len", [64, 61])
-def test_comm_of_every_layout(pool: WorkerPool, layout: str, order: str, seq_len: int) -> None:
+def test_comm_of_every_layout(pool, layout, order, seq_len):
     compare(pool, 4, 2, 1, model(6, 3), seq_len, layout, order)
     compare(pool, 4, 1, 1, model(4, 2), seq_len, layout, order)
     compare(pool, 4, 4, 1, model(10, 5), seq_len, layout, order)
@@ -132,23 +120,14 @@ def compare(
     ulysses: int,
     tp: int,
     shape: ModelShape,
-    seq_len: int,
-    layout: str,
-    order: str,
+    seq_len: int = 96,
+    layout: str = "zigzag",
+    order: str = "ulysses-ring",
 ) -> None:
     config = ParallelConfig(
         tp=tp, ulysses=ulysses, ring=world // ulysses, micro_batch=B, order=order
     )
     work = Workload(shape, seq_len)
-    results = pool.run(
-        counted,
-        world,
-        ulysses=ulysses,
-        tp=tp,
-        shape=shape,
-        seq_len=seq_len,
-        layout=layout,
-        order=order,
-    )
+    results = pool.run(counted, world, mesh=(ulysses, order), call=(tp, shape, seq_len, layout))
     for rank, result in enumerate(results):
         assert result == expected_ledgers(attention_bytes(work, config, rank, layout)), rank

@@ -1,7 +1,5 @@
 """The profile on gloo ranks: what it measures is what the planner reads."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace
@@ -55,14 +53,14 @@ def cluster(ranks: list[tuple[dict[str, Any], list[str]]], tmp_path: Path) -> Cl
     return load_cluster(str(file))
 
 
-def test_every_rank_has_measured_the_same(ranks: list[tuple[dict[str, Any], list[str]]]) -> None:
+def test_every_rank_has_measured_the_same(ranks):
     """Degrees are chosen from it: no rank may see other numbers."""
     first, lines = ranks[0]
     assert all(measured == first for measured, _ in ranks)
     assert "4 ranks on cpu are warm" in lines[0] and lines[-1].endswith("done")
 
 
-def test_the_planner_reads_it(cluster: Cluster) -> None:
+def test_the_planner_reads_it(cluster):
     measured = {name for name, (origin, _) in cluster.origins.items() if origin == "measured"}
     assert measured >= {
         *("peak_flop_per_s", "hbm_bytes_per_s", "host_bytes_per_s", "gemm_efficiency"),
@@ -79,13 +77,13 @@ def test_the_planner_reads_it(cluster: Cluster) -> None:
     assert search(cluster, Workload(MODEL, 384, 4), 4).plans
 
 
-def test_a_shape_is_measured_once(cluster: Cluster) -> None:
+def test_a_shape_is_measured_once(cluster):
     """Models may have their layers in common; two rows of one size would be one too many."""
     assert [(row.tp, row.tokens) for row in cluster.layers] == list(product((1, 2), (48, 192)))
     assert [(row.vocab, row.tokens) for row in cluster.embedding_heads] == [(100, 48), (120, 48)]
 
 
-def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
+def test_what_was_measured_is_what_is_predicted(cluster):
     for row in cluster.calls:
         width = row.heads * row.head_dim
         shape = ModelShape("call", 1, width, width, row.heads, row.kv_heads, 8)
@@ -126,19 +124,19 @@ def count_steps(ctx: RankContext, budget_s: float, max_s: float) -> tuple[int, f
     return steps, seconds
 
 
-def test_the_clock_reads_the_slowest_rank(pool: WorkerPool) -> None:
+def test_the_clock_reads_the_slowest_rank(pool):
     (steps, seconds), other = pool.run(count_steps, 2, budget_s=60, max_s=0.15)
     assert (steps, seconds) == other and 0.01 < seconds < 0.05
     assert 2 + 3 * 1 < steps <= 2 + 3 * 5
 
 
-def test_a_spent_budget_leaves_one_lap(pool: WorkerPool) -> None:
+def test_a_spent_budget_leaves_one_lap(pool):
     """After one that warms up; also of a step that ``most_s`` would hold many times."""
     (steps, seconds), other = pool.run(count_steps, 2, budget_s=0, max_s=0.5)
     assert (steps, seconds) == other and steps == 2 and seconds > 0.01
 
 
-def test_a_clock_alone() -> None:
+def test_a_clock_alone():
     timer = StepTimer(torch.device("cpu"), 10)
     step: Step = lambda: time.sleep(0.005)  # noqa: E731
     assert 0.01 < timer.overlapped(step, step, 0.1) < 0.05  # one after the other on a CPU
@@ -151,5 +149,5 @@ def refused(ctx: RankContext) -> str:
     return str(error.value)
 
 
-def test_ranks_that_fill_no_nodes_are_refused(pool: WorkerPool) -> None:
+def test_ranks_that_fill_no_nodes_are_refused(pool):
     assert set(pool.run(refused, 4)) == {"4 ranks do not fill nodes of 3"}

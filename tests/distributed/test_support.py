@@ -3,21 +3,15 @@
 scripts/test.sh dist -k support --write-support-table     # write it anew
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import pytest
-from harness import WorkerPool
 from support import EXACT, MESHES, REFUSED, ROWS, WORLD, probe_rows, render
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "support-matrix.md"
 BEGIN, END = "<!-- support table: written by tests -->", "<!-- end of support table -->"
 
 
-def test_the_support_matrix_lists_what_is_exact_and_what_is_refused(
-    pool: WorkerPool, pytestconfig: pytest.Config
-) -> None:
+def test_the_support_matrix_lists_what_is_exact_and_what_is_refused(pool, pytestconfig):
     cells: dict[str, list[str]] = {}
     for name, ulysses in MESHES.items():
         by_rank = pool.run(probe_rows, WORLD, ulysses=ulysses)

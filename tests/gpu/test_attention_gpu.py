@@ -149,9 +149,7 @@ WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()] or [1
 @pytest.mark.several_gpus
 @pytest.mark.parametrize("kernel", ["auto", *KERNELS])
 @pytest.mark.parametrize("world", WORLDS)
-def test_equals_the_oracle_as_well_as_the_dense_kernel(
-    world: int, kernel: str, tmp_path: Path
-) -> None:
+def test_equals_the_oracle_as_well_as_the_dense_kernel(world, kernel, tmp_path):
     mp.spawn(rank_main, (world, free_port(), str(tmp_path), kernel), nprocs=world)
     results = torch.load(tmp_path / "results.pt", weights_only=False)
     for (ulysses, name), worst in results.items():
@@ -168,7 +166,7 @@ def test_equals_the_oracle_as_well_as_the_dense_kernel(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_gpu_is_as_exact_as_its_dtype(case: Case) -> None:
+def test_one_gpu_is_as_exact_as_its_dtype(case):
     worst = errors(attend(ds_usp.SequenceMesh.single(), case), case)
     limit = 1e-5 if case.dtype == torch.float32 else 2e-2
     assert max(worst.values()) <= limit, worst
@@ -192,7 +190,7 @@ def joint_main(rank: int, world: int, port: int, folder: str) -> None:
 
 @pytest.mark.several_gpus
 @pytest.mark.parametrize("world", WORLDS)
-def test_joint_tokens_equal_the_oracle(world: int, tmp_path: Path) -> None:
+def test_joint_tokens_equal_the_oracle(world, tmp_path):
     mp.spawn(joint_main, (world, free_port(), str(tmp_path)), nprocs=world)
     for rank in range(world):
         for worst in torch.load(tmp_path / f"{rank}.pt", weights_only=False):

@@ -66,7 +66,7 @@ def rank_main(rank: int, world: int, port: int, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_compiled_layer_equals_the_layer(world: int, mode: str) -> None:
+def test_a_compiled_layer_equals_the_layer(world, mode):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

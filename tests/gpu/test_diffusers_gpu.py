@@ -1,13 +1,11 @@
-"""Diffusion transformers of diffusers on two GPUs: fp32, tiny random models, against one GPU.
-
-One pair of processes runs all checks, as most of their time is that of importing diffusers.
-"""
+"""Diffusion transformers on two GPUs, also in CUDA graphs: fp32, tiny models, against one GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -292,14 +290,121 @@ def of_compiled_blocks(
     return relative(have, want), ""
 
 
-def test_transformers_and_sampling() -> None:
+def test_transformers_and_sampling():
     run(classes, guidance, parallelism_of_diffusers, refused_capture, host_and_gpu, generation)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-def test_training() -> None:
+def test_training():
     run(training)
 
 
-def test_compiled_blocks() -> None:
+def test_compiled_blocks():
     run(compiled)
+
+
+KILLED_AFTER = 6  # passes: without a graph, captured, replayed
+PATIENCE_S = 30
+# Their forward passes copy from the CPU, which torch cannot capture.
+NOT_CAPTURED = ("ChromaTransformer2DModel", "CogView4Transformer2DModel")
+
+
+def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Passes that ds_usp captures, of two batches in turns, compiled too; a rank that differs."""
+    from tiny_diffusers import ALWAYS_MASKED, arguments, build, output_of
+
+    from ds_usp.integrations.diffusers import PLANS, enable
+
+    for name in [name for name in PLANS if name not in (*ALWAYS_MASKED, *NOT_CAPTURED)]:
+        transformer = build(name).eval().to(device)
+        batches = [moved(arguments(name, seed=seed), device) for seed in (1, 2)]
+        with torch.no_grad():
+            wants = [output_of(transformer, given) for given in batches]
+            for ulysses in MESHES:
+                mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+                with enable(transformer, mesh, cuda_graphs=True):
+                    yield (
+                        f"{name}, ulysses {ulysses}, CUDA graphs",
+                        of_turns(transformer, batches, wants),
+                    )
+    with torch.no_grad():
+        for name in NOT_CAPTURED:
+            transformer, given = build(name).eval().to(device), moved(arguments(name), device)
+            want, mesh = output_of(transformer, given), ds_usp.SequenceMesh.from_group(None, 2)
+            with enable(transformer, mesh, cuda_graphs=True):
+                error = relative(output_of(transformer, given), want)  # before the capture
+                with pytest.raises(ds_usp.UnsupportedAttentionError, match="between CPU and CUDA"):
+                    transformer(**given)
+            yield f"{name}, refused by name", error
+        transformer, given = model_on(device, "WanTransformer3DModel")
+        want = transformer(**given).sample
+        mesh = ds_usp.SequenceMesh.from_group(None, 2)
+        with enable(transformer, mesh, cuda_graphs=True):
+            transformer.compile_repeated_blocks(fullgraph=True)
+            yield "compiled blocks in CUDA graphs", of_turns(transformer, [given], [want])
+            if dist.get_rank():  # has no graph any more
+                transformer.proj_out.weight.data = transformer.proj_out.weight.data.clone()
+            with pytest.raises(ds_usp.MeshError, match="replayed from a CUDA graph"):
+                transformer(**given)
+            yield "after ranks that differ", of_turns(transformer, [given], [want])
+
+
+def of_turns(transformer: Any, batches: list[Any], wants: list[Tensor]) -> float:
+    """The largest error of four passes with each batch; infinite, with the reason, if refused."""
+    from tiny_diffusers import output_of
+
+    try:
+        outputs = [output_of(transformer, given) for _ in range(4) for given in batches]
+    except ds_usp.UnsupportedAttentionError as error:
+        say(str(error)[:300])
+        return float("inf")
+    return max(relative(*pair) for pair in zip(outputs, 4 * wants, strict=True))
+
+
+def killed_main(rank: int, port: int, ulysses: int, outcome: Any) -> None:
+    """Replay passes until rank 1 is killed; rank 0 puts its error, the seconds that it took, and
+    those until the GPU was idle."""
+    from ds_usp.integrations.diffusers import enable
+
+    join_group(rank, port)
+    transformer, given = model_on(torch.device("cuda"), "WanTransformer3DModel")
+    mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+    with torch.no_grad(), enable(transformer, mesh, cuda_graphs=True):
+        for _ in range(KILLED_AFTER):
+            transformer(**given)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                transformer(**given)
+        except ds_usp.MeshError as error:
+            noticed = time.perf_counter() - begin
+            torch.cuda.synchronize()
+            outcome.put((str(error), noticed, time.perf_counter() - begin))
+
+
+def test_cuda_graphs():
+    run(graphs)
+
+
+@pytest.mark.parametrize("ulysses", MESHES)
+def test_a_rank_killed_between_replays(ulysses):
+    """The other rank gets an error within seconds, and its GPU does not wait for ever."""
+    context = mp.get_context("spawn")
+    outcome, port = context.Queue(), free_port()
+    ranks = [
+        context.Process(target=killed_main, args=(rank, port, ulysses, outcome), daemon=True)
+        for rank in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        text, noticed, idle = outcome.get(timeout=120)
+    finally:
+        for process in ranks:
+            process.kill()
+    sys.stdout.write(f"ulysses {ulysses}: {noticed:.2f} s, GPU idle {idle:.2f} s: {text}\n")
+    assert "rank 1" in text
+    assert idle < PATIENCE_S

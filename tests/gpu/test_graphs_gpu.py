@@ -105,6 +105,6 @@ def check_graphs_of_forward_and_backward(calls: Calls) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("ulysses, tokens", [(1, 1024), (2, 1021)])
-def test_calls_can_be_captured_in_cuda_graphs(ulysses: int, tokens: int, copies: bool) -> None:
+def test_calls_can_be_captured_in_cuda_graphs(ulysses, tokens, copies):
     world = WORLDS[-1]
     mp.spawn(graph_main, (world, free_port(), ulysses, tokens, copies), nprocs=world)

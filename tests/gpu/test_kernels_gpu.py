@@ -70,7 +70,7 @@ def check_on_gpu(kernel, dtype, heads, head_dim, shape, limit):  # type: ignore[
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_a_tile_is_the_references(kernel, dtype, shape, heads) -> None:  # type: ignore[no-untyped-def]
+def test_a_tile_is_the_references(kernel, dtype, shape, heads):  # type: ignore[no-untyped-def]
     mask = SHAPES[shape][3]
     if dtype not in kernel.caps.dtypes or (mask.left is not None and not kernel.caps.tiles.window):
         pytest.skip("the kernel does not claim it")
@@ -80,7 +80,7 @@ def test_a_tile_is_the_references(kernel, dtype, shape, heads) -> None:  # type:
 
 @pytest.mark.parametrize("head_dim", [8, 32, 40, 56, 72, 80, 96, 112, 128, 160, 192, 224, 256])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_every_head_dim_that_is_claimed(kernel, head_dim) -> None:  # type: ignore[no-untyped-def]
+def test_every_head_dim_that_is_claimed(kernel, head_dim):  # type: ignore[no-untyped-def]
     asked = KernelRequest("cuda", torch.bfloat16, head_dim, MaskSpec.causal())
     if kernel.caps.refusal(asked):
         pytest.skip("the kernel does not claim it")
@@ -92,7 +92,7 @@ def test_every_head_dim_that_is_claimed(kernel, head_dim) -> None:  # type: igno
 
 @pytest.mark.parametrize("dims", [(192, 128), (128, 192), (160, 96), (72, 40)], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_values_have_another_head_dim(kernel, dims) -> None:  # type: ignore[no-untyped-def]
+def test_values_have_another_head_dim(kernel, dims):  # type: ignore[no-untyped-def]
     asked = KernelRequest("cuda", torch.bfloat16, dims[0], MaskSpec.causal(), value_dim=dims[1])
     padded = _with_padding_if_needed(kernel, asked)
     for heads in ((2, 2), (6, 2)):
@@ -105,7 +105,7 @@ EXACT = [kernel for kernel in KERNELS if kernel.caps.deterministic and kernel.na
 
 
 @pytest.mark.parametrize("kernel", EXACT, ids=lambda kernel: kernel.name)
-def test_a_deterministic_backward_repeats_its_bits(kernel) -> None:  # type: ignore[no-untyped-def]
+def test_a_deterministic_backward_repeats_its_bits(kernel):  # type: ignore[no-untyped-def]
     shape = (2048, 2048, 0, MaskSpec.causal())
     x = tensors((8, 2), 128, torch.bfloat16, 2048)
     x = {name: tensor.cuda() for name, tensor in x.items()}
@@ -119,7 +119,7 @@ def test_a_deterministic_backward_repeats_its_bits(kernel) -> None:  # type: ign
 
 
 @pytest.mark.parametrize("version", SIGNATURES)
-def test_the_stub_signatures_are_the_librarys(version: str) -> None:
+def test_the_stub_signatures_are_the_librarys(version):
     """Every parameter of the newest stub of an installed library is one of the library's own."""
     name, number = version.split()
     if version != max(other for other in SIGNATURES if other.split()[0] == name):

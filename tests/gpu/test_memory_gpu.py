@@ -51,7 +51,7 @@ def same_order() -> Iterator[None]:
 
 @pytest.mark.usefixtures("same_order")
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_offload_changes_no_bit_and_frees_memory(recompute: str) -> None:
+def test_offload_changes_no_bit_and_frees_memory(recompute):
     want = Model(recompute, 0.0).gradients(3)
     for ratio in (0.5, 1.0):
         moving = Model(recompute, ratio)
@@ -64,7 +64,7 @@ def test_offload_changes_no_bit_and_frees_memory(recompute: str) -> None:
         assert moving.offload.bytes_away == 0
 
 
-def test_less_is_resident_after_the_forward_pass() -> None:
+def test_less_is_resident_after_the_forward_pass():
     def after_forward(ratio: float) -> int:
         model = Model("none", ratio)
         model.loss().backward()  # kernels and workspaces
@@ -82,7 +82,7 @@ def test_less_is_resident_after_the_forward_pass() -> None:
     assert nothing == pytest.approx(one, rel=0.3)
 
 
-def test_a_graph_that_is_dropped_while_copies_run_corrupts_nothing() -> None:
+def test_a_graph_that_is_dropped_while_copies_run_corrupts_nothing():
     want = Model("none", 0.0).gradients()
     moving = Model("none", 1.0)
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_a_graph_that_is_dropped_while_copies_run_corrupts_nothing() -> None:
         torch.testing.assert_close(g, w, rtol=2e-2, atol=1e-4)
 
 
-def test_policies_agree() -> None:
+def test_policies_agree():
     want = Model("none", 0.0).gradients()
     for recompute in RECOMPUTE[1:]:
         for g, w in zip(Model(recompute, 0.3).gradients(), want, strict=True):
@@ -101,7 +101,7 @@ def test_policies_agree() -> None:
             assert float(error) < 1e-2, recompute
 
 
-def test_options_that_are_set_after_the_import_of_torch_are_read() -> None:
+def test_options_that_are_set_after_the_import_of_torch_are_read():
     code = """
 import os, torch, ds_usp
 assert torch.cuda.is_available()

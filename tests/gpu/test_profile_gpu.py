@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 
 
 @pytest.mark.several_gpus  # it compares the host times of launches, which other processes change
-def test_a_profile_of_this_gpu(tmp_path: Path) -> None:
+def test_a_profile_of_this_gpu(tmp_path):
     out = tmp_path / "here.json"
     begin = time.monotonic()
     assert main(["profile", "--out", str(out), "--seconds", "15", "--model", "gpt-1.3b"]) == 0

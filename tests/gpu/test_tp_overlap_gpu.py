@@ -55,7 +55,7 @@ def rank_main(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
-def test_fused_gradients_are_those_of_whole_collectives(tmp_path: Path) -> None:
+def test_fused_gradients_are_those_of_whole_collectives(tmp_path):
     mp.spawn(rank_main, (free_port(), str(tmp_path)), nprocs=RANKS)
     for rank in range(RANKS):
         assert max(torch.load(tmp_path / f"{rank}.pt")) < 2e-2

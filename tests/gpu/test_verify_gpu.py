@@ -9,7 +9,7 @@ from programs import torchrun
 pytestmark = pytest.mark.several_gpus
 
 
-def test_the_sweep_is_exact_on_all_gpus() -> None:
+def test_the_sweep_is_exact_on_all_gpus():
     """With one GPU it checks the kernel alone, and the command."""
     done = torchrun(torch.cuda.device_count(), "-m", "ds_usp", "verify")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,6 @@
 """``enable(cuda_graphs=True)`` with stand-ins of CUDA graphs, on one rank.
 
-tests/gpu/test_diffusers_graphs_gpu.py has the graphs themselves, on two GPUs.
+tests/gpu/test_diffusers_gpu.py has the graphs themselves, on two GPUs.
 """
 
 from __future__ import annotations

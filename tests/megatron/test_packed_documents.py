@@ -1,14 +1,12 @@
 """Packed sequences in the core attention slot: documents of any lengths, padded or not."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 
 from ds_usp import MaskSpec, SequenceMesh, TokenLayout, UnsupportedAttentionError
 from ds_usp import testing as oracle
@@ -144,9 +142,7 @@ def expected(documents: str, rule: str, softmax_type: str) -> list[torch.Tensor]
         ("padded", "causal", "off-by-one"),
     ],
 )
-def test_documents_cut_one_by_one_are_the_oracles(
-    pool: WorkerPool, grid: str, documents: str, rule: str, softmax_type: str
-) -> None:
+def test_documents_cut_one_by_one_are_the_oracles(pool, grid, documents, rule, softmax_type):
     world, ulysses = GRIDS[grid]
     case = {"documents": documents, "rule": rule, "softmax_type": softmax_type}
     want = expected(**case)
@@ -187,7 +183,7 @@ def sbhd_tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_padding_of_each_sample_is_left_out(pool: WorkerPool, grid: str) -> None:
+def test_padding_of_each_sample_is_left_out(pool, grid):
     world, ulysses = GRIDS[grid]
     for results in pool.run(padded_sbhd, world, ulysses=ulysses):
         for sample, (lengths, places) in enumerate(zip(*SBHD, strict=True)):
@@ -238,14 +234,12 @@ BORDERS = [0, 4, 24, 32]
         ),
     ],
 )
-def test_documents_that_do_not_fit_are_refused(
-    pool: WorkerPool, layout: str, params: tuple[Any, ...], message: str
-) -> None:
+def test_documents_that_do_not_fit_are_refused(pool, layout, params, message):
     for error in pool.errors(call, 2, layout=layout, params=params, tokens=32):
         assert isinstance(error, ValueError) and message in str(error), error
 
 
-def test_a_group_of_its_own_is_refused() -> None:
+def test_a_group_of_its_own_is_refused():
     from megatron_patches.megatron_core.packed_documents import packed_documents
 
     params = packed("sbhd", [0, 8])
@@ -254,7 +248,7 @@ def test_a_group_of_its_own_is_refused() -> None:
         packed_documents(params, MaskSpec.causal(), "zigzag", SequenceMesh.single(), torch.zeros(8))
 
 
-def test_documents_are_read_once_and_again_when_they_change() -> None:
+def test_documents_are_read_once_and_again_when_they_change():
     from megatron_patches.megatron_core.packed_documents import packed_documents
 
     mesh, query = SequenceMesh.single(), torch.zeros(8, 1)

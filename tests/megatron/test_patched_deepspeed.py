@@ -1,6 +1,4 @@
-"""DeepSpeed's DistributedAttention is ours, for models that already use it."""
-
-from __future__ import annotations
+"""DeepSpeed's DistributedAttention is ours; its own sequence-parallel settings that are refused."""
 
 from typing import Any
 
@@ -9,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import RankContext, fork_world
 
+import ds_usp
 import megatron_patches
 from ds_usp import ConfigError, LayoutError, MaskSpec, PatchError, UnsupportedAttentionError
 from ds_usp import testing as oracle
@@ -70,7 +69,7 @@ def before_and_after(ctx: RankContext, degrees: list[int]) -> tuple[Results, dic
     return stock, patched
 
 
-def test_a_model_gives_deepspeeds_result_at_ring_1_and_the_oracles_with_a_ring() -> None:
+def test_a_model_gives_deepspeeds_result_at_ring_1_and_the_oracles_with_a_ring():
     expected = reference()
     ranks = fork_world(before_and_after, WORLD, degrees=[4, 2, 1])
     for rank, (stock, patched) in enumerate(ranks):
@@ -90,7 +89,7 @@ def shared_meshes(ctx: RankContext) -> bool:
     return first.attention.mesh is second.attention.mesh
 
 
-def test_layers_over_one_group_share_one_mesh() -> None:
+def test_layers_over_one_group_share_one_mesh():
     assert fork_world(shared_meshes, WORLD) == [True] * WORLD
 
 
@@ -119,7 +118,7 @@ REFUSED = {
 }
 
 
-def test_bad_input_raises_on_every_rank() -> None:
+def test_bad_input_raises_on_every_rank():
     cases = {name: settings for name, (settings, *_) in REFUSED.items()}
     for raised in fork_world(errors, WORLD, cases=cases):
         for name, error in raised.items():
@@ -138,10 +137,10 @@ class TestApplying:
         megatron_patches.restore()
         assert deepspeed_model.DistributedAttention is before
 
-    def test_modules_that_imported_the_class_already_are_reported(self) -> None:
+    def test_modules_that_imported_the_class_already_are_reported(self):
         assert MODULE in megatron_patches.apply("deepspeed", ulysses_degree=2).stale()
 
-    def test_named_modules_are_patched_too(self) -> None:
+    def test_named_modules_are_patched_too(self):
         import deepspeed_model
         from deepspeed.sequence import layer
 
@@ -151,7 +150,7 @@ class TestApplying:
         megatron_patches.restore()
         assert layer.DistributedAttention is before
 
-    def test_an_unknown_body_is_refused_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unknown_body_is_refused_by_name(self, monkeypatch):
         from deepspeed.sequence import layer
 
         class Other(torch.nn.Module):
@@ -160,3 +159,104 @@ class TestApplying:
         monkeypatch.setattr(layer, "DistributedAttention", Other)
         with pytest.raises(PatchError, match="DistributedAttention: its source is another"):
             megatron_patches.apply("deepspeed")
+
+
+TOKENS, HEADS, DIM = 16, 2, 4
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, mesh: ds_usp.SequenceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.qkv = torch.nn.Linear(HEADS * DIM, 3 * HEADS * DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, DIM)).unbind(2)
+        layout = self.mesh.layout("contiguous", TOKENS)
+        mask = ds_usp.MaskSpec.causal()
+        out = ds_usp.usp_attention(q, k, v, mesh=self.mesh, layout=layout, mask=mask)
+        return out.square().sum()
+
+
+def engine_of(model: torch.nn.Module, stage: int, mesh_param: Any, **more: Any) -> Any:
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0, **more}
+    return deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        config=config,
+        mesh_param=mesh_param,
+        dist_init_required=False,
+    )[0]
+
+
+def train(ctx: RankContext, stage: int, setting: str, ulysses: int) -> tuple[str, float]:
+    """The error of the first backward pass, and the relative error of one SGD step, which DeepSpeed
+    divides by the number of ranks, against one process."""
+    import deepspeed
+
+    from ds_usp.training.deepspeed import prepare_deepspeed
+
+    prepare_deepspeed()
+    torch.manual_seed(1)
+    x = torch.randn(1, TOKENS, HEADS * DIM)
+    reference = Layer(ds_usp.SequenceMesh.single())
+    layer = Layer(ds_usp.SequenceMesh.from_group(None, ulysses))
+    layer.load_state_dict(reference.state_dict())
+    reference(x).backward()
+    expected = [p.grad / ctx.world for p in reference.parameters() if p.grad is not None]
+    sizes = {"data_parallel_size": 1, "sequence_parallel_size": ctx.world}
+    mesh_param = (1, ctx.world) if setting == "mesh_param" else None
+    engine = engine_of(layer, stage, mesh_param, **sizes if setting == "config" else {})
+    shard = layer.mesh.layout("contiguous", TOKENS).shard(x, 1, layer.mesh.rank)
+    try:
+        engine.backward(engine(shard))
+        engine.step()
+    except ds_usp.USPError as error:
+        return str(error), 0.0
+    with deepspeed.zero.GatheredParameters(list(layer.parameters()), enabled=stage == 3):
+        pairs = zip(reference.parameters(), layer.parameters(), strict=True)
+        steps = [(before - after).detach() for before, after in pairs]
+    return "", max(float((a - b).norm() / b.norm()) for a, b in zip(steps, expected, strict=True))
+
+
+def train_late(ctx: RankContext) -> str:
+    """The error of the backward pass of an engine without a device mesh, which is created after
+    another engine had one, and after a backward pass without DeepSpeed."""
+    from ds_usp.training.deepspeed import prepare_deepspeed
+
+    prepare_deepspeed()
+    layer = Layer(ds_usp.SequenceMesh.from_group(None, 1))
+    shard = layer.mesh.layout("contiguous", TOKENS).shard(
+        torch.randn(1, TOKENS, HEADS * DIM), 1, layer.mesh.rank
+    )
+    layer(shard).backward()
+    other = engine_of(torch.nn.Linear(2, 2), 3, (1, ctx.world))
+    engine = engine_of(layer, 1, None)
+    assert other is not engine
+    try:
+        engine.backward(engine(shard))
+    except ds_usp.USPError as error:
+        return str(error)
+    return ""
+
+
+def test_the_engine_that_runs_is_the_one_that_is_checked():
+    for text in fork_world(train_late, 2):
+        assert "ZeRO-1 sums gradients over" in text
+
+
+CASES = [(stage, "mesh_param", 1) for stage in range(4)]
+CASES += [(1, "config", 2), (1, "neither", 2), (2, "neither", 1)]
+
+
+@pytest.mark.parametrize(("stage", "setting", "ulysses"), CASES)
+def test_gradients_that_would_not_be_summed_are_refused(stage, setting, ulysses):
+    for text, error in fork_world(train, 2, stage=stage, setting=setting, ulysses=ulysses):
+        if setting != "neither" and stage < 3:
+            assert f"ZeRO-{stage} sums gradients over" in text
+            assert "initialize_deepspeed" in text and "mpu" in text
+        else:
+            assert not text and error <= 1e-5

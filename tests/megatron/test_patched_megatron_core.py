@@ -1,19 +1,20 @@
 """Any program on megatron-core gets USP as its context parallelism by one line."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import stock_megatron_core
 import torch
 import torch.distributed as dist
 from harness import RankContext, fork_world
+from overlapped_layers import layers_of, overlap
+from stock_megatron_core import DenseAttention, gpt_model, step
 
 import megatron_patches
 from ds_usp import (
@@ -24,6 +25,7 @@ from ds_usp import (
     SequenceMesh,
     UnsupportedAttentionError,
 )
+from ds_usp.attention import projected
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 
 LIMIT = 1e-5
@@ -102,22 +104,23 @@ def _model(options: dict[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in ("kv_heads", "rotary") if key in options}
 
 
+def check(name: str, result: Any, expected: Any, tp: int = 1) -> None:
+    """Compare loss and gradients with one rank's."""
+    replicas = result.replicas  # each has the same batch, and gradients are summed
+    assert result.loss / replicas == pytest.approx(expected.loss, rel=LIMIT), name
+    assert result.gradients.keys() == expected.gradients.keys()
+    for weight, (gradient, dim) in result.gradients.items():
+        full, _ = expected.gradients[weight]
+        local = full if dim is None else full.chunk(tp, dim)[result.tp_rank]
+        difference = (gradient / replicas - local).norm() / local.norm()
+        assert difference < LIMIT, f"{name}: {weight} differs by {difference:.1e}"
+
+
 @pytest.mark.parametrize(("cases", "world"), [(CASES, 4), (EIGHT, 8)], ids=["4 ranks", "8 ranks"])
-def test_a_stock_program_gives_one_ranks_loss_and_gradients(
-    one_rank: dict[str, Any], cases: dict[str, Any], world: int
-) -> None:
+def test_a_stock_program_gives_one_ranks_loss_and_gradients(one_rank, cases, world):
     for results in fork_world(programs, world, cases=cases):
         for name, result in results.items():
-            expected = one_rank[name]
-            tp = cases[name][1].get("tp", 1)
-            replicas = result.replicas  # each has the same batch, and gradients are summed
-            assert result.loss / replicas == pytest.approx(expected.loss, rel=LIMIT), name
-            assert result.gradients.keys() == expected.gradients.keys()
-            for weight, (gradient, dim) in result.gradients.items():
-                full, _ = expected.gradients[weight]
-                local = full if dim is None else full.chunk(tp, dim)[result.tp_rank]
-                difference = (gradient / replicas - local).norm() / local.norm()
-                assert difference < LIMIT, f"{name}: {weight} differs by {difference:.1e}"
+            check(name, result, one_rank[name], cases[name][1].get("tp", 1))
 
 
 def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
@@ -146,7 +149,7 @@ def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_layers_without_context_parallelism_are_ours_on_request(everywhere: bool) -> None:
+def test_layers_without_context_parallelism_are_ours_on_request(everywhere):
     alone = "USPCoreAttention" if everywhere else "DotProductAttention"
     names = fork_world(attention_classes, 2, everywhere=everywhere)
     assert names == [[alone, "USPCoreAttention"]] * 2
@@ -169,7 +172,7 @@ def groups_on_rank(ctx: RankContext) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in (*usp_groups, *megatron_groups)]
 
 
-def test_the_axes_are_megatron_cores_hierarchical_groups() -> None:
+def test_the_axes_are_megatron_cores_hierarchical_groups():
     for rank, (ulysses, ring, inner, outer) in enumerate(fork_world(groups_on_rank, 8)):
         assert (ulysses, ring) == (inner, outer)
         assert rank in ulysses and ulysses[1] - ulysses[0] == 2 and ring[1] - ring[0] == 4
@@ -188,7 +191,7 @@ def attributes() -> dict[tuple[str, str], Any]:
     return values
 
 
-def test_restore_leaves_every_attribute_as_it_was() -> None:
+def test_restore_leaves_every_attribute_as_it_was():
     megatron_patches.patch_set("megatron_core").verify()  # imports what it looks at
     before = attributes()
     patches = megatron_patches.apply("megatron_core", ulysses_degree=2)
@@ -247,7 +250,7 @@ REFUSED_BY_LAYERS = {
 }
 
 
-def test_bad_input_raises_on_every_rank() -> None:
+def test_bad_input_raises_on_every_rank():
     cases = {**REFUSED_BEFORE_GROUPS, **REFUSED_BY_LAYERS}
     for errors in fork_world(raised, 4, cases={name: case[:2] for name, case in cases.items()}):
         for name, (error, has_groups) in errors.items():
@@ -266,14 +269,14 @@ def another_mask(ctx: RankContext) -> Exception:
     return raised(ctx, cases={"mask": case})["mask"][0]
 
 
-def test_a_dense_mask_that_says_something_else_is_refused_on_every_rank() -> None:
+def test_a_dense_mask_that_says_something_else_is_refused_on_every_rank():
     errors = fork_world(another_mask, 4)
     assert isinstance(errors[0], UnsupportedAttentionError)
     assert all(isinstance(error, MeshError) for error in errors[1:])
     assert all("Pass attention_mask=None" in str(error) for error in errors)
 
 
-def test_an_unknown_body_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_body_is_refused_by_name(monkeypatch):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     def other(self: Any, config: Any) -> None:
@@ -292,16 +295,14 @@ class TestTransformerEngine:
         patches = megatron_patches.patch_set("megatron_core", ulysses_degree=1).patches
         return next(patch for patch in patches if "TEDotProductAttention" in patch.target)
 
-    def test_the_row_is_left_out_without_transformer_engine(self) -> None:
+    def test_the_row_is_left_out_without_transformer_engine(self):
         row = self.row()
         assert row.needs == "transformer_engine"
         if not row.applies:
             assert list(row.mismatches()) != []
             megatron_patches.patch_set("megatron_core").verify()
 
-    def test_the_guard_is_the_fingerprint_of_the_installed_source(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_guard_is_the_fingerprint_of_the_installed_source(self, tmp_path, monkeypatch):
         import megatron.core
 
         module, _, name = self.row().target.partition(":")
@@ -321,7 +322,7 @@ class TestTransformerEngine:
 
         assert megatron_patches.fingerprint(te_init.__init__) in self.row().guard.fingerprints
 
-    def test_layers_that_name_another_kind_keep_it_where_some_are_ours(self) -> None:
+    def test_layers_that_name_another_kind_keep_it_where_some_are_ours(self):
         assert fork_world(mixed_layers, 2) == [["USPCoreAttention", "Stock"]] * 2
 
 
@@ -332,31 +333,263 @@ def mixed_layers(ctx: RankContext) -> list[str]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     class Stock(torch.nn.Module):
-        def __init__(
-            self,
-            config: Any,
-            layer_number: int,
-            attn_mask_type: Any,
-            attention_type: str,
-            cp_comm_type: str | None = "p2p",
-            pg_collection: Any = None,
-        ) -> None:
+        def __init__(  # type: ignore[no-untyped-def]
+            self, config, layer_number, attn_mask_type, attention_type, cp_comm_type="p2p",
+            pg_collection=None,
+        ):  # fmt: skip
             super().__init__()
 
     row = TestTransformerEngine().row()
     Stock.__init__ = row.build(Stock.__init__)
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     kinds = ["usp", "p2p"]
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=2,
-        context_parallel_size=2,
-        cp_comm_type=kinds,
-        attention_dropout=0.0,
-    )
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "attention_dropout": 0.0}
+    config = TransformerConfig(context_parallel_size=2, cp_comm_type=kinds, **sizes)
     layers = (
         Stock(config, number, AttnMaskType.causal, "self", cp_comm_type=kind)
         for number, kind in enumerate(kinds, 1)
     )
     return [type(layer).__name__ for layer in layers]
+
+
+GRIDS = {"1x1": (1, 1), "2x1": (2, 2), "1x2": (1, 2), "2x2": (2, 4)}  # ulysses, cp
+MLA = {
+    "mla": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_type": "rope",
+}
+YARN = {
+    **MLA,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+DOCUMENTS = {"documents": ([5, 9, 16], [8, 16, 16])}
+WINDOWS = {"window_size": (5, 0), "window_attn_skip_freq": 2, "kv_heads": 2}
+UP_PROJECTION = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+MODELS = {
+    "MLA": MLA,
+    "MLA without a query projection": {**MLA, "q_lora_rank": None},
+    "MLA, YaRN": YARN,
+    "MLA packed and padded": {**YARN, **DOCUMENTS},
+    "windows between full layers, learnable sinks": {**WINDOWS, "softmax_type": "learnable"},
+    "windows in turn, softmax off by one": {
+        **WINDOWS,
+        "window_attn_skip_freq": [1, 0],
+        "softmax_type": "off-by-one",
+    },
+    "packed and padded": {"kv_heads": 2, **DOCUMENTS},
+    "multi-token prediction": {"mtp_num_layers": 1, "calculate_per_token_loss": True},
+    "learned positions": {"rotary": False},
+}
+# What is computed another way, with the same result.
+RECOMPUTED = {
+    "MLA, YaRN": UP_PROJECTION,
+    "packed and padded": CORE,
+    "windows between full layers, learnable sinks": CORE,
+}
+# With projections under the exchanges, by what is kept.
+OVERLAPPED = {
+    "packed and padded": ("arrivals", "input"),
+    "windows between full layers, learnable sinks": ("input",),
+    "multi-token prediction": ("arrivals",),
+    "learned positions": ("input",),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank_of() -> dict[str, Any]:
+    """Each document alone on one rank: dense attention for MLA, else megatron-core's own."""
+    cases = {}
+    for name, model in MODELS.items():
+        options = {**model, "alone": True} if "documents" in model else dict(model)
+        cases[name] = ({}, {**options, "core": dense} if "mla" in model else options)
+    (results,) = fork_world(programs, 1, cases=cases)
+    return results
+
+
+def dense() -> type:
+    return DenseAttention
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank_of, grid):
+    ulysses, cp = GRIDS[grid]
+    settings = {"ulysses_degree": ulysses, "everywhere": True}
+    cases = {name: (settings, {"cp": cp, **model}) for name, model in MODELS.items()}
+    for name, extra in RECOMPUTED.items():
+        cases[f"{name}: recomputed"] = cases[name][0], {**cases[name][1], **extra}
+    for name, keeps in OVERLAPPED.items():
+        for keep in keeps:
+            change = {"change": partial(overlap, keep=keep)}
+            cases[f"{name}: overlapped, {keep}"] = cases[name][0], {**cases[name][1], **change}
+    for results in fork_world(programs, 4, cases=cases):
+        for name, result in results.items():
+            check(name, result, one_rank_of[name.partition(": ")[0]])
+
+
+def padded_with(ctx: RankContext, *, ulysses: int, model: dict[str, Any]) -> list[Any]:
+    """Loss and gradients of the same documents with two other paddings."""
+    results = []
+    for token in (1, 40):
+        case = {"ulysses_degree": ulysses}, {"cp": ctx.world, "padding_token": token, **model}
+        (result,) = programs(ctx, cases={"": case}).values()
+        results.append((result.loss, {k: x for k, (x, _) in result.gradients.items()}))
+    return results
+
+
+@pytest.mark.parametrize("name", ["packed and padded", "MLA packed and padded"])
+def test_what_padding_is_reaches_no_loss_and_no_gradient(name):
+    for (loss, gradients), (other_loss, others) in fork_world(
+        padded_with, 2, ulysses=1, model=MODELS[name]
+    ):
+        assert loss == other_loss
+        for weight, gradient in gradients.items():
+            assert torch.equal(gradient, others[weight]), weight
+
+
+def named_in_the_spec(ctx: RankContext, *, model: dict[str, Any]) -> float:
+    """The loss with the core named in the layer spec, without a patch of megatron-core's."""
+    from megatron_patches.megatron_core import cpu_fallbacks_patch_set
+
+    cpu_fallbacks_patch_set().apply()
+    with mock.patch("megatron.core.transformer.multi_latent_attention.HAVE_TE", False):
+        loss, _ = stock_megatron_core.step(cp=ctx.world, core=partial(usp_core, 2), **model)
+    megatron_patches.restore()
+    return loss
+
+
+def test_mla_may_name_the_core_in_its_layer_spec(one_rank_of):
+    for loss in fork_world(named_in_the_spec, 2, model=YARN):
+        assert loss == pytest.approx(one_rank_of["MLA, YaRN"].loss, rel=LIMIT)
+
+
+REASONS = {
+    "a hook": "a projection has hooks, which only its own call runs",
+    "a hook, with weights of ZeRO-3": "a projection has hooks, which only its own call runs",
+    "a hook of attention": "core attention has hooks, which only its own call runs",
+    "an adapter": "a projection is a Adapted, no ColumnParallelLinear",
+    "norms of queries and keys": "queries or keys are normalized between their projection and",
+    "checkpoints within": "megatron-core recomputes parts of the layer",
+    "features rotated in pairs": "megatron-core's rotary_interleaved is set",
+}
+
+
+def built(case: str) -> Any:
+    """A model with something that its layers do not go with."""
+    options: dict[str, dict[str, Any]] = {
+        "checkpoints within": {"recompute_granularity": "selective"},
+        "features rotated in pairs": {"rotary_interleaved": True},
+    }
+    model = gpt_model(tp=1, cp=2, **options.get(case, {}))
+    change(model, case)
+    return model
+
+
+def change(model: Any, case: str) -> None:
+    attention = layers_of(model)[1].self_attention
+    if "ZeRO-3" in case:
+        attention.linear_qkv.weight.ds_id = 0  # as DeepSpeed's partitioned parameters have
+    if case.startswith("a hook,") or case == "a hook":
+        attention.linear_proj.register_forward_hook(lambda *_: None)
+    elif case == "a hook of attention":
+        attention.core_attention.register_forward_pre_hook(lambda *_: None)
+    elif case == "an adapter":
+        kind = type(attention.linear_qkv)
+        attention.linear_qkv.__class__ = type("Adapted", (kind,), {})
+    elif case == "norms of queries and keys":
+        attention.q_layernorm = torch.nn.LayerNorm(4)
+
+
+def refusals(ctx: RankContext) -> dict[str, str]:
+    """What is refused when layers are overlapped, and what an adapter that comes later does."""
+    from megatron.core import parallel_state
+
+    megatron_patches.apply("megatron_core", ulysses_degree=2)
+    parallel_state.initialize_model_parallel(context_parallel_size=ctx.world)
+    messages = {}
+    for case in REASONS:
+        with pytest.raises(ConfigError) as refused:
+            overlap(built(case), keep="input")
+        messages[case] = str(refused.value)
+
+    def adapt(model: Any) -> None:
+        overlap(model, keep="input")
+        change(model, "an adapter")
+
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(ConfigError) as refused:
+        step(cp=ctx.world, change=adapt)
+    return messages | {"later": str(refused.value)}
+
+
+def test_a_layer_that_cannot_be_served_is_refused():
+    for messages in fork_world(refusals, 2):
+        for case, reason in REASONS.items():
+            assert reason in messages[case], case
+            assert messages[case].endswith("(--usp-projection-overlap off)")
+        assert "layer 2: a projection is a Adapted" in messages["later"]
+
+
+def with_hooks(ctx: RankContext) -> list[Any]:
+    """Losses without and with hooks that come after the layers were overlapped, the calls of a
+    hook, and the reasons that are logged."""
+    from megatron.core import parallel_state
+
+    calls: list[int] = []
+    reasons: list[str] = []
+    projected.warn_plain = lambda reason, mesh: reasons.append(reason)
+
+    def hooked(model: Any) -> None:
+        overlap(model, keep="arrivals", may_be_plain=True)
+        projection = layers_of(model)[0].self_attention.linear_qkv
+        projection.register_forward_hook(lambda *_: calls.append(1))
+
+    megatron_patches.apply("megatron_core", ulysses_degree=2)
+    losses = []
+    for changed in (None, hooked):
+        losses.append(step(cp=ctx.world, change=changed)[0])
+        parallel_state.destroy_model_parallel()
+    return [*losses, len(calls), reasons]
+
+
+def test_hooks_that_come_later_run():
+    for plain, hooked, calls, reasons in fork_world(with_hooks, 2):
+        assert hooked == pytest.approx(plain, rel=1e-6)
+        assert calls == 1
+        assert reasons == [REASONS["a hook"]]
+
+
+def tables(ctx: RankContext) -> list[Any]:
+    """Tables of angles, of their first use under inference mode and later, and of other halves."""
+    from megatron_patches.megatron_core.rotary import rotary_table
+
+    options = ("apply_rope_fusion", "rotary_interleaved", "multi_latent_attention")
+    attention = SimpleNamespace(
+        config=SimpleNamespace(**dict.fromkeys(options, False)),
+        pg_collection=SimpleNamespace(cp=ctx.group),
+    )
+    angles = torch.linspace(-9, 9, 48).view(8, 1, 1, 6)
+    hidden = torch.empty(8, 2, 5, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        rotary_table(attention, angles, None, hidden)
+    first = rotary_table(attention, angles, None, hidden)
+    again = rotary_table(attention, angles, None, hidden)
+    fp32 = rotary_table(attention, angles, None, hidden.float())
+    shared = [a is b for a, b in zip(first, again, strict=True)]
+    return [angles, first, fp32, shared, first[0].is_inference()]
+
+
+def test_layers_share_a_table_that_megatron_core_rotates_by():
+    ((angles, bf16, fp32, shared, is_inference),) = fork_world(tables, 1)
+    expected = angles.flatten(1).cos(), angles.flatten(1).sin()
+    for table, known in zip((*bf16, *fp32), 2 * expected, strict=True):
+        assert torch.equal(table, known.to(table.dtype))
+    assert shared == [True, True] and not is_inference

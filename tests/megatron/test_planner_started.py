@@ -1,7 +1,7 @@
 """Everything that ``plan --emit`` writes is started: on gloo ranks, with a tiny model, and trains
 as one rank does.
 
-Megatron-DeepSpeed itself is started by tests/megatron_deepspeed/test_mds_planner.py.
+Megatron-DeepSpeed itself is started by tests/megatron_deepspeed/test_mds_parity.py.
 """
 
 from __future__ import annotations

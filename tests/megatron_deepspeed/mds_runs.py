@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mds_rank import Request
-from programs import FrameworkServer, losses_of, relative_difference, reported_kinds
+from programs import FrameworkServer, losses_of, relative_difference
 
-__all__ = ["TrainingServer", "flags", "losses_of", "relative_difference", "reported_kinds"]
+__all__ = ["TrainingServer", "flags", "losses_of", "relative_difference"]
 
 HERE = Path(__file__).resolve().parent
 

@@ -1,24 +1,26 @@
-"""An edited function of the checkout changes a sequence-parallel run, or the edit is refused."""
-
-from __future__ import annotations
+"""Flags and edits of the checkout change a sequence-parallel run as one rank, or are refused."""
 
 import ast
+import hashlib
+import importlib.util
 import itertools
 import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mds_edits import MARK
-from mds_runs import HERE, TrainingServer, flags
+from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
 
 import megatron_patches
-from ds_usp.errors import PatchError
-from megatron_patches.megatron_deepspeed import bypassed
+from ds_usp.errors import ConfigError, LayoutError, PatchError
+from megatron_patches.megatron_deepspeed import bypassed, speedups
 from megatron_patches.megatron_deepspeed.startup import FRAMEWORK
 
 SHORT = "--train-iters 2 --micro-batch-size 1 --data-cache-path {folder}"
@@ -141,9 +143,7 @@ def is_compared(name: str, added: str) -> bool:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_lines_that_a_patched_run_bypasses_are_compared(
-    traces: dict[str, tuple[Lines, Lines]], name: str
-) -> None:
+def test_lines_that_a_patched_run_bypasses_are_compared(traces, name):
     """Every line that the stock run executes, and constructors of classes whose methods it does not
     execute."""
     stock, patched = traces[name]
@@ -163,9 +163,7 @@ def test_lines_that_a_patched_run_bypasses_are_compared(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
-def test_each_edit_is_obeyed_or_refused(
-    server: TrainingServer, traces: dict[str, tuple[Lines, Lines]], name: str
-) -> None:
+def test_each_edit_is_obeyed_or_refused(server, traces, name):
     """Every function of the stock run in turn raises an error: it is raised, or refused."""
     earlier = list(itertools.takewhile(lambda each: each != name, PAIRS))
     done = set().union(*(traces[each][0] for each in earlier)) | set(NOT_DROPPED)
@@ -191,7 +189,7 @@ def _answered(seen: dict[str, Any], function: str) -> bool:
     return f"{MARK} {function}" in seen.get("traceback", "")
 
 
-def test_an_edit_without_effect_is_refused_at_the_start(server: TrainingServer) -> None:
+def test_an_edit_without_effect_is_refused_at_the_start(server):
     text = flags(more=SHORT, **SP2, pp=2, zero=1)
     for seen in server.attempt(4, text, edited="pretrain_gpt:get_batch_pipe"):
         assert isinstance(seen["refused"], PatchError)
@@ -209,9 +207,7 @@ def test_an_edit_without_effect_is_refused_at_the_start(server: TrainingServer) 
         ),
     ],
 )
-def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(
-    server: TrainingServer, flag: str, edited: str
-) -> None:
+def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(server, flag, edited):
     for seen in server.attempt(2, flags(more=SHORT, **SP2), edited=edited):
         assert f"{MARK} {edited}" in seen["traceback"]
     for seen in server.attempt(2, flags(more=f"{SHORT} {flag}", **SP2), edited=edited):
@@ -219,7 +215,7 @@ def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(
         assert not seen["groups"]
 
 
-def test_the_commands_name_every_edited_function(checkout: Path, tmp_path: Path) -> None:
+def test_the_commands_name_every_edited_function(checkout, tmp_path):
     """A copy with every compared function edited; then with comments and formatting only."""
     copy = tmp_path / "checkout"
     shutil.copytree(
@@ -280,3 +276,330 @@ def _with_a_line(text: str, path: str) -> str:
     lines = text.splitlines()
     lines.insert(line, f"{' ' * last.col_offset}unused = 1")
     return "\n".join(lines)
+
+
+# Of the names of all flags when they were last reviewed: each is refused (test_mds_edits.py),
+# read by Megatron-DeepSpeed's own code, satisfied by usp_attention, or not read by pretrain_gpt.py.
+REVIEWED = (316, "91d7a4637b02fc44")
+FLAGS_SP2 = {"sp": 2, "u": 1, "zero": 1}
+FLAGS_SHORT = "--train-iters 2 --micro-batch-size 1"
+ROPE = "--use-rotary-position-embeddings"
+# These change the loss, those below do not; on one rank as on two.
+CHANGES = (
+    "--eod-mask-loss",
+    "--reset-position-ids",
+    f"{ROPE} --rotary-percent 0.5",
+    f"{ROPE} --rotary-position-embeddings-theta 500",
+    "--layernorm-epsilon 0.1",
+    "--kv-channels 16",
+    "--openai-gelu",
+    "--no-position-embedding",
+    "--dataloader-type cyclic",
+    "--clip-grad 0.5",
+)
+CHANGES_NOTHING = (
+    "--attention-softmax-in-fp32",
+    "--no-query-key-layer-scaling",
+    "--create-moe-param-group",
+    "--empty-unused-memory-level 2",
+    "--recompute-granularity selective",
+    "--memory-centric-tiled-linear --tile-factor 2",
+)
+
+
+def test_no_flag_is_new_since_the_last_review(checkout):
+    tree = ast.parse((checkout / "megatron" / "arguments.py").read_text(encoding="utf-8"))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    added = (call for call in calls if getattr(call.func, "attr", "") == "add_argument")
+    names = sorted(x.value for call in added for x in call.args if isinstance(x, ast.Constant))
+    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+    assert (len(names), digest) == REVIEWED, "review the flags that differ from the last review"
+
+
+@pytest.mark.parametrize("more", [*CHANGES, *CHANGES_NOTHING])
+def test_a_flag_changes_two_ranks_as_one(server, more):
+    plain, one = (
+        losses_of(server.run(1, flags(zero=1, more=f"{FLAGS_SHORT} {arguments}")))
+        for arguments in ("", more)
+    )
+    two = losses_of(server.run(2, flags(more=f"{FLAGS_SHORT} {more}", **FLAGS_SP2)))
+    assert relative_difference(two, one) < 1e-5
+    assert (relative_difference(one, plain) > 1e-6) == (more in CHANGES)
+
+
+CHECKPOINT = "--checkpoint-activations --deepspeed-activation-checkpointing"
+REFUSED = [
+    (SP2, "--sequence-parallel", "shards the sequence over tensor-parallel ranks"),
+    (SP2, "--usp-tp-shard-tokens on", "needs linear layers that shard tokens"),
+    (SP2, "--ds-sequence-parallel-fpdt", "--ds-sequence-parallel-fpdt has an attention"),
+    ({"sp": 2, "u": 3}, "", "--ulysses-degree 3 does not divide --ds-sequence-parallel-size 2"),
+    ({"sp": 2, "u": "auto"}, "--usp-cluster b9", "no cluster 'b9'; there are a100"),
+    (
+        {"sp": 2, "u": "auto"},
+        "--usp-cluster l20 --seq-length 9999999 --max-position-embeddings 9999999",
+        "--ulysses-degree auto: nothing fits into 46.1 GiB",
+    ),
+    (SP2, "--usp-cluster l20", "--usp-cluster l20 is for --ulysses-degree auto"),
+    ({"sp": 2, "u": 0}, "", "--ulysses-degree 0 must be a whole number of 1 or more"),
+    (
+        {"sp": 2},
+        "--num-attention-heads 1 --kv-channels 64",
+        "--ulysses-degree 2 needs at least 2 query heads on each tensor-parallel rank, there are 1"
+        ". Use one of 1 (ring 2)",
+    ),
+    (SP2, "--seq-length 1", "1 tokens leave a rank of ulysses 1 x ring 2 (zigzag) without any"),
+    (SP2, "--attention-dropout 0.1", "Set --attention-dropout 0"),
+    (SP2, "--attention-dropout 0.1 --use-flash-attn-v2", "Set --attention-dropout 0"),
+    ({**SP2, "pipe": True}, "--reset-attention-mask", "Add --no-pipeline-parallel"),
+    (
+        {"sp": 2, "u": 2},
+        "--reset-attention-mask --attention-dropout 0.1 --use-flash-attn-v2",
+        "Set --attention-dropout 0",
+    ),
+    (
+        {},
+        "--reset-position-ids --use-rotary-position-embeddings",
+        "does not reach rotary positions",
+    ),
+    *((SP2, f"--num-experts{switch} 2", "mixture of experts") for switch in ("", "-switch")),
+    (SP2, "--data-efficiency-curriculum-learning", "Train at one length"),
+    (SP2, "--random-ltd", "Train at one length"),
+    *((SP2, flag, "Train a plain GPT") for flag in ("--kd", "--mos", "--retro-add-retriever")),
+    *((SP2, flag, "one token at a time") for flag in ("--inference", "--ds-inference")),
+    (SP2, "--log-params-norm", "fails at the first log line. Leave it out"),
+    ({}, "--checkpoint-activations", "Add --deepspeed-activation-checkpointing"),
+    (SP2, f"{CHECKPOINT} --checkpoint-in-cpu", "where there is no GPU"),
+    (SP2, f"{CHECKPOINT} --partition-activations", "calls layers with more arguments"),
+    (SP2, "--transformer-impl transformer_engine", "Use --transformer-impl local"),
+    ({**SP2, "pipe": True}, "--usp-loss-chunks 2", "--no-pipeline-parallel"),
+    (SP2, f"--usp-recompute full {CHECKPOINT}", "leave one of them out"),
+    (SP2, "--usp-mlp-chunks 99999", "--usp-mlp-chunks 99999: a rank has"),
+    (
+        SP2,
+        "--usp-states-on-host --cpu-optimizer",
+        "--usp-states-on-host and --cpu-optimizer do not go together",
+    ),
+    (SP2, "--usp-checkpoint-layers 2", "Use --usp-recompute full, or attention"),
+    (
+        SP2,
+        "--usp-checkpoint-layers 2 --usp-recompute full --deepspeed-activation-checkpointing",
+        "do not go together: DeepSpeed keeps the input",
+    ),
+    ({"tp": 2}, "--usp-mlp-chunks 2 --sequence-parallel", "do not go together"),
+    ({"tp": 2}, "--usp-projection-overlap on", "Use --tensor-model-parallel-size 1, or"),
+    (SP2, "--usp-projection-overlap on --usp-recompute gemm-last", "both replace the projections"),
+    (
+        SP2,
+        "--usp-projection-overlap recompute --usp-recompute attention",
+        "what is saved of attention has no projections. Use --usp-recompute full, or",
+    ),
+    (
+        {**SP2, "pipe": True},
+        "--usp-projection-overlap on --enable-zbh1-pipeline",
+        "Leave out --enable-zbh1-pipeline, or --usp-projection-overlap off",
+    ),
+    (
+        {},
+        "--usp-recompute gemm-last --apply-residual-connection-post-layernorm",
+        "--apply-residual-connection-post-layernorm do not go together",
+    ),
+]
+
+
+def another_class(original: Any, linear: Any, *args: Any, **kwargs: Any) -> None:
+    """``RowParallelLinear.__init__`` of a subclass."""
+    original(linear, *args, **kwargs)
+    linear.__class__ = type("Scaled", (type(linear),), {})
+
+
+@pytest.mark.parametrize(("degrees", "more", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_unsupported_options_are_refused(server, degrees, more, message):
+    for seen in server.attempt(2, flags(zero=1, more=more, **degrees)):
+        assert isinstance(seen.get("refused"), (ConfigError, LayoutError)), seen
+        assert message in str(seen["refused"])
+        assert not seen["groups"]
+
+
+def test_partitioned_activations_work_in_a_pipeline(server):
+    more = f"{CHECKPOINT} --partition-activations"
+    ranks = server.run(4, flags(**SP2, tp=2, pipe=True, zero=1, more=more))
+    expected = losses_of(server.run(1, flags(zero=1)))
+    assert relative_difference(losses_of(ranks), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("--use-flash-attn-v2", "use-flash-attn-v2: not used, because flash-attn is not installed"),
+        ("--use-flash-attn-triton", "use-flash-attn-triton: not used, because"),
+        ("", ""),
+    ],
+)
+def test_an_unused_flash_attention_is_printed_once(server, more, why):
+    server.run(2, flags(**SP2, zero=1, more=more))
+    folder = max(server.folder.glob("run*"), key=lambda path: path.stat().st_mtime)
+    first, second = ((folder / f"log{rank}").read_text() for rank in range(2))
+    assert first.count("not used, because") == bool(why) and why in first
+    assert "not used, because" not in second
+
+
+def test_deepspeeds_configuration_is_read_too(server):
+    for config, message in (
+        ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size is enough"),
+        ({"curriculum_learning": {"enabled": True}}, "Train at one length"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "ZeRO++ and MiCS"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "1-bit optimizer"),
+    ):
+        for seen in server.attempt(2, flags(config=config, **SP2)):
+            assert message in str(seen["refused"])
+
+
+def test_projections_under_exchanges_refuse_what_multiplies_other_weights(server):
+    on = "--usp-projection-overlap on"
+    for config, message in (
+        ({"compression_training": {}}, "Leave out compression_training, or"),
+        ({"torch_autocast": {"enabled": True}}, "Use --bf16, or --usp-projection-overlap off"),
+    ):
+        for seen in server.attempt(2, flags(config=config, more=on, **SP2)):
+            assert message in str(seen["refused"])
+    text = flags(sp=2, u=2, zero=1, more=f"--bf16 --use-flash-attn-v2 {on}")
+    for seen in server.attempt(2, text, fake_flash=True):
+        assert "Leave out --use-flash-attn-v1 and --use-flash-attn-v2" in str(seen["refused"])
+        assert not seen["groups"]
+
+
+def test_a_linear_layer_of_another_class_is_refused(server):
+    extra = (("megatron.core.tensor_parallel:RowParallelLinear.__init__", another_class),)
+    text = flags(zero=1, more="--usp-projection-overlap on", **SP2)
+    for seen in server.attempt(2, text, extra=extra):
+        assert "dense of layer 1 is a Scaled. Use --usp-proj" in str(seen["refused"])
+
+
+def test_a_pipeline_with_zero_2_is_refused(server):
+    for seen in server.attempt(2, flags(pp=2, zero=2, more="--use-rotary-position-embeddings")):
+        assert "cannot use ZeRO-2" in str(seen["refused"])
+        assert not seen["groups"]
+
+
+def test_a_second_apply_is_refused(server):
+    for seen in server.attempt(2, flags(**SP2), applied_before=True):
+        assert isinstance(seen["refused"], PatchError)
+        assert "patched already" in str(seen["refused"])
+
+
+ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0 --micro-batch-size 1 --hidden-dropout 0.1"
+COMPILE = "megatron.data.dataset_utils:compile_helper"
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        (1, {"zero": 0}),
+        (2, {"zero": 3}),
+        (2, {"tp": 2, "zero": 1}),
+        (4, {"tp": 2, "pp": 2, "zero": 1}),
+    ],
+)
+def test_one_rank_a_sequence_trains_as_without_patches(server, world, degrees):
+    text = flags(more=ADAM, **degrees)
+    stock = server.run(world, text, patched=False, own_weights=True, extra=((COMPILE, skip),))
+    patched = server.run(world, text, own_weights=True)
+    assert losses_of(patched) == losses_of(stock)
+    assert patched[0]["norms"] == stock[0]["norms"]
+
+
+@pytest.mark.parametrize(
+    ("without", "degrees"),
+    [
+        ("gradients.scatter_gradients", {"sp": 2, "u": 1, "zero": 3}),
+        ("gradients.reduce_gradients", {"sp": 2, "u": 1, "pp": 2, "zero": 0}),
+    ],
+)
+def test_without_the_patch_deepspeed_scales_gradients_wrongly(server, without, degrees):
+    right = losses_of(server.run(1, flags(zero=1)))
+    world = 2 * degrees.get("pp", 1)
+    wrong = [each["losses"] for each in server.run(world, flags(**degrees), without=without)]
+    assert abs(wrong[0][0] / right[0] - 1) < 1e-6  # the first loss knows no gradient yet
+    assert abs(wrong[0][1] / right[1] - 1) > 1e-3
+
+
+def test_gelu_is_megatron_deepspeeds(checkout, monkeypatch):
+    """The code for GPUs against Megatron-DeepSpeed's in fp64, where rounding is negligible."""
+    file = checkout / "megatron" / "model" / "fused_bias_gelu.py"
+    spec = importlib.util.spec_from_file_location("hosts_gelu", file)
+    assert spec is not None and spec.loader is not None
+    stock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stock)
+    function = stock.GeLUFunction
+    x = torch.randn(6, 2, 16, dtype=torch.float64).mul(3).requires_grad_()
+    bias = torch.randn(16, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(6, 2, 16, dtype=torch.float64)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        y = function.apply(x, bias)
+        return y, *torch.autograd.grad(y, (x, bias), dy)
+
+    expected = results()
+    torchs, used = F.gelu, []
+
+    def gelu(x: torch.Tensor, **options: str) -> torch.Tensor:
+        used.append(options)
+        return torchs(x, **options)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(F, "gelu", gelu)
+    for name, patched in (("forward", speedups.gelu), ("backward", speedups.gelu_backward)):
+        wrapped = staticmethod(partial(patched, None))  # without the original
+        monkeypatch.setattr(function, name, wrapped)
+    patched = results()
+    assert used == [{"approximate": "tanh"}]
+    for result, original in zip(patched, expected, strict=True):
+        torch.testing.assert_close(
+            result, original, rtol=1e-6, atol=1e-7
+        )  # its constants have 8 digits
+
+
+def test_tensor_parallel_ranks_wait_for_the_index_of_a_first_run(server):
+    shutil.rmtree(server.folder / "index-cache", ignore_errors=True)
+    assert len(server.run(4, flags(sp=2, u=1, tp=2, zero=1))) == 4
+    assert (server.folder / "index-cache").is_dir()
+
+
+def test_dropout_differs_between_shards_and_is_the_same_again(server):
+    text = flags(sp=2, u=1, tp=2, zero=1, more="--hidden-dropout 0.2 --bf16")
+    first, second = (server.run(4, text, watch_dropout=True) for _ in range(2))
+    assert [seen["dropped"] for seen in first] == [seen["dropped"] for seen in second]
+    assert [seen["losses"] for seen in first] == [seen["losses"] for seen in second]
+    tp0_of_sp0, tp1_of_sp0, tp0_of_sp1, tp1_of_sp1 = (seen["dropped"] for seen in first)
+    assert tp0_of_sp0 == tp1_of_sp0 and tp0_of_sp1 == tp1_of_sp1  # they hold the same activations
+    for mask, other_mask in zip(tp0_of_sp0, tp0_of_sp1, strict=True):
+        assert mask != other_mask
+    assert len(set(tp0_of_sp0)) == len(tp0_of_sp0)
+
+
+def test_dropout_differs_between_replicas(server):
+    """Data-parallel ranks hold other sequences."""
+    text = flags(sp=2, u=1, zero=1, more="--hidden-dropout 0.2 --bf16 --micro-batch-size 1")
+    first, second = (server.run(4, text, watch_dropout=True) for _ in range(2))
+    assert [seen["dropped"] for seen in first] == [seen["dropped"] for seen in second]
+    for masks in zip(*(seen["dropped"] for seen in first), strict=True):
+        assert len(set(masks)) == 4
+
+
+def test_dropout_is_the_same_when_activations_are_recomputed(server):
+    text = "--hidden-dropout 0.2"
+    recompute = " --checkpoint-activations --deepspeed-activation-checkpointing"
+    saved, recomputed = (
+        losses_of(server.run(2, flags(sp=2, u=1, zero=1, more=more)))
+        for more in (text, text + recompute)
+    )
+    assert relative_difference(recomputed, saved) < 1e-6
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2, "u": 2}, {"sp": 2, "u": 1}], ids=["u2", "r2"])
+def test_a_flash_attention_that_is_installed_serves_without_a_ring(server, degrees):
+    more = "--bf16 --use-flash-attn-v2 --num-key-value-heads 2"
+    ranks = server.run(2, flags(zero=1, more=more, **degrees), fake_flash=True)
+    assert all((seen["flash_calls"] > 0) == (degrees["u"] == 2) for seen in ranks)
+    expected = losses_of(server.run(1, flags(zero=1, more="--bf16 --num-key-value-heads 2")))
+    assert relative_difference(losses_of(ranks), expected) < 2e-4

@@ -1,18 +1,25 @@
 """With any degrees Megatron-DeepSpeed trains as one rank does.
 
-SGD without momentum, clipping or decay: Adam and clipping hide a wrong gradient scale.
-"""
-
-from __future__ import annotations
+SGD without momentum, clipping or decay: Adam and clipping hide a wrong gradient scale."""
 
 import functools
 import itertools
-from collections.abc import Iterator
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mds_runs import TrainingServer, flags, losses_of, relative_difference
+from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
+from programs import Numbers, check_close, numbers_of, reported_kinds
+
+from ds_usp.planner import AUTO, ModelShape, ParallelConfig, Workload
+from ds_usp.planner.emit import emit
 
 LIMIT = 1e-5  # fp32, losses and gradient norms, at every step
 STEPS = 4
@@ -53,24 +60,19 @@ GRIDS = {
 
 def measure(
     server: TrainingServer, grid: str, zero: int, model: str, more: str, steps: int
-) -> tuple[list[float], list[float]]:
-    """Losses and evaluations, and gradient norms."""
+) -> Numbers:
     world, degrees = GRIDS[grid]
     if "dp2" in grid:
         more += " --micro-batch-size 1"  # the same global batch
     text = flags(zero=zero, more=f"{MODELS[model]} --train-iters {steps} {more}", **degrees)
-    ranks = server.run(world, text)
-    return losses_of(ranks), ranks[0]["norms"]
+    return numbers_of(server.run(world, text))
 
 
 @functools.cache
-def one_rank(
-    server: TrainingServer, model: str, more: str, steps: int
-) -> tuple[list[float], list[float]]:
+def one_rank(server: TrainingServer, model: str, more: str, steps: int) -> Numbers:
     """As :func:`measure`, of one rank at ZeRO-1, where DeepSpeed reports a norm."""
     text = flags(zero=1, more=f"{MODELS[model]} --train-iters {steps} {more}")
-    ranks = server.run(1, text)
-    return losses_of(ranks), ranks[0]["norms"]
+    return numbers_of(server.run(1, text))
 
 
 def check(
@@ -81,10 +83,8 @@ def check(
     more: str = "",
     steps: int = STEPS,
 ) -> None:
-    losses, norms = measure(server, grid, zero, model, more, steps)
-    expected_losses, expected_norms = one_rank(server, model, "", steps)
-    assert relative_difference(losses, expected_losses) < LIMIT
-    assert relative_difference(norms, expected_norms) < LIMIT
+    measured = measure(server, grid, zero, model, more, steps)
+    check_close(measured, one_rank(server, model, "", steps), LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,7 @@ def check(
         ("u2-tp2-pp2", 1, "gpt", "deepspeed"),
     ],
 )
-def test_it_trains_as_one_rank_does(
-    server: TrainingServer, grid: str, zero: int, model: str, recompute: str
-) -> None:
+def test_it_trains_as_one_rank_does(server, grid, zero, model, recompute):
     check(server, grid, zero, model, RECOMPUTE[recompute])
 
 
@@ -135,13 +133,11 @@ def test_it_trains_as_one_rank_does(
         ),
     ],
 )
-def test_every_memory_policy_trains_as_one_rank_does(
-    server: TrainingServer, grid: str, zero: int, model: str, more: str
-) -> None:
+def test_every_memory_policy_trains_as_one_rank_does(server, grid, zero, model, more):
     check(server, grid, zero, model, more)
 
 
-def test_saved_attention_sends_what_a_plain_run_does(server: TrainingServer) -> None:
+def test_saved_attention_sends_what_a_plain_run_does(server):
     plain, saved, full = (
         server.run(4, flags(sp=4, u=2, zero=1, more=f"--train-iters 2 --usp-recompute {recompute}"))
         for recompute in ("none", "attention", "full")
@@ -173,7 +169,7 @@ def check_outputs(original: Any, *args: Any) -> Any:
     return result
 
 
-def test_recomputed_layers_keep_no_output(server: TrainingServer) -> None:
+def test_recomputed_layers_keep_no_output(server):
     wraps = {
         "megatron.core.tensor_parallel:checkpoint": watch_checkpoint,
         "megatron.training:train": check_outputs,
@@ -198,9 +194,7 @@ def refuse_plain(original: Any, *args: Any) -> None:
         ("u2", 1, "rope", PACKED),
     ],
 )
-def test_projections_under_the_exchanges_train_the_same(
-    server: TrainingServer, grid: str, zero: int, model: str, more: str
-) -> None:
+def test_projections_under_the_exchanges_train_the_same(server, grid, zero, model, more):
     world, degrees = GRIDS[grid]
     # Without it ZeRO-3 keeps parameters of this size whole.
     partition = {"zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0}}
@@ -218,14 +212,13 @@ def test_projections_under_the_exchanges_train_the_same(
         for overlap in ("off", "on", "recompute")
     )
     for other in (on, again):
-        assert relative_difference(losses_of(other), losses_of(plain)) < 1e-6
-        assert relative_difference(other[0]["norms"], plain[0]["norms"]) < 1e-6
+        check_close(numbers_of(other), numbers_of(plain), 1e-6)
     assert on[0]["sent"] == plain[0]["sent"]
     assert (again[0]["sent"] > on[0]["sent"]) == ("u" in grid)
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_the_layout_changes_nothing(server: TrainingServer, model: str) -> None:
+def test_the_layout_changes_nothing(server, model):
     check(server, "u2r2", 1, model, "--usp-layout contiguous")
 
 
@@ -233,20 +226,16 @@ def test_the_layout_changes_nothing(server: TrainingServer, model: str) -> None:
     ("grid", "zero", "model", "recompute"),
     [("u2r2", 1, "gpt", ""), ("r4", 3, "rope", "deepspeed"), ("r2-tp2", 0, "gpt", "")],
 )
-def test_packed_documents(
-    server: TrainingServer, grid: str, zero: int, model: str, recompute: str
-) -> None:
-    losses, norms = measure(server, grid, zero, model, f"{PACKED} {RECOMPUTE[recompute]}", STEPS)
+def test_packed_documents(server, grid, zero, model, recompute):
+    measured = measure(server, grid, zero, model, f"{PACKED} {RECOMPUTE[recompute]}", STEPS)
     # With learned positions one rank has Megatron-DeepSpeed's own attention and its dense mask.
-    expected_losses, expected_norms = one_rank(server, model, PACKED, STEPS)
-    assert relative_difference(losses, expected_losses) < LIMIT
-    assert relative_difference(norms, expected_norms) < LIMIT
+    check_close(measured, one_rank(server, model, PACKED, STEPS), LIMIT)
     plain = PACKED.replace("--reset-attention-mask --reset-position-ids", "")
-    assert relative_difference(losses, one_rank(server, model, plain, STEPS)[0]) > LIMIT
+    assert relative_difference(measured[0], one_rank(server, model, plain, STEPS)[0]) > LIMIT
 
 
 @pytest.mark.parametrize("grid", ["u2r2", "r2-pp2"])
-def test_bf16_stays_within_its_rounding_error(server: TrainingServer, grid: str) -> None:
+def test_bf16_stays_within_its_rounding_error(server, grid):
     losses, norms = measure(server, grid, 1, "gpt", "--bf16", STEPS)
     expected_losses, expected_norms = one_rank(server, "gpt", "--bf16", STEPS)
     fp32, _ = one_rank(server, "gpt", "", STEPS)
@@ -256,13 +245,11 @@ def test_bf16_stays_within_its_rounding_error(server: TrainingServer, grid: str)
     assert 1e-5 < relative_difference(expected_losses, fp32) < 2e-3
 
 
-def test_adam_and_clipping_over_stages(server: TrainingServer) -> None:
+def test_adam_and_clipping_over_stages(server):
     """DeepSpeed's own clipping at ZeRO-0 is wrong over pipeline stages."""
     adam = "--optimizer adam --lr 1e-3 --clip-grad 0.5"
-    losses, norms = measure(server, "r2-pp2", 0, "gpt", adam, STEPS)
-    expected_losses, expected_norms = one_rank(server, "gpt", adam, STEPS)
-    assert relative_difference(losses, expected_losses) < LIMIT
-    assert relative_difference(norms, expected_norms) < LIMIT
+    measured = measure(server, "r2-pp2", 0, "gpt", adam, STEPS)
+    check_close(measured, one_rank(server, "gpt", adam, STEPS), LIMIT)
 
 
 ZERO = {
@@ -285,20 +272,17 @@ ZERO = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ZERO)
-def test_other_reduction_settings_of_zero(server: TrainingServer, options: str) -> None:
+def test_other_reduction_settings_of_zero(server, options):
     zero = ZERO[options]
     config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     text = flags(sp=2, u=1, zero=zero["stage"], config=config, more="--micro-batch-size 1")
-    ranks = server.run(4, text)
-    losses, norms = one_rank(server, "gpt", "", STEPS)
-    assert relative_difference(losses_of(ranks), losses) < LIMIT
-    assert relative_difference(ranks[0]["norms"], norms) < LIMIT
+    check_close(numbers_of(server.run(4, text)), one_rank(server, "gpt", "", STEPS), LIMIT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["prescale_gradients", "gradient_predivide_factor"])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_scaling_before_the_sum(server: TrainingServer, zero: int, scaling: str) -> None:
+def test_scaling_before_the_sum(server, zero, scaling):
     config = {scaling: True if scaling.startswith("pre") else 2.0}
     text = flags(sp=2, u=1, zero=zero, config=config, more="--micro-batch-size 1")
     assert (
@@ -321,7 +305,195 @@ def full_matrix() -> Iterator[tuple[str, int, str, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("grid", "zero", "model", "recompute", "layout"), list(full_matrix()))
-def test_the_full_matrix(
-    server: TrainingServer, grid: str, zero: int, model: str, recompute: str, layout: str
-) -> None:
+def test_the_full_matrix(server, grid, zero, model, recompute, layout):
     check(server, grid, zero, model, f"{RECOMPUTE[recompute]} --usp-layout {layout}", steps=10)
+
+
+ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0"
+SAVED, CHECKPOINT_STEPS = 3, 6
+CONVERT = """
+import runpy, sys
+from pathlib import Path
+import megatron_patches
+megatron_patches.prepare("megatron_deepspeed", Path(sys.argv.pop(1)))
+runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
+"""
+
+
+def train(
+    server: TrainingServer, world: int, folder: Path, more: str, **degrees: Any
+) -> list[float]:
+    """Losses of an uninterrupted run that leaves a checkpoint."""
+    save = f"{ADAM} --train-iters {CHECKPOINT_STEPS} --save {folder} --save-interval {SAVED} {more}"
+    losses = losses_of(server.run(world, flags(more=save, **degrees)))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    (folder / "latest").write_text(f"global_step{SAVED}")
+    return losses
+
+
+def resume(
+    server: TrainingServer, world: int, folder: Path, more: str, **degrees: Any
+) -> list[float]:
+    load = f"{ADAM} --train-iters {CHECKPOINT_STEPS} --load {folder} {more}"
+    return losses_of(server.run(world, flags(more=load, **degrees)))
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        (2, {"sp": 2, "u": 1, "zero": 0}),
+        (2, {"sp": 2, "u": 1, "zero": 3}),
+        (4, {"sp": 2, "u": 2, "tp": 2, "zero": 2}),
+        (4, {"sp": 2, "u": 1, "pp": 2, "zero": 1}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_uninterrupted_one(server, tmp_path, world, degrees):
+    dropout = "--hidden-dropout 0.1"
+    report = "--usp-report-communication 2"
+    uninterrupted = train(server, world, tmp_path, f"{dropout} {report}", **degrees)
+    kinds = {"ring" if degrees["u"] == 1 else "all-to-all", "gradient reduction"}
+    kinds |= {"parameter gather"} if degrees["zero"] else set()
+    kinds |= {"tensor parallel"} if "tp" in degrees else set()
+    kinds |= {"pipeline"} if "pp" in degrees else set()
+    assert reported_kinds(tmp_path, world) == kinds
+    assert resume(server, world, tmp_path, dropout, **degrees) == uninterrupted[SAVED:]
+
+
+@pytest.mark.parametrize(
+    ("zero", "degrees", "other"),
+    [
+        (1, {"sp": 4, "u": 4}, {"sp": 4, "u": 1, "more": "--usp-layout contiguous"}),
+        (2, {"sp": 4, "u": 2}, {"sp": 2, "u": 1, "more": "--micro-batch-size 1"}),
+        (3, {"sp": 2, "u": 2, "more": "--micro-batch-size 1"}, {"sp": 4, "u": 1}),
+    ],
+    ids=str,
+)
+def test_a_run_is_resumed_in_another_split(server, tmp_path, zero, degrees, other):
+    uninterrupted = train(server, 4, tmp_path, degrees.pop("more", ""), zero=zero, **degrees)
+    resumed = resume(server, 4, tmp_path, other.pop("more", ""), zero=zero, **other)
+    assert relative_difference(resumed, uninterrupted[SAVED:]) < 1e-5
+
+
+def test_a_universal_checkpoint_goes_to_other_layouts(server, tmp_path):
+    unpadded = "--make-vocab-size-divisible-by 1"  # the converter resets rows of padding
+    uninterrupted = train(server, 4, tmp_path, unpadded, sp=2, u=1, pp=2, zero=1)
+    script = tmp_path / "convert.py"
+    script.write_text(CONVERT)
+    folders = ("--input_folder", tmp_path / f"global_step{SAVED}")
+    folders += ("--output_folder", tmp_path / "universal")
+    workers = ("--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state")
+    subprocess.run(
+        [sys.executable, script, server.checkout, *folders, *workers],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parents[1])},
+    )
+    (tmp_path / "latest_universal").write_text("universal")
+    (tmp_path / "latest").write_text("universal")
+    more = f"{unpadded} --universal-checkpoint"
+    for world, degrees in (
+        (2, {"pp": 2}),
+        (4, {"sp": 4, "u": 2, "pipe": True}),
+        (4, {"sp": 2, "u": 2, "pp": 2}),
+    ):
+        resumed = resume(server, world, tmp_path, more, zero=1, **degrees)
+        assert relative_difference(resumed, uninterrupted[SAVED:]) < 1e-5
+
+
+# What belongs to a run, not to a plan; no GPU; fp32, because bf16 rounds every split differently.
+RUN = """
+    --train-iters 2 --lr 0.1 --min-lr 0.1 --lr-decay-style constant --optimizer sgd
+    --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --seed 1234 --log-interval 1
+    --eval-interval 1000 --eval-iters 1 --data-impl mmap --split 90,5,5 --num-workers 0
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --distributed-backend gloo
+"""
+PLANNER_LLAMA = ModelShape("tiny", 2, 64, 96, 8, 2, 257, head_dim=16, rope_theta=500000.0)
+GPT = ModelShape(
+    "gpt", 2, 64, 256, 8, 8, 257, gated=False, tied=True, learned_positions=True, biases=True
+)
+PLAIN = ParallelConfig(tp_sequence=False)
+CASES = {
+    "memory": (
+        PLANNER_LLAMA,
+        PLAIN.replace(ulysses=2, ring=2, recompute="gemm-last", fused_loss=True),
+    ),
+    "full": (
+        PLANNER_LLAMA,
+        PLAIN.replace(
+            ring=2,
+            dp=2,
+            zero=3,
+            recompute="full",
+            offload_ratio=0.5,
+            projection_overlap="recompute",
+        ),
+    ),
+    "pipeline": (GPT, PLAIN.replace(ulysses=2, pp=2, recompute="attention", offload_ratio=1.0)),
+}
+
+
+def planned(
+    server: TrainingServer, split: ParallelConfig, shape: ModelShape
+) -> Callable[..., tuple[str, ...]]:
+    """Replaces the server's own flags by emitted ones."""
+
+    def arguments(_: str, folder: Path) -> tuple[str, ...]:
+        work = Workload(shape, 64, 4)
+        config = folder / "ds_config.json"
+        text = emit("ds-config", work, split).replace('"enabled": true', '"enabled": false')
+        text = text.replace('"gradient_clipping": 1.0', '"zero_allow_untested_optimizer": true')
+        config.write_text(text)
+        flags = emit("megatron-deepspeed", work, split).replace("\\", "").split()
+        flags[flags.index("ds_config.json")] = str(config)
+        flags.remove("--bf16")
+        return (*flags, *RUN.split(), "--data-path", str(server.folder / "text"))
+
+    return arguments
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_emitted_trains_as_one_rank_does(server, monkeypatch, case):
+    shape, split = CASES[case]
+    losses = []
+    for config in (replace(PLAIN, micro_batch=split.micro_batch), split):
+        monkeypatch.setattr(server, "arguments", planned(server, config, shape))
+        losses.append(losses_of(server.run(config.gpus, "")))
+    expected, sharded = losses
+    assert len(expected) >= 2 and relative_difference(sharded, expected) < LIMIT
+
+
+LAUNCHERS = {
+    "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_patches.run",
+    "deepspeed": "-m deepspeed.launcher.runner --num_gpus 2 --master_port {port} "
+    "--module megatron_patches.run",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_starts_the_script(server, tmp_path, launcher):
+    degree = AUTO if launcher == "torchrun" else 1
+    arguments = server.arguments(flags(sp=2, u=degree, zero=1), tmp_path)
+    command = LAUNCHERS[launcher].format(port=29600 + os.getpid() % 300).split()
+    done = subprocess.run(
+        [sys.executable, *command, str(server.checkout / "pretrain_gpt.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+            "PYTHONPATH": str(HERE.parents[1]),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        timeout=300,
+    )
+    if degree == AUTO:
+        assert done.stdout.count("planner: ulysses 1 x ring 2 on cpu (predicted step") == 1
+    losses = [float(x) for x in re.findall(r"iteration .* lm loss: (\S+)", done.stdout)]
+    assert len(losses) == 4, done.stdout[-2000:] + done.stderr[-2000:]
+    ranks = server.run(2, flags(sp=2, u=1, zero=1), own_weights=True)
+    assert relative_difference(losses, losses_of(ranks)[:4]) < 1e-6

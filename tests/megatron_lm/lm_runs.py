@@ -6,17 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lm_rank import Request
-from programs import FrameworkServer, losses_of, relative_difference, reported_kinds
-
-__all__ = [
-    "SGD",
-    "SGD_BY_ADAM",
-    "TrainingServer",
-    "flags",
-    "losses_of",
-    "relative_difference",
-    "reported_kinds",
-]
+from programs import FrameworkServer
 
 HERE = Path(__file__).resolve().parent
 

@@ -1,6 +1,4 @@
-"""The flags that the patches add to Megatron-LM, and what becomes of its own."""
-
-from __future__ import annotations
+"""The flags that the patches add to Megatron-LM, what becomes of its own, and what is refused."""
 
 import os
 import shutil
@@ -10,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from lm_start import LOCAL, Starts
 
 CP4 = f"{LOCAL} --context-parallel-size 4"
@@ -27,7 +26,7 @@ TE = "2.20.2"
         ("--hierarchical-context-parallel-sizes 2 2 --ulysses-degree 2", 2),
     ],
 )
-def test_context_parallelism_is_usp(starts: Starts, flags: str, ulysses: int | None) -> None:
+def test_context_parallelism_is_usp(starts, flags, ulysses):
     answer = starts.start(f"{CP4} {flags}")
     assert set(answer["args"]["cp_comm_type"]) == {"usp"}
     expected = {
@@ -39,7 +38,7 @@ def test_context_parallelism_is_usp(starts: Starts, flags: str, ulysses: int | N
     assert answer["settings"] == expected
 
 
-def test_the_settings_of_apply_are_defaults_of_the_flags(starts: Starts) -> None:
+def test_the_settings_of_apply_are_defaults_of_the_flags(starts):
     defaults = {"ulysses_degree": 2, "kernel": "sdpa"}
     given = starts.start(f"{CP4} --ulysses-degree 1", settings=defaults)["settings"]
     left_out = starts.start(CP4, settings=defaults)["settings"]
@@ -47,7 +46,7 @@ def test_the_settings_of_apply_are_defaults_of_the_flags(starts: Starts) -> None
     assert (left_out["ulysses_degree"], left_out["kernel"]) == (2, "sdpa")
 
 
-def test_transformer_engines_own_context_parallelism_is_left_alone(starts: Starts) -> None:
+def test_transformer_engines_own_context_parallelism_is_left_alone(starts):
     answer = starts.start("--context-parallel-size 4 --cp-comm-type p2p", installed=TE)
     assert answer["settings"] is None
     assert answer["args"]["cp_comm_type"] == ["p2p"]
@@ -56,14 +55,14 @@ def test_transformer_engines_own_context_parallelism_is_left_alone(starts: Start
     assert "TransformerEngine's own" not in other["printed"]
 
 
-def test_layers_may_differ(starts: Starts) -> None:
+def test_layers_may_differ(starts):
     flags = "--context-parallel-size 4 --cp-comm-type usp p2p --ulysses-degree 4"
     answer = starts.start(f"{flags} --attention-backend fused", installed=TE)
     assert answer["args"]["cp_comm_type"] == ["usp", "p2p"]
     assert answer["settings"]["ulysses_degree"] == 4
 
 
-def test_one_rank_a_sequence_is_megatron_lms_own(starts: Starts) -> None:
+def test_one_rank_a_sequence_is_megatron_lms_own(starts):
     answer = starts.start(f"{LOCAL} --usp-kernel sdpa --attention-dropout 0.1 --ulysses-degree 1")
     assert answer["args"]["cp_comm_type"] == ["p2p"]
     assert "--usp-kernel sdpa has no effect with --context-parallel-size 1" in answer["printed"]
@@ -72,7 +71,7 @@ def test_one_rank_a_sequence_is_megatron_lms_own(starts: Starts) -> None:
     assert "has no effect" not in kept["printed"]
 
 
-def test_the_planner_chooses_a_degree_and_rank_0_says_why(starts: Starts) -> None:
+def test_the_planner_chooses_a_degree_and_rank_0_says_why(starts):
     flags = f"{CP4} --ulysses-degree auto --usp-cluster h100 --bf16 --use-distributed-optimizer"
     answer = starts.start(f"{flags} --sequence-parallel --tensor-model-parallel-size 2")
     assert answer["settings"]["ulysses_degree"] in (1, 2, 4)
@@ -82,7 +81,7 @@ def test_the_planner_chooses_a_degree_and_rank_0_says_why(starts: Starts) -> Non
     assert starts.start(f"{LOCAL} --ulysses-degree auto")["settings"]["ulysses_degree"] is None
 
 
-def test_one_hardware_queue_is_demanded_under_tensor_parallelism_alone(starts: Starts) -> None:
+def test_one_hardware_queue_is_demanded_under_tensor_parallelism_alone(starts):
     tp2 = f"{CP4} --tensor-model-parallel-size 2"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in starts.error(tp2, hopper=True)
     p2p = "--context-parallel-size 4 --cp-comm-type p2p"
@@ -90,7 +89,7 @@ def test_one_hardware_queue_is_demanded_under_tensor_parallelism_alone(starts: S
     assert starts.start(CP4, hopper=True)["settings"]
 
 
-def test_no_dense_mask_is_made(starts: Starts) -> None:
+def test_no_dense_mask_is_made(starts):
     assert not starts.start(CP4)["args"]["create_attention_mask_in_dataloader"]
     assert starts.start(LOCAL)["args"]["create_attention_mask_in_dataloader"]
 
@@ -140,7 +139,7 @@ def copy(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         ),
     ],
 )
-def test_check_names_an_edit(copy: Path, file: str, old: str, new: str, message: str) -> None:
+def test_check_names_an_edit(copy, file, old, new, message):
     text = (copy / file).read_text(encoding="utf-8")
     assert old in text
     (copy / file).write_text(text.replace(old, new), encoding="utf-8")
@@ -159,7 +158,7 @@ def test_check_names_an_edit(copy: Path, file: str, old: str, new: str, message:
     assert message or f"megatron_lm at {copy} matches" in checked.stdout
 
 
-def test_projections_are_overlapped_where_they_are_asked_for(starts: Starts) -> None:
+def test_projections_are_overlapped_where_they_are_asked_for(starts):
     served = f"{CP4} --no-gradient-accumulation-fusion"
 
     def wanted(flags: str) -> str:
@@ -173,7 +172,7 @@ def test_projections_are_overlapped_where_they_are_asked_for(starts: Starts) -> 
     assert "has no effect with --context-parallel-size 1" in starts.start(one_rank)["printed"]
 
 
-def test_an_edited_linear_layer_is_not_bypassed(copy: Path) -> None:
+def test_an_edited_linear_layer_is_not_bypassed(copy):
     file = copy / "megatron/core/tensor_parallel/layers.py"
     text = file.read_text(encoding="utf-8")
     old = "output_ = output_parallel"
@@ -220,7 +219,7 @@ except LayoutError as error:
 """
 
 
-def test_every_packed_document_is_sharded_for_itself(checkout: Path) -> None:
+def test_every_packed_document_is_sharded_for_itself(checkout):
     """As --sft gives them: offsets [1, n], without padded ones; no TransformerEngine."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PACKED, str(checkout)],
@@ -232,3 +231,199 @@ def test_every_packed_document_is_sharded_for_itself(checkout: Path) -> None:
     assert first == "0 1 6 7 8 11 0 8 12"
     assert second == "2 3 4 5 9 10 0 8 12"
     assert "document" in refused and "7" in refused
+
+
+REFUSED_CP4 = f"{LOCAL} --context-parallel-size 4 --ulysses-degree 2"
+ON, UNFUSED = "--usp-projection-overlap on", "--no-gradient-accumulation-fusion"
+FSDP = "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist"
+NOT_OVERLAPPED = [
+    ("", "Add --no-gradient-accumulation-fusion, or --usp-projection-overlap off"),
+    (f"{UNFUSED} --tensor-model-parallel-size 2", "--tensor-model-parallel-size is 2. Use"),
+    (f"{UNFUSED} --qk-layernorm", "--qk-layernorm and --qk-l2-norm normalize queries and keys"),
+    (f"{UNFUSED} --attention-output-gate", "--attention-output-gate"),
+    (
+        f"{UNFUSED} --no-rope-freq 2 --position-embedding-type rope",
+        "--no-rope-freq. Leave them out",
+    ),
+    (f"{UNFUSED} --multi-latent-attention --position-embedding-type rope", "several products"),
+    (
+        f"{UNFUSED} --no-bias-gelu-fusion --usp-recompute gemm-last",
+        "both replace the projections. Use --usp-recompute full, or",
+    ),
+    (f"{UNFUSED} --usp-recompute attention", "saves the results of attention without its"),
+    (f"{UNFUSED} --recompute-activations", "Use --recompute-granularity full or --usp-recompute"),
+    (f"{UNFUSED} --fp8-format hybrid", "in their own dtype, not in fp8 or fp4"),
+    (f"{UNFUSED} {FSDP}", "--use-torch-fsdp2 and --use-megatron-fsdp gather weights by hooks"),
+]
+REFUSED = [
+    (f"{LOCAL} --ulysses-degree 2", "--ulysses-degree 2 does not divide --context-parallel-size 1"),
+    (
+        f"{LOCAL} --context-parallel-size 4 --ulysses-degree 3",
+        "--ulysses-degree 3 does not divide --context-parallel-size 4. Use one of 4 (ring 1)",
+    ),
+    (
+        f"{LOCAL} --context-parallel-size 8 --tensor-model-parallel-size 2 --world-size 16",
+        "unrecognized arguments",
+    ),
+    (
+        f"{LOCAL} --context-parallel-size 4 --tensor-model-parallel-size 4",
+        "--ulysses-degree 4 needs at least 4 query heads on each tensor-parallel rank, there are 2",
+    ),
+    (f"{REFUSED_CP4} --cp-comm-type p2p", "p2p is TransformerEngine's context parallelism, and"),
+    (f"{REFUSED_CP4} --cp-comm-type usp usp usp", "has 3 entries, and the model 2 layers"),
+    (
+        f"{REFUSED_CP4} --cp-comm-type allgather",
+        "--cp-comm-type allgather is unknown; there are usp, p2p",
+    ),
+    (
+        f"{REFUSED_CP4} --hierarchical-context-parallel-sizes 4 1",
+        "--hierarchical-context-parallel-sizes=[4, 1] is not ulysses x ring = [2, 2] "
+        "(--context-parallel-size=4, --ulysses-degree=2)",
+    ),
+    (f"{REFUSED_CP4} --usp-cluster h100", "--usp-cluster h100 is for --ulysses-degree auto"),
+    (f"{REFUSED_CP4} --attention-dropout 0.1", "Set --attention-dropout 0"),
+    (f"{REFUSED_CP4} --position-embedding-type relative", "position embeddings"),
+    (
+        f"{REFUSED_CP4} --multi-latent-attention --position-embedding-type rope "
+        "--tensor-model-parallel-size 2",
+        "Megatron-LM does not add up the gradients",
+    ),
+    (
+        f"{REFUSED_CP4} --attention-backend flash",
+        "--attention-backend flash chooses among the kernels",
+    ),
+    (f"{REFUSED_CP4} --reset-attention-mask", "--reset-attention-mask makes a dense mask"),
+    (f"{REFUSED_CP4} --batch-invariant-mode", "Leave it out"),
+    (
+        f"{REFUSED_CP4} --hybrid-context-parallel --calculate-per-token-loss",
+        "--hybrid-context-parallel",
+    ),
+    (f"{REFUSED_CP4} --hybrid-attention-ratio 0.5", "Mamba layers share a sequence"),
+    (f"{REFUSED_CP4} --is-hybrid-model", "Mamba layers share a sequence"),
+    (f"{REFUSED_CP4} --sft --tensor-model-parallel-size 2", "Use --tensor-model-parallel-size 1"),
+    (
+        f"{REFUSED_CP4} --position-embedding-type mrope --mrope-section 2 1 1",
+        "mrope needs positions in three axes",
+    ),
+    (
+        f"{REFUSED_CP4} --window-size 8,4",
+        "Use a window whose second number is 0, such as --window-size 8,0",
+    ),
+    (
+        f"{REFUSED_CP4} --num-experts 2 --moe-aux-loss-coeff 0.1 --calculate-per-token-loss",
+        "Leave --calculate-per-token-loss out",
+    ),
+    (
+        f"{REFUSED_CP4} --num-experts 2 --moe-z-loss-coeff 0.1 --calculate-per-token-loss",
+        "Leave --calculate-per-token-loss out",
+    ),
+    (
+        f"{REFUSED_CP4} --sft --pipeline-model-parallel-size 2",
+        "gives the documents to the first and the last stage alone",
+    ),
+    (
+        f"{REFUSED_CP4} --mtp-num-layers 1 --position-embedding-type rope --cp-comm-type usp usp",
+        "--cp-comm-type with one entry a layer has none for --mtp-num-layers 1",
+    ),
+    (f"{REFUSED_CP4} --cuda-graph-impl local", "--cuda-graph-impl local captures layers"),
+    (f"{REFUSED_CP4} --cpu-offloading-num-layers 1", "offloading of activations hooks into"),
+    (
+        f"{REFUSED_CP4} --overlap-moe-expert-parallel-comm",
+        "the layers of two micro batches in turns",
+    ),
+    (f"{REFUSED_CP4} --fake-process-group", "--fake-process-group skips all communication"),
+    (f"{REFUSED_CP4} --experimental-attention-variant dsa", "--experimental-attention-variant dsa"),
+    (f"{REFUSED_CP4} --use-legacy-models --ckpt-format torch", "not supported in legacy models"),
+    (f"{REFUSED_CP4} --transformer-impl inference_optimized", "is for inference"),
+    (
+        f"{REFUSED_CP4} --seq-length 60",
+        "seq-length should be a multiple of 2 * context-parallel-size",
+    ),
+    ("", "needs TransformerEngine 2.9.0a0 or newer, which is not installed"),
+    (f"{REFUSED_CP4} --usp-recompute full --recompute-activations", "recompute the same"),
+    (f"{REFUSED_CP4} --usp-mlp-chunks 4", "Add --no-gradient-accumulation-fusion"),
+    (f"{REFUSED_CP4} --usp-mlp-chunks 4 --num-experts 2", "--num-experts 2 asks for experts"),
+    (f"{REFUSED_CP4} --usp-mlp-chunks 4 --recompute-activations", "Use --usp-recompute instead"),
+    (
+        f"{REFUSED_CP4} --usp-mlp-chunks 17",
+        "a rank has 16 of a sequence's 64 tokens; use 0 to 16 chunks",
+    ),
+    (
+        f"{REFUSED_CP4} --usp-recompute gemm-last",
+        "Add --no-bias-swiglu-fusion --no-bias-gelu-fusion",
+    ),
+    (
+        f"{REFUSED_CP4} --usp-recompute gemm-last --no-bias-gelu-fusion",
+        "Add --no-gradient-accumulation-fusion",
+    ),
+    (
+        f"{LOCAL} --context-parallel-size 4 --ulysses-degree auto --num-experts 2",
+        "--ulysses-degree auto: the planner knows dense models",
+    ),
+    (f"{LOCAL} --usp-recompute attention --attention-dropout 0.1", "Set --attention-dropout 0"),
+    *((f"{REFUSED_CP4} {ON} {flags}", message) for flags, message in NOT_OVERLAPPED),
+    (f"{REFUSED_CP4} --usp-projection-overlap recompute {UNFUSED} --qk-l2-norm", "between their"),
+]
+REFUSED_WITH_TRANSFORMER_ENGINE = [
+    (
+        f"--context-parallel-size 4 {ON} {UNFUSED}",
+        "--usp-projection-overlap on multiplies weights of Megatron-LM's own linear layers, and "
+        "--transformer-impl is transformer_engine. Use --transformer-impl local, or",
+    ),
+    (
+        "--context-parallel-size 4 --ulysses-degree 2 --cp-comm-type p2p",
+        "--cp-comm-type p2p is TransformerEngine's own context parallelism, and --ulysses-degree 2 "
+        "is for USP. Leave --cp-comm-type out, or set it to usp, or leave --ulysses-degree out",
+    ),
+    (
+        "--context-parallel-size 4 --usp-kernel sdpa --cp-comm-type a2a",
+        "--usp-kernel sdpa is for USP",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type p2p --usp-recompute attention",
+        "--cp-comm-type p2p gives layers TransformerEngine's. Use --usp-recompute full",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type usp p2p --usp-recompute attention",
+        "--cp-comm-type usp p2p gives layers TransformerEngine's",
+    ),
+    (
+        "--context-parallel-size 4 --usp-recompute gemm-last",
+        "Use --recompute-granularity selective --recompute-modules layernorm",
+    ),
+    (
+        "--context-parallel-size 4 --usp-recompute full --fp8-format hybrid",
+        "layers in fp8 or fp4 have a checkpoint of their own",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_an_option_is_refused_before_any_group(starts, flags, message):
+    answer = starts.start(flags, rank=1)
+    assert message in answer.get("error", "") + answer["printed"]
+
+
+REFUSED_BESIDE = [
+    *((flags, {"installed": TE}, message) for flags, message in REFUSED_WITH_TRANSFORMER_ENGINE),
+    (
+        "--context-parallel-size 2",
+        {"installed": "2.8.0"},
+        "needs TransformerEngine 2.9.0a0 or newer, which is 2.8.0",
+    ),
+    (f"{REFUSED_CP4} --yaml-cfg x", {}, "yaml"),
+    (REFUSED_CP4, {"settings": {"layout": "zigzag"}}, "Leave layout out"),
+]
+
+
+@pytest.mark.parametrize(("flags", "beside", "message"), REFUSED_BESIDE)
+def test_an_option_is_refused_beside_what_is_installed_and_set(starts, flags, beside, message):
+    assert message in starts.error(flags, **beside)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused without a GPU alone")
+def test_a_process_that_saves_is_refused_without_gpu(starts):
+    message = starts.error(
+        f"{LOCAL} --async-save --use-persistent-ckpt-worker --save x --save-interval 10"
+    )
+    assert "--use-persistent-ckpt-worker" in message

@@ -1,17 +1,30 @@
 """With any degrees Megatron-LM trains as one rank of the unpatched checkout does.
 
-Plain gradient descent without clipping or decay: Adam and clipping hide a wrong gradient scale.
-"""
-
-from __future__ import annotations
+Plain gradient descent without clipping or decay: Adam and clipping hide a wrong gradient scale."""
 
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lm_runs import SGD, SGD_BY_ADAM, TrainingServer, flags, losses_of, relative_difference
+import torch
+from lm_packed import PATCHES
+from lm_runs import SGD, SGD_BY_ADAM, TrainingServer, flags
+from programs import (
+    Numbers,
+    check_close,
+    losses_of,
+    numbers_of,
+    relative_difference,
+    reported_kinds,
+)
+
+from ds_usp.planner import ModelShape, ParallelConfig, Workload
+from ds_usp.planner.emit import emit
 
 LIMIT = 1e-5  # fp32, losses and gradient norms, at every step
 ROPE = "--position-embedding-type rope"
@@ -85,18 +98,15 @@ GRIDS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-def measure(
-    server: TrainingServer, world: int, text: str, **options: Any
-) -> tuple[list[float], list[float]]:
-    """Losses and evaluations, and gradient norms."""
+def measure(server: TrainingServer, world: int, text: str, **options: Any) -> Numbers:
     ranks = server.run(world, text, **options)
     for seen in ranks:
         assert seen["norms"] == ranks[0]["norms"]
-    return losses_of(ranks), ranks[0]["norms"]
+    return numbers_of(ranks)
 
 
 @functools.cache
-def one_rank(server: TrainingServer, more: str) -> tuple[list[float], list[float]]:
+def one_rank(server: TrainingServer, more: str) -> Numbers:
     """As :func:`measure`, of one rank of the checkout without patches but those of CPUs."""
     return measure(server, 1, flags(more=more), patched=False)
 
@@ -114,10 +124,8 @@ def check(
     with_tp = "--sequence-parallel" if "tp" in grid and "u" in grid else ""
     optimizer_flags, reference_optimizer = OPTIMIZERS[optimizer]
     text = flags(more=f"{MODELS[model]} {optimizer_flags} {with_tp} {reference} {more}", **degrees)
-    losses, norms = measure(server, world, text)
     expected = one_rank(server, f"{MODELS[model]} {reference_optimizer} {reference}")
-    assert relative_difference(losses, expected[0]) < LIMIT
-    assert relative_difference(norms, expected[1]) < LIMIT
+    check_close(measure(server, world, text), expected, LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -135,19 +143,17 @@ def check(
         ("u2-tp2-pp2v", "llama", "overlap", ""),
     ],
 )
-def test_it_trains_as_one_rank_does(
-    server: TrainingServer, grid: str, model: str, optimizer: str, recompute: str
-) -> None:
+def test_it_trains_as_one_rank_does(server, grid, model, optimizer, recompute):
     check(server, grid, model, optimizer, RECOMPUTE[recompute])
 
 
-def test_lengths_that_do_not_divide_are_refused(server: TrainingServer) -> None:
+def test_lengths_that_do_not_divide_are_refused(server):
     """By Megatron-LM itself, on every rank and before it makes groups."""
     for seen in server.attempt(2, flags(r=2, more="--seq-length 62 --train-iters 1")):
         assert "multiple of 2 * context-parallel-size" in seen["traceback"]
 
 
-def test_bf16_stays_within_its_rounding_error(server: TrainingServer) -> None:
+def test_bf16_stays_within_its_rounding_error(server):
     more = f"{MODELS['llama']} --bf16"
     losses, norms = measure(server, 4, flags(u=2, r=2, more=more))
     expected_losses, expected_norms = one_rank(server, more)
@@ -166,13 +172,11 @@ MLA = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", ["u2r2", "r4", "u2-pp2v", "r4-dp2"])
-def test_latent_attention(server: TrainingServer, grid: str) -> None:
+def test_latent_attention(server, grid):
     """The stock local attention takes no ``k_channels``, so that one rank has ds_usp's too."""
     world, degrees = GRIDS[grid]
     expected = measure(server, 1, flags(more=f"{MLA} --usp-recompute attention"))
-    losses, norms = measure(server, world, flags(more=MLA, **degrees))
-    assert relative_difference(losses, expected[0]) < LIMIT
-    assert relative_difference(norms, expected[1]) < LIMIT
+    check_close(measure(server, world, flags(more=MLA, **degrees)), expected, LIMIT)
 
 
 def full_matrix() -> Iterator[tuple[str, str, str, str]]:
@@ -187,7 +191,212 @@ def full_matrix() -> Iterator[tuple[str, str, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("grid", "model", "optimizer", "recompute"), list(full_matrix()))
-def test_the_full_matrix(
-    server: TrainingServer, grid: str, model: str, optimizer: str, recompute: str
-) -> None:
+def test_the_full_matrix(server, grid, model, optimizer, recompute):
     check(server, grid, model, optimizer, RECOMPUTE[recompute])
+
+
+EXACT = 1e-6
+PACKED = f"{ROPE} --sft --data-path any --split 50,25,25 --eval-iters 1"
+EXPERTS = f"{ROPE} --num-experts 4 --disable-bias-linear"
+PER_TOKEN = "--calculate-per-token-loss"
+DROPOUT = "--hidden-dropout 0.1"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--usp-recompute gemm-last",
+        "--usp-recompute full",
+        f"{ROPE} --mtp-num-layers 1 --eod-mask-loss",
+        f"{ROPE} --mtp-num-layers 1 --eod-mask-loss --calculate-per-token-loss",
+        f"{ROPE} --eod-mask-loss --calculate-per-token-loss",
+        f"{EXPERTS} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
+    ],
+)
+def test_what_the_patches_add_trains_as_one_rank_does(server, more):
+    two = server.run(2, flags(r=2, more=more))
+    one = server.run(1, flags(more=more))
+    check_close(numbers_of(two), numbers_of(one), LIMIT)
+
+
+def mask_losses(original: Any, dataset: Any, index: int | None) -> Any:
+    """``GPTDataset.__getitem__`` with 5 loss tokens, of which a rank may have none."""
+    sample = original(dataset, index)
+    mask = torch.zeros_like(sample["loss_mask"])
+    start = (index or 0) % 3 * 16
+    mask[start : start + 5] = 1
+    return sample | {"loss_mask": sample["loss_mask"] * mask}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(2, {"r": 2}), (2, {"u": 2}), (4, {"u": 2, "pp": 2}), (4, {"r": 2})]
+)
+def test_ranks_with_other_numbers_of_loss_tokens_train_as_one_rank(server, ranks, degrees):
+    more = f"{ROPE} --eod-mask-loss"
+    masks = (("megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__", mask_losses),)
+    several = server.run(ranks, flags(more=more, **degrees), extra=masks)
+    one = server.run(1, flags(more=more), extra=masks, patched=False)
+    check_close(numbers_of(several), numbers_of(one), EXACT)
+    assert relative_difference(several[-1]["evaluations"], one[0]["evaluations"]) < EXACT
+
+
+@pytest.mark.parametrize("more", [PACKED, f"{PACKED} {PER_TOKEN}"])
+@pytest.mark.parametrize("degrees", [{"r": 2}, {"u": 2}, {"u": 2, "r": 2}])
+def test_packed_documents_train_as_on_one_rank(server, degrees, more):
+    ranks = degrees.get("u", 1) * degrees.get("r", 1)
+    several = server.run(ranks, flags(more=more, **degrees), extra=PATCHES)
+    one = server.run(1, flags(more=f"{more} --usp-recompute attention"), extra=PATCHES)
+    check_close(numbers_of(several), numbers_of(one), LIMIT)
+    assert relative_difference(several[0]["evaluations"], one[0]["evaluations"]) < LIMIT
+
+
+def test_dropout_is_recomputed(server):
+    plain = server.run(2, flags(r=2, more=DROPOUT))
+    recomputed = server.run(2, flags(r=2, more=f"{DROPOUT} --usp-recompute full"))
+    assert numbers_of(plain) == numbers_of(recomputed)
+
+
+def test_ranks_with_other_tokens_draw_other_masks(monkeypatch):
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    from megatron.core import tensor_parallel
+
+    seeds: list[int] = []
+    monkeypatch.setattr(
+        tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed, *_: seeds.append(seed)
+    )
+    for step, pp, dp, cp in itertools.product(range(2), repeat=4):
+        ranks = {"pipeline_model": pp, "data": dp, "context": cp}
+        for axis, rank in ranks.items():
+            name = f"get_{axis}_parallel_rank"
+            monkeypatch.setattr(parallel_state, name, lambda rank=rank: rank)
+        args = SimpleNamespace(
+            seed=1234, curr_iteration=step, te_rng_tracker=False, inference_rng_tracker=False
+        )
+        step._seed(args)
+    assert len(set(seeds)) == len(seeds) == 16
+
+
+MTP_AND_EXPERTS = f"{ROPE} --mtp-num-layers 1 --num-experts 4 --disable-bias-linear"
+QKV_BIASES = f"{MODELS['rope']} --disable-bias-linear --add-qkv-bias"
+SMALL_BUCKETS = "--ddp-bucket-size 1"  # no module waits for the weights of another one
+OVERLAP, PROJECTIONS = (OPTIMIZERS[name][0] for name in ("overlap", "distributed-overlap"))
+CHECKPOINTS = "--usp-recompute full --usp-mlp-chunks 3"
+# name: grid, mode, flags
+CASES = {
+    "gathered weights": ("u2r2", "on", f"{MODELS['llama']} {PROJECTIONS} {SMALL_BUCKETS}"),
+    "biases, checkpoints": ("u4", "recompute", f"{OVERLAP} {CHECKPOINTS}"),
+    "half rotated, its own checkpoints": ("r2", "recompute", f"{QKV_BIASES} {RECOMPUTE['full']}"),
+    "stages": ("u2-pp2v", "recompute", f"{MODELS['llama']} {PROJECTIONS}"),
+    "window": ("r2-dp2", "on", f"{MODELS['window']} {PROJECTIONS}"),
+    "sinks": ("u2r2", "recompute", f"{MODELS['sinks']} {PROJECTIONS}"),
+    "experts": ("u2", "on", MTP_AND_EXPERTS),
+    "documents": ("u2r2", "recompute", f"{PACKED} --calculate-per-token-loss"),
+}
+WHOLE = [grid for grid in GRIDS if {"u", "r"} & set(GRIDS[grid][1]) and "tp" not in grid]
+SLOW = list(itertools.product(WHOLE, ("on", "recompute"), MODELS))
+
+
+def refuse_plain(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Attention.forward``, which is not to be called."""
+    raise AssertionError("a layer computed its projections by itself")
+
+
+def check_projections(server: TrainingServer, grid: str, mode: str, more: str) -> None:
+    """Compare a run with projections under the exchanges with one without."""
+    world, degrees = GRIDS[grid]
+    data = PATCHES if "--sft" in more else ()
+    plain = server.run(world, flags(more=more, **degrees), extra=data)
+    never = ("megatron.core.transformer.attention:Attention.forward", refuse_plain)
+    text = flags(more=f"{more} --usp-projection-overlap {mode}", **degrees)
+    overlapped = server.run(world, text, extra=(*data, never))
+    assert len(losses_of(plain)) >= 4
+    check_close(numbers_of(overlapped), numbers_of(plain), EXACT)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_without(server, name):
+    check_projections(server, *CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "mode", "model"), SLOW)
+def test_the_full_matrix_of_projections(server, grid, mode, model):
+    check_projections(server, grid, mode, f"{MODELS[model]} {PROJECTIONS}")
+
+
+ADAM = "--optimizer adam --lr 1e-2 --min-lr 1e-2"
+RESUMABLE = f"{ADAM} --use-distributed-optimizer"
+ANY_SPLIT = f"{RESUMABLE} --dist-ckpt-optim-fully-reshardable"
+TORCH, TORCH_DIST = "--ckpt-format torch", "--ckpt-format torch_dist"
+V = {"pp": 2, "virtual": 1}
+
+# name: optimizer and format, degrees that save, degrees that resume; the rest of 4 ranks is data
+# parallel. --dist-ckpt-optim-fully-reshardable is for other tensor- or pipeline-parallel degrees.
+SPLITS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
+    "u2r2 to r4": (f"{ADAM} {TORCH}", {"u": 2, "r": 2}, {"r": 4}),
+    "u2r2 to u4, distributed": (f"{RESUMABLE} {TORCH}", {"u": 2, "r": 2}, {"u": 4}),
+    "u2 dp2 to r4, distributed": (f"{RESUMABLE} {TORCH_DIST}", {"u": 2}, {"r": 4}),
+    "u2 dp2 to r2 tp2": (f"{ANY_SPLIT} {TORCH_DIST}", {"u": 2}, {"r": 2, "tp": 2}),
+    "u2r2 to r2 pp2v": (f"{ANY_SPLIT} {TORCH_DIST}", {"u": 2, "r": 2}, {"r": 2, **V}),
+    "tp2 pp2 to u4": (f"{ANY_SPLIT} {TORCH_DIST}", {"tp": 2, "pp": 2}, {"u": 4}),
+    "u2 pp2 to r2 tp2": (f"{ADAM} {TORCH_DIST}", {"u": 2, "pp": 2}, {"r": 2, "tp": 2}),
+    "bf16": (f"{ANY_SPLIT} {TORCH_DIST} --bf16", {"u": 2, "r": 2}, {"r": 4}),
+}
+FAST = ("u2 dp2 to r2 tp2", "u2r2 to u4, distributed")
+
+
+def check_checkpoint(server: TrainingServer, folder: Path, name: str) -> None:
+    """Train 4 steps without a break, and 2 + 2 with a checkpoint between."""
+    text, before, after = SPLITS[name]
+    text = f"{MODELS['llama']} {text}"
+
+    def train(degrees: dict[str, int], more: str, **options: Any) -> list[dict[str, Any]]:
+        return server.run(4, flags(more=f"{text} {more}", **degrees), **options)
+
+    expected = losses_of(train(before, ""))
+    report = "--usp-report-communication 2"
+    saved = train(before, f"--save {folder} --save-interval 2 --exit-interval 2 {report}")
+    kinds = {"gradient reduction"} | ({"all-to-all"} if "u" in before else set())
+    kinds |= {"parameter gather"} if RESUMABLE in text else set()
+    assert kinds <= reported_kinds(folder, 4)
+    resumed = losses_of(train(after, f"--load {folder}", own_weights=True))
+    assert losses_of(saved)[:2] == expected[:2]
+    limit = 1e-3 if "bf16" in text else LIMIT
+    assert relative_difference(resumed, expected[2:]) < limit
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_it_resumes_on_another_split(server, tmp_path, name):
+    check_checkpoint(server, tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SPLITS if name not in FAST])
+def test_every_format_resumes(server, tmp_path, name):
+    check_checkpoint(server, tmp_path, name)
+
+
+LLAMA = ModelShape("tiny", 4, 64, 96, 8, 4, 257, rope_theta=500000.0, norm_epsilon=1e-3)
+GPT = replace(LLAMA, kv_heads=8, gated=False, tied=True, learned_positions=True, biases=True)
+ATTENTION = ParallelConfig(ulysses=2, ring=2, recompute="attention", overlap_gradients=True)
+STAGES = ParallelConfig(tp=2, ulysses=2, pp=2, layers_per_virtual_stage=1, recompute="full")
+HEADS = ATTENTION.replace(recompute="full", mlp_chunks=2, projection_overlap="recompute")
+PLANS = [
+    (LLAMA, ATTENTION.replace(mlp_chunks=3)),
+    (GPT, STAGES.replace(mlp_chunks=2)),
+    (LLAMA, HEADS),
+]
+
+
+def emitted(model: ModelShape, config: ParallelConfig) -> str:
+    """The flags in fp32, with a vocabulary that is padded alike for any tensor-parallel size."""
+    text = emit("megatron-lm", Workload(model, 64, 4), config).replace("\\\n", " ")
+    padding = f"--make-vocab-size-divisible-by {128 // config.tp}"
+    return f"{text.replace(' --bf16', '')} {padding} {SGD_BY_ADAM}"
+
+
+@pytest.mark.parametrize(("model", "config"), PLANS, ids=["llama", "gpt", "heads in chunks"])
+def test_an_emitted_plan_trains_as_one_rank_does(server, model, config):
+    ranks = server.run(config.gpus, emitted(model, config))
+    one = server.run(1, emitted(model, ParallelConfig(zero=0)), patched=False)
+    check_close(numbers_of(ranks), numbers_of(one), LIMIT)

@@ -1,19 +1,27 @@
-"""Degrees: exactly those that divide are taken, and every refusal has the number and the fix."""
-
-from __future__ import annotations
+"""Degrees and ranks: which heads, axes, nodes and settings they take, and what is refused."""
 
 import re
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from itertools import chain, combinations, permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 from properties import examples
 
-from ds_usp import ConfigError, Degrees
+import ds_usp
+from ds_usp import ConfigError, Degrees, RankGrid, USPConfig
+from ds_usp.attention.validation import head_split
+from ds_usp.comm.process_groups import count_ring_ranks_per_node
+from ds_usp.config import TorchrunEnv, torchrun_env
+from ds_usp.geometry.heads import HeadSplit
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = st.integers(1, 12)
@@ -23,15 +31,8 @@ SMOOTH = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])  # many divide many
 @given(*[SMOOTH] * 3, *[st.none() | SMOOTH] * 5)
 @examples(500)
 def test_degrees_are_taken_exactly_where_everything_divides(
-    tp: int,
-    sp: int,
-    pp: int,
-    ulysses: int | None,
-    ring: int | None,
-    world: int | None,
-    heads: int | None,
-    kv_heads: int | None,
-) -> None:
+    tp, sp, pp, ulysses, ring, world, heads, kv_heads
+):
     degrees = Degrees(
         sp=sp, ulysses=ulysses, ring=ring, tp=tp, pp=pp, world=world, heads=heads, kv_heads=kv_heads
     )
@@ -56,7 +57,7 @@ def test_degrees_are_taken_exactly_where_everything_divides(
 
 @given(SMALL, SMALL, st.integers(1, 48))
 @examples(200)
-def test_every_degree_that_a_refusal_proposes_is_taken(sp: int, ulysses: int, heads: int) -> None:
+def test_every_degree_that_a_refusal_proposes_is_taken(sp, ulysses, heads):
     refusal = Degrees(sp=sp, ulysses=ulysses, heads=heads).refusal()
     if refusal:
         proposed = re.findall(r"(\d+) \(ring (\d+)\)", refusal.message)
@@ -104,14 +105,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("degrees", "message"), REFUSED, ids=str)
-def test_a_refusal_has_the_users_names_the_numbers_and_the_fix(
-    degrees: dict[str, Any], message: str
-) -> None:
+def test_a_refusal_has_the_users_names_the_numbers_and_the_fix(degrees, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         Degrees(**degrees).check({"ulysses": "u", "tp": "--tp", "ring": "the {} rings"})
 
 
-def test_shell_scripts_ask_for_the_degrees() -> None:
+def test_shell_scripts_ask_for_the_degrees():
     def ask(flags: str) -> tuple[int, str, str]:
         call = [sys.executable, "-m", "ds_usp.geometry", *flags.split()]
         done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
@@ -123,3 +122,356 @@ def test_shell_scripts_ask_for_the_degrees() -> None:
     error = "error: ULYSSES_DEGREE=3 does not divide SP_SIZE=4. Use one of 4 (ring 1)"
     code, printed, message = ask("--sp 4 --ulysses 3")
     assert (code, printed) == (2, "") and message.startswith(error)
+
+
+SPLITS = [
+    HeadSplit(group * kv_heads, kv_heads, ulysses)
+    for kv_heads in range(1, 9)
+    for group in range(1, 7)
+    for ulysses in range(1, min(8, group * kv_heads) + 1)
+]
+
+
+def heads_of(bounds: tuple[int, int]) -> list[int]:
+    return list(range(*bounds))
+
+
+def test_every_query_head_is_on_exactly_one_rank_and_no_rank_is_without():
+    for split in SPLITS:
+        rank_heads = [heads_of(split.query_range(rank)) for rank in range(split.ulysses)]
+        assert [head for heads in rank_heads for head in heads] == list(range(split.heads)), split
+        assert min(map(len, rank_heads)) >= 1, split
+
+
+def test_a_rank_has_exactly_the_kv_heads_that_its_query_heads_use_evenly():
+    for split in SPLITS:
+        group = split.heads // split.kv_heads
+        for rank in range(split.ulysses):
+            used = [head // group for head in heads_of(split.query_range(rank))]
+            rank_heads = heads_of(split.kv_range(rank))
+            # A kernel's own grouping: equal runs of query heads share a KV head.
+            run, rest = divmod(len(used), len(rank_heads))
+            assert rest == 0 and used == [kv for kv in rank_heads for _ in range(run)], split
+
+
+def test_ranks_differ_by_one_head_or_one_group_at_most():
+    for split in SPLITS:
+        ranks = range(split.ulysses)
+        counts = [len(heads_of(split.query_range(rank))) for rank in ranks]
+        group = split.heads // split.kv_heads
+        if split.kv_heads >= split.ulysses:
+            assert max(counts) - min(counts) in (0, group), split
+        else:
+            # A KV head has as many users as another or one more, who share its group.
+            users = split.ulysses // split.kv_heads
+            assert max(counts) <= -(-group // users) and min(counts) >= group // (users + 1), split
+
+
+def test_parts_hold_every_head_of_every_rank_once_in_order():
+    for split in SPLITS:
+        group = split.heads // split.kv_heads
+        for count in range(1, split.max_chunks + 1):
+            parts = [split.chunk(count, index) for index in range(count)]
+            for rank in range(split.ulysses):
+                queries = [heads_of(part.queries[rank]) for part in parts]
+                keys = [heads_of(part.keys[rank]) for part in parts]
+                assert list(chain(*queries)) == heads_of(split.query_range(rank)), (split, count)
+                assert list(chain(*keys)) == heads_of(split.kv_range(rank)), (split, count)
+                for rank_heads, rank_kv_heads in zip(queries, keys, strict=True):
+                    assert rank_heads, (split, count)
+                    # As for the whole: equal runs of query heads share a KV head, the right one.
+                    assert [head // group for head in rank_heads] == [
+                        kv
+                        for kv in rank_kv_heads
+                        for _ in range(len(rank_heads) // len(rank_kv_heads))
+                    ], (split, count)
+
+
+def test_chunks_inside_a_group_hold_every_query_head_once_beside_its_kv_head():
+    for split in SPLITS:
+        group, ranks = split.heads // split.kv_heads, range(split.ulysses)
+        for count in range(split.max_chunks + 1, split.max_chunks_in_groups + 1):
+            chunks = [split.chunk(count, index) for index in range(count)]
+            for rank in ranks:
+                queries = [heads_of(chunk.queries[rank]) for chunk in chunks]
+                assert list(chain(*queries)) == heads_of(split.query_range(rank)), (split, count)
+                for index, (heads, chunk) in enumerate(zip(queries, chunks, strict=True)):
+                    assert heads, (split, count)
+                    assert {head // group for head in heads} == set(heads_of(chunk.keys[rank]))
+                    # Exchanged with the first chunk that uses the KV head.
+                    users = [other for other in chunks if other.keys[rank] == chunk.keys[rank]]
+                    assert chunk.kv_chunk == chunks.index(users[0]) <= index
+
+
+def test_there_are_as_many_parts_as_the_poorest_rank_has_kv_heads():
+    for split in SPLITS:
+        counts = [len(heads_of(split.kv_range(rank))) for rank in range(split.ulysses)]
+        assert split.max_chunks == min(counts) == max(split.kv_heads // split.ulysses, 1), split
+    assert HeadSplit(8, 1, 1).max_chunks == 1  # MQA: its one KV head is not cut
+    assert HeadSplit(8, 2, 4).max_chunks == 1
+    assert HeadSplit(8, 2, 4).max_chunks_in_groups == 2
+    assert HeadSplit(9, 3, 2).max_chunks_in_groups == 1  # ranks of two groups and of one
+
+
+# KV heads of a rank, and what each part of them has.
+PARTS = [
+    (8, [8]),
+    (8, [2, 6]),
+    (8, [1, 6, 1]),
+    (8, [1, 3, 3, 1]),
+    (8, [1, 2, 2, 2, 1]),
+    (8, [1] * 8),
+    (16, [2, 12, 2]),
+    (32, [4, 12, 12, 4]),
+    (28, [1, 5, 4, 4, 4, 4, 5, 1]),
+]
+
+
+@pytest.mark.parametrize(("kv_heads", "sizes"), PARTS, ids=str)
+def test_the_first_and_the_last_part_are_small(kv_heads, sizes):
+    for group in (1, 4):
+        split = HeadSplit(2 * kv_heads * group, 2 * kv_heads, 2)
+        parts = [split.chunk(len(sizes), index) for index in range(len(sizes))]
+        for rank in (0, 1):
+            assert [len(heads_of(part.keys[rank])) for part in parts] == sizes
+            assert [len(heads_of(part.queries[rank])) for part in parts] == [
+                group * size for size in sizes
+            ]
+
+
+def test_parts_are_as_even_as_whole_heads_allow():
+    for kv_heads in (*range(4, 24), 32, 48, 64):
+        split = HeadSplit(kv_heads, kv_heads, 1)
+        for count in range(4, kv_heads + 1):
+            sizes = [len(heads_of(split.chunk(count, at).keys[0])) for at in range(count)]
+            third = kv_heads / (3 * count - 4)
+            ideal = [third, *[3 * third] * (count - 2), third]
+            assert max(sizes[0], sizes[-1]) <= min(sizes[1:-1]), (kv_heads, sizes)
+            # Where a third is less than one head, every part still has one.
+            slack = 1 if third >= 1 else 3 - third
+            assert all(abs(a - b) <= slack for a, b in zip(sizes, ideal, strict=True)), sizes
+
+
+def test_degrees_are_proposed_only_where_they_would_help():
+    with pytest.raises(ConfigError, match=r"must be a multiple of the second$"):
+        head_split(8, 3, ds_usp.SequenceMesh.single())
+
+
+def test_a_split_is_made_once_for_all_calls_of_a_local_attention():
+    mesh = ds_usp.SequenceMesh.single()
+    assert head_split(8, 4, mesh) is head_split(8, 4, mesh)
+
+
+AXES = ("tp", "cp", "dp", "pp")
+SIZES = [(1, 1, 1, 1), (2, 2, 2, 2), (4, 2, 1, 3), (2, 3, 4, 1), (1, 4, 3, 2), (3, 1, 2, 5)]
+TOKENS = [t for n in range(1, 5) for t in combinations(AXES, n)]
+# (tp, ulysses, ring, dp, pp)
+HIERARCHICAL = [(2, 2, 2, 1, 1), (1, 4, 2, 2, 1), (2, 2, 4, 1, 2), (2, 3, 2, 2, 2), (1, 1, 4, 2, 2)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("order", list(permutations(AXES)), ids="-".join)
+def test_groups_are_megatrons(order, sizes):
+    shape = dict(zip(AXES, sizes, strict=True))
+    grid = RankGrid(shape, order=order)
+    generator = parallel_state.RankGenerator(ep=1, order="-".join(order), **shape)
+    assert grid.world_size == generator.world_size
+    for token in TOKENS:
+        groups = [list(group) for group in grid.groups(*token)]
+        assert groups == generator.get_ranks("-".join(token)), token
+        assert all(len(group) == grid.size(*token) for group in groups)
+
+
+@pytest.mark.parametrize("shape", HIERARCHICAL, ids=str)
+def test_ulysses_and_ring_are_megatrons_hierarchical_context_parallel_groups(shape, monkeypatch):
+    grid = RankGrid(dict(zip(("tp", "ulysses", "ring", "dp", "pp"), shape, strict=True)))
+    made: list[list[int]] = []
+    monkeypatch.setattr(parallel_state, "create_group", lambda ranks, **_: made.append(ranks))
+    tp, ulysses, ring, dp, pp = shape
+    generator = parallel_state.RankGenerator(
+        tp=tp, ep=1, dp=dp, pp=pp, cp=ulysses * ring, order="tp-cp-ep-dp-pp"
+    )
+    assert [list(group) for group in grid.groups("ulysses", "ring")] == generator.get_ranks("cp")
+    for ranks in generator.get_ranks("cp"):
+        parallel_state.create_hierarchical_groups(ranks[0], ranks, [ulysses, ring])
+    # Level by level within each context-parallel group: first the Ulysses groups, then the rings.
+    ours = [grid.groups("ulysses"), grid.groups("ring")]
+    expected = [
+        [list(group) for group in level if group[0] in ranks]
+        for ranks in generator.get_ranks("cp")
+        for level in ours
+    ]
+    assert made == list(chain.from_iterable(expected))
+
+
+@pytest.mark.parametrize("order", [None, ("ring", "tp", "ulysses"), ("pp", "tp", "ring", "dp")])
+def test_coords_and_rank_are_inverse(order):
+    sizes = {"tp": 2, "ring": 3}
+    grid = RankGrid(sizes) if order is None else RankGrid(sizes, order=order)
+    assert [grid.rank(**grid.coords(rank)) for rank in range(6)] == list(range(6))
+    for rank in range(grid.world_size):
+        coords = grid.coords(rank)
+        assert tuple(coords) == grid.order
+        for axis in grid.order:
+            group = grid.group_of(rank, axis)
+            assert group[coords[axis]] == rank
+            assert len(group) == grid.size(axis)
+            others = [{**grid.coords(r), axis: 0} for r in group]
+            assert others == [others[0]] * len(group)
+
+
+def test_default_order_puts_tensor_parallelism_innermost_and_the_pipeline_outermost():
+    grid = RankGrid({"pp": 2, "ulysses": 2, "ring": 2, "tp": 2, "dp": 2})
+    steps = {axis: grid.groups(axis)[0][1] for axis in grid.order}
+    assert steps == {"tp": 1, "ulysses": 2, "ring": 4, "dp": 8, "pp": 16}
+
+
+def test_a_grid_is_a_value():
+    grid = RankGrid({"tp": 2})
+    assert grid == RankGrid({"tp": 2, "dp": 1}) and hash(grid) == hash(RankGrid({"tp": 2}))
+    assert grid != RankGrid({"dp": 2})
+    with pytest.raises(AttributeError):
+        grid.order = ("dp",)  # type: ignore[misc]
+
+
+GRID = RankGrid({"tp": 2, "ring": 3})
+WRONG: dict[str, tuple[Callable[[], Any], str | list[str]]] = {
+    "heads that share unevenly": (
+        lambda: HeadSplit(6, 4, 2),
+        "6 query heads cannot share 4 key/value heads",
+    ),
+    "more KV heads": (lambda: HeadSplit(4, 8, 2), "4 query heads cannot share 8 key/value heads"),
+    "no KV heads": (lambda: HeadSplit(8, 0, 2), "8 query heads cannot share 0 key/value heads"),
+    "heads of too many ranks": (
+        lambda: HeadSplit(6, 2, 8),
+        "ulysses_degree=8 needs at least 8 query heads",
+    ),
+    "ulysses that does not divide": (
+        lambda: USPConfig(sp_degree=8, ulysses_degree=3),
+        ["3 does not divide", "8", "4 (ring 2), 2"],
+    ),
+    "ulysses beyond sp": (
+        lambda: USPConfig(sp_degree=2, ulysses_degree=4),
+        ["4 does not divide", "2", "of 2 (ring 1)"],
+    ),
+    "ulysses of a host": (
+        lambda: USPConfig.from_args(Namespace(ds_sequence_parallel_size=4, ulysses_degree=3)),
+        "--ulysses-degree 3 does not divide",
+    ),
+    "sp 0": (lambda: USPConfig(sp_degree=0), "--ds-sequence-parallel-size 0 must be"),
+    "no sp": (lambda: USPConfig(sp_degree=None), "--ds-sequence-parallel-size None must be"),
+    "sp in floats": (lambda: USPConfig(sp_degree=4.0), "--ds-sequence-parallel-size 4.0"),
+    "sp as text": (lambda: USPConfig(sp_degree="4"), "--ds-sequence-parallel-size '4' must"),
+    "ulysses 0": (lambda: USPConfig(sp_degree=4, ulysses_degree=0), "--ulysses-degree 0 must be"),
+    "ulysses True": (
+        lambda: USPConfig(sp_degree=4, ulysses_degree=True),
+        "--ulysses-degree True must be",
+    ),
+    "unknown layout": (
+        lambda: USPConfig(layout="zig"),
+        ["'zig'", "contiguous, zigzag, striped, context_parallel"],
+    ),
+    "unknown order": (lambda: USPConfig(order="ring"), ["'ring'", "ulysses-ring, ring-ulysses"]),
+    "unknown axis": (lambda: RankGrid({"tp": 2, "cp": 2}), "Add the missing axis"),
+    "repeated axis": (lambda: RankGrid({"tp": 2}, order=("tp", "tp")), "name each axis once"),
+    "size 0": (lambda: RankGrid({"tp": 0}), "{'tp': 0}"),
+    "negative size": (lambda: RankGrid({"tp": -2}), "{'tp': -2}"),
+    "broken size": (lambda: RankGrid({"tp": 1.5}), "{'tp': 1.5}"),  # type: ignore[dict-item]
+    "size NaN": (lambda: RankGrid({"tp": float("nan")}), "{'tp': nan}"),  # type: ignore[dict-item]
+    "size True": (lambda: RankGrid({"tp": True}), "{'tp': True}"),
+    "size as text": (lambda: RankGrid({"tp": "2"}), "{'tp': '2'}"),  # type: ignore[dict-item]
+    "groups over nothing known": (lambda: GRID.groups("cp"), "no axis 'cp'"),
+    "size over nothing known": (lambda: GRID.size("tp", "cp"), "no axis 'cp'"),
+    "rank beyond the grid": (lambda: GRID.coords(6), "rank 6 is outside the grid of 6 ranks"),
+    "negative rank": (lambda: GRID.coords(-1), "rank -1 is outside"),
+    "coordinate beyond its axis": (lambda: GRID.rank(ring=3), "ring=3 is outside its axis of 3"),
+    "coordinate of no axis": (lambda: GRID.rank(cp=1), "no axis 'cp'"),
+    "group of a rank beyond": (lambda: GRID.group_of(6, "tp"), "rank 6 is outside"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_makes_no_sense_is_refused_with_the_number(wrong):
+    call, messages = WRONG[wrong]
+    with pytest.raises(ConfigError) as caught:
+        call()
+    for message in [messages] if isinstance(messages, str) else messages:
+        assert message in str(caught.value)
+
+
+# Node of each rank, Ulysses and ring degree, ring ranks per node; Ulysses varies fastest.
+NODES = [
+    ("aaaa", 1, 4, 4),
+    ("aabb", 1, 4, 2),
+    ("abcd", 1, 4, 1),
+    ("aabb", 2, 2, 1),
+    ("aabb", 4, 1, 1),
+    ("aaaabbbb", 2, 4, 2),
+    ("aabbccddeeff", 1, 12, 2),
+    # Runs of different lengths: as if on one node.
+    ("aaab", 1, 4, 4),
+    ("aaaaaabb", 1, 8, 8),
+    ("aaabbb", 2, 3, 3),
+    # A node that repeats is another run, as a relay inside it would need.
+    ("abab", 1, 4, 1),
+    ("aaaabbbb ring first", 2, 4, 4),
+    ("aabbccdd ring first", 2, 4, 2),
+]
+
+
+@pytest.mark.parametrize(("nodes", "ulysses", "ring", "ranks"), NODES)
+def test_count_ring_ranks_per_node(nodes, ulysses, ring, ranks):
+    order = ("ring", "ulysses") if nodes.endswith(" ring first") else ("ulysses", "ring")
+    grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order)
+    names = [name.encode() for name in nodes.split()[0]]
+    assert count_ring_ranks_per_node(names, grid) == ranks
+
+
+def test_defaults_are_one_rank_with_zigzag():
+    assert USPConfig() == USPConfig(
+        sp_degree=1, ulysses_degree=None, layout="zigzag", order="ulysses-ring", kernel="auto"
+    )
+    with pytest.raises(FrozenInstanceError):
+        USPConfig().sp_degree = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("sp", "ulysses", "degrees"),
+    [(1, None, (1, 1)), (8, None, (8, 1)), (8, 1, (1, 8)), (8, 2, (2, 4)), (6, 3, (3, 2))],
+)
+def test_the_ring_takes_what_ulysses_leaves(sp, ulysses, degrees):
+    config = USPConfig(sp_degree=sp, ulysses_degree=ulysses)
+    assert (config.ulysses, config.ring) == degrees
+
+
+HOSTS: list[tuple[dict[str, Any], USPConfig]] = [
+    ({}, USPConfig()),
+    ({"hidden_size": 4}, USPConfig()),
+    ({"ds_sequence_parallel_size": 8}, USPConfig(sp_degree=8)),
+    (
+        {"ds_sequence_parallel_size": 8, "ulysses_degree": 4, "usp_layout": "striped"},
+        USPConfig(sp_degree=8, ulysses_degree=4, layout="striped"),
+    ),
+    (
+        {"usp_order": "ring-ulysses", "usp_kernel": "eager", "ulysses_degree": None},
+        USPConfig(order="ring-ulysses", kernel="eager"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), HOSTS)
+def test_a_hosts_arguments(given, expected):
+    assert USPConfig.from_args(Namespace(**given)) == expected
+
+
+def test_ranks_of_torchrun(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert torchrun_env() == TorchrunEnv(0, 1, 0, 1)
+    for name, value in zip(names, ("5", "8", "1", "4"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert torchrun_env() == TorchrunEnv(5, 8, 1, 4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(ConfigError, match="no LOCAL_WORLD_SIZE in its environment"):
+        torchrun_env()

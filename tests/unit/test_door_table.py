@@ -5,11 +5,8 @@ what a caller gets who says no more than that. What a default order trains is te
 tests/distributed/test_doors.py and where a row says.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
-import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable
 from dataclasses import fields
@@ -20,8 +17,6 @@ import megatron_patches
 from ds_usp import TokenLayout
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "examples_deepspeed" / "sequence_parallel"
-sys.path.insert(0, str(SCRIPTS))
 
 CALLER, LOADER = TokenLayout.CALLERS_KIND, TokenLayout.LOADERS_KIND
 
@@ -83,7 +78,7 @@ NAMES: dict[str, Doors] = {
 
 # Entry points with a parameter that is a token order by default: its name -> the default.
 ORDERS = {
-    # None is CALLER, compared with what a loader gave; tests/distributed/test_default_layout.py
+    # None is CALLER, compared with what a loader gave; tests/distributed/test_doors.py
     "ds_usp.USPAttention": None,
     "ds_usp.USPConfig": LOADER,
     "ds_usp.training.SequenceParallelDataLoader": CALLER,
@@ -207,12 +202,12 @@ def same(actual_names: Iterable[str], doors: Doors, where: str) -> None:
     assert len(rows) == len(set(rows)), f"{where}: a name has two rows"
 
 
-def test_every_public_name_has_a_row() -> None:
+def test_every_public_name_has_a_row():
     for module, doors in NAMES.items():
         same(importlib.import_module(module).__all__, doors, module)
 
 
-def test_every_setting_of_a_framework_has_a_row() -> None:
+def test_every_setting_of_a_framework_has_a_row():
     assert set(megatron_patches.frameworks()) == set(FRAMEWORKS)
     for framework, doors in FRAMEWORKS.items():
         same(
@@ -226,7 +221,7 @@ def settings_of(framework: str) -> type:
     return settings_type
 
 
-def test_every_flag_of_the_patched_framework_has_a_row() -> None:
+def test_every_flag_of_the_patched_framework_has_a_row():
     from megatron_patches.megatron_deepspeed import arguments
 
     parser = ArgumentParser(add_help=False)
@@ -234,7 +229,7 @@ def test_every_flag_of_the_patched_framework_has_a_row() -> None:
     same(flags_of(parser), FRAMEWORK_FLAGS, "Megatron-DeepSpeed")
 
 
-def test_every_flag_of_the_patched_megatron_lm_has_a_row() -> None:
+def test_every_flag_of_the_patched_megatron_lm_has_a_row():
     from megatron_patches.megatron_lm import arguments
 
     parser = ArgumentParser(add_help=False)
@@ -243,7 +238,7 @@ def test_every_flag_of_the_patched_megatron_lm_has_a_row() -> None:
     same(flags_of(parser), MEGATRON_LM_FLAGS, "Megatron-LM")
 
 
-def test_every_flag_of_the_trainer_has_a_row() -> None:
+def test_every_flag_of_the_trainer_has_a_row():
     from usp_trainer.arguments import build_parser
 
     same(flags_of(build_parser()), TRAINER_FLAGS, "the trainer")
@@ -253,7 +248,7 @@ def flags_of(parser: ArgumentParser) -> list[str]:
     return [name for action in parser._actions for name in action.option_strings]
 
 
-def test_every_setting_of_the_scripts_has_a_row() -> None:
+def test_every_setting_of_the_scripts_has_a_row():
     from launch_settings import DEFAULTS
 
     same(DEFAULTS, SETTINGS, "launch_settings.py")
@@ -267,7 +262,7 @@ def default_of(entry: Any, name: str) -> Any:
     return known[name].default if name in known else inspect.Parameter.empty
 
 
-def test_one_rule_gives_the_default_order() -> None:
+def test_one_rule_gives_the_default_order():
     orders = {}
     for module in NAMES:
         public = importlib.import_module(module)

@@ -1,33 +1,33 @@
-"""Which kernel serves a request, on which machine and with which libraries; why others do not."""
+"""Which kernel serves a request on which machine, why others do not; what stands in for CUDA."""
 
-from __future__ import annotations
-
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from fake_flash import BACKWARD, FORWARD, library
 from kernel_cases import BLOCKS, TOKENS, check_block, run_tile, tensors
-from stub_machine import MAKERS, Machine, efficient, flash2_in_torch, flash4, module
+from stub_machine import MAKERS, efficient, flash2_in_torch, flash4, module
 
 import ds_usp
-from ds_usp import MaskSpec, UnsupportedAttentionError
+from ds_usp import MaskSpec, UnsupportedAttentionError, lowlevel
+from ds_usp.comm import copy_engine
 from ds_usp.kernels import registry
-from ds_usp.kernels.api import (
-    AttentionKernel,
-    KernelRequest,
-    PaddedHeadDimKernel,
-    UnsuitableDeviceError,
-)
+from ds_usp.kernels.api import KernelRequest, PaddedHeadDimKernel, UnsuitableDeviceError
 from ds_usp.kernels.efficient import EfficientKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
 from ds_usp.kernels.flash3 import Flash3Kernel
 from ds_usp.kernels.registry import AUTO, KERNELS, KernelEntry, missing_libraries, select_kernel
 from ds_usp.kernels.score_mod import PLAIN, SOFTCAP, ScoreMod
 from ds_usp.kernels.varlen import SignatureAdapter
+from megatron_patches import PatchSet
+from megatron_patches.megatron_core import without_apex
+from megatron_patches.megatron_core.cpu_patch_table import training_without_gpu, without_gpu
 
 CAUSAL, WINDOW = MaskSpec.causal(), MaskSpec.window(3)
 
@@ -40,7 +40,7 @@ def on_gpu(dtype: torch.dtype, mask: MaskSpec = CAUSAL, head_dim: int = 64) -> K
     return KernelRequest("cuda", dtype, head_dim, mask)
 
 
-def test_the_registrys_names_are_the_kernels() -> None:
+def test_the_registrys_names_are_the_kernels():
     for entry in KERNELS:
         kernel, reason = registry._load(entry)
         assert (kernel is None) != (reason is None)
@@ -60,11 +60,11 @@ def test_the_registrys_names_are_the_kernels() -> None:
     ],
     ids=str,
 )
-def test_auto_takes_the_best_that_serves(wanted: KernelRequest, name: str, chosen: str) -> None:
+def test_auto_takes_the_best_that_serves(wanted, name, chosen):
     assert select_kernel(wanted, name).name == chosen
 
 
-def test_no_kernel_lists_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_lists_every_reason(monkeypatch):
     entry = KernelEntry("missing", "ds_usp.kernels.missing", "MissingKernel")
     monkeypatch.setattr(registry, "KERNELS", (*KERNELS, entry))
     with pytest.raises(UnsupportedAttentionError) as caught:
@@ -87,7 +87,7 @@ def test_no_kernel_lists_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_a_named_kernel_that_cannot_says_why(wanted: KernelRequest, name: str, reason: str) -> None:
+def test_a_named_kernel_that_cannot_says_why(wanted, name, reason):
     with pytest.raises(UnsupportedAttentionError, match=reason):
         select_kernel(wanted, name)
 
@@ -100,7 +100,7 @@ SCORE_MODS = {
 
 
 @pytest.mark.parametrize("name", SCORE_MODS)
-def test_only_kernels_that_declare_a_score_modifier_are_taken(name: str) -> None:
+def test_only_kernels_that_declare_a_score_modifier_are_taken(name):
     wanted = replace(request(torch.float32), score_mod=SCORE_MODS[name])
     assert select_kernel(wanted).name == "eager"
     assert select_kernel(replace(wanted, score_mod=PLAIN)).name == "sdpa"
@@ -108,7 +108,7 @@ def test_only_kernels_that_declare_a_score_modifier_are_taken(name: str) -> None
         select_kernel(wanted, "sdpa")
 
 
-def test_all_that_is_lacking_is_named() -> None:
+def test_all_that_is_lacking_is_named():
     score_mod = ScoreMod(2.0, True, 0.5)
     wanted = replace(request(torch.float32), value_dim=8, score_mod=score_mod, deterministic=True)
     with pytest.raises(UnsupportedAttentionError) as caught:
@@ -132,11 +132,8 @@ def forget_kernels() -> Iterator[Callable[[], None]]:
     ("version", "name"), [("2.6.0+cu124", "eager"), ("2.8.1", "eager"), ("2.9.0", "sdpa")]
 )
 def test_torch_without_grouped_heads_on_cpus_takes_the_eager_kernel(
-    version: str,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    forget_kernels: Callable[[], None],
-) -> None:
+    version, name, monkeypatch, forget_kernels
+):
     monkeypatch.setattr(torch, "__version__", version)
     forget_kernels()
     assert select_kernel(request(torch.float32)).name == name
@@ -149,18 +146,18 @@ def test_torch_without_grouped_heads_on_cpus_takes_the_eager_kernel(
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_all_flash_kernels_but_torchs_have_a_softcap(machine: Machine, make: Any) -> None:
+def test_all_flash_kernels_but_torchs_have_a_softcap(machine, make):
     capped = make not in (efficient, flash2_in_torch)
     assert make(machine).caps.score_features == ({SOFTCAP} if capped else frozenset())
 
 
-def test_flash2_caps_where_its_library_does_backward_too(machine: Machine) -> None:
+def test_flash2_caps_where_its_library_does_backward_too(machine):
     for version, capped in (("2.6.1", False), ("2.6.2", True), ("2.8.3.post1", True)):
         machine.flash_attn(version, library("flash_attn 2.6"))
         assert Flash2Kernel().caps.score_features == ({SOFTCAP} if capped else frozenset())
 
 
-def test_flash4_declares_what_its_version_has_on_this_gpu(machine: Machine) -> None:
+def test_flash4_declares_what_its_version_has_on_this_gpu(machine):
     kernel = flash4(machine)
     assert (kernel.caps.score_features, kernel.caps.deterministic) == ({SOFTCAP}, True)
     old = flash4(machine, create_softcap_scoremod=None)
@@ -182,8 +179,8 @@ UNKNOWN = {**library("flash_attn 2.8"), BACKWARD: lambda dout, q, k, v: None}
     ],
 )
 def test_flash2_is_torchs_where_the_package_is_not_one_that_is_supported(
-    machine: Machine, version: str | None, functions: dict[str, Any]
-) -> None:
+    machine, version, functions
+):
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the package was called")
 
@@ -200,7 +197,7 @@ def test_flash2_is_torchs_where_the_package_is_not_one_that_is_supported(
         Flash2Kernel()
 
 
-def test_a_function_without_a_parameter_is_refused_by_its_name(machine: Machine) -> None:
+def test_a_function_without_a_parameter_is_refused_by_its_name(machine):
     def forward(q, k, v, softmax_scale, causal, window_size):  # type: ignore[no-untyped-def]
         """As before 2025, with the log-sum-exp elsewhere."""
 
@@ -213,7 +210,7 @@ def test_a_function_without_a_parameter_is_refused_by_its_name(machine: Machine)
         Flash3Kernel()
 
 
-def test_an_operator_of_torch_is_called_by_its_functions_parameters() -> None:
+def test_an_operator_of_torch_is_called_by_its_functions_parameters():
     @torch.library.custom_op("fake_flash::forward", mutates_args=())
     def forward(
         q: torch.Tensor, unused: torch.Tensor | None, softmax_scale: float, causal: bool,
@@ -236,15 +233,13 @@ def test_an_operator_of_torch_is_called_by_its_functions_parameters() -> None:
         (EfficientKernel, (3, 7), "5.0, this one has 3.7"),
     ],
 )
-def test_other_generations_are_refused(
-    machine: Machine, kernel: type[AttentionKernel], generation: tuple[int, int], needs: str
-) -> None:
+def test_other_generations_are_refused(machine, kernel, generation, needs):
     machine.gpu(*generation)
     with pytest.raises(UnsuitableDeviceError, match=needs):
         kernel()
 
 
-def test_bf16_begins_with_ampere(machine: Machine) -> None:
+def test_bf16_begins_with_ampere(machine):
     machine.gpu(7, 5)
     assert select_kernel(on_gpu(torch.bfloat16)).name == "eager"
     assert select_kernel(on_gpu(torch.float16)).name == "efficient"
@@ -253,7 +248,7 @@ def test_bf16_begins_with_ampere(machine: Machine) -> None:
     assert torch.bfloat16 in EfficientKernel.caps.dtypes
 
 
-def test_missing_libraries_are_named_and_unsuitable_devices_are_not(machine: Machine) -> None:
+def test_missing_libraries_are_named_and_unsuitable_devices_are_not(machine):
     machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     text = missing_libraries(on_gpu(torch.bfloat16))
     assert text is not None and "\n" not in text
@@ -274,13 +269,13 @@ def test_missing_libraries_are_named_and_unsuitable_devices_are_not(machine: Mac
     assert missing_libraries(on_gpu(torch.float16, head_dim=256)) is None
 
 
-def test_an_older_gpu_misses_nothing(machine: Machine) -> None:
+def test_an_older_gpu_misses_nothing(machine):
     machine.gpu(8)
     assert select_kernel(on_gpu(torch.bfloat16)).name == "flash2"
     assert missing_libraries(on_gpu(torch.bfloat16)) is None
 
 
-def test_documents_go_to_a_kernel_that_takes_them_in_one_call(machine: Machine) -> None:
+def test_documents_go_to_a_kernel_that_takes_them_in_one_call(machine):
     machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     plain = on_gpu(torch.bfloat16)
     packed = replace(plain, documents=True)
@@ -292,7 +287,7 @@ def test_documents_go_to_a_kernel_that_takes_them_in_one_call(machine: Machine) 
     assert text is not None and "cudnn" not in text and "flash3 (" in text
 
 
-def test_head_dims_are_counted_as_the_kernel_gets_them(machine: Machine) -> None:
+def test_head_dims_are_counted_as_the_kernel_gets_them(machine):
     wanted = replace(on_gpu(torch.bfloat16, CAUSAL, 192), value_dim=132)
     served = select_kernel(wanted, "flash2")  # as 192 and 192
     assert isinstance(served, PaddedHeadDimKernel) and served.name == "flash2"
@@ -303,7 +298,7 @@ def test_head_dims_are_counted_as_the_kernel_gets_them(machine: Machine) -> None
     assert isinstance(select_kernel(replace(wanted, value_dim=128), "efficient"), EfficientKernel)
 
 
-def test_head_dims_above_128_on_hopper(machine: Machine) -> None:
+def test_head_dims_above_128_on_hopper(machine):
     def served(name: str, dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> str:
         wanted = replace(on_gpu(dtype, CAUSAL, dims[0]), value_dim=dims[1])
         for cache in (select_kernel, registry._load):
@@ -346,7 +341,7 @@ def test_head_dims_above_128_on_hopper(machine: Machine) -> None:
         assert served(name, (128, 64)) == "(128, 128)"
 
 
-def test_determinism_moves_auto_to_kernels_that_have_it(machine: Machine) -> None:
+def test_determinism_moves_auto_to_kernels_that_have_it(machine):
     machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     wanted = on_gpu(torch.bfloat16)
     exact = replace(wanted, deterministic=True)
@@ -356,7 +351,7 @@ def test_determinism_moves_auto_to_kernels_that_have_it(machine: Machine) -> Non
     assert select_kernel(replace(exact, dtype=torch.float32)).name == "efficient"
 
 
-def test_torchs_switch_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_switch_asks_for_determinism(monkeypatch):
     mesh = ds_usp.SequenceMesh.single()
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     layout = mesh.layout("contiguous", 8)
@@ -375,3 +370,168 @@ def test_torchs_switch_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> 
             torch.use_deterministic_algorithms(False)
     # The third and fourth are calls of a kind that was planned before.
     assert [request.deterministic for request in requests] == [False, True]
+
+
+Call = tuple[str, tuple[int, ...], tuple[Any, ...]]
+
+
+class Kernel:
+    """Records what was launched: the kernel by Triton, or what it compiled."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **constants: Any) -> Any:
+            self.calls.append(("triton", grid, (*args, *constants.values())))
+            return _Compiled(self.calls)
+
+        return launch
+
+
+class _Compiled:
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.calls.append(("compiled", grid, args))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(lowlevel, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(lowlevel, "_launcher_passes_constexprs", lambda: True)
+    return Kernel()
+
+
+def test_an_equal_launch_uses_the_compiled_kernel(kernel):
+    launcher = lowlevel.CachedLauncher(kernel)
+    x, y = torch.zeros(64), torch.ones(64)
+    for tensor in (x, y):
+        launcher((9, 2), (tensor,), (3, 16), BLOCK=8)
+    kind, grid, (pointer, *rest) = kernel.calls[0]
+    assert kind == "triton" and grid == (9, 2) and rest == [3, 16, 8, 4]
+    assert pointer.data_ptr() == x.data_ptr() and pointer.dtype == x.dtype
+    assert kernel.calls[1] == ("compiled", (9, 2, 1), (y.data_ptr(), 3, 16, 8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"numbers": (3, 17)},
+        {"numbers": (3, 1)},
+        {"BLOCK": 16},
+        {"num_warps": 8},
+        {"tensors": (torch.zeros(64)[1:],)},
+        {"tensors": (torch.zeros(64, dtype=torch.bfloat16),)},
+    ],
+    ids=str,
+)
+def test_what_triton_compiles_anew_is_launched_by_triton(kernel, change):
+    launcher = lowlevel.CachedLauncher(kernel)
+    args: dict[str, Any] = {"tensors": (torch.zeros(64),), "numbers": (3, 16), "BLOCK": 8}
+    for options in (args, args | change, args, args | change):
+        rest = dict(options)
+        launcher((7,), rest.pop("tensors"), rest.pop("numbers"), **rest)
+    assert [call[0] for call in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
+
+
+def test_an_unknown_triton_version_launches_itself(kernel, monkeypatch):
+    monkeypatch.setattr(lowlevel, "_launcher_passes_constexprs", lambda: False)
+    launcher = lowlevel.CachedLauncher(kernel)
+    for _ in range(3):
+        launcher((1,), (torch.zeros(4),), (4,))
+    assert [call[0] for call in kernel.calls] == ["triton"] * 3
+
+
+def test_the_cache_is_bounded(kernel):
+    launcher = lowlevel.CachedLauncher(kernel)
+    for number in range(3000):
+        launcher((1,), (torch.zeros(4),), (number,))
+    assert len(launcher._cache) <= 1024
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """The patches of torch alone: they need no megatron-core."""
+    patches = PatchSet("torch", (x for x in without_gpu() if x.target.startswith("torch")))
+    patches.apply()
+    try:
+        assert patches.stale() == ()
+        yield
+    finally:
+        patches.restore()
+
+
+def test_a_gpu_leaves_them_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    targets = {x.target for x in (*without_gpu(), *training_without_gpu()) if x.applies}
+    assert targets == {x.target for x in without_apex.patches()}
+
+
+@NO_GPU
+def test_tensors_are_made_on_the_cpu(on_cpu):
+    x = torch.ones(3, device="cuda", pin_memory=True)
+    same = (x.cuda(), x.to("cuda:1"), x.to(torch.device("cuda")), x.pin_memory())
+    assert all(y.device.type == "cpu" and y.data_ptr() == x.data_ptr() for y in same)
+    assert torch.zeros_like(x, device=torch.cuda.current_device()).device.type == "cpu"
+    assert x.to("cuda", torch.float64).dtype == torch.float64
+    assert torch.empty(2, device="meta").device.type == "meta"
+    assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+
+
+@NO_GPU
+def test_streams_have_nothing_to_wait_for(on_cpu):
+    stream = torch.cuda.Stream(device=torch.cuda.current_device())
+    with torch.cuda.stream(stream):
+        event = stream.record_event()
+    stream.wait_stream(torch.cuda.current_stream())
+    event.wait(stream)
+    torch.cuda.synchronize()
+    assert event.query()
+
+
+@NO_GPU
+def test_random_states_are_those_of_the_cpu(on_cpu):
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(4, device="cuda"))
+
+
+@NO_GPU
+def test_restored_torch_refuses_cuda_again():
+    patches = PatchSet("torch", (x for x in without_gpu() if x.target.startswith("torch")))
+    before = torch.empty, torch.cuda.Stream
+    patches.apply()
+    patches.restore()
+    assert (torch.empty, torch.cuda.Stream) == before
+    assert not {"cuda", "to", "type", "pin_memory"} & vars(torch.Tensor).keys()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.empty(1, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        (ImportError("No module named 'cuda'"), "cuda-bindings is missing"),
+        (SimpleNamespace(cuDriverGetVersion=lambda: (34, 0)), "error 34"),  # a stub of it
+        (SimpleNamespace(cuDriverGetVersion=lambda: (0, 11040)), "CUDA 11.4"),
+        (SimpleNamespace(cuDriverGetVersion=lambda: (0, 11070)), "None"),
+    ],
+)
+def test_copy_engines_are_off_where_the_driver_cannot_be_used(installed, reason):
+    copy_engine.driver.cache_clear()
+    with (
+        mock.patch.object(copy_engine, "import_module", side_effect=[None, installed]),
+        mock.patch.object(torch.version, "cuda", "12.4"),
+        mock.patch.object(torch.cuda, "device_count", lambda: 2),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(torch.cuda, "can_device_access_peer", lambda *_: True),
+    ):
+        assert reason in str(copy_engine.peer_copy_unavailable_reason(2))
+    copy_engine.driver.cache_clear()

@@ -1,8 +1,8 @@
-"""TokenLayout: a permutation of the sequence, cut fairly, and put back together exactly."""
+"""Layouts: permutations of the sequence, cut fairly and put back together exactly."""
 
-from __future__ import annotations
-
+import random
 from collections.abc import Callable
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from megatron.core import utils as megatron_utils
 from properties import examples
 
-from ds_usp import LayoutError, TokenLayout
+from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
+from ds_usp.geometry.joint import ContinuedLayout, JointLayout
+from ds_usp.geometry.layout import Run
+from ds_usp.geometry.rank_pair_balance import SearchBudget, rebalance_pair
+from ds_usp.geometry.ring_schedule import ring_schedule
+from ds_usp.geometry.token_slices import TokenSlices
 
 MESHES = [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 5)]
 
@@ -43,7 +48,7 @@ UNEVEN = {"contiguous": 1, "zigzag": 2, "striped": 1, "context_parallel": 2, "ba
 
 @given(layouts())
 @examples(200)
-def test_a_layout_is_a_permutation_split_over_the_ranks(layout: TokenLayout) -> None:
+def test_a_layout_is_a_permutation_split_over_the_ranks(layout):
     permutation, inverse = layout.permutation(), layout.inverse()
     assert sorted(permutation) == list(range(layout.seq_len))
     assert [permutation[i] for i in inverse] == list(range(layout.seq_len))
@@ -77,7 +82,7 @@ def test_a_layout_is_a_permutation_split_over_the_ranks(layout: TokenLayout) -> 
 
 
 @pytest.mark.parametrize("order", ALL_ORDERS)
-def test_coords_follow_the_order(order: str) -> None:
+def test_coords_follow_the_order(order):
     layout = even("zigzag", 2, 3, order)
     points = [layout.coords(rank) for rank in range(6)]
     assert [layout.sp_rank(*point) for point in points] == list(range(6))
@@ -94,13 +99,13 @@ EIGHTHS = {
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("kind", EIGHTHS)
-def test_ring_ranks_hold_the_chunks_of_their_kind(kind: str, ulysses: int) -> None:
+def test_ring_ranks_hold_the_chunks_of_their_kind(kind, ulysses):
     layout = TokenLayout(kind, 64, ulysses, 4)
     assert [{p // 8 for p in layout.ring_positions(rank)} for rank in range(4)] == EIGHTHS[kind]
 
 
 @pytest.mark.parametrize("seq_len", [24, 29])
-def test_striped_deals_tokens_out_one_by_one(seq_len: int) -> None:
+def test_striped_deals_tokens_out_one_by_one(seq_len):
     layout = TokenLayout("striped", seq_len, 2, 3)
     for rank in range(3):
         assert layout.ring_positions(rank) == list(range(rank, seq_len, 3))
@@ -108,9 +113,7 @@ def test_striped_deals_tokens_out_one_by_one(seq_len: int) -> None:
 
 @pytest.mark.parametrize("order", ALL_ORDERS)
 @pytest.mark.parametrize(("ulysses", "ring"), MESHES)
-def test_context_parallel_is_megatrons_slice(
-    ulysses: int, ring: int, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_context_parallel_is_megatrons_slice(ulysses, ring, order, monkeypatch):
     layout = even("context_parallel", ulysses, ring, order)
     monkeypatch.setattr(megatron_utils, "get_pg_size", lambda group: layout.degree)
     monkeypatch.setattr(megatron_utils, "get_pg_rank", lambda group: group)
@@ -128,7 +131,7 @@ def strided(shape: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("make", [torch.randn, strided], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
-def test_gather_undoes_shard(kind: str, dim: int, make: Callable[..., torch.Tensor]) -> None:
+def test_gather_undoes_shard(kind, dim, make):
     for seq_len in (16, 19):
         layout = TokenLayout(kind, seq_len, 2, 2)
         shape = [2, 3, 5]
@@ -147,7 +150,7 @@ def test_gather_undoes_shard(kind: str, dim: int, make: Callable[..., torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16], ids=str)
-def test_shards_keep_the_dtype(dtype: torch.dtype) -> None:
+def test_shards_keep_the_dtype(dtype):
     layout = even("zigzag", 2, 2)
     x = torch.randint(0, 2, (2, layout.seq_len)).to(dtype)
     shards = [layout.shard(x, 1, rank) for rank in range(4)]
@@ -156,7 +159,7 @@ def test_shards_keep_the_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
-def test_gradients_flow_through_shard_and_gather(kind: str) -> None:
+def test_gradients_flow_through_shard_and_gather(kind):
     layout = TokenLayout(kind, 19, 2, 2)
     x = torch.randn(2, 19, 3, requires_grad=True)
     weight = torch.randn(2, 19, 3)
@@ -170,7 +173,7 @@ def test_gradients_flow_through_shard_and_gather(kind: str) -> None:
     torch.testing.assert_close(grad, weight * owner, rtol=0, atol=0)
 
 
-def test_a_layout_is_a_value_that_prints() -> None:
+def test_a_layout_is_a_value_that_prints():
     layout = TokenLayout("striped", 64, ulysses=2, ring=4)
     assert layout == TokenLayout("striped", 64, 2, 4) != TokenLayout("striped", 64, 4, 2)
     assert hash(layout) == hash(TokenLayout("striped", 64, 2, 4))
@@ -198,6 +201,10 @@ WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: LAYOUT.shard(X[:, :15], 1, 0),
         ["the full tensor has 15 tokens along dim 1 of (2, 15, 3)", "puts 16 there"],
     ),
+    "fewer tokens than ranks": (
+        lambda: ContinuedLayout.after(TokenLayout("contiguous", 6, 4, 1), 3),
+        ["3 tokens leave a rank"],
+    ),
     "too few shards": (lambda: LAYOUT.gather(SHARDS[:3], 1), ["3 shards", "the 4 of"]),
     "short shard": (
         lambda: LAYOUT.gather([*SHARDS[:3], SHARDS[3][:, :2]], 1),
@@ -215,7 +222,7 @@ WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_does_not_fit_is_refused_with_the_numbers(wrong: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_numbers(wrong):
     call, messages = WRONG[wrong]
     with pytest.raises(LayoutError) as caught:
         call()
@@ -223,7 +230,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(wrong: str) -> None:
         assert message in str(caught.value)
 
 
-def test_too_short_a_sequence_is_refused_and_the_advice_helps() -> None:
+def test_too_short_a_sequence_is_refused_and_the_advice_helps():
     refused = 0
     for kind in ALL_LAYOUTS:
         for ulysses, ring in MESHES:
@@ -237,3 +244,179 @@ def test_too_short_a_sequence_is_refused_and_the_advice_helps() -> None:
                     assert min(map(layout.length, range(layout.degree))) >= 1
             TokenLayout(kind, 2 * ulysses * ring, ulysses, ring)
     assert refused
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(4, 1), (2, 2), (1, 4), (3, 2)])
+def test_continued_shards_are_even_with_those_before(ulysses, ring):
+    ranks = range(ulysses * ring)
+    for image, text in product(range(6, 20), range(6, 14)):
+        one = TokenLayout("contiguous", image, ulysses, ring)
+        other = ContinuedLayout.after(one, text)
+        assert [p for rank in ranks for p in other.positions(rank)] == list(range(text))
+        both = TokenLayout("contiguous", image + text, ulysses, ring)
+        lengths = [one.length(rank) + other.length(rank) for rank in ranks]
+        assert lengths == [both.length(rank) for rank in ranks]
+        for front in (True, False):
+            joint = JointLayout.of(one, text, front, continued=True)
+            shift = {True: (0, text), False: (image, 0)}[front]
+            for rank in ranks:
+                texts = [p + shift[0] for p in other.positions(rank)]
+                images = [p + shift[1] for p in one.positions(rank)]
+                assert joint.positions(rank) == (texts + images if front else images + texts)
+
+
+def test_a_joint_layout_says_whether_it_continues():
+    one = TokenLayout("contiguous", 6, 4, 1)
+    assert "continued" in str(JointLayout.of(one, 5, True, continued=True))
+    assert "continued" not in str(JointLayout.of(one, 5, True))
+
+
+def slices_of(layout: TokenLayout, ring_rank: int) -> TokenSlices | None:
+    return TokenSlices.of_runs(layout.runs(ring_rank), layout.ulysses)
+
+
+@pytest.mark.parametrize("rest", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("ulysses", [1, 2, 3, 4])
+@pytest.mark.parametrize("ring", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "context_parallel"])
+def test_slices_lead_to_the_tokens_that_a_rank_holds(kind, ring, ulysses, rest):
+    layout = TokenLayout(kind, 12 * ulysses * ring + rest, ulysses, ring)
+    for ring_rank in range(ring):
+        slices = slices_of(layout, ring_rank)
+        assert slices is not None
+        assert slices.in_rank_order == (kind != "context_parallel" or ulysses == 1)
+        ranks = [layout.sp_rank(rank, ring_rank) for rank in range(ulysses)]
+        assert slices.lengths == [layout.length(rank) for rank in ranks]
+        tokens = sorted(position for rank in ranks for position in layout.positions(rank))
+        for rank, of_rank in zip(ranks, slices.of_rank, strict=True):
+            held = layout.positions(rank)
+            for start, stop, row in of_rank:
+                assert tokens[start:stop] == held[row : row + stop - start]
+            assert sum(x.length for x in of_rank) == len(held)
+
+
+def test_slices_of_many_documents_and_in_another_order_are_none():
+    layout = TokenLayout("context_parallel", 32, 2, 1, documents=(0, 16, 32))
+    assert slices_of(layout, 0) is None
+    assert TokenSlices.of_runs([Run(0, 2, 2), Run(1, 0, 4), Run(0, 0, 2)], 2) is None
+    assert TokenSlices.of_runs([Run(0, 0, 4)], 2) is None, "a rank without tokens"
+
+
+def log_uniform(seed: int, tokens: int, shortest: int, longest: int) -> list[int]:
+    """Borders of documents whose lengths are log-uniform, the last one cut."""
+    draw, borders = random.Random(seed), [0]
+    while borders[-1] < tokens:
+        length = int(shortest * (longest / shortest) ** draw.random())
+        borders.append(min(tokens, borders[-1] + length))
+    return borders
+
+
+def imbalance(borders: list[int], ring: int) -> float:
+    """Work of the busiest ring rank over the mean, query by query; work adds up."""
+    layout = TokenLayout("balanced", borders[-1], 2, ring, documents=borders)
+    lengths = torch.tensor([b - a for a, b in pairwise(borders)])
+    starts = torch.tensor(borders[:-1]).repeat_interleave(lengths)
+    pairs = torch.arange(borders[-1]) - starts + 1
+    work = [int(pairs[layout.ring_positions(rank)].sum()) for rank in range(ring)]
+    assert sum(work) == int(pairs.sum())
+    return max(work) * ring / sum(work)
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8])
+@pytest.mark.parametrize("longest", [512, 8192, 32768])
+def test_work_is_balanced(ring, longest):
+    assert imbalance(log_uniform(ring, 1 << 17, 64, longest), ring) <= 1.05
+
+
+def test_few_documents_are_rebalanced_until_ranks_are_even():
+    """A greedy split leaves 3 to 5 % here; one document split in the right place evens it."""
+    imbalances = [
+        imbalance(log_uniform(seed, 1 << 15, 512, 8192), ring)
+        for seed in range(20)
+        for ring in (2, 4)
+    ]
+    assert max(imbalances) <= 1.03
+    assert sorted(imbalances)[len(imbalances) // 2] <= 1.005
+
+
+@given(st.data(), st.integers(0, 10**6), st.integers(2, 400), st.sampled_from([3, 40, 400]))
+@examples(100)
+def test_rebalancing_keeps_the_tokens_of_both_ranks(data, seed, tokens, longest):
+    borders = log_uniform(seed, tokens, 1, longest)
+    splits = data.draw(st.sets(st.integers(0, tokens), max_size=6)) | {0, tokens}
+    runs = data.draw(st.permutations(list(pairwise(sorted(splits)))))
+    at = data.draw(st.integers(0, len(runs)))
+    budget = SearchBudget(data.draw(st.sampled_from([0, 100, 5000])))
+    before, after = (runs[:at], runs[at:]), rebalance_pair(borders, runs[:at], runs[at:], budget)
+    for old, new in zip(before, after, strict=True):
+        assert sum(b - a for a, b in old) == sum(b - a for a, b in new)
+    assert sorted(i for run in (*after[0], *after[1]) for i in range(*run)) == list(range(tokens))
+    loads = [
+        max(sum(pairs_seen(borders, *run) for run in side) for side in pair)
+        for pair in (before, after)
+    ]
+    assert loads[1] <= loads[0]
+
+
+def pairs_seen(borders: list[int], start: int, stop: int) -> int:
+    """(query, key) pairs, query by query."""
+    return sum(i - max(b for b in borders if b <= i) + 1 for i in range(start, stop))
+
+
+def test_short_documents_stay_whole_and_nothing_of_them_travels():
+    tokens = 1 << 14
+    borders = list(range(0, tokens + 1, 128))
+    layout = TokenLayout("balanced", tokens, 1, 4, documents=borders)
+    plans = [ring_schedule(layout, MaskSpec.causal(borders), rank) for rank in range(4)]
+    assert all(len(plan.steps) == 1 and len(plan.steps[0].calls) == 1 for plan in plans)
+    assert {plan.pairs for plan in plans} == {32 * 128 * 129 // 2}
+    # Neighbours stay together: shards are few runs, which copies go by.
+    assert all(len(layout.ring_segments(rank)) <= 32 for rank in range(4))
+
+
+def test_one_document_is_a_zigzag():
+    for ring in (1, 2, 5):
+        one = TokenLayout("balanced", 60 * ring, 1, ring, documents=[0, 60 * ring])
+        zigzag = TokenLayout("zigzag", 60 * ring, 1, ring)
+        assert [one.segments(r) for r in range(ring)] == [zigzag.segments(r) for r in range(ring)]
+
+
+WRONG_DOCUMENTS: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+    "no documents": (("balanced", 16, 1, 2), LayoutError, "none were given"),
+    "of each sample": (
+        ("balanced", 16, 1, 2, "ulysses-ring", [[0, 16], [0, 4, 16]]),
+        LayoutError,
+        "borders for each of 2 samples, and all samples of a batch share one layout",
+    ),
+    "another length": (
+        ("balanced", 16, 1, 2, "ulysses-ring", [0, 15]),
+        LayoutError,
+        "end at 15, the sequence has 16",
+    ),
+    "does not divide": (
+        ("context_parallel", 16, 1, 2, "ulysses-ring", [0, 6, 16]),
+        LayoutError,
+        "of 6 tokens does not divide into 4 chunks",
+    ),
+    "another layout": (("zigzag", 16, 1, 2, "ulysses-ring", [0, 16]), LayoutError, "'zigzag'"),
+    "no borders": (("balanced", 16, 1, 2, "ulysses-ring", [3, 16]), ConfigError, "from 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_DOCUMENTS)
+def test_what_does_not_fit_is_refused(name):
+    arguments, error, message = WRONG_DOCUMENTS[name]
+    with pytest.raises(error, match=message):
+        TokenLayout(*arguments)
+
+
+def test_megatron_cores_packed_order_is_a_zigzag_for_each_document():
+    layout = TokenLayout("context_parallel", 24, 1, 2, documents=[0, 8, 24])
+    assert layout.positions(0) == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
+    assert layout.positions(1) == [2, 3, 4, 5, *range(12, 20)]
+
+
+def test_a_layout_of_documents_is_a_value_that_prints():
+    layout = TokenLayout("balanced", 8, 1, 2, documents=torch.tensor([0, 3, 8]))
+    assert layout == TokenLayout("balanced", 8, 1, 2, documents=[0, 3, 3, 8])
+    assert str(layout) == "balanced(8 tokens in documents 0-3-8, ulysses 1 x ring 2)"

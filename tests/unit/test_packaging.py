@@ -1,8 +1,9 @@
-"""The wheel: built without isolation, installed into an empty folder, used from there."""
+"""The wheel, the links of the docs, the fast tier of the tests."""
 
-from __future__ import annotations
-
+import ast
+import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
+import fast_tier
 import pytest
+import reference_pages
 
 from ds_usp import _version
 
@@ -58,7 +61,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield path
 
 
-def test_the_wheel_says_its_commit_extras_and_program(wheel: Path) -> None:
+def test_the_wheel_says_its_commit_extras_and_program(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (folder,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
@@ -78,7 +81,7 @@ def test_the_wheel_says_its_commit_extras_and_program(wheel: Path) -> None:
     assert flash4.startswith("flash-attn-4>=4.0.0b")  # a pre-release: pip takes it without --pre
 
 
-def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_runs(wheel, tmp_path):
     """From a folder that knows no checkout: env says what is there, verify's sweep is exact."""
     target = tmp_path / "target"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -92,7 +95,7 @@ def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     assert printed.splitlines()[-1] == "EXACT (18 exact, 0 WRONG, 0 refused)"
 
 
-def test_the_source_distribution_holds_a_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_the_source_distribution_holds_a_checkout(checkout, tmp_path):
     """It builds the same wheel without git: it says its commit itself."""
     run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=checkout)
     (path,) = tmp_path.glob("*.tar.gz")
@@ -112,3 +115,150 @@ def test_the_source_distribution_holds_a_checkout(checkout: Path, tmp_path: Path
         assert name in names, name
     assert not any("__pycache__" in name or name.endswith(".log") for name in names)
     assert not (checkout / "ds_usp" / _version.COMMIT_FILE).exists()
+
+
+RESULTS = ROOT / "scripts" / "bench" / "results"
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+# A path in the repository: it begins with one of these folders and holds no placeholder.
+FOLDERS = "docs|ds_usp|megatron_patches|examples_deepspeed|scripts|tests"
+REPOSITORY_PATH = re.compile(rf"(?:{FOLDERS})/[\w./-]*[\w/]")
+RESULT_FILE = re.compile(r"[\w-]+\.(?:csv|svg|jsonl?)")
+# Files of results that a command or a program writes, not of this repository.
+OUTPUTS = {
+    "cluster.json", "communication.csv", "communication_timeline.json",
+    "config.json", "documents.csv",
+    "ds_config.json", "F.csv",
+    "links.csv", "loss.svg", "memory.csv", "memory.svg", "metrics.jsonl", "moments.csv", "runs.csv",
+    "validation.csv",
+}  # fmt: skip
+
+
+def markdown_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    names = listed.stdout.split() or [str(p) for p in ROOT.rglob("*.md") if ".venv" not in p.parts]
+    return sorted(path for name in names if (path := ROOT / name).is_file())
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of the headings of a file."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def missing(path: Path, text: str) -> list[str]:
+    """What a file refers to and does not exist."""
+    wrong = []
+    for target in LINK.findall(FENCED.sub("", text)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists():
+            wrong.append(target)
+            continue
+        if anchor and anchor not in anchors(file.read_text(encoding="utf-8") if name else text):
+            wrong.append(target)
+    for code in CODE.findall(FENCED.sub("", text)):
+        wrong += [
+            name
+            for name in REPOSITORY_PATH.findall(code)
+            if code.startswith(name) and not (ROOT / name).exists()
+        ]
+        if RESULT_FILE.fullmatch(code) and code not in OUTPUTS:
+            wrong += [] if (RESULTS / code).exists() or (path.parent / code).exists() else [code]
+    return wrong
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_paths_exist(path):
+    assert missing(path, path.read_text(encoding="utf-8")) == []
+
+
+def test_a_missing_file_anchor_and_path_are_found():
+    text = "# One thing\n[a](no.md) [b](#one-thing) [c](#two) `ds_usp/no.py` `docs/` `no.csv`"
+    assert missing(ROOT / "README.md", text) == ["no.md", "#two", "ds_usp/no.py", "no.csv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "words"), [("README.md", 150, 1300), ("ARCHITECTURE.md", 150, 1500)]
+)
+def test_the_first_pages_are_short(name, lines, words):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= lines and len(text.split()) <= words
+
+
+def test_every_result_is_in_the_index():
+    index = (RESULTS / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in RESULTS.iterdir()} - {"README.md"}
+    listed = re.findall(r"`([\w.]+\.(?:csv|svg|jsonl?|txt))`", index.partition("|---")[2])
+    assert names == set(listed)
+
+
+def test_the_reference_pages_build(tmp_path, monkeypatch):
+    """With every public name and every command, each under a heading."""
+    pytest.importorskip("diffusers")  # which needs Python 3.11
+    monkeypatch.setattr(reference_pages, "GENERATED", tmp_path / "generated")
+    assert reference_pages.main([]) == 0
+    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*/*.md")}
+    names = [
+        name for module in reference_pages.MODULES for name, _ in reference_pages.members(module)
+    ]
+    assert re.findall(r"^### (.+)$", pages["api.md"], re.MULTILINE) == names
+    commands = [command.strip() for command in reference_pages.COMMANDS]
+    assert re.findall(r"^## (.+)$", pages["command-line.md"], re.MULTILINE) == commands
+
+
+def test_the_reference_says_where_every_public_name_is():
+    page = (ROOT / "docs" / "reference" / "README.md").read_text(encoding="utf-8")
+    for module, topic in reference_pages.MODULES.items():
+        file = Path(importlib.import_module(module).__file__ or "").relative_to(ROOT)
+        assert f"| `{module}` | {topic} | `{file.as_posix()}` |" in page
+
+
+def strings(path: Path) -> str:
+    """All string literals of a module, in order, f-strings' parts among them."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    texts = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    ordered = sorted(texts, key=lambda n: (n.lineno, n.col_offset))
+    return " ".join("".join(str(n.value) for n in ordered).split())
+
+
+def test_messages_in_troubleshooting_are_raised_somewhere():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page.partition("## Error messages")[2].partition("## Questions")[0]
+    messages = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    sources = [
+        strings(path)
+        for folder in ("ds_usp", "megatron_patches")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(messages) > 15
+    for message in messages:
+        parts = [part.strip() for part in message.split("...")]
+        assert any(all(part in source for part in parts) for source in sources), message
+
+
+def test_cases_are_spread_over_their_function():
+    assert fast_tier.spread(10, 3) == {0, 3, 6}
+    assert fast_tier.spread(2, 5) == {0, 1}
+    assert fast_tier.function_of("tests/unit/test_x.py::test_y[a[0]]") == "unit/test_x.py::test_y"
+
+
+@pytest.mark.parametrize(
+    ("when", "seconds", "outcome"),
+    [("call", 9.0, "failed"), ("call", 4.9, "passed"), ("setup", 9.0, "passed")],
+)
+def test_a_case_that_is_too_slow_fails_the_tier(when, seconds, outcome):
+    report = pytest.TestReport("a", ("", 0, ""), {}, "passed", None, when, duration=seconds)
+    fast_tier.fail_if_slow(report)
+    assert report.outcome == outcome
+    if report.failed:
+        assert "a took 9.0 s in the fast tier, at most 5 are allowed" in str(report.longrepr)

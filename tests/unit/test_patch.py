@@ -1,8 +1,7 @@
 """Patches are applied together or not at all, and only to the source that they were written for."""
 
-from __future__ import annotations
-
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -109,7 +108,7 @@ def louder(original: Callable[..., str], *args: object) -> str:
 TRIPLED = partial(patch, "double", times_three)
 
 
-def test_all_kinds_apply_and_restore(framework: ModuleType) -> None:
+def test_all_kinds_apply_and_restore(framework):
     layer, wide, user = framework.Layer, framework.Wide, sys.modules[USER]
     before = dict(vars(framework)), dict(vars(layer)), dict(vars(wide))
     patches = PatchSet(
@@ -136,14 +135,14 @@ def test_all_kinds_apply_and_restore(framework: ModuleType) -> None:
     assert framework.double(1) == 6
 
 
-def test_names_that_hold_a_replaced_object_are_reported(framework: ModuleType) -> None:
+def test_names_that_hold_a_replaced_object_are_reported(framework):
     patches = PatchSet("doctored", (TRIPLED(also_in=(f"{USER}:double",)),))
     assert patches.stale() == ()
     patches.apply()
     assert patches.stale() == (f"{USER}:renamed",)
 
 
-def test_a_second_apply_is_refused_and_changes_nothing(framework: ModuleType) -> None:
+def test_a_second_apply_is_refused_and_changes_nothing(framework):
     first = PatchSet("doctored", (TRIPLED(),))
     first.apply()
     for patches in (first, PatchSet("other", (patch("LIMIT", 9, "replace"), TRIPLED()))):
@@ -163,15 +162,13 @@ def test_a_second_apply_is_refused_and_changes_nothing(framework: ModuleType) ->
         (patch("gone", times_three), "gone does not exist"),
     ],
 )
-def test_an_error_half_way_leaves_nothing_changed(
-    framework: ModuleType, bad: Patch, message: str
-) -> None:
+def test_an_error_half_way_leaves_nothing_changed(framework, bad, message):
     with pytest.raises(PatchError, match=message):
         PatchSet("doctored", (TRIPLED(), bad)).apply(unchecked=True)
     assert (framework.double(1), applied_sets()) == (2, ())
 
 
-def test_the_fingerprint_ignores_comments_and_formatting(edit: Callable[..., ModuleType]) -> None:
+def test_the_fingerprint_ignores_comments_and_formatting(edit):
     def fingerprints(*replacements: tuple[str, str]) -> list[str]:
         framework = edit(*replacements)
         layer = framework.Layer
@@ -186,9 +183,7 @@ def test_the_fingerprint_ignores_comments_and_formatting(edit: Callable[..., Mod
     assert fingerprints(("2 * x", "x * 2"))[0] != known[0]
 
 
-def test_all_mismatches_are_reported_together(
-    edit: Callable[..., ModuleType], framework: ModuleType
-) -> None:
+def test_all_mismatches_are_reported_together(edit, framework):
     known = fingerprint(framework.double)
     one_of = Guard(source_sha256=("0" * 16, fingerprint(framework.Layer.size)))
     patches = PatchSet(
@@ -228,7 +223,7 @@ def test_all_mismatches_are_reported_together(
     assert framework.double(1) == 6
 
 
-def test_invalid_patches_are_refused() -> None:
+def test_invalid_patches_are_refused():
     with pytest.raises(ConfigError, match="no patch target"):
         Patch(f"{NAME}.double", 1)
     with pytest.raises(ConfigError, match="not replace, wrap or add"):
@@ -241,15 +236,13 @@ def test_invalid_patches_are_refused() -> None:
         assert megatron_patches.hosts() == megatron_patches.frameworks()
 
 
-def test_a_patch_without_its_package_is_left_out(framework: ModuleType) -> None:
+def test_a_patch_without_its_package_is_left_out(framework):
     absent = Patch("no_such_package.module:name", 1, needs="no_such_package")
     PatchSet("doctored", (absent, TRIPLED(needs="pytest"))).apply()
     assert framework.double(1) == 6
 
 
-def test_patches_of_a_script_are_applied_when_it_runs(
-    framework: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patches_of_a_script_are_applied_when_it_runs(framework, monkeypatch):
     script = ModuleType("__main__")
     exec("def batch(x):\n    return x\n", vars(script))
     monkeypatch.setitem(sys.modules, "__main__", script)
@@ -278,9 +271,7 @@ def test_patches_of_a_script_are_applied_when_it_runs(
         ("double", "def double", "def twice"),
     ],
 )
-def test_an_edit_of_a_bypassed_function_is_refused(
-    edit: Callable[..., ModuleType], framework: ModuleType, path: str, old: str, new: str
-) -> None:
+def test_an_edit_of_a_bypassed_function_is_refused(edit, framework, path, old, new):
     patches = PatchSet("doctored", (), bypassed=(bypass(path),))
     others = PatchSet("doctored", (), bypassed=(bypass("Layer.half"), bypass("Wide")))
     edit(("# as ever", "#"))
@@ -293,9 +284,7 @@ def test_an_edit_of_a_bypassed_function_is_refused(
     patches.apply(unchecked=True)
 
 
-def test_bypasses_of_a_flag_and_of_the_script_are_compared_later(
-    edit: Callable[..., ModuleType], framework: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bypasses_of_a_flag_and_of_the_script_are_compared_later(edit, framework, monkeypatch):
     flagged, scripted = bypass("double", flag="--chunks"), bypass("double")
     scripted = scripted.retarget(NAME, "__main__")
     patches = PatchSet("doctored", (), bypassed=(flagged, scripted))
@@ -310,9 +299,7 @@ def test_bypasses_of_a_flag_and_of_the_script_are_compared_later(
         patches.apply_later()
 
 
-def test_the_checkout_comes_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_checkout_comes_from_the_environment(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MEGATRON_DEEPSPEED_PATH", str(tmp_path))
     assert main(["--check"]) == 1
     assert f"{tmp_path} is in no checkout of Megatron-DeepSpeed" in capsys.readouterr().err
@@ -325,3 +312,20 @@ def test_the_checkout_comes_from_the_environment(
     monkeypatch.delenv("MEGATRON_DEEPSPEED_PATH")
     with pytest.raises(ConfigError, match="or set MEGATRON_DEEPSPEED_PATH"):
         megatron_patches.check("megatron_deepspeed")
+
+
+README = Path(megatron_patches.__file__).with_name("README.md")
+BLOCK = r"(<!-- table {host} -->\n)(.*?)(<!-- end -->)"
+
+
+@pytest.mark.parametrize("host", megatron_patches.frameworks())
+def test_the_table_is_what_is_applied(host, request):
+    text = README.read_text(encoding="utf-8")
+    block = re.compile(BLOCK.format(host=host), re.DOTALL)
+    match = block.search(text)
+    assert match, f"{README.name} has no place for the table of {host}"
+    table = f"{megatron_patches.table(host)}\n"
+    if request.config.getoption("--write-support-table"):
+        README.write_text(block.sub(lambda m: m[1] + table + m[3], text), encoding="utf-8")
+        return
+    assert match[2] == table, "run: pytest tests/unit/test_patch.py --write-support-table"

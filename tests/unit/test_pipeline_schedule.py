@@ -1,7 +1,6 @@
-"""The order in which the chunks of a call are exchanged and computed: printed, and for any ring."""
+"""The order in which the chunks of a call are exchanged and computed, and its simulation."""
 
-from __future__ import annotations
-
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from properties import examples
 from ds_usp import MaskSpec, TokenLayout
 from ds_usp.geometry.pipeline_schedule import (
     EXCHANGES,
+    Instr,
     Op,
     Schedule,
     exchange_order,
@@ -22,6 +22,16 @@ from ds_usp.geometry.pipeline_schedule import (
     render,
 )
 from ds_usp.geometry.ring_schedule import ring_schedule
+from ds_usp.planner.pipeline_timeline import (
+    COMPUTE,
+    CONTENTION,
+    KIND_OF,
+    LAUNCH,
+    POST_OF,
+    Cost,
+    Timeline,
+    simulate,
+)
 
 # Each line up to the next chunk's first kernel call.
 PRINTED = {
@@ -81,7 +91,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize(("mode", "text"), PRINTED.values(), ids=PRINTED)
-def test_a_schedule_prints_in_one_line(mode: dict[str, Any], text: str) -> None:
+def test_a_schedule_prints_in_one_line(mode, text):
     ring, chunks = mode.pop("ring"), mode.pop("chunks", 3)
     layout = TokenLayout("contiguous", 16, 1, ring)
     # A chunk among others, whose local block is not divided.
@@ -94,7 +104,7 @@ def test_a_schedule_prints_in_one_line(mode: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["a2a", "0a3a", "0a2a??", "x0kv1", "0attn1.", "-1kv0"])
-def test_a_word_that_is_no_instruction_is_refused(word: str) -> None:
+def test_a_word_that_is_no_instruction_is_refused(word):
     with pytest.raises(ValueError, match="is no instruction, as '0a2a' or '1kv0\\?'"):
         parse(f"0a2a {word}")
 
@@ -154,35 +164,35 @@ def modes(draw: st.DrawFn) -> Mode:
     return Mode([rank() for _ in range(draw(st.integers(1, 3)))], flags)
 
 
-POST_OF = {
+OWN_POST_OF = {
     wait: post
     for posts, waits in EXCHANGES.values()
     for post, wait in zip(posts, waits, strict=True)
 }
 
 
-def test_exchanges_that_overlap_nothing_are_known() -> None:
+def test_exchanges_that_overlap_nothing_are_known():
     text = "0a2a 0a2a? 0kv0 0kv0? 0attn0.0 0end 0ret 1a2a 0ret? 1a2a?"
     assert exposed_posts(parse(text)) == set(parse("0a2a 0kv0"))
 
 
 @given(modes())
 @examples(300)
-def test_every_exchange_is_posted_once_and_then_waited_for_once(mode: Mode) -> None:
+def test_every_exchange_is_posted_once_and_then_waited_for_once(mode):
     for schedule in mode.schedules():
         assert parse(render(schedule)) == schedule
         assert len(set(schedule)) == len(schedule)
         at = {instr: index for index, instr in enumerate(schedule)}
-        posts = [instr for instr in schedule if instr.op in POST_OF.values()]
-        waits = [instr for instr in schedule if instr.op in POST_OF]
+        posts = [instr for instr in schedule if instr.op in OWN_POST_OF.values()]
+        waits = [instr for instr in schedule if instr.op in OWN_POST_OF]
         assert len(posts) == len(waits)
         for wait in waits:
-            assert at[wait._replace(op=POST_OF[wait.op])] < at[wait]
+            assert at[wait._replace(op=OWN_POST_OF[wait.op])] < at[wait]
 
 
 @given(modes())
 @examples(300)
-def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mode: Mode) -> None:
+def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mode):
     backward = mode.flags["backward"]
     name = "backward_steps" if backward else "steps"
     for chunks, schedule in zip(mode.ranks, mode.schedules(), strict=True):
@@ -234,7 +244,7 @@ def max_in_flight(schedule: Schedule, kind: str) -> int:
 
 @given(modes())
 @examples(300)
-def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode: Mode) -> None:
+def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode):
     """A chunk's ring exchanges are in flight one at a time; three all-to-alls at most."""
     for schedule in mode.schedules():
         for kind in EXCHANGES:
@@ -247,7 +257,7 @@ def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode: Mode)
 
 @given(modes())
 @examples(300)
-def test_ranks_post_in_one_order_and_never_wait_for_each_other(mode: Mode) -> None:
+def test_ranks_post_in_one_order_and_never_wait_for_each_other(mode):
     """Even where a wait blocks the CPU (gloo), and however many kernel calls each rank has."""
     schedules = mode.schedules()
     assert len({exchange_order(schedule) for schedule in schedules}) == 1
@@ -258,11 +268,178 @@ def test_ranks_post_in_one_order_and_never_wait_for_each_other(mode: Mode) -> No
         for rank, schedule in enumerate(schedules):
             while position[rank] < len(schedule):
                 instr = schedule[position[rank]]
-                if instr.op in POST_OF:
-                    post = instr._replace(op=POST_OF[instr.op])
+                if instr.op in OWN_POST_OF:
+                    post = instr._replace(op=OWN_POST_OF[instr.op])
                     if not all(post in of_rank for of_rank in posted):
                         break
                 posted[rank].add(instr)
                 position[rank] += 1
                 progress = True
     assert position == list(map(len, schedules))
+
+
+# Two chunks of ulysses 2 x ring 2: each exchange by itself, kernel calls of 4 seconds.
+SECONDS = {"a2a": Cost(0, 3), "kv": Cost(0, 6), "attn": Cost(4), "end": Cost(1), "ret": Cost(0, 2)}
+TWO_CHUNKS = (
+    "0a2a 1a2a 0a2a? 0kv0 0attn0.0 1a2a? 1kv0 0kv0? 0attn1.0 0end 0ret"
+    " 1attn0.0 0ret? 1kv0? 1attn1.0 1end 1ret 1ret?"
+)
+
+
+def by_name(instr: Instr) -> Cost:
+    return SECONDS.get(instr.op.value, Cost())
+
+
+def bars(timeline: Timeline) -> dict[str, str]:
+    """Of each lane, its bars as ``instruction start-stop``."""
+    lanes = {event.lane: "" for event in timeline.events}
+    for lane, instr, start, stop in timeline.events:
+        lanes[lane] = f"{lanes[lane]} {instr} {start:g}-{stop:g}".strip()
+    return lanes
+
+
+# The two links are busy on their own; one link is shared equally by all-to-all and KV (3 to 9 and
+# 17 to 19 and 20); kernels at half speed while anything is in flight (0attn0.0 until second 9).
+BY_HAND = {
+    "a link for each kind": (
+        {"links": {"ring_kv": "network"}},
+        {
+            "all_to_all": "0a2a 0-3 1a2a 3-6 0ret 14-16 1ret 23-25",
+            "ring_kv": "0kv0 3-9 1kv0 9-15",
+            COMPUTE: "0a2a? 0-3 0attn0.0 3-7 0kv0? 7-9 0attn1.0 9-13 0end 13-14 1attn0.0 14-18"
+            " 1attn1.0 18-22 1end 22-23 1ret? 23-25",
+        },
+        {"all_to_all": 5, "ring_kv": 2},
+    ),
+    "one link": (
+        {},
+        {
+            "all_to_all": "0a2a 0-3 1a2a 3-9 0ret 17-20 1ret 26-28",
+            "ring_kv": "0kv0 3-12 1kv0 12-19",
+            COMPUTE: "0a2a? 0-3 0attn0.0 3-7 1a2a? 7-9 0kv0? 9-12 0attn1.0 12-16 0end 16-17"
+            " 1attn0.0 17-21 1attn1.0 21-25 1end 25-26 1ret? 26-28",
+        },
+        {"all_to_all": 7, "ring_kv": 3},
+    ),
+    "contention": (
+        {"links": {"ring_kv": "network"}, "contention": 0.5},
+        {
+            "all_to_all": "0a2a 0-3 1a2a 3-6 0ret 18-20 1ret 28-30",
+            "ring_kv": "0kv0 3-9 1kv0 10-16",
+            COMPUTE: "0a2a? 0-3 0attn0.0 3-10 0attn1.0 10-17 0end 17-18 1attn0.0 18-23"
+            " 1attn1.0 23-27 1end 27-28 1ret? 28-30",
+        },
+        {"all_to_all": 5, CONTENTION: 7},
+    ),
+}
+
+
+@pytest.mark.parametrize(("rules", "lanes", "exposed"), BY_HAND.values(), ids=BY_HAND)
+def test_a_timeline_by_hand(rules, lanes, exposed):
+    timeline = simulate(parse(TWO_CHUNKS), by_name, **rules)
+    assert bars(timeline) == lanes
+    assert timeline.compute == 2 * (4 + 4 + 1)
+    assert timeline.exposed == exposed
+    assert timeline.total == timeline.events[-1].stop
+
+
+def test_the_cpu_launches_instructions_one_after_the_other():
+    """Without waiting: a kernel hides the launches of what follows it."""
+    alone = parse("0slice 0attn0.0 0attn1.0 0end")
+    late = simulate(alone, by_name, launch_s=3)
+    assert bars(late) == {COMPUTE: "0attn0.0 6-10 0attn1.0 10-14 0end 14-15"}
+    assert late.exposed == {LAUNCH: 6}
+    assert simulate(alone, by_name, launch_s=5).exposed == {LAUNCH: 10 + 1 + 1}
+
+
+def test_a_wait_for_what_was_not_posted_is_refused():
+    with pytest.raises(ValueError, match="0a2a\\? waits for 0a2a, which was not posted"):
+        simulate(parse("0a2a? 0a2a"), by_name)
+
+
+class Run(NamedTuple):
+    """A schedule with seconds of its instructions."""
+
+    schedule: Schedule
+    costs: dict[Instr, Cost]
+    rules: dict[str, Any]
+
+    def simulate(self, **changed: Any) -> Timeline:
+        return simulate(self.schedule, self.costs.__getitem__, **{**self.rules, **changed})
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """A call of any kind, with seconds of all orders of magnitude, and none."""
+    ring, inner = draw(st.sampled_from([(1, None), (2, None), (4, None), (4, 2)]))
+    flags = {"ulysses": draw(st.booleans()), "backward": draw(st.booleans())}
+    layout, gather = TokenLayout("contiguous", 4 * ring, 1, ring), draw(st.booleans())
+    positions = st.sampled_from(["only", "local_first", "local_merged", "local_last"])
+    chunks = [
+        ring_schedule(layout, MaskSpec.full(), 0, gather=gather, position=position, inner=inner)
+        for position in draw(st.lists(positions, min_size=1, max_size=4))
+    ]
+    schedule = pipeline_schedule(chunks, **flags)
+    seconds = st.sampled_from([0.0, 1e-6, 0.1, 0.3, 1.0, 7.0])
+    costs = {
+        instr: Cost(draw(seconds), draw(seconds) if instr.op in POST_OF.values() else 0.0)
+        for instr in schedule
+    }
+    rules = {
+        "contention": draw(st.sampled_from([0.0, 0.3, 1.0])),
+        "links": {kind: draw(st.sampled_from("ab")) for kind in EXCHANGES},
+        "launch_s": draw(st.sampled_from([0.0, 0.05])),
+    }
+    return Run(schedule, costs, rules)
+
+
+@given(runs())
+@examples(200)
+def test_all_seconds_are_work_or_exposed(run):
+    timeline = run.simulate()
+    work = sum(cost.compute for cost in run.costs.values())
+    assert timeline.compute == pytest.approx(work)
+    assert all(seconds > 0 for seconds in timeline.exposed.values())
+    assert timeline.total == pytest.approx(work + sum(timeline.exposed.values()))
+    last = max((event.stop for event in timeline.events), default=0)
+    assert last <= timeline.total * (1 + 1e-9) + 1e-12
+    for lane in (COMPUTE, *EXCHANGES):
+        assert timeline.busy(lane) <= timeline.total * (1 + 1e-9)
+    # Never worse than one after the other: some exchange always has at least its fair part.
+    serial = work + sum(cost.exchange for cost in run.costs.values())
+    assert timeline.total <= (serial + len(run.schedule) * run.rules["launch_s"]) * (1 + 1e-9)
+
+
+@given(runs())
+@examples(200)
+def test_exchanges_that_take_no_time_expose_nothing(run):
+    free = {instr: Cost(cost.compute) for instr, cost in run.costs.items()}
+    timeline = run._replace(costs=free).simulate(launch_s=0.0)
+    assert timeline.total == timeline.compute and not timeline.exposed
+    assert {event.lane for event in timeline.events} <= {COMPUTE}
+
+
+@given(runs())
+@examples(200)
+def test_lanes_are_in_order_and_waits_end_with_their_exchange(run):
+    timeline = run.simulate()
+    index_of = {instr: index for index, instr in enumerate(run.schedule)}
+    by_instr = {
+        (lane == COMPUTE, instr): (start, stop) for lane, instr, start, stop in timeline.events
+    }
+    for lane in (COMPUTE, *EXCHANGES):
+        of_lane = [event for event in timeline.events if event.lane == lane]
+        assert of_lane == sorted(of_lane, key=lambda event: index_of[event.instr])
+        for first, second in pairwise(of_lane):
+            assert first.stop <= second.start * (1 + 1e-9)
+    now = 0.0  # of the compute lane, in the order of the schedule, which the CPU launches in turn
+    for index, instr in enumerate(run.schedule, 1):
+        launched = index * run.rules["launch_s"]
+        now = max(now, launched, by_instr.get((True, instr), (0, 0))[1])
+        if instr.op in POST_OF:
+            posted = by_instr.get((False, instr._replace(op=POST_OF[instr.op])), (0, 0))
+            assert posted[1] <= now * (1 + 1e-9)
+        elif instr.op in KIND_OF and (False, instr) in by_instr:
+            start, stop = by_instr[False, instr]
+            assert now <= start * (1 + 1e-9)
+            assert stop - start >= run.costs[instr].exchange * (1 - 1e-6)

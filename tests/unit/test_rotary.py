@@ -1,7 +1,5 @@
 """Rotary position embedding, beside complex numbers in fp64; on a GPU too, if there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -33,9 +31,7 @@ def heads(count: int, token_dim: int, device: str, dtype: torch.dtype) -> torch.
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("token_dim", [0, 1])
 @pytest.mark.parametrize("dim", [24, 8, 2])
-def test_queries_and_keys_are_rotated_as_complex_numbers(
-    dim: int, token_dim: int, dtype: torch.dtype, device: str
-) -> None:
+def test_queries_and_keys_are_rotated_as_complex_numbers(dim, token_dim, dtype, device):
     q, k = (heads(n, token_dim, device, dtype).requires_grad_() for n in (5, 2))
     dq, dk = (torch.randn_like(x).transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
     actual = apply_rotary((q, k), *table(dim, device), token_dim=token_dim)
@@ -54,7 +50,7 @@ def test_queries_and_keys_are_rotated_as_complex_numbers(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_table_of_any_numbers_and_one_tensor(device: str) -> None:
+def test_a_table_of_any_numbers_and_one_tensor(device):
     """Halves of the table that differ, as some models have them, and its gradient's transpose."""
     x = torch.randn(2, 18, 3, 8, device=device).requires_grad_()
     cos, sin = torch.randn(2, 18, 6, device=device)
@@ -76,7 +72,7 @@ def test_a_table_of_any_numbers_and_one_tensor(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_gradients_are_rotated_too(device: str) -> None:
+def test_gradients_of_gradients_are_rotated_too(device):
     cos, sin = table(24, device)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -107,15 +103,13 @@ def test_gradients_of_gradients_are_rotated_too(device: str) -> None:
     ],
     ids=str,
 )
-def test_a_table_that_does_not_fit_is_refused(
-    shape: tuple[int, ...], cos: tuple[int, int], sin: tuple[int, int], token_dim: int, message: str
-) -> None:
+def test_a_table_that_does_not_fit_is_refused(shape, cos, sin, token_dim, message):
     fits = torch.zeros(1, 18, 2, 24)
     with pytest.raises(ConfigError, match=message):
         apply_rotary((fits, torch.zeros(shape)), torch.zeros(cos), torch.zeros(sin), token_dim)
 
 
-def test_fp64_and_a_trainable_table_are_torchs() -> None:
+def test_fp64_and_a_trainable_table_are_torchs():
     x = torch.randn(1, 18, 3, 24, dtype=torch.float64)
     cos, sin = (x.requires_grad_() for x in table(24, "cpu"))
     (y,) = apply_rotary([x], cos, sin, token_dim=1)
@@ -140,9 +134,7 @@ def megatrons(x: torch.Tensor, positions: list[int], kv_heads: int, dim: int) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_positions_rotate_in_place_to_the_bits_of_megatron_core(
-    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_rotate_in_place_to_the_bits_of_megatron_core(dtype, device, monkeypatch):
     monkeypatch.setattr(rotary_positions, "_TABLE_ELEMENTS", 16 * 5)  # 5 tokens at a time
     positions = [*range(5), *range(1_000_003, 1_000_016)]
     rotary = RotaryPositions.of(torch.tensor(positions, device=device), 16, 1e4, seq_len=2**20)
@@ -160,7 +152,7 @@ def test_positions_rotate_in_place_to_the_bits_of_megatron_core(
     assert not torch.equal(grads[0][0], weight)
 
 
-def test_positions_that_fp32_lacks_are_rotated_by_angles_in_fp64() -> None:
+def test_positions_that_fp32_lacks_are_rotated_by_angles_in_fp64():
     positions = torch.tensor([2**24 + 1, 2**25 + 3])
     x = torch.randn(1, 2, 3, 24, dtype=torch.float64)
     for seq_len, limit in ((2**24, None), (2**24 + 1, 1e-12)):
@@ -171,7 +163,7 @@ def test_positions_that_fp32_lacks_are_rotated_by_angles_in_fp64() -> None:
         assert error > 1e-2 if limit is None else error < limit
 
 
-def test_a_projection_of_other_sizes_is_refused() -> None:
+def test_a_projection_of_other_sizes_is_refused():
     rotary = RotaryPositions.of(torch.arange(4), 16, seq_len=4)
     with pytest.raises(ConfigError, match="g=3"):
         rotate_projected(torch.zeros(4, 1, 100), rotary, 3, 16)
@@ -179,7 +171,7 @@ def test_a_projection_of_other_sizes_is_refused() -> None:
         rotary.rotate_in_place([torch.zeros(1, 4, 2, 8)], 1)
 
 
-def test_inverse_frequencies_that_are_trained_are_refused() -> None:
+def test_inverse_frequencies_that_are_trained_are_refused():
     x, rotary = torch.zeros(4, 1, 96), RotaryPositions.of(torch.arange(4), 16, seq_len=4)
     trained = rotary._replace(inverse_frequencies=rotary.inverse_frequencies.requires_grad_())
     with pytest.raises(ConfigError, match="detach"):

@@ -1,14 +1,18 @@
-"""The ring's plan: every pair once over all ranks, balanced, and no longer than it has to be."""
+"""The ring's plan: every pair once over all ranks, balanced, never too long; as it prints."""
 
-from __future__ import annotations
+import random
+import time
 
 import pytest
+import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
-from ds_usp import LayoutError, MaskSpec, TokenLayout
+from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
+from ds_usp.geometry.document_sharding import balance_documents
+from ds_usp.geometry.double_ring import visible_runs
 from ds_usp.geometry.ring_schedule import ChunkPosition as Position
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
-from ds_usp.geometry.tiles import ANY_BAND, TileSupport
+from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport, kernel_calls_from_tiles
 
 BALANCED = ("zigzag", "striped", "context_parallel")
 CAUSAL = MaskSpec.causal()
@@ -53,7 +57,7 @@ def most_calls(kind: str, ulysses: int, ring: int, order: str, support: TileSupp
 @pytest.mark.parametrize("order", ALL_ORDERS)
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
 @pytest.mark.parametrize("support", [TileSupport(False, False), ANY_BAND], ids=["plain", "any"])
-def test_causal_takes_one_kernel_call_a_step(kind: str, order: str, support: TileSupport) -> None:
+def test_causal_takes_one_kernel_call_a_step(kind, order, support):
     for ulysses in (1, 2, 3):
         for ring in (1, 2, 3, 4):
             # Layouts over all ranks, Megatron's zigzag and contiguous, give a ring rank two pieces
@@ -79,7 +83,7 @@ GATHERED = {
 
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
-def test_all_blocks_at_once_take_few_kernel_calls(kind: str) -> None:
+def test_all_blocks_at_once_take_few_kernel_calls(kind):
     others, whole = GATHERED[kind]
     plain = TileSupport(False, False)
     for layout in (TokenLayout(kind, 60 * ulysses, ulysses, 5) for ulysses in (1, 2, 3)):
@@ -94,7 +98,7 @@ def test_all_blocks_at_once_take_few_kernel_calls(kind: str) -> None:
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
-def test_causal_work_is_balanced_over_ranks_and_steps(kind: str, ring: int) -> None:
+def test_causal_work_is_balanced_over_ranks_and_steps(kind, ring):
     local = 32
     layout = TokenLayout(kind, local * ring, 1, ring)
     plans = schedules(layout, CAUSAL)
@@ -120,7 +124,7 @@ def test_causal_work_is_balanced_over_ranks_and_steps(kind: str, ring: int) -> N
 
 
 @pytest.mark.parametrize("kind", BALANCED)
-def test_uneven_lengths_stay_balanced(kind: str) -> None:
+def test_uneven_lengths_stay_balanced(kind):
     for seq_len in range(256, 320):
         work = [plan.pairs for plan in schedules(TokenLayout(kind, seq_len, 1, 4), CAUSAL)]
         assert max(work) / min(work) < 1.08
@@ -143,14 +147,14 @@ SHORT_RINGS = [
 
 
 @pytest.mark.parametrize(("kind", "local", "left", "visited"), SHORT_RINGS)
-def test_a_window_shortens_the_ring(kind: str, local: int, left: int, visited: list[int]) -> None:
+def test_a_window_shortens_the_ring(kind, local, left, visited):
     layout, mask = TokenLayout(kind, 8 * local, 1, 8), MaskSpec.window(left)
     assert offsets(schedules(layout, mask)) == visited
     gathered = schedules(layout, mask, gather=True, position="local_first")
     assert {len(plan.steps) for plan in gathered} == {min(len(visited), 2)}
 
 
-def test_alone_the_nearest_block_comes_first_and_hides_the_others() -> None:
+def test_alone_the_nearest_block_comes_first_and_hides_the_others():
     for plan in schedules(TokenLayout("zigzag", 80, 1, 5), MaskSpec.full(), gather=True):
         before = (plan.ring_rank - 1) % 5
         assert [[run.rank for run in step.kv_ranges] for step in plan.steps[1:]] == [
@@ -160,13 +164,13 @@ def test_alone_the_nearest_block_comes_first_and_hides_the_others() -> None:
 
 
 @pytest.mark.parametrize("seq_len", [64, 63, 62, 61])
-def test_a_zigzag_shard_is_cut_where_its_remote_steps_begin(seq_len: int) -> None:
+def test_a_zigzag_shard_is_cut_where_its_remote_steps_begin(seq_len):
     steps = ring_schedule(TokenLayout("zigzag", seq_len, 1, 2), CAUSAL, 0).backward_steps
     early, remote, late = [[(call.q_start, call.q_stop) for call in x.calls] for x in steps]
     assert early[0][1] == remote[0][0] == late[0][0] == 16
 
 
-def test_causal_visits_every_block_and_one_rank_visits_its_own() -> None:
+def test_causal_visits_every_block_and_one_rank_visits_its_own():
     for kind in ALL_LAYOUTS:
         (plan,) = schedules(TokenLayout(kind, 16), CAUSAL)
         assert len(plan.steps) == 1 and plan.pairs == 16 * 17 // 2
@@ -188,9 +192,7 @@ TRAVEL = [
 
 
 @pytest.mark.parametrize(("kind", "mask", "gives"), TRAVEL, ids=str)
-def test_only_what_is_used_travels(
-    kind: str, mask: MaskSpec, gives: list[list[list[tuple[int, int, int]]]]
-) -> None:
+def test_only_what_is_used_travels(kind, mask, gives):
     layout = TokenLayout(kind, 24, 1, 3)
     plans = schedules(layout, mask)[:2]
     assert [[list(step.send_ranges) for step in plan.steps[1:]] for plan in plans] == gives
@@ -199,18 +201,234 @@ def test_only_what_is_used_travels(
     assert [[list(step.send_ranges) for step in plan.steps[1:]] for plan in plans] == together
 
 
-def test_equal_questions_share_one_plan() -> None:
+def test_equal_questions_share_one_plan():
     plans = [ring_schedule(TokenLayout("zigzag", 32, 2, 2), MaskSpec.causal(), 1) for _ in "ab"]
     assert plans[0] is plans[1]
 
 
 @pytest.mark.parametrize("ring_rank", [-1, 2])
-def test_a_rank_outside_the_ring_is_refused(ring_rank: int) -> None:
+def test_a_rank_outside_the_ring_is_refused(ring_rank):
     with pytest.raises(LayoutError, match=f"ring rank {ring_rank}"):
         ring_schedule(TokenLayout("zigzag", 32, 2, 2), CAUSAL, ring_rank)
 
 
-def test_keys_of_another_stride_are_refused_under_a_window() -> None:
+def test_keys_of_another_stride_are_refused_under_a_window():
     layouts = TokenLayout("striped", 32, 1, 4), TokenLayout("zigzag", 32, 1, 4)
     with pytest.raises(LayoutError, match="stride 4 cannot meet keys of stride 1"):
         ring_schedule(layouts[0], CAUSAL, 0, kv_layout=layouts[1])
+
+
+def test_a_schedule_prints_as_a_table():
+    layout = TokenLayout("contiguous", 16, 1, 2)
+    first, last = (ring_schedule(layout, CAUSAL, rank) for rank in range(2))
+    assert str(first).splitlines() == [
+        "ring rank 0 of 2, 36 pairs",
+        "  local: q[0:8] k[0:8] causal",
+        "  from no rank: nothing, sends 1[0:8]",
+    ]
+    assert str(last).splitlines()[-1] == "  from 0[0:8]: q[0:8] k[0:8] full"
+    windowed = ring_schedule(TokenLayout("zigzag", 16, 1, 2), MaskSpec.window(2, 1), 0)
+    assert "q[0:4] k[0:4] window(2,1); q[4:8] k[4:8] window(2,1)" in str(windowed)
+    zigzag = TokenLayout("zigzag", 24, 1, 3)
+    assert str(
+        ring_schedule(zigzag, CAUSAL, 1, gather=True, position="local_first")
+    ).splitlines() == [
+        "ring rank 1 of 3, 100 pairs",
+        "  local: q[0:8] k[0:8] causal",
+        "  from 2[0:8] 0[0:4]: q[4:8] k[0:12] full; q[0:4] k[8:12] full, sends 0[0:8] 2[0:4]",
+    ]
+    assert str(
+        ring_schedule(zigzag, CAUSAL, 1, gather=True, position="local_merged")
+    ).splitlines() == [
+        "ring rank 1 of 3, 100 pairs",
+        "  from 2[0:8] 0[0:4] 1[0:8]: q[4:8] k[0:20] causal; q[0:4] k[8:16] causal, "
+        "sends 0[0:8] 2[0:4]",
+    ]
+
+
+def test_a_double_ring_prints_its_windows():
+    plan = str(ring_schedule(TokenLayout("zigzag", 32, 1, 4), CAUSAL, 3, inner=2))
+    assert plan.splitlines()[1:] == [
+        "  outer step 1 relays 1[0:4], sends 1[0:8]",
+        "  local: q[0:8] k[0:8] causal",
+        "  from 2[0:4]: q[0:8] k[0:4] full, sends 2[0:8]",
+        "  outer step 1, relayed: q[0:8] k[0:4] full",
+        "  outer step 1, from 0[0:4]: q[0:8] k[0:4] full, sends 2[0:4]",
+    ]
+
+
+Borders = list[int]
+
+
+# ------------------------------------------------------------------ the mask
+
+
+def test_samples_have_their_own_documents():
+    mask = MaskSpec.full(documents=[[0, 2, 4], [0, 4]])
+    assert not mask.allows(1, 2, sample=0) and mask.allows(1, 2, sample=1)
+    assert mask.samples == 2 and MaskSpec.full([[0, 4]]).samples is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [0, 5, 17],
+        (0, 5, 17),
+        torch.tensor([0, 5, 17], dtype=torch.int32),
+        torch.tensor([0, 5, 17]).numpy(),
+        list(torch.tensor([0, 5, 17])),
+        [[0, 5, 17]],
+        torch.tensor([[0, 5, 17]]),
+        [torch.tensor([0, 5, 17])],
+        [0, 0, 5, 5, 5, 17, 17],  # documents without tokens vanish
+    ],
+    ids=str,
+)
+def test_borders_of_any_kind_are_one_value(given):
+    masks = [MaskSpec.causal(documents=given), MaskSpec.causal([0, 5, 17])]
+    assert masks[0].documents == ((0, 5, 17),) and masks[0] == masks[1]
+    assert hash(masks[0]) == hash(masks[1]) and masks[0] != MaskSpec.causal()
+    assert MaskSpec.window(3, 1, given) == MaskSpec(3, 1, [0, 5, 17])
+    assert MaskSpec.full(given).band == MaskSpec.full() and not masks[0].is_causal
+
+
+def test_names_tell_documents_apart():
+    assert str(MaskSpec.causal([0, 5, 17])) == "causal in documents 0-5-17"
+    assert str(MaskSpec.window(2, 1, [0, 4])) == "window(2, 1) in documents 0-4"
+    assert str(MaskSpec.full([[0, 4], [0, 1, 4]])) == "full in documents 0-4 | 0-1-4"
+    many = [str(MaskSpec.causal(range(0, end, 2))) for end in (200, 202)]
+    assert many[0] != many[1] and all(len(text) < 80 and "documents" in text for text in many)
+
+
+@pytest.mark.parametrize(
+    ("borders", "messages"),
+    [
+        ([1, 5], ["[1, 5]", "from 0"]),
+        ([0], ["[0]", "to the length"]),
+        ([0, 0], ["to the length"]),
+        ([0, 7, 5, 9], ["border 2 is 5, after one of 7"]),
+        ([0, 2.0], ["whole numbers", "2.0"]),
+        ([0, True], ["whole numbers"]),
+        ([[0, 4], []], ["[]"]),
+        ([], ["[]"]),
+        (torch.tensor([], dtype=torch.int32), ["[]"]),
+        ([[0, 4], 5], ["documents=5"]),
+        ("0,4", ["'0,4'"]),
+        (5, ["documents=5"]),
+        (torch.tensor([0.0, 4.0]), ["whole numbers"]),
+    ],
+    ids=str,
+)
+def test_wrong_borders_are_refused_with_the_numbers(borders, messages):
+    with pytest.raises(ConfigError) as caught:
+        MaskSpec.causal(documents=borders)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_documents_must_be_those_of_the_batch():
+    MaskSpec.causal([0, 3, 8]).check_length(8, batch=5)
+    MaskSpec.causal([[0, 8], [0, 8]]).check_length(8, batch=2)
+    with pytest.raises(ConfigError, match="sample 1 end at 7, the sequence has 8 tokens"):
+        MaskSpec.causal([[0, 8], [0, 7]]).check_length(8, batch=2)
+    with pytest.raises(ConfigError, match="given for 2 samples, the batch has 3"):
+        MaskSpec.causal([[0, 8], [0, 8]]).check_length(8, batch=3)
+
+
+# ------------------------------------------------------------------ the plan
+
+
+def test_the_own_step_covers_every_row():
+    # Sums rely on it: a row that no call has touched yet has no log-sum-exp to compare with.
+    mask = MaskSpec.window(2, documents=[0, 3, 4, 30, 64])
+    for kind in ALL_LAYOUTS:
+        layout = TokenLayout(kind, 64, 2, 4)
+        for rank in range(4):
+            own = ring_schedule(layout, mask, rank).steps[0]
+            rows = {
+                r for call in own.calls for t in call.tiles[0] for r in range(t.q_start, t.q_stop)
+            }
+            assert rows == set(range(layout.ring_length(rank)))
+
+
+# Documents, and the tokens of each owner (a quarter of 64) that each user sees.
+SEEN = {
+    (0, 16, 32, 48, 64): {},
+    (0, 10, 20, 64): {
+        (1, 0): ((10, 16),),
+        (2, 1): ((4, 16),),
+        (3, 1): ((4, 16),),
+        (3, 2): ((0, 16),),
+    },
+    (0, 48, 64): {(1, 0): ((0, 16),), (2, 0): ((0, 16),), (2, 1): ((0, 16),)},
+}
+
+
+@pytest.mark.parametrize("borders", SEEN, ids=str)
+def test_what_nobody_sees_does_not_travel(borders):
+    layout, mask = TokenLayout("contiguous", 64, 1, 4), MaskSpec.causal(borders)
+    runs = visible_runs(layout, mask)
+    pairs = [(user, owner) for user in range(4) for owner in range(4) if user != owner]
+    assert {pair: runs[pair[0]][pair[1]] for pair in pairs if runs[pair[0]][pair[1]]} == SEEN[
+        borders
+    ]
+    steps = {len(ring_schedule(layout, mask, rank).steps) for rank in range(4)}
+    assert steps == {1 + len({user - owner for user, owner in SEEN[borders]})}
+
+
+def test_halos_alone_travel():
+    # The middle two quarters, of which the outer two see a border each.
+    runs = visible_runs(TokenLayout("zigzag", 64, 1, 2), MaskSpec.window(2, 2))
+    assert runs[0][1] == ((0, 2), (30, 32)) and runs[1][0] == ((14, 18),)
+
+
+def test_many_documents_take_one_call_a_step():
+    tokens = 4096
+    mask = MaskSpec.causal(range(0, tokens + 1, 16))
+    for kind in ALL_LAYOUTS:
+        layout = TokenLayout(kind, tokens, 1, 4)
+        for rank in range(4):
+            for step in ring_schedule(layout, mask, rank).steps:
+                assert len(step.calls) <= 1, (kind, rank)
+    # A window that most documents are shorter than is one call, too.
+    window = MaskSpec.window(20, documents=[0, 5, 100, 103, 4096])
+    (own,) = ring_schedule(TokenLayout("contiguous", tokens), window, 0).steps
+    assert len(own.calls) == 1 and own.calls[0].window == (20, 0)
+
+
+def test_far_tiles_are_calls_of_their_own():
+    near = [Tile(0, 4, 0, 4, -3, 0), Tile(4, 8, 4, 8, -3, 0)]
+    far = Tile(60, 64, 60, 64, -3, 0)
+    calls = kernel_calls_from_tiles([[*near, far]], 64, 64)
+    assert [call.q_span for call in calls] == [(0, 8), (60, 64)]
+    assert calls[1].tile == far and calls[0].tile is None and calls[0].is_causal
+    full = Tile(8, 12, 8, 12, -3, 3)
+    assert len(kernel_calls_from_tiles([[*near, full]], 64, 64)) == 2, "one causal flag a call"
+
+
+def exponential(tokens: int, mean: int, seed: int) -> list[int]:
+    """Borders of documents of very different lengths, which a greedy split leaves uneven."""
+    draw, borders = random.Random(seed), [0]
+    while borders[-1] < tokens:
+        borders.append(min(tokens, borders[-1] + 1 + int(draw.expovariate(1 / mean))))
+    return borders
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [range(0, (1 << 17) + 1, 32), exponential(1 << 17, 1000, 3), exponential(1 << 17, 1000, 7)],
+    ids=["equal", "many", "others"],
+)
+def test_planning_is_fast(borders):
+    tokens = 1 << 17
+    mask = MaskSpec.causal(borders)
+    layout = TokenLayout("balanced", tokens, 2, 8, documents=mask.documents)
+    best = 9.0
+    for _ in range(3):  # the machine is shared
+        balance_documents.cache_clear()
+        visible_runs.cache_clear()
+        ring_schedule.cache_clear()
+        began = time.process_time()
+        ring_schedule(layout, mask, 1)
+        best = min(best, time.process_time() - began)
+    assert best < 0.2

@@ -1,8 +1,6 @@
 """Ring schedules of any layout, mask, kernel and double ring, executed on integers: every allowed
 pair is computed once, and each rank receives exactly what its peers send."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -337,9 +335,7 @@ def check_bounds(problem: Problem, plans: list[RingSchedule]) -> None:
 @pytest.mark.parametrize("what", ["window", "documents", "balanced", "prefix", "other keys"])
 @given(data=st.data())
 @examples(60)
-def test_schedules_compute_every_pair_once_from_what_peers_send(
-    what: str, data: st.DataObject
-) -> None:
+def test_schedules_compute_every_pair_once_from_what_peers_send(what, data):
     problem = data.draw(problems(what))
     plans = problem.schedules()
     for name in ("steps", "backward_steps"):

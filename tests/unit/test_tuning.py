@@ -1,7 +1,5 @@
 """Tuning: bad values are refused, and ``"auto"`` depends on what every rank knows alike."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from itertools import product
 from types import SimpleNamespace
@@ -73,7 +71,7 @@ def resolve(
     return tuning.resolve(split, layout, q, mesh, mask, backward=backward, varlen=varlen)
 
 
-def test_a_kernel_without_varlen_calls_each_document_once() -> None:
+def test_a_kernel_without_varlen_calls_each_document_once():
     documents = tuple(range(0, 32 * K + 1, 4 * K))
     shape: dict[str, Any] = {"kind": "contiguous", "kv_heads": 8, "ulysses": 2, "ring": 1}
     shape["mask"] = MaskSpec.causal(documents=documents)
@@ -83,20 +81,20 @@ def test_a_kernel_without_varlen_calls_each_document_once() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, True, None, "all", "2"])
 @pytest.mark.parametrize("name", ["chunks", "inner_ring"])
-def test_counts_that_are_no_number_are_refused(name: str, value: Any) -> None:
+def test_counts_that_are_no_number_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name}={value!r} must be 'auto' or a number of 1"):
         Tuning(**{name: value})
 
 
 @pytest.mark.parametrize("value", [None, "yes", 0, 1, 2, "True"])
 @pytest.mark.parametrize("name", ["gather", "copies"])
-def test_switches_that_are_no_bool_are_refused(name: str, value: Any) -> None:
+def test_switches_that_are_no_bool_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name}={value!r} must be 'auto', True or False"):
         Tuning(**{name: value})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_more_chunks_than_heads_are_refused_with_the_numbers(device: str) -> None:
+def test_more_chunks_than_heads_are_refused_with_the_numbers(device):
     sizes = {"kv_heads": 8, "ulysses": 2, "ring": 2}
     assert resolve(Tuning(chunks=4), device=device, **sizes).chunks == 4  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
@@ -114,14 +112,12 @@ def test_more_chunks_than_heads_are_refused_with_the_numbers(device: str) -> Non
         (1, 1, "only 4 key/value heads"),
     ],
 )
-def test_chunks_are_smaller_than_a_kv_group_without_a_ring(
-    ulysses: int, ring: int, message: str
-) -> None:
+def test_chunks_are_smaller_than_a_kv_group_without_a_ring(ulysses, ring, message):
     with pytest.raises(ConfigError, match=message):
         resolve(Tuning(chunks=9), kv_heads=4, ulysses=ulysses, ring=ring)
 
 
-def test_exchanges_that_would_be_exposed_have_more_chunks() -> None:
+def test_exchanges_that_would_be_exposed_have_more_chunks():
     """Llama-3-8B at Ulysses 8: one KV head a rank, four query heads."""
     tokens = [8 * K, 32 * K, 128 * K, 1024 * K]
     sizes: Any = {"kv_heads": 8, "ulysses": 8, "ring": 1}
@@ -143,9 +139,7 @@ def test_exchanges_that_would_be_exposed_have_more_chunks() -> None:
         (1024 * K, (32, 8), (4, 2), True, 2),
     ],
 )
-def test_causal_calls_have_the_chunks_that_were_measured(
-    seq_len: int, heads: tuple[int, int], degrees: tuple[int, int], in_node: bool, chunks: int
-) -> None:
+def test_causal_calls_have_the_chunks_that_were_measured(seq_len, heads, degrees, in_node, chunks):
     sizes: Any = {"seq_len": seq_len, "heads": heads[0], "kv_heads": heads[1], "in_node": in_node}
     assert resolve(**sizes, ulysses=degrees[0], ring=degrees[1]).chunks == chunks
 
@@ -165,8 +159,8 @@ def test_causal_calls_have_the_chunks_that_were_measured(
     ],
 )
 def test_equal_blocks_fill_the_last_waves_of_kernels(
-    seq_len: int, heads: int, ulysses: int, ring: int, backward: bool, usual: int
-) -> None:
+    seq_len, heads, ulysses, ring, backward, usual
+):
     """Against a count of waves made here, of half to all of the usual chunks."""
     blocks, split = -(-seq_len // ring // 128), HeadSplit(heads, heads, ulysses)
 
@@ -185,14 +179,14 @@ def test_equal_blocks_fill_the_last_waves_of_kernels(
 
 
 @pytest.mark.parametrize("seq_len", [2 * K, 128 * K])
-def test_cpus_and_single_ranks_use_one_chunk_stepwise(seq_len: int) -> None:
+def test_cpus_and_single_ranks_use_one_chunk_stepwise(seq_len):
     alone = (1, False, False, None, (("only", "only"),))
     for ring, device in ((1, "cpu"), (4, "cpu"), (1, "cuda")):
         assert resolve(ring=ring, seq_len=seq_len, device=device) == alone
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_explicit_values_are_kept(device: str) -> None:
+def test_explicit_values_are_kept(device):
     for chunks, gather in product((1, 2, 3, 32), (True, False)):
         assert resolve(Tuning(chunks, gather), device=device)[:2] == (chunks, gather)
     # There is nothing to gather without a ring.
@@ -200,7 +194,7 @@ def test_explicit_values_are_kept(device: str) -> None:
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 4), (2, 2), (4, 1)])
-def test_long_sequences_have_more_chunks(ulysses: int, ring: int) -> None:
+def test_long_sequences_have_more_chunks(ulysses, ring):
     lengths = [2 * K, 8 * K, 16 * K, 32 * K, 128 * K, 1024 * K]
     chunks = [resolve(seq_len=n, ulysses=ulysses, ring=ring).chunks for n in lengths]
     assert chunks == sorted(chunks), chunks
@@ -228,9 +222,7 @@ POSITIONS = [
 
 
 @pytest.mark.parametrize(("sizes", "expected"), POSITIONS, ids=str)
-def test_a_chunk_overlaps_the_next_exchange_if_it_is_as_large(
-    sizes: list[int], expected: list[tuple[str, str]]
-) -> None:
+def test_a_chunk_overlaps_the_next_exchange_if_it_is_as_large(sizes, expected):
     assert list(chunk_positions(sizes)) == expected
     launch_bound = [(MERGED, MERGED)] if len(sizes) == 1 else expected
     assert list(chunk_positions(sizes, launch_bound=True)) == launch_bound
@@ -239,7 +231,7 @@ def test_a_chunk_overlaps_the_next_exchange_if_it_is_as_large(
 @pytest.mark.parametrize(
     ("seq_len", "position"), [(2 * K, MERGED), (8 * K, MERGED), (32 * K, "only")]
 )
-def test_launch_bound_calls_have_few_kernel_calls(seq_len: int, position: str) -> None:
+def test_launch_bound_calls_have_few_kernel_calls(seq_len, position):
     copied = resolve(Tuning(1), seq_len=seq_len, no_copies=None)
     assert copied.chunk_positions == ((position, position),)
     # NCCL and gloo have a latency that the local block has to overlap.
@@ -248,7 +240,7 @@ def test_launch_bound_calls_have_few_kernel_calls(seq_len: int, position: str) -
         assert exchanged.chunk_positions == (("only", "only"),)
 
 
-def test_chunks_follow_the_visible_pairs() -> None:
+def test_chunks_follow_the_visible_pairs():
     documents = list(range(0, 129 * K, 16 * K))
     chunks = {
         CAUSAL: 16,
@@ -268,9 +260,7 @@ BORDERS = st.sets(st.integers(1, 39), max_size=4).map(lambda cuts: [0, *sorted(c
 
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(left=BOUND, right=BOUND, prefix=st.integers(0, 40), borders=st.none() | BORDERS)
-def test_visible_pairs_counts_what_the_mask_allows(
-    left: int | None, right: int | None, prefix: int, borders: list[int] | None
-) -> None:
+def test_visible_pairs_counts_what_the_mask_allows(left, right, prefix, borders):
     mask = (
         MaskSpec(left, right, prefix=prefix) if borders is None else MaskSpec(left, right, borders)
     )
@@ -278,11 +268,11 @@ def test_visible_pairs_counts_what_the_mask_allows(
     assert visible_pairs(mask, 40, 40) == visible
 
 
-def test_visible_pairs_of_two_sequences() -> None:
+def test_visible_pairs_of_two_sequences():
     assert visible_pairs(MaskSpec.full(), 40, 7) == 280
 
 
-def test_a_chunk_is_worth_launching() -> None:
+def test_a_chunk_is_worth_launching():
     # 32 heads of 128, causal or not the same: 2 * heads * dim * S * S / ranks a rank.
     for seq_len in (2 * K, 8 * K, 16 * K, 24 * K, 32 * K):
         chunks = resolve(seq_len=seq_len).chunks
@@ -290,7 +280,7 @@ def test_a_chunk_is_worth_launching() -> None:
         assert chunks == 1 or flop / chunks > 1.6e11, (seq_len, chunks)
 
 
-def test_kv_is_gathered_where_that_takes_no_more_memory() -> None:
+def test_kv_is_gathered_where_that_takes_no_more_memory():
     def gathered(chunks: int | None = 1, seq_len: int = 1024 * K, **options: Any) -> bool:
         tuning = AUTO_TUNING if chunks is None else Tuning(chunks)
         return resolve(tuning, seq_len=seq_len, **options).gather_kv
@@ -310,7 +300,7 @@ def test_kv_is_gathered_where_that_takes_no_more_memory() -> None:
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 4), (2, 4), (4, 2)])
-def test_every_rank_resolves_the_same(kind: str, ulysses: int, ring: int) -> None:
+def test_every_rank_resolves_the_same(kind, ulysses, ring):
     def of_all_ranks(seq_len: int) -> set[ResolvedTuning]:
         layout = TokenLayout(kind, seq_len, ulysses, ring)
         ranks = {layout.length(rank): rank for rank in range(layout.degree)}.values()
@@ -333,7 +323,7 @@ def copies(tuning: Tuning = AUTO_TUNING, no_copies: str | None = None, **options
     return resolve(tuning, ulysses=2, ring=2, no_copies=no_copies, **options).use_copy_engines
 
 
-def test_copy_engines_are_used_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_engines_are_used_where_they_can_be(monkeypatch):
     assert copies() and copies(Tuning(copies=True))
     assert not copies(Tuning(copies=False))
     assert not copies(no_copies=NO_COPIES) and not copies(no_copies=NO_COPIES, device="cpu")
@@ -351,9 +341,7 @@ def test_copy_engines_are_used_where_they_can_be(monkeypatch: pytest.MonkeyPatch
         copies(Tuning(copies=True))
 
 
-def test_copy_engines_are_refused_in_a_graph_where_all_streams_share_a_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copy_engines_are_refused_in_a_graph_where_all_streams_share_a_queue(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert copies()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -365,7 +353,7 @@ def test_copy_engines_are_refused_in_a_graph_where_all_streams_share_a_queue(
     assert copies()
 
 
-def test_blocks_are_relayed_where_nodes_share_a_ring_and_blocks_are_large() -> None:
+def test_blocks_are_relayed_where_nodes_share_a_ring_and_blocks_are_large():
     def inner(tuning: Tuning = AUTO_TUNING, **options: Any) -> int | None:
         sizes: dict[str, Any] = {"seq_len": 64 * K, "heads": 8, "kv_heads": 1, "ring": 8, "node": 4}
         return resolve(tuning, **sizes | options, device="cpu").inner_ring
@@ -382,11 +370,11 @@ def test_blocks_are_relayed_where_nodes_share_a_ring_and_blocks_are_large() -> N
         inner(Tuning(inner_ring=3))
 
 
-def test_resolved_tunings_have_different_signatures() -> None:
+def test_resolved_tunings_have_different_signatures():
     values = product((1, 2), *[(False, True)] * 2, (None, 2, 4))
     assert len({str(ResolvedTuning(*value)) for value in values}) == 24
 
 
-def test_equal_tunings_are_one_value() -> None:
+def test_equal_tunings_are_one_value():
     assert Tuning(2, True) == Tuning(chunks=2, gather=True) and len({Tuning(), Tuning()}) == 1
     assert Tuning() == Tuning("auto", "auto", "auto", "auto") == AUTO_TUNING

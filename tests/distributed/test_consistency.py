@@ -1,0 +1,529 @@
+"""Ranks that differ are refused everywhere; an error in a call leaves no exchange in flight."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, attend, mesh_of, run_case
+from harness import RankContext
+from test_meshes import both_transports, checker_of
+
+import ds_usp
+from ds_usp import SequenceMesh, Tuning
+from ds_usp.attention import functional
+from ds_usp.attention.plan import AttentionPlan
+from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.call_record import Signature
+from ds_usp.comm.channel import PendingExchange
+from ds_usp.comm.consistency import ConsistencyChecker
+from ds_usp.comm.shm_mailbox import open_mailbox
+from ds_usp.kernels.sdpa import SdpaKernel
+from ds_usp.memory import keep_attention
+from ds_usp.testing import causal, dense_attention, relative_error
+
+WORLD = 4
+TIMEOUT_S = 20.0  # what takes longer hangs
+HEADS, TOKENS, DIM = 4, 16, 8
+
+# Each way of attention: Ulysses degree, and what makes it.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Local(torch.nn.Module):
+    """A local attention of the user's, ``[b, s, h, d]``."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        turned = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True)
+        return out.transpose(1, 2)
+
+
+def attention_of(mode: str) -> Attend:
+    kind, degree = mode.split()
+    mesh = mesh_of(int(degree))
+    layout = mesh.layout("contiguous", TOKENS)
+    mask = ds_usp.MaskSpec.causal()
+    if kind == "local":
+        return ds_usp.USPAttention(Local(), gather_idx=1, mesh=mesh, layout="contiguous")
+    if kind == "joint":
+        return lambda q, k, v: (
+            ds_usp.usp_joint_attention(
+                *(x for x in (q, k, v)),
+                *(x[:, :4].detach() for x in (q, k, v)),
+                mesh=mesh,
+                layout=layout,
+                mask=mask,
+            )[1].sum(dim=1, keepdim=True)
+            + q * 0
+        )
+    attend: Attend = lambda q, k, v: ds_usp.usp_attention(  # noqa: E731
+        q, k, v, mesh=mesh, layout=layout, mask=mask
+    )
+    if kind == "compiled":
+        torch._dynamo.reset()
+        return torch.compile(attend, backend="aot_eager", fullgraph=True)
+    if kind == "compiled-local":
+        torch._dynamo.reset()
+        module = ds_usp.USPAttention(Local(), gather_idx=1, mesh=mesh, layout="contiguous")
+        return torch.compile(module, backend="aot_eager", fullgraph=True)
+    if kind == "kept":
+        return lambda q, k, v: torch.utils.checkpoint.checkpoint(
+            keep_attention(attend), q, k, v, use_reentrant=False
+        )
+    if kind == "again":
+        return lambda q, k, v: torch.utils.checkpoint.checkpoint(
+            attend, q, k, v, use_reentrant=False
+        )
+    return attend
+
+
+def run_calls(ctx: RankContext, mode: str, orders: Sequence[Sequence[int]]) -> tuple[str, float]:
+    """Two calls of one shape, whose backward passes this rank runs in its order, then another call;
+    what was raised, and the worst error of their gradients of q."""
+    mesh, attend = mesh_of(int(mode.split()[1])), attention_of(mode)
+    layout = mesh.layout("contiguous", TOKENS)
+    calls, q_grads = [], {}
+    message, worst = "", 0.0
+    try:
+        for call in range(2):
+            generator = torch.Generator().manual_seed(call)
+            full = [torch.randn(1, TOKENS, HEADS, DIM, generator=generator) for _ in range(4)]
+            local_qkv = [layout.shard(x, 1, mesh.rank).requires_grad_() for x in full[:3]]
+            calls.append((full, local_qkv, attend(*local_qkv)))
+        for call in orders[ctx.rank]:
+            full, local_qkv, out = calls[call]
+            dout = layout.shard(full[3], 1, mesh.rank)
+            (q_grads[call],) = torch.autograd.grad(
+                out, local_qkv[:1], dout, retain_graph="kept" not in mode
+            )
+        attend(*calls[0][1])
+        mesh.check()
+    except ds_usp.MeshError as error:
+        message = str(error)
+    for call, grad in {} if message or "joint" in mode else q_grads.items():
+        full = [x.double() for x in calls[call][0]]
+        q = full[0].requires_grad_()
+        dense, _ = dense_attention(q, *full[1:3], causal(range(TOKENS), range(TOKENS)))
+        (want,) = torch.autograd.grad(dense, [q], full[3])
+        worst = max(worst, relative_error(grad, layout.shard(want, 1, mesh.rank)))
+    return message, worst
+
+
+MODES = ["usp 1", "usp 2", "usp 4", "local 4", "joint 2", "kept 2", "again 2"]
+COMPILED = ["compiled 1", "compiled 2", "compiled-local 4"]
+
+
+@pytest.mark.parametrize("mode", MODES + COMPILED)
+def test_backward_passes_in_different_orders_are_refused(pool, mode):
+    orders = [(0, 1), (1, 0), (1, 0), (1, 0)]
+    for text, _ in pool.run(run_calls, WORLD, timeout=TIMEOUT_S, mode=mode, orders=orders):
+        assert "backward pass of call" in text and "on ranks 1-3" in text and "on rank 0" in text
+
+
+@pytest.mark.parametrize("mode", ["usp 1", "usp 4", "local 4"])
+def test_a_rank_with_more_or_fewer_backward_passes_is_refused(pool, mode):
+    for odd in [(1, 1, 0), (1, 0, 0), (1,), (0,), ()]:
+        orders = [(1, 0), (1, 0), odd, (1, 0)]
+        for text, _ in pool.run(run_calls, WORLD, timeout=TIMEOUT_S, mode=mode, orders=orders):
+            assert "rank 2" in text and "ranks 0-1, 3" in text, (odd, text)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_order_that_all_ranks_share_is_right(pool, mode):
+    orders: list[Any] = [(1, 0), (0, 1), (1,), ()]
+    orders += [(1, 1, 0)] if mode.split()[0] in ("usp", "local") else []
+    for order in orders:
+        results = pool.run(run_calls, WORLD, timeout=TIMEOUT_S, mode=mode, orders=[order] * WORLD)
+        for text, error in results:
+            assert not text and error <= 1e-5, (order, text, error)
+
+
+def go_on_after_an_error(ctx: RankContext) -> tuple[str, str]:
+    """What is said where ranks use two meshes over one group in another order, and by a backward
+    pass after it, which all ranks run alike."""
+    meshes = [ds_usp.SequenceMesh.from_group(None, 2) for _ in range(2)]
+    messages = []
+    try:
+        meshes[ctx.rank % 2].check()
+    except ds_usp.MeshError as error:
+        messages.append(str(error))
+    x = torch.randn(1, TOKENS // ctx.world, HEADS, DIM, requires_grad=True)
+    mask = ds_usp.MaskSpec.causal()
+    try:
+        ds_usp.usp_attention(
+            x, x, x, mesh=meshes[0], layout="contiguous", mask=mask
+        ).sum().backward()
+    except ds_usp.MeshError as error:
+        messages.append(str(error))
+    return messages[0], "".join(messages[1:])
+
+
+def test_ranks_that_go_on_after_an_error_number_calls_alike(pool):
+    for first, second in pool.run(go_on_after_an_error, WORLD):
+        assert "a check of the mesh" in first
+        assert not second
+
+
+def backward_after_an_aborted_pass(ctx: RankContext, aborted: list[int]) -> None:
+    """A backward pass after a copy-engine pass that some ranks aborted."""
+    consistency = checker_of(ctx, True)
+    consistency.check_call("a call", wait=False)
+    for _ in range(2):
+        consistency.check_backward(1, wait=False)
+        consistency.begin_pass()
+        if ctx.rank not in aborted:
+            consistency.end_pass()
+    consistency.drain()
+
+
+def test_no_backward_pass_follows_one_that_one_rank_aborted(pool):
+    for same in ([], [0, 1, 2]):
+        pool.run(backward_after_an_aborted_pass, 3, aborted=same)
+    for error in pool.errors(backward_after_an_aborted_pass, 3, aborted=[1]):
+        assert isinstance(error, ds_usp.MeshError)
+        assert "aborted copy-engine passes: 0 on ranks 0, 2, " in str(error)
+        assert "1, the last after 0 exchanges on rank 1" in str(error)
+
+
+def many_passes(ctx: RankContext, odd: bool) -> tuple[str, int]:
+    """Passes of verified calls as GPUs compare them: the error, and after how many of them. The
+    others answer only when this rank has continued, so a rank that waited would never end."""
+    consistency = checker_of(ctx, True)
+    numbers = []
+    for _ in range(9):
+        consistency.check_call("a call", wait=False)
+        numbers.append(consistency.number)
+    consistency.check_backward(numbers.pop(), wait=False)  # the first one waits
+    if odd and ctx.rank == 1:
+        numbers[-1], numbers[-2] = numbers[-2], numbers[-1]
+    count = 0
+    try:
+        while numbers:
+            consistency.check_backward(numbers.pop(), wait=False)
+            count += 1
+        consistency.check()
+    except ds_usp.MeshError as error:
+        return str(error), count
+    return "", count
+
+
+def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool):
+    assert pool.run(many_passes, 3, odd=False) == [("", 8)] * 3
+    for message, count in pool.run(many_passes, 3, odd=True):
+        assert "backward pass of call: 8 on ranks 0, 2, 7 on rank 1" in message
+        assert count == 4
+
+
+def verified_passes_wait_for_nobody(ctx: RankContext) -> int:
+    """How many verified passes rank 0 begins before the others begin one."""
+    consistency = checker_of(ctx, True)
+    consistency.check_call("a call", wait=False)
+    consistency.check_backward(1, wait=False)
+    consistency.check()
+    dist.barrier(ctx.group)
+    count = 0
+    for turn in (True, False):
+        for _ in range(3 if turn == (ctx.rank == 0) else 0):
+            consistency.check_backward(1, wait=False)
+            count += turn
+        dist.barrier(ctx.group)
+    consistency.check()
+    return count
+
+
+def test_a_verified_pass_waits_for_nobody(pool):
+    assert pool.run(verified_passes_wait_for_nobody, 3, timeout=20.0)[0] == 3
+
+
+def skip_one(ctx: RankContext, calls: list[int]) -> list[str]:
+    """The errors of a check after as many calls on each rank, and of the next check."""
+    consistency = checker_of(ctx, False)
+    messages = []
+    for _ in range(2):
+        try:
+            while consistency._calls < calls[ctx.rank]:
+                consistency.check_call("a call")
+            consistency.check()
+        except ds_usp.MeshError as error:
+            messages.append(str(error))
+            calls = [2] * ctx.world
+    return messages
+
+
+def test_a_check_finds_a_call_that_one_rank_skipped(pool):
+    assert pool.run(skip_one, 3, calls=[3, 3, 3]) == [[]] * 3
+    for messages in pool.run(skip_one, 3, calls=[3, 2, 3]):
+        assert len(messages) == 1, messages
+        assert "ranks 0, 2: a call\n" in messages[0]
+        assert "rank 1: a check of the mesh, after 2 calls, after 0 backward passes" in messages[0]
+
+
+def at_the_end(ctx: RankContext, mode: str) -> str:
+    """What a rank prints when its process ends, where rank 1 has run a pass fewer than the
+    others."""
+    shared = open_mailbox(ctx.group, [b"node"] * ctx.world)
+    mailboxes = (shared, "", None) if mode == "mailbox" else (None, "", shared)
+    checker = ConsistencyChecker(ctx.group, *mailboxes)
+    for _ in range(2):
+        checker.check_call("a call", wait=mode == "group")
+        checker.check_backward(1, wait=mode == "group")
+    if mode == "mailbox" and ctx.rank != 1:
+        checker.check_backward(1, wait=False)  # nobody waits for what was verified before
+    if mode == "group":
+        checker._passes -= ctx.rank == 1
+    return checker.compare_at_exit()
+
+
+def test_processes_that_end_print_what_differs(pool):
+    for text in pool.run(at_the_end, 3, mode="mailbox"):
+        assert "backward pass of call 1" in text and "rank 1: the end of the process" in text
+    for text in pool.run(at_the_end, 3, mode="group"):
+        assert "after backward passes: 2 on ranks 0, 2, 1 on rank 1" in text
+
+
+def continued_after(ctx: RankContext, use_mailbox: bool, odd: str, others_wait: bool) -> list[str]:
+    """What each step says if every rank catches errors and continues: a call in which rank 1 is
+    wrong, another call, its backward pass, a check."""
+    # As on GPUs in a group of its own, in which a failed mesh may leave collectives behind.
+    checker = checker_of(replace(ctx, group=dist.new_group()), use_mailbox)
+    checker.check_call("a", wait=False)
+    wrong = ValueError() if odd == "error" and ctx.rank == 1 else None
+    text = "b" if odd == "call" and ctx.rank == 1 else "a"
+    steps = [
+        lambda: checker.check_call(text, error=wrong, wait=others_wait),
+        lambda: checker.check_call("a", wait=False),
+        lambda: checker.check_backward(checker.number, wait=False),
+        checker.check,
+    ]
+    messages = []
+    for step in steps:
+        try:
+            step()
+            messages.append("")
+        except (ds_usp.MeshError, ValueError) as error:
+            messages.append(str(error) or repr(error))
+    return [*messages, str(checker.number)]
+
+
+@both_transports
+@pytest.mark.parametrize(
+    ("odd", "shown"), [("call", "b on rank 1"), ("error", "rank 1: ValueError")]
+)
+def test_ranks_can_continue_together_or_none_can(pool, use_mailbox, odd, shown):
+    """None, where ranks had started a verified call that rank 1 refuses."""
+    kwargs = {"use_mailbox": use_mailbox, "odd": odd}
+    for first, *later in pool.run(continued_after, 3, others_wait=True, **kwargs):
+        assert shown in first or first == "ValueError()"
+        assert later == ["", "", "", "4"]
+    results = pool.run(continued_after, 3, timeout=20.0, others_wait=False, **kwargs)
+    for rank, (first, call, backward, check, _) in enumerate(results):
+        assert (shown in first or first == "ValueError()") == (rank == 1)
+        # Without gradients ranks that had started it would find out some calls later.
+        assert call == "" or (rank == 1 and shown in call)
+        assert shown in backward and backward == check
+
+
+def collected_with_a_comparison_in_flight(ctx: RankContext) -> float:
+    """How long rank 0 takes to free a mesh's checker whose last comparison nobody answers yet."""
+    checker = checker_of(replace(ctx, group=dist.new_group()), False)
+    checker.check_call("a", wait=False)
+    seconds = 0.0
+    if ctx.rank == 0:
+        checker.check_call("a", wait=False)
+        start = time.perf_counter()
+        del checker
+        gc.collect()
+        seconds = time.perf_counter() - start
+    dist.barrier(ctx.group)
+    if ctx.rank == 1:
+        checker.check_call("a", wait=False)
+    return seconds
+
+
+def test_a_mesh_that_is_collected_waits_for_nobody(pool):
+    assert pool.run(collected_with_a_comparison_in_flight, 2)[0] < 2.0
+
+
+def exit_ahead(ctx: RankContext) -> None:
+    """Rank 1 compares its last calls when rank 0 has made four more and ends."""
+    checker = checker_of(ctx, True)
+    assert checker.mailbox is not None
+    checker.mailbox.timeout_s = 1.5
+    for _ in range(5):
+        checker.check_call("a", wait=False)
+    dist.barrier(ctx.group)
+    if ctx.rank == 0:
+        for _ in range(4):
+            checker.check_call("a", wait=False)
+        assert checker.compare_at_exit() == ""
+    dist.barrier(ctx.group)
+    checker.drain()
+
+
+def test_a_process_that_ends_overwrites_no_record_that_others_need(pool):
+    assert pool.errors(exit_ahead, 2)[1] is None
+
+
+MESSAGE = "the kernel gave up"
+
+
+def kernel_calls(ctx: RankContext, case: Case, ulysses: int, method: str, stop: int) -> int:
+    """Attention, forward and backward, on a kernel whose ``stop``-th call raises; the calls."""
+    intact, calls = getattr(SdpaKernel, method), 0
+
+    def failing(self: SdpaKernel, *args: Any) -> tuple[torch.Tensor, ...]:
+        nonlocal calls
+        if calls == stop:
+            raise RuntimeError(MESSAGE)
+        calls += 1
+        result: tuple[torch.Tensor, ...] = intact(self, *args)
+        return result
+
+    with mock.patch.object(SdpaKernel, method, failing):
+        attend(mesh_of(ulysses), case)
+    return calls
+
+
+def failing_exchanges(stop: int, began: Callable[[], bool]) -> Any:
+    """``PendingExchange.wait`` that raises at its ``stop``-th result after something began."""
+    intact, taken = PendingExchange.wait, 0
+
+    def failing(self: PendingExchange) -> tuple[torch.Tensor, ...]:
+        nonlocal taken
+        result = intact(self)
+        if began():
+            taken += 1
+            if taken == stop:
+                raise RuntimeError(MESSAGE)
+        return result
+
+    return mock.patch.object(PendingExchange, "wait", failing)
+
+
+def exchange_interrupted(
+    ctx: RankContext, ulysses: int, chunks: int, stop: int, forward: bool
+) -> tuple[str, float]:
+    """As :func:`interrupted`, where an exchange ends."""
+    case = Case(batch=1, kernel="eager", tuning=Tuning(chunks, True))
+    real, backward, message = functional.BackwardPass, forward, ""
+
+    def begin(*args: Any, **more: Any) -> Any:
+        nonlocal backward
+        backward = True
+        return real(*args, **more)
+
+    begins = mock.patch.object(functional, "BackwardPass", begin)
+    try:
+        with begins, failing_exchanges(stop, lambda: backward):
+            attend(mesh_of(ulysses), case)
+    except RuntimeError as error:
+        message = str(error)
+    return message, max(run_case(ctx, replace(case, seed=1), ulysses).values())
+
+
+# Ulysses degree, parts, what is taken when it fails, forward. There a part is taken as its keys set
+# out and again as it is computed.
+FAILED_WAITS = [(u, 2, stop, False) for u in (1, 2) for stop in (1, 2)]
+FAILED_WAITS += [(2, 4, stop, True) for stop in (1, 3, 6, 7)]
+
+
+@pytest.mark.parametrize(("ulysses", "chunks", "stop", "forward"), FAILED_WAITS)
+def test_a_failed_wait_leaves_no_kv_exchange_in_flight(pool, ulysses, chunks, stop, forward):
+    case = {"ulysses": ulysses, "chunks": chunks, "stop": stop, "forward": forward}
+    results = pool.run(exchange_interrupted, WORLD, timeout=TIMEOUT_S, **case)
+    assert [message for message, _ in results] == [MESSAGE] * WORLD, results
+    assert max(error for _, error in results) < 1e-5, results
+
+
+def interrupted(
+    ctx: RankContext, ulysses: int, tuning: Tuning, method: str, part: int, at: int
+) -> tuple[str, float]:
+    """What a call said that broke off in a part of the heads, and the error of the next one."""
+    case = Case(batch=1, kernel="sdpa", tuning=tuning)
+    each, rest = divmod(kernel_calls(ctx, case, ulysses, method, stop=-1), int(tuning.chunks))
+    message = "nothing" if rest == 0 else "parts of different lengths"
+    try:
+        kernel_calls(ctx, case, ulysses, method, stop=part * each + at % each)
+    except RuntimeError as error:
+        message = str(error)
+    # Other numbers in tensors of the same shape: a message of the first call would spoil them.
+    return message, max(run_case(ctx, replace(case, seed=1), ulysses).values())
+
+
+# Ulysses degree, parts of the heads, the part in which it happens: between others where it can be.
+CHUNKS = [(1, 1, 0), (1, 2, 1), (1, 4, 1), (2, 1, 0), (2, 2, 1), (2, 3, 1), (4, 2, 0), (4, 2, 1)]
+
+
+# Gathered or not, inner ring.
+EXCHANGES = {"block by block": (False, "auto"), "gathered": (True, "auto"), "double": (False, 2)}
+CALLS = [(*each, mode) for mode in EXCHANGES for each in CHUNKS if mode != "double" or each[0] == 1]
+
+
+@pytest.mark.parametrize("method", ["tile_forward", "tile_backward"])
+@pytest.mark.parametrize(("ulysses", "chunks", "part", "mode"), CALLS)
+def test_a_kernel_that_raises_leaves_no_exchange_in_flight(
+    pool, ulysses, chunks, part, mode, method
+):
+    gather, inner = EXCHANGES[mode]
+    # In the own block while the next one comes, in the first one that came, and at the end. All
+    # ranks break off in the same step; where the own block ends a part, that is counted from there.
+    own_ends = method == "tile_backward" and chunks > 1 and part == chunks - 1 and mode != "double"
+    case = {"ulysses": ulysses, "tuning": Tuning(chunks, gather, inner_ring=inner)}
+    case |= {"method": method, "part": part}
+    for at in (0, -2 if own_ends else 1, -1):
+        results = pool.run(interrupted, WORLD, timeout=TIMEOUT_S, **case, at=at)
+        assert [message for message, _ in results] == [MESSAGE] * WORLD, results
+        assert max(error for _, error in results) < 1e-5, (at, results)
+
+
+def waits_after_an_error(ctx: RankContext, method: str) -> tuple[str, int, int]:
+    """How many all-to-alls a call has posted before a kernel raised, and has waited for."""
+    real, works = HeadAllToAll._all_to_all, []
+
+    def post(self: HeadAllToAll, *args: Any) -> Any:
+        works.append(mock.Mock(wraps=real(self, *args)))
+        return works[-1]
+
+    message = ""
+    with mock.patch.object(HeadAllToAll, "_all_to_all", post):
+        try:
+            kernel_calls(ctx, Case(kernel="sdpa", tuning=Tuning(chunks=4)), 2, method, stop=1)
+        except RuntimeError as error:
+            message = str(error)
+    return message, len(works), sum(work.wait.called for work in works)
+
+
+@pytest.mark.parametrize(("method", "posted"), [("tile_forward", 5), ("tile_backward", 16)])
+def test_all_to_alls_in_flight_are_waited_for_after_an_error(pool, method, posted):
+    """Nothing may be received into memory that is allocated again."""
+    results = pool.run(waits_after_an_error, 2, timeout=TIMEOUT_S, method=method)
+    assert results == [(MESSAGE, posted, posted)] * 2
+
+
+def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one():
+    """With copy engines the other ranks wait on the GPU, and hear of it at the next comparison."""
+    mesh = SequenceMesh.single()
+    begins = mock.patch.object(
+        AttentionPlan, "reserve_resources", lambda *_: mesh.consistency.begin_pass()
+    )
+    needs = mock.patch.object(AttentionPlan, "needs_resources", True)
+    real = functional.ForwardPass
+
+    def forward(*args: Any, **more: Any) -> Any:
+        with mock.patch.object(torch.Tensor, "new_empty", side_effect=RuntimeError(MESSAGE)):
+            return real(*args, **more)
+
+    starts = mock.patch.object(functional, "ForwardPass", forward)
+    with begins, needs, starts, pytest.raises(RuntimeError, match=MESSAGE):
+        attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
+    assert mesh.consistency._record(Signature(("the next call",))).aborted_passes == 1
+    ends = mock.patch.object(AttentionPlan, "mark_pass_done", lambda _: mesh.consistency.end_pass())
+    with begins, needs, ends:  # none, where a call ends well
+        attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
+    assert mesh.consistency._record(Signature(("the next call",))).aborted_passes == 1
