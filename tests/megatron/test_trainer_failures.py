@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -39,6 +40,7 @@ for mode in ("killed", "raises", "refused"):
     os.makedirs(f"{mode}/step_7")
     open(f"{mode}/latest", "w").write("step_7")
     open(f"{mode}/step_7/usp_metadata.json", "w").write('{"progress": {"step": 7}}')
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{mode}.json"  # torchrun's agent names it
     args = Namespace(device=device, mode=mode, output_dir=mode, save=mode)
     print(mode, launch.spawn_ranks(main, args, 3), file=sys.stderr)
 """
@@ -55,6 +57,8 @@ def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_pa
         assert "[ranks 0, 2] lost contact with another rank" in text
         assert "the last checkpoint is of step 7: continue with --load" in text
         assert "Traceback (" not in text and "GLHF" not in text
+    error = json.loads((tmp_path / "refused.json").read_text())["message"]
+    assert error["message"] == "ConfigError: on every rank"
     for log in ("killed/errors/rank_0.log", "raises/errors/rank_1.log"):
         assert (tmp_path / log).read_text().startswith("Traceback (")
 
