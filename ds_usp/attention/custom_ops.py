@@ -145,7 +145,7 @@ def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], 
         by_name = OpArg("mesh", (*path, "name"), (str,), "str mesh", False)
         return (by_name,), lambda values, _: MESH_REGISTRY.lookup(next(values))
     hints, args, makers = get_type_hints(part), list[OpArg](), dict[str, Callable[..., Any]]()
-    for field in getattr(part, "_fields", None) or [x.name for x in fields(part)]:
+    for field in getattr(part, "_fields", None) or [x.name for x in fields(part) if x.init]:
         if field in _LEFT_OUT.get(part, ()):
             continue
         inside, union = (*path, field), get_args(hints[field]) or (hints[field],)

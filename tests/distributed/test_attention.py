@@ -21,7 +21,6 @@ from cases import (
     reference,
     run_cases,
 )
-from ds_usp.planner.attention_call import AttentionCall
 from harness import RankContext, WorkerPool
 
 import ds_usp
@@ -33,6 +32,7 @@ from ds_usp.attention.plan import AttentionOptions, plan_call
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.pipeline_schedule import render
+from ds_usp.planner.attention_time import AttentionCall
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.parallel_config import ParallelConfig
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ds_usp.memory.pinned_transfer import HostDeviceCopier
 from memory_model import Sizes, Stack
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +33,7 @@ from ds_usp.memory import (
     recompute_before,
     run_for_gradients,
 )
+from ds_usp.memory.offload import HostDeviceCopier
 from ds_usp.memory.saved_attention import is_saving, saved_tensors
 from ds_usp.planner.formulas import input_bytes
 from ds_usp.planner.memory import memory as planned_memory
