@@ -10,6 +10,7 @@ import pytest
 
 from ds_usp import ConfigError, USPConfig
 from ds_usp.config import TorchrunEnv, torchrun_env
+from ds_usp.errors import warn_once
 
 
 def test_defaults_are_one_rank_with_zigzag() -> None:
@@ -90,3 +91,13 @@ def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(ConfigError, match="no LOCAL_WORLD_SIZE in its environment"):
         torchrun_env()
+
+
+def test_a_line_is_said_once_and_on_rank_0_only(caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("no Triton, 100% torch", "no Triton, 100% torch", "no NVLink"):
+        for rank in (1, 0, 0):
+            warn_once(text, rank=rank)
+    assert caplog.record_tuples == [
+        ("ds_usp", 30, "no Triton, 100% torch"),
+        ("ds_usp", 30, "no NVLink"),
+    ]
