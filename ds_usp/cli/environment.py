@@ -1,20 +1,18 @@
 """``ds-usp env``: facts for a bug report about a machine and what is installed on it.
 
-Every fact is read on its own: one that cannot be read is a line with the reason, no exception.
+Every section is read on its own: one that cannot be read is a line with the reason, no exception.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from importlib import import_module, metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +22,18 @@ from ds_usp.config import environment, p2p_disabled_reason, single_hw_queue, tor
 from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import OneLineParser
 
-# (name, its distributions, a module that is importable where it has no distribution)
-_LIBRARIES: Sequence[tuple[str, tuple[str, ...], str]] = (
-    ("deepspeed", ("deepspeed",), "deepspeed"),
-    ("megatron-core", ("megatron-core",), "megatron.core"),
-    ("transformer-engine", ("transformer-engine", "transformer_engine_torch"), ""),
-    ("flash-attn (2)", ("flash-attn",), ""),
-    ("flash-attn-3", ("flash-attn-3", "flash_attn_3"), "flash_attn_interface"),
-    ("flash-attn-4", ("flash-attn-4",), "flash_attn.cute"),
-    ("triton", ("triton", "pytorch-triton"), "triton"),
-    ("einops", ("einops",), "einops"),
-    ("numpy", ("numpy",), "numpy"),
+_DISTRIBUTIONS = re.compile(
+    r"torch|triton|pytorch-triton|deepspeed|megatron-core|transformer[-_]engine\S*|flash[-_]attn\S*|"
+    r"cuda-bindings|nvidia-(nccl|cudnn|cuda-runtime)\S*|einops|numpy|transformers|accelerate|peft|"
+    r"trl|diffusers"
 )
 _VARIABLES = (
-    "CUDA_",
-    "DS_",
-    "FLASH_ATTENTION_",
-    "FLASH_ATTN_",
-    "GLOO_",
-    "LOCAL_",
-    "MASTER_",
-    "MEGATRON_",
-    "NCCL_",
-    "NVIDIA_TF32",
-    "NVTE_",
-    "OMP_",
-    "PYTORCH_",
-    "RANK",
-    "TORCH",
-    "TRITON_",
-    "USP_",
+    *("CUDA_", "DS_", "FLASH_ATTENTION_", "FLASH_ATTN_", "GLOO_", "LOCAL_", "MASTER_", "MEGATRON_"),
+    *("NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_", "PYTORCH_", "RANK", "TORCH", "TRITON_", "USP_"),
     "WORLD_SIZE",
 )
-_GPU_FIELDS = ("index", "name", "memory.total", "driver_version", "power.limit", "compute_cap")
+# Fields of torch.utils.collect_env that say the same of every machine, or pages of it.
+_LONG = ("cpu_info", "pip_packages", "conda_packages", "pip_version", "miopen_runtime_version")
 
 
 def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
@@ -76,36 +53,27 @@ def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """All facts of the report: section -> name -> value."""
-    return {
-        "ds_usp": _package(),
-        "system": _system(),
-        "versions": _versions(),
-        "gpus": _attempt(_gpus),
-        "links": _attempt(_links),
-        "kernels": _attempt(_kernels),
-        "copy_engines": _attempt(_copy_engines),
-        "variables": environment(_VARIABLES),
-    }
+    """All facts of the report: section -> name -> value, or why it cannot be read."""
+    readers = (_package, _system, _versions, _gpus, _links, _kernels, _copy_engines)
+    facts = {read.__name__[1:]: _attempt(read) for read in readers}
+    return {"ds_usp": facts.pop("package"), **facts, "variables": environment(_VARIABLES)}
 
 
 def as_text(facts: Mapping[str, Any]) -> str:
     """The facts as text: a line for each name, indented below its section."""
     lines: list[str] = []
     for section, content in facts.items():
+        rows = content if isinstance(content, dict) else {"": content}
+        width = max(map(len, rows), default=0)
         lines.append(section)
-        rows = content.items() if isinstance(content, dict) else [("", content)]
-        rows = list(rows) or [("", "none")]
-        width = max(len(str(name)) for name, _ in rows)
-        for name, value in rows:
-            head, *rest = ("none" if value is None else str(value)).splitlines() or [""]
-            lines.append(f"  {name:{width}}  {head}".rstrip() if name else f"  {head}")
-            lines += [f"  {'':{width}}  {line}" if name else f"  {line}" for line in rest]
+        for name, value in (rows or {"": "none"}).items():
+            head, *rest = str(value).splitlines() or [""]
+            left = f"  {name:{width}}  " if name else "  "
+            lines += [f"{left}{head}".rstrip(), *(f"{'':{len(left)}}{line}" for line in rest)]
     return "\n".join(lines)
 
 
 def _attempt(read: Callable[[], Any]) -> Any:
-    """The fact that is read, or why it cannot be."""
     try:
         return read()
     except Exception as error:  # a broken driver or library must not hide the rest
@@ -113,136 +81,76 @@ def _attempt(read: Callable[[], Any]) -> Any:
 
 
 def _package() -> dict[str, Any]:
-    """Version, commit and folder of the installed ds_usp."""
     root = Path(ds_usp.__file__).resolve().parent
-    checkout = (root.parent / ".git").exists()
+
+    def changes() -> str:
+        command = ("git", "-C", str(root.parent), "status", "--porcelain", "--untracked-files=no")
+        files = [line[3:] for line in _output(*command).splitlines()]
+        first = ", ".join(files[:8])
+        return f"{len(files)} files differ from the commit: {first}" if files else "none"
+
     return {
         "version": ds_usp.__version__,
         "commit": commit() or "unknown: neither built from a checkout nor in one",
-        "changes": _attempt(partial(_changes, root.parent)) if checkout else "not a checkout",
+        "changes": _attempt(changes) if (root.parent / ".git").exists() else "not a checkout",
         "folder": str(root),
     }
 
 
-def _changes(root: Path) -> str:
-    """How many files of the checkout differ from its commit, and the first eight by name."""
-    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    files = [line[3:] for line in changed.splitlines()]
-    return f"{len(files)} files differ from the commit: {', '.join(files[:8])}" if files else "none"
-
-
 def _system() -> dict[str, Any]:
-    """Python, the platform, and how many CPU cores this process may use."""
+    """What ``torch.utils.collect_env`` knows, without its pages on the CPU and on packages."""
+    from torch.utils import collect_env
+
+    known = collect_env.get_env_info()._asdict()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "platform": platform.platform(),
-        "cpus": f"{cores} of {os.cpu_count()} may be used",
-    }
+    facts = {name: value for name, value in known.items() if value and name not in _LONG}
+    cpus = f"{cores} of {os.cpu_count()} may be used"
+    return {"python": sys.executable, **facts, "cpus": cpus}
 
 
-def _versions() -> dict[str, Any]:
-    """Library -> its version, None if absent, or the error's text if reading it failed."""
+def _versions() -> dict[str, str]:
+    """Of installed distributions, and of the libraries that torch has loaded."""
+    names = {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    versions = {name: names[name] for name in sorted(names) if _DISTRIBUTIONS.fullmatch(name)}
 
-    def driver() -> str | None:
-        return ", ".join(sorted({row["driver_version"] for row in _nvidia_smi()})) or None
+    def loaded() -> str:
+        import torch
 
-    def cuda() -> str | None:
-        version = _torch().version
-        return version.cuda or (version.hip and f"HIP {version.hip}")
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
+        return f"NCCL {nccl}, cuDNN {torch.backends.cudnn.version() or 'none'}"
 
-    def nccl() -> str | None:
-        torch = _torch()
-        return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
-
-    def cudnn() -> str | None:
-        version = _torch().backends.cudnn.version()
-        return None if version is None else str(version)
-
-    readers: dict[str, Callable[[], Any]] = {
-        "torch": lambda: str(_torch().__version__),
-        "CUDA": cuda,
-        "NCCL": nccl,
-        "cuDNN": cudnn,
-        "driver": driver,
-    }
-    for name, distributions, module in _LIBRARIES:
-        readers[name] = partial(_installed, distributions, module)
-    return {name: _attempt(read) for name, read in readers.items()}
-
-
-def _torch() -> Any:
-    """Imported where it is read: its import may fail, which is a fact of its own."""
-    return import_module("torch")
-
-
-def _installed(distributions: Sequence[str], module: str) -> str | None:
-    """The version of the first distribution that is installed; None without one and its module."""
-    for name in distributions:
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    with suppress(ModuleNotFoundError):  # of the module's parent
-        if module and util.find_spec(module) is not None:
-            return "installed, of no known version"
-    return None
-
-
-def _nvidia_smi() -> list[dict[str, str]]:
-    """A row for each GPU, by the names of ``_GPU_FIELDS``; none where nvidia-smi does not run."""
-    try:
-        fields = ",".join(_GPU_FIELDS)
-        text = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [
-        dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)
-    ]
+    return {**versions, "loaded by torch": _attempt(loaded)}
 
 
 def _gpus() -> dict[str, str]:
-    """The GPUs that torch finds; where there are none, what nvidia-smi finds."""
-    cuda = _torch().cuda
-    if not cuda.is_available():
-        rows = _nvidia_smi()
-        smi = f"nvidia-smi sees {len(rows)}, e.g. {rows[0]['name']}" if rows else "nvidia-smi none"
-        return {"torch": f"sees no GPU; {smi}"}
-    gpus = [cuda.get_device_properties(index) for index in range(cuda.device_count())]
-    return {
-        str(index): f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
-        f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} SMs"
-        for index, gpu in enumerate(gpus)
-    }
+    import torch
+
+    gpus = range(torch.cuda.device_count())
+    found = {str(index): str(torch.cuda.get_device_properties(index)) for index in gpus}
+    return found or {"torch": "sees no GPU"}
 
 
 def _links() -> dict[str, str]:
     """How GPUs reach each other: torch's peer access, nvidia-smi's matrix of NVLink and PCIe."""
-    cuda = _torch().cuda
-    count = cuda.device_count()
-    if count < 2:
-        return {"peer access": f"{count or 'no'} GPU here: no links between GPUs"}
+    import torch
 
-    def access(gpu: int, peer: int) -> str:
-        if gpu == peer:
-            return "."
-        return "yes" if cuda.can_device_access_peer(gpu, peer) else "no"
-
-    rows = [[access(gpu, peer) for peer in range(count)] for gpu in range(count)]
-    lines = [f"{i}: " + " ".join(f"{x:3}" for x in row).rstrip() for i, row in enumerate(rows)]
-    return {"peer access": "\n".join(lines), "nvidia-smi": _attempt(_matrix)}
-
-
-def _matrix() -> str:
-    """nvidia-smi's matrix without its legend and what underlines it on a terminal."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", _output("nvidia-smi", "topo", "-m"))
-    return text.partition("\nLegend")[0].expandtabs().strip()
+    gpus = range(torch.cuda.device_count())
+    if len(gpus) < 2:
+        return {"peer access": f"{len(gpus) or 'no'} GPU here: no links between GPUs"}
+    access = torch.cuda.can_device_access_peer
+    apart = [f"{a}-{b}" for a in gpus for b in gpus if a != b and not access(a, b)]
+    matrix = _attempt(partial(_output, "nvidia-smi", "topo", "-m"))
+    matrix = re.sub(r"\x1b\[[0-9;]*m", "", matrix).partition("\nLegend")[0].expandtabs().strip()
+    return {"peer access": f"not {', '.join(apart)}" if apart else "all", "nvidia-smi": matrix}
 
 
 def _kernels() -> dict[str, str]:
     """Every kernel on the device that attention would run on here."""
-    device = "cuda" if _torch().cuda.is_available() else "cpu"
+    import torch
+
     from ds_usp.kernels.registry import KERNELS, unusable_reason
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = {"device": device}
     for kernel in KERNELS:
         reason = _attempt(partial(unusable_reason, kernel, device))
@@ -250,11 +158,13 @@ def _kernels() -> dict[str, str]:
     return facts
 
 
-def _copy_engines() -> dict[str, Any]:
+def _copy_engines() -> dict[str, str]:
     """Whether this process could use them; the ranks of a mesh decide together when it is made."""
-    count = _torch().cuda.device_count()
+    import torch
+
     from ds_usp.comm.copy_engine import peer_copy_unavailable_reason
 
+    count = torch.cuda.device_count()
     reason = peer_copy_unavailable_reason(max(count, 1))
     if reason is None and count == 1:
         reason = "one GPU here has no other to copy from"
@@ -269,5 +179,4 @@ def _copy_engines() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    return done.stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

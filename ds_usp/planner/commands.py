@@ -350,7 +350,7 @@ class ProfileCommand(Command):
 
     def run(self) -> int:
         """Measure this machine on all ranks and write the profile; rank 0 prints."""
-        from ds_usp.profiling.launch import run  # the one command that loads torch
+        from ds_usp.profiling.profile import run  # the one command that loads torch
 
         if self.out.suffix != ".json":
             raise ConfigError(f"--out {self.out} must end in .json, as --cluster needs it")

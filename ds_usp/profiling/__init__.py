@@ -1,8 +1,7 @@
 """Measures a machine for the planner, and reports where a step's time goes; collective."""
 
 from ds_usp.profiling import exposed
-from ds_usp.profiling.layers import layer_times
-from ds_usp.profiling.profile import profile
+from ds_usp.profiling.profile import layer_times, profile
 from ds_usp.profiling.step_timer import StepTimer
 from ds_usp.profiling.this_machine import solved_ratio, this_cluster
 

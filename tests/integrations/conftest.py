@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import harness
 import pytest
 import torch
 from graph_tapes import Tape, Tapes
 
-collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]
-if not find_spec("diffusers"):  # which needs Python 3.11
-    collect_ignore_glob.append("test_diffus*.py")
+
+class NotInstalled(pytest.Module):
+    """A file of tests whose library is absent: not imported, and one skip in the summary."""
+
+    def collect(self) -> list[pytest.Item]:
+        name = missing_library(self.path)
+        tests = len(re.findall(r"^def test_", self.path.read_text(encoding="utf-8"), re.MULTILINE))
+        pytest.skip(f"{name} is not installed: {tests} tests of {self.path.name} do not run")
+
+
+def missing_library(path: Path) -> str:
+    """The library that a file of tests needs and that is absent; "" if all are here."""
+    needed = ["transformers"]
+    if path.name.startswith("test_diffus"):
+        needed.append("diffusers")  # which needs Python 3.11
+    return next((name for name in needed if find_spec(name) is None), "")
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    """Say of each file that cannot run that it does not, and how many tests it has."""
+    if missing_library(module_path):
+        return NotInstalled.from_parent(parent, path=module_path)
+    return None
+
 
 # Imported once by the server that ranks are forked from: alone, four ranks take 30 s of two cores.
 harness.PRELOAD = (

@@ -262,3 +262,28 @@ def test_a_case_that_is_too_slow_fails_the_tier(when, seconds, outcome):
     assert report.outcome == outcome
     if report.failed:
         assert "a took 9.0 s in the fast tier, at most 5 are allowed" in str(report.longrepr)
+
+
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        ("transformers", ("test_weights.py", "test_diffusers_page.py")),
+        ("diffusers", ("test_diffusers_page.py",)),
+    ],
+)
+def test_files_whose_library_is_absent_are_skips_with_a_count(
+    library: str, names: tuple[str, ...]
+) -> None:
+    """They must not vanish from a run without a line."""
+    hide = (
+        "import importlib.util as util, sys, pytest; found = util.find_spec\n"
+        f"util.find_spec = lambda name, *rest: name != {library!r} and found(name, *rest) or None\n"
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    folder = Path(__file__).parents[1] / "integrations"
+    flags = ("-q", "-p", "no:cacheprovider", *(str(folder / name) for name in names))
+    done = subprocess.run([sys.executable, "-c", hide, *flags], capture_output=True, text=True)
+    for name in names:
+        tests = (folder / name).read_text().count("\ndef test_")
+        assert f"{library} is not installed: {tests} tests of {name} do not run" in done.stdout
+    assert f"{len(names)} skipped" in done.stdout
