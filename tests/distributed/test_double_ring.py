@@ -116,9 +116,10 @@ def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     mesh = both
     layout = mesh.layout("zigzag", 4 * 2048)
     q = torch.empty(1, layout.length(mesh.rank), 2, 64)
-    text, call = plan_call(q, q, q, AttentionOptions(mesh, layout, MaskSpec.causal()))
+    signature, call = plan_call(q, q, q, AttentionOptions(mesh, layout, MaskSpec.causal()))
     assert len(call.ring_calls[0].schedule.outer_steps) == 1
-    return ring.ring_ranks_per_node, both.ring_ranks_per_node, turned.ring_ranks_per_node, text
+    per_node = (x.ring_ranks_per_node for x in (ring, both, turned))
+    return *per_node, str(signature)
 
 
 def test_a_ring_across_hosts_is_a_double_one_by_itself(pool: WorkerPool) -> None:
