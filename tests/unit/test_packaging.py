@@ -267,8 +267,8 @@ def test_a_case_that_is_too_slow_fails_the_tier(when, seconds, outcome):
 @pytest.mark.parametrize(
     ("library", "names"),
     [
-        ("transformers", ("test_weights.py", "test_diffusers_page.py")),
-        ("diffusers", ("test_diffusers_page.py",)),
+        ("transformers", ("test_weights.py", "test_diffusers_pipelines.py")),
+        ("diffusers", ("test_diffusers_pipelines.py",)),
     ],
 )
 def test_files_whose_library_is_absent_are_skips_with_a_count(
