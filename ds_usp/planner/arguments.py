@@ -6,6 +6,7 @@ Complaints are one line, help states one default a flag, and lengths may be writ
 from __future__ import annotations
 
 from argparse import (
+    SUPPRESS,
     Action,
     ArgumentDefaultsHelpFormatter,
     ArgumentParser,
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.field_checks import violations
+from ds_usp.removed_settings import add_removed_flag
 
 _T = TypeVar("_T")
 
@@ -47,6 +49,8 @@ _TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 
 def add_flags(parser: ArgumentParser, command: Any) -> None:
     """Add a flag to the parser for each field of a command, in the order of its fields."""
+    for name in command.removed_flags:
+        add_removed_flag(parser, name)
     for f in fields(command):
         options = dict(f.metadata)
         if f.type == "bool":
@@ -106,7 +110,8 @@ class OneLineParser(ArgumentParser):
     def _refuse(self, unknown: Sequence[str]) -> None:
         """Raise ``ConfigError`` for the first of these arguments, with the nearest known one."""
         for name in unknown:
-            flags = [flag for flag in self._option_string_actions if flag not in ("-h", "--help")]
+            actions = self._option_string_actions.items()
+            flags = [flag for flag, x in actions if x.dest != "help" and x.help != SUPPRESS]
             near = get_close_matches(name, flags, n=1)
             self.error(f"unknown argument {name}" + (f" (did you mean {near[0]}?)" if near else ""))
 

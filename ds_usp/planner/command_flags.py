@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ds_usp.planner.arguments import flag
 from ds_usp.planner.hardware import Cluster, load_cluster
@@ -17,7 +18,13 @@ TOKENS = "in tokens: 131072, or 128K, or 1M (powers of 1024)"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command; its docstring is its help."""
+    """A command; its docstring is its help.
+
+    Attributes:
+        removed_flags: which it had, and refuses with the reason.
+    """
+
+    removed_flags: ClassVar[tuple[str, ...]] = ()
 
     json: bool = flag("print JSON, for programs", False)
 

@@ -8,13 +8,12 @@ from ds_usp.planner.attention_schedule import OFF, RECOMPUTE
 from ds_usp.planner.data_parallel_time import reduces_under_backward
 from ds_usp.planner.gradient_buckets import bucket_elements
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.memory import memory
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
 from ds_usp.planner.projection_time import choose_projections, projection_gain
 from ds_usp.planner.step_communication import StepExchange, step_communication
 from ds_usp.planner.step_time import step_time
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 _COLUMNS = ("MiB", "busy ms", "hidden", "exposed", "of step")
 
 
@@ -64,15 +63,6 @@ def settings_lines(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
         )
     if config.zero_ranks > 1 and config.zero in (1, 2):
         yield from _reduction_lines(cluster, work, config, step_s)
-    if config.tp > 1:
-        other = config.replace(tp_sequence=not config.tp_sequence)
-        more = step_time(cluster, work, other).total / step_s - 1
-        saved = memory(work, config).total - memory(work, other).total
-        yield (
-            f"tokens {'not ' if config.tp_sequence else ''}sharded over the tensor-parallel ranks "
-            f"(--usp-tp-shard-tokens {'off' if config.tp_sequence else 'on'}): step "
-            f"{more:+.1%}, {abs(saved) / GIB:.1f} GiB of each GPU {'less' if saved > 0 else 'more'}"
-        )
 
 
 def _reduction_lines(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
 from ds_usp.planner.arguments import flag, tokens
 from ds_usp.planner.attention_schedule import OFF, PROJECTIONS
@@ -46,7 +45,6 @@ class StepFlags:
         "explain a step of it: built-in name, FILE.json:NAME, HuggingFace config.json", None
     )
     tp: Count = flag("tensor-parallel degree of a step", 1)
-    tp_shard_tokens: bool = flag("tokens are sharded over its ranks (a step)", False)
     pp: Count = flag("pipeline-parallel degree of a step", 1)
     dp: Count = flag("data-parallel degree of a step", 1)
     zero: ZeroStage = flag("ZeRO stage of a step", 1)
@@ -62,10 +60,8 @@ class StepFlags:
         """The step as lines, and as what ``--json`` prints.
 
         Raises:
-            ConfigError: degrees that do not fit the model, or tokens sharded over one rank.
+            ConfigError: degrees that do not fit the model.
         """
-        if self.tp_shard_tokens and self.tp == 1:
-            raise ConfigError("--tp-shard-tokens needs --tp 2 or more, which is 1")
         caps = framework_caps(self.engine)
         config = ParallelConfig(
             tp=self.tp,
@@ -77,7 +73,7 @@ class StepFlags:
             zero=self.zero,
             recompute=self.recompute,
             micro_batch=self.batch,
-            tp_sequence=self.tp_shard_tokens,
+            tp_sequence=caps.tp_sequence,
             schedule=caps.schedule if self.pp > 1 else "1f1b",
             overlap_gradients=self.pp == 1,
             grad_bytes=caps.grad_bytes,

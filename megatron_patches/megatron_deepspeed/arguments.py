@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from argparse import SUPPRESS, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -17,6 +17,7 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory, run_for_gradients
 from ds_usp.planner import AUTO, ProjectionChoice
+from ds_usp.removed_settings import add_removed_flag
 from ds_usp.training import check_zero_stage, offload_ratio
 from megatron_patches import flags, projection_overlap
 from megatron_patches.megatron_deepspeed import memory
@@ -67,8 +68,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_checkpoint_layers_flag(group)
     flags.add_states_flag(group)
     flags.add_report_flag(group)
-    # Of the trainer alone: refused with the reason.
-    group.add_argument("--usp-tp-shard-tokens", help=SUPPRESS)
+    add_removed_flag(group, "--usp-tp-shard-tokens")
 
 
 def validate_args(

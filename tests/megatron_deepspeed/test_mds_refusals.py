@@ -13,7 +13,6 @@ SP2 = {"sp": 2, "u": 1}
 CHECKPOINT = "--checkpoint-activations --deepspeed-activation-checkpointing"
 REFUSED = [
     (SP2, "--sequence-parallel", "shards the sequence over tensor-parallel ranks"),
-    (SP2, "--usp-tp-shard-tokens on", "needs linear layers that shard tokens"),
     (SP2, "--ds-sequence-parallel-fpdt", "--ds-sequence-parallel-fpdt has an attention"),
     ({"sp": 2, "u": 3}, "", "--ulysses-degree 3 does not divide --ds-sequence-parallel-size 2"),
     ({"sp": 2, "u": "auto"}, "--usp-cluster b9", "no cluster 'b9'; there are a100"),

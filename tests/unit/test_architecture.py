@@ -32,6 +32,7 @@ PUBLIC_MODULES = {
     "ds_usp.memory",
     "ds_usp.planner",
     "ds_usp.profiling.exposed",
+    "ds_usp.removed_settings",
     "ds_usp.training",
 }
 ORACLES = ("tests/oracle.py", "ds_usp/cli/oracle.py")
@@ -269,8 +270,4 @@ AUTOGRAD_FUNCTIONS = {
     "WriteChunk",
     "_Sum",
     "_View",
-    "AllGatherLinear",
-    "LinearReduceScatter",
-    "SplitTokens",
-    "GatherTokens",
 }

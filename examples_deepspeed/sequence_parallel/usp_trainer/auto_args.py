@@ -8,7 +8,7 @@ from argparse import Namespace
 from ds_usp.planner import AUTO, Choice, ProjectionChoice
 from megatron_patches.flags import PlannedRun
 from megatron_patches.projection_overlap import resolve_projections
-from usp_trainer import projections, tp_tokens
+from usp_trainer import projections
 from usp_trainer.input_files import TEXT_VOCAB_SIZE
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.validate_args import model_parallel_size, validate_and_derive
@@ -21,7 +21,6 @@ def planned_run(args: Namespace) -> PlannedRun:
         zero=args.zero_stage,
         world_size=model_parallel_size(args) * args.data_parallel_size,
         default_vocab=TEXT_VOCAB_SIZE,
-        tp_sequence=args.usp_tp_shard_tokens == tp_tokens.ON,
     )
 
 

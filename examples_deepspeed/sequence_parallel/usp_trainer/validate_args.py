@@ -21,7 +21,6 @@ from usp_trainer import (
     environment,
     input_files,
     projections,
-    tp_tokens,
     trackers,
     transformer_impl,
 )
@@ -130,7 +129,6 @@ def _check_degrees(args: Namespace, world_size: int) -> None:
         args.usp_layout, seq_len=args.seq_length, ulysses=args.ulysses_degree, ring=args.ring_degree
     )
     check_mlp_chunks(args, layout)
-    tp_tokens.check(args, layout)
 
 
 def _check_documents(args: Namespace) -> None:
