@@ -18,7 +18,6 @@ from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.projection_time import ProjectionChoice, choose_projections
 from ds_usp.planner.search import search
 from ds_usp.planner.search_result import Plan, SearchResult
 
@@ -30,11 +29,9 @@ __all__ = [
     "ModelShape",
     "ParallelConfig",
     "Plan",
-    "ProjectionChoice",
     "SearchResult",
     "Workload",
     "bucket_elements",
-    "choose_projections",
     "choose_ulysses",
     "cluster_of",
     "degree_or_auto",

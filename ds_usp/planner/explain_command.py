@@ -16,7 +16,7 @@ from ds_usp.geometry.heads import HeadChunk
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import (
-    EXCHANGES,
+    CHANNELS,
     Schedule,
     exchange_order,
     render,
@@ -51,9 +51,9 @@ ret  all-to-all, heads to sequence            store  results to the outputs, wit
 
 
 _PRODUCTS_LEGEND = """\
-mmqkv, mmkv, mmq, mmout  products that make the chunk's Q, K and V, or some of them; the output
+mmqkv, mmout  products that make the chunk's Q, K and V; the output
 mmdout, mmdx, mmw...  gradients of the attention output; of the input; of rows of the weights
-first, retfirst  one part of an all-to-all in two"""
+first  all-to-all of what backward projects again"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,8 +262,8 @@ def _slots(call: AttentionCall, schedule: Schedule) -> dict[str, int]:
         return {}
     return {
         kind: staging_slots(schedule, kind)
-        for kind, (posts, _) in EXCHANGES.items()
-        if any(instr.op in posts for instr in schedule)
+        for kind in CHANNELS
+        if any(instr.op.channel == kind for instr in schedule)
     }
 
 

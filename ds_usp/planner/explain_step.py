@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ds_usp.planner.attention_schedule import OFF, RECOMPUTE
+from ds_usp.planner.attention_schedule import OFF
 from ds_usp.planner.data_parallel_time import reduces_under_backward
 from ds_usp.planner.gradient_buckets import bucket_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
-from ds_usp.planner.projection_time import choose_projections, projection_gain
 from ds_usp.planner.step_communication import StepExchange, step_communication
 from ds_usp.planner.step_time import step_time
 
@@ -24,7 +23,7 @@ def step_rows(
     step = step_time(cluster, work, config)
     total = step.total
     if projections != OFF:  # the layers' time is the plain path's
-        total -= step.layers * projection_gain(cluster, work, config, projections)
+        total -= step.layers * _recompute_gain(cluster, work, config)
     return total, step_communication(cluster, work, config, step, projections)
 
 
@@ -56,13 +55,19 @@ def settings_lines(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
     """Other settings of the same degrees, by their price."""
     step_s = step_time(cluster, work, config).total
     if config.sp > 1:
-        again = projection_gain(cluster, work, config, RECOMPUTE)
+        gain = _recompute_gain(cluster, work, config)
         yield (
-            f"--usp-projection-overlap: {choose_projections(cluster, work, config).why}; recompute "
-            f"is {abs(again):.1%} {'shorter' if again > 0 else 'longer'}"
+            f"--usp-projection-overlap recompute: a layer {abs(gain):.1%} "
+            f"{'shorter' if gain > 0 else 'longer'}, for less memory"
         )
     if config.zero_ranks > 1 and config.zero in (1, 2):
         yield from _reduction_lines(cluster, work, config, step_s)
+
+
+def _recompute_gain(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
+    from ds_usp.planner.projection_time import recompute_gain  # experimental: only where it is used
+
+    return recompute_gain(cluster, work, config)
 
 
 def _reduction_lines(

@@ -19,6 +19,7 @@ from ds_usp.planner.parallel_config import (
     Workload,
     require_feasible,
 )
+from ds_usp.removed_settings import kept_value
 
 # Of an attention call, too.
 SHARED_FLAGS = frozenset(
@@ -36,10 +37,11 @@ class StepFlags:
     ulysses_degree: Count = flag("Ulysses degree", 1)
     ring_degree: Count = flag("ring degree", 1)
     projections: str = flag(
-        "the products before and after attention: not in it, under its exchanges, and projected "
-        "again in backward",
+        "the products before and after attention: not in it, or chunk by chunk under its "
+        "exchanges, and again in backward",
         OFF,
         choices=PROJECTIONS,
+        type=kept_value("--projections"),
     )
     model: str | None = flag(
         "explain a step of it: built-in name, FILE.json:NAME, HuggingFace config.json", None

@@ -20,9 +20,10 @@ def tensor_parallel_time(
 
     With sharded tokens (Megatron's ``--sequence-parallel``) each pair all-gathers before and
     reduce-scatters after, forward and backward, and backward gathers once more. Four of these six
-    of backward are posted under products, and count as exposed: layers of the trainer on 2 H200 took 3 to 23 % longer than with all-reduces (``tp_overlap.csv``), by these formulas 7 to
-    17 % if all are exposed and 1 to 4 % if four are hidden; and published throughputs with sharded
-    tokens are 6 % off in the mean, not 10 %.
+    of backward are posted under products, and count as exposed: layers on 2 H200 took 3 to 23 %
+    longer than with all-reduces (``tp_overlap.csv``), by these formulas 7 to 17 % if all are
+    exposed and 1 to 4 % if four are hidden; and published throughputs with sharded tokens are 6 %
+    off in the mean, not 10 %.
     """
     if config.tp == 1:
         return HiddenExchange(), HiddenExchange()

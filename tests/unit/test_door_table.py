@@ -124,7 +124,7 @@ FRAMEWORK_FLAGS: Doors = {
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
     "--usp-mlp-chunks --usp-checkpoint-layers --usp-states-on-host",
-    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
+    "less memory, never another loss; off": "--usp-projection-overlap",
     "nothing is traced": "--usp-report-communication",
     "removed: refused with the reason": "--usp-tp-shard-tokens",
 }
@@ -133,7 +133,7 @@ MEGATRON_LM_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-mlp-chunks",
-    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
+    "less memory, never another loss; off": "--usp-projection-overlap",
     "nothing is traced": "--usp-report-communication",
 }
 
@@ -154,7 +154,7 @@ TRAINER_FLAGS: Doors = {
     "--init-method-std --attention-dropout --hidden-dropout --bf16 --no-bf16",
     "whose linear layers and norms: TransformerEngine's where it can": "--transformer-impl",
     "removed: refused with the reason": "--usp-tp-shard-tokens",
-    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
+    "less memory, never another loss; off": "--usp-projection-overlap",
     "the whole sequences, before they are sharded": "--data-path --data-cache-path --split "
     "--seq-length --micro-batch-size --global-batch-size --eod-mask-loss --no-eod-mask-loss "
     "--reset-attention-mask --no-reset-attention-mask --reset-position-ids "

@@ -125,7 +125,7 @@ def test_other_settings_have_a_price() -> None:
     work = Workload(load_model("llama3-8b"), 32768)
     config = ParallelConfig(tp=2, ulysses=2, zero=1, **DEEPSPEED)  # type: ignore[arg-type]
     lines = [*settings_lines(load_cluster("h200"), work, config)]
-    starts = ("--usp-projection-overlap: the forecast", "gradients are reduced at the end")
+    starts = ("--usp-projection-overlap recompute: a layer", "gradients are reduced at the end")
     starts += ("ZeRO-2 instead of ZeRO-1: step -",)
     assert [next(x for x in starts if line.startswith(x)) for line in lines] == [*starts]
     assert not [*settings_lines(load_cluster("h200"), work, ParallelConfig(recompute="full"))]

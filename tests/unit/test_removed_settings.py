@@ -7,12 +7,16 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import ds_usp
 from ds_usp.planner.__main__ import main as planner
 from ds_usp.removed_settings import REMOVED, removal
 from megatron_patches.megatron_deepspeed.arguments import add_flags as megatron_deepspeed
+from megatron_patches.megatron_lm.arguments import add_flags as megatron_lm
 from megatron_patches.settings import MeshSettings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples_deepspeed" / "sequence_parallel"))
@@ -35,10 +39,12 @@ def explain(argv: list[str]) -> None:
 PROGRAMS: dict[str, list[Callable[..., object]]] = {
     "--usp-tp-shard-tokens": [trainer, patched(megatron_deepspeed)],
     "--tp-shard-tokens": [explain],
+    "--projections": [explain],
+    "--usp-projection-overlap": [trainer, patched(megatron_deepspeed), patched(megatron_lm)],
 }
 
 
-@pytest.mark.parametrize(("setting", "value"), REMOVED)
+@pytest.mark.parametrize(("setting", "value"), [key for key in REMOVED if key[0] in PROGRAMS])
 def test_a_program_refuses_what_it_had(
     setting: str, value: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +57,16 @@ def test_a_program_refuses_what_it_had(
             assert exit.value.code == 2
             printed = capsys.readouterr()
             assert text in printed.err, printed
+
+
+def test_the_module_refuses_what_it_had() -> None:
+    linear, mesh = torch.nn.Linear(8, 8), ds_usp.SequenceMesh.single()
+    options: dict[str, Any] = {"mesh": mesh, "layout": "contiguous", "mask": ds_usp.MaskSpec.full()}
+    of_module = {key for key in REMOVED if not key[0].startswith("-")}
+    assert of_module == {("overlap", "auto"), ("keep", "arrivals")}
+    for name, value in of_module:
+        with pytest.raises(ds_usp.ConfigError, match=f"{name}='{value}' was removed"):
+            ds_usp.USPSelfAttention(linear, linear, 1, 1, **options, **{str(name): value})
 
 
 def test_nothing_else_is_refused_and_nothing_removed_is_suggested(

@@ -36,10 +36,10 @@ from ds_usp.training import (
 from megatron_patches.megatron_core.activation import without_zero_offset
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
-from megatron_patches.megatron_core.projections import overlap_projections
+from megatron_patches.megatron_core.projections import project_again
 from megatron_patches.megatron_core.rotary import rotate_in_projection
-from megatron_patches.projection_overlap import keep_of
-from usp_trainer import projections, transformer_impl
+from megatron_patches.projection_overlap import projects_again
+from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
 
@@ -89,7 +89,7 @@ class Layer(nn.Module):
         rotary: RotaryPositions | None,
         memory: LayerMemory,
         mlp_chunks: int,
-        keep: str | None,
+        projects: bool,
         partitioned: bool,
     ) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class Layer(nn.Module):
             recompute_gemm_last(self.layer, mlp=not mlp_chunks)
         if rotary is not None:
             rotate_in_projection(self.layer, rotary)
-        if keep:
-            overlap_projections(self.layer, keep, partitioned=partitioned)
+        if projects:
+            project_again(self.layer, partitioned=partitioned)
 
     def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
         """Documents are those packed in the sequences; None: one document a sequence."""
@@ -314,8 +314,7 @@ def layer_specs(
         )
     numbers = range(1, args.num_layers + 1)
     memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
-    keep = keep_of(args, mesh, projections.NOT_SERVED)
-    more = memory, chunks, keep, args.zero_stage == 3
+    more = memory, chunks, projects_again(args, mesh.sp_degree), args.zero_stage == 3
     layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
     return [
         first,
