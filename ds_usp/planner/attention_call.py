@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
@@ -14,7 +15,6 @@ from ds_usp.geometry.chunking import (
     equal_blocks,
     is_launch_bound,
 )
-from ds_usp.geometry.double_ring import validate_inner_ring
 from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
@@ -32,7 +32,7 @@ from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import interpolate_curve
-from ds_usp.planner.topology import group_of, inside_node, ring_ranks_per_node
+from ds_usp.planner.topology import group_of, inside_node
 from ds_usp.planner.traffic import attention_bytes, layer_traffic
 
 
@@ -46,7 +46,7 @@ class AttentionCall:
         rank: of the sequence-parallel group.
         chunks: head chunks; None: as the call chooses them.
         gather: keys and values are all-gathered; None: as the call chooses.
-        inner: ring ranks of a node in a double ring; None: as the call chooses.
+        inner: ring ranks of a node in a double ring (experimental); None: a plain ring.
         projections: where the products before and after it are, one of ``PROJECTIONS``; the model
             is as wide as all heads.
 
@@ -78,7 +78,7 @@ class AttentionCall:
             )
         if self.chunks is not None:
             self.split.check_chunks(self.chunks, layout.ring)
-        validate_inner_ring(layout.ring, self.inner)
+        _ = self.inner_ring  # refused where it does not divide
 
     @cached_property
     def split(self) -> HeadSplit:
@@ -103,7 +103,6 @@ class AttentionCall:
             layer_traffic(self._work, config).ulysses,
             2 * layout.seq_len * batch_width * config.param_bytes * kv_heads,
             layout.ring,
-            ring_ranks_per_node(self.cluster, config),
             inside_node(self.cluster, group_of(config, "ulysses")),
             head_blocks=equal_blocks(self.mask, config.micro_batch, layout.seq_len // layout.ring),
         )
@@ -116,9 +115,11 @@ class AttentionCall:
     @cached_property
     def inner_ring(self) -> int | None:
         """Ring ranks of a node in a double ring; None in a plain ring."""
-        if self.inner is not None:
-            return validate_inner_ring(self.layout.ring, self.inner)
-        return self._size.inner_ring(self.num_chunks)
+        if self.inner is None:
+            return None
+        from ds_usp.experimental.double_ring import validate_inner_ring
+
+        return validate_inner_ring(self.layout.ring, self.inner)
 
     @cached_property
     def gathers_kv(self) -> bool:
@@ -135,14 +136,13 @@ class AttentionCall:
     @cached_property
     def ring_schedules(self) -> tuple[RingSchedule, ...]:
         """The ring schedule of each chunk."""
-        plan = partial(
-            ring_schedule,
-            self.layout,
-            self.mask,
-            self.layout.coords(self.rank)[1],
-            gather=self.gathers_kv,
-            inner=self.inner_ring,
-        )
+        planner: Callable[..., RingSchedule] = ring_schedule
+        if self.inner_ring is not None:
+            from ds_usp.experimental.double_ring import double_ring_schedule
+
+            planner = partial(double_ring_schedule, inner=self.inner_ring)
+        ring_rank = self.layout.coords(self.rank)[1]
+        plan = partial(planner, self.layout, self.mask, ring_rank, gather=self.gathers_kv)
         sizes = [stop - start for chunk in self.head_chunks for start, stop in chunk.keys[:1]]
         ranks = self.config.tp * self.config.sp
         copy_engines = self.inner_ring is None and ranks <= self.cluster.gpus_per_node

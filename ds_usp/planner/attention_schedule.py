@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_usp.geometry.chunking import chunk_positions
-from ds_usp.geometry.double_ring import total_length
 from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import Instr, Op, Operation, Schedule, pipeline_schedule
 from ds_usp.geometry.pipeline_timeline import Cost, Timeline, simulate
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
+from ds_usp.geometry.ring_traffic import total_length
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster
 from ds_usp.planner.memory import kv_features
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
@@ -28,9 +28,9 @@ _LINKS: Mapping[str, str] = MappingProxyType(
 # Where the projections around attention are multiplied: before and after it, or chunk by chunk
 # under its exchanges, and in backward again (``projection_time.py``).
 OFF, RECOMPUTE = PROJECTIONS = ("off", "recompute")
-# Ring ranks, and nodes of a double ring, whose steps are priced one by one. A step of a longer ring
-# stands for several of its steps.
-_MAX_RING, _MAX_NODES = 16, 4
+# Ring ranks whose steps are priced one by one. A step of a longer ring stands for several of its
+# steps.
+_MAX_RING = 16
 
 
 class SentBytes(NamedTuple):
@@ -84,7 +84,7 @@ def pass_seconds(
     kernel: float,
     merge_bytes: float,
     sent: Mapping[Operation, SentBytes],
-    inner: int | None,
+    inner: int | None = None,
     pattern: str = DIRECT,
     ring_steps: float = 1,
     products: ProductSeconds = ProductSeconds(),
@@ -131,7 +131,7 @@ def sent_by_operation(
     *,
     all_to_all: float,
     ring: float,
-    ring_outer: float,
+    ring_outer: float = 0.0,
     backward: bool,
 ) -> Mapping[Operation, SentBytes]:
     """Bytes of one pass by the operation that posts them.
@@ -269,7 +269,6 @@ def mean_costs(
     kv_heads: int,
     chunks: int,
     ring: int,
-    inner: int | None,
     *,
     ulysses: bool,
     gather: bool,
@@ -281,20 +280,16 @@ def mean_costs(
 
     Args:
         heads, kv_heads: of a rank.
-        inner: ring ranks of a node in a double ring.
         gather: keys and values are all-gathered.
         projections: one of :data:`PROJECTIONS`.
     """
-    priced_nodes = min(ring // inner, _MAX_NODES) if inner else 1
-    priced_inner = min(inner or ring, _MAX_RING)
-    priced_ring = priced_nodes * priced_inner
+    priced_ring = min(ring, _MAX_RING)
     plan = partial(
         ring_schedule,
         TokenLayout("contiguous", 2 * priced_ring, 1, priced_ring),  # 2: of which one half comes
         MaskSpec.full(),  # first and one last, where there is one chunk
         0,
         gather=gather,
-        inner=priced_inner if inner else None,
     )
     split = HeadSplit(heads, kv_heads, 1)
     head_chunks = [split.chunk(chunks, index) for index in range(chunks)]
@@ -306,5 +301,4 @@ def mean_costs(
     costs = relative_costs(
         schedules, head_chunks, ulysses=ulysses, backward=backward, projections=projections
     )
-    nodes_per_step = ring / inner / priced_nodes if inner else 1.0
-    return costs, nodes_per_step if gather else ring / priced_ring
+    return costs, 1.0 if gather else ring / priced_ring

@@ -31,7 +31,7 @@ from ds_usp.planner.profile_rows import (
     launch_seconds,
     select_rows,
 )
-from ds_usp.planner.topology import DIRECT, RELAY, group_of, inside_node, ring_ranks_per_node
+from ds_usp.planner.topology import DIRECT, RELAY, group_of, inside_node
 from ds_usp.planner.traffic import layer_traffic
 
 # Bytes that each of the three products with rows of the weights moves more for each byte of its
@@ -190,9 +190,7 @@ def _simulated(
         return AttentionTime(kernel, 0.0, 0.0, 0.0, 0.0)
     run = simulated_pass(cluster, work, config, backward=backward, impl=impl)
     alone = run.timeline.alone
-    ring = max(
-        alone["ring_kv"] + alone["ring_dkv"], alone["ring_kv_outer"] + alone["ring_dkv_outer"]
-    )
+    ring = alone["ring_kv"] + alone["ring_dkv"]
     exposed = max(0.0, run.timeline.total - kernel - run.merge)
     return AttentionTime(kernel, run.merge, exposed, alone["all_to_all"], ring, chunks=run.chunks)
 
@@ -237,20 +235,16 @@ def simulated_pass(
     """
     size = _call_size(cluster, work, config)
     chunks = size.num_chunks() if impl.chunks else 1
-    inner = size.inner_ring(chunks) if impl.chunks else None
     costs, ring_steps = mean_costs(
         *_rank_heads(work, config),
         chunks,
         config.ring,
-        inner,
         ulysses=config.ulysses > 1,
-        gather=impl.chunks and size.all_gathers_kv(chunks, inner),
+        gather=impl.chunks and size.all_gathers_kv(chunks, None),
         backward=backward,
         projections=projections,
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)
-    nodes = config.ring // inner if inner else 1
-    ring_outer = traffic.ring_forward * (nodes - 1) / max(1, config.ring - 1)
     out_elements = work.rank_tokens(config) * work.model.q_width / config.tp
     seconds = pass_seconds(
         cluster,
@@ -261,11 +255,9 @@ def simulated_pass(
             work,
             config,
             all_to_all=traffic.ulysses,
-            ring=traffic.ring_forward - ring_outer,
-            ring_outer=ring_outer,
+            ring=traffic.ring_forward,
             backward=backward,
         ),
-        inner=inner,
         pattern=RELAY if impl.relayed_ring else DIRECT,
         ring_steps=ring_steps,
         products=product_seconds(cluster, work, config, in_parts=True),
@@ -305,7 +297,6 @@ def _call_size(cluster: Cluster, work: Workload, config: ParallelConfig) -> Call
         layer_traffic(work, config).ulysses,
         int(work.seq_len * 2 * config.micro_batch * kv * config.param_bytes),
         config.ring,
-        ring_ranks_per_node(cluster, config),
         inside_node(cluster, group_of(config, "ulysses")),
     )
 
@@ -315,9 +306,3 @@ def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:
     ranks, model = config.tp * config.ulysses, work.model
     kv_heads = max(1, int(model.kv_heads / ranks))
     return kv_heads * max(1, int(model.heads / ranks / kv_heads)), kv_heads
-
-
-def double_ring(cluster: Cluster, work: Workload, config: ParallelConfig) -> int | None:
-    """Ranks of the inner ring where ``Tuning`` takes a double ring, else None."""
-    size = _call_size(cluster, work, config)
-    return size.inner_ring(size.num_chunks())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ds_usp.planner.attention_time import double_ring
 from ds_usp.planner.frameworks import LENGTH_FLAGS, length_options
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.memory import logits_bytes, memory
@@ -104,9 +103,7 @@ def _sequence_parallel_lines(result: SearchResult, best: Plan) -> Iterator[str]:
         group = group_of(config, axis)
         span = (group.size - 1) * group.stride + 1
         where = "inside a node" if span <= cluster.gpus_per_node else "across nodes"
-        inner = double_ring(cluster, result.work, config) if axis == "ring" else None
-        double = f", as a double ring of {inner} ranks in a node" if inner else ""
-        yield f"{axis} {degree} {where}{double}" + _limit(result, config, axis)
+        yield f"{axis} {degree} {where}" + _limit(result, config, axis)
     for axis in ("ulysses", "ring", "order"):
         yield from _choice(result, best, axis)
 

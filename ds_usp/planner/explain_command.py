@@ -75,7 +75,7 @@ class ExplainCommand(StepFlags, ClusterFlags, Command):
     chunks: Count | None = flag("head chunks (default: as the call chooses)", None)
     gather: str = flag("KV all-gathered, not stepwise", "auto", choices=tuple(_GATHER))
     inner_ring: Count | None = flag(
-        "ring ranks of a node, in a double ring (default: as the call chooses)", None
+        "ring ranks of a node, in a double ring, experimental (default: a plain ring)", None
     )
     forward: bool = flag("only the forward pass", False)
     backward: bool = flag("only the backward pass", False)

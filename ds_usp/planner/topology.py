@@ -76,14 +76,6 @@ _GROUPS: Mapping[str, Callable[[ParallelConfig], RankGroup]] = MappingProxyType(
 )
 
 
-def ring_ranks_per_node(cluster: Cluster, config: ParallelConfig) -> int:
-    """Contiguous ring ranks on one node; the ring's size where nodes hold unequal numbers."""
-    ring = group_of(config, "ring")
-    ranks, rest = divmod(cluster.gpus_per_node, ring.stride)
-    even = not rest and ring.size * ring.stride % cluster.gpus_per_node == 0
-    return ranks if even else ring.size
-
-
 @lru_cache(maxsize=65536)
 def domain_traffic(group: RankGroup, domain: int, pattern: str) -> DomainTraffic:
     """How much of an exchange leaves the domains of so many GPUs.

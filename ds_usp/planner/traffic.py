@@ -158,7 +158,12 @@ def _ring_tokens(
         chunk = tokens.seq_len // (2 * ring)
         later, earlier = ring - 1 - ring_rank, ring_rank
         return _RingTokens((later + 2 * earlier) * chunk, (earlier + 2 * later) * chunk)
-    schedule = ring_schedule(tokens, mask, ring_rank, inner=inner)
+    if inner is None:
+        schedule = ring_schedule(tokens, mask, ring_rank)
+    else:
+        from ds_usp.experimental.double_ring import double_ring_schedule
+
+        schedule = double_ring_schedule(tokens, mask, ring_rank, inner=inner)
     steps = [step for step in schedule.steps if not step.is_local]
     return _RingTokens(
         sum(step.num_sent_tokens for step in steps),

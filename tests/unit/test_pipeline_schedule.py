@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
+from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.pipeline_schedule import (
     CHANNELS,
     Op,
@@ -21,7 +22,6 @@ from ds_usp.geometry.pipeline_schedule import (
     pipeline_schedule,
     render,
 )
-from ds_usp.geometry.ring_schedule import ring_schedule
 
 # Each line up to the next chunk's first kernel call.
 PRINTED = {
@@ -85,7 +85,7 @@ def test_a_schedule_prints_in_one_line(mode: dict[str, Any], text: str) -> None:
     ring, chunks = mode.pop("ring"), mode.pop("chunks", 3)
     layout = TokenLayout("contiguous", 16, 1, ring)
     # A chunk among others, whose local block is not divided.
-    of_chunk = ring_schedule(
+    of_chunk = double_ring_schedule(
         layout, MaskSpec.full(), 0, position="local_first", inner=mode.pop("inner", None)
     )
     schedule = pipeline_schedule([of_chunk] * chunks, **mode)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
+from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.pipeline_schedule import (
     CHANNELS,
     Instr,
@@ -27,7 +28,6 @@ from ds_usp.geometry.pipeline_timeline import (
     Timeline,
     simulate,
 )
-from ds_usp.geometry.ring_schedule import ring_schedule
 
 # Two chunks of ulysses 2 x ring 2: each exchange by itself, kernel calls of 4 seconds.
 SECONDS = {"a2a": Cost(0, 3), "kv": Cost(0, 6), "attn": Cost(4), "end": Cost(1), "ret": Cost(0, 2)}
@@ -129,7 +129,9 @@ def runs(draw: st.DrawFn) -> Run:
     layout, gather = TokenLayout("contiguous", 4 * ring, 1, ring), draw(st.booleans())
     positions = st.sampled_from(["only", "local_first", "local_merged", "local_last"])
     chunks = [
-        ring_schedule(layout, MaskSpec.full(), 0, gather=gather, position=position, inner=inner)
+        double_ring_schedule(
+            layout, MaskSpec.full(), 0, gather=gather, position=position, inner=inner
+        )
         for position in draw(st.lists(positions, min_size=1, max_size=4))
     ]
     schedule = pipeline_schedule(chunks, **flags)

@@ -27,10 +27,13 @@ def call(
     mask: MaskSpec | None = None,
     rank: int = 0,
     cluster: Cluster = H200,
+    inner: int | None = None,
 ) -> AttentionCall:
     layout = TokenLayout("zigzag", seq_len, ulysses, ring)
     config = ParallelConfig(ulysses=ulysses, ring=ring)
-    return AttentionCall(cluster, layout, mask or MaskSpec.causal(), *heads, 128, config, rank=rank)
+    return AttentionCall(
+        cluster, layout, mask or MaskSpec.causal(), *heads, 128, config, rank=rank, inner=inner
+    )
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -71,8 +74,8 @@ def test_a_window_takes_less_and_exposes_less() -> None:
     assert set(window.exposed) <= {"ring_kv", CONTENTION}
 
 
-def test_a_ring_across_nodes_is_a_double_one() -> None:
-    double = call(131072, (32, 8), 2, 8, cluster=load_cluster("h100"))
-    timeline = double.simulate(backward=True)
-    assert double.inner_ring == 4 and timeline.alone["ring_dkv_outer"] > 0
-    assert call(131072, (32, 8), 1, 8).inner_ring is None
+def test_a_ring_across_nodes_is_a_double_one_where_it_is_asked_for() -> None:
+    h100 = load_cluster("h100")
+    plain, double = (call(131072, (32, 8), 2, 8, cluster=h100, inner=x) for x in (None, 4))
+    assert plain.inner_ring is None and plain.simulate(backward=True).alone["ring_dkv_outer"] == 0
+    assert double.inner_ring == 4 and double.simulate(backward=True).alone["ring_dkv_outer"] > 0

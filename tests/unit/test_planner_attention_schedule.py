@@ -16,7 +16,7 @@ from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
-POSTS = (Op.A2A_POST, Op.RETURN_POST, Op.KV_POST, Op.DKV_POST, Op.OUTER_KV_POST, Op.OUTER_DKV_POST)
+POSTS = (Op.A2A_POST, Op.RETURN_POST, Op.KV_POST, Op.DKV_POST)
 SENT = {op: SentBytes(10.0 + number, 3.0 * number) for number, op in enumerate(POSTS)}
 
 
@@ -32,7 +32,7 @@ def posted(costs: RelativeCosts) -> dict[Op, float]:
 @given(
     heads=st.sampled_from([(6, 6), (12, 6), (6, 1)]),
     chunks=st.integers(1, 5),
-    ring=st.sampled_from([(1, None), (2, None), (5, None), (8, 4), (40, None), (64, 8)]),
+    ring=st.sampled_from([1, 2, 5, 8, 40, 64]),
     ulysses=st.booleans(),
     gather=st.booleans(),
     backward=st.booleans(),
@@ -41,19 +41,16 @@ def posted(costs: RelativeCosts) -> dict[Op, float]:
 def test_a_pass_is_divided_among_its_instructions(
     heads: tuple[int, int],
     chunks: int,
-    ring: tuple[int, int | None],
+    ring: int,
     ulysses: bool,
     gather: bool,
     backward: bool,
 ) -> None:
     costs, ring_steps = mean_costs(
-        *heads, chunks, *ring, ulysses=ulysses, gather=gather, backward=backward
+        *heads, chunks, ring, ulysses=ulysses, gather=gather, backward=backward
     )
     exchanged = {Op.A2A_POST, Op.RETURN_POST} if ulysses else set()
-    degree, inner = ring
-    exchanged |= {Op.KV_POST} | ({Op.DKV_POST} if backward else set()) if degree > 1 else set()
-    if inner:
-        exchanged |= {Op.OUTER_KV_POST} | ({Op.OUTER_DKV_POST} if backward else set())
+    exchanged |= {Op.KV_POST} | ({Op.DKV_POST} if backward else set()) if ring > 1 else set()
     assert posted(costs) == pytest.approx({op: sum(SENT[op]) for op in exchanged})
     timeline = costs.simulate(PassSeconds(7.0, 0.0, 0.0, {}, lambda *_: 0.0), contention=0.5)
     assert timeline.total == timeline.compute == pytest.approx(7)
@@ -62,10 +59,9 @@ def test_a_pass_is_divided_among_its_instructions(
     assert packed.total == pytest.approx(2 * sent)
     merged = costs.simulate(PassSeconds(0.0, 3.0, 0.0, {}, lambda *_: 0.0), contention=0.5)
     assert merged.total == pytest.approx(3 * costs.mean_merges)
-    if not gather and degree > 1:  # a long ring is priced as a shorter one
+    if not gather and ring > 1:  # a long ring is priced as a shorter one
         steps = sum(instr.op is Op.KV_POST and instr.chunk == 0 for instr in costs.schedule)
-        steps += sum(instr.op is Op.OUTER_KV_POST and instr.chunk == 0 for instr in costs.schedule)
-        assert (steps + 1) * ring_steps == degree
+        assert (steps + 1) * ring_steps == ring
 
 
 @pytest.mark.parametrize("backward", [False, True])

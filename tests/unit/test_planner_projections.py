@@ -56,7 +56,7 @@ def test_every_product_and_byte_is_priced_once(chunks: int, ring: int, projectio
     """4 chunks of 2 KV heads: K and V come with the first chunk of their group."""
     for backward in (False, True):
         costs, _ = mean_costs(
-            4, 2 if ring == 1 else 4, chunks, ring, None, ulysses=True, gather=False,
+            4, 2 if ring == 1 else 4, chunks, ring, ulysses=True, gather=False,
             backward=backward, projections=projections,
         )  # fmt: skip
         cost = {x: costs.cost(x, seconds(backward)) for x in costs.schedule}
