@@ -24,7 +24,7 @@ from ds_usp.attention.kv_exchange import KV, KVExchange, pack_kv
 from ds_usp.attention.plan import AttentionPlan
 from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.comm.channel import Channel, PendingExchange
-from ds_usp.geometry.pipeline_schedule import Op, Schedule
+from ds_usp.geometry.pipeline_schedule import Op, Operation, Schedule
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.score_mod import PLAIN
 
@@ -113,7 +113,7 @@ class Pass(Generic[ChunkT]):
         exposed: posts that overlap nothing.
     """
 
-    handlers: ClassVar[Mapping[Op, Handler]]
+    handlers: ClassVar[Mapping[Operation, Handler]]
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Pass(Generic[ChunkT]):
         scores: Scores,
         chunks: Sequence[ChunkT],
         like: torch.Tensor,
-        exposed: AbstractSet[tuple[Op, int, int, int]],
+        exposed: AbstractSet[tuple[Operation, int, int, int]],
     ) -> None:
         # Before any allocation: one that fails leaves an aborted pass, which other ranks hear of.
         if plan.needs_resources:
@@ -187,7 +187,7 @@ class Pass(Generic[ChunkT]):
         chunk.exchange = DONE
 
 
-KV_HANDLERS: Mapping[Op, Handler] = MappingProxyType(
+KV_HANDLERS: Mapping[Operation, Handler] = MappingProxyType(
     {
         Op.KV_POST: Pass.post_kv,
         Op.KV_WAIT: Pass.wait_kv,

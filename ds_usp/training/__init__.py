@@ -36,14 +36,6 @@ from ds_usp.training.gradient_buckets import with_large_enough_buckets
 from ds_usp.training.host_states import StatesOnHost, keep_states_on_host
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
 from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
-from ds_usp.training.tp_comm import TensorParallelComm
-from ds_usp.training.tp_overlap import (
-    all_gather_linear,
-    gather_tokens,
-    linear_reduce_scatter,
-    split_tokens,
-    sum_gradients,
-)
 
 __all__ = [
     "DataParallelRanks",
@@ -55,8 +47,6 @@ __all__ = [
     "SequenceParallelDataLoader",
     "ShardedBatch",
     "StatesOnHost",
-    "TensorParallelComm",
-    "all_gather_linear",
     "apply_rotary",
     "attention_kernel",
     "borders_of_positions",
@@ -67,12 +57,10 @@ __all__ = [
     "deepspeed_mpu",
     "document_borders",
     "document_positions",
-    "gather_tokens",
     "global_gradient_norm",
     "gradient_rule",
     "initialize_deepspeed",
     "keep_states_on_host",
-    "linear_reduce_scatter",
     "local_document_positions",
     "local_positions",
     "loss_token_weight",
@@ -86,8 +74,6 @@ __all__ = [
     "rotate_projected",
     "shard_batch",
     "solved_ratio",
-    "split_tokens",
-    "sum_gradients",
     "this_cluster",
     "weighted_loss",
     "with_large_enough_buckets",

@@ -116,12 +116,15 @@ def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     mesh = both
     layout = mesh.layout("zigzag", 4 * 2048)
     q = torch.empty(1, layout.length(mesh.rank), 2, 64)
-    text, call = plan_call(q, q, q, AttentionOptions(mesh, layout, MaskSpec.causal()))
+    options = AttentionOptions(mesh, layout, MaskSpec.causal())
+    text, plain = plan_call(q, q, q, options)
+    assert "inner ring" not in text and not plain.ring_calls[0].schedule.outer_steps
+    text, call = plan_call(q, q, q, options._replace(tuning=Tuning(inner_ring=2)))
     assert len(call.ring_calls[0].schedule.outer_steps) == 1
     return ring.ring_ranks_per_node, both.ring_ranks_per_node, turned.ring_ranks_per_node, text
 
 
-def test_a_ring_across_hosts_is_a_double_one_by_itself(pool: WorkerPool) -> None:
+def test_a_ring_across_hosts_is_a_double_one_where_it_is_asked_for(pool: WorkerPool) -> None:
     for ring, both, turned, text in pool.run(nodes, 8):
         # Ring first, a ring of 4 is a host; 8 ranks on 2 hosts, 4 rings-of-ulysses ranks on 2.
         assert (ring, both, turned) == (4, 2, 4)

@@ -13,7 +13,7 @@ from stock_megatron_core import gpt_model, step
 
 import megatron_patches
 from ds_usp import ConfigError
-from ds_usp.attention import projected
+from ds_usp.experimental import projected_attention
 
 REASONS = {
     "a hook": "a projection has hooks, which only its own call runs",
@@ -61,11 +61,11 @@ def refusals(ctx: RankContext) -> dict[str, str]:
     messages = {}
     for case in REASONS:
         with pytest.raises(ConfigError) as refused:
-            overlap(built(case), keep="input")
+            overlap(built(case))
         messages[case] = str(refused.value)
 
     def adapt(model: Any) -> None:
-        overlap(model, keep="input")
+        overlap(model)
         change(model, "an adapter")
 
     parallel_state.destroy_model_parallel()
@@ -89,10 +89,10 @@ def with_hooks(ctx: RankContext) -> list[Any]:
 
     calls: list[int] = []
     reasons: list[str] = []
-    projected.warn_plain = lambda reason, mesh: reasons.append(reason)
+    projected_attention.warn_plain = lambda reason, mesh: reasons.append(reason)
 
     def hooked(model: Any) -> None:
-        overlap(model, keep="arrivals", may_be_plain=True)
+        overlap(model, may_be_plain=True)
         projection = layers_of(model)[0].self_attention.linear_qkv
         projection.register_forward_hook(lambda *_: calls.append(1))
 

@@ -48,7 +48,7 @@ PAIRS: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any
     "attention": ("", (1, {}), (2, SP2), "--usp-recompute attention"),
     "full": ("", (1, {}), (2, SP2), "--usp-recompute full"),
     "offload": ("", (1, {}), (2, SP2), "--usp-offload-ratio 0.5"),
-    "projections": ("", (1, {}), (2, SP2), "--usp-projection-overlap on"),
+    "projections": ("", (1, {}), (2, SP2), "--usp-projection-overlap recompute"),
 }  # fmt: skip
 _TRACKER = "megatron.core.tensor_parallel.random:CudaRNGStatesTracker"
 _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction"
@@ -204,7 +204,7 @@ def test_an_edit_without_effect_is_refused_at_the_start(server: TrainingServer) 
     [
         ("--usp-loss-chunks 2", "megatron.model.language_model:parallel_lm_logits"),
         (
-            "--usp-projection-overlap on",
+            "--usp-projection-overlap recompute",
             "megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
         ),
     ],

@@ -13,7 +13,6 @@ SP2 = {"sp": 2, "u": 1}
 CHECKPOINT = "--checkpoint-activations --deepspeed-activation-checkpointing"
 REFUSED = [
     (SP2, "--sequence-parallel", "shards the sequence over tensor-parallel ranks"),
-    (SP2, "--usp-tp-shard-tokens on", "needs linear layers that shard tokens"),
     (SP2, "--ds-sequence-parallel-fpdt", "--ds-sequence-parallel-fpdt has an attention"),
     ({"sp": 2, "u": 3}, "", "--ulysses-degree 3 does not divide --ds-sequence-parallel-size 2"),
     ({"sp": 2, "u": "auto"}, "--usp-cluster b9", "no cluster 'b9'; there are a100"),
@@ -69,8 +68,12 @@ REFUSED = [
         "do not go together: DeepSpeed keeps the input",
     ),
     ({"tp": 2}, "--usp-mlp-chunks 2 --sequence-parallel", "do not go together"),
-    ({"tp": 2}, "--usp-projection-overlap on", "Use --tensor-model-parallel-size 1, or"),
-    (SP2, "--usp-projection-overlap on --usp-recompute gemm-last", "both replace the projections"),
+    ({"tp": 2}, "--usp-projection-overlap recompute", "Use --tensor-model-parallel-size 1, or"),
+    (
+        SP2,
+        "--usp-projection-overlap recompute --usp-recompute gemm-last",
+        "both replace the projections",
+    ),
     (
         SP2,
         "--usp-projection-overlap recompute --usp-recompute attention",
@@ -78,7 +81,7 @@ REFUSED = [
     ),
     (
         {**SP2, "pipe": True},
-        "--usp-projection-overlap on --enable-zbh1-pipeline",
+        "--usp-projection-overlap recompute --enable-zbh1-pipeline",
         "Leave out --enable-zbh1-pipeline, or --usp-projection-overlap off",
     ),
     (
@@ -144,14 +147,14 @@ def test_deepspeeds_configuration_is_read_too(server: TrainingServer) -> None:
 def test_projections_under_exchanges_refuse_what_multiplies_other_weights(
     server: TrainingServer,
 ) -> None:
-    on = "--usp-projection-overlap on"
+    again = "--usp-projection-overlap recompute"
     for config, message in (
         ({"compression_training": {}}, "Leave out compression_training, or"),
         ({"torch_autocast": {"enabled": True}}, "Use --bf16, or --usp-projection-overlap off"),
     ):
-        for seen in server.attempt(2, flags(config=config, more=on, **SP2)):
+        for seen in server.attempt(2, flags(config=config, more=again, **SP2)):
             assert message in str(seen["refused"])
-    text = flags(sp=2, u=2, zero=1, more=f"--bf16 --use-flash-attn-v2 {on}")
+    text = flags(sp=2, u=2, zero=1, more=f"--bf16 --use-flash-attn-v2 {again}")
     for seen in server.attempt(2, text, fake_flash=True):
         assert "Leave out --use-flash-attn-v1 and --use-flash-attn-v2" in str(seen["refused"])
         assert not seen["groups"]
@@ -159,7 +162,7 @@ def test_projections_under_exchanges_refuse_what_multiplies_other_weights(
 
 def test_a_linear_layer_of_another_class_is_refused(server: TrainingServer) -> None:
     extra = (("megatron.core.tensor_parallel:RowParallelLinear.__init__", another_class),)
-    text = flags(zero=1, more="--usp-projection-overlap on", **SP2)
+    text = flags(zero=1, more="--usp-projection-overlap recompute", **SP2)
     for seen in server.attempt(2, text, extra=extra):
         assert "dense of layer 1 is a Scaled. Use --usp-proj" in str(seen["refused"])
 

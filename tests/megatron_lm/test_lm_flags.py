@@ -166,10 +166,8 @@ def test_projections_are_overlapped_where_they_are_asked_for(starts: Starts) -> 
         return str(starts.start(flags)["args"]["usp_projection_overlap"])
 
     assert wanted(f"{served} --usp-projection-overlap recompute") == "recompute"
-    assert wanted(served) == "auto"  # without a forecast, by the nodes of the mesh
-    assert wanted(CP4) == "off"
-    assert wanted(f"{served} --usp-recompute attention") == "off"
-    one_rank = f"{LOCAL} --no-gradient-accumulation-fusion --usp-projection-overlap on"
+    assert wanted(served) == "off"
+    one_rank = f"{LOCAL} --no-gradient-accumulation-fusion --usp-projection-overlap recompute"
     assert "has no effect with --context-parallel-size 1" in starts.start(one_rank)["printed"]
 
 
@@ -182,14 +180,13 @@ def test_an_edited_linear_layer_is_not_bypassed(copy: Path) -> None:
     starts = Starts(copy)
     try:
         served = f"{CP4} --no-gradient-accumulation-fusion"
-        message = starts.error(f"{served} --usp-projection-overlap on")
-        auto = starts.start(served)
+        message = starts.error(f"{served} --usp-projection-overlap recompute")
+        off = starts.start(served)
     finally:
         file.write_text(text, encoding="utf-8")
         starts.close()
     assert "PatchError" in message and "RowParallelLinear.forward: its source" in message
-    assert auto["args"]["usp_projection_overlap"] == "off"
-    assert "--usp-projection-overlap auto is off" in auto["printed"]
+    assert off["args"]["usp_projection_overlap"] == "off"
 
 
 PACKED = """

@@ -8,7 +8,7 @@ from lm_start import LOCAL, Starts
 
 CP4 = f"{LOCAL} --context-parallel-size 4 --ulysses-degree 2"
 TE = "2.20.2"
-ON, UNFUSED = "--usp-projection-overlap on", "--no-gradient-accumulation-fusion"
+AGAIN, UNFUSED = "--usp-projection-overlap recompute", "--no-gradient-accumulation-fusion"
 FSDP = "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist"
 NOT_OVERLAPPED = [
     ("", "Add --no-gradient-accumulation-fusion, or --usp-projection-overlap off"),
@@ -114,14 +114,14 @@ REFUSED = [
         "--ulysses-degree auto: the planner knows dense models",
     ),
     (f"{LOCAL} --usp-recompute attention --attention-dropout 0.1", "Set --attention-dropout 0"),
-    *((f"{CP4} {ON} {flags}", message) for flags, message in NOT_OVERLAPPED),
-    (f"{CP4} --usp-projection-overlap recompute {UNFUSED} --qk-l2-norm", "between their"),
+    *((f"{CP4} {AGAIN} {flags}", message) for flags, message in NOT_OVERLAPPED),
+    (f"{CP4} {AGAIN} {UNFUSED} --qk-l2-norm", "between their"),
 ]
 REFUSED_WITH_TRANSFORMER_ENGINE = [
     (
-        f"--context-parallel-size 4 {ON} {UNFUSED}",
-        "--usp-projection-overlap on multiplies weights of Megatron-LM's own linear layers, and "
-        "--transformer-impl is transformer_engine. Use --transformer-impl local, or",
+        f"--context-parallel-size 4 {AGAIN} {UNFUSED}",
+        "--usp-projection-overlap recompute multiplies weights of Megatron-LM's own linear layers, "
+        "and --transformer-impl is transformer_engine. Use --transformer-impl local, or",
     ),
     (
         "--context-parallel-size 4 --ulysses-degree 2 --cp-comm-type p2p",

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from harness import RankContext, WorkerPool, fork_world
+from harness import RankContext, WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "scripts" / "bench"
@@ -78,20 +78,6 @@ def test_links_under_torchrun(tmp_path: Path) -> None:
     assert sent["ring send/receive", "0.01"] == pytest.approx(0.01, rel=0.01)
     assert all(float(row["gb_per_s"]) > 0 for row in rows)
     assert done.stdout.count("left out") == 3  # what needs a GPU
-
-
-def test_tensor_parallel_overlap(tmp_path: Path) -> None:
-    """On ranks of its own: it patches torch and makes megatron-core's groups."""
-    pytest.importorskip("megatron.core")
-    path = tmp_path / "tp_overlap.csv"
-    sizes = ("--hidden", "16", "--tokens", "16", "--rounds", "1", "--repeats", "1")
-    arguments = [*sizes, "--out", str(path)]
-    results = fork_world(run_main, 2, script="bench_tp_overlap", arguments=arguments)
-    assert [code for code, _ in results] == [0, 0]
-    rows = read(path)
-    methods = ["all-reduce", "plain", "fused"] * 2
-    assert [row["method"] for row in rows] == methods
-    assert all(float(row["gradient_diff"]) < 1e-5 and float(row["ms"]) > 0 for row in rows)
 
 
 def test_attention_and_its_errors(pool: WorkerPool, tmp_path: Path) -> None:

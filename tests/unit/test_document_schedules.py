@@ -13,9 +13,9 @@ from cases import ALL_LAYOUTS
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.geometry.document_sharding import balance_documents
-from ds_usp.geometry.double_ring import visible_runs
 from ds_usp.geometry.kernel_calls import kernel_calls_from_tiles
 from ds_usp.geometry.ring_schedule import ring_schedule
+from ds_usp.geometry.ring_traffic import visible_runs
 from ds_usp.geometry.tiles import Tile
 
 Borders = list[int]

@@ -29,7 +29,6 @@ PLAIN = {
     "optimizer": "sgd",
     "partition_activations": False,
     "tensor_model_parallel_size": 4,
-    "usp_tp_shard_tokens": None,
 }
 CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointing": True}
 
@@ -38,7 +37,6 @@ CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointin
     ("options", "message"),
     [
         ({"distribute_saved_activations": True}, "parallel 4.*--usp-offload-ratio 1"),
-        ({"usp_tp_shard_tokens": "on"}, "shard tokens.*Leave it out: --ds-sequence-parallel-size"),
         ({"distribute_checkpointed_activations": True}, "whole length.*--usp-offload-ratio 1"),
         ({"init_method_xavier_uniform": True}, "--init-method-std"),
         ({"cpu_optimizer": True, "cpu_torch_adam": True}, "offload the optimizer"),

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
+from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.pipeline_schedule import (
-    EXCHANGES,
+    CHANNELS,
     Op,
     Schedule,
     exchange_order,
@@ -21,7 +22,6 @@ from ds_usp.geometry.pipeline_schedule import (
     pipeline_schedule,
     render,
 )
-from ds_usp.geometry.ring_schedule import ring_schedule
 
 # Each line up to the next chunk's first kernel call.
 PRINTED = {
@@ -85,7 +85,7 @@ def test_a_schedule_prints_in_one_line(mode: dict[str, Any], text: str) -> None:
     ring, chunks = mode.pop("ring"), mode.pop("chunks", 3)
     layout = TokenLayout("contiguous", 16, 1, ring)
     # A chunk among others, whose local block is not divided.
-    of_chunk = ring_schedule(
+    of_chunk = double_ring_schedule(
         layout, MaskSpec.full(), 0, position="local_first", inner=mode.pop("inner", None)
     )
     schedule = pipeline_schedule([of_chunk] * chunks, **mode)
@@ -154,11 +154,7 @@ def modes(draw: st.DrawFn) -> Mode:
     return Mode([rank() for _ in range(draw(st.integers(1, 3)))], flags)
 
 
-POST_OF = {
-    wait: post
-    for posts, waits in EXCHANGES.values()
-    for post, wait in zip(posts, waits, strict=True)
-}
+POST_OF = {op: Op(op.value[:-1]) for op in Op if op.is_wait}
 
 
 def test_exchanges_that_overlap_nothing_are_known() -> None:
@@ -173,7 +169,7 @@ def test_every_exchange_is_posted_once_and_then_waited_for_once(mode: Mode) -> N
         assert parse(render(schedule)) == schedule
         assert len(set(schedule)) == len(schedule)
         at = {instr: index for index, instr in enumerate(schedule)}
-        posts = [instr for instr in schedule if instr.op in POST_OF.values()]
+        posts = [instr for instr in schedule if instr.op.is_post]
         waits = [instr for instr in schedule if instr.op in POST_OF]
         assert len(posts) == len(waits)
         for wait in waits:
@@ -217,17 +213,16 @@ def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mod
 
 def max_in_flight(schedule: Schedule, kind: str) -> int:
     """Most exchanges of a kind that are posted, or staged, and not yet waited for."""
-    posts, waits = EXCHANGES[kind]
     staged: set[int] = set()
     now = most = 0
     for op, chunk, *_ in schedule:
         if op is Op.RETURN_STAGE and kind == "all_to_all":
             staged.add(chunk)
             now += 1
-        elif op in posts and not (op is Op.RETURN_POST and chunk in staged):
-            now += 1
-        elif op in waits:
+        elif op.channel == kind and op.is_wait:
             now -= 1
+        elif op.channel == kind and not (op is Op.RETURN_POST and chunk in staged):
+            now += 1
         most = max(most, now)
     return most
 
@@ -237,12 +232,12 @@ def max_in_flight(schedule: Schedule, kind: str) -> int:
 def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode: Mode) -> None:
     """A chunk's ring exchanges are in flight one at a time; three all-to-alls at most."""
     for schedule in mode.schedules():
-        for kind in EXCHANGES:
+        for kind in CHANNELS:
             bound = 3 if kind == "all_to_all" else 2
             assert max_in_flight(schedule, kind) <= bound
         for chunk in {x.chunk for x in schedule}:
             of_chunk = tuple(x for x in schedule if x.chunk == chunk)
-            assert all(max_in_flight(of_chunk, kind) <= 1 for kind in EXCHANGES)
+            assert all(max_in_flight(of_chunk, kind) <= 1 for kind in CHANNELS)
 
 
 @given(modes())

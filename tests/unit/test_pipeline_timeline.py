@@ -11,14 +11,19 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
-from ds_usp.geometry.pipeline_schedule import EXCHANGES, Instr, Schedule, parse, pipeline_schedule
-from ds_usp.geometry.ring_schedule import ring_schedule
+from ds_usp.experimental.double_ring import double_ring_schedule
+from ds_usp.geometry.pipeline_schedule import (
+    CHANNELS,
+    Instr,
+    Op,
+    Schedule,
+    parse,
+    pipeline_schedule,
+)
 from ds_usp.planner.pipeline_timeline import (
     COMPUTE,
     CONTENTION,
-    KIND_OF,
     LAUNCH,
-    POST_OF,
     Cost,
     Timeline,
     simulate,
@@ -124,18 +129,19 @@ def runs(draw: st.DrawFn) -> Run:
     layout, gather = TokenLayout("contiguous", 4 * ring, 1, ring), draw(st.booleans())
     positions = st.sampled_from(["only", "local_first", "local_merged", "local_last"])
     chunks = [
-        ring_schedule(layout, MaskSpec.full(), 0, gather=gather, position=position, inner=inner)
+        double_ring_schedule(
+            layout, MaskSpec.full(), 0, gather=gather, position=position, inner=inner
+        )
         for position in draw(st.lists(positions, min_size=1, max_size=4))
     ]
     schedule = pipeline_schedule(chunks, **flags)
     seconds = st.sampled_from([0.0, 1e-6, 0.1, 0.3, 1.0, 7.0])
     costs = {
-        instr: Cost(draw(seconds), draw(seconds) if instr.op in POST_OF.values() else 0.0)
-        for instr in schedule
+        instr: Cost(draw(seconds), draw(seconds) if instr.op.is_post else 0.0) for instr in schedule
     }
     rules = {
         "contention": draw(st.sampled_from([0.0, 0.3, 1.0])),
-        "links": {kind: draw(st.sampled_from("ab")) for kind in EXCHANGES},
+        "links": {kind: draw(st.sampled_from("ab")) for kind in CHANNELS},
         "launch_s": draw(st.sampled_from([0.0, 0.05])),
     }
     return Run(schedule, costs, rules)
@@ -151,7 +157,7 @@ def test_all_seconds_are_work_or_exposed(run: Run) -> None:
     assert timeline.total == pytest.approx(work + sum(timeline.exposed.values()))
     last = max((event.stop for event in timeline.events), default=0)
     assert last <= timeline.total * (1 + 1e-9) + 1e-12
-    for lane in (COMPUTE, *EXCHANGES):
+    for lane in (COMPUTE, *CHANNELS):
         assert timeline.busy(lane) <= timeline.total * (1 + 1e-9)
     # Never worse than one after the other: some exchange always has at least its fair part.
     serial = work + sum(cost.exchange for cost in run.costs.values())
@@ -175,7 +181,7 @@ def test_lanes_are_in_order_and_waits_end_with_their_exchange(run: Run) -> None:
     by_instr = {
         (lane == COMPUTE, instr): (start, stop) for lane, instr, start, stop in timeline.events
     }
-    for lane in (COMPUTE, *EXCHANGES):
+    for lane in (COMPUTE, *CHANNELS):
         of_lane = [event for event in timeline.events if event.lane == lane]
         assert of_lane == sorted(of_lane, key=lambda event: index_of[event.instr])
         for first, second in pairwise(of_lane):
@@ -183,10 +189,10 @@ def test_lanes_are_in_order_and_waits_end_with_their_exchange(run: Run) -> None:
     now = 0.0  # of the compute lane, in the order of the schedule
     for instr in run.schedule:
         now = max(now, by_instr.get((True, instr), (0, 0))[1])
-        if instr.op in POST_OF:
-            posted = by_instr.get((False, instr._replace(op=POST_OF[instr.op])), (0, 0))
+        if instr.op.is_wait:
+            posted = by_instr.get((False, instr._replace(op=Op(instr.op.value[:-1]))), (0, 0))
             assert posted[1] <= now * (1 + 1e-9)
-        elif instr.op in KIND_OF and (False, instr) in by_instr:
+        elif instr.op.channel and (False, instr) in by_instr:
             start, stop = by_instr[False, instr]
             assert now <= start * (1 + 1e-9)
             assert stop - start >= run.costs[instr].exchange * (1 - 1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_usp import MaskSpec, TokenLayout
+from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.ring_schedule import ring_schedule
 
 CAUSAL = MaskSpec.causal()
@@ -37,7 +38,7 @@ def test_a_schedule_prints_as_a_table() -> None:
 
 
 def test_a_double_ring_prints_its_windows() -> None:
-    plan = str(ring_schedule(TokenLayout("zigzag", 32, 1, 4), CAUSAL, 3, inner=2))
+    plan = str(double_ring_schedule(TokenLayout("zigzag", 32, 1, 4), CAUSAL, 3, inner=2))
     assert plan.splitlines()[1:] == [
         "  outer step 1 relays 1[0:4], sends 1[0:8]",
         "  local: q[0:8] k[0:8] causal",
