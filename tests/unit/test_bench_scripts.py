@@ -164,7 +164,7 @@ def test_projected(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "projected.csv"
     run(pool, "bench_projected", "--shapes", "64:32:4:4", "--rounds", "1", "--out", str(path))
     rows = read(path)
-    assert len(rows) == 2 * 3  # Ulysses alone and a ring alone, three paths
+    assert len(rows) == 2 * 2  # Ulysses alone and a ring alone, two paths
     assert all(float(row["error"]) <= 1.5 and float(row["layer_ms"]) > 0 for row in rows)
 
 

@@ -27,6 +27,7 @@ from usp_trainer.arguments import parse as trainer
 def patched(add_flags: Callable[[ArgumentParser, MeshSettings], None]) -> Callable[..., object]:
     """A framework's parser with the flags of its patches."""
     parser = ArgumentParser()
+    parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])  # Megatron-LM's own
     add_flags(parser, MeshSettings())
     return parser.parse_args
 

@@ -291,8 +291,10 @@ def test_a_chunk_is_worth_launching() -> None:
 
 
 def test_kv_is_gathered_where_that_takes_no_more_memory() -> None:
-    def gathered(chunks: int | None = 1, seq_len: int = 1024 * K, **options: Any) -> bool:
-        tuning = AUTO_TUNING if chunks is None else Tuning(chunks)
+    def gathered(
+        chunks: int | None = 1, seq_len: int = 1024 * K, inner: int | None = None, **options: Any
+    ) -> bool:
+        tuning = AUTO_TUNING if chunks is None else Tuning(chunks, inner_ring=inner or "auto")
         return resolve(tuning, seq_len=seq_len, **options).gather_kv
 
     # Enough chunks: the whole ring's keys of one are no more than this rank's of all.
@@ -304,8 +306,8 @@ def test_kv_is_gathered_where_that_takes_no_more_memory() -> None:
     assert not gathered(None, 32 * K, ulysses=4, ring=1)
     # Of a double ring the blocks of an outer step are gathered: 8 ranks, or 2 of a node.
     sizes = {"heads": 8, "ring": 8}
-    assert [gathered(n, node=8, **sizes) for n in (2, 4, 8)] == [False, False, True]
-    assert [gathered(n, node=2, **sizes) for n in (1, 2, 8)] == [False, True, True]
+    assert [gathered(n, **sizes) for n in (2, 4, 8)] == [False, False, True]
+    assert [gathered(n, inner=2, **sizes) for n in (1, 2, 8)] == [False, True, True]
 
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
