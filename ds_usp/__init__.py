@@ -32,24 +32,23 @@ if TYPE_CHECKING:
     from ds_usp import training as training
     from ds_usp.attention.functional import usp_attention, usp_joint_attention
     from ds_usp.attention.module import USPAttention
-    from ds_usp.attention.projected import projected_attention
-    from ds_usp.attention.projection import Projection
     from ds_usp.attention.score_mod import Scores
-    from ds_usp.attention.self_attention import USPSelfAttention
     from ds_usp.attention.tuning import Tuning
     from ds_usp.comm.channel import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
+    from ds_usp.experimental.projected_attention import USPSelfAttention, projected_attention
+    from ds_usp.experimental.projection import Projection
 else:
     _LAZY = MappingProxyType(
         {
             "CommLedger": "ds_usp.comm.channel",
-            "Projection": "ds_usp.attention.projection",
+            "Projection": "ds_usp.experimental.projection",
             "Scores": "ds_usp.attention.score_mod",
             "SequenceMesh": "ds_usp.comm.mesh",
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",
-            "USPSelfAttention": "ds_usp.attention.self_attention",
-            "projected_attention": "ds_usp.attention.projected",
+            "USPSelfAttention": "ds_usp.experimental.projected_attention",
+            "projected_attention": "ds_usp.experimental.projected_attention",
             "usp_attention": "ds_usp.attention.functional",
             "usp_joint_attention": "ds_usp.attention.functional",
         }

@@ -131,11 +131,6 @@ def p2p_disabled_reason() -> str | None:
     return "NCCL_P2P_DISABLE=1 disables peer access between GPUs" if disabled else None
 
 
-def fused_tp_requested() -> bool:
-    """Whether the user asks for torch's fused operators of tensor-parallel linear layers."""
-    return os.environ.get("USP_TP_FUSED") == "1"
-
-
 def single_hw_queue() -> bool:
     """Whether all streams of a GPU share one hardware queue: a wait in it stalls the others."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

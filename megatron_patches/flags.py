@@ -20,9 +20,7 @@ from ds_usp.planner import (
     Choice,
     ModelShape,
     ParallelConfig,
-    ProjectionChoice,
     Workload,
-    choose_projections,
     choose_ulysses,
     degree_or_auto,
     framework_caps,
@@ -311,6 +309,7 @@ class PlannedRun:
         sp, ratio = args.ds_sequence_parallel_size, args.usp_offload_ratio
         ulysses = 1 if args.ulysses_degree == AUTO else args.ulysses_degree or sp
         checkpointed = getattr(args, "checkpoint_activations", False)
+        again = getattr(args, "usp_projection_overlap", "off") == "recompute" and sp > 1
         return ParallelConfig(
             tp=tp,
             ulysses=ulysses,
@@ -328,16 +327,11 @@ class PlannedRun:
             overlap_gradients=self.overlap_gradients,
             fused_loss=args.usp_loss_chunks > 0,
             mlp_chunks=getattr(args, "usp_mlp_chunks", 0),
-            projection_overlap="recompute" if self._heads_in_chunks() else "off",
+            projection_overlap="recompute" if again else "off",
             checkpoint_layers=getattr(args, "usp_checkpoint_layers", 1),
             states_on_host=getattr(args, "usp_states_on_host", False),
             param_bytes=2 if args.bf16 or getattr(args, "fp16", False) else 4,
         )
-
-    def _heads_in_chunks(self) -> bool:
-        """Whether attention projects queries, keys and values again by chunks of heads."""
-        wanted = getattr(self.args, "usp_projection_overlap", "off")
-        return bool(wanted == "recompute" and self.args.ds_sequence_parallel_size > 1)
 
     def choose_degree(self, *, on_gpu: bool) -> Choice:
         """The Ulysses degree that ``auto`` stands for, with the planner's reasons.
@@ -359,19 +353,6 @@ class PlannedRun:
             config,
             self.world_size,
         )
-
-    def choose_projections(self, *, on_gpu: bool) -> ProjectionChoice | None:
-        """Whether products around attention are made under its exchanges; None: the planner has no
-        forecast for these devices."""
-        from ds_usp.training import this_cluster
-
-        if not on_gpu:
-            return None
-        try:
-            cluster = this_cluster(self.args.usp_cluster, self.world_size, on_gpu=True)
-        except ConfigError:
-            return None
-        return choose_projections(cluster, self.workload(), self.parallel_config())
 
     def layer_memory(self, device: torch.device, **options: Any) -> LayerMemory:
         """The memory policy of the flags, for all layers of this rank.

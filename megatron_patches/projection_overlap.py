@@ -1,24 +1,20 @@
-"""``--usp-projection-overlap``: products around attention under its exchanges, in every program.
+"""``--usp-projection-overlap``: attention projects queries, keys and values chunk by chunk of
+heads, and again in backward, in every program.
 
 A program adds the flag, gives rows of what its own layers cannot serve, and builds its layers by
-:func:`keep_of`.
+:func:`projects_again`.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, _ArgumentGroup
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from ds_usp.removed_settings import kept_value
 from megatron_patches.refusals import Refusal, refuse
 
-if TYPE_CHECKING:
-    from ds_usp import SequenceMesh
-    from ds_usp.planner import ProjectionChoice
-
-Keep = Literal["arrivals", "input"]  # as of ds_usp.projected_attention
-AUTO, ON, OFF, RECOMPUTE = "auto", "on", "off", "recompute"
-CHOICES = (AUTO, ON, OFF, RECOMPUTE)
+CHOICES = OFF, RECOMPUTE = "off", "recompute"
 FLAG = "--usp-projection-overlap {usp_projection_overlap}"
 OR_OFF = f"or --usp-projection-overlap {OFF}"
 # What no program's layers serve.
@@ -41,17 +37,16 @@ def add_projection_flag(parser: ArgumentParser | _ArgumentGroup) -> None:
     """Add ``--usp-projection-overlap`` to a program's parser."""
     parser.add_argument(
         "--usp-projection-overlap",
+        type=kept_value("--usp-projection-overlap"),
         choices=CHOICES,
-        default=AUTO,
-        help="compute the products before and after attention under its exchanges; recompute: also "
-        "compute and exchange queries, keys and values again in backward, one chunk of heads at a "
-        "time; auto: on where the planner forecasts a layer more than 1%% shorter, or, without a "
-        "forecast, where exchanges cross nodes, and the layers can be served",
+        default=OFF,
+        help="recompute: compute and exchange queries, keys and values one chunk of heads at a "
+        "time, and again in backward, which keeps none of them: less memory, a slower step",
     )
 
 
 def check_projections(args: Any, rows: Iterable[Refusal] = ()) -> None:
-    """Refuse ``on`` and ``recompute`` where no layer can be served.
+    """Refuse ``recompute`` where no layer can be served.
 
     Args:
         rows: what the program's own layers cannot serve.
@@ -59,46 +54,13 @@ def check_projections(args: Any, rows: Iterable[Refusal] = ()) -> None:
     Raises:
         ConfigError: with the reason and the fix.
     """
-    if args.usp_projection_overlap in (ON, RECOMPUTE):
+    if args.usp_projection_overlap == RECOMPUTE:
         refuse((*_ROWS, *rows), args)
 
 
-def resolve_projections(
-    args: Any, choose: Callable[[], ProjectionChoice | None], rows: Iterable[Refusal] = ()
-) -> tuple[str, ...]:
-    """Replace ``auto`` by on or off where it can be decided before the mesh exists.
-
-    Args:
-        args: validated, of several ranks a sequence.
-        choose: asks the planner, which may have no forecast for these devices.
-        rows: as of :func:`check_projections`.
-
-    Returns:
-        The planner's reason, in one line; none where it was not asked or has no forecast.
-    """
-    if args.usp_projection_overlap != AUTO:
-        return ()
-    if not _is_served(args, rows):
-        args.usp_projection_overlap = OFF
-        return ()
-    choice = choose()
-    if choice is None:  # by the mesh's nodes, when it is there
-        return ()
-    args.usp_projection_overlap = ON if choice.overlap else OFF
-    return (f"planner: {choice.why}",)
-
-
-def keep_of(args: Any, mesh: SequenceMesh, rows: Iterable[Refusal] = ()) -> Keep | None:
-    """What a layer's attention keeps for backward; None: its projections are not overlapped.
-
-    Where the planner had no forecast, ``auto`` overlaps them where exchanges cross nodes.
-    """
-    wanted = args.usp_projection_overlap
-    if wanted == AUTO:
-        wanted = ON if mesh.crosses_nodes and _is_served(args, rows) else OFF
-    if wanted == OFF or mesh.sp_degree == 1:
-        return None
-    return "input" if wanted == RECOMPUTE else "arrivals"
+def projects_again(args: Any, sp_degree: int) -> bool:
+    """Whether a layer's attention projects by itself: on one rank there is nothing to exchange."""
+    return bool(args.usp_projection_overlap == RECOMPUTE and sp_degree > 1)
 
 
 def has_hooks(module: Any, allowed: Callable[[Any], bool] | None = None) -> bool:
@@ -119,7 +81,3 @@ def _is_of_zero3(hook: Any) -> bool:
     """DeepSpeed defines them there; some are wrapped for profiles, by a function of utils.nvtx."""
     name = getattr(hook, "__module__", None) or ""
     return name.startswith("deepspeed.runtime.zero.") or name == "deepspeed.utils.nvtx"
-
-
-def _is_served(args: Any, rows: Iterable[Refusal]) -> bool:
-    return not any(row.applies(args) for row in (*_ROWS, *rows))

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ds_usp.comm.channel import Channel, RecvSpec, SendSlice, StagingBuffer, split_features
-from ds_usp.geometry.double_ring import OuterStep, TokenRange
 from ds_usp.geometry.pipeline_schedule import MAX_DKV_BUFFERS
 from ds_usp.geometry.ring_schedule import RingStep
+from ds_usp.geometry.ring_traffic import OuterStep, TokenRange
 from ds_usp.geometry.segments import Runs
 from ds_usp.kernels.merge import GradAccumulator
 from ds_usp.lowlevel import strided_copy

@@ -37,7 +37,7 @@ from ds_usp.attention.plan import AttentionPlan, SavedChunk
 from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.comm.channel import Channel, PendingExchange
 from ds_usp.comm.packing import PreallocatedSend
-from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule
+from ds_usp.geometry.pipeline_schedule import Instr, Op, Operation, Schedule
 from ds_usp.kernels.api import AttentionKernel, BackwardInputs, GradBuffers
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 from ds_usp.kernels.score_mod import PLAIN
@@ -170,7 +170,7 @@ class Pass(Generic[ChunkT]):
         exposed: posts that overlap nothing.
     """
 
-    handlers: ClassVar[Mapping[Op, Handler]]
+    handlers: ClassVar[Mapping[Operation, Handler]]
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class Pass(Generic[ChunkT]):
         chunk.exchange = DONE
 
 
-KV_HANDLERS: Mapping[Op, Handler] = MappingProxyType(
+KV_HANDLERS: Mapping[Operation, Handler] = MappingProxyType(
     {
         Op.KV_POST: Pass.post_kv,
         Op.KV_WAIT: Pass.wait_kv,

@@ -496,15 +496,19 @@ def _schedules(
 ) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
     """The ring schedule of each position of a chunk, forward and backward: most chunks share one,
     and what follows from it."""
+    planner: Callable[..., RingSchedule] = ring_schedule
+    if resolved.inner_ring is not None:
+        from ds_usp.experimental.double_ring import double_ring_schedule
+
+        planner = partial(double_ring_schedule, inner=resolved.inner_ring)
     plan = partial(
-        ring_schedule,
+        planner,
         layouts[0],
         mask,
         mesh.ring_rank,
         kernel.caps.tiles,
         resolved.gather_kv,
         kv_layout=layouts[1],
-        inner=resolved.inner_ring,
     )
     schedules = {}
     for position in dict.fromkeys(resolved.chunk_positions):

@@ -11,9 +11,9 @@ import torch
 from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.geometry.double_ring import TokenRange
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.ring_schedule import RingStep
+from ds_usp.geometry.ring_traffic import TokenRange
 from ds_usp.geometry.segments import slice_segments
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, GlobalPositions, ScoreMod

@@ -1,5 +1,4 @@
-"""Number of head chunks of a call, and how their KV is exchanged: stepwise, all-gathered, or
-relayed inside a node."""
+"""Number of head chunks of a call, and how their KV is exchanged: stepwise or all-gathered."""
 
 from __future__ import annotations
 
@@ -39,10 +38,6 @@ _GATHER_BYTES = 512 * 2**20
 
 ChunkPositions = tuple[tuple[ChunkPosition, ChunkPosition], ...]
 
-# A block is relayed inside a node, after one message across the network, where that message takes
-# longer than its latency: 1 MiB on a NIC of 400 Gbit/s is 20 us. Computed, not measured.
-_RELAY_BYTES = 2**20
-
 
 # The number of chunks weighs four costs: exchanges that nothing hides (fewer with more chunks),
 # launches and kernel ends (more with more chunks), buffers of a chunk (smaller with more chunks),
@@ -61,7 +56,6 @@ class CallSize(NamedTuple):
         exchange_bytes: bytes that a rank sends in all all-to-alls of the forward pass.
         kv_bytes: keys and values of the whole ring, of one rank's heads.
         ring: its degree.
-        ring_ranks_per_node: adjacent ring ranks that share a node.
         ulysses_in_node: the all-to-alls stay in a node, at NVLink's bandwidth instead of the
             network's.
         backward: a backward pass follows.
@@ -75,7 +69,6 @@ class CallSize(NamedTuple):
     exchange_bytes: float
     kv_bytes: int
     ring: int
-    ring_ranks_per_node: int
     ulysses_in_node: bool = True
     backward: bool = True
     kernel_calls: int = 1
@@ -125,16 +118,6 @@ class CallSize(NamedTuple):
         heads = (self.split.chunk(chunks, index).queries[0] for index in range(chunks))
         waves = [(end - begin) * self.head_blocks / _MULTIPROCESSORS for begin, end in heads]
         return sum(map(ceil, waves)) / sum(waves) - 1
-
-    def inner_ring(self, chunks: int) -> int | None:
-        """Ranks of the inner ring of a double ring; None for a plain ring, which relays nothing.
-
-        Args:
-            chunks: head chunks of the call.
-        """
-        ring, per_node = self.ring, self.ring_ranks_per_node
-        spans = 1 < per_node < ring and ring % per_node == 0
-        return per_node if spans and self.kv_bytes // chunks // ring >= _RELAY_BYTES else None
 
     def all_gathers_kv(self, chunks: int, inner_ring: int | None) -> bool:
         """Whether the keys and values of a ring, or of its inner ring, are all-gathered: where that

@@ -12,10 +12,9 @@ them depends on its kernel calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
@@ -25,60 +24,57 @@ from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
 MAX_DKV_BUFFERS = 2
 
 
-class Op(str, Enum):
-    """What an instruction does for its chunk. A post starts an exchange; a wait (``?``) makes the
-    current stream wait for it."""
+class Operation(str, Enum):
+    """What an instruction does for its chunk, as it is printed.
 
-    A2A_POST, A2A_WAIT = "a2a", "a2a?"  # sequence to heads
+    A post starts an exchange; the wait for it has its text and ``?``, and makes the current stream
+    wait. A schedule may have operations of its own beside :class:`Op` (``ds_usp.experimental``).
+
+    Attributes:
+        channel: the kind of channel on which it posts or waits; "" if it does neither.
+    """
+
+    channel: str
+
+    def __new__(cls, text: str, channel: str = "") -> Operation:
+        """A member, of its text and its kind of channel."""
+        member = str.__new__(cls, text)
+        member._value_, member.channel = text, channel
+        return member
+
+    @property
+    def is_post(self) -> bool:
+        """Whether it starts an exchange."""
+        return bool(self.channel) and not self.is_wait
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether it waits for one."""
+        return self.endswith("?")
+
+
+class Op(Operation):
+    """The operations of attention."""
+
+    A2A_POST, A2A_WAIT = ("a2a", "all_to_all"), ("a2a?", "all_to_all")  # sequence to heads
     SLICE_HEADS = "slice"  # without Ulysses: the chunk's heads, of the local tensors
-    OUTER_KV_POST, OUTER_KV_WAIT = "outerkv", "outerkv?"  # KV across nodes (double ring)
-    KV_POST, KV_WAIT = "kv", "kv?"  # KV of other ring ranks
+    OUTER_KV_POST = "outerkv", "ring_kv_outer"  # KV across nodes (double ring)
+    OUTER_KV_WAIT = "outerkv?", "ring_kv_outer"
+    KV_POST, KV_WAIT = ("kv", "ring_kv"), ("kv?", "ring_kv")  # KV of other ring ranks
     ATTN = "attn"  # one kernel call
-    DKV_POST, DKV_WAIT = "dkv", "dkv?"  # gradients of KV, to the owners of the KV
-    OUTER_DKV_POST, OUTER_DKV_WAIT = "outerdkv", "outerdkv?"  # the same across nodes
+    DKV_POST, DKV_WAIT = ("dkv", "ring_dkv"), ("dkv?", "ring_dkv")  # gradients, to KV's owners
+    OUTER_DKV_POST = "outerdkv", "ring_dkv_outer"  # the same across nodes
+    OUTER_DKV_WAIT = "outerdkv?", "ring_dkv_outer"
     END = "end"  # of the kernel calls: partial results are merged, what only calls read is freed
     RETURN_STAGE = "stage"  # the staging buffer of the return, which a kernel writes directly
-    RETURN_POST, RETURN_WAIT = "ret", "ret?"  # heads to sequence
-    LSE_POST, LSE_WAIT = "lse", "lse?"  # the same for the log-sum-exp
+    RETURN_POST, RETURN_WAIT = ("ret", "all_to_all"), ("ret?", "all_to_all")  # heads to sequence
+    LSE_POST, LSE_WAIT = ("lse", "all_to_all"), ("lse?", "all_to_all")  # for the log-sum-exp
     STORE = "store"  # without Ulysses: results into the outputs
-    # Of attention with its projections (projected_schedule.py): exchanges in two parts, products.
-    A2A_FIRST_POST, A2A_FIRST_WAIT = "first", "first?"  # K and V, or what is projected again
-    RETURN_FIRST_POST, RETURN_FIRST_WAIT = "retfirst", "retfirst?"  # gradients of queries
-    PROJECT, PROJECT_KV, PROJECT_Q = "mmqkv", "mmkv", "mmq"  # the chunk's heads of the input
-    PROJECT_OUT = "mmout"  # all of the output
-    GRAD_OUT = "mmdout"  # the gradient of the attention output
-    GRAD_OUT_WEIGHT = "mmwout"  # the gradient of the output's weight
-    GRAD_WEIGHT, GRAD_WEIGHT_KV, GRAD_WEIGHT_Q = "mmwqkv", "mmwkv", "mmwq"  # of the chunk's rows
-    GRAD_WEIGHT_REST = "mmwrest"  # of the rows of all other chunks
-    GRAD_INPUT = "mmdx"  # the gradient of the input
 
 
 _NUMBERED = frozenset({"kv", "outerkv", "dkv", "outerdkv", "attn"})
-# Posts and waits by kind of channel.
-EXCHANGES: Mapping[str, tuple[tuple[Op, ...], tuple[Op, ...]]] = MappingProxyType(
-    {
-        "all_to_all": (
-            (
-                Op.A2A_POST,
-                Op.RETURN_POST,
-                Op.LSE_POST,
-                Op.A2A_FIRST_POST,
-                Op.RETURN_FIRST_POST,
-            ),
-            (
-                Op.A2A_WAIT,
-                Op.RETURN_WAIT,
-                Op.LSE_WAIT,
-                Op.A2A_FIRST_WAIT,
-                Op.RETURN_FIRST_WAIT,
-            ),
-        ),
-        "ring_kv": ((Op.KV_POST,), (Op.KV_WAIT,)),
-        "ring_dkv": ((Op.DKV_POST,), (Op.DKV_WAIT,)),
-        "ring_kv_outer": ((Op.OUTER_KV_POST,), (Op.OUTER_KV_WAIT,)),
-        "ring_dkv_outer": ((Op.OUTER_DKV_POST,), (Op.OUTER_DKV_WAIT,)),
-    }
-)
+# Kinds of channels, in the order in which they are reported.
+CHANNELS = "all_to_all", "ring_kv", "ring_dkv", "ring_kv_outer", "ring_dkv_outer"
 
 
 class Instr(NamedTuple):
@@ -91,7 +87,7 @@ class Instr(NamedTuple):
         call: of a kernel call, its number in the ring step.
     """
 
-    op: Op
+    op: Operation
     chunk: int
     number: int = 0
     call: int = 0
@@ -111,23 +107,25 @@ def render(schedule: Schedule) -> str:
     return " ".join(map(str, schedule))
 
 
-_NAMES = "|".join(sorted({op.value.rstrip("?") for op in Op}, key=len, reverse=True))
-_INSTR = re.compile(rf"(\d+)({_NAMES})(?:(\d+)(?:\.(\d+))?)?(\??)")
-
-
-def parse(text: str) -> Schedule:
+def parse(text: str, operations: Sequence[type[Operation]] = (Op,)) -> Schedule:
     """The schedule that :func:`render` has printed.
+
+    Args:
+        operations: that it may have.
 
     Raises:
         ValueError: a word is no instruction.
     """
+    known = {op.value: op for kind in operations for op in kind}
+    names = "|".join(sorted({name.rstrip("?") for name in known}, key=len, reverse=True))
+    pattern = re.compile(rf"(\d+)({names})(?:(\d+)(?:\.(\d+))?)?(\??)")
     instrs = []
     for word in text.split():
-        match = _INSTR.fullmatch(word)
+        match = pattern.fullmatch(word)
         if match is None:
             raise ValueError(f"{word!r} is no instruction, as '0a2a' or '1kv0?'")
         chunk, name, index, call, wait = match.groups(default="")
-        instrs.append(Instr(Op(name + wait), int(chunk), int(index or 0), int(call or 0)))
+        instrs.append(Instr(known[name + wait], int(chunk), int(index or 0), int(call or 0)))
     return tuple(instrs)
 
 
@@ -330,25 +328,17 @@ class _ScheduleWriter:
 
 def exchange_order(schedule: Schedule) -> str:
     """The posts of each kind of exchange in their order, which is the same on every rank."""
-    lines = []
-    for kind, (posts, _) in EXCHANGES.items():
-        posted = [str(instr) for instr in schedule if instr.op in posts]
-        if posted:
-            lines.append(f"{kind}: {' '.join(posted)}")
-    return "; ".join(lines)
+    posts = [instr for instr in schedule if instr.op.is_post]
+    posted = ((kind, [str(x) for x in posts if x.op.channel == kind]) for kind in CHANNELS)
+    return "; ".join(f"{kind}: {' '.join(instrs)}" for kind, instrs in posted if instrs)
 
 
 def exposed_posts(schedule: Schedule) -> frozenset[Instr]:
     """Posts that the wait for them follows at once: the exchanges overlap nothing."""
-    wait_of = {
-        post: wait
-        for posts, waits in EXCHANGES.values()
-        for post, wait in zip(posts, waits, strict=True)
-    }
     return frozenset(
         instr
         for instr, following in pairwise(schedule)
-        if following.op is wait_of.get(instr.op) and following[1:] == instr[1:]
+        if following.op.value == f"{instr.op.value}?" and following[1:] == instr[1:]
     )
 
 
@@ -356,7 +346,6 @@ def staging_slots(schedule: Schedule, kind: str) -> int:
     """Staging buffers of a kind, used in rotation, with which a rank need not wait to pack: one
     that is being pulled, beside all that are packed between two kernel calls, or staged before one.
     While a kernel runs, what was posted before it is pulled."""
-    posts, waits = EXCHANGES[kind]
     staged: set[int] = set()
     posted: set[int] = set()
     slots = 2
@@ -365,10 +354,10 @@ def staging_slots(schedule: Schedule, kind: str) -> int:
             posted.clear()
         elif op is Op.RETURN_STAGE and kind == "all_to_all":
             staged.add(chunk)
-        elif op in posts:
+        elif op.channel == kind and op.is_wait:
+            posted.discard(chunk)
+        elif op.channel == kind:
             staged.discard(chunk)
             posted.add(chunk)
-        elif op in waits:
-            posted.discard(chunk)
         slots = max(slots, len(posted) + len(staged))
     return slots

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from ds_usp.geometry.double_ring import (
-    DoubleRing,
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.ring_traffic import (
     OuterStep,
+    Ring,
     TokenRange,
     merge_runs,
     min_gap,
     total_length,
 )
-from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Runs, Segment, slice_segments
 from ds_usp.geometry.tiles import (
     ANY_BAND,
@@ -153,7 +153,6 @@ def ring_schedule(
     gather: bool = False,
     position: ChunkPosition = "only",
     kv_layout: TokenLayout | None = None,
-    inner: int | None = None,
 ) -> RingSchedule:
     """Plan one rank's steps.
 
@@ -162,8 +161,8 @@ def ring_schedule(
     that a causal mask half hides only the visible half is sent.
 
     Args:
-        gather: all-gathered KV: the blocks of all other ranks of a node in one step. Fewer, larger
-            kernel calls and fewer merges of partial results, for memory that grows with the ring.
+        gather: all-gathered KV: the blocks of all other ranks in one step. Fewer, larger kernel
+            calls and fewer merges of partial results, for memory that grows with the ring.
         position: of this head chunk among the chunks of a call. ``"only"``: nothing else is
             computed while its blocks are in flight. The local block's backward is then split in
             two, so that its first half overlaps the first receive and its second half the return
@@ -175,47 +174,56 @@ def ring_schedule(
             overlaps the receive, but only the local block the gradient return: it ends the chunk,
             except in a double ring.
         kv_layout: where the keys are, if they are of another sequence than the queries.
-        inner: ring ranks of a node: a double ring, whose blocks cross the network once for
-            all of them (see :mod:`ds_usp.geometry.double_ring`). None: blocks go straight to their
-            users.
 
     Raises:
         LayoutError: no such rank.
-        ConfigError: ``inner`` does not divide the ring.
     """
-    if position == "local_last":
-        args = layout, mask, ring_rank, support, gather, "local_first", kv_layout, inner
-        schedule = ring_schedule(*args)
-        local, *remote = schedule.steps
-        if schedule.outer_steps:
-            return schedule
-        return replace(schedule, backward_steps=(*remote, local))
-    ring = DoubleRing(layout, kv_layout or layout, mask, inner)
-    local = _local_step(ring, ring_rank, support)
-    useful = [offset for offset in ring.offsets(0) if offset]
+    ring = Ring(layout, kv_layout or layout, mask)
+    return schedule_of_ring(ring, ring_rank, support, gather, position)
+
+
+def schedule_of_ring(
+    ring: Ring,
+    ring_rank: int,
+    support: TileSupport,
+    gather: bool,
+    position: ChunkPosition,
+    outer_steps: tuple[OuterStep, ...] = (),
+    relayed: tuple[RingStep, ...] = (),
+) -> RingSchedule:
+    """The schedule of a ring, or of a double one.
+
+    Args:
+        ring: of a double ring, of outer step 0.
+        outer_steps, relayed: of a double ring: what follows it, and the steps with that.
+    """
+    local = local_step(ring, ring_rank, support)
+    useful = [offset for offset in ring.offsets() if offset]
     visits = [[offset] for offset in useful]
     if gather:
         visits = [useful[:1], useful[1:]] if position == "only" else [useful]
     visits = [offsets for offsets in visits if offsets]
-    remote = [_remote_step(ring, ring_rank, offsets, support) for offsets in visits]
-    outer_steps, relayed = _outer_steps(ring, ring_rank, support, gather)
+    remote = [remote_step(ring, ring_rank, offsets, support) for offsets in visits]
     steps = backward = (local, *remote, *relayed)
     if len(steps) > 1 and position == "only":
-        length, half = layout.ring_length(ring_rank), _half(layout.ring_segments(ring_rank))
+        rows = ring.queries.ring_length(ring_rank)
+        half = _half(ring.queries.ring_segments(ring_rank))
         first, last = (
-            _local_step(ring, ring_rank, support, rows) for rows in ((0, half), (half, length))
+            local_step(ring, ring_rank, support, part) for part in ((0, half), (half, rows))
         )
         backward = (first, *remote, *relayed, last)
+    elif position == "local_last" and not outer_steps:
+        backward = (*remote, local)
     max_merged = 0
     if gather and position == "local_merged" and remote:
         max_merged = _max_merged_tokens(ring, useful, support)
         merged = _merged_local_step(ring, ring_rank, useful, support, (local, remote[0]))
         if merged:
             steps = backward = (merged, *relayed)
-    ranks = range(layout.ring)
+    ranks = range(ring.degree)
     return RingSchedule(
         ring_rank,
-        layout.ring,
+        ring.degree,
         steps,
         backward,
         max(map(ring.keys.ring_length, ranks)),
@@ -233,60 +241,31 @@ def _half(queries: Sequence[Segment]) -> int:
     return half + 1 if odd and half + 1 in ends else half
 
 
-def _outer_steps(
-    ring: DoubleRing, ring_rank: int, support: TileSupport, gather: bool
-) -> tuple[tuple[OuterStep, ...], list[RingStep]]:
-    """The outer steps after step 0 of which any rank sees anything, and their ring steps."""
-    outer_steps: list[OuterStep] = []
-    steps: list[RingStep] = []
-    for outer_step in ring.outer_steps[1:]:
-        offsets = ring.offsets(outer_step)
-        if not offsets:
-            continue
-        outer_steps.append(ring.outer_exchange(ring_rank, outer_step))
-        peers = [offset for offset in offsets if offset]
-        visits = [peers] if gather and peers else [[offset] for offset in peers]
-        # What this rank relays comes first, seen or not: it overlaps the first receive.
-        inner_steps = [_local_step(ring, ring_rank, support, outer_step=outer_step)]
-        inner_steps += [_remote_step(ring, ring_rank, x, support, outer_step) for x in visits]
-        steps += [replace(step, outer_step=len(outer_steps)) for step in inner_steps]
-    return tuple(outer_steps), steps
+def _num_recv_tokens(ring: Ring, rank: int, offsets: Sequence[int]) -> int:
+    """Tokens that a rank receives in a step."""
+    return total_length(kv for kv, _ in ring.recv_ranges(rank, offsets))
 
 
-def _num_recv_tokens(ring: DoubleRing, rank: int, offsets: Sequence[int]) -> int:
-    """Tokens that a rank receives in a step of outer step 0."""
-    return total_length(kv for kv, _ in ring.recv_ranges(rank, 0, offsets))
-
-
-def _local_step(
-    ring: DoubleRing,
-    ring_rank: int,
-    support: TileSupport,
-    rows: tuple[int, int] | None = None,
-    outer_step: int = 0,
+def local_step(
+    ring: Ring, ring_rank: int, support: TileSupport, rows: tuple[int, int] | None = None
 ) -> RingStep:
-    """The step with the keys that this rank has itself, for all query rows or for some."""
+    """The step with the keys that this rank holds itself, for all query rows or for some."""
     queries = ring.queries.ring_segments(ring_rank)
     rows = rows or (0, ring.queries.ring_length(ring_rank))
-    keys = ring.relayed_segments(ring_rank, outer_step)
-    calls = _calls(queries, keys, ring.mask, support, rows)
-    return RingStep(True, *_token_ranges(ring, ring_rank, outer_step, [0]), (), (), calls)
+    calls = _calls(queries, ring.held_segments(ring_rank), ring.mask, support, rows)
+    return RingStep(True, *_token_ranges(ring, ring_rank, [0]), (), (), calls)
 
 
-def _remote_step(
-    ring: DoubleRing,
-    ring_rank: int,
-    offsets: Sequence[int],
-    support: TileSupport,
-    outer_step: int = 0,
+def remote_step(
+    ring: Ring, ring_rank: int, offsets: Sequence[int], support: TileSupport
 ) -> RingStep:
     """The step with the keys of this rank's peers at some offsets; offset 0 is the rank itself."""
-    kv_ranges, recv_ranges = _token_ranges(ring, ring_rank, outer_step, offsets)
+    kv_ranges, recv_ranges = _token_ranges(ring, ring_rank, offsets)
     send_ranges, peer_offsets = [], []
-    for user in sorted({ring.inner_peer(ring_rank, -offset) for offset in offsets} - {ring_rank}):
+    for user in sorted({ring.peer(ring_rank, -offset) for offset in offsets} - {ring_rank}):
         peer_offset = 0
-        for relay, start, stop in _token_ranges(ring, user, outer_step, offsets)[1]:
-            if relay == ring_rank:
+        for holder, start, stop in _token_ranges(ring, user, offsets)[1]:
+            if holder == ring_rank:
                 send_ranges.append(TokenRange(user, start, stop))
                 peer_offsets.append(peer_offset)
             peer_offset += stop - start
@@ -300,7 +279,7 @@ def _remote_step(
 
 
 def _merged_local_step(
-    ring: DoubleRing,
+    ring: Ring,
     rank: int,
     offsets: Sequence[int],
     support: TileSupport,
@@ -310,14 +289,14 @@ def _merged_local_step(
     as the two steps separately."""
     if not separate_steps[1].kv_ranges:
         return None
-    merged = _remote_step(ring, rank, [*offsets, 0], support)
+    merged = remote_step(ring, rank, [*offsets, 0], support)
     return merged if len(merged.calls) < sum(len(step.calls) for step in separate_steps) else None
 
 
-def _max_merged_tokens(ring: DoubleRing, offsets: Sequence[int], support: TileSupport) -> int:
+def _max_merged_tokens(ring: Ring, offsets: Sequence[int], support: TileSupport) -> int:
     """Most key tokens of such a step on any rank. Of documents, of which every batch has others,
     and in large rings an upper bound: every rank would plan for all too long."""
-    ranks = range(ring.ring)
+    ranks = range(ring.degree)
     if ring.mask.documents or len(ranks) > _MAX_RING_PLANNED_FOR_ALL:
         return max(_num_recv_tokens(ring, rank, [*offsets, 0]) for rank in ranks)
     merged_steps = (
@@ -326,7 +305,7 @@ def _max_merged_tokens(ring: DoubleRing, offsets: Sequence[int], support: TileSu
             rank,
             offsets,
             support,
-            (_local_step(ring, rank, support), _remote_step(ring, rank, offsets, support)),
+            (local_step(ring, rank, support), remote_step(ring, rank, offsets, support)),
         )
         for rank in ranks
     )
@@ -334,11 +313,11 @@ def _max_merged_tokens(ring: DoubleRing, offsets: Sequence[int], support: TileSu
 
 
 def _token_ranges(
-    ring: DoubleRing, rank: int, outer_step: int, offsets: Sequence[int]
+    ring: Ring, rank: int, offsets: Sequence[int]
 ) -> tuple[tuple[TokenRange, ...], tuple[TokenRange, ...]]:
-    """What a rank receives, by owner and by relay."""
-    ranges = ring.recv_ranges(rank, outer_step, offsets)
-    return tuple(by_owner for by_owner, _ in ranges), tuple(by_relay for _, by_relay in ranges)
+    """What a rank receives, by owner and by holder."""
+    ranges = ring.recv_ranges(rank, offsets)
+    return tuple(by_owner for by_owner, _ in ranges), tuple(by_holder for _, by_holder in ranges)
 
 
 def _calls(

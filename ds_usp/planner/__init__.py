@@ -15,7 +15,6 @@ from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements, mode
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
-from ds_usp.planner.projection_time import ProjectionChoice, choose_projections
 from ds_usp.planner.search import Plan, SearchResult, search
 
 __all__ = [
@@ -26,11 +25,9 @@ __all__ = [
     "ModelShape",
     "ParallelConfig",
     "Plan",
-    "ProjectionChoice",
     "SearchResult",
     "Workload",
     "bucket_elements",
-    "choose_projections",
     "choose_ulysses",
     "cluster_of",
     "degree_or_auto",

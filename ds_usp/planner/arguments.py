@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from argparse import (
+    SUPPRESS,
     Action,
     ArgumentDefaultsHelpFormatter,
     ArgumentParser,
@@ -25,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 from ds_usp.errors import ConfigError
+from ds_usp.removed_settings import add_removed_flag
 
 _T = TypeVar("_T")
 
@@ -55,6 +57,8 @@ _TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 
 def add_flags(parser: ArgumentParser, command: Any) -> None:
     """Add a flag to the parser for each field of a command, in the order of its fields."""
+    for name in command.removed_flags:
+        add_removed_flag(parser, name)
     for f in fields(command):
         options = dict(f.metadata)
         if f.type == "bool":
@@ -114,7 +118,8 @@ class OneLineParser(ArgumentParser):
     def _refuse(self, unknown: Sequence[str]) -> None:
         """Raise ``ConfigError`` for the first of these arguments, with the nearest known one."""
         for name in unknown:
-            flags = [flag for flag in self._option_string_actions if flag not in ("-h", "--help")]
+            actions = self._option_string_actions.items()
+            flags = [flag for flag, x in actions if x.dest != "help" and x.help != SUPPRESS]
             near = get_close_matches(name, flags, n=1)
             self.error(f"unknown argument {name}" + (f" (did you mean {near[0]}?)" if near else ""))
 

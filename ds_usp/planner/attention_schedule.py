@@ -4,34 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_usp.geometry.chunking import chunk_positions
-from ds_usp.geometry.double_ring import total_length
 from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.pipeline_schedule import EXCHANGES, Instr, Op, Schedule, pipeline_schedule
-from ds_usp.geometry.projected_schedule import PRODUCTS, projected_schedule
+from ds_usp.geometry.pipeline_schedule import Instr, Op, Operation, Schedule, pipeline_schedule
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
+from ds_usp.geometry.ring_traffic import total_length
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster
 from ds_usp.planner.memory import kv_features
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.pipeline_timeline import KIND_OF, POST_OF, Cost, Timeline, simulate
+from ds_usp.planner.pipeline_timeline import Cost, Timeline, simulate
 from ds_usp.planner.traffic import DIRECT, RankGroup, exchange_s, group_of
 
 # Exchanges across nodes and inside of them use other links.
 _LINKS: Mapping[str, str] = MappingProxyType(
     {"ring_kv_outer": "network", "ring_dkv_outer": "network"}
 )
-# Where the projections around attention are multiplied: before and after it, under its exchanges,
-# or under them and in backward again.
-OFF, ON, RECOMPUTE = PROJECTIONS = ("off", "on", "recompute")
-# Ring ranks, and nodes of a double ring, whose steps are priced one by one. A step of a longer ring
-# stands for several of its steps.
-_MAX_RING, _MAX_NODES = 16, 4
+# Where the projections around attention are multiplied: before and after it, or chunk by chunk
+# under its exchanges, and in backward again (``projection_time.py``).
+OFF, RECOMPUTE = PROJECTIONS = ("off", "recompute")
+# Ring ranks whose steps are priced one by one. A step of a longer ring stands for several of its
+# steps.
+_MAX_RING = 16
 
 
 class SentBytes(NamedTuple):
@@ -73,7 +72,7 @@ class PassSeconds:
     kernel: float
     merge: float
     pack: float
-    sent: Mapping[Op, SentBytes]
+    sent: Mapping[Operation, SentBytes]
     exchange: Callable[[str, float], float]
     products: ProductSeconds = ProductSeconds()
 
@@ -84,8 +83,8 @@ def pass_seconds(
     *,
     kernel: float,
     merge_bytes: float,
-    sent: Mapping[Op, SentBytes],
-    inner: int | None,
+    sent: Mapping[Operation, SentBytes],
+    inner: int | None = None,
     pattern: str = DIRECT,
     ring_steps: float = 1,
     products: ProductSeconds = ProductSeconds(),
@@ -132,9 +131,9 @@ def sent_by_operation(
     *,
     all_to_all: float,
     ring: float,
-    ring_outer: float,
+    ring_outer: float = 0.0,
     backward: bool,
-) -> Mapping[Op, SentBytes]:
+) -> Mapping[Operation, SentBytes]:
     """Bytes of one pass by the operation that posts them.
 
     Args:
@@ -163,8 +162,6 @@ class RelativeCosts:
         merges: partial results that each chunk merges.
         calls: fraction of its chunk's (query, key) pairs in each kernel call.
         exchanges: fraction of its chunk's tokens of that kind in each ring exchange.
-        again: fraction of the key/value heads that backward projects again with each chunk; empty
-            where it keeps them.
     """
 
     schedule: Schedule
@@ -173,7 +170,6 @@ class RelativeCosts:
     merges: tuple[int, ...]
     calls: Mapping[Instr, float]
     exchanges: Mapping[Instr, float]
-    again: tuple[float, ...] = ()
 
     @property
     def mean_merges(self) -> float:
@@ -187,56 +183,17 @@ class RelativeCosts:
             return Cost(seconds.kernel * fraction * self.calls[instr])
         if op is Op.END:
             return Cost(seconds.merge * fraction * self.merges[instr.chunk])
-        if op in PRODUCTS:
-            return Cost(self._product_s(instr, seconds.products))
-        if op in POST_OF or op not in KIND_OF:
+        if not op.is_post:
             return Cost()
-        queries, keys = self._sent(op, seconds.sent)
-        is_again = self.again and op is Op.A2A_FIRST_POST
-        sent = queries * fraction + keys * (self.again if is_again else self.kv_heads)[instr.chunk]
-        sent *= self.exchanges.get(instr, 1.0)
-        pack = seconds.pack * sent if op in EXCHANGES["all_to_all"][0] else 0.0
-        return Cost(pack, seconds.exchange(KIND_OF[op], sent))
+        queries, keys = seconds.sent.get(op, SentBytes())
+        sent = queries * fraction + keys * self.kv_heads[instr.chunk]
+        return self.sending(instr, sent * self.exchanges.get(instr, 1.0), seconds)
 
-    def _product_s(self, instr: Instr, products: ProductSeconds) -> float:
-        """Seconds of a product: of a chunk's heads, or of all."""
-        op, chunk = instr.op, instr.chunk
-        queries, keys = self.heads[chunk], self.kv_heads[chunk]
-        if op is Op.GRAD_OUT:
-            return products.out * (queries if self.again else 1.0)
-        if op in (Op.PROJECT_OUT, Op.GRAD_OUT_WEIGHT):
-            return products.out
-        if op in (Op.GRAD_WEIGHT_REST, Op.GRAD_INPUT):
-            done = 1.0 if op is Op.GRAD_WEIGHT_REST else 0.0
-            queries, keys = 1.0 - done * queries, 1.0 - done * keys
-        elif op is Op.PROJECT and self.again:
-            keys = self.again[chunk]
-        if op in (Op.PROJECT_Q, Op.GRAD_WEIGHT_Q):
-            keys = 0.0
-        elif op in (Op.PROJECT_KV, Op.GRAD_WEIGHT_KV):
-            queries = 0.0
-        return products.queries * queries + products.keys * keys
-
-    @cached_property
-    def _ops(self) -> frozenset[Op]:
-        return frozenset(instr.op for instr in self.schedule)
-
-    def _sent(self, op: Op, sent: Mapping[Op, SentBytes]) -> SentBytes:
-        """Bytes of an operation in a pass of all chunks, where all-to-alls are in two parts."""
-        to_heads, returned = (sent.get(x, SentBytes()) for x in (Op.A2A_POST, Op.RETURN_POST))
-        if self.again and op is Op.A2A_FIRST_POST:
-            return returned
-        if self.again and op is Op.A2A_POST:  # the output, too
-            return SentBytes(2 * to_heads.queries)
-        if op is Op.A2A_FIRST_POST:
-            return SentBytes(keys=to_heads.keys)
-        if op is Op.A2A_POST and Op.A2A_FIRST_POST in self._ops:
-            return SentBytes(to_heads.queries)
-        if op is Op.RETURN_FIRST_POST:
-            return SentBytes(returned.queries)
-        if op is Op.RETURN_POST and Op.RETURN_FIRST_POST in self._ops:
-            return SentBytes(keys=returned.keys)
-        return sent.get(op, SentBytes())
+    def sending(self, instr: Instr, sent_bytes: float, seconds: PassSeconds) -> Cost:
+        """Of a post that sends so many bytes: an all-to-all packs them first."""
+        kind = instr.op.channel
+        pack = seconds.pack * sent_bytes if kind == "all_to_all" else 0.0
+        return Cost(pack, seconds.exchange(kind, sent_bytes))
 
     def simulate(self, seconds: PassSeconds, contention: float) -> Timeline:
         """The pass on these seconds."""
@@ -283,12 +240,9 @@ def relative_costs(
             total = sum(tokens) or 1
             for number, count in enumerate(tokens):
                 exchanges.update({Instr(op, index, number): count / total for op in ops})
-    again = backward and projections == RECOMPUTE
     schedule = pipeline_schedule(
-        chunks, ulysses=ulysses, backward=backward, kv_saved=backward and not again
+        chunks, ulysses=ulysses, backward=backward, kv_saved=backward and projections == OFF
     )
-    if projections != OFF:
-        schedule = projected_schedule(schedule, backward=backward, keeps_input=again)
     queries = [_count(chunk.queries[ulysses_rank]) for chunk in heads]
     keys = [
         _count(chunk.keys[ulysses_rank]) * (chunk.kv_chunk == index)
@@ -297,12 +251,12 @@ def relative_costs(
     fractions, kv_fractions = (
         tuple(count / sum(counts) for count in counts) for counts in (queries, keys)
     )
-    last_of_group = {chunk.kv_chunk: index for index, chunk in enumerate(heads)}
-    group_of_last = {last: kv_fractions[group] for group, last in last_of_group.items()}
-    kv_again = [group_of_last.get(index, 0.0) for index in range(len(heads))] if again else []
-    return RelativeCosts(
-        schedule, fractions, kv_fractions, tuple(merges), calls, exchanges, tuple(kv_again)
-    )
+    costs = RelativeCosts(schedule, fractions, kv_fractions, tuple(merges), calls, exchanges)
+    if projections == OFF:
+        return costs
+    from ds_usp.planner.projection_time import with_projections
+
+    return with_projections(costs, heads, backward=backward)
 
 
 def _count(heads: tuple[int, int]) -> int:
@@ -315,7 +269,6 @@ def mean_costs(
     kv_heads: int,
     chunks: int,
     ring: int,
-    inner: int | None,
     *,
     ulysses: bool,
     gather: bool,
@@ -327,20 +280,16 @@ def mean_costs(
 
     Args:
         heads, kv_heads: of a rank.
-        inner: ring ranks of a node in a double ring.
         gather: keys and values are all-gathered.
         projections: one of :data:`PROJECTIONS`.
     """
-    priced_nodes = min(ring // inner, _MAX_NODES) if inner else 1
-    priced_inner = min(inner or ring, _MAX_RING)
-    priced_ring = priced_nodes * priced_inner
+    priced_ring = min(ring, _MAX_RING)
     plan = partial(
         ring_schedule,
         TokenLayout("contiguous", 2 * priced_ring, 1, priced_ring),  # 2: of which one half comes
         MaskSpec.full(),  # first and one last, where there is one chunk
         0,
         gather=gather,
-        inner=priced_inner if inner else None,
     )
     split = HeadSplit(heads, kv_heads, 1)
     head_chunks = [split.chunk(chunks, index) for index in range(chunks)]
@@ -352,5 +301,4 @@ def mean_costs(
     costs = relative_costs(
         schedules, head_chunks, ulysses=ulysses, backward=backward, projections=projections
     )
-    nodes_per_step = ring / inner / priced_nodes if inner else 1.0
-    return costs, nodes_per_step if gather else ring / priced_ring
+    return costs, 1.0 if gather else ring / priced_ring

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from math import inf, log
@@ -16,7 +16,6 @@ from ds_usp.geometry.chunking import (
     equal_blocks,
     is_launch_bound,
 )
-from ds_usp.geometry.double_ring import validate_inner_ring
 from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
@@ -50,7 +49,6 @@ from ds_usp.planner.traffic import (
     group_of,
     inside_node,
     layer_traffic,
-    ring_ranks_per_node,
 )
 
 # Bytes that each of the three products with rows of the weights moves more for each byte of its
@@ -209,9 +207,7 @@ def _simulated(
         return AttentionTime(kernel, 0.0, 0.0, 0.0, 0.0)
     run = simulated_pass(cluster, work, config, backward=backward, impl=impl)
     alone = run.timeline.alone
-    ring = max(
-        alone["ring_kv"] + alone["ring_dkv"], alone["ring_kv_outer"] + alone["ring_dkv_outer"]
-    )
+    ring = alone["ring_kv"] + alone["ring_dkv"]
     exposed = max(0.0, run.timeline.total - kernel - run.merge)
     return AttentionTime(kernel, run.merge, exposed, alone["all_to_all"], ring, chunks=run.chunks)
 
@@ -256,20 +252,16 @@ def simulated_pass(
     """
     size = _call_size(cluster, work, config)
     chunks = size.num_chunks() if impl.chunks else 1
-    inner = size.inner_ring(chunks) if impl.chunks else None
     costs, ring_steps = mean_costs(
         *_rank_heads(work, config),
         chunks,
         config.ring,
-        inner,
         ulysses=config.ulysses > 1,
-        gather=impl.chunks and size.all_gathers_kv(chunks, inner),
+        gather=impl.chunks and size.all_gathers_kv(chunks, None),
         backward=backward,
         projections=projections,
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)
-    nodes = config.ring // inner if inner else 1
-    ring_outer = traffic.ring_forward * (nodes - 1) / max(1, config.ring - 1)
     out_elements = work.rank_tokens(config) * work.model.q_width / config.tp
     seconds = pass_seconds(
         cluster,
@@ -280,11 +272,9 @@ def simulated_pass(
             work,
             config,
             all_to_all=traffic.ulysses,
-            ring=traffic.ring_forward - ring_outer,
-            ring_outer=ring_outer,
+            ring=traffic.ring_forward,
             backward=backward,
         ),
-        inner=inner,
         pattern=RELAY if impl.relayed_ring else DIRECT,
         ring_steps=ring_steps,
         products=product_seconds(cluster, work, config, in_parts=True),
@@ -324,7 +314,6 @@ def _call_size(cluster: Cluster, work: Workload, config: ParallelConfig) -> Call
         layer_traffic(work, config).ulysses,
         int(work.seq_len * 2 * config.micro_batch * kv * config.param_bytes),
         config.ring,
-        ring_ranks_per_node(cluster, config),
         inside_node(cluster, group_of(config, "ulysses")),
     )
 
@@ -334,12 +323,6 @@ def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:
     ranks, model = config.tp * config.ulysses, work.model
     kv_heads = max(1, int(model.kv_heads / ranks))
     return kv_heads * max(1, int(model.heads / ranks / kv_heads)), kv_heads
-
-
-def double_ring(cluster: Cluster, work: Workload, config: ParallelConfig) -> int | None:
-    """Ranks of the inner ring where ``Tuning`` takes a double ring, else None."""
-    size = _call_size(cluster, work, config)
-    return size.inner_ring(size.num_chunks())
 
 
 # ------------------------------------------------------------------ one call on one rank
@@ -356,7 +339,7 @@ class AttentionCall:
         rank: of the sequence-parallel group.
         chunks: head chunks; None: as the call chooses them.
         gather: keys and values are all-gathered; None: as the call chooses.
-        inner: ring ranks of a node in a double ring; None: as the call chooses.
+        inner: ring ranks of a node in a double ring (experimental); None: a plain ring.
         projections: where the products before and after it are, one of ``PROJECTIONS``; the model
             is as wide as all heads.
 
@@ -388,7 +371,7 @@ class AttentionCall:
             )
         if self.chunks is not None:
             self.split.check_chunks(self.chunks, layout.ring)
-        validate_inner_ring(layout.ring, self.inner)
+        _ = self.inner_ring  # refused where it does not divide
 
     @cached_property
     def split(self) -> HeadSplit:
@@ -413,7 +396,6 @@ class AttentionCall:
             layer_traffic(self._work, config).ulysses,
             2 * layout.seq_len * batch_width * config.param_bytes * kv_heads,
             layout.ring,
-            ring_ranks_per_node(self.cluster, config),
             inside_node(self.cluster, group_of(config, "ulysses")),
             head_blocks=equal_blocks(self.mask, config.micro_batch, layout.seq_len // layout.ring),
         )
@@ -426,9 +408,11 @@ class AttentionCall:
     @cached_property
     def inner_ring(self) -> int | None:
         """Ring ranks of a node in a double ring; None in a plain ring."""
-        if self.inner is not None:
-            return validate_inner_ring(self.layout.ring, self.inner)
-        return self._size.inner_ring(self.num_chunks)
+        if self.inner is None:
+            return None
+        from ds_usp.experimental.double_ring import validate_inner_ring
+
+        return validate_inner_ring(self.layout.ring, self.inner)
 
     @cached_property
     def gathers_kv(self) -> bool:
@@ -445,14 +429,13 @@ class AttentionCall:
     @cached_property
     def ring_schedules(self) -> tuple[RingSchedule, ...]:
         """The ring schedule of each chunk."""
-        plan = partial(
-            ring_schedule,
-            self.layout,
-            self.mask,
-            self.layout.coords(self.rank)[1],
-            gather=self.gathers_kv,
-            inner=self.inner_ring,
-        )
+        planner: Callable[..., RingSchedule] = ring_schedule
+        if self.inner_ring is not None:
+            from ds_usp.experimental.double_ring import double_ring_schedule
+
+            planner = partial(double_ring_schedule, inner=self.inner_ring)
+        ring_rank = self.layout.coords(self.rank)[1]
+        plan = partial(planner, self.layout, self.mask, ring_rank, gather=self.gathers_kv)
         sizes = [stop - start for chunk in self.head_chunks for start, stop in chunk.keys[:1]]
         ranks = self.config.tp * self.config.sp
         copy_engines = self.inner_ring is None and ranks <= self.cluster.gpus_per_node

@@ -11,12 +11,13 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import ClassVar
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadChunk
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.pipeline_schedule import EXCHANGES, exchange_order, render, staging_slots
+from ds_usp.geometry.pipeline_schedule import CHANNELS, exchange_order, render, staging_slots
 from ds_usp.planner.arguments import (
     BYTES,
     DTYPES,
@@ -28,11 +29,10 @@ from ds_usp.planner.arguments import (
     tokens,
 )
 from ds_usp.planner.attention_schedule import OFF, PROJECTIONS
-from ds_usp.planner.attention_schedule import RECOMPUTE as PROJECTED_AGAIN
-from ds_usp.planner.attention_time import AttentionCall, double_ring
+from ds_usp.planner.attention_time import AttentionCall
 from ds_usp.planner.formulas import bucket_elements
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.memory import logits_bytes, memory
+from ds_usp.planner.memory import logits_bytes
 from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
     FRAMEWORKS,
@@ -45,7 +45,6 @@ from ds_usp.planner.parallel_config import (
 )
 from ds_usp.planner.pipeline_timeline import Timeline
 from ds_usp.planner.plot import draw_timelines
-from ds_usp.planner.projection_time import choose_projections, projection_gain
 from ds_usp.planner.report import (
     MIB,
     Cell,
@@ -65,6 +64,7 @@ from ds_usp.planner.step_time import (
     step_time,
 )
 from ds_usp.planner.traffic import group_of
+from ds_usp.removed_settings import kept_value
 
 
 def explain(result: SearchResult) -> list[str]:
@@ -158,9 +158,7 @@ def _sequence_parallel_lines(result: SearchResult, best: Plan) -> Iterator[str]:
         group = group_of(config, axis)
         span = (group.size - 1) * group.stride + 1
         where = "inside a node" if span <= cluster.gpus_per_node else "across nodes"
-        inner = double_ring(cluster, result.work, config) if axis == "ring" else None
-        double = f", as a double ring of {inner} ranks in a node" if inner else ""
-        yield f"{axis} {degree} {where}{double}" + _limit(result, config, axis)
+        yield f"{axis} {degree} {where}" + _limit(result, config, axis)
     for axis in ("ulysses", "ring", "order"):
         yield from _choice(result, best, axis)
 
@@ -200,7 +198,7 @@ def step_rows(
     step = step_time(cluster, work, config)
     total = step.total
     if projections != OFF:  # the layers' time is the plain path's
-        total -= step.layers * projection_gain(cluster, work, config, projections)
+        total -= step.layers * _recompute_gain(cluster, work, config)
     rows = [
         {
             "kind": row.kind,
@@ -234,10 +232,10 @@ def settings_lines(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
     """Other settings of the same degrees, by their price."""
     step_s = step_time(cluster, work, config).total
     if config.sp > 1:
-        again = projection_gain(cluster, work, config, PROJECTED_AGAIN)
+        gain = _recompute_gain(cluster, work, config)
         yield (
-            f"--usp-projection-overlap: {choose_projections(cluster, work, config).why}; recompute "
-            f"is {abs(again):.1%} {'shorter' if again > 0 else 'longer'}"
+            f"--usp-projection-overlap recompute: a layer {abs(gain):.1%} "
+            f"{'shorter' if gain > 0 else 'longer'}, for less memory"
         )
     if config.zero_ranks > 1 and config.zero in (1, 2):
         if reduces_under_backward(config):
@@ -249,15 +247,12 @@ def settings_lines(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
         if infeasible_reason(work, other) is None:
             more = step_time(cluster, work, other).total / step_s - 1
             yield f"ZeRO-{other.zero} instead of ZeRO-{config.zero}: step {more:+.1%}"
-    if config.tp > 1:
-        other = config.replace(tp_sequence=not config.tp_sequence)
-        more = step_time(cluster, work, other).total / step_s - 1
-        saved = memory(work, config).total - memory(work, other).total
-        yield (
-            f"tokens {'not ' if config.tp_sequence else ''}sharded over the tensor-parallel ranks "
-            f"(--usp-tp-shard-tokens {'off' if config.tp_sequence else 'on'}): step "
-            f"{more:+.1%}, {abs(saved) / GIB:.1f} GiB of each GPU {'less' if saved > 0 else 'more'}"
-        )
+
+
+def _recompute_gain(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
+    from ds_usp.planner.projection_time import recompute_gain  # experimental: only where it is used
+
+    return recompute_gain(cluster, work, config)
 
 
 # ------------------------------------------------------------------ the command
@@ -277,9 +272,9 @@ kv, dkv  KV of ring ranks; its gradients      outerkv, outerdkv  the same across
 attn2.0  first kernel call of ring step 2     end  merges partial results, frees KV
 ret  all-to-all, heads to sequence            store  results to the outputs, without Ulysses"""
 _PRODUCTS_LEGEND = """\
-mmqkv, mmkv, mmq, mmout  products that make the chunk's Q, K and V, or some of them; the output
+mmqkv, mmout  products that make the chunk's Q, K and V; the output
 mmdout, mmdx, mmw...  gradients of the attention output; of the input; of rows of the weights
-first, retfirst  one part of an all-to-all in two"""
+first  all-to-all of what backward projects again"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,16 +287,16 @@ class _StepFlags:
     ulysses_degree: Count = flag("Ulysses degree", 1)
     ring_degree: Count = flag("ring degree", 1)
     projections: str = flag(
-        "the products before and after attention: not in it, under its exchanges, and projected "
-        "again in backward",
+        "the products before and after attention: not in it, or chunk by chunk under its "
+        "exchanges, and again in backward",
         OFF,
         choices=PROJECTIONS,
+        type=kept_value("--projections"),
     )
     model: str | None = flag(
         "explain a step of it: built-in name, FILE.json:NAME, HuggingFace config.json", None
     )
     tp: Count = flag("tensor-parallel degree of a step", 1)
-    tp_shard_tokens: bool = flag("tokens are sharded over its ranks (a step)", False)
     pp: Count = flag("pipeline-parallel degree of a step", 1)
     dp: Count = flag("data-parallel degree of a step", 1)
     zero: ZeroStage = flag("ZeRO stage of a step", 1)
@@ -320,6 +315,7 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
     kernel calls, and a simulation of both passes; with --model: what one step communicates, by
     kind, what of it is exposed, and what other settings would cost"""
 
+    removed_flags: ClassVar[tuple[str, ...]] = ("--tp-shard-tokens",)
     schedule: bool = flag("print the ring steps, the instructions, exchange order, slots", False)
     heads: Count | None = flag("query heads; not with --model", None)
     kv_heads: Count | None = flag("key/value heads (default: as many as query heads)", None)
@@ -332,7 +328,7 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
     chunks: Count | None = flag("head chunks (default: as the call chooses)", None)
     gather: str = flag("KV all-gathered, not stepwise", "auto", choices=tuple(_GATHER))
     inner_ring: Count | None = flag(
-        "ring ranks of a node, in a double ring (default: as the call chooses)", None
+        "ring ranks of a node, in a double ring, experimental (default: a plain ring)", None
     )
     forward: bool = flag("only the forward pass", False)
     backward: bool = flag("only the backward pass", False)
@@ -368,10 +364,8 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
         """A step's communication, and its settings by their price.
 
         Raises:
-            ConfigError: degrees that do not fit the model, or tokens sharded over one rank.
+            ConfigError: degrees that do not fit the model.
         """
-        if self.tp_shard_tokens and self.tp == 1:
-            raise ConfigError("--tp-shard-tokens needs --tp 2 or more, which is 1")
         caps = framework_caps(self.engine)
         config = ParallelConfig(
             tp=self.tp,
@@ -383,7 +377,7 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
             zero=self.zero,
             recompute=self.recompute,
             micro_batch=self.batch,
-            tp_sequence=self.tp_shard_tokens,
+            tp_sequence=caps.tp_sequence,
             schedule=caps.schedule if self.pp > 1 else "1f1b",
             overlap_gradients=self.pp == 1,
             grad_bytes=caps.grad_bytes,
@@ -520,8 +514,8 @@ def _pass_row(call: AttentionCall, title: str, timeline: Timeline) -> Json:
         # None in a double ring, which is relayed by NCCL.
         "staging_slots": {
             kind: staging_slots(schedule, kind)
-            for kind, (posts, _) in EXCHANGES.items()
-            if not call.inner_ring and any(instr.op in posts for instr in schedule)
+            for kind in CHANNELS
+            if not call.inner_ring and any(instr.op.channel == kind for instr in schedule)
         },
         "total_s": timeline.total,
         "compute_s": timeline.compute,

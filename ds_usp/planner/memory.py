@@ -462,7 +462,7 @@ def _call_chunks(work: Workload, config: ParallelConfig, split: HeadSplit) -> in
     flop = attention_flop_per_token(work.model, work.seq_len, work.documents)
     flop *= work.rank_tokens(config) / config.tp
     sent = layer_traffic(work, config).ulysses
-    return CallSize(split, flop, sent, 0, config.ring, 1).num_chunks()
+    return CallSize(split, flop, sent, 0, config.ring).num_chunks()
 
 
 # ------------------------------------------------------------------ ZeRO-3

@@ -21,22 +21,10 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ds_usp.geometry.pipeline_schedule import EXCHANGES, Instr, Op, Schedule
+from ds_usp.geometry.pipeline_schedule import CHANNELS, Instr, Schedule
 
 COMPUTE = "compute"
 CONTENTION, LAUNCH = "contention", "launch"  # exposed seconds that no single wait has
-
-# Of each post and wait: the kind of channel.
-KIND_OF: Mapping[Op, str] = MappingProxyType(
-    {op: kind for kind, pair in EXCHANGES.items() for ops in pair for op in ops}
-)
-POST_OF: Mapping[Op, Op] = MappingProxyType(
-    {
-        wait: post
-        for posts, waits in EXCHANGES.values()
-        for post, wait in zip(posts, waits, strict=True)
-    }
-)
 
 
 class Cost(NamedTuple):
@@ -67,7 +55,7 @@ class Event(NamedTuple):
     @property
     def is_wait(self) -> bool:
         """Whether the compute lane is blocked."""
-        return self.lane == COMPUTE and self.instr.op in POST_OF
+        return self.lane == COMPUTE and self.instr.op.is_wait
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,7 @@ class Timeline:
     @property
     def waits(self) -> float:
         """Exposed seconds of exchanges."""
-        return sum(self.exposed.get(kind, 0.0) for kind in EXCHANGES)
+        return sum(self.exposed.get(kind, 0.0) for kind in CHANNELS)
 
     def busy(self, lane: str) -> float:
         """Seconds in which a lane works; of the compute lane without waits."""
@@ -126,11 +114,11 @@ def simulate(
     clock = _Clock(contention, links or {})
     for index, instr in enumerate(schedule, 1):
         clock.launched(index * launch_s)
-        if instr.op in POST_OF:
+        if instr.op.is_wait:
             clock.wait(instr)
         compute, exchange = cost(instr)
         clock.compute(instr, compute)
-        if instr.op in KIND_OF and instr.op not in POST_OF:
+        if instr.op.is_post:
             clock.post(instr, exchange)
     exposed, alone = MappingProxyType(clock.exposed), MappingProxyType(clock.alone)
     return Timeline(tuple(clock.events), clock.work, exposed, alone)
@@ -149,7 +137,7 @@ class _Clock:
         self._posted: set[Instr] = set()
         self.events: list[Event] = []
         self.exposed: dict[str, float] = {}
-        self.alone = dict.fromkeys(EXCHANGES, 0.0)
+        self.alone = dict.fromkeys(CHANNELS, 0.0)
 
     def launched(self, second: float) -> None:
         """Idle until the CPU has launched the next instruction."""
@@ -159,7 +147,7 @@ class _Clock:
 
     def post(self, instr: Instr, seconds: float) -> None:
         """Start an exchange, behind those of its kind."""
-        kind = KIND_OF[instr.op]
+        kind = instr.op.channel
         self._posted.add(instr)
         self.alone[kind] += seconds
         if seconds <= 0 and kind not in self._left:
@@ -171,13 +159,14 @@ class _Clock:
 
     def wait(self, wait: Instr) -> None:
         """Block until the exchange that a wait names is done."""
-        post, start = wait._replace(op=POST_OF[wait.op]), self._now
+        post = wait._replace(op=type(wait.op)(wait.op.value[:-1]))
+        start = self._now
         if post not in self._posted:
             raise ValueError(f"{wait} waits for {post}, which was not posted before it")
         while post in self._in_flight:
             self._advance_to(self._next_finish())
         if self._now > start:
-            self._expose(KIND_OF[wait.op], self._now - start)
+            self._expose(wait.op.channel, self._now - start)
             self.events.append(Event(COMPUTE, wait, start, self._now))
 
     def compute(self, instr: Instr, seconds: float) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.pipeline_schedule import EXCHANGES, Op
+from ds_usp.geometry.pipeline_schedule import CHANNELS, Op
 from ds_usp.planner.pipeline_timeline import COMPUTE, Timeline
 from ds_usp.planner.search import GIB, Plan, SearchResult
 from ds_usp.planner.step_time import layer_time
@@ -121,7 +121,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], title: str, path: Path) ->
         OSError: the file cannot be written.
     """
     lanes = {
-        name: [lane for lane in (COMPUTE, *EXCHANGES) if _has_lane(timeline, lane)]
+        name: [lane for lane in (COMPUTE, *CHANNELS) if _has_lane(timeline, lane)]
         for name, timeline in timelines.items()
     }
     rows = sum(map(len, lanes.values()))

@@ -1,18 +1,81 @@
-"""Seconds of attention with its projections: multiplied before and after it, or under its
-exchanges; and where the latter pays."""
+"""Seconds of attention with its projections: multiplied before and after it, or chunk by chunk
+under its exchanges, and in backward again (``--usp-projection-overlap recompute``)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ds_usp.planner.attention_schedule import OFF, ON
+from ds_usp.experimental.projected_schedule import (
+    ProjectedOp,
+    projected_backward,
+    projected_forward,
+)
+from ds_usp.geometry.heads import HeadChunk
+from ds_usp.geometry.pipeline_schedule import Instr, Op
+from ds_usp.planner.attention_schedule import OFF, RECOMPUTE, PassSeconds, RelativeCosts
 from ds_usp.planner.attention_time import product_seconds, simulated_pass
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.pipeline_timeline import Cost
 from ds_usp.planner.step_time import layer_time
 
-LEAST_GAIN = 0.01  # of a layer's time, below which the plain path is taken
+
+@dataclass(frozen=True)
+class ProjectedCosts(RelativeCosts):
+    """The costs of a schedule with the products.
+
+    Args:
+        again: fraction of the key/value heads that backward projects again with each chunk; empty
+            forward.
+    """
+
+    again: tuple[float, ...] = ()
+
+    def cost(self, instr: Instr, seconds: PassSeconds) -> Cost:
+        """Of one instruction."""
+        op, chunk, made = instr.op, instr.chunk, seconds.products
+        queries, keys = self.heads[chunk], self.kv_heads[chunk]
+        if op is ProjectedOp.AGAIN_POST:  # what returns of all chunks, as gradients
+            of_queries, of_keys = seconds.sent[Op.RETURN_POST]
+            return self.sending(instr, of_queries * queries + of_keys * self.again[chunk], seconds)
+        if self.again and op is Op.A2A_POST:  # the output goes with its gradient
+            return self.sending(instr, 2 * seconds.sent[op].queries * queries, seconds)
+        if not isinstance(op, ProjectedOp) or op is ProjectedOp.AGAIN_WAIT:
+            return super().cost(instr, seconds)
+        if op is ProjectedOp.GRAD_OUT:
+            return Cost(made.out * queries)
+        if op in (ProjectedOp.PROJECT_OUT, ProjectedOp.GRAD_OUT_WEIGHT):
+            return Cost(made.out)
+        if op is ProjectedOp.GRAD_INPUT:
+            queries = keys = 1.0
+        elif op is ProjectedOp.PROJECT and self.again:
+            keys = self.again[chunk]
+        return Cost(made.queries * queries + made.keys * keys)
+
+
+def with_projections(
+    costs: RelativeCosts, heads: Sequence[HeadChunk], *, backward: bool
+) -> ProjectedCosts:
+    """Costs of attention with the products in its schedule.
+
+    Args:
+        heads: of each chunk.
+    """
+    schedule = (projected_backward if backward else projected_forward)(costs.schedule)
+    last_of_group = {chunk.kv_chunk: index for index, chunk in enumerate(heads)}
+    group_of_last = {last: costs.kv_heads[group] for group, last in last_of_group.items()}
+    again = tuple(group_of_last.get(index, 0.0) for index in range(len(heads)))
+    return ProjectedCosts(
+        schedule,
+        costs.heads,
+        costs.kv_heads,
+        costs.merges,
+        costs.calls,
+        costs.exchanges,
+        again if backward else (),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,60 +99,13 @@ def block_time(
     Args:
         projections: one of ``PROJECTIONS``.
     """
-    if projections != OFF:
-        return _block_time(cluster, work, config.of_attention(), projections)
-    return _plain_time(cluster, work, config.of_attention())
+    return _block_time(cluster, work, config.of_attention(), projections)
 
 
-@dataclass(frozen=True, slots=True)
-class ProjectionChoice:
-    """Whether products around attention are made under its exchanges.
-
-    Args:
-        overlap: they are.
-        gain: what it saves, as a fraction of a layer's time; negative: what it costs.
-        why: a sentence with the numbers.
-    """
-
-    overlap: bool
-    gain: float
-    why: str
-
-
-def choose_projections(
-    cluster: Cluster, work: Workload, config: ParallelConfig
-) -> ProjectionChoice:
-    """Whether the forecast of a layer is shorter by at least :data:`LEAST_GAIN` with its
-    projections under the exchanges, forward and backward."""
-    if config.sp == 1:
-        return ProjectionChoice(False, 0.0, "a sequence has one rank: attention exchanges nothing")
-    gain = projection_gain(cluster, work, config, ON)
-    plain, under = (block_time(cluster, work, config, mode) for mode in (OFF, ON))
-    overlap = gain > LEAST_GAIN
-    why = (
-        f"the forecast of a layer is {abs(gain):.1%} {'shorter' if gain > 0 else 'longer'} with "
-        f"projections under the exchanges on {cluster.name}, ulysses {config.ulysses} x ring "
-        f"{config.ring}: attention with them {1e3 * plain.total:.2f} -> {1e3 * under.total:.2f} "
-        f"ms, of which waits {1e3 * plain.exposed:.2f} -> {1e3 * under.exposed:.2f} ms; "
-        f"{'on' if overlap else 'off'} (on where it is more than {LEAST_GAIN:.0%} shorter)"
-    )
-    return ProjectionChoice(overlap, gain, why)
-
-
-def projection_gain(
-    cluster: Cluster, work: Workload, config: ParallelConfig, projections: str
-) -> float:
-    """What a way to multiply the projections saves of a layer's time, forward and backward."""
-    plain, under = (block_time(cluster, work, config, x).total for x in (OFF, projections))
-    return (plain - under) / layer_time(cluster, work, config).total
-
-
-@lru_cache(maxsize=1024)
-def _plain_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> BlockTime:
-    passes = [simulated_pass(cluster, work, config, backward=x).timeline for x in (False, True)]
-    products = product_seconds(cluster, work, config, in_parts=False)
-    total = 3 * (products.queries + products.keys + products.out) + sum(x.total for x in passes)
-    return BlockTime(total, sum(x.waits for x in passes))
+def recompute_gain(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
+    """What projecting again saves of a layer's time, forward and backward; negative: it costs."""
+    plain, again = (block_time(cluster, work, config, x).total for x in (OFF, RECOMPUTE))
+    return (plain - again) / layer_time(cluster, work, config).total
 
 
 @lru_cache(maxsize=1024)
@@ -100,4 +116,8 @@ def _block_time(
         simulated_pass(cluster, work, config, backward=backward, projections=projections).timeline
         for backward in (False, True)
     ]
-    return BlockTime(sum(x.total for x in passes), sum(x.waits for x in passes))
+    total = sum(x.total for x in passes)
+    if projections == OFF:
+        products = product_seconds(cluster, work, config, in_parts=False)
+        total += 3 * (products.queries + products.keys + products.out)
+    return BlockTime(total, sum(x.waits for x in passes))

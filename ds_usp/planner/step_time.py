@@ -245,12 +245,12 @@ def tensor_parallel_time(
     Each of the two pairs of linear layers all-reduces once a direction; in backward under the
     product of the first layer's weight gradient, as megatron-core and Megatron-DeepSpeed have it.
 
-    With sharded tokens (Megatron's sequence parallelism, ``--usp-tp-shard-tokens on``) each pair
-    all-gathers before and reduce-scatters after, forward and backward, and backward gathers once
-    more. Four of these six of backward are posted under products, and count as exposed: layers on
-    2 H200 took 3 to 23 % longer than with all-reduces (``tp_overlap.csv``), by these formulas 7 to
-    17 % if all are exposed and 1 to 4 % if four are hidden; and published throughputs with sharded
-    tokens are 6 % off in the mean, not 10 %.
+    With sharded tokens (Megatron's ``--sequence-parallel``) each pair all-gathers before and
+    reduce-scatters after, forward and backward, and backward gathers once more. Four of these six
+    of backward are posted under products, and count as exposed: layers on 2 H200 took 3 to 23 %
+    longer than with all-reduces (``tp_overlap.csv``), by these formulas 7 to 17 % if all are
+    exposed and 1 to 4 % if four are hidden; and published throughputs with sharded tokens are 6 %
+    off in the mean, not 10 %.
     """
     if config.tp == 1:
         return HiddenExchange(), HiddenExchange()

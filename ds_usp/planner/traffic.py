@@ -164,7 +164,12 @@ def _ring_tokens(
         chunk = tokens.seq_len // (2 * ring)
         later, earlier = ring - 1 - ring_rank, ring_rank
         return _RingTokens((later + 2 * earlier) * chunk, (earlier + 2 * later) * chunk)
-    schedule = ring_schedule(tokens, mask, ring_rank, inner=inner)
+    if inner is None:
+        schedule = ring_schedule(tokens, mask, ring_rank)
+    else:
+        from ds_usp.experimental.double_ring import double_ring_schedule
+
+        schedule = double_ring_schedule(tokens, mask, ring_rank, inner=inner)
     steps = [step for step in schedule.steps if not step.is_local]
     return _RingTokens(
         sum(step.num_sent_tokens for step in steps),
@@ -319,14 +324,6 @@ _GROUPS: Mapping[str, Callable[[ParallelConfig], RankGroup]] = MappingProxyType(
         "pp": lambda config: RankGroup(config.pp, config.tp * config.sp * config.dp),
     }
 )
-
-
-def ring_ranks_per_node(cluster: Cluster, config: ParallelConfig) -> int:
-    """Contiguous ring ranks on one node; the ring's size where nodes hold unequal numbers."""
-    ring = group_of(config, "ring")
-    ranks, rest = divmod(cluster.gpus_per_node, ring.stride)
-    even = not rest and ring.size * ring.stride % cluster.gpus_per_node == 0
-    return ranks if even else ring.size
 
 
 @lru_cache(maxsize=65536)

@@ -33,14 +33,6 @@ from ds_usp.training.loss import (
     mean_loss,
     weighted_loss,
 )
-from ds_usp.training.tp_comm import TensorParallelComm
-from ds_usp.training.tp_overlap import (
-    all_gather_linear,
-    gather_tokens,
-    linear_reduce_scatter,
-    split_tokens,
-    sum_gradients,
-)
 from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
     SequenceBatch,
@@ -64,8 +56,6 @@ __all__ = [
     "SequenceParallelDataLoader",
     "ShardedBatch",
     "StatesOnHost",
-    "TensorParallelComm",
-    "all_gather_linear",
     "apply_rotary",
     "attention_kernel",
     "borders_of_positions",
@@ -76,12 +66,10 @@ __all__ = [
     "deepspeed_mpu",
     "document_borders",
     "document_positions",
-    "gather_tokens",
     "global_gradient_norm",
     "gradient_rule",
     "initialize_deepspeed",
     "keep_states_on_host",
-    "linear_reduce_scatter",
     "local_document_positions",
     "local_positions",
     "loss_token_weight",
@@ -95,8 +83,6 @@ __all__ = [
     "rotate_projected",
     "shard_batch",
     "solved_ratio",
-    "split_tokens",
-    "sum_gradients",
     "this_cluster",
     "weighted_loss",
     "with_large_enough_buckets",

@@ -1,4 +1,5 @@
-"""Self-attention of megatron-core's layers with its projections under the exchanges."""
+"""Self-attention of megatron-core's layers that projects chunk by chunk of heads, and again in
+backward (``--usp-projection-overlap recompute``)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_core.core_attention import USPCoreAttention
 from megatron_patches.megatron_core.rotary import RotatingForward, rotary_table
-from megatron_patches.projection_overlap import Keep, has_hooks
+from megatron_patches.projection_overlap import has_hooks
 
 # Options of a configuration with which a layer computes something else around attention.
 _OPTIONS = (
@@ -37,17 +38,14 @@ _OPTIONS = (
 )
 
 
-def overlap_projections(
-    layer: TransformerLayer, keep: Keep = "arrivals", *, partitioned: bool = False
-) -> None:
-    """Compute the products around a layer's attention under its exchanges, by
+def project_again(layer: TransformerLayer, *, partitioned: bool = False) -> None:
+    """Compute a layer's attention with the products around it by
     :func:`ds_usp.projected_attention`. A call that it does not serve is computed as before, and one
     line in the log names the reason.
 
     Call it after everything else that changes the layer.
 
     Args:
-        keep: what is kept for backward.
         partitioned: the weights will be partitioned by ZeRO-3, which then gathers those of both
             projections for the attention module; before DeepSpeed's engine is made.
 
@@ -63,7 +61,7 @@ def overlap_projections(
         for linear in (attention.linear_qkv, attention.linear_proj):
             for parameter in linear.parameters():
                 register_external_parameter(attention, parameter)
-    attention.forward = partial(_forward, attention, attention.forward, keep, partitioned)
+    attention.forward = partial(_forward, attention, attention.forward, partitioned)
 
 
 def _refusal(layer_number: int, reason: str) -> ConfigError:
@@ -117,7 +115,6 @@ def _hooks_reason(attention: Any) -> str | None:
 def _forward(
     attention: Any,
     original: Any,
-    keep: Keep,
     partitioned: bool,
     hidden_states: Tensor,
     attention_mask: Tensor | None,
@@ -145,7 +142,6 @@ def _forward(
         hidden_states.transpose(0, 1),
         _projection(attention, partitioned),
         rotary=rotary,
-        keep=keep,
         plain=lambda: run()[0].transpose(0, 1),
         why_plain=reason,
         **of_call,

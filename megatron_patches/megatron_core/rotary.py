@@ -57,7 +57,7 @@ def rotate_in_projection(layer: TransformerLayer, rotary: RotaryPositions) -> No
     megatron-core's unfused rotation computes. The layer must get no ``rotary_pos_emb``.
 
     Call it after what replaces the projection's forward, and before
-    :func:`megatron_patches.megatron_core.projections.overlap_projections`.
+    :func:`megatron_patches.megatron_core.projections.project_again`.
 
     Raises:
         ConfigError: a layer that rotates otherwise.

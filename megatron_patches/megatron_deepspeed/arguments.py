@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from argparse import SUPPRESS, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -16,12 +16,13 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory, run_for_gradients
-from ds_usp.planner import AUTO, ProjectionChoice
+from ds_usp.planner import AUTO
+from ds_usp.removed_settings import add_removed_flag
 from ds_usp.training import check_zero_stage, offload_ratio
 from megatron_patches import flags, projection_overlap
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.compat import switch_off_missing_fusions
-from megatron_patches.megatron_deepspeed.startup import is_known, patch_script, verify_flag
+from megatron_patches.megatron_deepspeed.startup import patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
 from megatron_patches.megatron_deepspeed.unsupported import (
     refuse,
@@ -67,8 +68,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_checkpoint_layers_flag(group)
     flags.add_states_flag(group)
     flags.add_report_flag(group)
-    # Of the trainer alone: refused with the reason.
-    group.add_argument("--usp-tp-shard-tokens", help=SUPPRESS)
+    add_removed_flag(group, "--usp-tp-shard-tokens")
 
 
 def validate_args(
@@ -104,7 +104,7 @@ def validate_args(
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
         patch_script()
-    _choose_projections(run)
+    _check_projections(args)
     flags.check_mlp_chunks(args, layout)
     return validated
 
@@ -167,32 +167,16 @@ def _auto_degree(run: flags.PlannedRun) -> int:
     return choice.ulysses
 
 
-def _choose_projections(run: flags.PlannedRun) -> None:
-    """Refuse ``--usp-projection-overlap`` where layers cannot be served, and decide its ``auto``,
-    each rank before there are groups; rank 0 prints the planner's reason.
-
-    Ranks whose decisions differ are refused at their first call of attention.
+def _check_projections(args: Any) -> None:
+    """Refuse ``--usp-projection-overlap recompute`` where layers cannot be served.
 
     Raises:
         ConfigError: with the reason and the fix.
         PatchError: edited linear layers, whose edits would have no effect.
     """
-    args, flag = run.args, "--usp-projection-overlap"
-    rows = unserved_projections(_deepspeed_config(args))
-    projection_overlap.check_projections(args, rows)
-    if args.ds_sequence_parallel_size == 1:
-        return
-    if args.usp_projection_overlap == projection_overlap.AUTO and not is_known(flag):
-        args.usp_projection_overlap = projection_overlap.OFF
-
-    def choose() -> ProjectionChoice | None:
-        return run.choose_projections(on_gpu=torch.cuda.is_available())
-
-    why = projection_overlap.resolve_projections(args, choose, rows)
-    if why and args.rank == 0:
-        print("\n".join(why), flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints
-    if args.usp_projection_overlap != projection_overlap.OFF:
-        verify_flag(flag)
+    projection_overlap.check_projections(args, unserved_projections(_deepspeed_config(args)))
+    if projection_overlap.projects_again(args, args.ds_sequence_parallel_size):
+        verify_flag("--usp-projection-overlap")
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:

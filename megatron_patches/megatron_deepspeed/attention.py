@@ -138,8 +138,8 @@ def build_attention(
         rotary_base=flags.rope_theta,
         flash=getattr(layer, "core_attention_flash", None),
     )
-    if state.projections is not None:
-        projections.prepare_layer(layer, state.projections)
+    if state.projects_again:
+        projections.prepare_layer(layer, partitioned=state.partitioned)
 
 
 @contextmanager
@@ -183,9 +183,9 @@ def attend(
             "inference attends one token at a time, with a cache; it has no sequence parallelism. "
             "Generate without these patches"
         )
-    overlapped = layer.sequence_parallel_attention.state.projections
-    if overlapped is not None:
-        return projections.attend(layer, overlapped, hidden_states)
+    state = layer.sequence_parallel_attention.state
+    if state.projects_again:
+        return projections.attend(layer, hidden_states, partitioned=state.partitioned)
     qkv, _ = layer.query_key_value(hidden_states)
     return layer.dense(layer.sequence_parallel_attention(qkv))
 

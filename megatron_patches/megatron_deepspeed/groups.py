@@ -13,12 +13,11 @@ from ds_usp.errors import ConfigError
 from megatron_patches.megatron_deepspeed.arguments import layer_memory, planned_run
 from megatron_patches.megatron_deepspeed.state import (
     FrameworkState,
-    Projections,
     get_state,
     is_active,
     set_state,
 )
-from megatron_patches.projection_overlap import keep_of
+from megatron_patches.projection_overlap import projects_again
 
 Ranks = tuple[int, ...]
 
@@ -114,9 +113,7 @@ def initialize_model_parallel(
 def _state(
     args: Any, config: ds_usp.USPConfig, grid: ds_usp.RankGrid, mesh: ds_usp.SequenceMesh
 ) -> FrameworkState:
-    """The state of validated arguments. ``--usp-projection-overlap auto`` here means that layers
-    can be served, and that the planner has no forecast."""
-    keep = keep_of(args, mesh)
+    """The state of validated arguments."""
     return FrameworkState(
         grid,
         mesh,
@@ -126,7 +123,8 @@ def _state(
         layer_memory(args),
         mlp_chunks=args.usp_mlp_chunks,
         states_on_host=args.usp_states_on_host,
-        projections=keep and Projections(keep, planned_run(args).zero == 3),
+        projects_again=projects_again(args, mesh.sp_degree),
+        partitioned=planned_run(args).zero == 3,
     )
 
 

@@ -1,4 +1,5 @@
-"""``--usp-projection-overlap``: the projections of a layer's attention under its exchanges."""
+"""``--usp-projection-overlap recompute``: a layer's attention projects chunk by chunk of heads, and
+again in backward."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import ConfigError
-from megatron_patches.megatron_deepspeed.state import Projections
 from megatron_patches.projection_overlap import has_hooks
 
 
-def prepare_layer(layer: Any, projections: Projections) -> None:
-    """Check a ``ParallelAttention`` whose projections are computed under its exchanges; with ZeRO-3
-    the layer, not its linear layers, has their weights gathered.
+def prepare_layer(layer: Any, *, partitioned: bool) -> None:
+    """Check a ``ParallelAttention`` that projects by itself.
+
+    Args:
+        partitioned: by ZeRO-3: the layer, not its linear layers, has their weights gathered.
 
     Raises:
         ConfigError: linear layers that compute something else than a product and a bias.
@@ -22,13 +24,13 @@ def prepare_layer(layer: Any, projections: Projections) -> None:
     from deepspeed.runtime.zero import register_external_parameter
 
     _check_linear_layers(layer)
-    if projections.partitioned:
+    if partitioned:
         for linear in (layer.query_key_value, layer.dense):
             for parameter in linear.parameters():
                 register_external_parameter(layer, parameter)
 
 
-def attend(layer: Any, projections: Projections, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+def attend(layer: Any, hidden: Tensor, *, partitioned: bool) -> tuple[Tensor, Tensor | None]:
     """``ParallelAttention.forward`` by :func:`ds_usp.projected_attention`.
 
     Shapes:
@@ -55,10 +57,9 @@ def attend(layer: Any, projections: Projections, hidden: Tensor) -> tuple[Tensor
             attention.kv_heads,
             qkv.bias,
             None,
-            gathered=projections.partitioned,
+            gathered=partitioned,
         ),
         rotary=attention.rotary(hidden.device),
-        keep=projections.keep,
         plain=plain,
         why_plain=_reason_of_hooks(layer),
         **attention.call_options(),

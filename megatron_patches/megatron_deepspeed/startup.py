@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ds_usp.errors import PatchError
-
 if TYPE_CHECKING:
     from megatron_patches.patch_set import PatchSet
 
@@ -37,15 +35,6 @@ def verify_flag(flag: str) -> None:
     """
     for patches in _applied():
         patches.verify_flag(flag)
-
-
-def is_known(flag: str) -> bool:
-    """Whether :func:`verify_flag` accepts a flag."""
-    try:
-        verify_flag(flag)
-    except PatchError:
-        return False
-    return True
 
 
 def _applied() -> list[PatchSet]:

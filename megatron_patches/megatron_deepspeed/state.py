@@ -13,22 +13,8 @@ from typing import Any
 import ds_usp
 from ds_usp.errors import MeshError
 from ds_usp.memory import LayerMemory
-from megatron_patches.projection_overlap import Keep
 
 _STATE, _MASK = "_USP_STATE", "_USP_MASK"
-
-
-@dataclass(frozen=True)
-class Projections:
-    """How projections are computed under the exchanges of attention.
-
-    Args:
-        keep: what is kept for backward, as of :func:`ds_usp.projected_attention`.
-        partitioned: ZeRO-3 partitions their weights.
-    """
-
-    keep: Keep
-    partitioned: bool
 
 
 @dataclass(frozen=True)
@@ -44,7 +30,8 @@ class FrameworkState:
         memory: what layers save for backward.
         mlp_chunks: of how many chunks of tokens an MLP is computed; 0: of all tokens.
         states_on_host: whether optimizer states wait in host memory.
-        projections: those around attention under its exchanges; None: before and after it.
+        projects_again: attention projects chunk by chunk of heads, and again in backward.
+        partitioned: ZeRO-3 partitions the weights.
     """
 
     grid: ds_usp.RankGrid
@@ -55,7 +42,8 @@ class FrameworkState:
     memory: LayerMemory = field(default_factory=LayerMemory)
     mlp_chunks: int = 0
     states_on_host: bool = False
-    projections: Projections | None = None
+    projects_again: bool = False
+    partitioned: bool = False
 
     @property
     def is_sequence_parallel(self) -> bool:

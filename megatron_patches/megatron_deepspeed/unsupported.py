@@ -40,12 +40,6 @@ _FRAMEWORK_FAILURES = (
         "Leave it out, or offload the optimizer in DeepSpeed's configuration (zero_optimization)",
     ),
     Refusal(
-        lambda args, _: args.usp_tp_shard_tokens not in (None, "off"),
-        "--usp-tp-shard-tokens {usp_tp_shard_tokens} needs linear layers that shard tokens over "
-        "tensor-parallel ranks, which Megatron-DeepSpeed trains wrongly (--sequence-parallel)",
-        "Leave it out: --ds-sequence-parallel-size shards tokens",
-    ),
-    Refusal(
         lambda args, _: args.log_params_norm,
         "--log-params-norm takes the list of models for one, and fails at the first log line",
         "Leave it out; the gradient norm is logged without it",

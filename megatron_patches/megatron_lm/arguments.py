@@ -110,7 +110,7 @@ def validate_args(
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = _auto_degree(args)
         _check_degrees(args)
-    _print_once(args, *projections.resolve_flag(args))
+    _print_once(args, *projections.verify_edits(args))
     context_parallel.settings = _settings(args)
     usp = context_parallel_kind.uses_usp(args)
     if context_parallel_kind.attends_on_one_rank(args) or (

@@ -170,7 +170,7 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     elif recompute != "none":
         memory = LayerMemory(recompute, checkpoint=lambda run, x: checkpoint(run, False, x))
         object.__setattr__(layer, _ATTRIBUTE, memory)
-    projections.overlap_in_layer(layer, get_args())
+    projections.project_in_layer(layer, get_args())
 
 
 def run_layer(

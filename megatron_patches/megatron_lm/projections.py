@@ -1,27 +1,17 @@
-"""``--usp-projection-overlap`` on Megatron-LM's local layers."""
+"""``--usp-projection-overlap recompute`` on Megatron-LM's local layers."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import torch
-
-from ds_usp.errors import ConfigError, PatchError
-from ds_usp.planner import ProjectionChoice
-from megatron_patches.megatron_lm.planned import planned_run
 from megatron_patches.megatron_lm.relied_on import PROJECTIONS_FLAG
 from megatron_patches.megatron_lm.state import verify_flag
-from megatron_patches.megatron_lm.unsupported import is_planned
 from megatron_patches.projection_overlap import (
     FLAG,
     OFF,
-    ON,
     OR_OFF,
-    RECOMPUTE,
     check_projections,
-    keep_of,
-    resolve_projections,
+    projects_again,
 )
 from megatron_patches.refusals import Refusal
 
@@ -90,65 +80,37 @@ def check_flag(args: Any) -> None:
     """Check ``--usp-projection-overlap`` in validated arguments.
 
     Raises:
-        ConfigError: ``on`` or ``recompute`` where no layer can be served.
+        ConfigError: ``recompute`` where no layer can be served.
     """
     check_projections(args, NOT_SERVED)
 
 
-def resolve_flag(args: Any) -> tuple[str, ...]:
-    """Replace ``auto`` where it can be decided before there are groups; each rank by itself.
-
-    Ranks on GPUs of different kinds that decide differently are refused at the first call.
+def verify_edits(args: Any) -> tuple[str, ...]:
+    """Check that no edited function is bypassed; each rank by itself, before there are groups.
 
     Returns:
         Lines for rank 0 to print.
 
     Raises:
-        PatchError: edited functions that the flag bypasses, if the user asked for it.
+        PatchError: edited functions that the flag bypasses.
     """
-    wanted = args.usp_projection_overlap
-    args.usp_projections_asked_for = wanted in (ON, RECOMPUTE)
-    if args.context_parallel_size == 1:
-        text = f"{PROJECTIONS_FLAG} {wanted} has no effect with --context-parallel-size 1"
-        return (text,) if args.usp_projections_asked_for else ()
-    why = resolve_projections(args, lambda: _forecast(args), NOT_SERVED)
     if args.usp_projection_overlap == OFF:
-        return why
-    try:
-        verify_flag(PROJECTIONS_FLAG)
-    except PatchError as error:
-        if args.usp_projections_asked_for:
-            raise
-        args.usp_projection_overlap = OFF
-        return (*why, f"{PROJECTIONS_FLAG} auto is off. {error}")
-    return why
+        return ()
+    if args.context_parallel_size == 1:
+        return (f"{FLAG.format(**vars(args))} has no effect with --context-parallel-size 1",)
+    verify_flag(PROJECTIONS_FLAG)
+    return ()
 
 
-def _forecast(args: Any) -> ProjectionChoice | None:
-    """The planner's; None of models that it does not know."""
-    if not is_planned(args):
-        return None
-    return planned_run(args).choose_projections(on_gpu=torch.cuda.is_available())
-
-
-def overlap_in_layer(layer: Any, args: Any) -> None:
-    """Compute the products around attention of a ``TransformerLayer`` under its exchanges, if the
-    flag asks for it.
+def project_in_layer(layer: Any, args: Any) -> None:
+    """Let the attention of a ``TransformerLayer`` project by itself, if the flag asks for it.
 
     Raises:
-        ConfigError: a layer that cannot be served, if the user asked for it.
+        ConfigError: a layer that cannot be served.
     """
     core = getattr(layer.self_attention, "core_attention", None)
     mesh = getattr(core, "mesh", None)
-    keep = None if mesh is None else keep_of(args, mesh, NOT_SERVED)
-    if keep is None:
-        return
-    from megatron_patches.megatron_core.projections import overlap_projections
+    if mesh is not None and projects_again(args, mesh.sp_degree):
+        from megatron_patches.megatron_core.projections import project_again
 
-    try:
-        overlap_projections(layer, keep)
-    except ConfigError as error:
-        if args.usp_projections_asked_for:
-            raise
-        if args.rank == 0:
-            warnings.warn(str(error), stacklevel=2)
+        project_again(layer)

@@ -1,12 +1,12 @@
-r"""Self-attention with its projections under its exchanges, beside the plain path.
+r"""Self-attention that projects chunk by chunk of heads, twice, beside the plain path.
 
     torchrun --nproc-per-node 2 scripts/bench/bench_projected.py --out projected.csv
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 scripts/bench/bench_projected.py \
         --shapes 32768:4096:32:32 --out projected_slow_link.csv
 
-On a mesh of Ulysses ranks and one of ring ranks, for each shape TOKENS:HIDDEN:HEADS:KV_HEADS, three
+On a mesh of Ulysses ranks and one of ring ranks, for each shape TOKENS:HIDDEN:HEADS:KV_HEADS, two
 paths run interleaved, forward and backward in bf16: linear layers around usp_attention, and
-projected with keep="arrivals" and "input". A time is the median over rounds of the slowest rank:
+projected_attention (keep="input"). A time is the median over rounds of the slowest rank:
 block_ms of the attention block, layer_ms with two norms and an MLP of 4 x HIDDEN. exposed_ms is the
 block's communication under no kernel (ds_usp.profiling.exposed), the mean of the ranks; peak_mib
 what a step of the layer allocates; error that of the output and all gradients at --checked tokens
@@ -32,8 +32,7 @@ COLUMNS = "mesh tokens hidden heads kv_heads path block_ms layer_ms exposed_ms c
 SIZES = ("2048:16:16", "4096:32:32", "4096:32:8")
 PATHS: dict[str, dict[str, Any]] = {
     "plain": {"overlap": False},
-    "projected keep=arrivals": {"overlap": True},
-    "projected keep=input": {"overlap": True, "keep": "input"},
+    "projected keep=input": {"overlap": True},
 }
 
 

@@ -116,13 +116,16 @@ def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     mesh = both
     layout = mesh.layout("zigzag", 4 * 2048)
     q = torch.empty(1, layout.length(mesh.rank), 2, 64)
-    signature, call = plan_call(q, q, q, AttentionOptions(mesh, layout, MaskSpec.causal()))
+    options = AttentionOptions(mesh, layout, MaskSpec.causal())
+    signature, plain = plan_call(q, q, q, options)
+    assert "inner ring" not in str(signature) and not plain.ring_calls[0].schedule.outer_steps
+    signature, call = plan_call(q, q, q, options._replace(tuning=Tuning(inner_ring=2)))
     assert len(call.ring_calls[0].schedule.outer_steps) == 1
     per_node = (x.ring_ranks_per_node for x in (ring, both, turned))
     return *per_node, str(signature)
 
 
-def test_a_ring_across_hosts_is_a_double_one_by_itself(pool: WorkerPool) -> None:
+def test_a_ring_across_hosts_is_a_double_one_where_it_is_asked_for(pool: WorkerPool) -> None:
     for ring, both, turned, text in pool.run(nodes, 8):
         # Ring first, a ring of 4 is a host; 8 ranks on 2 hosts, 4 rings-of-ulysses ranks on 2.
         assert (ring, both, turned) == (4, 2, 4)

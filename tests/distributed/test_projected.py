@@ -14,8 +14,8 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp import MaskSpec, Projection, Scores, Tuning, projected_attention
 from ds_usp.attention.plan import AttentionOptions
-from ds_usp.attention.projected import plain_attention, weights_reason
 from ds_usp.attention.rotary import Rotary
+from ds_usp.experimental.projected_attention import plain_attention, weights_reason
 from ds_usp.training import RotaryPositions, local_positions
 
 FEATURES, DIM = 20, 8
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     kv_heads: int = 8
     weights: str = "qkv"
     chunks: int = 1
-    keep: str = "arrivals"
+    positions: bool = False  # rotary by positions, as the trainer does
     bias: bool = False
     rotary: bool = False
     batch: int = 1
@@ -47,29 +47,29 @@ def calls(ulysses: int, ring: int) -> list[Call]:
     """Numbers of chunks with each kind of weights, then one call of each other kind."""
     most = ds_usp.geometry.heads.HeadSplit(8, 4, ulysses).chunk_limit(ring)
     made = [
-        Call(8, kv, weights, min(chunks, most), keep, bias=bias, rotary=rotary)
-        for kv, weights, chunks, keep, bias, rotary in (
-            (4, "qkv", 1, "arrivals", True, True),
-            (8, "qkv", 2, "arrivals", False, True),
-            (4, "grouped", 3, "arrivals", True, False),
-            (4, "three", 4, "arrivals", True, True),
-            (4, "grouped", 1, "input", True, True),
-            (8, "three", 2, "input", False, True),
-            (4, "qkv", 4, "input", True, True),
+        Call(8, kv, weights, min(chunks, most), positions, bias=bias, rotary=rotary)
+        for kv, weights, chunks, positions, bias, rotary in (
+            (4, "qkv", 1, False, True, True),
+            (8, "qkv", 2, False, False, True),
+            (4, "grouped", 3, False, True, False),
+            (4, "three", 4, False, True, True),
+            (4, "grouped", 1, True, True, True),
+            (8, "three", 2, True, False, True),
+            (4, "qkv", 4, True, True, True),
         )
     ]
     few = min(2, most)
     made += [
         Call(7, 7, chunks=1, seq_len=61, layout="striped", rotary=True),
         Call(8, 2, chunks=1, batch=3, mask=MaskSpec.window(9, 0), bias=True),
-        Call(8, 2, chunks=1, keep="input", batch=2, sinks=True, mask=MaskSpec.causal([0, 20, 64])),
+        Call(8, 2, chunks=1, batch=2, sinks=True, mask=MaskSpec.causal([0, 20, 64])),
         Call(weights="three", value_dim=12, sinks=True, chunks=few, gather=False),
-        Call(value_dim=12, weights="three", keep="input", chunks=few, gather=False, seq_len=67),
+        Call(value_dim=12, weights="three", chunks=few, gather=False, seq_len=67),
         Call(frozen=(0,), chunks=few, rotary=True, bias=True),
-        Call(frozen=(1, 2, 3, 4), keep="input", chunks=few, bias=True),
+        Call(frozen=(1, 2, 3, 4), chunks=few, bias=True),
     ]
     if ring == 4:
-        made += [Call(inner=2, keep=keep, rotary=True) for keep in ("arrivals", "input")]
+        made += [Call(inner=2, positions=x, rotary=True) for x in (False, True)]
     return made
 
 
@@ -111,7 +111,7 @@ def problem(call: Call, mesh: ds_usp.SequenceMesh, dtype: torch.dtype = torch.fl
     x = shard(call.batch, call.seq_len, FEATURES)
     dy = shard(call.batch, call.seq_len, FEATURES + 4)
     rotary: Rotary = (shard(call.seq_len, 6, dim=0), shard(call.seq_len, 6, dim=0))
-    if call.keep == "input":  # by positions, as the trainer does
+    if call.positions:
         positions = local_positions(layout, mesh.rank, x.device)
         rotary = RotaryPositions.of(positions, 6, seq_len=call.seq_len)
     sinks = values(h).requires_grad_() if call.sinks else None
@@ -141,11 +141,8 @@ def compare(ctx: RankContext, ulysses: int, made: Sequence[Call]) -> list[tuple[
     for call in made:
         of_call = problem(call, mesh)
         mesh.ledger.reset()
-        keep: Any = call.keep
         options = of_call.options
-        y = projected_attention(
-            of_call.x, of_call.projection, rotary=of_call.rotary, keep=keep, **options
-        )
+        y = projected_attention(of_call.x, of_call.projection, rotary=of_call.rotary, **options)
         ours = results(y, of_call)
         sent = dict(mesh.ledger.bytes)
         mesh.ledger.reset()
@@ -166,11 +163,8 @@ def test_equals_linear_layers_around_attention(pool: WorkerPool, ulysses: int, r
     for call, *rows in zip(made, *by_rank, strict=True):
         assert max(error for error, _, _ in rows) <= 1e-12, call
         for _, sent, plain in rows:
-            if call.keep == "arrivals":
-                assert sent == plain, call
-            else:  # queries, keys and values once more, and the output
-                again = ulysses > 1
-                assert all((sent[kind] > plain[kind]) == (again and "all" in kind) for kind in sent)
+            again = ulysses > 1  # queries, keys and values once more, and the output
+            assert all((sent[kind] > plain[kind]) == (again and "all" in kind) for kind in sent)
 
 
 class Handler(logging.Handler):
@@ -209,10 +203,9 @@ def in_training(ctx: RankContext) -> list[str]:
         torch.testing.assert_close(weight.grad, once)
     with torch.autocast("cpu", torch.bfloat16):
         assert run(made.x).dtype == torch.bfloat16
-    for keep in ("arrivals", "input"):
-        y = projected_attention(made.x, made.projection, keep=keep, **options)
-        with torch.autocast("cpu", torch.bfloat16):  # which changes no dtype in backward
-            torch.testing.assert_close(torch.autograd.grad(y, [weight], made.dy), (once,))
+    y = run(made.x)
+    with torch.autocast("cpu", torch.bfloat16):  # which changes no dtype in backward
+        torch.testing.assert_close(torch.autograd.grad(y, [weight], made.dy), (once,))
     with torch.no_grad():
         run(made.x)
     logging.getLogger("ds_usp").removeHandler(handler)
@@ -260,7 +253,7 @@ def as_modules(ctx: RankContext) -> list[str]:
     one, out = linear(plain, 64, FEATURES), linear(plain, FEATURES + 4, 32)
     for qkv, options in (
         (one, {}),
-        (one, {"order": "grouped", "keep": "input"}),
+        (one, {"order": "grouped"}),
         (three, {}),
         (linear(Adapter, 64, FEATURES), {}),
         (hooked, {}),
@@ -275,7 +268,7 @@ def as_modules(ctx: RankContext) -> list[str]:
             both.append([y, *torch.autograd.grad(y, wanted, made.dy)])
         for a, b in zip(*both, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert not mesh.crosses_nodes  # so "auto" does not overlap
+    assert not mesh.crosses_nodes
     assert ds_usp.SequenceMesh(4, 1, 0, ulysses_in_node=False).crosses_nodes
     assert ds_usp.SequenceMesh(1, 4, 0, ring_ranks_per_node=2).crosses_nodes
     assert not ds_usp.SequenceMesh.single().crosses_nodes
@@ -300,12 +293,16 @@ def test_a_module_is_its_linear_layers_and_says_when_it_calls_them(pool: WorkerP
     assert not [line for line in others if line.startswith(text)]
 
 
+def plain_of(x: torch.Tensor, projection: Projection, **options: Any) -> torch.Tensor:
+    return plain_attention(x, projection, None, AttentionOptions(**options))
+
+
 def kept(ctx: RankContext) -> list[int]:
-    """Elements saved for backward besides weights, with each ``keep``."""
+    """Elements saved for backward besides weights, plain and projected."""
     made = problem(Call(4, 2, chunks=2), mesh_of(2))
     weights = {x.untyped_storage().data_ptr() for x in made.projection.tensors}
     sizes = []
-    for keep in ("arrivals", "input"):
+    for attend in (plain_of, projected_attention):
         saved: dict[int, int] = {}
 
         def pack(x: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
@@ -315,18 +312,18 @@ def kept(ctx: RankContext) -> list[int]:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            y = projected_attention(made.x, made.projection, keep=keep, **made.options)
+            y = attend(made.x, made.projection, **made.options)
         sizes.append(sum(saved.values()))
         results(y, made)
     return sizes
 
 
 def test_only_the_input_the_output_and_the_log_sum_exp_are_kept(pool: WorkerPool) -> None:
-    for arrivals, only_input in pool.run(kept, 2):
+    for plain, only_input in pool.run(kept, 2):
         x, out, lse = 32 * FEATURES, 32 * 4 * DIM, 64 * 2
         assert only_input == x + out + lse
         # After the exchange: q and out of 2 heads, k and v of one, of 64 tokens.
-        assert arrivals == only_input + 64 * (2 + 1 + 1 + 2) * DIM
+        assert plain == only_input + 64 * (2 + 1 + 1 + 2) * DIM
 
 
 def refused(ctx: RankContext, changes: dict[str, Any], odd: int) -> str:
@@ -343,10 +340,11 @@ def refused(ctx: RankContext, changes: dict[str, Any], odd: int) -> str:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"keep": "all"}, "ConfigError: keep='all' must be one of arrivals, input"),
+        ({"keep": "all"}, "ConfigError: keep='all' must be 'input'"),
+        ({"keep": "arrivals"}, "ConfigError: keep='arrivals' was removed: products under"),
         ({"x": torch.randn(1, 32, 8)}, "ConfigError: x must be [batch, tokens, 20]"),
         ({"rotary": (torch.ones(3, 4),) * 2}, "ConfigError: rotary must be cos and sin [s, r]"),
-        ({"keep": "input"}, "MeshError"),
+        ({"rotary": (torch.ones(32, 4),) * 2}, "MeshError"),
     ],
 )
 def test_a_wrong_or_different_call_is_refused_on_every_rank(

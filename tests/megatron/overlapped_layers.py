@@ -1,4 +1,4 @@
-"""What gives the layers of a built GPTModel their projections under the exchanges."""
+"""What lets the layers of a built GPTModel project by themselves, chunk by chunk of heads."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ def layers_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, TransformerLayer)]
 
 
-def overlap(model: Any, *, keep: str, may_be_plain: bool = False) -> None:
-    """Overlap the projections of every layer.
+def overlap(model: Any, *, may_be_plain: bool = False) -> None:
+    """Let every layer project again.
 
     Args:
         may_be_plain: a layer may compute its projections by itself.
     """
-    from megatron_patches.megatron_core.projections import overlap_projections
+    from megatron_patches.megatron_core.projections import project_again
 
     for layer in layers_of(model):
         attention = layer.self_attention
         if attention.core_attention.mesh.sp_degree > 1 and not may_be_plain:
             attention.forward = _never  # what the overlapped forward falls back on
-        overlap_projections(layer, keep)
+        project_again(layer)
 
 
 def _never(*args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from ds_usp import (
     SequenceMesh,
     UnsupportedAttentionError,
 )
-from ds_usp.attention import projected
+from ds_usp.experimental import projected_attention
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 
 LIMIT = 1e-5
@@ -395,13 +395,13 @@ RECOMPUTED = {
     "packed and padded": CORE,
     "windows between full layers, learnable sinks": CORE,
 }
-# With projections under the exchanges, by what is kept.
-OVERLAPPED = {
-    "packed and padded": ("arrivals", "input"),
-    "windows between full layers, learnable sinks": ("input",),
-    "multi-token prediction": ("arrivals",),
-    "learned positions": ("input",),
-}
+# With layers that project by themselves, chunk by chunk of heads.
+OVERLAPPED = (
+    "packed and padded",
+    "windows between full layers, learnable sinks",
+    "multi-token prediction",
+    "learned positions",
+)
 
 
 @pytest.fixture(scope="module")
@@ -426,10 +426,8 @@ def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank_of, grid):
     cases = {name: (settings, {"cp": cp, **model}) for name, model in MODELS.items()}
     for name, extra in RECOMPUTED.items():
         cases[f"{name}: recomputed"] = cases[name][0], {**cases[name][1], **extra}
-    for name, keeps in OVERLAPPED.items():
-        for keep in keeps:
-            change = {"change": partial(overlap, keep=keep)}
-            cases[f"{name}: overlapped, {keep}"] = cases[name][0], {**cases[name][1], **change}
+    for name in OVERLAPPED:
+        cases[f"{name}: overlapped"] = cases[name][0], {**cases[name][1], "change": overlap}
     for results in fork_world(programs, 4, cases=cases):
         for name, result in results.items():
             check(name, result, one_rank_of[name.partition(": ")[0]])
@@ -517,11 +515,11 @@ def refusals(ctx: RankContext) -> dict[str, str]:
     messages = {}
     for case in REASONS:
         with pytest.raises(ConfigError) as refused:
-            overlap(built(case), keep="input")
+            overlap(built(case))
         messages[case] = str(refused.value)
 
     def adapt(model: Any) -> None:
-        overlap(model, keep="input")
+        overlap(model)
         change(model, "an adapter")
 
     parallel_state.destroy_model_parallel()
@@ -545,10 +543,10 @@ def with_hooks(ctx: RankContext) -> list[Any]:
 
     calls: list[int] = []
     reasons: list[str] = []
-    projected.warn_plain = lambda reason, mesh: reasons.append(reason)
+    projected_attention.warn_plain = lambda reason, mesh: reasons.append(reason)
 
     def hooked(model: Any) -> None:
-        overlap(model, keep="arrivals", may_be_plain=True)
+        overlap(model, may_be_plain=True)
         projection = layers_of(model)[0].self_attention.linear_qkv
         projection.register_forward_hook(lambda *_: calls.append(1))
 

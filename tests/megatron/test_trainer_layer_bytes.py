@@ -36,13 +36,12 @@ MESHES: dict[int, list[Degrees]] = {
 
 def saved_over_formula(ctx: RankContext, degrees: list[Degrees]) -> list[float]:
     """Counted bytes over the formula's, for all degrees, without and with recomputation, with and
-    without a gate; under tensor parallelism also with sharded tokens."""
+    without a gate."""
     prepare_deepspeed()
     cases = [
-        (*tp_ulysses_ring, recompute, f"{flags} {mlp}")
+        (*tp_ulysses_ring, recompute, mlp)
         for tp_ulysses_ring in degrees
         for recompute in ("none", "full")
-        for flags in (["", "--usp-tp-shard-tokens on"] if tp_ulysses_ring[0] > 1 else [""])
         for mlp in ("", GATED)
     ]
     return [_counted(*case) / _predicted(*case) for case in cases]
@@ -83,7 +82,6 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str, flags: str) -> in
 def layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
     """The trainer's first layer in bf16, and what goes into it, on this rank."""
     from megatron.core import parallel_state
-    from usp_trainer import tp_tokens
     from usp_trainer.model import Layer, build_model
 
     from megatron_patches.megatron_core import cpu_fallbacks_patch_set
@@ -99,11 +97,9 @@ def layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
     )
     device = torch.device("cpu")
     args.transformer_impl = "local"
-    comm = tp_tokens.communication(args, layout, groups, device)
-    model = build_model(args, mesh, layout, groups, device, comm).bfloat16()
+    model = build_model(args, mesh, layout, groups, device).bfloat16()
     layer = next(part for part in model.layers if isinstance(part, Layer))
-    shards = comm.size if comm else 1
-    shape = (layout.length(mesh.rank) // shards, args.micro_batch_size, args.hidden_size)
+    shape = (layout.length(mesh.rank), args.micro_batch_size, args.hidden_size)
     return layer, torch.randn(shape, dtype=torch.bfloat16, requires_grad=True).clone()
 
 

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 from trainer_runs import PLAIN_SGD, degrees, relative_difference, train
-from usp_trainer.projections import NOT_SERVED
+from usp_trainer.validate_args import PROJECTIONS_NOT_SERVED as NOT_SERVED
 
 import ds_usp
-from megatron_patches.projection_overlap import check_projections, keep_of
+from megatron_patches.projection_overlap import check_projections, projects_again
 
 LIMIT = 1e-5
-ON, AGAIN = (f" --usp-projection-overlap {mode}" for mode in ("on", "recompute"))
+AGAIN = " --usp-projection-overlap recompute"
 BIASES = (
     " --no-use-rotary-position-embeddings --no-swiglu --normalization layernorm"
     " --no-disable-bias-linear --num-key-value-heads 4"
 )
 RUNS = [
-    degrees(sp=4, u=2, zero=1) + ON,
+    degrees(sp=4, u=2, zero=1) + AGAIN,
     degrees(sp=4, u=4, zero=2) + AGAIN + " --usp-recompute full --usp-mlp-chunks 5",
-    degrees(sp=2, u=2, pp=2, zero=1) + ON + BIASES,
-    degrees(sp=4, u=1, zero=3) + ON,
+    degrees(sp=2, u=2, pp=2, zero=1) + AGAIN + BIASES,
+    degrees(sp=4, u=1, zero=3) + AGAIN,
     degrees(sp=4, u=2, zero=3) + AGAIN + " --usp-recompute full --usp-checkpoint-layers 2",
 ]
 
@@ -44,9 +44,9 @@ def test_overlapped_projections_train_what_one_rank_trains(tmp_path: Path) -> No
         ({"transformer_impl": "transformer_engine"}, "Use --transformer-impl local, or"),
     ],
 )
-def test_what_cannot_be_served_is_refused_or_left_off(changes: dict[str, object], fix: str) -> None:
+def test_what_cannot_be_served_is_refused(changes: dict[str, object], fix: str) -> None:
     plain = {
-        "usp_projection_overlap": "on",
+        "usp_projection_overlap": "recompute",
         "usp_recompute": "none",
         "tensor_model_parallel_size": 1,
         "transformer_impl": "local",
@@ -55,8 +55,7 @@ def test_what_cannot_be_served_is_refused_or_left_off(changes: dict[str, object]
     check_projections(Namespace(**plain), NOT_SERVED)
     with pytest.raises(ds_usp.ConfigError, match=fix):
         check_projections(Namespace(**{**plain, **changes}), NOT_SERVED)
-    crossing = ds_usp.SequenceMesh(4, 1, 0, ulysses_in_node=False)
-    auto = {**plain, "usp_projection_overlap": "auto"}
-    assert keep_of(Namespace(**auto), crossing, NOT_SERVED) == "arrivals"
-    assert keep_of(Namespace(**{**auto, **changes}), crossing, NOT_SERVED) is None
-    assert keep_of(Namespace(**auto), ds_usp.SequenceMesh(4, 1, 0), NOT_SERVED) is None
+    assert projects_again(Namespace(**plain), 4) and not projects_again(Namespace(**plain), 1)
+    off = Namespace(**{**plain, **changes, "usp_projection_overlap": "off"})
+    check_projections(off, NOT_SERVED)
+    assert not projects_again(off, 4)

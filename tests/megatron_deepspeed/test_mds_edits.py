@@ -50,7 +50,7 @@ PAIRS: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any
     "attention": ("", (1, {}), (2, SP2), "--usp-recompute attention"),
     "full": ("", (1, {}), (2, SP2), "--usp-recompute full"),
     "offload": ("", (1, {}), (2, SP2), "--usp-offload-ratio 0.5"),
-    "projections": ("", (1, {}), (2, SP2), "--usp-projection-overlap on"),
+    "projections": ("", (1, {}), (2, SP2), "--usp-projection-overlap recompute"),
 }  # fmt: skip
 _TRACKER = "megatron.core.tensor_parallel.random:CudaRNGStatesTracker"
 _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction"
@@ -202,7 +202,7 @@ def test_an_edit_without_effect_is_refused_at_the_start(server):
     [
         ("--usp-loss-chunks 2", "megatron.model.language_model:parallel_lm_logits"),
         (
-            "--usp-projection-overlap on",
+            "--usp-projection-overlap recompute",
             "megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
         ),
     ],
@@ -330,7 +330,6 @@ def test_a_flag_changes_two_ranks_as_one(server, more):
 CHECKPOINT = "--checkpoint-activations --deepspeed-activation-checkpointing"
 REFUSED = [
     (SP2, "--sequence-parallel", "shards the sequence over tensor-parallel ranks"),
-    (SP2, "--usp-tp-shard-tokens on", "needs linear layers that shard tokens"),
     (SP2, "--ds-sequence-parallel-fpdt", "--ds-sequence-parallel-fpdt has an attention"),
     ({"sp": 2, "u": 3}, "", "--ulysses-degree 3 does not divide --ds-sequence-parallel-size 2"),
     ({"sp": 2, "u": "auto"}, "--usp-cluster b9", "no cluster 'b9'; there are a100"),
@@ -386,8 +385,12 @@ REFUSED = [
         "do not go together: DeepSpeed keeps the input",
     ),
     ({"tp": 2}, "--usp-mlp-chunks 2 --sequence-parallel", "do not go together"),
-    ({"tp": 2}, "--usp-projection-overlap on", "Use --tensor-model-parallel-size 1, or"),
-    (SP2, "--usp-projection-overlap on --usp-recompute gemm-last", "both replace the projections"),
+    ({"tp": 2}, "--usp-projection-overlap recompute", "Use --tensor-model-parallel-size 1, or"),
+    (
+        SP2,
+        "--usp-projection-overlap recompute --usp-recompute gemm-last",
+        "both replace the projections",
+    ),
     (
         SP2,
         "--usp-projection-overlap recompute --usp-recompute attention",
@@ -395,7 +398,7 @@ REFUSED = [
     ),
     (
         {**SP2, "pipe": True},
-        "--usp-projection-overlap on --enable-zbh1-pipeline",
+        "--usp-projection-overlap recompute --enable-zbh1-pipeline",
         "Leave out --enable-zbh1-pipeline, or --usp-projection-overlap off",
     ),
     (
@@ -455,14 +458,14 @@ def test_deepspeeds_configuration_is_read_too(server):
 
 
 def test_projections_under_exchanges_refuse_what_multiplies_other_weights(server):
-    on = "--usp-projection-overlap on"
+    again = "--usp-projection-overlap recompute"
     for config, message in (
         ({"compression_training": {}}, "Leave out compression_training, or"),
         ({"torch_autocast": {"enabled": True}}, "Use --bf16, or --usp-projection-overlap off"),
     ):
-        for seen in server.attempt(2, flags(config=config, more=on, **SP2)):
+        for seen in server.attempt(2, flags(config=config, more=again, **SP2)):
             assert message in str(seen["refused"])
-    text = flags(sp=2, u=2, zero=1, more=f"--bf16 --use-flash-attn-v2 {on}")
+    text = flags(sp=2, u=2, zero=1, more=f"--bf16 --use-flash-attn-v2 {again}")
     for seen in server.attempt(2, text, fake_flash=True):
         assert "Leave out --use-flash-attn-v1 and --use-flash-attn-v2" in str(seen["refused"])
         assert not seen["groups"]
@@ -470,7 +473,7 @@ def test_projections_under_exchanges_refuse_what_multiplies_other_weights(server
 
 def test_a_linear_layer_of_another_class_is_refused(server):
     extra = (("megatron.core.tensor_parallel:RowParallelLinear.__init__", another_class),)
-    text = flags(zero=1, more="--usp-projection-overlap on", **SP2)
+    text = flags(zero=1, more="--usp-projection-overlap recompute", **SP2)
     for seen in server.attempt(2, text, extra=extra):
         assert "dense of layer 1 is a Scaled. Use --usp-proj" in str(seen["refused"])
 

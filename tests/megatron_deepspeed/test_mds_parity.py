@@ -198,7 +198,7 @@ def test_projections_under_the_exchanges_train_the_same(server, grid, zero, mode
     world, degrees = GRIDS[grid]
     # Without it ZeRO-3 keeps parameters of this size whole.
     partition = {"zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0}}
-    plain, on, again = (
+    plain, again = (
         server.run(
             world,
             flags(
@@ -209,12 +209,11 @@ def test_projections_under_the_exchanges_train_the_same(server, grid, zero, mode
             ),
             extra=((ATTENTION, refuse_plain),) if overlap != "off" else (),
         )
-        for overlap in ("off", "on", "recompute")
+        for overlap in ("off", "recompute")
     )
-    for other in (on, again):
-        check_close(numbers_of(other), numbers_of(plain), 1e-6)
-    assert on[0]["sent"] == plain[0]["sent"]
-    assert (again[0]["sent"] > on[0]["sent"]) == ("u" in grid)
+    assert relative_difference(losses_of(again), losses_of(plain)) < 1e-6
+    assert relative_difference(again[0]["norms"], plain[0]["norms"]) < 1e-6
+    assert (again[0]["sent"] > plain[0]["sent"]) == ("u" in grid)
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])

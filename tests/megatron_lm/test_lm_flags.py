@@ -165,10 +165,8 @@ def test_projections_are_overlapped_where_they_are_asked_for(starts):
         return str(starts.start(flags)["args"]["usp_projection_overlap"])
 
     assert wanted(f"{served} --usp-projection-overlap recompute") == "recompute"
-    assert wanted(served) == "auto"  # without a forecast, by the nodes of the mesh
-    assert wanted(CP4) == "off"
-    assert wanted(f"{served} --usp-recompute attention") == "off"
-    one_rank = f"{LOCAL} --no-gradient-accumulation-fusion --usp-projection-overlap on"
+    assert wanted(served) == "off"
+    one_rank = f"{LOCAL} --no-gradient-accumulation-fusion --usp-projection-overlap recompute"
     assert "has no effect with --context-parallel-size 1" in starts.start(one_rank)["printed"]
 
 
@@ -181,14 +179,13 @@ def test_an_edited_linear_layer_is_not_bypassed(copy):
     starts = Starts(copy)
     try:
         served = f"{CP4} --no-gradient-accumulation-fusion"
-        message = starts.error(f"{served} --usp-projection-overlap on")
-        auto = starts.start(served)
+        message = starts.error(f"{served} --usp-projection-overlap recompute")
+        off = starts.start(served)
     finally:
         file.write_text(text, encoding="utf-8")
         starts.close()
     assert "PatchError" in message and "RowParallelLinear.forward: its source" in message
-    assert auto["args"]["usp_projection_overlap"] == "off"
-    assert "--usp-projection-overlap auto is off" in auto["printed"]
+    assert off["args"]["usp_projection_overlap"] == "off"
 
 
 PACKED = """
@@ -234,7 +231,7 @@ def test_every_packed_document_is_sharded_for_itself(checkout):
 
 
 REFUSED_CP4 = f"{LOCAL} --context-parallel-size 4 --ulysses-degree 2"
-ON, UNFUSED = "--usp-projection-overlap on", "--no-gradient-accumulation-fusion"
+AGAIN, UNFUSED = "--usp-projection-overlap recompute", "--no-gradient-accumulation-fusion"
 FSDP = "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist"
 NOT_OVERLAPPED = [
     ("", "Add --no-gradient-accumulation-fusion, or --usp-projection-overlap off"),
@@ -361,14 +358,14 @@ REFUSED = [
         "--ulysses-degree auto: the planner knows dense models",
     ),
     (f"{LOCAL} --usp-recompute attention --attention-dropout 0.1", "Set --attention-dropout 0"),
-    *((f"{REFUSED_CP4} {ON} {flags}", message) for flags, message in NOT_OVERLAPPED),
-    (f"{REFUSED_CP4} --usp-projection-overlap recompute {UNFUSED} --qk-l2-norm", "between their"),
+    *((f"{REFUSED_CP4} {AGAIN} {flags}", message) for flags, message in NOT_OVERLAPPED),
+    (f"{REFUSED_CP4} {AGAIN} {UNFUSED} --qk-l2-norm", "between their"),
 ]
 REFUSED_WITH_TRANSFORMER_ENGINE = [
     (
-        f"--context-parallel-size 4 {ON} {UNFUSED}",
-        "--usp-projection-overlap on multiplies weights of Megatron-LM's own linear layers, and "
-        "--transformer-impl is transformer_engine. Use --transformer-impl local, or",
+        f"--context-parallel-size 4 {AGAIN} {UNFUSED}",
+        "--usp-projection-overlap recompute multiplies weights of Megatron-LM's own linear layers, "
+        "and --transformer-impl is transformer_engine. Use --transformer-impl local, or",
     ),
     (
         "--context-parallel-size 4 --ulysses-degree 2 --cp-comm-type p2p",

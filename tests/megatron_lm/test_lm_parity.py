@@ -281,19 +281,19 @@ QKV_BIASES = f"{MODELS['rope']} --disable-bias-linear --add-qkv-bias"
 SMALL_BUCKETS = "--ddp-bucket-size 1"  # no module waits for the weights of another one
 OVERLAP, PROJECTIONS = (OPTIMIZERS[name][0] for name in ("overlap", "distributed-overlap"))
 CHECKPOINTS = "--usp-recompute full --usp-mlp-chunks 3"
-# name: grid, mode, flags
+# name: grid, flags
 CASES = {
-    "gathered weights": ("u2r2", "on", f"{MODELS['llama']} {PROJECTIONS} {SMALL_BUCKETS}"),
-    "biases, checkpoints": ("u4", "recompute", f"{OVERLAP} {CHECKPOINTS}"),
-    "half rotated, its own checkpoints": ("r2", "recompute", f"{QKV_BIASES} {RECOMPUTE['full']}"),
-    "stages": ("u2-pp2v", "recompute", f"{MODELS['llama']} {PROJECTIONS}"),
-    "window": ("r2-dp2", "on", f"{MODELS['window']} {PROJECTIONS}"),
-    "sinks": ("u2r2", "recompute", f"{MODELS['sinks']} {PROJECTIONS}"),
-    "experts": ("u2", "on", MTP_AND_EXPERTS),
-    "documents": ("u2r2", "recompute", f"{PACKED} --calculate-per-token-loss"),
+    "gathered weights": ("u2r2", f"{MODELS['llama']} {PROJECTIONS} {SMALL_BUCKETS}"),
+    "biases, checkpoints": ("u4", f"{OVERLAP} {CHECKPOINTS}"),
+    "half rotated, its own checkpoints": ("r2", f"{QKV_BIASES} {RECOMPUTE['full']}"),
+    "stages": ("u2-pp2v", f"{MODELS['llama']} {PROJECTIONS}"),
+    "window": ("r2-dp2", f"{MODELS['window']} {PROJECTIONS}"),
+    "sinks": ("u2r2", f"{MODELS['sinks']} {PROJECTIONS}"),
+    "experts": ("u2", MTP_AND_EXPERTS),
+    "documents": ("u2r2", f"{PACKED} --calculate-per-token-loss"),
 }
 WHOLE = [grid for grid in GRIDS if {"u", "r"} & set(GRIDS[grid][1]) and "tp" not in grid]
-SLOW = list(itertools.product(WHOLE, ("on", "recompute"), MODELS))
+SLOW = list(itertools.product(WHOLE, MODELS))
 
 
 def refuse_plain(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,13 +301,13 @@ def refuse_plain(original: Any, *args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a layer computed its projections by itself")
 
 
-def check_projections(server: TrainingServer, grid: str, mode: str, more: str) -> None:
+def check_projections(server: TrainingServer, grid: str, more: str) -> None:
     """Compare a run with projections under the exchanges with one without."""
     world, degrees = GRIDS[grid]
     data = PATCHES if "--sft" in more else ()
     plain = server.run(world, flags(more=more, **degrees), extra=data)
     never = ("megatron.core.transformer.attention:Attention.forward", refuse_plain)
-    text = flags(more=f"{more} --usp-projection-overlap {mode}", **degrees)
+    text = flags(more=f"{more} --usp-projection-overlap recompute", **degrees)
     overlapped = server.run(world, text, extra=(*data, never))
     assert len(losses_of(plain)) >= 4
     check_close(numbers_of(overlapped), numbers_of(plain), EXACT)
@@ -319,9 +319,9 @@ def test_it_trains_as_without(server, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("grid", "mode", "model"), SLOW)
-def test_the_full_matrix_of_projections(server, grid, mode, model):
-    check_projections(server, grid, mode, f"{MODELS[model]} {PROJECTIONS}")
+@pytest.mark.parametrize(("grid", "model"), SLOW)
+def test_the_full_matrix_of_projections(server, grid, model):
+    check_projections(server, grid, f"{MODELS[model]} {PROJECTIONS}")
 
 
 ADAM = "--optimizer adam --lr 1e-2 --min-lr 1e-2"

@@ -7,6 +7,8 @@ Import layers are contracts of import-linter, the environment and ``assert`` rul
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -30,6 +32,7 @@ PUBLIC_MODULES = {
     "ds_usp.memory",
     "ds_usp.planner",
     "ds_usp.profiling.exposed",
+    "ds_usp.removed_settings",
     "ds_usp.training",
 }
 ORACLE = "ds_usp/testing.py"
@@ -228,6 +231,27 @@ def test_ds_usp_has_exactly_these_autograd_functions() -> None:
     assert sorted(classes) == sorted(AUTOGRAD_FUNCTIONS)
 
 
+BY_DEFAULT = """
+import sys
+import torch
+import ds_usp
+from ds_usp.planner.__main__ import main
+q = torch.ones(1, 8, 2, 4, requires_grad=True)
+mesh = ds_usp.SequenceMesh.single()
+mask = ds_usp.MaskSpec.causal()
+ds_usp.usp_attention(q, q, q, mesh=mesh, layout="contiguous", mask=mask).sum().backward()
+main(["plan", "--model", "llama3-8b", "--seq-len", "32K", "--gpus", "8"])
+main(["explain", "--seq-len", "32K", "--heads", "8", "--ring-degree", "16"])
+print([name for name in sys.modules if name.startswith("ds_usp.experimental")])
+"""
+
+
+def test_nothing_experimental_is_loaded_where_its_setting_is_off() -> None:
+    command = [sys.executable, "-c", BY_DEFAULT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 # Each holds a backward formula: a new one needs its own proof.
 AUTOGRAD_FUNCTIONS = {
     "SeqAllToAll",
@@ -248,8 +272,4 @@ AUTOGRAD_FUNCTIONS = {
     "WriteChunk",
     "_Sum",
     "_View",
-    "AllGatherLinear",
-    "LinearReduceScatter",
-    "SplitTokens",
-    "GatherTokens",
 }

@@ -57,8 +57,6 @@ NAMES: dict[str, Doors] = {
         "not": "GradientRule ParallelGroups check_zero_stage deepspeed_mpu "
         "global_gradient_norm gradient_rule initialize_deepspeed own_clipping owned_parameters "
         "prepare_deepspeed with_large_enough_buckets",
-        "takes from its arguments which tokens are sharded": "TensorParallelComm all_gather_linear "
-        "gather_tokens linear_reduce_scatter split_tokens sum_gradients",
         "says which ranks read which samples": "DataParallelRanks data_parallel_ranks",
         "says what would be chosen, and changes nothing": "attention_kernel offload_ratio "
         "solved_ratio this_cluster",
@@ -121,16 +119,16 @@ FRAMEWORK_FLAGS: Doors = {
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
     "--usp-mlp-chunks --usp-checkpoint-layers --usp-states-on-host",
-    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
+    "less memory, never another loss; off": "--usp-projection-overlap",
     "nothing is traced": "--usp-report-communication",
-    "no tokens are sharded over tensor-parallel ranks; refused": "--usp-tp-shard-tokens",
+    "removed: refused with the reason": "--usp-tp-shard-tokens",
 }
 
 MEGATRON_LM_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-mlp-chunks",
-    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
+    "less memory, never another loss; off": "--usp-projection-overlap",
     "nothing is traced": "--usp-report-communication",
 }
 
@@ -150,8 +148,8 @@ TRAINER_FLAGS: Doors = {
     "--no-untie-embeddings-and-output-weights --disable-bias-linear --no-disable-bias-linear "
     "--init-method-std --attention-dropout --hidden-dropout --bf16 --no-bf16",
     "whose linear layers and norms: TransformerEngine's where it can": "--transformer-impl",
-    "sharded tokens, the same loss": "--usp-tp-shard-tokens",
-    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
+    "removed: refused with the reason": "--usp-tp-shard-tokens",
+    "less memory, never another loss; off": "--usp-projection-overlap",
     "the whole sequences, before they are sharded": "--data-path --data-cache-path --split "
     "--seq-length --micro-batch-size --global-batch-size --eod-mask-loss --no-eod-mask-loss "
     "--reset-attention-mask --no-reset-attention-mask --reset-position-ids "

@@ -15,9 +15,10 @@ from ds_usp.attention.passes import KV_HANDLERS, ChunkState, Pass
 from ds_usp.attention.plan import RingCall
 from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import RecvSpec, StagingBuffer
-from ds_usp.geometry.double_ring import TokenRange
+from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.pipeline_schedule import Instr, Op, pipeline_schedule
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
+from ds_usp.geometry.ring_traffic import TokenRange
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 from ds_usp.kernels.score_mod import PLAIN
 
@@ -34,7 +35,7 @@ def plans_of(
 ) -> list[RingSchedule]:
     """Every ring rank's plan."""
     return [
-        ring_schedule(layout, mask, rank, support, gather, position, inner=inner)
+        double_ring_schedule(layout, mask, rank, support, gather, position, inner=inner)
         for rank in range(layout.ring)
     ]
 
@@ -43,7 +44,7 @@ def test_a_causal_zigzag_crosses_the_network_an_inner_rings_share() -> None:
     layout = TokenLayout("zigzag", 16 * 16, 1, 8)
     for inner in (2, 4):
         straight, double = (
-            [ring_schedule(layout, CAUSAL, rank, inner=each) for rank in range(8)]
+            [double_ring_schedule(layout, CAUSAL, rank, inner=each) for rank in range(8)]
             for each in (None, inner)
         )
         across = sum(
@@ -80,10 +81,10 @@ def test_one_rank_a_node_or_one_node_is_no_double_ring() -> None:
     layout = TokenLayout("zigzag", 64, 1, 4)
     straight = ring_schedule(layout, CAUSAL, 1)
     for inner in (1, 4):
-        assert ring_schedule(layout, CAUSAL, 1, inner=inner) == straight
+        assert double_ring_schedule(layout, CAUSAL, 1, inner=inner) == straight
     for inner in (0, -1, 3, 8):
         with pytest.raises(ConfigError, match=rf"inner_ring={inner} .* 4 ranks .* one of 1, 2, 4"):
-            ring_schedule(layout, CAUSAL, 1, inner=inner)
+            double_ring_schedule(layout, CAUSAL, 1, inner=inner)
 
 
 class Recorder:
@@ -166,7 +167,7 @@ def test_gradients_cross_the_network_during_the_next_outer_step() -> None:
     """A relayed block's last gradients are received in the first step after its outer step, and
     their sum is sent during the others."""
     layout = TokenLayout("contiguous", 4 * 9, 1, 9)
-    plan = ring_schedule(layout, MaskSpec.full(), 4, inner=3)
+    plan = double_ring_schedule(layout, MaskSpec.full(), 4, inner=3)
     schedule, kinds = pipeline_schedule([plan], ulysses=False, backward=True), ("dkv", "outerdkv")
     in_flight, seen = dict.fromkeys(kinds, False), []
     for op, _, number, call in schedule:

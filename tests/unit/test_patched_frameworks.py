@@ -19,7 +19,6 @@ import ds_usp
 import megatron_patches
 from ds_usp import testing as oracle
 from ds_usp.errors import ConfigError
-from ds_usp.planner import Cluster, load_cluster
 from ds_usp.training import apply_rotary
 from megatron_patches import missing_modules, run
 from megatron_patches.megatron_core.context_parallel import check_degrees
@@ -306,7 +305,6 @@ PLAIN = {
     "optimizer": "sgd",
     "partition_activations": False,
     "tensor_model_parallel_size": 4,
-    "usp_tp_shard_tokens": None,
 }
 CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointing": True}
 
@@ -315,7 +313,6 @@ CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointin
     ("options", "message"),
     [
         ({"distribute_saved_activations": True}, "parallel 4.*--usp-offload-ratio 1"),
-        ({"usp_tp_shard_tokens": "on"}, "shard tokens.*Leave it out: --ds-sequence-parallel-size"),
         ({"distribute_checkpointed_activations": True}, "whole length.*--usp-offload-ratio 1"),
         ({"init_method_xavier_uniform": True}, "--init-method-std"),
         ({"cpu_optimizer": True, "cpu_torch_adam": True}, "offload the optimizer"),
@@ -379,7 +376,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         sequence_parallel=False, use_distributed_optimizer=True, overlap_grad_reduce=True,
         recompute_granularity=None, transformer_impl="transformer_engine", cp_comm_type=DEFAULT,
         ulysses_degree=None, usp_kernel="auto", usp_recompute="none", usp_cluster=None,
-        usp_mlp_chunks=0, usp_projection_overlap="auto",
+        usp_mlp_chunks=0, usp_projection_overlap="off",
         use_torch_fsdp2=False, use_megatron_fsdp=False,
     )  # fmt: skip
     return SimpleNamespace(**(vars(values) | changes))
@@ -444,41 +441,19 @@ def test_the_planner_reads_the_run():
     assert (virtual.layers_per_virtual_stage, virtual.recompute) == (2, "attention-only")
 
 
-SERVED = {
-    "transformer_impl": "local",
-    **dict.fromkeys(("multi_latent_attention", "qk_layernorm", "qk_l2_norm", "test_mode"), False),
-    **dict.fromkeys(("attention_output_gate", "rotary_interleaved", "delay_wgrad_compute"), False),
-    **dict.fromkeys(("no_rope_freq", "fp8", "fp4", "num_experts"), None),
-    "gradient_accumulation_fusion": False,
-}
-
-
-@pytest.mark.parametrize(
-    ("gpus_per_node", "given", "resolved", "line"),
-    [
-        (1, {}, "on", "shorter with projections"),
-        (4, {}, "off", "longer with projections"),
-        (1, {"num_experts": 4}, "auto", ""),  # no forecast: by the nodes of the mesh
-        (1, {"qk_layernorm": True}, "off", ""),
-        (1, {"recompute_granularity": "selective"}, "off", ""),
-        (1, {"usp_projection_overlap": "recompute"}, "recompute", ""),
-    ],
-)
-def test_the_planner_decides_about_projections(gpus_per_node, given, resolved, line, monkeypatch):
-    def this_cluster(*_: object, **__: object) -> Cluster:
-        return load_cluster("h800").with_gpus_per_node(gpus_per_node)
-
-    monkeypatch.setattr("ds_usp.training.this_cluster", this_cluster)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    sizes = {"hidden_size": 4096, "ffn_hidden_size": 16384, "num_attention_heads": 32}
-    sizes |= {"kv_channels": 128, "seq_length": 16384, "ulysses_degree": 4}
-    args = arguments(**SERVED, **sizes)
-    vars(args).update(given)
-    lines = projections.resolve_flag(args)
-    assert args.usp_projection_overlap == resolved
-    assert len(lines) == bool(line) and line in "".join(lines)
-    overlap = planned_run(args).parallel_config().projection_overlap
-    assert overlap == ("recompute" if resolved == "recompute" else "off")
+def test_projections_need_several_ranks_and_unedited_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(projections, "verify_flag", asked.append)
+    off, again, alone = arguments(), arguments(), arguments(context_parallel_size=1)
+    again.usp_projection_overlap = alone.usp_projection_overlap = "recompute"
+    assert projections.verify_edits(off) == projections.verify_edits(again) == ()
+    assert asked == ["--usp-projection-overlap"]
+    (line,) = projections.verify_edits(alone)
+    assert line.endswith("recompute has no effect with --context-parallel-size 1")
+    assert planned_run(again).parallel_config().projection_overlap == "recompute"
+    assert planned_run(alone).parallel_config().projection_overlap == "off"
 
 
 def test_every_tensor_parallel_rank_has_a_key_value_head():

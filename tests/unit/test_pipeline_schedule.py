@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
+from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.pipeline_schedule import (
-    EXCHANGES,
+    CHANNELS,
     Instr,
     Op,
     Schedule,
@@ -21,13 +22,10 @@ from ds_usp.geometry.pipeline_schedule import (
     pipeline_schedule,
     render,
 )
-from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.pipeline_timeline import (
     COMPUTE,
     CONTENTION,
-    KIND_OF,
     LAUNCH,
-    POST_OF,
     Cost,
     Timeline,
     simulate,
@@ -95,7 +93,7 @@ def test_a_schedule_prints_in_one_line(mode, text):
     ring, chunks = mode.pop("ring"), mode.pop("chunks", 3)
     layout = TokenLayout("contiguous", 16, 1, ring)
     # A chunk among others, whose local block is not divided.
-    of_chunk = ring_schedule(
+    of_chunk = double_ring_schedule(
         layout, MaskSpec.full(), 0, position="local_first", inner=mode.pop("inner", None)
     )
     schedule = pipeline_schedule([of_chunk] * chunks, **mode)
@@ -164,11 +162,7 @@ def modes(draw: st.DrawFn) -> Mode:
     return Mode([rank() for _ in range(draw(st.integers(1, 3)))], flags)
 
 
-OWN_POST_OF = {
-    wait: post
-    for posts, waits in EXCHANGES.values()
-    for post, wait in zip(posts, waits, strict=True)
-}
+OWN_POST_OF = {op: Op(op.value[:-1]) for op in Op if op.is_wait}
 
 
 def test_exchanges_that_overlap_nothing_are_known():
@@ -183,7 +177,7 @@ def test_every_exchange_is_posted_once_and_then_waited_for_once(mode):
         assert parse(render(schedule)) == schedule
         assert len(set(schedule)) == len(schedule)
         at = {instr: index for index, instr in enumerate(schedule)}
-        posts = [instr for instr in schedule if instr.op in OWN_POST_OF.values()]
+        posts = [instr for instr in schedule if instr.op.is_post]
         waits = [instr for instr in schedule if instr.op in OWN_POST_OF]
         assert len(posts) == len(waits)
         for wait in waits:
@@ -227,17 +221,16 @@ def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mod
 
 def max_in_flight(schedule: Schedule, kind: str) -> int:
     """Most exchanges of a kind that are posted, or staged, and not yet waited for."""
-    posts, waits = EXCHANGES[kind]
     staged: set[int] = set()
     now = most = 0
     for op, chunk, *_ in schedule:
         if op is Op.RETURN_STAGE and kind == "all_to_all":
             staged.add(chunk)
             now += 1
-        elif op in posts and not (op is Op.RETURN_POST and chunk in staged):
-            now += 1
-        elif op in waits:
+        elif op.channel == kind and op.is_wait:
             now -= 1
+        elif op.channel == kind and not (op is Op.RETURN_POST and chunk in staged):
+            now += 1
         most = max(most, now)
     return most
 
@@ -247,12 +240,12 @@ def max_in_flight(schedule: Schedule, kind: str) -> int:
 def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode):
     """A chunk's ring exchanges are in flight one at a time; three all-to-alls at most."""
     for schedule in mode.schedules():
-        for kind in EXCHANGES:
+        for kind in CHANNELS:
             bound = 3 if kind == "all_to_all" else 2
             assert max_in_flight(schedule, kind) <= bound
         for chunk in {x.chunk for x in schedule}:
             of_chunk = tuple(x for x in schedule if x.chunk == chunk)
-            assert all(max_in_flight(of_chunk, kind) <= 1 for kind in EXCHANGES)
+            assert all(max_in_flight(of_chunk, kind) <= 1 for kind in CHANNELS)
 
 
 @given(modes())
@@ -376,18 +369,19 @@ def runs(draw: st.DrawFn) -> Run:
     layout, gather = TokenLayout("contiguous", 4 * ring, 1, ring), draw(st.booleans())
     positions = st.sampled_from(["only", "local_first", "local_merged", "local_last"])
     chunks = [
-        ring_schedule(layout, MaskSpec.full(), 0, gather=gather, position=position, inner=inner)
+        double_ring_schedule(
+            layout, MaskSpec.full(), 0, gather=gather, position=position, inner=inner
+        )
         for position in draw(st.lists(positions, min_size=1, max_size=4))
     ]
     schedule = pipeline_schedule(chunks, **flags)
     seconds = st.sampled_from([0.0, 1e-6, 0.1, 0.3, 1.0, 7.0])
     costs = {
-        instr: Cost(draw(seconds), draw(seconds) if instr.op in POST_OF.values() else 0.0)
-        for instr in schedule
+        instr: Cost(draw(seconds), draw(seconds) if instr.op.is_post else 0.0) for instr in schedule
     }
     rules = {
         "contention": draw(st.sampled_from([0.0, 0.3, 1.0])),
-        "links": {kind: draw(st.sampled_from("ab")) for kind in EXCHANGES},
+        "links": {kind: draw(st.sampled_from("ab")) for kind in CHANNELS},
         "launch_s": draw(st.sampled_from([0.0, 0.05])),
     }
     return Run(schedule, costs, rules)
@@ -403,7 +397,7 @@ def test_all_seconds_are_work_or_exposed(run):
     assert timeline.total == pytest.approx(work + sum(timeline.exposed.values()))
     last = max((event.stop for event in timeline.events), default=0)
     assert last <= timeline.total * (1 + 1e-9) + 1e-12
-    for lane in (COMPUTE, *EXCHANGES):
+    for lane in (COMPUTE, *CHANNELS):
         assert timeline.busy(lane) <= timeline.total * (1 + 1e-9)
     # Never worse than one after the other: some exchange always has at least its fair part.
     serial = work + sum(cost.exchange for cost in run.costs.values())
@@ -427,7 +421,7 @@ def test_lanes_are_in_order_and_waits_end_with_their_exchange(run):
     by_instr = {
         (lane == COMPUTE, instr): (start, stop) for lane, instr, start, stop in timeline.events
     }
-    for lane in (COMPUTE, *EXCHANGES):
+    for lane in (COMPUTE, *CHANNELS):
         of_lane = [event for event in timeline.events if event.lane == lane]
         assert of_lane == sorted(of_lane, key=lambda event: index_of[event.instr])
         for first, second in pairwise(of_lane):
@@ -436,10 +430,10 @@ def test_lanes_are_in_order_and_waits_end_with_their_exchange(run):
     for index, instr in enumerate(run.schedule, 1):
         launched = index * run.rules["launch_s"]
         now = max(now, launched, by_instr.get((True, instr), (0, 0))[1])
-        if instr.op in POST_OF:
-            posted = by_instr.get((False, instr._replace(op=POST_OF[instr.op])), (0, 0))
+        if instr.op.is_wait:
+            posted = by_instr.get((False, instr._replace(op=Op(instr.op.value[:-1]))), (0, 0))
             assert posted[1] <= now * (1 + 1e-9)
-        elif instr.op in KIND_OF and (False, instr) in by_instr:
+        elif instr.op.channel and (False, instr) in by_instr:
             start, stop = by_instr[False, instr]
             assert now <= start * (1 + 1e-9)
             assert stop - start >= run.costs[instr].exchange * (1 - 1e-6)

@@ -21,9 +21,7 @@ from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.pipeline_timeline import CONTENTION
 
-POSTS = (Op.A2A_POST, Op.RETURN_POST, Op.KV_POST, Op.DKV_POST, Op.OUTER_KV_POST, Op.OUTER_DKV_POST)
-
-
+POSTS = (Op.A2A_POST, Op.RETURN_POST, Op.KV_POST, Op.DKV_POST)
 SENT = {op: SentBytes(10.0 + number, 3.0 * number) for number, op in enumerate(POSTS)}
 
 
@@ -39,7 +37,7 @@ def posted(costs: RelativeCosts) -> dict[Op, float]:
 @given(
     heads=st.sampled_from([(6, 6), (12, 6), (6, 1)]),
     chunks=st.integers(1, 5),
-    ring=st.sampled_from([(1, None), (2, None), (5, None), (8, 4), (40, None), (64, 8)]),
+    ring=st.sampled_from([1, 2, 5, 8, 40, 64]),
     ulysses=st.booleans(),
     gather=st.booleans(),
     backward=st.booleans(),
@@ -48,19 +46,16 @@ def posted(costs: RelativeCosts) -> dict[Op, float]:
 def test_a_pass_is_divided_among_its_instructions(
     heads: tuple[int, int],
     chunks: int,
-    ring: tuple[int, int | None],
+    ring: int,
     ulysses: bool,
     gather: bool,
     backward: bool,
 ) -> None:
     costs, ring_steps = mean_costs(
-        *heads, chunks, *ring, ulysses=ulysses, gather=gather, backward=backward
+        *heads, chunks, ring, ulysses=ulysses, gather=gather, backward=backward
     )
     exchanged = {Op.A2A_POST, Op.RETURN_POST} if ulysses else set()
-    degree, inner = ring
-    exchanged |= {Op.KV_POST} | ({Op.DKV_POST} if backward else set()) if degree > 1 else set()
-    if inner:
-        exchanged |= {Op.OUTER_KV_POST} | ({Op.OUTER_DKV_POST} if backward else set())
+    exchanged |= {Op.KV_POST} | ({Op.DKV_POST} if backward else set()) if ring > 1 else set()
     assert posted(costs) == pytest.approx({op: sum(SENT[op]) for op in exchanged})
     timeline = costs.simulate(PassSeconds(7.0, 0.0, 0.0, {}, lambda *_: 0.0), contention=0.5)
     assert timeline.total == timeline.compute == pytest.approx(7)
@@ -69,10 +64,9 @@ def test_a_pass_is_divided_among_its_instructions(
     assert packed.total == pytest.approx(2 * sent)
     merged = costs.simulate(PassSeconds(0.0, 3.0, 0.0, {}, lambda *_: 0.0), contention=0.5)
     assert merged.total == pytest.approx(3 * costs.mean_merges)
-    if not gather and degree > 1:  # a long ring is priced as a shorter one
+    if not gather and ring > 1:  # a long ring is priced as a shorter one
         steps = sum(instr.op is Op.KV_POST and instr.chunk == 0 for instr in costs.schedule)
-        steps += sum(instr.op is Op.OUTER_KV_POST and instr.chunk == 0 for instr in costs.schedule)
-        assert (steps + 1) * ring_steps == degree
+        assert (steps + 1) * ring_steps == ring
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -101,10 +95,13 @@ def call(
     mask: MaskSpec | None = None,
     rank: int = 0,
     cluster: Cluster = H200,
+    inner: int | None = None,
 ) -> AttentionCall:
     layout = TokenLayout("zigzag", seq_len, ulysses, ring)
     config = ParallelConfig(ulysses=ulysses, ring=ring)
-    return AttentionCall(cluster, layout, mask or MaskSpec.causal(), *heads, 128, config, rank=rank)
+    return AttentionCall(
+        cluster, layout, mask or MaskSpec.causal(), *heads, 128, config, rank=rank, inner=inner
+    )
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -145,8 +142,8 @@ def test_a_window_takes_less_and_exposes_less() -> None:
     assert set(window.exposed) <= {"ring_kv", CONTENTION}
 
 
-def test_a_ring_across_nodes_is_a_double_one() -> None:
-    double = call(131072, (32, 8), 2, 8, cluster=load_cluster("h100"))
-    timeline = double.simulate(backward=True)
-    assert double.inner_ring == 4 and timeline.alone["ring_dkv_outer"] > 0
-    assert call(131072, (32, 8), 1, 8).inner_ring is None
+def test_a_ring_across_nodes_is_a_double_one_where_it_is_asked_for() -> None:
+    h100 = load_cluster("h100")
+    plain, double = (call(131072, (32, 8), 2, 8, cluster=h100, inner=x) for x in (None, 4))
+    assert plain.inner_ring is None and plain.simulate(backward=True).alone["ring_dkv_outer"] == 0
+    assert double.inner_ring == 4 and double.simulate(backward=True).alone["ring_dkv_outer"] > 0

@@ -59,7 +59,6 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "heads that share": (lambda: attention(kv_heads=3), "4 query heads are no multiple of 3"),
     "chunks": (lambda: memory.in_chunks(Linear(4, 4), torch.ones(2, 4), 2.0), "whole number"),
     "layers": (lambda: memory.LayerMemory("full", checkpoint_layers=2.5), "whole number"),
-    "a group": (lambda: training.split_tokens(torch.ones(4, 3), None), "TensorParallelComm.build"),
     "no engine": (lambda: training.keep_states_on_host(Linear(2, 2)), "Linear is no engine"),
     "an odd dim": (lambda: training.rotary_frequencies(torch.arange(4), 7), "dim=7 even"),
     "positions": (lambda: training.rotary_frequencies(torch.ones(1, 4), 8), r"\[1, 4\]"),

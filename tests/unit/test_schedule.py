@@ -6,10 +6,11 @@ import time
 import pytest
 import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
+from ds_usp.geometry.double_ring import visible_runs
 
 from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
+from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.document_sharding import balance_documents
-from ds_usp.geometry.double_ring import visible_runs
 from ds_usp.geometry.ring_schedule import ChunkPosition as Position
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport, kernel_calls_from_tiles
@@ -247,7 +248,7 @@ def test_a_schedule_prints_as_a_table():
 
 
 def test_a_double_ring_prints_its_windows():
-    plan = str(ring_schedule(TokenLayout("zigzag", 32, 1, 4), CAUSAL, 3, inner=2))
+    plan = str(double_ring_schedule(TokenLayout("zigzag", 32, 1, 4), CAUSAL, 3, inner=2))
     assert plan.splitlines()[1:] == [
         "  outer step 1 relays 1[0:4], sends 1[0:8]",
         "  local: q[0:8] k[0:8] causal",

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
-from ds_usp.geometry.double_ring import TokenRange
-from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
+from ds_usp.experimental.double_ring import double_ring_schedule
+from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep
+from ds_usp.geometry.ring_traffic import TokenRange
 from ds_usp.geometry.tiles import KernelCall, Tile, TileSupport
 
 POSITIONS: tuple[ChunkPosition, ...] = get_args(ChunkPosition)
@@ -39,8 +40,11 @@ class Problem:
 
     def schedules(self) -> list[RingSchedule]:
         """Every ring rank's schedule."""
-        args = self.support, self.gather, self.position, self.kv_layout, self.inner
-        return [ring_schedule(self.layout, self.mask, r, *args) for r in range(self.layout.ring)]
+        args = self.support, self.gather, self.position, self.kv_layout
+        return [
+            double_ring_schedule(self.layout, self.mask, r, *args, inner=self.inner)
+            for r in range(self.layout.ring)
+        ]
 
     @property
     def keys(self) -> TokenLayout:

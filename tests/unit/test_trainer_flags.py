@@ -19,6 +19,7 @@ import torch
 from ds_usp import ConfigError, USPError
 from ds_usp.kernels.registry import AUTO, KERNELS
 from ds_usp.memory import RECOMPUTE
+from ds_usp.removed_settings import REMOVED
 from ds_usp.training import solved_ratio
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,12 @@ from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
 from usp_trainer.validate_args import check_start, validate_and_derive  # noqa: E402
 
 PARSER = build_parser()
-ACTIONS = {a.option_strings[0]: a for a in PARSER._actions if a.nargs != 0}
+REMOVED_FLAGS = {flag for flag, value in REMOVED if value is None}
+ACTIONS = {
+    a.option_strings[0]: a
+    for a in PARSER._actions
+    if a.nargs != 0 and not REMOVED_FLAGS & {*a.option_strings}
+}
 NUMBERS = (command_line.Integer, command_line.Number, command_line.KeywordOr)
 # Flags for which 0 means something, and what; every other number starts above it.
 ZERO = {

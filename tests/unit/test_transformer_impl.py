@@ -20,7 +20,6 @@ GPU = {
     "bf16": True,
     "zero_stage": 1,
     "transformer_impl": None,
-    "usp_tp_shard_tokens": "off",
 }
 INSTALLED = "2.20.2"
 # Installed version, other values, and the refusal of TransformerEngine's layers.
@@ -30,7 +29,6 @@ OBSTACLES = {
     "too old": ("2.8.1", {}, "TransformerEngine 2.9.0a0 or newer, which is 2.8.1"),
     "no version": ("", {}, "a folder without an installed version"),
     "fp32": (INSTALLED, {"bf16": False}, "Add --bf16, or use --transformer-impl local"),
-    "sharded tokens": (INSTALLED, {"usp_tp_shard_tokens": "on"}, "Use --usp-tp-shard-tokens off"),
     "ZeRO-3": (INSTALLED, {"zero_stage": 3}, "Use --zero-stage 2"),
 }
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_usp.planner import AUTO
+from ds_usp.removed_settings import add_removed_flag
 from megatron_patches.flags import (
     add_attention_flags,
     add_checkpoint_layers_flag,
@@ -20,7 +21,6 @@ from megatron_patches.flags import (
 )
 from megatron_patches.projection_overlap import add_projection_flag
 from megatron_patches.settings import MeshSettings
-from usp_trainer import tp_tokens
 from usp_trainer.command_line import Integer, KeywordOr, Number, Parser, Ratios, Text
 from usp_trainer.transformer_impl import CHOICES
 
@@ -149,12 +149,7 @@ def _parallel(parser: Parser) -> None:
         default_text="as many as the heads allow",
     )
     add("--tensor-model-parallel-size", COUNT, 1, "ranks per layer")
-    add(
-        "--usp-tp-shard-tokens",
-        tp_tokens.CHOICES,
-        tp_tokens.OFF,
-        "shard tokens over the tensor-parallel ranks between linear layers: less memory",
-    )
+    add_removed_flag(group, "--usp-tp-shard-tokens")
     add_projection_flag(group)
     add("--pipeline-model-parallel-size", COUNT, 1, "stages")
     add("--zero-stage", tuple(range(4)), 1, "DeepSpeed's ZeRO stage", type=int)

@@ -1,14 +1,11 @@
-"""``--ulysses-degree auto`` and ``--usp-projection-overlap auto``: the planner chooses on rank 0,
-before anything is built."""
+"""``--ulysses-degree auto``: the planner chooses on rank 0, before anything is built."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
-from ds_usp.planner import AUTO, Choice, ProjectionChoice
+from ds_usp.planner import AUTO, Choice
 from megatron_patches.flags import PlannedRun
-from megatron_patches.projection_overlap import resolve_projections
-from usp_trainer import projections, tp_tokens
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.run_files import TEXT_VOCAB_SIZE
 from usp_trainer.validate_args import model_parallel_size, validate_and_derive
@@ -21,13 +18,11 @@ def planned_run(args: Namespace) -> PlannedRun:
         zero=args.zero_stage,
         world_size=model_parallel_size(args) * args.data_parallel_size,
         default_vocab=TEXT_VOCAB_SIZE,
-        tp_sequence=args.usp_tp_shard_tokens == tp_tokens.ON,
     )
 
 
 def resolve_auto_args(args: Namespace, world_size: int) -> tuple[Namespace, tuple[str, ...]]:
-    """:func:`validate_and_derive` after ``auto`` is replaced by a degree, and that of
-    ``--usp-projection-overlap`` by on or off. Collective.
+    """:func:`validate_and_derive` after ``auto`` is replaced by a degree. Collective.
 
     Returns:
         The validated arguments, and the planner's reasons, one a line; none where nothing was
@@ -36,21 +31,6 @@ def resolve_auto_args(args: Namespace, world_size: int) -> tuple[Namespace, tupl
     Raises:
         ConfigError, LayoutError: on every rank; also where the planner finds that nothing fits.
     """
-    args, why = _resolve_degree(args, world_size)
-    if args.ds_sequence_parallel_size == 1:
-        return args, why
-    run, on_gpu = planned_run(args), args.device == "cuda"
-
-    def choose() -> ProjectionChoice | None:
-        choice: ProjectionChoice | None = broadcast_from_rank0(
-            lambda: run.choose_projections(on_gpu=on_gpu)
-        )
-        return choice
-
-    return args, (*why, *resolve_projections(args, choose, projections.NOT_SERVED))
-
-
-def _resolve_degree(args: Namespace, world_size: int) -> tuple[Namespace, tuple[str, ...]]:
     if args.ulysses_degree != AUTO:
         return validate_and_derive(args, world_size), ()
     run = planned_run(validate_and_derive(_with_ulysses(args, None), world_size))

@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
     def _unknown_flag_message(self, flag: str) -> str:
         if not flag.startswith("-"):
             return f"{flag!r} belongs to no flag"
-        known = [name for action in self._actions for name in action.option_strings]
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        known = [name for action in shown for name in action.option_strings]
         suggestion = closest_name(flag, known)
         return f"there is no flag {flag}" + (f"; did you mean {suggestion}?" if suggestion else "")
 

@@ -21,7 +21,6 @@ from ds_usp.training import (
     loss_token_weight,
     mean_loss,
 )
-from usp_trainer import tp_tokens
 from usp_trainer.auto_args import planned_run
 from usp_trainer.data import TrainingBatch
 
@@ -158,10 +157,6 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
     }
-    if args.usp_tp_shard_tokens == tp_tokens.ON and args.pipeline_model_parallel_size > 1:
-        # By default each tensor-parallel rank sends its part of what all of them hold; here each
-        # holds other tokens.
-        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if args.bf16:
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}

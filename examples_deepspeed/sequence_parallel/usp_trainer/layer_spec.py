@@ -11,27 +11,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ds_usp.training import TensorParallelComm
 from megatron_patches.megatron_core.core_attention import USPCoreAttention
-from usp_trainer.tp_linear import shard_tokens
 from usp_trainer.transformer_impl import LOCAL
 
 Norm = ModuleSpec | type
 
 
-def layer_specs_of(
-    impl: str, config: TransformerConfig, comm: TensorParallelComm | None, **core: Any
-) -> tuple[ModuleSpec, Norm]:
+def layer_specs_of(impl: str, config: TransformerConfig, **core: Any) -> tuple[ModuleSpec, Norm]:
     """A layer whose core attention is USP attention, and the norm after the last layer.
 
     Args:
         impl: value of ``--transformer-impl``.
-        comm: shards the tokens between local linear layers; None: every rank has all of them.
         core: arguments of ``USPCoreAttention`` that are not megatron-core's.
     """
     layer, norm = _local(config) if impl == LOCAL else _transformer_engine()
-    if comm:
-        shard_tokens(layer, comm)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(USPCoreAttention, params=core)
     return layer, norm

@@ -19,7 +19,7 @@ from ds_usp.profiling import exposed
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 from megatron_patches.megatron_core.groups import initialize_groups
-from usp_trainer import checkpoint, progress, tp_tokens, transformer_impl
+from usp_trainer import checkpoint, progress, transformer_impl
 from usp_trainer.auto_args import resolve_auto_args
 from usp_trainer.checkpoint import Progress
 from usp_trainer.data import TokenData
@@ -63,9 +63,7 @@ class TrainingLoop:
         self.data = TokenData(args, layout, self.mesh.rank, dist.get_rank(self.groups.dp))
         args.padded_vocab_size = padded_vocab_size(args, self.data.vocab_size)
         device = torch.device(args.device)
-        comm = tp_tokens.communication(args, layout, self.groups, device)
-        args.usp_tp_shard_tokens = tp_tokens.ON if comm else tp_tokens.OFF
-        model = build_model(args, self.mesh, layout, self.groups, device, comm)
+        model = build_model(args, self.mesh, layout, self.groups, device)
         self.parameters = _count_parameters(model, self.groups, device)
         self.trainer = Trainer(args, model, self.groups, device, self.data.vocab_size)
         self.progress = Progress()

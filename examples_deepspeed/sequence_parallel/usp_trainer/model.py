@@ -29,12 +29,8 @@ from ds_usp.memory import LayerMemory
 from ds_usp.training import (
     ParallelGroups,
     RotaryPositions,
-    TensorParallelComm,
     chunked_weighted_loss,
-    gather_tokens,
     local_positions,
-    split_tokens,
-    sum_gradients,
     weighted_loss,
 )
 from megatron_patches.megatron_core.layer_memory import (
@@ -42,13 +38,12 @@ from megatron_patches.megatron_core.layer_memory import (
     recompute_gemm_last,
     without_zero_offset,
 )
-from megatron_patches.megatron_core.projections import overlap_projections
+from megatron_patches.megatron_core.projections import project_again
 from megatron_patches.megatron_core.rotary import rotate_in_projection
-from megatron_patches.projection_overlap import keep_of
-from usp_trainer import projections, transformer_impl
+from megatron_patches.projection_overlap import projects_again
+from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
-from usp_trainer.tp_linear import GatheringColumnParallelLinear, parameters_of_shards
 
 
 class Embedding(nn.Module):
@@ -56,8 +51,6 @@ class Embedding(nn.Module):
 
     Args:
         positions: ``[s_local]``, of batches that bring none.
-        comm: hidden states of this tensor-parallel rank's shard ``[s_local / tp, b, h]``, here and
-            up to the output projection; None: of all tokens.
     """
 
     def __init__(
@@ -66,7 +59,6 @@ class Embedding(nn.Module):
         config: TransformerConfig,
         args: Namespace,
         positions: Tensor,
-        comm: TensorParallelComm | None,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -78,14 +70,13 @@ class Embedding(nn.Module):
             position_embedding_type="rope" if rotary else "learned_absolute",
         )
         if not args.untie_embeddings_and_output_weights:
-            self.output = output_projection(config, args, comm, own_weight=False)
-        self.positions, self.comm = positions, comm
+            self.output = output_projection(config, args, own_weight=False)
+        self.positions = positions
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Positions ``[b, s_local]`` restart in each document; a pipeline has none."""
         positions = self.positions if positions is None else positions
-        hidden = self.embedding(tokens, positions.expand_as(tokens))
-        return split_tokens(hidden, self.comm) if self.comm else hidden
+        return self.embedding(tokens, positions.expand_as(tokens))
 
 
 class Layer(nn.Module):
@@ -100,8 +91,7 @@ class Layer(nn.Module):
         rotary: RotaryPositions | None,
         memory: LayerMemory,
         mlp_chunks: int,
-        comm: TensorParallelComm | None,
-        keep: str | None,
+        projects: bool,
         partitioned: bool,
     ) -> None:
         super().__init__()
@@ -109,16 +99,14 @@ class Layer(nn.Module):
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
         self.number, self.memory = number, memory
         without_zero_offset(self.layer)
-        if comm:
-            sum_gradients(parameters_of_shards(self.layer), comm.group)
         if mlp_chunks:
             mlp_in_chunks(self.layer, mlp_chunks)
         if memory.recompute == "gemm-last":
             recompute_gemm_last(self.layer, mlp=not mlp_chunks)
         if rotary is not None:
             rotate_in_projection(self.layer, rotary)
-        if keep:
-            overlap_projections(self.layer, keep, partitioned=partitioned)
+        if projects:
+            project_again(self.layer, partitioned=partitioned)
 
     def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
         """Documents are those packed in the sequences; None: one document a sequence."""
@@ -133,15 +121,11 @@ class Layer(nn.Module):
 class FinalNorm(nn.Module):
     """The norm before the output projection."""
 
-    def __init__(
-        self, config: TransformerConfig, norm: Norm, comm: TensorParallelComm | None
-    ) -> None:
+    def __init__(self, config: TransformerConfig, norm: Norm) -> None:
         super().__init__()
         self.norm = build_module(
             norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
-        if comm:
-            sum_gradients(self.norm.parameters(), comm.group)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
@@ -153,7 +137,7 @@ class Output(nn.Module):
     def __init__(self, seed: int, config: TransformerConfig, args: Namespace, loss: Loss) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.output = output_projection(config, args, loss.comm, own_weight=True)
+        self.output = output_projection(config, args, own_weight=True)
         self.loss = loss
 
     def forward(self, hidden: Tensor, *targets: Tensor) -> Tensor:
@@ -167,15 +151,10 @@ def tied_output(loss: Loss, embedding: Embedding, hidden: Tensor, *targets: Tens
 
 
 def output_projection(
-    config: TransformerConfig,
-    args: Namespace,
-    comm: TensorParallelComm | None,
-    *,
-    own_weight: bool,
+    config: TransformerConfig, args: Namespace, *, own_weight: bool
 ) -> ColumnParallelLinear:
     """The projection to logits ``[s, b, vocab / tp]``; a tied one gets its weight at each call."""
-    linear = partial(GatheringColumnParallelLinear, comm=comm) if comm else ColumnParallelLinear
-    return linear(
+    return ColumnParallelLinear(
         config.hidden_size,
         args.padded_vocab_size,
         config=config,
@@ -200,11 +179,10 @@ class Loss:
 
     Args:
         chunks: number of chunks; 0: all logits in one piece.
-        comm: hidden states are of a tensor-parallel shard of the tokens; None: of all.
     """
 
-    def __init__(self, chunks: int, comm: TensorParallelComm | None) -> None:
-        self.chunks, self.comm = chunks, comm
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
         self._weight: Tensor | None = None
 
     def from_output(
@@ -229,7 +207,6 @@ class Loss:
     def _chunked(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """The weighted loss of each token, computed chunk by chunk so that no full logits exist."""
         group = get_tensor_model_parallel_group()
-        hidden = gather_tokens(hidden, self.comm) if self.comm else hidden
         return chunked_weighted_loss(
             hidden, weight, labels.t(), weights.t(), chunks=self.chunks, tp_group=group
         )
@@ -286,14 +263,9 @@ def build_model(
     layout: TokenLayout,
     groups: ParallelGroups,
     device: torch.device,
-    comm: TensorParallelComm | None = None,
 ) -> nn.Module:
-    """This rank's part of the model: all layers, or its pipeline stage.
-
-    Args:
-        comm: shards tokens over tensor-parallel ranks; None: each has all of its sequence's.
-    """
-    loss = Loss(args.usp_loss_chunks, comm)
+    """This rank's part of the model: all layers, or its pipeline stage."""
+    loss = Loss(args.usp_loss_chunks)
     specs = layer_specs(args, mesh, layout, device, loss)
     if groups.stages == 1:
         return GPT(specs)
@@ -328,12 +300,11 @@ def layer_specs(
     spec, norm = layer_specs_of(
         transformer_impl.chosen(args),
         config,
-        loss.comm,
         mesh=mesh,
         layout=layout,
         kernel=args.usp_kernel,
     )
-    embedding = [Embedding, args.seed, config, args, positions, loss.comm]
+    embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
         last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args, loss)
@@ -345,13 +316,12 @@ def layer_specs(
         )
     numbers = range(1, args.num_layers + 1)
     memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
-    keep = keep_of(args, mesh, projections.NOT_SERVED)
-    more = memory, chunks, loss.comm, keep, args.zero_stage == 3
+    more = memory, chunks, projects_again(args, mesh.sp_degree), args.zero_stage == 3
     layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
     return [
         first,
         *layers,
-        LayerSpec(FinalNorm, config, norm, loss.comm),
+        LayerSpec(FinalNorm, config, norm),
         last,
     ]
 

@@ -46,9 +46,4 @@ def _obstacle(args: Namespace) -> str:
         return f"multiplies fp32 matrices in TF32, which is not fp32. Add --bf16, {otherwise}"
     if args.zero_stage == 3:
         return f"was not tested with the weights of ZeRO-3. Use --zero-stage 2, {otherwise}"
-    if args.usp_tp_shard_tokens == "on":
-        return (
-            "has linear layers of its own, which --usp-tp-shard-tokens on does not know. "
-            f"Use --usp-tp-shard-tokens off, {otherwise}"
-        )
     return ""

@@ -16,13 +16,21 @@ from megatron_patches.flags import (
     check_mlp_chunks,
     check_report_flag,
 )
-from megatron_patches.projection_overlap import check_projections
+from megatron_patches.projection_overlap import FLAG, OR_OFF, check_projections
+from megatron_patches.refusals import Refusal
 from usp_trainer import (
     environment,
-    projections,
     run_files,
-    tp_tokens,
     transformer_impl,
+)
+
+# What the trainer's layers do not serve of --usp-projection-overlap.
+PROJECTIONS_NOT_SERVED = (
+    Refusal(
+        lambda args: transformer_impl.chosen(args) != transformer_impl.LOCAL,
+        f"{FLAG} multiplies weights of megatron-core's own linear layers",
+        f"Use --transformer-impl {transformer_impl.LOCAL}, {OR_OFF}",
+    ),
 )
 
 
@@ -99,7 +107,7 @@ def validate_flags(args: Namespace, world_size: int) -> None:
     check_checkpoint_layers(args)
     _check_states(args)
     transformer_impl.check(args)
-    check_projections(args, projections.NOT_SERVED)
+    check_projections(args, PROJECTIONS_NOT_SERVED)
 
 
 def _check_degrees(args: Namespace, world_size: int) -> None:
@@ -123,7 +131,6 @@ def _check_degrees(args: Namespace, world_size: int) -> None:
         args.usp_layout, seq_len=args.seq_length, ulysses=args.ulysses_degree, ring=args.ring_degree
     )
     check_mlp_chunks(args, layout)
-    tp_tokens.check(args, layout)
 
 
 def _check_documents(args: Namespace) -> None:

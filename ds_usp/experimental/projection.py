@@ -180,14 +180,11 @@ class Geometry(NamedTuple):
     def rows(self, kind: int, heads: Iterable[int]) -> tuple[Rows, ...]:
         """The rows of these heads of queries (0), keys (1) or values (2), in this order; those that
         follow each other as one."""
-        dim, runs = self.head_dim(kind), list[Rows]()
-        for head in heads:
-            weight, start = self._first_row(kind, head)
-            if runs and runs[-1].weight == weight and runs[-1].stop == start:
-                runs[-1] = runs[-1]._replace(stop=start + dim)
-            else:
-                runs.append(Rows(weight, start, start + dim))
-        return tuple(runs)
+        return _joined((self._first_row(kind, head) for head in heads), self.head_dim(kind))
+
+    def out_columns(self, heads: Iterable[int]) -> tuple[Rows, ...]:
+        """The columns of these heads in the output's weight, likewise."""
+        return _joined(((0, head * self.value_dim) for head in heads), self.value_dim)
 
     def _first_row(self, kind: int, head: int) -> tuple[int, int]:
         dim, h, g = self.dim, self.heads, self.kv_heads
@@ -198,6 +195,17 @@ class Geometry(NamedTuple):
         ratio = h // g
         group, place = divmod(head, ratio) if kind == 0 else (head, ratio + kind - 1)
         return 0, (group * (ratio + 2) + place) * dim
+
+
+def _joined(starts: Iterable[tuple[int, int]], length: int) -> tuple[Rows, ...]:
+    """Runs of one length, of a weight and their first row; those that follow each other as one."""
+    runs = list[Rows]()
+    for weight, start in starts:
+        if runs and runs[-1].weight == weight and runs[-1].stop == start:
+            runs[-1] = runs[-1]._replace(stop=start + length)
+        else:
+            runs.append(Rows(weight, start, start + length))
+    return tuple(runs)
 
 
 def split_heads(

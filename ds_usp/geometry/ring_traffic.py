@@ -1,11 +1,4 @@
-"""Which tokens each ring rank sends, relays and receives: the traffic of a ring, on integers.
-
-A double ring (LoongTrain, arXiv 2406.18485) groups ring ranks ``0 .. inner - 1`` as one node, the
-next ``inner`` as another. In outer step ``w`` a rank relays, for its node, what the node sees of
-the rank with its index ``w`` nodes before: the tokens cross the network once, and the ranks of the
-node receive them from there. In outer step 0 each rank has its own tokens; with one node it is the
-only one, and the ring is a plain one.
-"""
+"""Which tokens each ring rank sends and receives: the traffic of a ring, on integers."""
 
 from __future__ import annotations
 
@@ -16,8 +9,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from ds_usp.errors import ConfigError
-from ds_usp.geometry.degrees import divisors
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Runs, Segment, slice_segments, split_at_documents
@@ -52,7 +43,8 @@ def total_length(ranges: Iterable[TokenRange]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
-    """What a rank exchanges across the network before the ring steps of an outer step.
+    """What a rank of a double ring exchanges across the network before the ring steps of an outer
+    step.
 
     Args:
         recv_ranges: what this rank is to relay in its node, by owner, in the buffer's order.
@@ -85,121 +77,77 @@ class OuterStep:
         return f"relays {received}, sends {sent}"
 
 
-def validate_inner_ring(ring: int, inner: int | None) -> int | None:
-    """Check that ``inner`` ring ranks a node divide the ring; None where that is no double ring, as
-    with one rank, which has nothing to relay.
+class Ring:
+    """Which tokens each rank of a ring sends and receives: its own go straight to those whose
+    queries see them.
 
-    Raises:
-        ConfigError: it does not divide.
-    """
-    if inner is None or ring == 1:
-        return None
-    if inner < 1 or ring % inner:
-        fits = ", ".join(map(str, divisors(ring)))
-        raise ConfigError(
-            f"inner_ring={inner} does not divide the {ring} ranks of the ring. Use one of {fits}"
-        )
-    return None if inner in (1, ring) else inner
-
-
-class DoubleRing:
-    """Which tokens each rank of a ring relays and receives.
+    A node of a double ring in one outer step is one too, whose ranks hold what they relay
+    (``ds_usp.experimental.double_ring``).
 
     Args:
         queries, keys: layouts of the query and of the key tokens.
         mask: which of them attend to each other.
-        inner: adjacent ring ranks that are one node; None, or a node a rank: a plain ring.
-
-    Raises:
-        ConfigError: ``inner`` does not divide the ring.
     """
 
-    def __init__(
-        self, queries: TokenLayout, keys: TokenLayout, mask: MaskSpec, inner: int | None = None
-    ) -> None:
+    def __init__(self, queries: TokenLayout, keys: TokenLayout, mask: MaskSpec) -> None:
         self.queries, self.keys, self.mask = queries, keys, mask
-        self.ring = queries.ring
-        self.inner = validate_inner_ring(self.ring, inner) or self.ring
-        self._visible = visible_runs(queries, mask, keys)
-        self._relayed: dict[tuple[int, int], Runs] = {}
+        self.degree = queries.ring
+        self.visible = visible_runs(queries, mask, keys)
 
     @property
-    def outer_steps(self) -> range:
-        """The indices of all outer steps, useful or not."""
-        return range(self.ring // self.inner)
+    def size(self) -> int:
+        """Ranks that exchange with each other."""
+        return self.degree
 
-    def inner_peer(self, rank: int, offset: int) -> int:
-        """The rank of the same node ``offset`` ranks before ``rank``, around the node."""
-        first = rank - rank % self.inner
-        return first + (rank - first - offset) % self.inner
+    def peer(self, rank: int, offset: int) -> int:
+        """The rank ``offset`` ranks before ``rank``, around those that exchange."""
+        return (rank - offset) % self.degree
 
-    def owner(self, relay: int, outer_step: int) -> int:
-        """The ring rank whose tokens a rank relays in an outer step."""
-        return (relay - outer_step * self.inner) % self.ring
+    def owner(self, rank: int) -> int:
+        """The ring rank whose tokens a rank holds."""
+        return rank
 
-    def relayed_runs(self, relay: int, outer_step: int) -> Runs:
-        """The runs of the owner's tokens that a rank relays in an outer step: all of its own
-        tokens; of another rank's, those that its node sees."""
-        owner = self.owner(relay, outer_step)
-        length = self.keys.ring_length(owner)
-        if not outer_step:
-            return ((0, length),)
-        key = relay, outer_step
-        if key not in self._relayed:
-            first = relay - relay % self.inner
-            users = range(first, first + self.inner)
-            visible = (run for user in users for run in self._visible[user][owner])
-            self._relayed[key] = merge_runs(visible, min_gap(length))
-        return self._relayed[key]
+    def held_runs(self, rank: int) -> Runs:
+        """The runs of the owner's tokens that a rank holds."""
+        return ((0, self.keys.ring_length(rank)),)
 
-    def relayed_segments(self, relay: int, outer_step: int) -> tuple[Segment, ...]:
-        """The positions of what a rank relays."""
-        owned = self.keys.ring_segments(self.owner(relay, outer_step))
-        runs = self.relayed_runs(relay, outer_step)
+    def held_segments(self, rank: int) -> tuple[Segment, ...]:
+        """The positions of what a rank holds."""
+        owned = self.keys.ring_segments(self.owner(rank))
+        runs = self.held_runs(rank)
         return tuple(segment for run in runs for segment in slice_segments(owned, *run))
 
-    def offsets(self, outer_step: int) -> tuple[int, ...]:
-        """Offsets in a node at which any rank sees anything of what that peer relays."""
-        ranks = range(self.ring)
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets at which any rank sees anything of what that peer holds."""
+        ranks = range(self.degree)
         return tuple(
             offset
-            for offset in range(self.inner)
-            if any(
-                self._visible[rank][self.owner(self.inner_peer(rank, offset), outer_step)]
-                for rank in ranks
-            )
+            for offset in range(self.size)
+            if any(self.visible[rank][self.owner(self.peer(rank, offset))] for rank in ranks)
         )
 
     def recv_ranges(
-        self, rank: int, outer_step: int, offsets: Sequence[int]
+        self, rank: int, offsets: Sequence[int]
     ) -> tuple[tuple[TokenRange, TokenRange], ...]:
         """What a rank receives from its peers at some offsets, the farthest first: ranges of the
-        tokens' owner, and the same tokens among those that the peer relays. At offset 0, its own,
-        it has all that it relays.
+        tokens' owner, and the same tokens among those that the peer holds. At offset 0, its own,
+        it has all that it holds.
 
         In this order the keys that a causal zigzag's front half sees lie next to each other, and
         those of both halves end at their diagonals.
         """
         ranges = []
         for offset in sorted(offsets, reverse=True):
-            relay = self.inner_peer(rank, offset)
-            owner, relayed = self.owner(relay, outer_step), self.relayed_runs(relay, outer_step)
-            firsts = [first for first, _ in relayed]
-            relayed_at = list(accumulate((stop - start for start, stop in relayed), initial=0))
-            for start, stop in self._visible[rank][owner] if offset else relayed:
+            peer = self.peer(rank, offset)
+            owner, held = self.owner(peer), self.held_runs(peer)
+            firsts = [first for first, _ in held]
+            held_at = list(accumulate((stop - start for start, stop in held), initial=0))
+            for start, stop in self.visible[rank][owner] if offset else held:
                 index = bisect_right(firsts, start) - 1
-                at_relay = relayed_at[index] + start - firsts[index]
-                relay_range = TokenRange(relay, at_relay, at_relay + stop - start)
-                ranges.append((TokenRange(owner, start, stop), relay_range))
+                at_peer = held_at[index] + start - firsts[index]
+                of_peer = TokenRange(peer, at_peer, at_peer + stop - start)
+                ranges.append((TokenRange(owner, start, stop), of_peer))
         return tuple(ranges)
-
-    def outer_exchange(self, rank: int, outer_step: int) -> OuterStep:
-        """What a rank receives and sends across the network for an outer step."""
-        owner, relay = self.owner(rank, outer_step), self.owner(rank, -outer_step)
-        return OuterStep(
-            tuple(TokenRange(owner, *run) for run in self.relayed_runs(rank, outer_step)),
-            tuple(TokenRange(relay, *run) for run in self.relayed_runs(relay, outer_step)),
-        )
 
 
 @lru_cache(maxsize=64)
