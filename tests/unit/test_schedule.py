@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
-from ds_usp.geometry.double_ring import visible_runs
 
 from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
 from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.document_sharding import balance_documents
 from ds_usp.geometry.ring_schedule import ChunkPosition as Position
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
+from ds_usp.geometry.ring_traffic import visible_runs
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport, kernel_calls_from_tiles
 
 BALANCED = ("zigzag", "striped", "context_parallel")
