@@ -71,7 +71,11 @@ _HINTS: Mapping[str, str] = {
     TO_HOST: "a smaller offload ratio, fewer .item() calls in a step",
 }
 # Rows of the whole step, after those of the kinds: name, field of StepTimes.
-_IDLE = {"idle: for the CPU": "host", "idle: for other ranks": "ranks", "idle: other": "other"}
+_IDLE: Mapping[str, str] = {
+    "idle: for the CPU": "host",
+    "idle: for other ranks": "ranks",
+    "idle: other": "other",
+}
 _TOTALS: Mapping[str, str] = {
     COMPUTE: "compute_ns",
     **{name: f"{reason}_ns" for name, reason in _IDLE.items()},
