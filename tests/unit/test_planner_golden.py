@@ -1,4 +1,4 @@
-"""The planner against what others and we measured; docs/planner.md states its errors."""
+"""The planner against what others measured and published; docs/planner.md states its errors."""
 
 from __future__ import annotations
 
