@@ -35,7 +35,7 @@ def parts_on_rank(ctx: RankContext, folder: str) -> tuple[list[dict[str, Any]], 
     from bench_harness import Session
     from length_runs import Trained
 
-    from ds_usp.attention import projected
+    from ds_usp.experimental import projected_attention
     from ds_usp.training import prepare_deepspeed
 
     read_sources_once()
@@ -45,7 +45,9 @@ def parts_on_rank(ctx: RankContext, folder: str) -> tuple[list[dict[str, Any]], 
     reasons: list[str] = []
     with (
         mock.patch.object(sys, "argv", [str(BENCH / "bench_length.py"), *line]),
-        mock.patch.object(projected, "warn_plain", lambda reason, _: reasons.append(reason)),
+        mock.patch.object(
+            projected_attention, "warn_plain", lambda reason, _: reasons.append(reason)
+        ),
     ):
         args = bench_length.parse()
         session = Session(torch.device("cpu"), ctx.rank, ctx.world)
