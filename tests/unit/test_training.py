@@ -99,8 +99,8 @@ def test_the_kernel_is_known_before_the_first_call(documents: tuple[tuple[int, .
         name = attention_kernel(
             kernel, device=q.device, dtype=q.dtype, head_dim=4, documents=bool(documents)
         )
-        ((text, _),) = mesh.plans.values()
-        assert f"kernel {name}" in text
+        ((signature, _),) = mesh.plans.values()
+        assert f"kernel {name}" in signature.fields
     with pytest.raises(ds_usp.UnsupportedAttentionError, match="flash4"):
         attention_kernel("flash4", device=q.device, dtype=q.dtype, head_dim=4)
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from usp_trainer import transformer_impl
 from usp_trainer.arguments import parse
-from usp_trainer.auto_args import planned_run
-from usp_trainer.engine import deepspeed_config
-from usp_trainer.validate_args import check_start, validate_and_derive
+from usp_trainer.validate_args import check_start
 
 from ds_usp import ConfigError
 from megatron_patches import transformer_engine
@@ -76,32 +74,3 @@ def test_it_is_refused_before_anything_starts():
     args = parse(["--transformer-impl", "transformer_engine", "--device", "cpu", "--bf16"])
     with pytest.raises(ConfigError, match="needs GPUs"):
         check_start(args)
-
-
-REFUSED = {
-    "": "needs --tensor-model-parallel-size 2 or more, which is 1: raise it, or --usp-tp-shard-",
-    "--tensor-model-parallel-size 4 --seq-length 1026": (
-        "shards the 1026 tokens of a sequence-parallel rank over --tensor-model-parallel-size 4, "
-        "which does not divide them. Use --seq-length 1028, or --usp-tp-shard-tokens off"
-    ),
-    "--tensor-model-parallel-size 4 --seq-length 64 --usp-mlp-chunks 17": (
-        "leaves 16 tokens of a sequence to a tensor-parallel rank: use --usp-mlp-chunks of 0 to"
-    ),
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_on_is_refused_with_the_numbers_and_the_fix(flags):
-    with pytest.raises(ConfigError) as refused:
-        validate_and_derive(parse(["--usp-tp-shard-tokens", "on", *flags.split()]), 8)
-    assert str(refused.value).startswith("--usp-tp-shard-tokens on ")
-    assert REFUSED[flags] in str(refused.value)
-    validate_and_derive(parse(flags.split()), 8)
-
-
-def test_the_planner_knows_the_shards_and_a_pipeline_sends_them_whole():
-    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --usp-tp-shard-tokens"
-    for choice, sharded in (("on", True), ("off", False)):
-        args = validate_and_derive(parse([*flags.split(), choice]), 4)
-        assert planned_run(args).parallel_config().tp_sequence is sharded
-        assert ("pipeline" in deepspeed_config(args)) is sharded
