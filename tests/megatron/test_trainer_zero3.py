@@ -48,15 +48,15 @@ def measured_over_formula(ctx: RankContext, folder: str) -> dict[str, tuple[floa
     from usp_trainer import engine
     from usp_trainer.auto_args import planned_run
 
-    from ds_usp.planner import gradient_buckets, zero3
-    from ds_usp.planner.memory import memory
+    from ds_usp.planner import formulas
+    from ds_usp.planner import memory as planned_memory
 
     original = engine.deepspeed_config
     ratios = {}
     with ExitStack() as stack:
         for module, name in (
-            (gradient_buckets, "LEAST_BUCKET_ELEMENTS"),
-            (zero3, "LIVE_ELEMENTS"),
+            (formulas, "LEAST_BUCKET_ELEMENTS"),
+            (planned_memory, "LIVE_ELEMENTS"),
         ):
             stack.enter_context(mock.patch.object(module, name, getattr(module, name) // SCALE))
         stack.enter_context(
@@ -74,7 +74,7 @@ def measured_over_formula(ctx: RankContext, folder: str) -> dict[str, tuple[floa
                     run.step()
                     peaks.append(live.peak)
             plan = planned_run(run.args)
-            needs = memory(plan.workload(), plan.parallel_config())
+            needs = planned_memory.memory(plan.workload(), plan.parallel_config())
             ratios[name] = peaks[0] / needs.formula, peaks[1] / needs.formula
     return ratios
 
