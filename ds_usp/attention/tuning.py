@@ -94,14 +94,13 @@ class Tuning:
 
         Args:
             q: ``[b, s, h, d]``.
-            mask: which pairs attend.
             keys: tokens of the keys' sequence; None: the queries'.
             backward: a backward pass follows.
             varlen: the kernel computes many documents in one call.
 
         Raises:
-            ConfigError: more chunks than heads allow, copy engines that cannot be used, or an
-                inner ring that does not divide the ring.
+            ConfigError: more chunks than heads allow, copy engines that cannot be used, or an inner
+                ring that does not divide the ring.
         """
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
@@ -134,11 +133,7 @@ class Tuning:
     def _resolve_copy_engines(
         self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None
     ) -> bool:
-        """Whether exchanges of such a call use copy engines (``copies`` resolved).
-
-        Args:
-            q: for its device.
-            inner: ``inner_ring`` of a double ring; None where the caller asks for no double ring.
+        """``copies`` for such a call; ``inner``: ``inner_ring`` of a double ring.
 
         Raises:
             ConfigError: ``copies=True`` where they are not available; or a CUDA graph is captured
@@ -170,7 +165,7 @@ def _call_size(
     mask: MaskSpec,
     keys: int,
 ) -> CallSize:
-    """See :meth:`Tuning.resolve`. FLOP and bytes are 0 where nothing can be overlapped."""
+    """FLOP and bytes are 0 where nothing can be overlapped."""
     batch, _, heads, dim = q.shape
     flop = exchange_bytes = 0.0
     token = batch * dim * q.element_size()  # of one head
@@ -191,12 +186,8 @@ def _call_size(
 
 
 class ResolvedTuning(NamedTuple):
-    """A :class:`Tuning` for one call, nothing left open.
-
-    Attributes:
-        inner_ring: ranks of an inner ring; None for a single ring.
-        chunk_positions: of each chunk in the pipeline, forward and backward.
-    """
+    """A :class:`Tuning` for one call, nothing left open; ``chunk_positions``: of each chunk in the
+    pipeline, forward and backward."""
 
     chunks: int
     gather_kv: bool
@@ -222,10 +213,6 @@ AUTO_TUNING = Tuning()
 
 
 def check_tuning(tuning: object) -> None:
-    """Check that the argument ``tuning`` is a :class:`Tuning`.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """ConfigError if it is no :class:`Tuning`."""
     if not isinstance(tuning, Tuning):
         raise ConfigError(f"tuning={tuning!r} must be a Tuning, as Tuning(chunks=2)")

@@ -34,7 +34,6 @@ from ds_usp.attention.plan import (
     check_on_all_ranks,
     plan_call,
 )
-from ds_usp.attention.rotary import Rotary, check_local_rotary, rotate, turn_in_place
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadAllToAll, HeadRanges
@@ -63,7 +62,13 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import Instr, Op, pipeline_schedule
 from ds_usp.kernels.registry import AUTO
-from ds_usp.kernels.rotary_positions import RotaryPositions
+from ds_usp.kernels.rotary import (
+    Rotary,
+    RotaryPositions,
+    apply_rotary,
+    rotate_in_place,
+    rotated,
+)
 from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.memory.saved_attention import is_saving
 from ds_usp.removed_settings import removal
@@ -240,8 +245,18 @@ class Inputs:
         made = nn.functional.linear(self.rows, select_rows(self.weights, runs), bias)
         tensors = plan.views(index, kinds, made.view(*self.x.shape[:2], -1))
         if self.rotary is not None:  # queries come first, then keys
-            turn_in_place(tensors[:2], self.rotary)
+            _rotate_in_place(tensors[:2], self.rotary)
         return tensors
+
+
+def _rotate_in_place(
+    tensors: Sequence[torch.Tensor], rotary: Rotary, *, transposed: bool = False
+) -> None:
+    """Rotate heads ``[b, s, h, d]`` in place, or gradients by the transpose."""
+    if isinstance(rotary, RotaryPositions):
+        rotary.rotate_in_place(tensors, 1, transposed=transposed)
+    else:
+        rotate_in_place(tensors, *rotary, token_dim=1, transposed=transposed)
 
 
 class ProjectedForward(ForwardPass):
@@ -449,7 +464,7 @@ class ProjectedBackward(BackwardPass):
 
     def _rotate_back(self, chunk: BackwardChunk) -> None:
         if self._inputs.rotary is not None:
-            turn_in_place(self._views(chunk)[:2], self._inputs.rotary, transposed=True)
+            _rotate_in_place(self._views(chunk)[:2], self._inputs.rotary, transposed=True)
 
     def _views(self, chunk: BackwardChunk) -> list[torch.Tensor]:
         """Where the gradients of a chunk's q, and k and v, are written: ``[b, s, heads, dim]``."""
@@ -699,6 +714,35 @@ def _plan(
     return signature, plan
 
 
+def check_local_rotary(rotary: Rotary, tokens: int, head_dim: int) -> None:
+    """Check that a table ``[s, r]``, or positions, are those of a rank's tokens.
+
+    Raises:
+        ConfigError: shapes that do not fit; a table or inverse frequencies that are trained.
+    """
+    if isinstance(rotary, RotaryPositions):
+        rotary.check()
+        positions, inverse = rotary
+        if positions.shape != (tokens,) or inverse.ndim != 1 or 2 * len(inverse) > head_dim:
+            raise ConfigError(
+                f"rotary must be positions [s] of this rank's {tokens} tokens and at most "
+                f"{head_dim // 2} inverse frequencies; got {list(positions.shape)} and "
+                f"{list(inverse.shape)}"
+            )
+        return
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise ConfigError("rotary must be two tables, cos and sin [s, r], or RotaryPositions")
+    cos, sin = rotary
+    fits = cos.ndim == 2 and cos.shape == sin.shape and len(cos) == tokens
+    if not fits or cos.shape[1] % 2 or cos.shape[1] > head_dim:
+        raise ConfigError(
+            f"rotary must be cos and sin [s, r] of this rank's {tokens} tokens, r even and "
+            f"at most {head_dim}; got {list(cos.shape)} and {list(sin.shape)}"
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise ConfigError("rotary tables get no gradient: give them without requires_grad")
+
+
 def check_keep(keep: object) -> None:
     """Refuse what is not kept, and was once.
 
@@ -765,7 +809,10 @@ def attend_rotated(
 ) -> torch.Tensor:
     """Attention of queries and keys that are still to be rotated."""
     if rotary is not None:
-        q, k = rotate(q, k, rotary)
+        if isinstance(rotary, RotaryPositions):
+            q, k = rotated(q, rotary, 1), rotated(k, rotary, 1)
+        else:
+            q, k = apply_rotary((q, k), *rotary, token_dim=1)
     out: torch.Tensor = usp_attention(q, k, v, **options._asdict())
     return out
 
