@@ -158,12 +158,12 @@ def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], 
         makers[field] = _next_or_auto if auto else lambda values, _: next(values)
 
     def make(values: Iterator[Any], mesh: SequenceMesh | None = None) -> Any:
-        made: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         for field, maker in makers.items():  # the mesh before layouts
-            made[field] = maker(values, made.get("mesh", mesh))
+            parts[field] = maker(values, parts.get("mesh", mesh))
         if part is TokenLayout and mesh is not None:
-            return _layout(*made.values(), mesh.ulysses_degree, mesh.ring_degree, mesh.order)
-        return part(**made)
+            return _layout(*parts.values(), mesh.ulysses_degree, mesh.ring_degree, mesh.order)
+        return part(**parts)
 
     return tuple(args), make
 

@@ -515,14 +515,14 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.step_grads = ()
         del chunk.dout
 
-    def sums_of(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
+    def take_grads(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
         """The gradients of a chunk, which are complete, and no longer kept here."""
         if chunk.exchanges.has_kv:
             del self._dkv[chunk.index]
         return chunk.dq, *chunk.dkv.pop(0)
 
     def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
-        exchange, sources = chunk.exchanges.qkv, self.sums_of(chunk)
+        exchange, sources = chunk.exchanges.qkv, self.take_grads(chunk)
         count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
         overlapped = instr not in self.exposed
         chunk.exchange = exchange.post_to_sequence(
@@ -532,7 +532,7 @@ class BackwardPass(Pass[BackwardChunk]):
         del chunk.dq
 
     def store(self, chunk: BackwardChunk, instr: Instr) -> None:
-        sources = self.sums_of(chunk)
+        sources = self.take_grads(chunk)
         if self.plan.single_shot:
             dq, dk, dv = (source.result() for source in sources)
             self._grads = dq, dk, dv

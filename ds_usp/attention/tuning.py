@@ -23,7 +23,8 @@ from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 
-# Note [head chunks and waves]
+
+# Note [head chunks]
 #
 #   1 chunk    [a2a      ][kernel                       ][return   ]
 #   4 chunks   [a2][k0][k1       ][k2       ][k3][ret]     exchanges of 1 to 3 and returns of 0 to 2
@@ -31,14 +32,8 @@ from ds_usp.geometry.masks import MaskSpec
 #
 # Heads are divided, not tokens: heads are independent, so nothing is merged between chunks, every
 # kernel call keeps all its tokens, and one mechanism hides the all-to-all and the ring, forward and
-# backward. Each chunk costs launches and packing, and its kernel a last wave: thread blocks run one
-# on each multiprocessor, and when they are not a multiple of them, some multiprocessors wait for
-# the last blocks. Under a full mask all blocks take equally long, so that waste is known before
-# (heads x rows / 128 over 132), and fewer chunks are taken where that saves 2 %
-# (geometry/chunking.py). With a ring a chunk has whole KV heads: half a KV group would bring the
-# group's KV around twice.
-
-
+# backward. With a ring a chunk has whole KV heads: half a KV group would bring the group's KV
+# around twice. What a chunk costs, and so how many there are: geometry/chunking.py.
 @dataclass(frozen=True)
 class Tuning:
     """How a call is divided and exchanged.

@@ -142,6 +142,7 @@ def pack_for_send(
     """
     piece, runs = own
     if not already_packed:
+        # What lies between this rank's own runs: every second pair of neighbouring bounds.
         between = pairwise((0, *chain.from_iterable([run[:2] for run in runs]), staging.shape[1]))
         gaps = [(start, stop) for start, stop in islice(between, 0, None, 2) if start < stop]
         others = [x for x in (slice(piece), slice(piece + 1, None)) if len(staging[x])]

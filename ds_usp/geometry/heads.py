@@ -116,6 +116,8 @@ class HeadSplit:
         return HeadChunk(tuple((a * group, b * group) for a, b in spans), tuple(spans), index)
 
     def _chunk_in_group(self, count: int, index: int) -> HeadChunk:
+        # Chunks are dealt to this many groups of every rank evenly: `first : stop` are those of the
+        # chunk's own group, which divide its query heads and share its one KV head.
         groups = self.max_chunks
         chunks = [even_split(count, groups, group) for group in range(groups)]
         group = next(i for i, (_, stop) in enumerate(chunks) if index < stop)

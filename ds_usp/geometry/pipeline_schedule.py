@@ -200,7 +200,9 @@ class _ScheduleWriter:
         self._return_lse, self._stage_return = return_lse, stage_return
         self._defer_return = self._has_ring and backward
         self._in_flight: dict[tuple[int, Op], int] = {}  # gradient exchanges: chunk, wait -> number
-        self._relayed = self._finished = 0  # outer steps whose gradients are summed, to be sent
+        # Double ring: the outer step whose gradients are being summed on their relay rank, and one
+        # whose sum is complete and still to be sent; 0: none.
+        self._summing = self._summed = 0
         self._written: set[Instr] = set()
         self.instrs: list[Instr] = []
 
@@ -291,19 +293,19 @@ class _ScheduleWriter:
             self._wait_return(position - 1)
 
     def _post_relayed_grads(self, chunk: int, outer_step: int) -> None:
-        """Before a step of an outer step: post the gradients of the outer step before, one step
-        late, so that its last ones may be received during a step."""
-        self._post_finished_outer_step(chunk)
-        if outer_step != self._relayed:
-            self._finished, self._relayed = self._relayed, outer_step
-            if not outer_step:
-                self._post_finished_outer_step(chunk)
+        """Before a ring step: post the sum of the outer step before, one step late: the last
+        gradients of its sum are received under the first ring step of the next outer step."""
+        self._post_summed(chunk)
+        if outer_step != self._summing:
+            self._summed, self._summing = self._summing, outer_step
+            if not outer_step:  # the end of the chunk: there is no later step
+                self._post_summed(chunk)
 
-    def _post_finished_outer_step(self, chunk: int) -> None:
-        if self._finished:
+    def _post_summed(self, chunk: int) -> None:
+        if self._summed:
             self._wait_grads(Op.DKV_WAIT, chunk)
-            self._post_grads(Op.OUTER_DKV_POST, Op.OUTER_DKV_WAIT, chunk, self._finished - 1)
-            self._finished = 0
+            self._post_grads(Op.OUTER_DKV_POST, Op.OUTER_DKV_WAIT, chunk, self._summed - 1)
+            self._summed = 0
 
     def _post_grads(self, post: Op, wait: Op, chunk: int, index: int) -> None:
         """Post an exchange of KV gradients, after the one before it."""

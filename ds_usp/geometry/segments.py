@@ -138,6 +138,7 @@ def split_at_documents(segments: Sequence[Segment], borders: Sequence[int]) -> d
                 position = segment.start + begin * segment.stride
                 if borders[document + 1] <= position:  # a stride may step over documents
                     document = bisect_right(borders, position) - 1
+                # Tokens of the segment before the document's end: the division rounds up.
                 end = min(end, -(-(borders[document + 1] - segment.start) // segment.stride))
             shard = documents.setdefault(document, [])
             shard.append((segment.slice(begin, end), offset + begin))

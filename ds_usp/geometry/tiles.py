@@ -267,7 +267,9 @@ def _legalize(tile: Tile, support: TileSupport) -> list[Tile]:
     computes_band = support.window and (support.rectangular or left is not None)
     if computes_band and (support.tall or tile.rows <= tile.columns):
         return [tile]
-    # Below the right bound's end rows see the last column, above the left one's start the first.
+    # A tall band is cut at the row where one bound stops to bind: from there on down rows see the
+    # last column (right bound), or up to there the first (left bound). So each half has a bound
+    # less.
     row = tile.k_start - tile.low + 1 if right is None else tile.k_stop - tile.high
     halves = _trim_all(replace(tile, q_stop=row), replace(tile, q_start=row))
     return [legal for half in halves for legal in _legalize(half, support)]

@@ -73,14 +73,15 @@ def rotate_in_place(
                 tensors, cos, sin, token_dim, transposed, in_place=True, rounded=rounded
             )
             return
-    rotate = _rotate_back_reference if transposed else _rotate_reference
     for x in tensors:
         row = x.numel() // max(1, x.shape[token_dim])
         tokens = max(1, (_CPU_ELEMENTS if x.device.type == "cpu" else _GPU_ELEMENTS) // row)
         dtype = x.dtype if rounded else None
         parts = x.split(tokens, token_dim), cos.split(tokens), sin.split(tokens)
-        for part, of_cos, of_sin in zip(*parts, strict=True):
-            part.copy_(rotate(part, of_cos, of_sin, token_dim, dtype))
+        for part, part_cos, part_sin in zip(*parts, strict=True):
+            part.copy_(
+                _rotate_reference(part, part_cos, part_sin, token_dim, dtype, transposed=transposed)
+            )
 
 
 def _check(
@@ -122,8 +123,10 @@ def _rotate_reference(
     sin: torch.Tensor,
     dim: int,
     dtype: torch.dtype | None = None,
+    *,
+    transposed: bool = False,
 ) -> torch.Tensor:
-    """``x cos + rotate_half(x) sin`` of the first r features.
+    """``x cos + rotate_half(x) sin`` of the first r features, or its transpose.
 
     Args:
         dim: dim of the tokens.
@@ -133,25 +136,10 @@ def _rotate_reference(
     shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
     cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
     rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
-    front, back = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((-back, front), dim=-1) * sin
-    return torch.cat((rotated.to(x.dtype), passed), dim=-1)
-
-
-def _rotate_back_reference(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    dim: int,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The transpose of :func:`_rotate_reference`."""
-    dtype = dtype or torch.promote_types(x.dtype, torch.float32)
-    shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
-    cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
-    rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
-    front, back = (rotated * sin).chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((back, -front), dim=-1)
+    front, back = (rotated * sin if transposed else rotated).chunk(2, dim=-1)
+    halves = (back, -front) if transposed else (-back, front)
+    swapped = torch.cat(halves, dim=-1)
+    rotated = rotated * cos + (swapped if transposed else swapped * sin)
     return torch.cat((rotated.to(x.dtype), passed), dim=-1)
 
 
