@@ -54,18 +54,15 @@ class USPConfig:
 
     @property
     def ulysses(self) -> int:
-        """Ranks along the Ulysses axis."""
         return self.sp_degree if self.ulysses_degree is None else self.ulysses_degree
 
     @property
     def ring(self) -> int:
-        """Ranks along the ring axis."""
         return self.sp_degree // self.ulysses
 
     @classmethod
     def from_args(cls, args: Any) -> USPConfig:
-        """The configuration in a framework's argparse namespace; missing attributes keep their
-        default."""
+        """From a framework's argparse namespace; missing attributes keep their default."""
         names = {
             "sp_degree": "ds_sequence_parallel_size",
             "ulysses_degree": "ulysses_degree",

@@ -72,12 +72,8 @@ class PatchError(USPError):
 
 
 def warn_once(text: str, *, rank: int) -> None:
-    """Log a line as a warning of the logger ``ds_usp``, the first time that rank 0 passes it.
-
-    Args:
-        text: the line.
-        rank: of the caller among those that pass the same line.
-    """
+    """Log a line as a warning of the logger ``ds_usp``, the first time that rank 0 of those that
+    pass it does."""
     if rank == 0:
         _emit_once(text)
 

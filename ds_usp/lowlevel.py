@@ -34,11 +34,8 @@ def strided_copy(out: torch.Tensor, x: torch.Tensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _rows_are_16_byte_aligned(size: int, length: int, *strides: tuple[int, ...]) -> bool:
-    """Whether all rows of a dense last dim of this length start and end at multiples of 16 bytes.
-
-    Args:
-        size, length, strides: bytes of an element, elements of a row, strides of each tensor.
-    """
+    """Whether all rows of a dense last dim start and end at multiples of 16 bytes: of an element
+    size, a number of elements, strides of each tensor."""
     distances = [length, *(stride for row in strides for stride in row[:-1])]
     dense = all(row[-1] == 1 for row in strides)
     return dense and not any(n * size % 16 for n in distances)
@@ -60,7 +57,6 @@ class _Pointer:
         self._address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
-        """The address."""
         return self._address
 
 
@@ -96,7 +92,6 @@ class PreparedLaunch:
     def __call__(
         self, device: torch.device, dtypes: tuple[torch.dtype, ...], addresses: Sequence[int]
     ) -> None:
-        """Launch on a device, in its current stream."""
         bits = 0
         for address in addresses:
             bits |= address
@@ -116,11 +111,8 @@ class PreparedLaunch:
 
 
 class CachedLauncher:
-    """Launches a Triton kernel that is called again and again with the same integers.
-
-    Args:
-        kernel, options: as of :class:`PreparedLaunch`.
-    """
+    """Launches a Triton kernel that is called again and again with the same integers; ``options``:
+    of Triton's compiler."""
 
     def __init__(self, kernel: Any, **options: Any) -> None:
         self.kernel, self._options = kernel, options
@@ -135,7 +127,6 @@ class CachedLauncher:
         num_warps: int = 4,
         **constants: Any,
     ) -> None:
-        """Launch on the tensors' device, in its current stream."""
         key = grid, numbers, num_warps, *constants.values()
         launch = self._cache.get(key)
         if launch is None:
@@ -164,7 +155,6 @@ def _launcher_passes_constexprs() -> bool:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The device as the current one, on which Triton launches."""
     if device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -173,10 +163,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def refuse_second_derivative(what: str, error: type[USPError] = ConfigError) -> None:
     """Call it in the backward pass of an ``autograd.Function`` whose operations autograd cannot
     follow: collectives, kernels, gradients that the forward pass has computed. Their derivatives
-    would be missing from the result without an error.
-
-    Args:
-        what: has the gradient; for the message.
+    would be missing from the result without an error. ``what`` has the gradient, in the message.
 
     Raises:
         USPError: of the class ``error``, where autograd records this backward pass.

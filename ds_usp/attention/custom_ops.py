@@ -109,13 +109,8 @@ class OpExchange(NamedTuple):
 
 
 class OpArg(NamedTuple):
-    """One argument of an op after its tensors.
-
-    Attributes:
-        path: of attributes, from the call to the value.
-        types: that the value may have.
-        auto: ``"auto"`` is None in the op.
-    """
+    """One argument of an op after its tensors: the path of attributes from the call to the value,
+    the types that it may have; ``auto``: ``"auto"`` is None in the op."""
 
     name: str
     path: tuple[str, ...]
@@ -163,12 +158,12 @@ def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], 
         makers[field] = _next_or_auto if auto else lambda values, _: next(values)
 
     def make(values: Iterator[Any], mesh: SequenceMesh | None = None) -> Any:
-        made: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         for field, maker in makers.items():  # the mesh before layouts
-            made[field] = maker(values, made.get("mesh", mesh))
+            parts[field] = maker(values, parts.get("mesh", mesh))
         if part is TokenLayout and mesh is not None:
-            return _layout(*made.values(), mesh.ulysses_degree, mesh.ring_degree, mesh.order)
-        return part(**made)
+            return _layout(*parts.values(), mesh.ulysses_degree, mesh.ring_degree, mesh.order)
+        return part(**parts)
 
     return tuple(args), make
 
@@ -204,7 +199,6 @@ def plain_values(args: tuple[OpArg, ...], call: Any) -> list[Any] | None:
 
 
 def _changed(args: tuple[OpArg, ...], values: Sequence[Any], **changes: bool) -> tuple[Any, ...]:
-    """Plain values of which some are others."""
     return tuple(changes.get(arg.name, value) for arg, value in zip(args, values, strict=True))
 
 
@@ -276,7 +270,6 @@ def attention_values(
 
 
 def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: OptionalTensor) -> OpCall:
-    """The call of plain values and of the tensors of its scores."""
     call: OpCall = attention_call(iter(values))
     if sinks is not None:
         sinks = sinks.detach().requires_grad_(call.sinks_require_grad)
@@ -287,11 +280,8 @@ def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: Option
 def _plan_attention(
     call: OpCall, like: torch.Tensor, shapes: Shapes
 ) -> tuple[Signature, AttentionPlan]:
-    """:func:`plan_call` of stand-ins for q, k and v: one element each, expanded to the shape.
-
-    Args:
-        like: any tensor with the call's dtype and device.
-    """
+    """:func:`plan_call` of stand-ins for q, k and v: one element like ``like`` each, expanded to
+    the shape."""
     with torch.set_grad_enabled(call.requires_grad or call.sinks_require_grad):
         q, k, v = (like.new_empty(()).expand(shape) for shape in shapes)
         signature, plan = plan_call(q.requires_grad_(call.requires_grad), k, v, call.options)
@@ -301,7 +291,6 @@ def _plan_attention(
 def _plan_exchange(
     call: OpExchange, tensors: Sequence[torch.Tensor]
 ) -> tuple[Signature, ChunkExchanges]:
-    """Signature and exchanges of all heads."""
     mesh, layouts, like = call.mesh, (call.layout, call.kv_layout), tensors[0]
     if not call.starts_call:
         q, k = (
@@ -488,7 +477,6 @@ def _(
 def _qkv_shapes(
     dout: torch.Tensor, saved: Sequence[torch.Tensor], kv_length: int, kv_heads: int
 ) -> Shapes:
-    """Shapes of dq, dk and dv."""
     batch, dim = dout.shape[0], saved[0].shape[3]
     keys = (batch, kv_length, kv_heads)
     return (*dout.shape[:3], dim), (*keys, dim), (*keys, dout.shape[3])
@@ -509,7 +497,7 @@ def _exchanged(
 def _fresh_contiguous(
     tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The tensors contiguous, and each in a storage of its own, as results of an op must be."""
+    """Contiguous, and each in a storage of its own."""
     used = {x.untyped_storage().data_ptr() for x in inputs}
     results = []
     for x in tensors:
@@ -521,9 +509,7 @@ def _fresh_contiguous(
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    """Save for backward what :func:`attention_backward` takes, and the call number last: q, k, v
-    and the results without Ulysses, else the saved chunks.
-    """
+    """Save q, k, v and the results without Ulysses, else the saved chunks; the call number last."""
     q, k, v, sinks, slopes, *ctx.values = inputs
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     ctx.keys = k.shape[1], k.shape[2]
@@ -630,11 +616,8 @@ exchange.register_autograd(_backward_of_exchange, setup_context=_setup_exchange)
 def traced_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, **caller: Any
 ) -> list[torch.Tensor] | None:
-    """The results of :func:`attention` in a graph; None if no op can compute the call.
-
-    Args:
-        caller: ``named`` and ``prefix`` of :class:`OpCall`.
-    """
+    """The results of :func:`attention` in a graph; None if no op can compute the call. ``caller``:
+    ``named`` and ``prefix`` of :class:`OpCall`."""
     values, scores = attention_values(q, k, v, options, **caller), options.scores
     if values is None:
         return None
@@ -652,7 +635,7 @@ def traced_exchange(
     prefix: str,
 ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
     """A function ``(to_heads, *tensors)`` that exchanges q, k and v to heads, and the output back;
-    None if no op can. See :class:`OpExchange` for the arguments."""
+    None if no op can."""
     queries, keys = plain_layout(layout, q, mesh), plain_layout(layout, k, mesh)
     if queries is None or keys is None:
         return None
@@ -694,7 +677,6 @@ class _TracedExchange:
         self._call_number: OptionalTensor = None
 
     def __call__(self, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exchange to heads, or back with the call number that the first exchange returned."""
         if to_heads:
             *exchanged, self._call_number = exchange(list(tensors), None, *self._values)
             return tuple(exchanged)

@@ -48,7 +48,6 @@ class SeqAllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, exchange: HeadAllToAll, to_heads: bool, call_number: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """See :class:`HeadAllToAll` for the shapes, :func:`head_exchange` for the arguments."""
         ctx.exchange, ctx.to_heads, ctx.call_number = exchange, to_heads, call_number
         if to_heads:
             return tuple(x.contiguous() for x in exchange.to_heads(tensors))
@@ -80,9 +79,8 @@ class UnifiedAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :func:`ds_usp.attention.passes.attention_forward` for the shapes; ``sinks`` are
-        those of ``scores``, which autograd sees as an argument only; ``grad_enabled`` is the
-        caller's grad mode, in which it is off here."""
+        """Shapes as of :class:`ForwardPass`. ``sinks`` are those of ``scores``, which autograd sees
+        as an argument only; ``grad_enabled`` is the caller's grad mode, in which it is off here."""
         save = grad_enabled and any(ctx.needs_input_grad)
         run = ForwardPass(plan, scores, (q, k, v), save=save)
         run.execute(plan.forward)
@@ -246,7 +244,6 @@ def usp_attention(
 def _usp_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`usp_attention` outside of graphs."""
     # An argument that is no Scores is refused with the others, on every rank.
     scores = options.scores if isinstance(options.scores, Scores) else NO_SCORE_MOD
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
@@ -259,11 +256,8 @@ def _usp_attention(
 
 
 def _attend(options: AttentionOptions, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The output, and the log-sum-exp if it is asked for.
-
-    Args:
-        inputs: q, k and v, and the sinks if the options have some: these, or what replaces them.
-    """
+    """The output, and the log-sum-exp if it is asked for, of q, k, v and sinks: those of the
+    options, or what replaces them."""
     q, k, v, *sinks = inputs
     if sinks:
         options = options._replace(scores=replace(options.scores, sinks=sinks[0]))
@@ -374,11 +368,7 @@ def usp_joint_attention(
 
 
 def _validate(main: QKV, joint: QKV) -> int:
-    """Check that joint tensors fit q, k and v; returns their number of tokens.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """The number of joint tokens; ConfigError if the joint tensors do not fit q, k and v."""
     tokens = {x.shape[1] for x in joint if x.ndim == 4}
     fits = all(
         x.ndim == y.ndim == 4

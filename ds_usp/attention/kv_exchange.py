@@ -90,23 +90,6 @@ def _rows(ranges: Sequence[TokenRange], offsets: Sequence[int] = ()) -> tuple[Re
     )
 
 
-# Note [blocks go from owner to user, gradients from user to owner]
-#
-# A ring that relays (rank 0 -> 1 -> 2 -> 3 -> 0) carries every block past every rank. Here a step
-# is a permutation of direct messages between owners and users:
-#
-#   step 1   0 -> 1   1 -> 2   2 -> 3   3 -> 0        each to the rank one further
-#   step 2   0 -> 2   1 -> 3   2 -> 0   3 -> 1        two further: not over the one between
-#
-# On one switch a message to any rank costs the same, and a user takes only the tokens that its
-# queries see: 3/4 of the bytes of relayed KV under a causal zigzag, half of its gradients. dK/dV
-# that went around with the block would be a running sum: a rank could send only after its own
-# kernel and after the message from the rank before, and the sum would travel in fp32 or be rounded
-# at each hop. Sent straight to the owner in the kernel's dtype, each is one message under the next
-# step's kernel, the sum is fp32 at the owner, and only the last step's gradients are exposed. Where
-# links differ (several nodes) that is not so: docs/design/double-ring.md.
-
-
 class KVExchange:
     """Receives the KV blocks of one chunk in turn into two buffers: one in use, one being filled.
 
@@ -124,8 +107,7 @@ class KVExchange:
         self._buffers = [k.new_empty(size, batch, features) for size in sizes]
 
     def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
-        """Post an exchange; other ranks receive their blocks from ``packed``. See
-        :meth:`P2PChannel.post` for ``overlapped``."""
+        """Other ranks receive their blocks from ``packed``."""
         transfer = self._transfers[number]
         block, stride = self._block(number), packed.stride(0)  # it is dense
         recvs = [
@@ -135,7 +117,7 @@ class KVExchange:
         self.channel.post(packed, transfer.sends, recvs, overlapped=overlapped)
 
     def wait(self, number: int) -> tuple[torch.Tensor, KV]:
-        """Wait for an exchange: the block as it was received, and as keys and values."""
+        """The block as it was received, and as keys and values."""
         self.channel.wait()
         block = self._block(number)
         k, v = split_features(block, self._shapes, tokens_first=True)
@@ -148,13 +130,8 @@ class KVExchange:
 # Two exchanges at most have a receive buffer each, so that one kernel sums all that came, reading
 # the target once. With more, memory would grow with the ring: they share a buffer, and each is
 # summed before the next one is received into it.
-
-
 class KVGradExchange:
     """Sends gradients of remote KV to the owners and sums those received; one in flight.
-
-    Up to ``MAX_DKV_BUFFERS`` exchanges have a receive buffer each, and all are summed in one
-    kernel. Else one buffer serves them all.
 
     Args:
         transfers: all exchanges, in order.
@@ -186,12 +163,8 @@ class KVGradExchange:
         return dk, dv
 
     def post(self, number: int, grads: KVGrads, targets: KVGrads) -> None:
-        """Send gradients of a received block, and receive those of KV that this rank has sent.
-
-        Args:
-            grads: of the block.
-            targets: of this rank's KV, for the received gradients and its own.
-        """
+        """Send the gradients of a received block, and receive those of KV that this rank has sent
+        into ``targets``, the sums of its own KV's."""
         transfer = self._transfers[number]
         if self._buffer_each:
             self._buffer = self._buffer.new_empty(transfer.num_grad_tokens, *self._row)
@@ -233,11 +206,8 @@ class KVGradExchange:
 
 
 def pack_kv(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Pack keys ``[B, T, G, D]`` and values ``[B, T, G, E]`` into a staging buffer to send from.
-
-    Args:
-        runs: of tokens that any rank receives; the others are left out.
-    """
+    """Pack keys ``[B, T, G, D]`` and values ``[B, T, G, E]`` into a staging buffer to send from:
+    the runs of tokens that any rank receives."""
     shape = (k.shape[1], k.shape[0], _num_features(k, v))
     staging = channel.acquire_staging(shape, k, k.dtype)
     views = staging.views(_head_shapes(k, v), tokens_first=True)
@@ -253,5 +223,4 @@ def _num_features(k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def _head_shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Heads and head dim of keys and of values."""
     return (k.shape[2], k.shape[3]), (v.shape[2], v.shape[3])

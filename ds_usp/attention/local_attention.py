@@ -116,11 +116,7 @@ def resolve_ring_attention(
 
 
 def check_callable(local_attention: object) -> None:
-    """Check a local attention that is called, as it is without a ring.
-
-    Raises:
-        ConfigError: it cannot be.
-    """
+    """ConfigError for a local attention that cannot be called, as it is without a ring."""
     if not callable(local_attention):
         raise ConfigError(
             f"local_attention={local_attention!r} is called without a ring, and must be a module "
@@ -191,18 +187,14 @@ def check_overrides(
 
 
 def _read_score_mod(module: Any, device: torch.device, **attributes: str) -> Scores:
-    """Score options from the tensors that a module has as these attributes, if any."""
+    """From the tensors that a module has as these attributes, if any."""
     tensors = {name: getattr(module, attribute, None) for name, attribute in attributes.items()}
     return Scores(**{name: x if x is None else x.to(device) for name, x in tensors.items()})
 
 
 def _flash_self_attention(module: Any) -> LocalAttention:
-    """What ``FlashSelfAttention`` of Megatron-DeepSpeed and of the flash-attn package computes: a
-    window of -1 is an open side, and ``causal`` bounds the right side at 0.
-
-    Raises:
-        UnsupportedAttentionError: ALiBi slopes that differ from sample to sample.
-    """
+    """``FlashSelfAttention`` of Megatron-DeepSpeed and of flash-attn: a window of -1 is an open
+    side, and ``causal`` bounds the right side at 0."""
     slopes = getattr(module, "alibi_slopes", None)
     if slopes is not None and getattr(slopes, "ndim", 0) != 1:
         raise UnsupportedAttentionError(
@@ -221,21 +213,15 @@ def _flash_self_attention(module: Any) -> LocalAttention:
 
 
 def _flash_self_attention_triton(module: Any) -> LocalAttention:
-    """What Megatron-DeepSpeed's ``FlashSelfAttentionTriton`` computes: it passes no scale and no
-    dropout to its kernel."""
+    """Megatron-DeepSpeed's: it passes no scale and no dropout to its kernel."""
     mask = MaskSpec.causal() if module.causal else MaskSpec.full()
     return LocalAttention(mask, None, 0.0, flat_output=True)
 
 
 def _core_attention(module: Any) -> LocalAttention:
-    """What Megatron-DeepSpeed's ``CoreAttention`` computes.
-
-    With ``apply_query_key_layer_scaling`` its ``norm_factor`` is ``sqrt(head_dim)`` times the layer
-    number, by which its softmax multiplies the scores again: the scale has no layer number.
-
-    Raises:
-        UnsupportedAttentionError: a mask type other than causal and ``no_mask``.
-    """
+    """Megatron-DeepSpeed's. With ``apply_query_key_layer_scaling`` its ``norm_factor`` is
+    ``sqrt(head_dim)`` times the layer number, by which its softmax multiplies the scores again: the
+    scale has no layer number."""
     factor = float(module.norm_factor)
     if module.apply_query_key_layer_scaling:
         factor /= module.layer_number
@@ -245,14 +231,7 @@ def _core_attention(module: Any) -> LocalAttention:
 
 
 def _dot_product_attention(module: Any) -> LocalAttention:
-    """What megatron-core's ``DotProductAttention`` computes, in plain torch.
-
-    Its ``window_size`` (left, right) replaces the mask of ``attn_mask_type``.
-
-    Raises:
-        UnsupportedAttentionError: a mask type other than causal and ``no_mask``, or a window with
-            an open side: the class takes -1 as a distance (hiding all keys), not as no bound.
-    """
+    """megatron-core's, in plain torch; its ``window_size`` (left, right) replaces the mask."""
     softmax = module.scale_mask_softmax
     mask = _megatron_mask(module.attn_mask_type)
     if softmax.window_size is not None:
@@ -270,11 +249,6 @@ def _dot_product_attention(module: Any) -> LocalAttention:
 
 
 def _megatron_mask(kind: Any) -> MaskSpec:
-    """The mask of Megatron's ``AttnMaskType``: causal, or full for ``no_mask``.
-
-    Raises:
-        UnsupportedAttentionError: any other type.
-    """
     name = getattr(kind, "name", str(kind))
     if name not in ("causal", "no_mask"):
         raise UnsupportedAttentionError(
@@ -305,11 +279,8 @@ _DETECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingP
 
 
 class FrameworkArguments:
-    """Refuses every argument that would change the result; accepts those that agree with the ring.
-
-    Args:
-        attention: what the ring computes.
-    """
+    """Refuses every argument that would change the result; accepts those that agree with the
+    ring."""
 
     def __init__(self, attention: LocalAttention) -> None:
         self.attention = attention
@@ -342,9 +313,6 @@ class FrameworkArguments:
             name: of the parameter: a mask, a causal flag, a scale or ``dropout_p``.
             seq_len: global length of the sequence.
             scale: factor of the scores that the ring uses.
-
-        Raises:
-            UnsupportedAttentionError: the value differs from the ring's, or the name is unknown.
         """
         attention = self.attention
         if value is None:
@@ -371,10 +339,7 @@ class FrameworkArguments:
             )
 
     def _is_mask(self, mask: torch.Tensor, seq_len: int) -> bool:
-        """Whether a dense mask ``[..., tokens, tokens]`` is the one the ring computes.
-
-        Compared once for each tensor: frameworks pass the same one to every layer.
-        """
+        """Whether a dense mask ``[..., tokens, tokens]`` is the one the ring computes."""
         seen = self._seen
         if seen and seen[0]() is mask and seen[1:] == (mask._version, seq_len):
             return True
@@ -392,14 +357,9 @@ class FrameworkArguments:
         return same
 
     def _is_per_row(self, mask: torch.Tensor, start: int) -> bool:
-        """Whether rows of a dense mask hide exactly what the ring's window and prefix hide.
-
-        Copies one bool to the CPU. An additive mask must also be 0 where it hides nothing.
-
-        Args:
-            mask: ``[..., rows, tokens]``, bool or additive.
-            start: global position of the first row.
-        """
+        """Whether rows of a dense mask ``[..., rows, tokens]``, bool or additive, from global
+        position ``start`` on hide exactly what the ring's window and prefix hide. An additive mask
+        must also be 0 where it hides nothing. Copies one bool to the CPU."""
         rows, tokens = mask.shape[-2:]
         queries = torch.arange(start, start + rows, device=mask.device, dtype=torch.int32)
         keys = torch.arange(tokens, device=mask.device, dtype=torch.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -22,7 +22,6 @@ from ds_usp.attention.local_attention import (
     resolve_ring_attention,
 )
 from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
-from ds_usp.attention.rotary import Rotary, check_rotary, local_rotary
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
@@ -37,14 +36,14 @@ from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, warn_once
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
-from ds_usp.geometry.masks import MaskSpec, borders_of
+from ds_usp.geometry.masks import MaskSpec, normalize_documents
 from ds_usp.kernels.registry import AUTO, check_kernel_name
-from ds_usp.kernels.rotary import apply_rotary
+from ds_usp.kernels.rotary import Rotary, apply_rotary
 from ds_usp.memory.saved_attention import check_only_inputs_require_grad, compute_or_replay
 
 
 class CallArguments(NamedTuple):
-    """The arguments of a call besides q, k and v; see ``USPAttention.forward``."""
+    """The arguments of a call besides q, k and v."""
 
     batch_dim_idx: int | torch.Tensor | None
     rotary: Rotary | None
@@ -81,18 +80,14 @@ def batch_dim_text(dim: object) -> str:
 def hashable_documents(documents: Any) -> object:
     """Documents as a hashable value; None for what is refused later."""
     try:
-        return None if documents is None else borders_of(documents)
+        return None if documents is None else normalize_documents(documents)
     except ConfigError:
         return None
 
 
 def warn_not_called(local_attention: object, attention: LocalAttention, where: str) -> None:
-    """Warn, once for each class and condition, that a local attention is not called.
-
-    Args:
-        attention: what is computed instead.
-        where: in which calls.
-    """
+    """Warn, once for each class and condition, that a local attention is not called, but
+    computed."""
     scale = "head_dim ** -0.5" if attention.softmax_scale is None else attention.softmax_scale
     warn_once(
         f"USPAttention does not call the local attention {type(local_attention).__name__} {where}: "
@@ -192,9 +187,6 @@ class USPAttention(torch.nn.Module):
             )
 
         def check() -> tuple[Signature, FrameworkArguments | None]:
-            """Check the constructor's arguments on this rank; returns the signature, compared on
-            all ranks, and the checker of a call's extra arguments, None without a ring.
-            """
             check_dims(scatter_idx, gather_idx)
             check_layout_kind(layout, mesh)
             check_kernel_name(kernel)
@@ -293,8 +285,6 @@ class USPAttention(torch.nn.Module):
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor:
-        """:meth:`forward` outside of graphs."""
-
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
             return (self._run_checked(q, k, v, arguments),)
 
@@ -309,10 +299,7 @@ class USPAttention(torch.nn.Module):
     def _run_checked(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor:
-        """Check a call on all ranks, then compute it. Collective over the mesh.
-
-        Shapes: those of :meth:`forward`; the result in the order of dims of the query.
-        """
+        """Check a call on all ranks, then compute it, in the order of dims of the query."""
 
         def check() -> tuple[Signature, DropInPlan]:
             return self._plan(query, key, value, arguments)
@@ -332,7 +319,6 @@ class USPAttention(torch.nn.Module):
     def _plan(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> tuple[Signature, DropInPlan]:
-        """Check one call on this rank; returns its signature and plan."""
         batch_dim_idx, rotary, documents, args, kwargs = arguments
         if batch_dim_idx is None and self._batch_dim_required:
             raise ConfigError(
@@ -366,9 +352,9 @@ class USPAttention(torch.nn.Module):
                     f"rotary_pos_emb turns queries and keys by one table, and there are "
                     f"{q.shape[1]} queries and {k.shape[1]} keys on this rank: turn them before"
                 )
-            check_rotary(rotary, layout.seq_len, q.shape[3])
+            _check_rotary(rotary, layout.seq_len, q.shape[3])
             signature.append("rotary")
-            rotary = local_rotary(rotary, layout, None if framework is None else self.mesh.rank)
+            rotary = _local_rotary(rotary, layout, None if framework is None else self.mesh.rank)
         if framework is not None and self._framework is None:
             warn_not_called(self.local_attn, framework.attention, "with documents=")
         call: AttentionPlan | ChunkExchanges
@@ -385,7 +371,6 @@ class USPAttention(torch.nn.Module):
         )
 
     def _resolve_local_attention(self) -> LocalAttention:
-        """The mask, scale and dropout that the ring computes in the local attention's place."""
         detected = detect_local_attention(self.local_attn)
         return resolve_ring_attention(self.local_attn, detected, *self._overrides)
 
@@ -397,7 +382,6 @@ class USPAttention(torch.nn.Module):
         return FrameworkArguments(replace(attention, mask=mask))
 
     def _options(self, attention: LocalAttention, device: torch.device) -> AttentionOptions:
-        """A call of the package's kernels that computes what a local attention would."""
         training = getattr(self.local_attn, "training", self.training)
         return AttentionOptions(
             self.mesh,
@@ -412,7 +396,6 @@ class USPAttention(torch.nn.Module):
         )
 
     def _layout_of(self, x: torch.Tensor) -> TokenLayout:
-        """The layout of ``x [b, s, h, d]``; equal shards where only a kind was given."""
         return token_layout(self._layout, x, self.mesh)
 
     def _local(
@@ -443,8 +426,6 @@ class USPAttention(torch.nn.Module):
     def _ring(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan
     ) -> torch.Tensor:
-        """Compute what the local attention would, by the package's kernels over the mesh;
-        collective."""
         if plan.rotary is not None:
             q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
         call, attention = cast(AttentionPlan, plan.call), cast(LocalAttention, plan.attention)
@@ -457,11 +438,8 @@ class USPAttention(torch.nn.Module):
 
 
 def _wait_for_stream(stream: Any, *tensors: torch.Tensor) -> None:
-    """Let the current stream wait for another one, and that one for the tensors' gradients.
-
-    Args:
-        stream: None: nothing to wait for.
-    """
+    """Let the current stream wait for another one (None: nothing), and that one for the tensors'
+    gradients."""
     if stream is None or tensors[0].device.type == "cpu":
         return
     device = torch.get_device_module(tensors[0].device)
@@ -473,3 +451,36 @@ def _wait_for_stream(stream: Any, *tensors: torch.Tensor) -> None:
     for x in tensors:
         if x.requires_grad:
             x.register_hook(wait_in_backward)
+
+
+def _check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) -> None:
+    """ConfigError if these are not cos and sin ``[tokens, 1, 1, rot_dim]`` of the whole
+    sequence."""
+    shape: Any = getattr(rotary, "shape", None)  # not a pair, but a tensor of something else
+    if shape is not None or len(rotary) != 2:
+        given = len(rotary) if shape is None else list(shape)
+        raise ConfigError(
+            "the argument behind batch_dim_idx is rotary_pos_emb, cos and sin (as in DeepSpeed), "
+            f"and got {type(rotary).__name__} {given}. Give what the local attention takes, such "
+            "as a mask, behind it, attn(q, k, v, 0, None, mask), or by name"
+        )
+    cos, sin = rotary
+    if cos.ndim != 4 or cos.shape != sin.shape or cos.shape[1:3] != (1, 1):
+        raise ConfigError(
+            "rotary_pos_emb must be cos and sin of shape [tokens, 1, 1, rot_dim], got "
+            f"{list(cos.shape)} and {list(sin.shape)}"
+        )
+    if cos.shape[0] < seq_len or cos.shape[3] > head_dim or cos.shape[3] % 2:
+        raise ConfigError(
+            f"rotary_pos_emb {list(cos.shape)} does not fit {seq_len} tokens of the whole "
+            f"sequence and head dim {head_dim}"
+        )
+
+
+def _local_rotary(rotary: Rotary, layout: TokenLayout, rank: int | None) -> Rotary:
+    """Cos and sin ``[s, rot_dim]`` of a rank's tokens (before a head exchange), or, with no rank,
+    of the whole sequence (after it)."""
+    cos, sin = (table[: layout.seq_len, 0, 0] for table in rotary)
+    if rank is None:
+        return cos, sin
+    return layout.shard(cos, 0, rank), layout.shard(sin, 0, rank)

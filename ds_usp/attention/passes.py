@@ -40,8 +40,7 @@ from ds_usp.comm.packing import PreallocatedSend
 from ds_usp.geometry.pipeline_schedule import Instr, Op, Operation, Schedule
 from ds_usp.kernels.api import AttentionKernel, BackwardInputs, GradBuffers
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
-from ds_usp.kernels.score_mod import PLAIN
-from ds_usp.kernels.sinks import apply_sinks, sink_gradient
+from ds_usp.kernels.score_mod import PLAIN, apply_sinks, sink_gradient
 
 Handler = Callable[[Any, Any, Instr], None]
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -101,7 +100,6 @@ class ChunkState:
         return self.kv_exchange
 
     def open_outer_kv(self) -> KVExchange:
-        """The same for the exchanges across nodes."""
         if self.outer_kv_exchange is None:
             self.open_kv()
             channel, transfers = self.open_channel("ring_kv_outer"), self.ring.outer_transfers
@@ -109,7 +107,6 @@ class ChunkState:
         return self.outer_kv_exchange
 
     def open_channel(self, kind: str) -> Channel:
-        """A channel for one kind of ring exchange."""
         channel = self.ring.mesh.channel(kind, self.ring.use_copy_engines)
         self.channels.append(channel)
         return channel
@@ -118,34 +115,10 @@ class ChunkState:
 ChunkT = TypeVar("ChunkT", bound=ChunkState)
 
 
-# Note [what overlaps what]
-#
-# Two head chunks forward, Ulysses 2 x ring 2 (the schedule in ARCHITECTURE.md); time runs to the
-# right, a row is what is in flight there:
-#
-#   all-to-all  [0 q k v][1 q k v ......]                    [0 out .....]            [1 out]
-#   ring KV                [0 kv .......]    [1 kv ........................]
-#   kernels                [0 local     ][0 remote     ][1 local     ][1 remote    ]
-#
-# An exchange is hidden under the kernels of another chunk or of another block, never under itself.
-# A chunk's KV exchange is posted before the chunk before it is computed, if its keys and values are
-# there by then, and not after the first kernel call of that chunk: a rank whose chunk is a single
-# kernel call has no "after the first", and all its ring exchanges stood between two kernels (0.4 ms
-# for each of 16 chunks, 2 x 2, 128K tokens). Where K and V come by an all-to-all, that one is
-# posted another chunk earlier for the same reason.
-#
-# No wait here waits on the CPU of a GPU's rank: it makes the current stream wait. The CPU runs
-# ahead, so the order of the schedule is the order on the GPU, and a post stands where it must
-# start.
-#
-# Note [why backward takes the last chunk first]
-#
-# The first exchange of a pass and its last one are under no kernel. Forward three tensors come
-# first (q, k, v) and one returns last (out); backward one comes first (dout) and three return last
-# (dq, dk, dv). Chunk 0 is cut small (HeadSplit.chunk), so it must be where three tensors are
-# exposed: first forward, last backward. And where chunks divide a KV group, K and V are exchanged
-# with the group's first chunk, whose return brings dK and dV back: they are complete when all
-# chunks of the group are done, that is, when the first of them comes last.
+# Which exchange is under which kernel, and why backward takes the last chunk first, is decided and
+# told in geometry/pipeline_schedule.py. No wait here waits on the CPU of a GPU's rank: it makes the
+# current stream wait. The CPU runs ahead, so the order of the schedule is the order on the GPU, and
+# a post stands where it must start.
 #
 # Note [what is freed when]
 #
@@ -153,12 +126,13 @@ ChunkT = TypeVar("ChunkT", bound=ChunkState)
 #   wait for heads   q, k, v: views of what was received   dout, likewise
 #   end of a chunk   KV receive buffers, staging of KV;    the same, and dout
 #                    q, k, v too if nothing is saved
-#   its return       its out and log-sum-exp, packed       dq, buffers of dK/dV exchanges
+#   its return       its out and log-sum-exp               dq, buffers of dK/dV exchanges
 #
-# A buffer may go as soon as the current stream has waited for the exchange that uses it: what is
-# allocated in its place is written by later work of the same stream. So a chunk holds everything
-# that is in flight for it, and drops it after the wait. dq, dk and dv of all heads are allocated at
-# the first return, when the buffers of the first chunk are gone, not when the pass begins.
+# A buffer may go as soon as the current stream has read it (a result that was packed) or waited for
+# the exchange that uses it: what is allocated in its place is written by later work of the same
+# stream. So a chunk holds everything that is in flight for it, and drops it after the wait. dq, dk
+# and dv of all heads are allocated at the first return, when the buffers of the first chunk are
+# gone, not when the pass begins.
 
 
 class Pass(Generic[ChunkT]):
@@ -188,8 +162,7 @@ class Pass(Generic[ChunkT]):
         self.exposed = exposed
 
     def execute(self, schedule: Schedule) -> None:
-        """Execute the schedule of this pass. After an error all in flight is waited for, or the
-        next call would receive it."""
+        """After an error all in flight is waited for, or the next call would receive it."""
         handlers, chunks = self.handlers, self._chunks
         # Nothing is decided in this loop: what a test prints of a schedule is what a GPU executes.
         try:
@@ -216,31 +189,26 @@ class Pass(Generic[ChunkT]):
             chunk.kernel = self.score_mod_of(chunk).bind(chunk.ring.kernel, step)
 
     def score_mod_of(self, chunk: ChunkT) -> ChunkScoreMod:
-        """The chunk's score modifiers."""
         if chunk.score_mod is None:
             scores = self.scores
             chunk.score_mod = self.plan.score_mod_for_chunk(chunk.index, scores, self._like)
         return chunk.score_mod
 
     def post_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        """Post a KV exchange of the ring."""
         overlapped = instr not in self.exposed
         chunk.open_kv().post(instr.number, chunk.relayed, overlapped=overlapped)
 
     def wait_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        """Wait for it."""
         _block, chunk.received_kv = chunk.open_kv().wait(instr.number)
 
     def post_outer_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        """Post a KV exchange across nodes."""
         chunk.open_outer_kv().post(instr.number, chunk.packed, overlapped=True)
 
     def wait_outer_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        """Wait for it; the block is relayed in the next outer step."""
+        """The block is relayed in the next outer step."""
         chunk.relayed, chunk.relayed_kv = chunk.open_outer_kv().wait(instr.number)
 
     def wait_return(self, chunk: ChunkT, instr: Instr) -> None:
-        """Wait for the return of a chunk."""
         chunk.exchange.wait()
         chunk.exchange = DONE
 
@@ -258,13 +226,8 @@ KV_HANDLERS: Mapping[Operation, Handler] = MappingProxyType(
 
 
 class ForwardChunk(ChunkState):
-    """State of a chunk forward.
-
-    Attributes:
-        q: its queries.
-        accumulator: of the output.
-        result: the output and the log-sum-exp, when all kernel calls are done.
-    """
+    """State of a chunk forward; ``result``: the output and the log-sum-exp, when all kernel calls
+    are done."""
 
     q: torch.Tensor
     accumulator: OutputAccumulator
@@ -382,9 +345,6 @@ class BackwardChunk(ChunkState):
     """State of a chunk backward.
 
     Attributes:
-        saved: its tensors of the forward pass.
-        dout: the gradient of its output.
-        dq: the gradient of its queries.
         dkv: gradients of the local KV (0) and of those relayed in an outer step.
         step_grads: where gradients of the ring step are summed.
         staging: of the return, where a kernel writes its gradients there.
@@ -400,13 +360,11 @@ class BackwardChunk(ChunkState):
     outer_grad_exchange: KVGradExchange | None = None
 
     def open_grads(self) -> KVGradExchange:
-        """The exchange of KV gradients in the ring; opened once."""
         if self.grad_exchange is None:
             self.grad_exchange = self._open("ring_dkv", self.transfers)
         return self.grad_exchange
 
     def open_outer_grads(self) -> KVGradExchange:
-        """The exchange of KV gradients across nodes; opened once."""
         if self.outer_grad_exchange is None:
             self.outer_grad_exchange = self._open("ring_dkv_outer", self.ring.outer_transfers)
         return self.outer_grad_exchange
@@ -557,14 +515,14 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.step_grads = ()
         del chunk.dout
 
-    def sums_of(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
+    def take_grads(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
         """The gradients of a chunk, which are complete, and no longer kept here."""
         if chunk.exchanges.has_kv:
             del self._dkv[chunk.index]
         return chunk.dq, *chunk.dkv.pop(0)
 
     def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
-        exchange, sources = chunk.exchanges.qkv, self.sums_of(chunk)
+        exchange, sources = chunk.exchanges.qkv, self.take_grads(chunk)
         count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
         overlapped = instr not in self.exposed
         chunk.exchange = exchange.post_to_sequence(
@@ -574,7 +532,7 @@ class BackwardPass(Pass[BackwardChunk]):
         del chunk.dq
 
     def store(self, chunk: BackwardChunk, instr: Instr) -> None:
-        sources = self.sums_of(chunk)
+        sources = self.take_grads(chunk)
         if self.plan.single_shot:
             dq, dk, dv = (source.result() for source in sources)
             self._grads = dq, dk, dv

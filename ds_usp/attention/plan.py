@@ -109,12 +109,9 @@ def check_on_all_ranks(
 
     Args:
         check: returns the signature of the call, and a result.
-        like: a tensor of the call. Where it is on a GPU and the call is a known one, the
-            ranks do not wait for the consistency check (see ``ConsistencyChecker``).
+        like: a tensor of the call. Where it is on a GPU and the call is a known one, the comparison
+            is deferred (``ConsistencyChecker``).
         layout: the argument of the call.
-
-    An error on one rank is raised there and reported on the others, so that no rank waits for one
-    that has failed.
 
     Raises:
         Exception: what ``check`` raised; on the other ranks a MeshError with it.
@@ -144,8 +141,8 @@ def check_on_all_ranks(
 
 
 def _uneven_shards(layouts: Sequence[Sequence[tuple[str, int]]], ranks: int) -> LayoutError | None:
-    """The error of ranks that give a layout's kind and hold different numbers of tokens, from the
-    kinds and lengths of all ranks' layouts; None if these differ in something else."""
+    """The error of ranks that give a layout's kind and hold different numbers of tokens; None if
+    their layouts differ in something else."""
     if len(set(map(len, layouts))) != 1:  # one rank is wrong in another way
         return None
     for column in zip(*layouts, strict=True):
@@ -161,11 +158,7 @@ def _uneven_shards(layouts: Sequence[Sequence[tuple[str, int]]], ranks: int) -> 
 
 @dataclass(frozen=True)
 class RingCall:
-    """Ring attention of one head chunk, without its tensors.
-
-    Args:
-        use_copy_engines: blocks are copied by copy engines, else sent by NCCL/gloo P2P.
-    """
+    """Ring attention of one head chunk, without its tensors."""
 
     mesh: SequenceMesh
     schedule: RingSchedule
@@ -175,7 +168,6 @@ class RingCall:
 
     @cached_property
     def forward_transfers(self) -> tuple[KVTransfer, ...]:
-        """The KV exchanges of the forward pass."""
         return kv_transfers(self.schedule.steps, self.schedule.ring_rank)
 
     @cached_property
@@ -190,7 +182,7 @@ class RingCall:
 
     def writes_block_in_place(self, step: RingStep) -> bool:
         """Whether a step's first backward kernel call can write the KV gradients of all tokens of
-        the step into a send buffer; those of its other calls are added there."""
+        the step into a send buffer."""
         if not self.kernel.caps.writes_grads_in_place or not step.calls:
             return False
         call = step.calls[0]
@@ -223,10 +215,8 @@ class AttentionPlan:
     """Everything that one attention over a mesh needs besides its tensors.
 
     Args:
-        chunks: the head exchanges of each head chunk.
-        ring_calls: the ring attention of each head chunk.
+        chunks, ring_calls: the head exchanges and the ring attention of each head chunk.
         forward, backward: the schedules of this rank.
-        return_lse: the log-sum-exp is a result too.
         staging_bytes: of one staging slot, by kind of exchange; empty without copy engines.
         score_mod: what the kernel does to scores.
     """
@@ -251,12 +241,8 @@ class AttentionPlan:
         *,
         backward: bool,
     ) -> AttentionPlan:
-        """Write the schedules of a plan.
-
-        Args:
-            dtype: of q, k and v.
-            backward: there may be a backward pass.
-        """
+        """Write the schedules of a plan, for q, k and v of this dtype; ``backward``: there may be a
+        backward pass."""
         rings = [ring.schedule for ring in ring_calls]
         ulysses = ring_calls[0].mesh.ulysses_degree > 1
         stage = (
@@ -274,7 +260,6 @@ class AttentionPlan:
 
     @cached_property
     def mesh(self) -> SequenceMesh:
-        """The ranks."""
         return self.ring_calls[0].mesh
 
     @cached_property
@@ -289,12 +274,10 @@ class AttentionPlan:
 
     @cached_property
     def forward_exposed(self) -> frozenset[Instr]:
-        """See :func:`exposed_posts`."""
         return exposed_posts(self.forward)
 
     @cached_property
     def backward_exposed(self) -> frozenset[Instr]:
-        """See :func:`exposed_posts`."""
         return exposed_posts(self.backward)
 
     @cached_property
@@ -321,12 +304,11 @@ class AttentionPlan:
             self.mesh.consistency.begin_pass()
 
     def mark_pass_done(self) -> None:
-        """Count a pass as ended, not aborted."""
         if self.staging_bytes:
             self.mesh.consistency.end_pass()
 
     def score_mod_for_chunk(self, index: int, scores: Scores, x: torch.Tensor) -> ChunkScoreMod:
-        """The score modifiers of one chunk, for tensors like ``x`` (batch, device)."""
+        """For tensors like ``x`` (batch, device)."""
         chunk = self.chunks[index]
         return ChunkScoreMod(self.mesh, chunk, self.score_mod, scores, x.shape[0], x.device)
 
@@ -339,8 +321,8 @@ class AttentionPlan:
         return tensors
 
     def unpack_saved(self, tensors: Sequence[torch.Tensor]) -> list[SavedChunk]:
-        """The saved tensors of each chunk, from :meth:`pack_saved`, or, without a head exchange,
-        from q, k, v and out of all heads and each chunk's lse."""
+        """From :meth:`pack_saved`, or, without a head exchange, from q, k, v and out of all heads
+        and each chunk's lse."""
         if not self.local_heads:
             saved, start = list[SavedChunk](), 0
             for chunk in self.chunks:
@@ -366,12 +348,8 @@ class AttentionPlan:
 def plan_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[Signature, AttentionPlan]:
-    """Check a call on this rank and plan it, or look its plan up: a call like an earlier one is
-    not checked again.
-
-    Returns:
-        The call signature, which must be the same on every rank, and the plan.
-    """
+    """Check a call on this rank and plan it, or look its plan up: a call like an earlier one is not
+    checked again. The signature must be the same on every rank."""
     given: tuple[object, ...] = q, k, v
     if not (
         isinstance(given[0], torch.Tensor)
@@ -412,7 +390,6 @@ def plan_call(
 def _new_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[Signature, AttentionPlan]:
-    """:func:`plan_call` of a call like no earlier one."""
     mesh, _, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, _ = options
     check_tuning(tuning)
     parts: list[Signature | str] = [check_tensors(q, k, v)]
@@ -474,7 +451,6 @@ def _new_plan(
 def _kernel_request(
     q: torch.Tensor, v: torch.Tensor, mask: MaskSpec, score_mod: ScoreMod
 ) -> KernelRequest:
-    """What the kernel of a call must be able to do."""
     return KernelRequest(
         q.device.type,
         q.dtype,

@@ -138,12 +138,7 @@ def check_score_mod(
 
 @dataclass(frozen=True, eq=False)
 class ChunkScoreMod:
-    """The score modifiers of one head chunk on this rank.
-
-    Args:
-        score_mod: what the kernel does to scores.
-        batch, device: of the tensors of the call.
-    """
+    """The score modifiers of one head chunk on this rank, for tensors of this batch and device."""
 
     mesh: SequenceMesh
     exchanges: ChunkExchanges
@@ -168,7 +163,6 @@ class ChunkScoreMod:
         return self.exchanges.qkv.ranges[0][self.mesh.ulysses_rank]
 
     def _global_positions(self, step: RingStep) -> GlobalPositions:
-        """Global indices of samples, heads, queries and keys of one ring step's kernel calls."""
         layout, kv_layout = self.exchanges.qkv.layouts[0], self.exchanges.kv_layout
         rank = self.mesh.ring_rank
         slopes = self.scores.alibi_slopes

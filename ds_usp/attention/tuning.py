@@ -23,7 +23,8 @@ from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 
-# Note [head chunks and waves]
+
+# Note [head chunks]
 #
 #   1 chunk    [a2a      ][kernel                       ][return   ]
 #   4 chunks   [a2][k0][k1       ][k2       ][k3][ret]     exchanges of 1 to 3 and returns of 0 to 2
@@ -31,14 +32,8 @@ from ds_usp.geometry.masks import MaskSpec
 #
 # Heads are divided, not tokens: heads are independent, so nothing is merged between chunks, every
 # kernel call keeps all its tokens, and one mechanism hides the all-to-all and the ring, forward and
-# backward. Each chunk costs launches and packing, and its kernel a last wave: thread blocks run one
-# on each multiprocessor, and when they are not a multiple of them, some multiprocessors wait for
-# the last blocks. Under a full mask all blocks take equally long, so that waste is known before
-# (heads x rows / 128 over 132), and fewer chunks are taken where that saves 2 %
-# (geometry/chunking.py). With a ring a chunk has whole KV heads: half a KV group would bring the
-# group's KV around twice.
-
-
+# backward. With a ring a chunk has whole KV heads: half a KV group would bring the group's KV
+# around twice. What a chunk costs, and so how many there are: geometry/chunking.py.
 @dataclass(frozen=True)
 class Tuning:
     """How a call is divided and exchanged.
@@ -94,14 +89,13 @@ class Tuning:
 
         Args:
             q: ``[b, s, h, d]``.
-            mask: which pairs attend.
             keys: tokens of the keys' sequence; None: the queries'.
             backward: a backward pass follows.
             varlen: the kernel computes many documents in one call.
 
         Raises:
-            ConfigError: more chunks than heads allow, copy engines that cannot be used, or an
-                inner ring that does not divide the ring.
+            ConfigError: more chunks than heads allow, copy engines that cannot be used, or an inner
+                ring that does not divide the ring.
         """
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
@@ -134,11 +128,7 @@ class Tuning:
     def _resolve_copy_engines(
         self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None
     ) -> bool:
-        """Whether exchanges of such a call use copy engines (``copies`` resolved).
-
-        Args:
-            q: for its device.
-            inner: ``inner_ring`` of a double ring; None where the caller asks for no double ring.
+        """``copies`` for such a call; ``inner``: ``inner_ring`` of a double ring.
 
         Raises:
             ConfigError: ``copies=True`` where they are not available; or a CUDA graph is captured
@@ -170,7 +160,7 @@ def _call_size(
     mask: MaskSpec,
     keys: int,
 ) -> CallSize:
-    """See :meth:`Tuning.resolve`. FLOP and bytes are 0 where nothing can be overlapped."""
+    """FLOP and bytes are 0 where nothing can be overlapped."""
     batch, _, heads, dim = q.shape
     flop = exchange_bytes = 0.0
     token = batch * dim * q.element_size()  # of one head
@@ -191,12 +181,8 @@ def _call_size(
 
 
 class ResolvedTuning(NamedTuple):
-    """A :class:`Tuning` for one call, nothing left open.
-
-    Attributes:
-        inner_ring: ranks of an inner ring; None for a single ring.
-        chunk_positions: of each chunk in the pipeline, forward and backward.
-    """
+    """A :class:`Tuning` for one call, nothing left open; ``chunk_positions``: of each chunk in the
+    pipeline, forward and backward."""
 
     chunks: int
     gather_kv: bool
@@ -222,10 +208,6 @@ AUTO_TUNING = Tuning()
 
 
 def check_tuning(tuning: object) -> None:
-    """Check that the argument ``tuning`` is a :class:`Tuning`.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """ConfigError if it is no :class:`Tuning`."""
     if not isinstance(tuning, Tuning):
         raise ConfigError(f"tuning={tuning!r} must be a Tuning, as Tuning(chunks=2)")

@@ -29,7 +29,6 @@ class ChunkExchanges:
 
     Args:
         qkv: of q, and of k and v if they are exchanged with this chunk.
-        out: of the output.
         kv_layout: where the keys are.
         kv_chunk: the chunk with which its k and v are exchanged.
         has_kv: it is this one.
@@ -43,11 +42,7 @@ class ChunkExchanges:
 
 
 def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
-    """How heads are divided among the Ulysses ranks of a mesh.
-
-    Raises:
-        ConfigError: heads that cannot be divided among them.
-    """
+    """How heads are divided among the Ulysses ranks of a mesh; ConfigError if they cannot be."""
     return _head_split(heads, kv_heads, mesh.ulysses_degree, mesh.sp_degree)
 
 
@@ -159,11 +154,7 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
 
 
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
-    """Check the default layout against the batches that a data loader has given.
-
-    Raises:
-        LayoutError: the last batch of this length has another layout.
-    """
+    """LayoutError if the last batch of this length from a data loader has another layout."""
     batch = mesh.batch_layouts.get(layout.seq_len)
     if batch is None or batch.has_same_shards_as(layout):
         return
@@ -211,7 +202,7 @@ def check_layout(
 
 
 def no_mask_error(mask: object) -> ConfigError:
-    """The error of a mask that is no :class:`MaskSpec`, of a tensor with its shape only."""
+    """For a mask that is no :class:`MaskSpec`; of a tensor with its shape only."""
     given = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
     return ConfigError(f"mask={given} must be a MaskSpec: MaskSpec.causal(), .full(), .window()")
 
@@ -290,11 +281,7 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
-    """Refuse dropout without a seed: its mask would depend on the degrees.
-
-    Raises:
-        UnsupportedAttentionError: dropout above 0.
-    """
+    """Refuse dropout without a seed: its mask would depend on the degrees."""
     if dropout_p:
         raise UnsupportedAttentionError(
             f"attention dropout {dropout_p} is not exact under ulysses {mesh.ulysses_degree} x "
@@ -305,11 +292,8 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
 
 
 def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
-    """Check the layout, or kind of one, that a module is constructed with.
-
-    Raises:
-        LayoutError: it cannot be one of the mesh.
-    """
+    """LayoutError if a layout, or kind of one, that a module is constructed with is not one of the
+    mesh."""
     if isinstance(layout, TokenLayout):
         fits = mesh.layout(layout.kind, layout.seq_len, layout.documents)
         if layout != fits:
@@ -321,11 +305,7 @@ def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
 
 
 def check_dims(scatter_idx: int, gather_idx: int | None) -> None:
-    """Check the scatter and gather dims that a module is constructed with.
-
-    Raises:
-        ConfigError: others than heads and tokens.
-    """
+    """ConfigError for other scatter and gather dims of a module than heads and tokens."""
     if scatter_idx != 2 or gather_idx not in (None, 0, 1):
         raise ConfigError(
             f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are dim 2, tokens are "

@@ -19,8 +19,7 @@ from ds_usp.comm.channel import NO_RANGE, PendingExchange, exchange_range, profi
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import DeferredSum, PreallocatedSend, copy_or_sum_into
 from ds_usp.comm.uniform_all_to_all import UniformAllToAll
-from ds_usp.geometry.layout import Run, TokenLayout
-from ds_usp.geometry.token_slices import TokenSlices
+from ds_usp.geometry.layout import Run, TokenLayout, TokenSlices
 
 HeadRanges = tuple[tuple[int, int], ...]
 Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
@@ -34,16 +33,15 @@ Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
 #              r1 r1 r1 r1        <- to sequence   r0 r0 r1 r1
 #
 # q, k and v go in one exchange: a message costs its latency once, and NCCL reaches the rate of the
-# links for large messages only. Two ways lead there. Where all ranks use equally many heads, one
-# dense buffer is packed by one kernel (UniformAllToAll). Else (6 heads on 4 ranks, KV heads shared
-# by ranks) the slices are copied one by one here: rare, and right for any ranges.
+# links for large messages only. Two ways lead there. Where all ranks use equally many heads of
+# tokens that lie in one or two slices a rank, one dense buffer is packed, on GPUs by one kernel
+# (UniformAllToAll). Else (6 heads on 4 ranks, KV heads shared by ranks, joint tokens) the slices
+# are copied one by one here: slower, and right for any ranges and runs.
 @dataclass(frozen=True)
 class HeadAllToAll:
-    """The Ulysses all-to-all of some tensors (q, k, v) within one ring rank: which tokens and heads
-    go to which Ulysses rank.
+    """The Ulysses all-to-all of some tensors (q, k, v) within one ring rank.
 
     Args:
-        mesh: the ranks.
         layouts: for each tensor, where its tokens are.
         ranges: for each tensor, the half-open head range that each Ulysses rank uses. Ranges may
             overlap: such a head goes to each of its users, and their results are summed (in fp32)
@@ -57,10 +55,8 @@ class HeadAllToAll:
     copies: bool = False
 
     def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """All tokens of the ring rank for this rank's heads: ``[B, s, H, D] -> [B, S, h, D]``.
-
-        The results may be views, dense in their features, of one tensor.
-        """
+        """All tokens of the ring rank for this rank's heads: ``[B, s, H, D] -> [B, S, h, D]``. The
+        results may be views, dense in their features, of one tensor."""
         return self.post_to_heads(tensors, overlapped=False).wait()
 
     def to_sequence(
@@ -78,7 +74,7 @@ class HeadAllToAll:
     def post_to_heads(
         self, tensors: Sequence[torch.Tensor], *, overlapped: bool = True
     ) -> PendingExchange:
-        """Start :meth:`to_heads`; see :meth:`P2PChannel.post` for ``overlapped``."""
+        """Start :meth:`to_heads`; ``overlapped`` as of :meth:`P2PChannel.post`."""
         if self._uniform is not None:
             return self._uniform.post_to_heads(tensors, self._all_to_all, overlapped=overlapped)
         ranks = range(self.mesh.ulysses_degree)
@@ -116,16 +112,17 @@ class HeadAllToAll:
         *,
         overlapped: bool = True,
     ) -> PendingExchange:
-        """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for. See
-        :meth:`P2PChannel.post` for ``overlapped``."""
+        """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for."""
         if self._uniform is not None:
             return self._uniform.post_to_sequence(
                 sources, outs, self._all_to_all, prealloc, overlapped=overlapped
             )
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
-            for out, source, heads in zip(outs, sources, self.ranges, strict=True):
-                copy_or_sum_into(_slice_heads(out, heads[0]), source)
+            for out, source, ((first, stop),) in zip(outs, sources, self.ranges, strict=True):
+                copy_or_sum_into(
+                    out if stop - first == out.shape[2] else out[:, :, first:stop], source
+                )
             return PendingExchange(tuple)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
         # A KV head that several ranks used comes back from each of them: their gradients are parts
@@ -137,7 +134,7 @@ class HeadAllToAll:
         add = [
             _overlap(ranges)
             for layout, ranges in zip(self.layouts, self.ranges, strict=True)
-            for _ in _runs_of(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
+            for _ in _runs_with_offsets(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
         ]
 
         def unpack() -> tuple[torch.Tensor, ...]:
@@ -163,11 +160,7 @@ class HeadAllToAll:
         return tuple(ranges[rank][1] - ranges[rank][0] for ranges in self.ranges)
 
     def staging_bytes(self, batch: int, dims: Sequence[int], itemsize: int) -> int:
-        """Staging memory of one copy-engine exchange, in bytes.
-
-        Args:
-            batch, dims, itemsize: samples, each tensor's head dim, bytes of an element.
-        """
+        """Staging memory in bytes of one copy-engine exchange of tensors of these head dims."""
         if self._uniform is None:
             return 0
         layout = self.layouts[0]  # the ranks reserve as much
@@ -183,7 +176,7 @@ class HeadAllToAll:
         if ulysses == 1 or not all(map(_is_uniform, self.ranges)):
             return None
         runs = [layout.runs(self.mesh.ring_rank) for layout in self.layouts]
-        slices, *others = {TokenSlices.of_runs(row, ulysses) for row in runs}
+        slices, *others = {TokenSlices.from_runs(row, ulysses) for row in runs}
         if slices is None or others:
             return None
         # all_to_all_single writes what a rank sent to the place of that rank; copy engines write
@@ -198,7 +191,7 @@ class HeadAllToAll:
             x[:, run.start : run.stop, begin:end]
             for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True)
             for begin, end in [ranges[rank]]
-            for _, run in _runs_of(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
+            for _, run in _runs_with_offsets(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
         ]
 
     def _head_slices(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
@@ -206,12 +199,12 @@ class HeadAllToAll:
         return [
             x.narrow(1, offset, run.length)
             for x, layout in zip(tensors, self.layouts, strict=True)
-            for offset, run in _runs_of(layout, self.mesh.ring_rank, rank)
+            for offset, run in _runs_with_offsets(layout, self.mesh.ring_rank, rank)
         ]
 
     def _exchange(self, sends: Slices, recvs: Slices) -> tuple[dist.Work, torch.Tensor]:
-        """Post an all-to-all of any slices, as many for each rank; the work, and the buffer that
-        is received."""
+        """Post an all-to-all of any slices, as many for each rank; the work, and what is
+        received."""
         sent = [sum(x.numel() for x in slices) for slices in sends]
         received = [sum(x.numel() for x in slices) for slices in recvs]
         send_buffer = sends[0][0].new_empty(sum(sent))
@@ -229,7 +222,6 @@ class HeadAllToAll:
         sent: list[int],
         received: list[int],
     ) -> dist.Work:
-        """Post ``all_to_all_single`` of elements for and from each rank."""
         to_peers = sum(sent) - sent[self.mesh.ulysses_rank]
         sent_bytes = to_peers * send_buffer.element_size()
         self.mesh.ledger.add("all_to_all", sent_bytes)
@@ -251,8 +243,7 @@ def _unpack(buffer: torch.Tensor, recvs: Slices, add: Sequence[bool] = ()) -> No
     Args:
         buffer: flat: rank after rank, each rank's slices one after the other, dense.
         recvs: the views to write, for each rank.
-        add: for each slice of a rank, the same for all ranks, whether it is added to what the
-            slice holds; empty: all are copied.
+        add: for each slice of a rank, whether it is added; empty: all are copied.
     """
     offset = 0
     for slices in recvs:
@@ -263,21 +254,16 @@ def _unpack(buffer: torch.Tensor, recvs: Slices, add: Sequence[bool] = ()) -> No
 
 
 def _accumulator(out: torch.Tensor, ranges: HeadRanges) -> torch.Tensor:
-    """The fp32 buffer in which results of shared heads are summed; ``out`` itself if none is
-    shared."""
+    """The fp32 buffer in which results of shared heads are summed; ``out`` itself without any."""
     if not _overlap(ranges):
         return out
     return torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
 
 
-def _slice_heads(x: torch.Tensor, head_range: tuple[int, int]) -> torch.Tensor:
-    """Some heads of ``[B, s, H, D]``, a view; the tensor itself if they are all."""
-    first, stop = head_range
-    return x if head_range == (0, x.shape[2]) else x[:, :, first:stop]
-
-
 @lru_cache(maxsize=4096)
-def _runs_of(layout: TokenLayout, ring_rank: int, ulysses_rank: int) -> tuple[tuple[int, Run], ...]:
+def _runs_with_offsets(
+    layout: TokenLayout, ring_rank: int, ulysses_rank: int
+) -> tuple[tuple[int, Run], ...]:
     """A Ulysses rank's runs of tokens, each with its offset in the ring rank's order."""
     runs = layout.runs(ring_rank)
     offsets = accumulate((run.length for run in runs), initial=0)

@@ -12,6 +12,12 @@ from typing import NamedTuple
 from ds_usp.errors import MeshError
 from ds_usp.geometry.layout import KINDS
 
+# Why a record has the fields and not a digest of them: whoever finds a difference must be able to
+# say in what, on which ranks, without another exchange: the others may be waiting for something
+# else already. Equal is equal bytes. The texts are for people and nothing reads them back; what
+# code must know of a difference (kinds and lengths of layouts) is in numbers beside them. A record
+# has one size, so that a slot of shared memory and an all-gather hold any; longer ones are cut off,
+# with a digest of all of it, so that they still differ where the rest does.
 RECORD_BYTES = 2048
 _HEADER = struct.Struct("<BIQ?B")  # kind, aborted passes, exchanges, deferred, number of layouts
 _LAYOUT = struct.Struct("<BQ")  # number of its kind, tokens
@@ -97,7 +103,6 @@ class CallRecord(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> CallRecord:
-        """The record that :meth:`encode` made these bytes of; zeros after them are padding."""
         kind, *header, num_layouts = _HEADER.unpack_from(data)
         start = _HEADER.size + num_layouts * _LAYOUT.size
         numbers = _LAYOUT.iter_unpack(data[_HEADER.size : start])
@@ -107,12 +112,8 @@ class CallRecord(NamedTuple):
 
 
 def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = None) -> MeshError:
-    """The error that shows in which fields the records differ, by groups of ranks.
-
-    Args:
-        records: of each rank.
-        ranks: their numbers; None: all ranks, in order.
-    """
+    """The error that shows in which fields the records differ, by groups of ranks (None: all, in
+    order)."""
     by_rank = dict(zip(ranks or range(len(records)), records, strict=True))
     texts = tuple(str(record.signature) for record in records)
     layouts = tuple(record.signature.layouts for record in records)
@@ -165,8 +166,8 @@ def _fields(record: CallRecord, *, aborted: bool) -> list[str]:
 
 
 def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
-    """The text of one field that differs: the words that all values share once, then each value
-    with the ranks that have it."""
+    """One field that differs: the words that all values share once, then each value with its
+    ranks."""
     words = [value.split(" ") for value in values]
     max_shared = min(map(len, words)) - 1  # a value is never empty
     head = 0

@@ -32,12 +32,10 @@ class CommLedger:
         self.bytes: Counter[str] = Counter()
 
     def add(self, kind: str, sent_bytes: int) -> None:
-        """Record one exchange."""
         self.calls[kind] += 1
         self.bytes[kind] += sent_bytes
 
     def reset(self) -> None:
-        """Start again from zero."""
         self.calls.clear()
         self.bytes.clear()
 
@@ -58,12 +56,7 @@ NO_RANGE = contextlib.nullcontext()
 
 
 def exchange_range(kind: str, sent_bytes: int) -> contextlib.AbstractContextManager[object]:
-    """The range of one exchange.
-
-    Args:
-        kind: the ledger's, or one of a report's.
-        sent_bytes: to other ranks.
-    """
+    """The range of one exchange: its kind, and the bytes sent to other ranks."""
     return record_function(f"{PREFIX}{kind}/{sent_bytes}")
 
 
@@ -87,7 +80,6 @@ class StridedView(NamedTuple):
     offset: int
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The view of ``x``."""
         return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
 
 
@@ -95,12 +87,10 @@ class RecvSpec(NamedTuple):
     """A tensor that is filled from the staging buffer of a rank of the group.
 
     Attributes:
-        rank: that packed it.
-        out: the tensor.
         offset: of its first element in that rank's buffer, in elements.
         row_stride: elements from row to row there; 0 if ``out`` is dense there.
-        view: the part of ``out`` that is filled instead of all of it. Copy engines need its
-            address only, which costs less CPU time than a tensor.
+        view: the part of ``out`` that is filled instead of all of it. Copy engines need its address
+            only, which costs less CPU time than a tensor.
     """
 
     rank: int
@@ -111,21 +101,20 @@ class RecvSpec(NamedTuple):
 
     @property
     def target(self) -> torch.Tensor:
-        """What is filled, as a tensor."""
         return self.out if self.view is None else self.view.of(self.out)
 
 
 class StagingBuffer:
-    """Dense memory ``[rows, ...]`` to pack sends into. Caches its views: a copy engine's buffer is
-    used again and again."""
+    """Dense memory ``[rows, ...]`` to pack sends into. Its views are cached: a copy engine's buffer
+    is used again and again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._views: dict[tuple[HeadShapes, bool], tuple[torch.Tensor, ...]] = {}
 
     def views(self, shapes: HeadShapes, *, tokens_first: bool = False) -> tuple[torch.Tensor, ...]:
-        """Views of the buffer, one for each tensor (:func:`split_features`), cached; with
-        ``tokens_first`` of it as ``[all rows, B, features]``."""
+        """One for each tensor (:func:`split_features`); with ``tokens_first`` of it as ``[all rows,
+        B, features]``."""
         key = shapes, tokens_first
         views = self._views.get(key)
         if views is None:
@@ -158,7 +147,6 @@ def split_features(
 def _feature_strides(
     shape: tuple[int, ...], stride: tuple[int, ...], shapes: HeadShapes, tokens_first: bool
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
-    """Size, stride and offset in elements of each view of :func:`split_features`."""
     sizes, strides, offset = shape[:-1], stride[:-1], 0
     if tokens_first:
         sizes, strides = (sizes[1], sizes[0], *sizes[2:]), (strides[1], strides[0], *strides[2:])
@@ -170,14 +158,13 @@ def _feature_strides(
 
 
 class Channel(Protocol):
-    """Exchanges of tensors between the ranks of a group, one in flight."""
+    """Exchanges of tensors between the ranks of a group, one in flight: :class:`P2PChannel`."""
 
     in_flight: bool
 
     def acquire_staging(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
-    ) -> StagingBuffer:
-        """A buffer to pack sends into, on all ranks; see :meth:`P2PChannel.acquire_staging`."""
+    ) -> StagingBuffer: ...
 
     def post(
         self,
@@ -186,14 +173,11 @@ class Channel(Protocol):
         recvs: Sequence[RecvSpec],
         *,
         overlapped: bool = True,
-    ) -> None:
-        """Start an exchange; see :meth:`P2PChannel.post`."""
+    ) -> None: ...
 
-    def wait(self) -> None:
-        """Wait for it; see :meth:`P2PChannel.wait`."""
+    def wait(self) -> None: ...
 
-    def drain(self) -> None:
-        """Wait for it if there is one; see :meth:`P2PChannel.drain`."""
+    def drain(self) -> None: ...
 
 
 # Why each kind of traffic has a communicator of its own.
@@ -206,14 +190,14 @@ class Channel(Protocol):
 #     two                  kv 1 | kv 2 | kv 3 ...
 #                               dkv 1 | dkv 2 ...
 #
-# One exchange is in flight on each: a schedule that posts a second one before it has waited for the
-# first is wrong on every rank alike, and is refused here instead of mixing their messages.
+# Over one communicator each head chunk has a channel of its own, with one exchange in flight: a
+# schedule that posts a second one on a channel before it has waited for the first is wrong on every
+# rank alike, and is refused here instead of mixing their messages.
 class P2PChannel:
     """Exchanges by send and recv of NCCL or gloo, one in flight.
 
     Args:
-        group: a communicator that nothing else uses, so exchanges overlap with other traffic;
-            None for a ring of one, which never sends.
+        group: a communicator that nothing else uses; None for a ring of one, which never sends.
         ledger: counts calls and bytes.
         kind: their name in the ledger.
     """
@@ -242,9 +226,8 @@ class P2PChannel:
         *,
         overlapped: bool = True,
     ) -> None:
-        """Start an exchange; either side may be empty.
-
-        What is sent may not be written, and what is received not read, until :meth:`wait`.
+        """Start an exchange; either side may be empty. What is sent may not be written, and what is
+        received not read, until :meth:`wait`.
 
         Args:
             packed: the tensor of the staging buffer, dense.
@@ -279,11 +262,7 @@ class P2PChannel:
             self._ledger.add(self._kind, sent_bytes)
 
     def wait(self) -> None:
-        """Wait for the exchange; on GPUs the current stream waits, not the CPU.
-
-        Raises:
-            MeshError: none was posted.
-        """
+        """On GPUs the current stream waits, not the CPU; MeshError if nothing was posted."""
         if not self.in_flight:
             raise MeshError(f"no {self._kind} exchange was posted")
         # What is sent is memory of the current stream's. Dropped before that stream has waited, it
@@ -296,8 +275,7 @@ class P2PChannel:
         del sending  # keeps what is being sent alive until here
 
     def drain(self) -> None:
-        """Wait for the exchange in flight, if any: after an error, so that the next call does not
-        receive its messages."""
+        """Wait for what is in flight, if any: after an error, or the next call would receive it."""
         if self.in_flight:
             self.wait()
 
@@ -359,8 +337,8 @@ class PendingExchange:
         return self._result
 
     def drain(self) -> None:
-        """Wait for what is in flight and drop it: after an error, so that no exchange writes to
-        memory that is allocated again."""
+        """Wait and drop the result: after an error, so that no exchange writes to memory that is
+        allocated again."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()

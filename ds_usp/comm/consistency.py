@@ -40,8 +40,7 @@ class _Transport(Protocol):
     def all_equal(self, seq: int) -> bool:
         """Whether all ranks' records have been received and are equal; False: not known yet."""
 
-    def gather(self, seq: int, timeout_s: float | None = None) -> Sequence[bytes | bytearray]:
-        """Wait for the record of every rank."""
+    def gather(self, seq: int, timeout_s: float | None = None) -> Sequence[bytes | bytearray]: ...
 
 
 class GroupTransport:
@@ -55,7 +54,6 @@ class GroupTransport:
         atexit.register(_wait_for, self._works)
 
     def post(self, data: bytes) -> int:
-        """Start the all-gather of a record; returns its number for :meth:`gather`."""
         self._seq += 1
         local = torch.frombuffer(bytearray(data.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
         received, out = [], []
@@ -67,18 +65,16 @@ class GroupTransport:
         return self._seq
 
     def all_equal(self, seq: int) -> bool:
-        """Never known without waiting."""
         return False
 
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
-        """Wait for the record of every rank."""
         work, received = self._works.pop(seq)
         work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
         return received
 
 
 def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
-    """Wait for all-gathers that other ranks may still join."""
+    """Other ranks may still join these all-gathers."""
     deadline = time.monotonic() + _GROUP_EXIT_TIMEOUT_S
     for work, _ in works.values():
         left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
@@ -86,27 +82,42 @@ def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
             work.wait(left)
 
 
+# Note [every rank compares]
+#
+# Ranks that make different calls wait for messages that never come, or take each other's for their
+# own. Only a comparison of all with all finds out, and all must find out: one that continues alone
+# posts an exchange that nobody answers. So each rank gathers every record and comes to the same
+# result by itself; there is no rank that decides and would have to tell the others.
+#
+# The n-th comparison that did not fail is the same on all ranks, so its number names the call: a
+# backward pass declares the call it belongs to, and ranks whose backward passes run in different
+# orders, or twice for one call, differ in it.
+#
+# Note [deferred comparison]
+#
+#   CPU   call 1 compare....launch | call 2 post, launch | call 3 post, launch | ... read 2, 3
+#   GPU                      call 1 ........................ call 2 ........... call 3 ........
+#
+# Where tensors are on CPUs, and for every signature that is new, the ranks wait for the comparison
+# before anything moves. Waiting at each call would end the CPU's run ahead of the GPU, by as much
+# as the slowest rank is late. So on GPUs a signature that was equal before is compared while the
+# call runs, and the result is read when a later call or a backward pass begins: after a number of
+# calls, not a time, so that all ranks raise at the same call and no collective is left without its
+# partners. No CUDA stream waits for a comparison: a GPU that waits for another rank does not keep
+# its CPU from reading on and finding out why.
+#
+# The price: if ranks differ and one of them had started its call, streams wait for exchanges that
+# never come, and the mesh is unusable: it raises at every call on every rank. After any other
+# difference all ranks can continue.
 class ConsistencyChecker:
-    """Compares the ranks' signatures of each call and each backward pass, on the CPU, so that no
-    CUDA stream waits for it.
-
-    Where tensors are on CPUs, and for every signature that is new, the ranks wait for the
-    comparison before anything moves. On GPUs a signature that was equal before is compared while
-    the call runs (a deferred comparison), and the result is read when a later call or a backward
-    pass begins: a GPU that waits for another rank does not keep the CPU from finding out why. If
-    ranks differ and one of them had started its call, the mesh is unusable from then on: it raises
-    at every call on every rank. After any other difference all ranks can continue.
-
-    The n-th comparison that did not fail is the same on all ranks, so its number names the call: a
-    backward pass declares the call it belongs to, and ranks whose backward passes run in different
-    orders, or twice for one call, differ in it.
+    """Compares the ranks' signatures of each call and each backward pass, on the CPU.
 
     Args:
         group: the ranks, over a CPU backend; None is one process alone.
         mailbox: shared memory of all of them, which is faster; None: all-gathers over the group.
         name: of the mesh, the same on all ranks, where others compare over the same group.
-        exit_mailbox: shared memory for ranks without a mailbox, in which a process that ends
-            writes how many calls it made: a collective that nobody answers would abort it.
+        exit_mailbox: shared memory for ranks without a mailbox, in which a process that ends writes
+            how many calls it made: a collective that nobody answers would abort it.
 
     Attributes:
         number: comparisons so far, less failed ones; after :meth:`check_call`, that call's number.
@@ -144,11 +155,8 @@ class ConsistencyChecker:
 
     @classmethod
     def for_mesh(cls, group: dist.ProcessGroup, nodes: Sequence[bytes]) -> ConsistencyChecker:
-        """The checker of a mesh's group, by its backends. Collective over the group.
-
-        Args:
-            nodes: each rank's node.
-        """
+        """The checker of a mesh's group, by its backends; ``nodes``: each rank's. Collective over
+        it."""
         backends = {type(group._get_backend(device)) for device in group._device_types}
         if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
             # Other meshes may compare over the same group; their calls have the same numbers.
@@ -181,7 +189,7 @@ class ConsistencyChecker:
         self._passes_since_call = 0
 
     def check_backward(self, call: int, part: str = "", *, wait: bool = True) -> None:
-        """Compare the backward pass that begins with the other ranks'. Calls before it have been
+        """Compare the backward pass that begins with the other ranks'; calls before it have been
         compared then.
 
         Args:
@@ -201,8 +209,7 @@ class ConsistencyChecker:
         self._passes_since_call += 1
 
     def check_now(self, text: str, error: Exception | None = None) -> None:
-        """Compare a text and wait for the result, after all comparisons in flight; see
-        :func:`check_same`."""
+        """:func:`check_same` over this group, after all comparisons in flight."""
         signature = Signature.of_text(text)
         self._compare(signature, Kind.CALL, signature, error, True, 0)
 
@@ -216,25 +223,19 @@ class ConsistencyChecker:
         self._compare(signature, Kind.CALL, signature, None, True, 0)
 
     def begin_pass(self) -> None:
-        """Note that exchanges by copy engines follow."""
+        """Exchanges by copy engines follow."""
         self._record_aborted_pass()
         self._in_pass = True
 
     def end_pass(self) -> None:
-        """Note that a pass by copy engines has ended well."""
         self._in_pass = False
 
     def clear_verified(self) -> None:
-        """Wait for the comparison of every signature again, as if it were new."""
         self._verified.clear()
 
     def drain(self, max_pending: int = 0) -> None:
-        """Wait until at most so many comparisons are in flight: a number, not a time, so that all
-        ranks find a difference at the same call and no collective is left without its partners.
-
-        Raises:
-            MeshError: the ranks differed in an earlier call.
-        """
+        """Wait until at most so many comparisons are in flight; MeshError if the ranks differed in
+        an earlier call."""
         while self._failure is None and len(self._pending) > max_pending:
             transport, seq = self._pending.popleft()
             if not transport.all_equal(seq):
@@ -246,8 +247,8 @@ class ConsistencyChecker:
             raise self._failure
 
     def compare_at_exit(self) -> str:
-        """Compare for the last time, when the process ends: the difference, or "". Waits one
-        second at most, and ignores ranks that do not answer."""
+        """Compare for the last time, when the process ends: the difference, or "". Waits one second
+        at most, and ignores ranks that do not answer."""
         if self.group is None or self._failure is not None:
             return ""
         mailbox = self.mailbox or self._exit_mailbox
@@ -261,9 +262,8 @@ class ConsistencyChecker:
             return ""
 
     def _pending_difference(self, max_pending: int) -> MeshError | None:
-        """At the end of the process: wait until at most ``max_pending`` comparisons are in flight;
-        returns the first difference. Posting before that would overwrite a record not yet read by
-        others."""
+        """At the end of the process: the first difference in all but the last comparisons. Posting
+        before that would overwrite a record not yet read by others."""
         while len(self._pending) > max_pending:
             transport, seq = self._pending.popleft()
             data = transport.gather(seq, _EXIT_TIMEOUT_S)
@@ -280,12 +280,8 @@ class ConsistencyChecker:
         wait: bool,
         max_pending: int,
     ) -> None:
-        """Compare a record; without waiting if its key is verified and ``wait`` is False.
-
-        Args:
-            signature, kind: of the record.
-            max_pending: comparisons that may stay in flight before it.
-        """
+        """Compare a record; without waiting if its key is verified and ``wait`` is False. So many
+        comparisons may stay in flight before it."""
         if self._transport is None:
             if error is not None:
                 raise error
@@ -344,17 +340,15 @@ class ConsistencyChecker:
         return CallRecord(signature, kind, self._aborted_passes, self._exchanges_at_abort, deferred)
 
     def _record_aborted_pass(self) -> None:
-        """Count a backward pass that began and did not end, and the exchanges before its end."""
+        """Count a pass that began and did not end, and the exchanges before its end."""
         if self._in_pass:
             self._in_pass = False
             self._aborted_passes += 1
             self._exchanges_at_abort = self.num_exchanges()
 
     def _ended_ranks_error(self) -> MeshError | None:
-        """The error for a lost comparison: which ranks' processes have ended, after how many calls.
-
-        They leave a last record in the exit mailbox; None where no rank has left one.
-        """
+        """For a lost comparison: which ranks' processes have ended, after how many calls, by the
+        records that they left in the exit mailbox; None without any."""
         if self._exit_mailbox is None or self.group is None:
             return None
         data = {rank: self._exit_mailbox.read(1, rank) for rank in range(self.group.size())}
@@ -370,18 +364,17 @@ class ConsistencyChecker:
         return f"after {self._calls} calls", f"after {self._passes} backward passes"
 
     def _fail(self, error: MeshError) -> None:
-        """Let every later call raise this error; release streams that wait for other ranks."""
+        """Every later call raises this error; streams that wait for other ranks are released."""
         self._failure = error
         self.on_failure()
 
 
 def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
     """Raise on every rank unless all ranks of a group pass the same text and none an error.
-
-    Collective over the group, before an operation that would hang if its ranks differed.
+    Collective over the group (None: this process alone), before an operation that would hang if its
+    ranks differed.
 
     Args:
-        group: the ranks that compare; None: this process alone.
         text: what this rank is about to do.
         error: why this rank cannot do it. A rank passes its error here instead of raising it first,
             so that the others do not wait for that rank.
@@ -401,7 +394,6 @@ def _error_record(error: Exception) -> CallRecord:
 
 
 def _raise_on_mismatch(data: Sequence[bytes | bytearray], error: Exception | None = None) -> None:
-    """Raise this rank's error, or the difference between the ranks' records."""
     if error is not None:
         raise error
     if (difference := _difference(data)) is not None:
@@ -425,8 +417,7 @@ def _unusable_reason(data: Sequence[bytes | bytearray]) -> MeshError | None:
 
 
 def _at_exit(reference: weakref.ref[ConsistencyChecker], process: int) -> None:
-    """atexit hook: compare the ranks a last time and print their difference. Silent in forked
-    children and after an uncaught exception, which is enough to read."""
+    """Silent in forked children and after an uncaught exception, which is enough to read."""
     checker = reference()
     failed = getattr(sys, "last_value", None) is not None
     if checker is None or failed or os.getpid() != process:

@@ -118,13 +118,11 @@ class FlagOpBatch:
         self._ops = ops
 
     def enqueue(self, stream: int) -> None:
-        """Enqueue all on a stream, which a CUDA graph may be capturing."""
         if self._ops:
             _call(driver().cuStreamBatchMemOp, stream, len(self._ops), self._params, 0)
 
     @cached_property
     def _params(self) -> list[Any]:
-        """The operations as structs of ``cuStreamBatchMemOp``."""
         kinds = driver().CUstreamBatchMemOpType
         params = [driver().CUstreamBatchMemOpParams() for _ in self._ops]
         for param, op in zip(params, self._ops, strict=True):
@@ -236,12 +234,8 @@ def alloc_symmetric(
 
 
 def copy_engine_unavailable_reason(group: dist.ProcessGroup, nodes: Sequence[bytes]) -> str | None:
-    """Why the ranks of a group cannot copy from each other's GPUs; None if they can. Collective
-    over it.
-
-    Args:
-        nodes: each rank's node.
-    """
+    """Why the ranks of a group, of these nodes, cannot copy from each other's GPUs; None if they
+    can. Collective over it."""
     gpu = torch.device("cuda")
     if gpu not in group._device_types or group._get_backend(gpu).name() != "nccl":
         return "the ranks do not exchange on GPUs"
@@ -258,8 +252,8 @@ def copy_engine_unavailable_reason(group: dist.ProcessGroup, nodes: Sequence[byt
 
 
 def peer_copy_unavailable_reason(ranks: int) -> str | None:
-    """Why this process's GPU cannot copy from those of a group of so many ranks, one a GPU of this
-    node, as far as one process can see it; None if it can."""
+    """The same of one process: why its GPU cannot copy from those of so many ranks, one a GPU of
+    this node."""
     if torch.cuda.device_count() < 1 or torch.version.cuda is None:
         return "no NVIDIA GPU"
     if torch.cuda.device_count() < ranks:
@@ -283,7 +277,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 @lru_cache(maxsize=256)
 def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    """The stream object of these ids, made once, as making it costs CPU time."""
+    """Made once, as making it costs CPU time."""
     return torch.cuda.Stream(
         stream_id=stream_id, device_index=device_index, device_type=device_type
     )
@@ -295,12 +289,8 @@ _MAX_CACHED = 256  # buffers and flag batches of a slot: lengths and readers dif
 
 @cache
 def num_slots(kind: str, *, ring: bool) -> int:
-    """Slots for one kind of traffic, so that no rank waits for a free one; see
-    :func:`staging_slots`.
-
-    Args:
-        ring: there is ring traffic beside the head exchanges.
-    """
+    """Slots for one kind of traffic, so that no rank waits for a free one (:func:`staging_slots`);
+    with ``ring`` there is ring traffic beside the head exchanges."""
     layout, mask = TokenLayout("contiguous", 4, 1, 2 if ring else 1), MaskSpec.full()
     chunks = [ring_schedule(layout, mask, 0, position="local_first")] * 5
     return max(
@@ -324,13 +314,12 @@ class Slot:
     """A staging area in this rank's symmetric memory.
 
     Attributes:
-        index, start: its number, and its first byte.
+        start: its first byte.
         wait_free: waits until no reader needs its contents.
         generation: how often it was acquired.
         published: readers were signalled that its present contents are packed.
         done_events: end of its last exchange outside of CUDA graphs (0), and in the graph that is
             being captured, by the graph's number.
-        buffers, flag_batches: caches.
     """
 
     index: int
@@ -400,11 +389,8 @@ class CopyEngine:
 
     def abort_waits(self) -> bool:
         """Set all of this rank's flags, so that its streams stop waiting: after an error, when no
-        peer will set them. What the streams then pull is garbage.
-
-        Returns:
-            Whether a stream was still busy.
-        """
+        peer will set them. What the streams then pull is garbage. Returns whether one was still
+        busy."""
         streams = self._stream, self._current
         try:
             if all(stream is None or stream.query() for stream in streams):
@@ -427,7 +413,6 @@ class CopyEngine:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of this rank's GPU that are reserved."""
         return sum([x.local.numel() for x in {self._memory, *self._captured} if x])
 
     def has_capacity(self, size: int) -> bool:
@@ -534,12 +519,8 @@ class CopyEngine:
     def _flag_batches_of(
         self, slot: Slot, readers: tuple[int, ...], owners: tuple[int, ...], *, local_first: bool
     ) -> _FlagBatches:
-        """The flag operations of an exchange. Contents may be published again; those who read them
-        before must have pulled them.
-
-        Args:
-            local_first: a copy comes between publishing and waiting for the owners.
-        """
+        """Contents may be published again: those who read them before must have pulled them. With
+        ``local_first`` a copy comes between publishing and waiting for the owners."""
         key = readers, owners, (slot.published, local_first)
         batches = slot.flag_batches.get(key)
         if batches is None:
@@ -562,7 +543,6 @@ class CopyEngine:
         return batches
 
     def wait_for(self, done: torch.cuda.Event) -> None:
-        """Let the current stream wait for the event of :meth:`publish_and_pull`."""
         current_stream(self._device).wait_event(done)
 
     def _pull_all(self, stream: int, slot: Slot, recvs: Sequence[RecvSpec], itemsize: int) -> None:
@@ -571,13 +551,11 @@ class CopyEngine:
             self._pull(stream, recv, start, itemsize)
 
     def _pull(self, stream: int, recv: RecvSpec, start: int, itemsize: int) -> None:
-        """Enqueue a copy from the staging memory of another rank.
+        """Enqueue a copy from the staging memory of another rank, from byte ``start`` on.
 
         Args:
             recv: whose target is contiguous, or, with a stride between the source's rows, ``[rows,
                 batch, heads, dim]`` with strides between rows and samples.
-            start: byte offset in that memory.
-            itemsize: bytes of an element.
         """
         if self._memory is None:
             raise MeshError("the copy engine has no staging memory: reserve some first")
@@ -610,13 +588,8 @@ _ABORT_TIMEOUT_S = 60.0  # for streams that wait for something else after an err
 
 
 class CopyEngineChannel:
-    """:class:`ds_usp.comm.channel.Channel` by copy engines.
-
-    Args:
-        engine: of the group.
-        ledger: counts calls and bytes.
-        kind: their name in the ledger.
-    """
+    """:class:`ds_usp.comm.channel.P2PChannel` by copy engines; received tensors need not be
+    dense."""
 
     def __init__(self, engine: CopyEngine, ledger: CommLedger, kind: str) -> None:
         self._engine, self._ledger, self._kind = engine, ledger, kind
@@ -629,7 +602,6 @@ class CopyEngineChannel:
     def acquire_staging(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
     ) -> StagingBuffer:
-        """See :meth:`ds_usp.comm.channel.P2PChannel.acquire_staging`."""
         buffer, self._slot = self._engine.acquire_slot(shape, dtype)
         self._generation = self._slot.generation
         return buffer
@@ -642,7 +614,6 @@ class CopyEngineChannel:
         *,
         overlapped: bool = True,
     ) -> None:
-        """See :meth:`ds_usp.comm.channel.P2PChannel.post`; ``recvs`` need not be dense."""
         if self.in_flight or self._slot is None:
             why = "before the last one was waited for" if self.in_flight else "without a buffer"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
@@ -667,7 +638,6 @@ class CopyEngineChannel:
             self._ledger.add(self._kind, sent_bytes)
 
     def wait(self) -> None:
-        """See :meth:`ds_usp.comm.channel.P2PChannel.wait`."""
         if not self.in_flight:
             raise MeshError(f"no {self._kind} exchange was posted")
         if self._done is not None:
@@ -675,7 +645,6 @@ class CopyEngineChannel:
         self._done, self._recvs, self.in_flight = None, (), False
 
     def drain(self) -> None:
-        """See :meth:`ds_usp.comm.channel.P2PChannel.drain`."""
         if self.in_flight:
             self.wait()
 
@@ -699,7 +668,6 @@ def abort_waits(engines: Mapping[str, CopyEngine]) -> None:
 
 
 def _abort_until_idle(engines: Sequence[CopyEngine]) -> None:
-    """End the waits of each exchange in flight until none is left or the time limit has passed."""
     deadline = time.monotonic() + _ABORT_TIMEOUT_S
     with contextlib.suppress(RuntimeError):  # the GPU is lost
         while [engine for engine in engines if engine.abort_waits()]:

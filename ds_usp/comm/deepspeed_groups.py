@@ -30,7 +30,6 @@ class DeepSpeedCheck:
         self._passed: Any = None  # the device mesh under which gradients are right
 
     def __call__(self) -> ConfigError | None:
-        """See the class."""
         groups: Any = sys.modules.get("deepspeed.utils.groups")
         device_mesh = getattr(groups, "mesh_device", None)
         if device_mesh is None or device_mesh is self._passed:
@@ -53,14 +52,13 @@ def _engines() -> list[Any]:
 
 
 def _refusal(engines: Sequence[Any], ranks: Sequence[int]) -> ConfigError | None:
-    """The error of engines of which none sums over all these ranks."""
-    refusals = [_refusal_of(engine, ranks) for engine in engines]
+    """Only if none of them sums over all these ranks."""
+    refusals = [_engine_refusal(engine, ranks) for engine in engines]
     errors = [refusal for refusal in refusals if refusal is not None]
     return errors[0] if errors and len(errors) == len(refusals) else None
 
 
-def _refusal_of(engine: Any, ranks: Sequence[int]) -> ConfigError | None:
-    """The error for an engine that averages no gradients over the sequence group's ranks, if so."""
+def _engine_refusal(engine: Any, ranks: Sequence[int]) -> ConfigError | None:
     group = getattr(engine, "seq_data_parallel_group", None)
     if group is None:
         return None

@@ -46,7 +46,7 @@ from ds_usp.geometry.ranks import RankGrid
 _AXES = ("ring", "ulysses")
 
 
-def group_of_this_rank(group: object) -> dist.ProcessGroup:
+def resolve_group(group: object) -> dist.ProcessGroup:
     """The group itself, or the default one for None.
 
     Raises:
@@ -149,18 +149,13 @@ class WeakRegistry(Generic[T]):
         self._objects: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
 
     def register(self, obj: T, prefix: str) -> str:
-        """A name for an object, which begins with ``prefix``."""
         names = (f"{prefix} #{number}" for number in count())
         name = next(name for name in names if name not in self._objects)
         self._objects[name] = obj
         return name
 
     def lookup(self, name: str) -> T:
-        """The registered object of a name.
-
-        Raises:
-            MeshError: there is none any more.
-        """
+        """The object of a name; MeshError if there is none any more."""
         obj = self._objects.get(name)
         if obj is None:
             raise MeshError(
@@ -279,7 +274,7 @@ class SequenceMesh:
                 of the group ask for different grids (all of them raise).
             ConfigError: a degree that does not divide the group, or an unknown order; no group.
         """
-        sp_group = group_of_this_rank(group)
+        sp_group = resolve_group(group)
         size = dist.get_world_size(sp_group)
         ulysses = size if ulysses_degree is None else ulysses_degree
         # Before any group is created: with ranks that see another grid that would hang.
@@ -327,7 +322,7 @@ class SequenceMesh:
             ConfigError: the grid is not as large as the world.
             MeshError: torch.distributed does not run.
         """
-        have = dist.get_world_size(group_of_this_rank(None))
+        have = dist.get_world_size(resolve_group(None))
         if have != grid.world_size:
             sizes = zip(grid.order, grid.shape, strict=True)
             axes = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
@@ -348,11 +343,8 @@ class SequenceMesh:
     def _from_grid(
         cls, group: dist.ProcessGroup, ulysses: int, ring: int, order: str
     ) -> SequenceMesh:
-        """The mesh of a group whose ranks lie on a ulysses x ring grid; collective over the group.
-
-        Makes the subgroups (gradients have their own, not to queue behind keys and values) and
-        decides, the same on all ranks, whether copy engines and a shared-memory mailbox are used.
-        """
+        """Makes the subgroups and decides, the same on all ranks, whether copy engines and a
+        shared-memory mailbox are used; collective over the group."""
         ranks = dist.get_process_group_ranks(group)
         rank = dist.get_rank(group)
         grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order.split("-"))
@@ -405,11 +397,11 @@ class SequenceMesh:
 
     def channel(self, kind: str, copies: bool = False) -> Channel:
         """A new channel for one kind of exchange: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one
-        of the last two with ``_outer``, whose groups :meth:`create_outer_groups` creates.
+        of the last two with ``_outer``, whose groups :meth:`create_outer_groups` creates. With
+        ``copies`` by copy engines (by P2P without a group, as in a ring of one rank).
 
-        Args:
-            copies: by copy engines (by P2P without a group, as in a ring of one rank); MeshError
-                where :meth:`reserve` has allocated no memory for the kind.
+        Raises:
+            MeshError: :meth:`reserve` has allocated no memory for the kind.
         """
         if not copies or (kind not in self.copy_engines and self._group_of(kind) is None):
             return P2PChannel(self._group_of(kind), self.ledger, kind)
@@ -501,7 +493,6 @@ class SequenceMesh:
             self.consistency.clear_verified()
 
     def _group_of(self, kind: str) -> dist.ProcessGroup | None:
-        """The process group of a kind of exchange; None for an outer kind without a double ring."""
         if kind in OUTER_KINDS:
             return self.outer_groups.get(kind)
         if kind == "all_to_all":
@@ -533,10 +524,8 @@ class SequenceMesh:
         self.consistency.check()
 
     def agree(self, text: str, error: Exception | None = None) -> None:
-        """Check now that every rank of the mesh passes the same text; collective over it.
-
-        See :func:`ds_usp.comm.consistency.check_same`.
-        """
+        """Check now that every rank passes the same text
+        (:func:`ds_usp.comm.consistency.check_same`)."""
         self.consistency.check_now(text, error)
 
     def __str__(self) -> str:

@@ -33,18 +33,12 @@ class DeferredSum(Protocol):
     def write(self, out: torch.Tensor, first: int = 0) -> None:
         """Write its tokens from ``first`` on to ``out`` ``[B, ., h, D]``, as many as fit."""
 
-    def result(self) -> torch.Tensor:
-        """The whole sum."""
+    def result(self) -> torch.Tensor: ...
 
 
 class OwnTokens(NamedTuple):
-    """What this rank keeps.
-
-    Attributes:
-        piece: in which it is.
-        runs: tokens ``start : stop`` of it, ascending, and the first one's place in the
-            destination.
-    """
+    """What this rank keeps: in which piece it is; tokens ``start : stop`` of it, ascending, and the
+    first one's place in the destination."""
 
     piece: int
     runs: tuple[tuple[int, int, int], ...]
@@ -70,13 +64,8 @@ class SendViews(NamedTuple):
 
 
 class PackPlan:
-    """Packing of tensors that all are there, without sums, into a staging buffer.
-
-    Args:
-        shape: of the staging buffer ``[P, T, B, features]``.
-        own: what this rank keeps.
-        views: of each tensor.
-    """
+    """Packing of tensors that all are there, without sums, into a staging buffer of this shape
+    ``[P, T, B, features]``."""
 
     def __init__(
         self, shape: tuple[int, int, int, int], own: OwnTokens, views: Sequence[SendViews]
@@ -92,12 +81,9 @@ class PackPlan:
         *,
         already_packed: bool = False,
     ) -> None:
-        """Pack ``sources``, and write this rank's own tokens to ``outs``.
-
-        Args:
-            staging: dense, of as many elements as ``shape``.
-            already_packed: the sources are views of ``staging``: only ``outs`` are written.
-        """
+        """Pack ``sources`` into the dense ``staging``, and write this rank's own tokens to
+        ``outs``. With ``already_packed`` the sources are views of ``staging``: only ``outs`` are
+        written."""
         # Otherwise one copy kernel a tensor and piece: right everywhere, and launch-bound on GPUs.
         if staging.is_cuda and self._fused is not None:
             fused = self._fused[already_packed]
@@ -110,20 +96,15 @@ class PackPlan:
 
     @cached_property
     def _fused(self) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
-        """The same as one kernel, which returns False where it cannot be, of all tokens and of this
-        rank's own; None without Triton."""
+        """The same as one kernel, which returns False where it cannot be: of all tokens, and of
+        this rank's own; None without Triton."""
         triton = load_triton_module("ds_usp.comm.packing_triton")
         return None if triton is None else triton.prepare(self)
 
 
 class PreallocatedSend(NamedTuple):
-    """A staging buffer acquired before its contents are computed: a kernel may write them there.
-
-    Attributes:
-        channel: of the buffer; None: it is not a copy engine's.
-        staging: the buffer.
-        views: of it, each tensor's ``[B, S, h, D]``.
-    """
+    """A staging buffer acquired before its contents are computed: a kernel may write them there,
+    into its views ``[B, S, h, D]`` of each tensor. Channel None: not a copy engine's."""
 
     channel: Channel | None
     staging: StagingBuffer
@@ -161,6 +142,7 @@ def pack_for_send(
     """
     piece, runs = own
     if not already_packed:
+        # What lies between this rank's own runs: every second pair of neighbouring bounds.
         between = pairwise((0, *chain.from_iterable([run[:2] for run in runs]), staging.shape[1]))
         gaps = [(start, stop) for start, stop in islice(between, 0, None, 2) if start < stop]
         others = [x for x in (slice(piece), slice(piece + 1, None)) if len(staging[x])]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ds_usp.comm.packing import PackPlan
-from ds_usp.geometry.token_slices import MAX_PER_RANK
+from ds_usp.geometry.layout import MAX_SLICES
 from ds_usp.lowlevel import PreparedLaunch
 
 _MAX_TENSORS = 3  # q, k and v
@@ -87,12 +87,12 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
     pieces, tokens, batch, features = plan.shape
     own, runs = plan.own
     count = len(plan.views)
-    if count > _MAX_TENSORS or len(runs) > MAX_PER_RANK:
+    if count > _MAX_TENSORS or len(runs) > MAX_SLICES:
         return None
     strides += strides[:1] * (_MAX_TENSORS - count)
     columns = min(triton.next_power_of_2(max_width), _COLUMNS)
     rows = _TILE // columns
-    own_runs = (*chain(*runs), *(0, 0, 0) * (MAX_PER_RANK - len(runs)))
+    own_runs = (*chain(*runs), *(0, 0, 0) * (MAX_SLICES - len(runs)))
     longest = max([stop - start for start, stop, _ in runs])
 
     def launch_of(tokens_of_grid: int, pieces_of_grid: int, only_own: bool) -> Callable[..., bool]:
@@ -111,7 +111,6 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
 
 
 def _with_addresses(launch: PreparedLaunch, plan: PackPlan) -> Callable[..., bool]:
-    """The launch as a function of the staging buffer, the sources and the outputs."""
     unused = _MAX_TENSORS - len(plan.views)
     offsets = [(source.offset, out.offset) for source, out in plan.views]
 

@@ -11,42 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.geometry.ranks import RankGrid
-
-# ------------------------------------------------------------------------------------------------
-# All-gather and reduce-scatter of equal shards, under the names that this torch has for them.
-
-
-# torch 2.13 warns of the names that older versions have.
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def all_gather_shards(
-    full: Tensor, shard: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
-) -> dist.Work | None:
-    """Write the ranks' shards ``[n/t, ...]`` to ``full [n, ...]``, in rank order. Collective.
-
-    Returns:
-        What waits for it, with ``async_op``.
-    """
-    work: dist.Work | None = _GATHER(full, shard, group=group, async_op=async_op)
-    return work
-
-
-def reduce_scatter_shards(
-    shard: Tensor, full: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
-) -> dist.Work | None:
-    """Write this rank's shard ``[n/t, ...]`` of the ranks' sum of ``full [n, ...]``. Collective.
-
-    Returns:
-        What waits for it, with ``async_op``.
-    """
-    work: dist.Work | None = _SCATTER(shard, full, group=group, async_op=async_op)
-    return work
 
 
 def subgroup(
@@ -120,12 +87,8 @@ def ulysses_ranks_share_node(nodes: Sequence[bytes], grid: RankGrid) -> bool:
 
 
 def count_ring_ranks_per_node(nodes: Sequence[bytes], grid: RankGrid) -> int:
-    """How many consecutive ranks of every ring share a node; the ring degree if the nodes hold
-    different numbers.
-
-    Args:
-        nodes: of each rank of a grid of axes ``ulysses`` and ``ring``.
-    """
+    """How many consecutive ranks of every ring share a node, by each rank's node; the ring degree
+    if the nodes hold different numbers."""
     lengths = {
         len(list(run))
         for ring in grid.groups("ring")

@@ -86,8 +86,8 @@ def shards_of_group(layout: TokenLayout, local: Any, dim: int, group: Any) -> li
     rest = f"{local.dtype} {(*local.shape[:dim], ..., *local.shape[dim + 1 :])} {dim} {layout!r}"
     length = local.shape[dim] if dim_exists else -1
     packed = _SHARD.pack(length, local.requires_grad, zlib.crc32(rest.encode()))
-    of_ranks = [_SHARD.unpack(data) for data in all_gather_bytes(packed, group)]
-    for rank, (tokens, requires_grad, _) in enumerate(of_ranks):
+    held = [_SHARD.unpack(data) for data in all_gather_bytes(packed, group)]
+    for rank, (tokens, requires_grad, _) in enumerate(held):
         if tokens != layout.length(rank):
             raise LayoutError(
                 f"rank {rank} holds {'no dim' if tokens < 0 else tokens} along dim {dim}, {layout} "
@@ -95,7 +95,7 @@ def shards_of_group(layout: TokenLayout, local: Any, dim: int, group: Any) -> li
             )
         if requires_grad:
             raise LayoutError(_GRADIENT.format(rank))
-    if len({checksum for *_, checksum in of_ranks}) > 1:
+    if len({checksum for *_, checksum in held}) > 1:
         raise LayoutError(
             f"the ranks' shards differ in more than their tokens, or are of other layouts; rank "
             f"{group.rank()} holds {list(local.shape)} of {local.dtype}, dim {dim}, {layout}"
@@ -106,11 +106,7 @@ def shards_of_group(layout: TokenLayout, local: Any, dim: int, group: Any) -> li
 def all_gather_shards(
     layout: TokenLayout, local: torch.Tensor, dim: int, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Every rank's shard, where the ranks know that each holds its own.
-
-    Args:
-        dim: counted from the front.
-    """
+    """Every rank's shard, where the ranks know that each holds its own; ``dim`` from the front."""
     # All-gathers take equal sizes: shorter shards are padded by the token or two that they lack.
     longest = max(layout.length(rank) for rank in range(layout.degree))
     padded = local.new_zeros((*local.shape[:dim], longest, *local.shape[dim + 1 :]))

@@ -43,19 +43,17 @@ _LIVENESS_CHECK_S = 1.0
 #
 # Record n lies in slot n % 8. There is no lock: each slot has one writer, who writes the data
 # before the header, and a reader takes a record only if number, length and checksum all fit. So a
-# record that is half written, or that the next round has begun to overwrite, reads as "not there
-# yet".
+# record that is half written reads as "not there yet".
+#
+# No record is overwritten that a rank has still to read: a rank posts record n after it has read
+# record n - 4 of every other rank, and who posted that one had read record n - 8, in whose slot n
+# is written. A rank whose wait fails sets an abort flag that stays, so that no other continues
+# without it.
 class ShmMailbox:
     """Numbered records of every rank, of which the last eight stay readable.
 
-    A rank posts record n after it has read record ``n - MAX_IN_FLIGHT`` of every other rank. Who
-    posted that one had read record ``n - 2 * MAX_IN_FLIGHT``, in whose slot n is written: so no
-    record is overwritten that a rank has still to read. A rank whose wait fails sets an abort flag
-    that stays, so that no other continues without it.
-
     Args:
         path: a file of :meth:`size` zeros.
-        rank, ranks: this rank's number, and how many there are.
         timeout_s: how long to wait for a rank's record.
 
     Raises:
@@ -96,7 +94,7 @@ class ShmMailbox:
 
     def all_equal(self, seq: int) -> bool:
         """Whether every rank's record of this number is there and equals this rank's own, and no
-        rank has aborted; costs a microsecond. False: unknown; see :meth:`gather`."""
+        rank has aborted; costs a microsecond. False: unknown."""
         slot, memory = seq % _SLOTS, self._memory
         own = self._posted[slot]
         size = len(own)
@@ -136,11 +134,6 @@ class ShmMailbox:
         return records
 
     def _wait_for(self, seq: int, rank: int, timeout_s: float) -> bytes:
-        """Poll for a rank's record.
-
-        Raises:
-            MeshError: its process has ended, it posted nothing in time, or a rank has aborted.
-        """
         start = time.monotonic()
         next_check = start + min(_LIVENESS_CHECK_S, timeout_s)
         while (data := self.read(seq, rank)) is None:
@@ -160,7 +153,6 @@ class ShmMailbox:
         return data
 
     def _check_abort_flags(self) -> None:
-        """Raise :class:`MeshError` if any rank has set its abort flag."""
         flags = self._memory[self._abort_flags : self._abort_flags + self.ranks]
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
@@ -170,7 +162,7 @@ class ShmMailbox:
             )
 
     def _owner_is_dead(self, rank: int) -> bool:
-        """Whether a rank's process has ended: while it lives it locks its byte of the file."""
+        """While a process lives it locks its byte of the file."""
         if rank == self.rank:
             return False
         try:
@@ -185,11 +177,8 @@ class ShmMailbox:
 
 
 def open_mailbox(group: dist.ProcessGroup | None, nodes: Sequence[bytes]) -> ShmMailbox | None:
-    """A mailbox for the ranks of a group; None where they share no memory. Collective over it.
-
-    Args:
-        nodes: each rank's node.
-    """
+    """A mailbox for the ranks of a group, of these nodes; None where they share no memory.
+    Collective over it."""
     if group is None or len(set(nodes)) > 1 or fcntl is None:
         return None
     rank, ranks = dist.get_rank(group), len(nodes)
@@ -208,8 +197,8 @@ def open_mailbox(group: dist.ProcessGroup | None, nodes: Sequence[bytes]) -> Shm
 
 
 def _create_file(size: int) -> str:
-    """The path of a new file of zeros, closed, for its process's locks end with any close of it;
-    "" where none can be made."""
+    """The path of a new file of zeros, closed, for its process's locks end with any close of it; ""
+    where none can be made."""
     folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else tempfile.gettempdir()
     path = ""
     try:

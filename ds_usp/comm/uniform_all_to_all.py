@@ -52,16 +52,12 @@ from ds_usp.comm.packing import (
     one_piece,
     pack_for_send,
 )
-from ds_usp.geometry.token_slices import TokenSlices
+from ds_usp.geometry.layout import TokenSlices
 from ds_usp.lowlevel import strided_copy
 
-# ------------------------------------------------------------------------------------------------
-# What follows from the shapes and strides of the tensors of a uniform all-to-all: sizes, packing
-# and copies, computed once for all calls, because this is CPU time between kernels.
+# What follows from the shapes and strides of the tensors (sizes, packing, copies) is computed once
+# for all calls: this is CPU time between kernels.
 #
-# Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
-
-
 # The two buffers, Ulysses 2, rank 0 of tokens a b | c d (its own are a b), heads 0 to 3:
 #
 #     to heads, sent     [piece for rank 0: a b x heads 0 1] [piece for rank 1: a b x heads 2 3]
@@ -70,8 +66,8 @@ from ds_usp.lowlevel import strided_copy
 #     received           [from rank 0: a b x heads 0 1] [from rank 1: a b x heads 2 3]
 #
 # Sent "by rank" the pieces are cut out of the heads; received "in order" tokens follow each other
-# as attention wants them. So exactly one side of each exchange is a copy, and the other side is
-# used where it lies.
+# as attention wants them. So what is received to heads is used where it lies. What is received to
+# the sequence is written to the outputs' heads: by copy engines as they pull, else by a copy.
 Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
@@ -84,7 +80,7 @@ class HeadRange(NamedTuple):
 
 
 class BufferSizes(NamedTuple):
-    """Of what is exchanged.
+    """Sizes of one exchange.
 
     Attributes:
         by_rank: the buffer ``[ranks, s, B, features]`` of a piece for or from each rank.
@@ -141,11 +137,11 @@ def plan_to_heads(
         local_out = StridedView((tokens, batch, num_heads, dim), (row, features, dim, 1), offset)
         views.append(SendViews(heads_by_rank(slices.ranks, head_range, shape, stride), local_out))
         offset += num_heads * dim
-    own = OwnTokens(rank, tuple([(x.row, x.row + x.length, x.start) for x in slices.of_rank[rank]]))
+    own = OwnTokens(rank, tuple([(x.row, x.row + x.length, x.start) for x in slices.by_rank[rank]]))
     recvs = []
     for peer in next_ranks(rank, slices.ranks):
         piece = rank * slices.lengths[peer]
-        for x in slices.of_rank[peer]:
+        for x in slices.by_rank[peer]:
             view = StridedView((x.length * row,), (1,), x.start * row)
             recvs.append(HeadsRecv(peer, (piece + x.row) * row, view))
     return sizes, PackPlan(sizes.by_rank, own, views), tuple(recvs)
@@ -170,7 +166,7 @@ def plan_to_sequence(
         sample, token, *rest = stride
         size, by_rank = (1, tokens, batch, *head_shape), (0, token, sample, *rest)
         all_heads = heads_by_rank(slices.ranks, head_range, out_shape, out_stride)
-        views.append(SendViews(StridedView(size, by_rank, 0), _heads_of(all_heads, rank)))
+        views.append(SendViews(StridedView(size, by_rank, 0), _select_rank(all_heads, rank)))
     return PackPlan((1, *sizes.in_order), own_in_order(slices, rank), views)
 
 
@@ -187,10 +183,10 @@ def recvs_to_sequence(
     for peer in next_ranks(rank, slices.ranks):
         first = 0
         for i, (num_heads, dim) in enumerate(sizes.shapes):
-            (_, *size), stride, begin = _heads_of(
+            (_, *size), stride, begin = _select_rank(
                 heads_by_rank(slices.ranks, heads[i], *outs[i]), peer
             )
-            for start, stop, row in slices.of_rank[rank]:
+            for start, stop, row in slices.by_rank[rank]:
                 view = StridedView((stop - start, *size), stride, begin + row * stride[0])
                 recvs.append(SequenceRecv(peer, i, start * row_stride + first, row_stride, view))
             first += num_heads * dim
@@ -200,7 +196,7 @@ def recvs_to_sequence(
 @lru_cache(maxsize=4096)
 def own_in_order(slices: TokenSlices, rank: int) -> OwnTokens:
     """A rank's own tokens among the ring rank's."""
-    return OwnTokens(0, slices.of_rank[rank])
+    return OwnTokens(0, slices.by_rank[rank])
 
 
 @lru_cache(maxsize=4096)
@@ -230,7 +226,7 @@ def next_ranks(rank: int, ranks: int) -> list[int]:
     return [(rank + step) % ranks for step in range(1, ranks)]
 
 
-def _heads_of(by_rank: StridedView, rank: int) -> StridedView:
+def _select_rank(by_rank: StridedView, rank: int) -> StridedView:
     """One rank's ``[s, B, h, D]`` of :func:`heads_by_rank`."""
     return StridedView(
         by_rank.size[1:], by_rank.stride[1:], by_rank.offset + rank * by_rank.stride[0]
@@ -257,11 +253,9 @@ _SHAPE = attrgetter("shape")
 
 
 class UniformAllToAll:
-    """The head exchanges of one chunk of heads. What follows from shapes and strides is computed
-    once for all calls: this is CPU time between kernels.
+    """The head exchanges of one chunk of heads.
 
     Args:
-        mesh: the ranks.
         slices: of the ring rank's tokens; in rank order without copy engines.
         ranges: for each tensor, the half-open head range that each Ulysses rank uses.
         copies: use copy engines, else the all-to-all that callers pass.
@@ -288,7 +282,7 @@ class UniformAllToAll:
         self._sends_to_sequence = [
             SendSlice(peer, start, stop)
             for peer in peers
-            for start, stop, _ in slices.of_rank[peer]
+            for start, stop, _ in slices.by_rank[peer]
         ]
 
     def post_to_heads(
@@ -314,12 +308,8 @@ class UniformAllToAll:
         return PendingExchange(unpack, channel)
 
     def preallocate_send(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> PreallocatedSend:
-        """Acquire the staging buffer of :meth:`post_to_sequence`.
-
-        Args:
-            like: for dtype and device.
-            sizes: of the outputs ``[B, s, H, D]``.
-        """
+        """Acquire the staging buffer of :meth:`post_to_sequence` to outputs ``[B, s, H, D]`` of
+        these sizes, in the dtype of ``like``."""
         exchanged = buffer_sizes(self._slices, self._heads, *sizes)
         if self._copies:
             channel, staging = self._acquire_slot(like, exchanged.in_order)
@@ -337,13 +327,8 @@ class UniformAllToAll:
         *,
         overlapped: bool = True,
     ) -> PendingExchange:
-        """``[B, S, h, D] -> [B, s, H, D]``. Over NCCL and gloo one dense tensor of one sample is
-        sent without a copy; copy engines write to ``outs`` directly.
-
-        Args:
-            prealloc: the staging buffer, acquired before; sources that are its views are not
-                packed again.
-        """
+        """``[B, S, h, D] -> [B, s, H, D]``; sources that are the views of ``prealloc`` are not
+        packed again."""
         sizes = buffer_sizes(self._slices, self._heads, *map(_SHAPE, outs))
         if not self._copies:
             source = sources[0]
@@ -388,12 +373,7 @@ class UniformAllToAll:
         return PendingExchange(tuple, channel)
 
     def staging_bytes(self, tokens: int, batch: int, dims: Sequence[int], itemsize: int) -> int:
-        """Staging memory of one copy-engine exchange, in bytes.
-
-        Args:
-            tokens, batch, dims, itemsize: tokens of the largest rank, samples, each tensor's head
-                dim, bytes of an element.
-        """
+        """Staging memory of one copy-engine exchange, in bytes; ``tokens``: of the largest rank."""
         if not self._copies:
             return 0
         heads = [row.num_heads for row in self._heads]
@@ -403,7 +383,6 @@ class UniformAllToAll:
     def _acquire_slot(
         self, like: torch.Tensor, shape: tuple[int, ...]
     ) -> tuple[Channel, StagingBuffer]:
-        """A channel over the copy engines, and a buffer in their memory."""
         channel = self._mesh.channel("all_to_all", self._copies)
         return channel, channel.acquire_staging(shape, like, like.dtype)
 
@@ -419,7 +398,7 @@ class UniformAllToAll:
 def _write_received(
     outs: Sequence[torch.Tensor], received: torch.Tensor, shapes: HeadShapes
 ) -> tuple[torch.Tensor, ...]:
-    """Write each rank's heads to the outputs ``[ranks, s, B, h, D]``; there is no other result."""
+    """Each rank's heads, to the outputs ``[ranks, s, B, h, D]``; there is no other result."""
     for out, view in zip(outs, split_features(received, shapes), strict=True):
         strided_copy(out, view)
     return ()

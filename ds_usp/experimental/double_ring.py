@@ -34,12 +34,8 @@ from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 
 
 def validate_inner_ring(ring: int, inner: int | None) -> int | None:
-    """Check that ``inner`` ring ranks a node divide the ring; None where that is no double ring, as
-    with one rank, which has nothing to relay.
-
-    Raises:
-        ConfigError: it does not divide.
-    """
+    """``inner``; None where that is no double ring, as with one rank, which has nothing to relay.
+    ConfigError if it does not divide the ring."""
     if inner is None or ring == 1:
         return None
     if inner < 1 or ring % inner:
@@ -72,11 +68,9 @@ class NodeRing(Ring):
 
     @property
     def size(self) -> int:
-        """Ranks of a node."""
         return self.inner
 
     def peer(self, rank: int, offset: int) -> int:
-        """Around the node."""
         first = rank - rank % self.inner
         return first + (rank - first - offset) % self.inner
 

@@ -34,7 +34,6 @@ from ds_usp.attention.plan import (
     check_on_all_ranks,
     plan_call,
 )
-from ds_usp.attention.rotary import Rotary, check_local_rotary, rotate, turn_in_place
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadAllToAll, HeadRanges
@@ -63,7 +62,13 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import Instr, Op, pipeline_schedule
 from ds_usp.kernels.registry import AUTO
-from ds_usp.kernels.rotary_positions import RotaryPositions
+from ds_usp.kernels.rotary import (
+    Rotary,
+    RotaryPositions,
+    apply_rotary,
+    rotate_in_place,
+    rotated,
+)
 from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.memory.saved_attention import is_saving
 from ds_usp.removed_settings import removal
@@ -102,31 +107,29 @@ class ProjectedChunk:
         return QKV_KINDS[: len(self.qkv.ranges)]
 
     def runs(self, kinds: Sequence[int]) -> tuple[Rows, ...]:
-        """Rows of several kinds, one after the other."""
         return tuple(rows for kind in kinds for rows in self.rows[kind])
 
     def num_rows(self, kinds: Sequence[int]) -> int:
-        """Their number: features of a token."""
         return sum(rows.stop - rows.start for rows in self.runs(kinds))
 
     @classmethod
     def of_attention(cls, plan: AttentionPlan, index: int, geometry: Geometry) -> ProjectedChunk:
         """The chunk of an attention plan, whose exchanges are of all heads' tensors."""
-        of_chunk = plan.chunks[index]
-        group = of_chunk.kv_chunk
+        attention = plan.chunks[index]
+        group = attention.kv_chunk
         last_of_group = index + 1 == len(plan.chunks) or plan.chunks[index + 1].kv_chunk != group
-        all_queries, all_keys = of_chunk.qkv.ranges[0], plan.chunks[group].qkv.ranges[1]
+        all_queries, all_keys = attention.qkv.ranges[0], plan.chunks[group].qkv.ranges[1]
         (query_heads, queries), (key_heads, keys) = _compact(all_queries), _compact(all_keys)
 
         def exchange(*ranges: HeadRanges) -> HeadAllToAll:
-            out = of_chunk.out
+            out = attention.out
             return HeadAllToAll(out.mesh, out.layouts[:1] * len(ranges), ranges, out.copies)
 
         heads = query_heads, key_heads, key_heads
         return cls(
             tuple(geometry.rows(kind, heads[kind]) for kind in QKV_KINDS),
             (len(query_heads), len(key_heads), len(key_heads)),
-            exchange(queries, *((keys, keys) if of_chunk.has_kv else ())),
+            exchange(queries, *((keys, keys) if attention.has_kv else ())),
             exchange(queries, *((keys, keys) if last_of_group else ())),
             exchange(queries, all_queries),
             geometry.out_columns(query_heads),
@@ -142,27 +145,16 @@ def _compact(ranges: HeadRanges) -> tuple[tuple[int, ...], HeadRanges]:
 
 @dataclass(frozen=True)
 class ProjectedPlan:
-    """An attention plan whose chunks are projected.
-
-    Args:
-        attention: its schedules have the products.
-        geometry: of the projection.
-        chunks: one for each of the attention's.
-    """
+    """An attention plan whose chunks are projected; its schedules have the products."""
 
     attention: AttentionPlan
     geometry: Geometry
     chunks: tuple[ProjectedChunk, ...]
 
     @classmethod
-    def of_plan(
+    def add_products(
         cls, plan: AttentionPlan, geometry: Geometry, batch: int, itemsize: int
     ) -> ProjectedPlan:
-        """Add the projections to a plan.
-
-        Args:
-            batch, itemsize: samples, bytes of an element.
-        """
         indices = range(len(plan.chunks))
         chunks = tuple(ProjectedChunk.of_attention(plan, index, geometry) for index in indices)
         plan = replace(plan, forward=projected_forward(plan.forward))
@@ -185,7 +177,6 @@ class ProjectedPlan:
 
     @cached_property
     def runs(self) -> tuple[Rows, ...]:
-        """All rows, chunk by chunk."""
         return tuple(run for chunk in self.chunks for run in chunk.runs(chunk.kinds))
 
     @cached_property
@@ -230,26 +221,32 @@ class Inputs:
 
     @property
     def rows(self) -> torch.Tensor:
-        """x as ``[t, c]``."""
         return self.x.reshape(-1, self.x.shape[-1])
 
     def project(self, plan: ProjectedPlan, index: int, kinds: Sequence[int]) -> list[torch.Tensor]:
         """Queries, keys or values of a chunk, ``[b, s, heads, dim]`` each, rotated."""
         runs = plan.chunks[index].runs(kinds)
         bias = select_rows(self.biases, runs) if self.biases else None
-        made = nn.functional.linear(self.rows, select_rows(self.weights, runs), bias)
-        tensors = plan.views(index, kinds, made.view(*self.x.shape[:2], -1))
+        features = nn.functional.linear(self.rows, select_rows(self.weights, runs), bias)
+        tensors = plan.views(index, kinds, features.view(*self.x.shape[:2], -1))
         if self.rotary is not None:  # queries come first, then keys
-            turn_in_place(tensors[:2], self.rotary)
+            _rotate_in_place(tensors[:2], self.rotary)
         return tensors
 
 
-class ProjectedForward(ForwardPass):
-    """Forward: projects each chunk where it is posted. What is posted does not exist before.
+def _rotate_in_place(
+    tensors: Sequence[torch.Tensor], rotary: Rotary, *, transposed: bool = False
+) -> None:
+    """Heads ``[b, s, h, d]``, or gradients by the transpose."""
+    if isinstance(rotary, RotaryPositions):
+        rotary.rotate_in_place(tensors, 1, transposed=transposed)
+    else:
+        rotate_in_place(tensors, *rotary, token_dim=1, transposed=transposed)
 
-    Args:
-        stand_ins: of q, k and v, for shapes, dtype and device.
-    """
+
+class ProjectedForward(ForwardPass):
+    """Forward: projects each chunk where it is posted. ``stand_ins`` of q, k and v are for shapes,
+    dtype and device."""
 
     def __init__(
         self,
@@ -262,18 +259,18 @@ class ProjectedForward(ForwardPass):
     ) -> None:
         super().__init__(plan.attention, scores, stand_ins, save=save)
         self._projected, self._inputs = plan, inputs
-        self._made: dict[int, list[torch.Tensor]] = {}  # of each chunk, to be posted
+        self._unposted: dict[int, list[torch.Tensor]] = {}  # of each chunk, to be posted
         self.y: torch.Tensor
 
     def project(self, chunk: ForwardChunk, instr: Instr) -> None:
         kinds = self._projected.chunks[chunk.index].kinds
-        self._made[chunk.index] = self._inputs.project(self._projected, chunk.index, kinds)
+        self._unposted[chunk.index] = self._inputs.project(self._projected, chunk.index, kinds)
 
     def post_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
         exchange = self._projected.chunks[chunk.index].qkv
         overlapped = instr not in self.exposed
-        made = self._made.pop(chunk.index)
-        chunk.exchange = exchange.post_to_heads(made, overlapped=overlapped)
+        tensors = self._unposted.pop(chunk.index)
+        chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
 
     def end(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Of a chunk only the log-sum-exp is kept."""
@@ -353,7 +350,7 @@ class ProjectedBackward(BackwardPass):
         self._group_kv: dict[int, KV] = {}
         # Of each chunk, to be posted: what is projected again; the output's gradient, and the
         # output.
-        self._made: dict[int, list[torch.Tensor]] = {}
+        self._unposted: dict[int, list[torch.Tensor]] = {}
         self._douts: dict[int, tuple[torch.Tensor, ...]] = {}
         total, weight = plan.columns[-1], inputs.weights[0]
         # Gradients of q, k and v of all chunks, chunk by chunk, and of the rows of the weights.
@@ -365,11 +362,11 @@ class ProjectedBackward(BackwardPass):
 
     def project(self, chunk: BackwardChunk, instr: Instr) -> None:
         kinds = QKV_KINDS[: len(self._projected.chunks[chunk.index].again.ranges)]
-        self._made[chunk.index] = self._inputs.project(self._projected, chunk.index, kinds)
+        self._unposted[chunk.index] = self._inputs.project(self._projected, chunk.index, kinds)
 
     def post_again(self, chunk: BackwardChunk, instr: Instr) -> None:
         exchange = self._projected.chunks[chunk.index].again
-        chunk.exchange = exchange.post_to_heads(self._made.pop(chunk.index))
+        chunk.exchange = exchange.post_to_heads(self._unposted.pop(chunk.index))
 
     def grad_out(self, chunk: BackwardChunk, instr: Instr) -> None:
         geometry, inputs = self._projected.geometry, self._inputs
@@ -407,7 +404,6 @@ class ProjectedBackward(BackwardPass):
         super().wait_heads(chunk, instr)
 
     def slice_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
-        """The same without Ulysses."""
         self.post_again(chunk, instr)
         self.post_heads(chunk, instr)
         self.wait_heads(chunk, instr)
@@ -427,7 +423,7 @@ class ProjectedBackward(BackwardPass):
 
     def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
         outs = self._views(chunk)
-        sources = self.sums_of(chunk)[: len(outs)]
+        sources = self.take_grads(chunk)[: len(outs)]
         overlapped = instr not in self.exposed
         chunk.exchange = self._projected.chunks[chunk.index].qkv.post_to_sequence(
             sources, outs, chunk.staging, overlapped=overlapped
@@ -440,8 +436,8 @@ class ProjectedBackward(BackwardPass):
         self._rotate_back(chunk)
 
     def store(self, chunk: BackwardChunk, instr: Instr) -> None:
-        """The same without Ulysses: the gradients are written where they belong."""
-        for out, source in zip(self._views(chunk), self.sums_of(chunk), strict=True):
+        """Without Ulysses: the gradients are written where they belong."""
+        for out, source in zip(self._views(chunk), self.take_grads(chunk), strict=True):
             source.write(out)
         chunk.grad_exchange = chunk.outer_grad_exchange = None
         del chunk.dq
@@ -449,7 +445,7 @@ class ProjectedBackward(BackwardPass):
 
     def _rotate_back(self, chunk: BackwardChunk) -> None:
         if self._inputs.rotary is not None:
-            turn_in_place(self._views(chunk)[:2], self._inputs.rotary, transposed=True)
+            _rotate_in_place(self._views(chunk)[:2], self._inputs.rotary, transposed=True)
 
     def _views(self, chunk: BackwardChunk) -> list[torch.Tensor]:
         """Where the gradients of a chunk's q, and k and v, are written: ``[b, s, heads, dim]``."""
@@ -501,12 +497,8 @@ class ProjectedBackward(BackwardPass):
 
 
 class _Call(NamedTuple):
-    """A call besides its tensors.
-
-    Attributes:
-        positions: rotary is :class:`RotaryPositions`.
-        grad_enabled: the caller's grad mode.
-    """
+    """A call besides its tensors; ``positions``: rotary is :class:`RotaryPositions`;
+    ``grad_enabled``: the caller's grad mode."""
 
     mesh: SequenceMesh
     plan: ProjectedPlan
@@ -523,7 +515,7 @@ class _Call(NamedTuple):
         sin: torch.Tensor | None,
         *qkv: torch.Tensor,
     ) -> Inputs:
-        """Its tensors; ``qkv``: weights, then biases, if there are any."""
+        """``qkv``: weights, then biases, if there are any."""
         rotary: Rotary | None = None
         if cos is not None and sin is not None:
             rotary = RotaryPositions(cos, sin) if self.positions else (cos, sin)
@@ -555,7 +547,6 @@ class ProjectedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of all tensors; see :class:`ProjectedBackward`."""
         refuse_second_derivative("projected_attention", UnsupportedAttentionError)
         call: _Call = ctx.call
         call.mesh.consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
@@ -663,7 +654,6 @@ def _plan(
     keep: str,
     options: AttentionOptions,
 ) -> tuple[Signature, ProjectedPlan]:
-    """Check a call on this rank; its signature and plan."""
     check_keep(keep)
     if not isinstance(projection, Projection):
         raise ConfigError(f"projection={projection!r} must be a Projection of the weights")
@@ -694,17 +684,42 @@ def _plan(
     key = "projected", id(attention), geometry, backward, x.shape[0], x.dtype
     plans = options.mesh.plans
     if key not in plans:
-        plans[key] = ProjectedPlan.of_plan(attention, geometry, x.shape[0], x.element_size())
+        plans[key] = ProjectedPlan.add_products(attention, geometry, x.shape[0], x.element_size())
     plan: ProjectedPlan = plans[key]
     return signature, plan
 
 
-def check_keep(keep: object) -> None:
-    """Refuse what is not kept, and was once.
+def check_local_rotary(rotary: Rotary, tokens: int, head_dim: int) -> None:
+    """Check that a table ``[s, r]``, or positions, are those of a rank's tokens.
 
     Raises:
-        ConfigError: another ``keep`` than ``"input"``.
+        ConfigError: shapes that do not fit; a table or inverse frequencies that are trained.
     """
+    if isinstance(rotary, RotaryPositions):
+        rotary.check()
+        positions, inverse = rotary
+        if positions.shape != (tokens,) or inverse.ndim != 1 or 2 * len(inverse) > head_dim:
+            raise ConfigError(
+                f"rotary must be positions [s] of this rank's {tokens} tokens and at most "
+                f"{head_dim // 2} inverse frequencies; got {list(positions.shape)} and "
+                f"{list(inverse.shape)}"
+            )
+        return
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise ConfigError("rotary must be two tables, cos and sin [s, r], or RotaryPositions")
+    cos, sin = rotary
+    fits = cos.ndim == 2 and cos.shape == sin.shape and len(cos) == tokens
+    if not fits or cos.shape[1] % 2 or cos.shape[1] > head_dim:
+        raise ConfigError(
+            f"rotary must be cos and sin [s, r] of this rank's {tokens} tokens, r even and "
+            f"at most {head_dim}; got {list(cos.shape)} and {list(sin.shape)}"
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise ConfigError("rotary tables get no gradient: give them without requires_grad")
+
+
+def check_keep(keep: object) -> None:
+    """ConfigError for another ``keep`` than ``"input"``."""
     if keep != "input":
         raise ConfigError(removal("keep", keep) or f"keep={keep!r} must be 'input'")
 
@@ -732,11 +747,8 @@ def plain_reason(x: torch.Tensor, projection: Projection) -> str | None:
 def weights_reason(
     tensors: Sequence[torch.Tensor], dtype: torch.dtype, *, gathered: bool = False
 ) -> str | None:
-    """Why only their own layers can multiply these weights and biases; None if others can.
-
-    Args:
-        gathered: as of :class:`Projection`.
-    """
+    """Why only their own layers can multiply these weights and biases; None if others can
+    (``gathered`` as of :class:`Projection`)."""
     for weight in tensors:
         if hasattr(weight, "ds_id") and not gathered:
             return "weights are partitioned (ZeRO-3), and gathered by their own layers"
@@ -765,7 +777,10 @@ def attend_rotated(
 ) -> torch.Tensor:
     """Attention of queries and keys that are still to be rotated."""
     if rotary is not None:
-        q, k = rotate(q, k, rotary)
+        if isinstance(rotary, RotaryPositions):
+            q, k = rotated(q, rotary, 1), rotated(k, rotary, 1)
+        else:
+            q, k = apply_rotary((q, k), *rotary, token_dim=1)
     out: torch.Tensor = usp_attention(q, k, v, **options._asdict())
     return out
 
@@ -886,7 +901,6 @@ class USPSelfAttention(nn.Module):
         return None
 
     def _projection(self) -> Projection:
-        """The layers' weights. Made at each call: a framework may exchange parameters."""
         layers: Any = self._layers
         weights, biases = (tuple(getattr(x, name) for x in layers) for name in ("weight", "bias"))
         one = len(layers) == 1
@@ -899,18 +913,17 @@ class USPSelfAttention(nn.Module):
     def _plain(
         self, x: torch.Tensor, rotary: Rotary | None, options: AttentionOptions
     ) -> torch.Tensor:
-        """The layers one after the other."""
-        made = [layer(x) for layer in self._layers]
+        projected = [layer(x) for layer in self._layers]
         h, g = self.heads, self.kv_heads
-        counts = (h, g, g) if len(made) == 3 else (h + 2 * g,)
-        features = [y.shape[-1] for y in made]
+        counts = (h, g, g) if len(projected) == 3 else (h + 2 * g,)
+        features = [y.shape[-1] for y in projected]
         if any(n % count for n, count in zip(features, counts, strict=True)):
             raise ConfigError(
                 f"{features} features of the qkv layers are no multiples of the heads in each, "
                 f"{list(counts)}: {h} query and {g} key/value heads"
             )
         dims = features[0] // counts[0], features[-1] // counts[-1]
-        q, k, v = split_heads(made, Geometry(h, g, *dims, len(made), self.order))
+        q, k, v = split_heads(projected, Geometry(h, g, *dims, len(projected), self.order))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         out: torch.Tensor = self.out(attend_rotated(q, k, v, rotary, options).flatten(2))

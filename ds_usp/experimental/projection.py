@@ -1,8 +1,5 @@
 """The weights around self-attention, and which of their rows make which heads.
 
-``projected_attention`` takes them, so that the rows of one head chunk can be multiplied just before
-the chunk is exchanged.
-
 Letters of the shapes: b batch, s tokens of this rank, c features of a token, h query heads, g
 key/value heads, d head dim of queries and keys, e of values.
 """
@@ -84,7 +81,6 @@ class Projection:
             raise ConfigError(f"out_bias {list(self.out_bias.shape)} does not fit weights {sizes}")
 
     def _check_types(self) -> None:
-        """ConfigError for what is no tensor, as a module."""
         for name in ("qkv", "out", "qkv_bias", "out_bias"):
             given = getattr(self, name)
             several = name.startswith("qkv") and isinstance(given, (tuple, list))
@@ -100,12 +96,10 @@ class Projection:
 
     @property
     def weights(self) -> Weights:
-        """One or three."""
         return (self.qkv,) if isinstance(self.qkv, torch.Tensor) else tuple(self.qkv)
 
     @property
     def biases(self) -> Weights:
-        """As many, or none."""
         if self.qkv_bias is None:
             return ()
         is_one = isinstance(self.qkv_bias, torch.Tensor)
@@ -122,33 +116,27 @@ class Projection:
 
     @property
     def tensors(self) -> Weights:
-        """All of them."""
         out = (self.out,) if self.out_bias is None else (self.out, self.out_bias)
         return *self.weights, *self.biases, *out
 
     @property
     def geometry(self) -> Geometry:
-        """All of it that is no tensor."""
         return Geometry(self.heads, self.kv_heads, *self.dims, len(self.weights), self.order)
 
     def plain(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[b, s, h, d]``, keys ``[b, s, g, d]`` and values ``[b, s, g, e]`` of
-        ``x [b, s, c]``, all heads at once; differentiable."""
+        """Queries ``[b, s, h, d]``, keys ``[b, s, g, d]`` and values ``[b, s, g, e]`` of ``x [b, s,
+        c]``, all heads at once; differentiable."""
         biases = self.biases or (None,) * len(self.weights)
-        made = [
+        projected = [
             torch.nn.functional.linear(x, weight, bias)
             for weight, bias in zip(self.weights, biases, strict=True)
         ]
-        return split_heads(made, self.geometry)
+        return split_heads(projected, self.geometry)
 
 
 def check_heads(heads: int, kv_heads: int, num_weights: int, order: str) -> None:
-    """Check the numbers of heads and of weights, and the order of their rows.
-
-    Raises:
-        ConfigError: query heads that key/value heads do not divide, other than one or three
-            weights, an unknown order.
-    """
+    """ConfigError for query heads that key/value heads do not divide, other than one or three
+    weights, or an unknown order of their rows."""
     counts = heads, kv_heads
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
     if not whole or heads % kv_heads:
@@ -174,7 +162,6 @@ class Geometry(NamedTuple):
     order: str
 
     def head_dim(self, kind: int) -> int:
-        """Of queries, keys or values."""
         return (self.dim, self.dim, self.value_dim)[kind]
 
     def rows(self, kind: int, heads: Iterable[int]) -> tuple[Rows, ...]:
@@ -209,17 +196,17 @@ def _joined(starts: Iterable[tuple[int, int]], length: int) -> tuple[Rows, ...]:
 
 
 def split_heads(
-    made: Sequence[torch.Tensor], geometry: Geometry
+    projected: Sequence[torch.Tensor], geometry: Geometry
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values ``[..., heads, dim]`` of what the weights made."""
     h, g, dim = geometry.heads, geometry.kv_heads, geometry.dim
     if geometry.num_weights == 3:
         counts = (h, g, g)
-        q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(made, counts, strict=True))
+        q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(projected, counts, strict=True))
     elif geometry.order == "qkv":
-        q, k, v = made[0].unflatten(-1, (h + 2 * g, dim)).split((h, g, g), dim=-2)
+        q, k, v = projected[0].unflatten(-1, (h + 2 * g, dim)).split((h, g, g), dim=-2)
     else:
-        groups = made[0].unflatten(-1, (g, h // g + 2, dim))
+        groups = projected[0].unflatten(-1, (g, h // g + 2, dim))
         q = groups[..., :-2, :].flatten(-3, -2)
         k, v = groups[..., -2, :], groups[..., -1, :]
     return q, k, v
@@ -241,7 +228,7 @@ def unselect_rows(
         pieces[weight].append((start, rows[offset : offset + stop - start]))
         offset += stop - start
     tensors = []
-    for of_weight in pieces:
-        ordered = [x for _, x in sorted(of_weight, key=lambda piece: piece[0])]
+    for runs_of_weight in pieces:
+        ordered = [x for _, x in sorted(runs_of_weight, key=lambda piece: piece[0])]
         tensors.append(ordered[0] if len(ordered) == 1 else torch.cat(ordered))
     return tensors

@@ -1,7 +1,7 @@
 """``python -m ds_usp.geometry --sp 8 --heads 32``: :class:`Degrees` for shell scripts.
 
-Prints the Ulysses degree, by default the largest that fits, and the data-parallel replicas of
-``--world``. Degrees that do not fit: the reason on stderr, exit status 2.
+Prints the Ulysses degree, by default the largest that fits, and the replicas of ``--world``.
+Degrees that do not fit: the reason on stderr, exit status 2.
 """
 
 from __future__ import annotations

@@ -46,22 +46,18 @@ ChunkPositions = tuple[tuple[ChunkPosition, ChunkPosition], ...]
 #     132 SMs, 150 blocks:  wave 1 [132 busy]  wave 2 [18 busy, 114 idle]
 #
 # Under a causal mask blocks differ in length and the next one fills the gap, so waves count for
-# full masks alone. The defaults below were fitted to Hopper with NVLink; Tuning overrides them.
+# full masks alone. The constants above were fitted to Hopper with NVLink; Tuning overrides them.
 class CallSize(NamedTuple):
     """What the defaults of a call depend on, the same on every rank.
 
     Attributes:
-        split: the heads of each Ulysses rank.
         flop: FLOP of the forward pass on one rank; 0: nothing can be overlapped.
         exchange_bytes: bytes that a rank sends in all all-to-alls of the forward pass.
         kv_bytes: keys and values of the whole ring, of one rank's heads.
         ring: its degree.
-        ulysses_in_node: the all-to-alls stay in a node, at NVLink's bandwidth instead of the
-            network's.
-        backward: a backward pass follows.
+        ulysses_in_node: the all-to-alls stay in a node.
         kernel_calls: of one chunk on one rank: one, or one for each document (without varlen).
-        head_blocks: equal thread blocks of one query head, see :func:`equal_blocks`; 0: they are
-            not equal.
+        head_blocks: equal thread blocks of one query head (:func:`equal_blocks`); 0: not equal.
     """
 
     split: HeadSplit
@@ -75,18 +71,10 @@ class CallSize(NamedTuple):
     head_blocks: int = 0
 
     def num_chunks(self) -> int:
-        """Number of head chunks, from 1 to ``_MAX_CHUNKS``, or ``_MAX_FORWARD_CHUNKS`` where no
-        backward pass follows: the larger of two numbers.
-
-        One is the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at most
-        the chunks of whole KV groups. The other minimizes the seconds of exchange that no kernel
-        hides plus ``_CHUNK_S`` for each chunk; it is 1 without all-to-alls. A chunk of several
-        kernel calls costs as many times more, in FLOP too.
-
-        Of equal thread blocks it may be less, down to half: the number with the fewest seconds of
-        exchange that no kernel hides and of multiprocessors that have no block in the last waves of
-        kernels, if these are fewer by ``_LEAST_GAIN`` of the kernels' time.
-        """
+        """Number of head chunks, from 1 to ``_MAX_CHUNKS`` (``_MAX_FORWARD_CHUNKS`` without a
+        backward pass): the larger of the FLOP over ``_CHUNK_FLOP`` and of the number with the least
+        exposed exchange plus ``_CHUNK_S`` a chunk. Of equal thread blocks down to half of it, where
+        that saves ``_LEAST_GAIN`` of the kernels' time in last waves."""
         flop, max_chunks = self.flop, self.split.max_chunks
         limit = _MAX_CHUNKS if self.backward else _MAX_FORWARD_CHUNKS
         chunk_flop = _RING_CHUNK_FLOP if self.split.ulysses == 1 else _CHUNK_FLOP
@@ -113,53 +101,39 @@ class CallSize(NamedTuple):
         return best if lost_s(usual) - lost_s(best) > _LEAST_GAIN * kernel_s else usual
 
     def _idle_fraction(self, chunks: int) -> float:
-        """Idle multiprocessors in the last waves of kernels, as a part of all that compute, where
-        thread blocks are equal."""
+        """Idle multiprocessors in the last waves, over all that compute; thread blocks are
+        equal."""
         heads = (self.split.chunk(chunks, index).queries[0] for index in range(chunks))
         waves = [(end - begin) * self.head_blocks / _MULTIPROCESSORS for begin, end in heads]
         return sum(map(ceil, waves)) / sum(waves) - 1
 
     def all_gathers_kv(self, chunks: int, inner_ring: int | None) -> bool:
-        """Whether the keys and values of a ring, or of its inner ring, are all-gathered: where that
-        takes no more memory than stepwise, or little."""
+        """Whether the KV of a ring, or of its inner ring, are all-gathered: where that takes no
+        more memory than stepwise, or little."""
         ranks = inner_ring or self.ring
         return chunks >= ranks or self.kv_bytes * ranks // self.ring // chunks <= _GATHER_BYTES
 
 
 def attention_flop(mask: MaskSpec, queries: int, keys: int, width: int) -> float:
-    """FLOP of a forward pass on all ranks.
-
-    Args:
-        queries, keys: tokens of the two sequences.
-        width: features of all query heads of all samples.
-    """
+    """FLOP of a forward pass on all ranks; ``width``: features of all query heads of all
+    samples."""
     return 4 * width * visible_pairs(mask, queries, keys)
 
 
 def equal_blocks(mask: MaskSpec, batch: int, queries: int) -> int:
-    """Thread blocks of a kernel for one query head, where all take equally long; else 0.
-
-    Args:
-        queries: tokens of the sequence that one Ulysses rank has of its heads.
-    """
+    """Thread blocks of a kernel for one query head of so many query tokens a Ulysses rank, where
+    all take equally long; else 0."""
     return batch * ceil(queries / _BLOCK_ROWS) if mask.is_full else 0
 
 
 def is_launch_bound(flop: float) -> bool:
-    """Whether CPU launch overhead, not the GPU, decides how long a call of one chunk takes.
-
-    Args:
-        flop: of forward attention on one rank.
-    """
+    """Whether CPU launch overhead, not the GPU, decides how long a call of one chunk takes, by the
+    FLOP of its forward pass on one rank."""
     return flop < _LAUNCH_BOUND_FLOP
 
 
 def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> ChunkPositions:
-    """Position of each chunk (see ``ring_schedule``), forward and backward, which takes the chunks
-    from the last to the first.
-
-    A chunk overlaps the receive of the next one if it is about as large. Backward no chunk follows
-    the first one that would overlap its gradient return.
+    """Position of each chunk (``ring_schedule``), forward and backward.
 
     Args:
         sizes: key/value heads of the chunks, of the first Ulysses rank; others' may differ by one.
@@ -167,6 +141,8 @@ def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> Chun
     """
     if len(sizes) == 1:
         return (("local_merged", "local_merged"),) if launch_bound else (("only", "only"),)
+    # A chunk overlaps the receive of the next one if it is about as large. Backward no chunk
+    # follows chunk 0 that would overlap its gradient return.
     positions: list[tuple[ChunkPosition, ChunkPosition]] = []
     for index, size in enumerate(sizes):
         previous, following = (
@@ -183,7 +159,7 @@ def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> Chun
 
 
 def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:
-    """(query, key) pairs of one sample that attend, of several samples the mean."""
+    """(query, key) pairs of one sample that attend; the mean over several samples."""
 
     def inside(rows: int, columns: int) -> int:
         low = 1 - rows if mask.left is None else -mask.left

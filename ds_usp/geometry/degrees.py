@@ -23,7 +23,7 @@ def divisors(size: int) -> list[int]:
 # Megatrons) and each names the degrees differently. They pass the names; numbers, reasons and what
 # would fit come from here, so no two of them can disagree.
 class Refusal(NamedTuple):
-    """A rule that degrees break: the rule without numbers, to count by, and the full message."""
+    """A rule that degrees break: without numbers, to count by, and the full message."""
 
     rule: str
     message: str
@@ -39,8 +39,7 @@ class Degrees:
         ring: of these, ranks that exchange keys and values.
         tp, pp: ranks of tensor and of pipeline parallelism.
         world: all ranks; data parallelism takes what the other degrees leave.
-        heads, kv_heads: query and key/value heads of the whole model. Of a tensor-parallel rank
-            where ``tp`` is left at 1.
+        heads, kv_heads: of the whole model; of a tensor-parallel rank where ``tp`` is left at 1.
         ffn: width of the MLP.
 
     Attributes:
@@ -107,8 +106,7 @@ class Degrees:
         """The first rule that the degrees break; None if they fit.
 
         Args:
-            names: what the user calls each degree, by field; a field that is left out has its own
-                name.
+            names: what the user calls each degree, by field; its own name where left out.
         """
 
         def named(field: str) -> str:
@@ -122,7 +120,6 @@ class Degrees:
         return next(broken, None)
 
     def _sizes(self, named: Callable[[str], str]) -> _Broken:
-        """Broken rules about the degrees themselves, as (rule, message): integers of 1 or more."""
         for field in ("tp", "sp", "ulysses", "ring", "pp"):
             size = getattr(self, field)
             if size is None and field in ("ulysses", "ring"):
@@ -132,7 +129,6 @@ class Degrees:
                 yield "a degree is no whole number of 1 or more", text
 
     def _heads(self, named: Callable[[str], str]) -> _Broken:
-        """Broken rules about heads, key/value heads, MLP width and ``tp``, as (rule, message)."""
         heads, kv_heads, tp = self.heads, self.kv_heads, self.tp
         if heads is not None and heads < 1:
             yield "there is no query head", f"{heads} query heads: there must be 1 or more"
@@ -163,9 +159,7 @@ class Degrees:
             )
 
     def _sequence(self, named: Callable[[str], str]) -> _Broken:
-        """Broken rules about ``ulysses``, ``ring`` and ``sp``, as (rule, message); also of the
-        Ulysses degree that follows from a ring degree alone.
-        """
+        """Also of the Ulysses degree that follows from a ring degree alone."""
         valid = self._ulysses_within_heads()
         fix = f"Use one of {', '.join(f'{u} (ring {self.sp // u})' for u in valid)}"
         if self.ulysses is not None and self.sp % self.ulysses:
@@ -199,7 +193,6 @@ class Degrees:
             )
 
     def _world(self, named: Callable[[str], str]) -> _Broken:
-        """Broken rule about the world size, a multiple of tp x sp x pp, as (rule, message)."""
         replica = self.tp * self.sp * self.pp
         if self.world is not None and self.world % replica:
             degrees = " x ".join(map(named, ("tp", "sp", "pp")))

@@ -1,19 +1,15 @@
 """The ``balanced`` token layout: packed documents, sharded so that ring ranks hold as many tokens
-and compute as much causal attention each.
-
-Short documents stay whole on one rank, so that nothing of them is communicated; longer ones whose
-work would not balance otherwise are a zigzag each. What is left uneven is then evened out between
-pairs of ranks (:mod:`ds_usp.geometry.rank_pair_balance`).
-"""
+and compute as much causal attention each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 
-from ds_usp.geometry.rank_pair_balance import Run, SearchBudget, causal_pairs, rebalance_pair
 from ds_usp.geometry.segments import Segment, coalesce, even_split
 
 # Work of the busiest rank, over the mean, below which no more documents are split.
@@ -24,13 +20,25 @@ _EVEN_ENOUGH = 1.005
 _MAX_SPLITS = 15_000
 # Short documents next to each other stay together up to this fraction of a rank's tokens.
 _GROUPS_PER_RANK = 32
+# What it costs to communicate as many tokens as a rank has, as a fraction of its work.
+_COMMUNICATION_COST = 0.02
+# A cost of a pair of ranks below which no further split run is tried.
+_GOOD_ENOUGH = 1.002
+
+Run = tuple[int, int]  # tokens start : stop of the sequence
 
 
 # Two goals that disagree: equal tokens (memory, and every other layer of the model) and equal
 # causal pairs (attention's time). A document of n tokens has n * n / 2 pairs, so one long document
-# outweighs many short ones of as many tokens. Token counts are kept equal, to one; work is brought
-# within 5 % by splitting the fewest, longest documents over all ranks, because each split one is
-# communicated.
+# outweighs many short ones of as many tokens. Token counts are kept equal, to one. Short documents
+# stay whole on one rank, so that nothing of them is communicated; the longest are a zigzag each,
+# and ever shorter ones, until the busiest rank has at most 5 % more work than the mean or a
+# document is too short for a zigzag. What is left uneven is evened out between pairs of ranks,
+# below.
+#
+# Every rank runs this on its own and must find the same layout: ties are broken by rank, and the
+# search has a budget of looks and not of time (documents differ with every batch, and the CPU
+# shards them before its step).
 @dataclass
 class _RankLoad:
     """What is assigned to one ring rank: its runs, their causal pairs, and tokens still free."""
@@ -52,16 +60,11 @@ class _RankLoad:
 
 @lru_cache(maxsize=64)
 def balance_documents(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segment, ...], ...]:
-    """The tokens of every ring rank, ascending.
+    """The tokens of every ring rank, ascending, from cumulative sequence lengths.
 
-    Ranks hold as many tokens as an even split gives them, to one. Documents longer than a rank's
-    tokens are split; as long as a rank has more than 1.05 of the mean work (causal pairs), those of
-    half that length are, and so on. Then the most and the least loaded rank are rebalanced, as
-    often as that helps.
-
-    Args:
-        documents: cumulative sequence lengths.
-        ring: number of ring ranks.
+    Documents longer than a rank's tokens are split; as long as a rank has more than 1.05 of the
+    mean work (causal pairs), those of half that length are, and so on. Then the most and the least
+    loaded rank are rebalanced, as often as that helps.
     """
     max_whole = -(-documents[-1] // ring)
     best: list[_RankLoad] = []
@@ -118,8 +121,8 @@ def _assign_documents(documents: tuple[int, ...], ring: int, max_whole: int) -> 
 
 
 def _assign_zigzag(start: int, stop: int, loads: list[_RankLoad]) -> None:
-    """Split a document into two chunks for each rank; what does not divide goes to the ranks with
-    the fewest tokens."""
+    """Two chunks of a document for each rank; what does not divide goes to the ranks with the
+    fewest tokens."""
     ring = len(loads)
     even, rest = divmod(stop - start, 2 * ring)
     lengths, tokens = [even] * 2 * ring, [load.tokens for load in loads]
@@ -135,7 +138,7 @@ def _assign_zigzag(start: int, stop: int, loads: list[_RankLoad]) -> None:
 
 def _group_small_documents(documents: tuple[int, ...], max_whole: int, ring: int) -> Iterator[Run]:
     """Runs of documents of up to ``max_whole`` tokens, adjacent ones together while they are
-    few tokens."""
+    few."""
     max_group = -(-documents[-1] // (ring * _GROUPS_PER_RANK))
     group: Run | None = None
     for start, stop in pairwise(documents):
@@ -150,8 +153,8 @@ def _group_small_documents(documents: tuple[int, ...], max_whole: int, ring: int
 
 
 def _assign_group(group: Run, loads: list[_RankLoad]) -> None:
-    """Assign a group to the least loaded rank that has the capacity for it, or split it where the
-    capacity of the rank with most of it ends."""
+    """To the least loaded rank with the capacity for it, or split where the capacity of the rank
+    with most of it ends."""
     start, end = group
     while start < end:
         fits = [load for load in loads if load.capacity >= end - start]
@@ -163,3 +166,208 @@ def _assign_group(group: Run, loads: list[_RankLoad]) -> None:
         load.assign(start, stop)
         load.capacity -= stop - start
         start = stop
+
+
+# ------------------------------------------------------------------------------------------------
+# Rebalancing between two ranks: as many tokens each, work more even.
+
+
+@dataclass(frozen=True)
+class _DocumentRun:
+    """A run of tokens, of whole or split documents, and its causal pairs."""
+
+    start: int
+    stop: int
+    work: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+_Swap = tuple[_DocumentRun | None, _DocumentRun | None]
+
+
+# Every rank runs this search on its own and must find the same layout, so its budget is a number of
+# looks and not a time.
+class SearchBudget:
+    """How many more splits may be looked at."""
+
+    def __init__(self, remaining: int) -> None:
+        self.remaining = remaining
+
+
+def rebalance_pair(
+    documents: Sequence[int], runs_a: Sequence[Run], runs_b: Sequence[Run], budget: SearchBudget
+) -> tuple[list[Run], list[Run]]:
+    """Runs for the same two ranks, as many tokens for each as before, with work more even.
+
+    Runs stay whole but for one, which fills up the tokens of both: its front goes to one rank and
+    its back to the other. For a choice of that run, the shortest first, the others are assigned
+    greedily, the one of most work first, and swapped as long as that helps.
+
+    Args:
+        documents: cumulative sequence lengths.
+        budget: splits that may be looked at; those that were are taken off.
+    """
+    tokens = sum(stop - start for start, stop in runs_a)
+    pool = [
+        _DocumentRun(start, stop, causal_pairs(documents, start, stop))
+        for start, stop in _merge_adjacent(documents, [*runs_a, *runs_b])
+    ]
+    total = sum(run.tokens for run in pool), sum(run.work for run in pool)
+    load_before = max(
+        sum(causal_pairs(documents, *run) for run in runs) for runs in (runs_a, runs_b)
+    )
+    best_cost = _cost(total, load_before, _split_document_tokens(documents, [*runs_a, *runs_b]))
+    best = list(runs_a), list(runs_b)
+    for split_run in sorted(pool, key=lambda run: run.tokens):
+        if best_cost <= _GOOD_ENOUGH or budget.remaining <= 0:
+            break
+        split = _PairSplit(documents, tokens, total, split_run, budget)
+        cost = split.assign(sorted((r for r in pool if r is not split_run), key=lambda r: -r.work))
+        if cost < best_cost and split.max_load <= load_before:
+            best_cost, best = cost, split.runs()
+    return best
+
+
+def causal_pairs(documents: Sequence[int], start: int, stop: int) -> int:
+    """(query, key) pairs of the queries ``start : stop``, each with the keys of its document up to
+    itself."""
+    pairs, index = 0, bisect_right(documents, start)
+    while start < stop:
+        begin, end = documents[index - 1], min(documents[index], stop)
+        pairs += ((end - begin) * (end - begin + 1) - (start - begin) * (start - begin + 1)) // 2
+        start, index = end, index + 1
+    return pairs
+
+
+def _merge_adjacent(documents: Sequence[int], runs: Sequence[Run]) -> list[Run]:
+    """The runs in order; two that a split inside of a document made of one run are joined again."""
+    borders, merged = set(documents), list[Run]()
+    for start, stop in sorted(runs):
+        if merged and merged[-1][1] == start and start not in borders:
+            merged[-1] = merged[-1][0], stop
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _split_document_tokens(documents: Sequence[int], runs: Sequence[Run]) -> int:
+    """Tokens in front of a split between these two ranks, which the one behind it needs."""
+    splits = {start for start, _ in runs} - set(documents)
+    return sum(stop - start for start, stop in runs if stop in splits)
+
+
+def _cost(total: tuple[int, int], max_load: int, communicated_tokens: int) -> float:
+    """Work of the busier rank over the mean, and what is communicated; ``total``: tokens and work
+    of both ranks."""
+    tokens, work = total
+    communication = 2 * communicated_tokens / max(tokens, 1)
+    return 2 * max_load / max(work, 1) + _COMMUNICATION_COST * communication
+
+
+class _PairSplit:
+    """An assignment of runs to two ranks, of which one run is split between them.
+
+    Args:
+        tokens: of the first rank.
+        total: tokens and work of both ranks.
+
+    Attributes:
+        max_load: work of the busier rank, once all is assigned.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[int],
+        tokens: int,
+        total: tuple[int, int],
+        split_run: _DocumentRun,
+        budget: SearchBudget,
+    ) -> None:
+        self._documents, self._tokens, self._total = documents, tokens, total
+        self._split_run, self._budget, self.max_load = split_run, budget, total[1]
+        self._assigned: tuple[list[_DocumentRun], list[_DocumentRun]] = [], []
+        self._front_first = True
+
+    def assign(self, runs: Sequence[_DocumentRun]) -> float:
+        """Assign whole runs; the cost, infinite if the split one cannot fill up both ranks."""
+        tokens, loads = 0, [0, 0]  # tokens of the first rank, work of both
+        for run in runs:
+            side = int(loads[1] < loads[0] or tokens + run.tokens > self._tokens)
+            self._assigned[side].append(run)
+            tokens += run.tokens if side == 0 else 0
+            loads[side] += run.work
+        work, cost = loads[0], self._cost_of(tokens, loads[0])
+        while self._budget.remaining > 0:
+            swapped_cost, swap = self._best_swap(tokens, work)
+            if swapped_cost >= cost:
+                break
+            cost = swapped_cost
+            for side, swapped in enumerate(swap):
+                if swapped is not None:
+                    self._assigned[side].remove(swapped)
+                    self._assigned[1 - side].append(swapped)
+            tokens, work = (
+                sum(run.tokens for run in self._assigned[0]),
+                sum(run.work for run in self._assigned[0]),
+            )
+        cost, self._front_first, self.max_load = self._fill_with_split_run(tokens, work)
+        return cost
+
+    def runs(self) -> tuple[list[Run], list[Run]]:
+        first, second = ([(run.start, run.stop) for run in runs] for runs in self._assigned)
+        split = self._split_at(sum(run.tokens for run in self._assigned[0]), self._front_first)
+        front, back = (self._split_run.start, split), (split, self._split_run.stop)
+        halves = (front, back) if self._front_first else (back, front)
+        for runs, half in zip((first, second), halves, strict=True):
+            if half[1] > half[0]:
+                runs.append(half)
+        return first, second
+
+    def _split_at(self, tokens: int, front_first: bool) -> int:
+        """Where the split run is split if the first rank has so many tokens without it."""
+        missing, run = self._tokens - tokens, self._split_run
+        return run.start + missing if front_first else run.stop - missing
+
+    def _best_swap(self, tokens: int, work: int) -> tuple[float, _Swap]:
+        """The cost of the cheapest swap, and the run (or None) that each of the two ranks gives."""
+        first_runs, second_runs = ([*runs, None] for runs in self._assigned)
+        self._budget.remaining -= len(first_runs) * len(second_runs)
+        best: tuple[float, _Swap] = inf, (None, None)
+        for moved_out in first_runs:
+            for moved_in in second_runs:
+                new_tokens = (
+                    tokens
+                    - (moved_out.tokens if moved_out else 0)
+                    + (moved_in.tokens if moved_in else 0)
+                )
+                new_work = (
+                    work - (moved_out.work if moved_out else 0) + (moved_in.work if moved_in else 0)
+                )
+                cost = self._cost_of(new_tokens, new_work)
+                if cost < best[0]:
+                    best = cost, (moved_out, moved_in)
+        return best
+
+    def _cost_of(self, tokens: int, work: int) -> float:
+        """With so many whole tokens and so much work on the first rank; where the split run cannot
+        fill up both ranks, far more, and the more the further off."""
+        missing = self._tokens - tokens
+        beyond = max(-missing, missing - self._split_run.tokens, 0)
+        return 10.0 + beyond if beyond else self._fill_with_split_run(tokens, work)[0]
+
+    def _fill_with_split_run(self, tokens: int, work: int) -> tuple[float, bool, int]:
+        """The cost, whether the first rank has the front, and the work of the busier rank."""
+        run, options = self._split_run, []
+        if not 0 <= self._tokens - tokens <= run.tokens:
+            return inf, True, self._total[1]
+        for front_first in (True, False):
+            split = self._split_at(tokens, front_first)
+            front = causal_pairs(self._documents, run.start, split)
+            load = work + (front if front_first else run.work - front)
+            max_load = max(load, self._total[1] - load)
+            communicated = split - run.start if split < run.stop else 0
+            options.append((_cost(self._total, max_load, communicated), front_first, max_load))
+        return min(options)

@@ -16,8 +16,7 @@ class HeadChunk:
     """Half-open ranges of heads, one for each Ulysses rank.
 
     Attributes:
-        kv_chunk: the chunk with which the keys and values are exchanged: itself, or, inside a KV
-            group, the group's first one.
+        kv_chunk: the chunk with which keys and values are exchanged: itself, or a KV group's first.
     """
 
     queries: tuple[tuple[int, int], ...]
@@ -38,12 +37,10 @@ class HeadSplit:
     """Query heads split over Ulysses ranks along KV groups, and the KV heads that they use.
 
     With at least as many KV heads as ranks, a rank gets whole groups, as in DeepSpeed. With fewer,
-    the ranks are split over the KV heads and share each one's query heads. So each rank's query
-    heads fall on its KV heads evenly, and a KV head goes only to the ranks that use it.
+    the ranks are split over the KV heads and share each one's query heads.
 
     Args:
-        heads: query heads on this tensor-parallel rank.
-        kv_heads: key/value heads on this tensor-parallel rank.
+        heads, kv_heads: on this tensor-parallel rank.
         ulysses: ranks that share them.
 
     Raises:
@@ -74,9 +71,8 @@ class HeadSplit:
         return min(end - begin for begin, end in map(self.query_range, ranks))
 
     def chunk_limit(self, ring: int) -> int:
-        """Most head chunks of a call on so many ring ranks. They are smaller than a KV group only
-        without a ring, which would exchange the group's KV again, and with Ulysses, whose
-        exchanges they overlap."""
+        """Most head chunks of a call: smaller than a KV group only without a ring, which would
+        exchange the group's KV again, and with Ulysses, whose exchanges they overlap."""
         in_groups = ring == 1 and self.ulysses > 1
         return self.max_chunks_in_groups if in_groups else self.max_chunks
 
@@ -86,11 +82,7 @@ class HeadSplit:
         return min(self.chunk_limit(ring), _MEMORY_CHUNKS)
 
     def check_chunks(self, count: int, ring: int) -> None:
-        """Check a number of head chunks that a user asks for.
-
-        Raises:
-            ConfigError: more than :meth:`chunk_limit`.
-        """
+        """Refuse more chunks than :meth:`chunk_limit` (ConfigError)."""
         limit = self.chunk_limit(ring)
         if count > limit:
             what = "query heads" if limit > self.max_chunks else "key/value heads"
@@ -103,9 +95,6 @@ class HeadSplit:
     def chunk(self, count: int, index: int) -> HeadChunk:
         """The heads of every rank in chunk ``index`` of ``count``: whole KV groups, or, with more
         chunks than groups, a part of the query heads of one group.
-
-        The first and, of more than two, the last chunk are small: the exchange before the first
-        and the return of the last are exposed.
 
         Raises:
             ConfigError: more chunks than :attr:`max_chunks_in_groups`.
@@ -127,7 +116,8 @@ class HeadSplit:
         return HeadChunk(tuple((a * group, b * group) for a, b in spans), tuple(spans), index)
 
     def _chunk_in_group(self, count: int, index: int) -> HeadChunk:
-        """A chunk inside a KV group; every rank uses as many KV heads."""
+        # Chunks are dealt to this many groups of every rank evenly: `first : stop` are those of the
+        # chunk's own group, which divide its query heads and share its one KV head.
         groups = self.max_chunks
         chunks = [even_split(count, groups, group) for group in range(groups)]
         group = next(i for i, (_, stop) in enumerate(chunks) if index < stop)
@@ -143,7 +133,6 @@ class HeadSplit:
         return HeadChunk(tuple(queries), tuple(keys), first)
 
     def query_range(self, rank: int) -> tuple[int, int]:
-        """Half-open range of the query heads of one Ulysses rank."""
         group = self.heads // self.kv_heads
         first, last = self.kv_range(rank)
         if self.kv_heads >= self.ulysses:
@@ -170,22 +159,18 @@ class HeadSplit:
 #           | a2a 1       | a2a 2, ret 0      | ret 1       |
 #     exposed                                               exposed
 #
-# So the first and last are small. Not too small: a chunk must compute as long as the next one's
-# exchange takes.
+# So the first is small, and of more than two the last. Not too small: a chunk must compute as long
+# as the next one's exchange takes.
 def exposed_fraction(count: int) -> float:
-    """Fraction of the bytes of an exchange that no computation overlaps, with so many chunks: what
-    is received for the first one and the return of the last, a third as much."""
+    """Fraction of the bytes of all exchanges that nothing overlaps, with so many chunks: what is
+    received for the first one and the return of the last, a third as much."""
     sizes = _chunk_sizes(count)
     return (3 * sizes[0] + sizes[-1]) / (4 * sum(sizes))
 
 
 def _chunk_sizes(count: int) -> tuple[int, ...]:
-    """Relative sizes of the chunks.
-
-    Three tensors are received for the first one and one is returned of the last. A chunk's
-    exchange must fit under the computation of the previous one: on 4 H200 at 32K tokens one of six
-    times the size does.
-    """
+    """Relative sizes; on 4 H200 at 32K tokens the exchange of a chunk of six times the size still
+    fits under the computation of the one before."""
     few = {1: (1,), 2: (1, 3), 3: (1, 6, 1)}
     return few.get(count) or (1, *[3] * (count - 2), 1)
 

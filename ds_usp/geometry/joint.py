@@ -9,15 +9,18 @@ from ds_usp.geometry.layout import Shards, TokenLayout
 from ds_usp.geometry.segments import Segment, coalesce
 
 
+# Two sequences that attend as one (a text beside an image), each sharded over all ranks: whatever
+# balances the work of each balances that of the two. Neither need divide, and contiguous shards
+# give the extra tokens of both to the same, first ranks. A continued layout begins where the other
+# one's longer shards end, so that every rank holds as many tokens as of one contiguous sequence:
+#
+#     image, 6 tokens on 4 ranks     2 2 1 1
+#     text, 5, contiguous            2 1 1 1     together 4 3 2 2
+#     text, 5, continued             1 1 2 1     together 3 3 3 2
 @dataclass(frozen=True)
 class ContinuedLayout(TokenLayout):
-    """Contiguous shards, of which the longer ones are those of rank ``first`` and the next ones,
-    rank 0 following the last: beside another sequence whose longer shards end there, every rank
-    holds as many tokens of the two as of one contiguous sequence.
-
-    Args:
-        first: the rank from which on shards are longer.
-    """
+    """Contiguous shards whose longer ones are those of the ranks from ``first`` on, around the
+    ranks."""
 
     first: int = 0
 
@@ -35,10 +38,8 @@ class ContinuedLayout(TokenLayout):
 
 @dataclass(frozen=True)
 class JointLayout(TokenLayout):
-    """Two sequences as one: each rank's shards of both, in layouts of the same kind.
-
-    So whatever balances the work of each sequence balances that of the two. A rank stores its
-    shard of the earlier one first. ``seq_len`` is the length of both together.
+    """Two sequences as one: each rank's shards of both, in layouts of the same kind. A rank stores
+    its shard of the earlier one first. ``seq_len`` is the length of both together.
 
     Args:
         joint: tokens of the joint sequence, at least one for every rank.
@@ -77,7 +78,6 @@ class JointLayout(TokenLayout):
         return (ContinuedLayout.after(other, joint.seq_len) if self.continued else joint), other
 
     def _make_shards(self) -> Shards:
-        """Of both sequences: the second one's positions begin after the first one's end."""
         first, second = self.layouts if self.front else self.layouts[::-1]
         shift = first.seq_len
         return tuple(
@@ -104,7 +104,6 @@ class ConcatenatedShards(TokenLayout):
 
     @classmethod
     def of(cls, layout: TokenLayout) -> ConcatenatedShards:
-        """The concatenated shards of a layout, on the same ranks."""
         degrees = layout.ulysses, layout.ring
         return cls(layout.kind, layout.seq_len, layout.degree, 1, layout.order, degrees=degrees)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.document_sharding import balance_documents
-from ds_usp.geometry.masks import Borders, borders_of, format_documents
+from ds_usp.geometry.masks import Borders, format_documents, normalize_documents
 from ds_usp.geometry.segments import (
     Segment,
     Shard,
@@ -24,6 +24,8 @@ from ds_usp.geometry.segments import (
 ORDERS = ("ulysses-ring", "ring-ulysses")
 DEFAULT_SP_ORDER = ORDERS[0]
 _OF_DOCUMENTS = ("balanced", "context_parallel")
+
+MAX_SLICES = 2  # of a rank, in one dense exchange
 
 Shards = tuple[tuple[Segment, ...], ...]  # of every rank, in the order in which it stores them
 
@@ -38,8 +40,58 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """The row after the last one."""
         return self.start + self.length
+
+
+class TokenSlice(NamedTuple):
+    """Tokens ``start : stop`` in the ring rank's order, all of one Ulysses rank, of whose shard the
+    first one is ``row``."""
+
+    start: int
+    stop: int
+    row: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class TokenSlices:
+    """The slices of a ring rank's tokens: ``by_rank`` has each Ulysses rank's, as they follow each
+    other in its shard."""
+
+    by_rank: tuple[tuple[TokenSlice, ...], ...]
+
+    @classmethod
+    def from_runs(cls, runs: Sequence[Run], ranks: int) -> TokenSlices | None:
+        """None if a rank has no token, more than two slices, or slices in another order than the
+        ring rank's."""
+        slices: list[list[TokenSlice]] = [[] for _ in range(ranks)]
+        start = 0
+        for run in runs:
+            own = slices[run.ulysses_rank]
+            if own and run.start < own[-1].row:
+                return None
+            own.append(TokenSlice(start, start + run.length, run.start))
+            start += run.length
+        if not all(1 <= len(own) <= MAX_SLICES for own in slices):
+            return None
+        return cls(tuple(map(tuple, slices)))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.by_rank)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [sum([x.length for x in slices]) for slices in self.by_rank]
+
+    @property
+    def in_rank_order(self) -> bool:
+        """The ranks' shards follow each other."""
+        slices = [x for own in self.by_rank for x in own]
+        return len(slices) == self.ranks and slices == sorted(slices)
 
 
 @dataclass(frozen=True)
@@ -111,7 +163,9 @@ class TokenLayout:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of 1 or more")
         object.__setattr__(self, "documents", self._validate_documents())
-        for name, value in zip(("_shards", "_lengths", "_places"), _shards_of(self), strict=True):
+        for name, value in zip(
+            ("_shards", "_lengths", "_places"), _cached_shards(self), strict=True
+        ):
             object.__setattr__(self, name, value)
         if min(self._lengths) < 1:
             raise LayoutError(
@@ -121,8 +175,7 @@ class TokenLayout:
             )
 
     def _validate_documents(self) -> Borders:
-        """The documents' borders, ``()`` without any; LayoutError if they do not fit."""
-        documents = borders_of(self.documents)
+        documents = normalize_documents(self.documents)
         is_balanced = self.kind == "balanced"
         if is_balanced and not documents:
             raise LayoutError(
@@ -158,7 +211,6 @@ class TokenLayout:
 
     @property
     def degree(self) -> int:
-        """Ranks that share the sequence: ``ulysses * ring``."""
         return self.ulysses * self.ring
 
     def sp_rank(self, ulysses_rank: int, ring_rank: int) -> int:
@@ -209,7 +261,7 @@ class TokenLayout:
 
         Args:
             like: a tensor, as of the tokens; the result then is an int64 tensor ``[length(rank)]``
-                on its device, for an embedding or rotary angles, and otherwise a list.
+                on its device, and otherwise a list.
         """
         positions = [position for segment in self.segments(rank) for position in segment.positions]
         return positions if like is None else like.new_empty(0).long().new_tensor(positions)
@@ -223,11 +275,9 @@ class TokenLayout:
         return _ring_order(self, ring_rank)[0]
 
     def ring_length(self, ring_rank: int) -> int:
-        """Tokens that one ring rank attends with, over all its Ulysses ranks."""
         return sum(segment.length for segment in self.ring_segments(ring_rank))
 
     def ring_positions(self, ring_rank: int) -> list[int]:
-        """Global position of every token of one ring rank, ascending."""
         segments = self.ring_segments(ring_rank)
         return [position for segment in segments for position in segment.positions]
 
@@ -304,11 +354,8 @@ class TokenLayout:
         return out
 
     def check_dim(self, x: Any, dim: int, length: int, what: str) -> int:
-        """``dim`` of ``x``, counted from the front.
-
-        Raises:
-            LayoutError: it does not exist, or has another length.
-        """
+        """``dim`` of ``x``, counted from the front; LayoutError if it does not exist or has another
+        length."""
         if not -x.ndim <= dim < x.ndim:
             raise LayoutError(f"dim {dim} does not exist in {what} of shape {tuple(x.shape)}")
         dim %= x.ndim
@@ -353,7 +400,7 @@ def _balanced(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
 
 
 def _split_over_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, ...]]) -> _Table:
-    """The table that splits a ring rank's tokens evenly, in order, over its Ulysses ranks."""
+    """A ring rank's tokens, cut evenly, in order, over its Ulysses ranks."""
 
     def table(layout: TokenLayout, ulysses_rank: int, ring_rank: int) -> tuple[Segment, ...]:
         whole = coalesce(ring_table(layout, ring_rank))
@@ -366,7 +413,7 @@ def _split_over_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, 
 def _context_parallel(
     layout: TokenLayout, ulysses_rank: int, ring_rank: int
 ) -> tuple[Segment, ...]:
-    """Rank r's segments in Megatron's order: each document's chunks r and 2 sp - 1 - r of 2 sp."""
+    """Megatron's order: each document's chunks r and 2 sp - 1 - r of 2 sp."""
     rank, chunks = layout.sp_rank(ulysses_rank, ring_rank), 2 * layout.degree
     return tuple(
         replace(chunk, start=start + chunk.start)
@@ -396,7 +443,7 @@ KINDS = tuple(_TABLES)
 
 
 @lru_cache(maxsize=512)
-def _shards_of(layout: TokenLayout) -> tuple[Shards, tuple[int, ...], tuple[Shard, ...]]:
+def _cached_shards(layout: TokenLayout) -> tuple[Shards, tuple[int, ...], tuple[Shard, ...]]:
     """Of every rank: segments, their length, and where each of them lies in the shard."""
     shards = layout._make_shards()
     lengths = tuple(sum(segment.length for segment in shard) for shard in shards)

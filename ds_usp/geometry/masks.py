@@ -21,6 +21,11 @@ _PRINTED = 8
 # tensor. A dense mask of 128K tokens is 16 GiB of booleans, cannot be sharded without knowing the
 # layout, and cannot be asked which blocks are empty. What two integers cannot say (an arbitrary
 # dense mask) is refused where it is met, with the masks that are served.
+#
+# Documents are borders and not a number for each token (a "document id" tensor): borders are a few
+# integers that ranks can compare and plans can be cached by, and which two shards share a document
+# is known without looking at their tokens. Positions stay those of the whole sequence: a band
+# compares differences, which a document's own positions would not change.
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
     """A query at position ``q`` sees a key at ``k`` if ``-left <= k - q <= right``.
@@ -55,7 +60,7 @@ class MaskSpec:
                     "None leaves that side open (a library's -1 is None here)"
                 )
         if not isinstance(self.documents, tuple) or self.documents:
-            object.__setattr__(self, "documents", borders_of(self.documents))
+            object.__setattr__(self, "documents", normalize_documents(self.documents))
         if isinstance(self.prefix, bool) or not isinstance(self.prefix, int) or self.prefix < 0:
             raise ConfigError(f"prefix={self.prefix!r} must be a whole number of tokens, 0 or more")
         if self.prefix and self.documents:
@@ -90,17 +95,17 @@ class MaskSpec:
 
     @property
     def is_causal(self) -> bool:
-        """True for the plain causal mask, without a window or prefix and of one document."""
+        """The plain causal mask, without a window or prefix and of one document."""
         return self == MaskSpec(None, 0)
 
     @property
     def is_full(self) -> bool:
-        """True where every query sees every key."""
+        """Every query sees every key, in one document."""
         return self == MaskSpec()
 
     @property
     def band(self) -> MaskSpec:
-        """The mask without its documents: the same bounds in a sequence of one document."""
+        """The mask without its documents."""
         return MaskSpec(self.left, self.right) if self.documents else self
 
     @property
@@ -112,8 +117,8 @@ class MaskSpec:
         """Check that the documents, and the prefix, are those of such a batch.
 
         Raises:
-            ConfigError: documents that end elsewhere, or of another number of samples; a prefix
-                that is longer.
+            ConfigError: documents that end elsewhere, or of another number of samples; a longer
+                prefix.
         """
         if self.prefix > seq_len:
             raise ConfigError(f"a prefix of {self.prefix} tokens in a sequence of {seq_len}")
@@ -131,7 +136,6 @@ class MaskSpec:
             )
 
     def allows(self, query: int, key: int, sample: int = 0) -> bool:
-        """Whether one query position sees one key position."""
         if self.documents:
             borders = self.documents[sample if len(self.documents) > 1 else 0]
             if bisect_right(borders, query) != bisect_right(borders, key):
@@ -151,7 +155,7 @@ class MaskSpec:
         return f"{text} in {format_documents(self.documents)}" if self.documents else text
 
 
-def borders_of(documents: Any) -> tuple[Borders, ...]:
+def normalize_documents(documents: Any) -> tuple[Borders, ...]:
     """Borders as :class:`MaskSpec` keeps them: none (``()`` or None), one tuple for all samples, or
     one for each.
 
@@ -161,17 +165,12 @@ def borders_of(documents: Any) -> tuple[Borders, ...]:
     if documents is None or (isinstance(documents, tuple) and not documents):
         return ()
     lists = _as_list(documents)
-    if not any(_is_list(sample) for sample in lists):
+    if not any(getattr(x, "ndim", 0) > 0 or isinstance(x, Sequence) for x in lists):
         lists = [lists]
     return tuple(_validate_borders(_as_list(sample)) for sample in lists)
 
 
-def _is_list(x: Any) -> bool:
-    return getattr(x, "ndim", 0) > 0 or isinstance(x, Sequence)
-
-
 def _as_list(x: Any) -> list[Any]:
-    """A tensor, array or sequence as a list; ConfigError if it is none of them."""
     if hasattr(x, "tolist"):
         x = x.tolist()
     if isinstance(x, str) or not isinstance(x, Sequence):
@@ -183,11 +182,7 @@ def _as_list(x: Any) -> list[Any]:
 
 
 def _validate_borders(borders: list[Any]) -> Borders:
-    """One sample's cumulative borders as a tuple, without repeated ones (empty documents).
-
-    Raises:
-        ConfigError: borders that are no integers, do not ascend, or do not start at 0.
-    """
+    """One sample's borders as a tuple, without repeated ones (empty documents)."""
     borders = [border.item() if hasattr(border, "item") else border for border in borders]
     if not all(type(border) is int for border in borders):
         raise ConfigError(f"documents {_abbreviate(borders)} must be whole numbers of tokens")
@@ -210,7 +205,7 @@ def _abbreviate(borders: Sequence[Any]) -> str:
 
 
 def format_documents(documents: tuple[Borders, ...]) -> str:
-    """Documents as one line of text, with a digest where they are many."""
+    """One line of text, with a digest where the documents are many."""
     count = sum(len(borders) - 1 for borders in documents)
     if count <= _PRINTED:
         return "documents " + " | ".join("-".join(map(str, borders)) for borders in documents)

@@ -4,9 +4,6 @@
 instructions one after the other and decides nothing. Printed, an instruction is its chunk, its
 operation and the number of its exchange or kernel call: ``1kv0`` posts the first KV exchange of
 chunk 1, ``1kv0?`` waits for it, ``1attn2.0`` is the first kernel call of its ring step 2.
-
-All ranks of a mesh post the exchanges of one kind in the same order. Where a rank computes between
-them depends on its kernel calls.
 """
 
 from __future__ import annotations
@@ -37,19 +34,16 @@ class Operation(str, Enum):
     channel: str
 
     def __new__(cls, text: str, channel: str = "") -> Operation:
-        """A member, of its text and its kind of channel."""
         member = str.__new__(cls, text)
         member._value_, member.channel = text, channel
         return member
 
     @property
     def is_post(self) -> bool:
-        """Whether it starts an exchange."""
         return bool(self.channel) and not self.is_wait
 
     @property
     def is_wait(self) -> bool:
-        """Whether it waits for one."""
         return self.endswith("?")
 
 
@@ -78,11 +72,9 @@ CHANNELS = "all_to_all", "ring_kv", "ring_dkv", "ring_kv_outer", "ring_dkv_outer
 
 
 class Instr(NamedTuple):
-    """One instruction.
+    """One instruction for a head chunk.
 
     Attributes:
-        op: what is done.
-        chunk: for this head chunk.
         number: of the exchange, among the chunk's; of a kernel call, of its ring step.
         call: of a kernel call, its number in the ring step.
     """
@@ -108,16 +100,13 @@ def render(schedule: Schedule) -> str:
 
 
 def parse(text: str, operations: Sequence[type[Operation]] = (Op,)) -> Schedule:
-    """The schedule that :func:`render` has printed.
-
-    Args:
-        operations: that it may have.
+    """The schedule that :func:`render` has printed, of some kinds of operations.
 
     Raises:
         ValueError: a word is no instruction.
     """
-    known = {op.value: op for kind in operations for op in kind}
-    names = "|".join(sorted({name.rstrip("?") for name in known}, key=len, reverse=True))
+    by_text = {op.value: op for kind in operations for op in kind}
+    names = "|".join(sorted({name.rstrip("?") for name in by_text}, key=len, reverse=True))
     pattern = re.compile(rf"(\d+)({names})(?:(\d+)(?:\.(\d+))?)?(\??)")
     instrs = []
     for word in text.split():
@@ -125,10 +114,46 @@ def parse(text: str, operations: Sequence[type[Operation]] = (Op,)) -> Schedule:
         if match is None:
             raise ValueError(f"{word!r} is no instruction, as '0a2a' or '1kv0?'")
         chunk, name, index, call, wait = match.groups(default="")
-        instrs.append(Instr(known[name + wait], int(chunk), int(index or 0), int(call or 0)))
+        instrs.append(Instr(by_text[name + wait], int(chunk), int(index or 0), int(call or 0)))
     return tuple(instrs)
 
 
+# Note [what overlaps what]
+#
+# Two head chunks forward, Ulysses 2 x ring 2 (the schedule in ARCHITECTURE.md); time runs to the
+# right, a row is what is in flight there:
+#
+#   all-to-all  [0 q k v][1 q k v ......]                    [0 out .....]            [1 out]
+#   ring KV                [0 kv .......]    [1 kv ........................]
+#   kernels                [0 local     ][0 remote     ][1 local     ][1 remote    ]
+#
+# The first all-to-all is exposed because no chunk is there to be computed yet, and the last return
+# because none is left; everything between is under the kernels of another chunk or another block.
+#
+# A chunk's KV exchange is posted before the chunk before it is computed, if its keys and values are
+# there by then, and not after the first kernel call of that chunk: a rank whose chunk is a single
+# kernel call has no "after the first", and all its ring exchanges stood between two kernels (0.4 ms
+# for each of 16 chunks, 2 x 2, 128K tokens). Where K and V come by an all-to-all, that one is
+# posted another chunk earlier for the same reason; the first chunks have no time for that and post
+# after the first call.
+#
+# Every rank writes its own schedule, and only the order of posts of one kind must be the same on
+# all (exchange_order). So posts never depend on how many kernel calls this rank has: "after the
+# first call" is written also for a step without any.
+#
+# Note [why backward takes the last chunk first]
+#
+# Forward three tensors come first (q, k, v) and one returns last (out); backward one comes first
+# (dout) and three return last (dq, dk, dv). Chunk 0 is cut small (HeadSplit.chunk), so it must be
+# where three tensors are exposed: first forward, last backward. And where chunks divide a KV group,
+# K and V are exchanged with the group's first chunk, whose return brings dK and dV back: they are
+# complete when all chunks of the group are done, that is, when the first of them comes last.
+#
+# Note [when a chunk is returned]
+#
+# At its end, but for backward with a ring: the last dK/dV of the ring are still in flight there.
+# They arrive under the next chunk's first kernel call, so the return is posted after that one. A
+# return is waited for one chunk later, so that no more than two hold buffers.
 def pipeline_schedule(
     chunks: Sequence[RingSchedule],
     *,
@@ -139,16 +164,6 @@ def pipeline_schedule(
     kv_saved: bool | None = None,
 ) -> Schedule:
     """Instructions of one pass of one rank, in the order in which they are issued.
-
-    - A chunk's all-to-all is posted before the chunk before it is computed. Then its first KV
-      exchange is posted too, if its keys and values are local (backward, or without Ulysses). Else
-      they are received with the all-to-all, which is posted one more chunk ahead; for the first
-      chunks the KV exchange is posted after the first kernel call of the chunk before.
-    - While a kernel computes with one KV block, the next one is received; gradients of a block are
-      sent while the next one is computed.
-    - A chunk whose KV gradients come around the ring is returned after the first kernel call of the
-      next chunk, when they have been summed; without a ring it is returned at once.
-    - The first all-to-all and the last return are exposed.
 
     Args:
         chunks: the ring schedule of each head chunk on this rank.
@@ -166,7 +181,7 @@ def pipeline_schedule(
 
 
 class _ScheduleWriter:
-    """Writes the instructions of one pass; see :func:`pipeline_schedule`. Each is written once."""
+    """Writes the instructions of one pass, each once."""
 
     def __init__(
         self,
@@ -185,12 +200,13 @@ class _ScheduleWriter:
         self._return_lse, self._stage_return = return_lse, stage_return
         self._defer_return = self._has_ring and backward
         self._in_flight: dict[tuple[int, Op], int] = {}  # gradient exchanges: chunk, wait -> number
-        self._relayed = self._finished = 0  # outer steps whose gradients are summed, to be sent
+        # Double ring: the outer step whose gradients are being summed on their relay rank, and one
+        # whose sum is complete and still to be sent; 0: none.
+        self._summing = self._summed = 0
         self._written: set[Instr] = set()
         self.instrs: list[Instr] = []
 
     def write_pass(self) -> None:
-        """Write all chunks."""
         kv_early = self._has_ring and (self._kv_saved or not self._ulysses)
         lookahead = 2 if self._has_ring and not kv_early else 1
         for position, chunk in enumerate(self._order):
@@ -215,7 +231,6 @@ class _ScheduleWriter:
             self.instrs.append(instr)
 
     def _post_until(self, position: int) -> None:
-        """Post the all-to-alls of all chunks up to a position."""
         if self._ulysses:
             for chunk in self._order[: position + 1]:
                 self._write(Op.A2A_POST, chunk)
@@ -235,16 +250,14 @@ class _ScheduleWriter:
         self._post_kv(chunk, self._remote_steps(chunk), 0, outer_step=0)
 
     def _remote_steps(self, chunk: int) -> list[RingStep]:
-        """One for each KV exchange."""
         return [step for step in self._steps[chunk] if not step.is_local]
 
     def _post_kv(self, chunk: int, remote: list[RingStep], index: int, outer_step: int) -> None:
-        """Post a KV exchange, if there is one with this number and it is of the outer step."""
+        """If there is one with this number and it is of the outer step."""
         if index < len(remote) and remote[index].outer_step == outer_step:
             self._write(Op.KV_POST, chunk, index)
 
     def _compute(self, position: int, chunk: int) -> None:
-        """The ring steps of a chunk: kernel calls, and the exchanges that they overlap."""
         remote, received, outer_step = self._remote_steps(chunk), 0, 0
         for index, step in enumerate(self._steps[chunk]):
             if step.outer_step not in (outer_step, 0):
@@ -280,19 +293,19 @@ class _ScheduleWriter:
             self._wait_return(position - 1)
 
     def _post_relayed_grads(self, chunk: int, outer_step: int) -> None:
-        """Before a step of an outer step: post the gradients of the outer step before, one step
-        late, so that its last ones may be received during a step."""
-        self._post_finished_outer_step(chunk)
-        if outer_step != self._relayed:
-            self._finished, self._relayed = self._relayed, outer_step
-            if not outer_step:
-                self._post_finished_outer_step(chunk)
+        """Before a ring step: post the sum of the outer step before, one step late: the last
+        gradients of its sum are received under the first ring step of the next outer step."""
+        self._post_summed(chunk)
+        if outer_step != self._summing:
+            self._summed, self._summing = self._summing, outer_step
+            if not outer_step:  # the end of the chunk: there is no later step
+                self._post_summed(chunk)
 
-    def _post_finished_outer_step(self, chunk: int) -> None:
-        if self._finished:
+    def _post_summed(self, chunk: int) -> None:
+        if self._summed:
             self._wait_grads(Op.DKV_WAIT, chunk)
-            self._post_grads(Op.OUTER_DKV_POST, Op.OUTER_DKV_WAIT, chunk, self._finished - 1)
-            self._finished = 0
+            self._post_grads(Op.OUTER_DKV_POST, Op.OUTER_DKV_WAIT, chunk, self._summed - 1)
+            self._summed = 0
 
     def _post_grads(self, post: Op, wait: Op, chunk: int, index: int) -> None:
         """Post an exchange of KV gradients, after the one before it."""

@@ -48,7 +48,6 @@ class RankGrid:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the grid."""
         return math.prod(self.shape)
 
     def size(self, *axes: str) -> int:
@@ -77,11 +76,8 @@ class RankGrid:
         return coords
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """All groups that vary along ``axes`` and share the other coordinates.
-
-        Returns:
-            One tuple of ascending global ranks per group; the groups ascend by first rank.
-        """
+        """All groups that vary along ``axes`` and share the other coordinates: tuples of ascending
+        global ranks, ascending by first rank."""
         for axis in axes:
             self._index(axis)
         inside = [a for a in self.order if a in axes]

@@ -27,6 +27,36 @@ from ds_usp.geometry.tiles import (
     plan_tiles,
 )
 
+# Note [blocks go from owner to user, gradients from user to owner]
+#
+# A ring that relays (rank 0 -> 1 -> 2 -> 3 -> 0) carries every block past every rank. Here a step
+# is a permutation of direct messages between owners and users:
+#
+#   step 1   0 -> 1   1 -> 2   2 -> 3   3 -> 0        each to the rank one further
+#   step 2   0 -> 2   1 -> 3   2 -> 0   3 -> 1        two further: not over the one between
+#
+# On one switch a message to any rank costs the same, and a user takes only the tokens that its
+# queries see: 3/4 of the bytes of relayed KV under a causal zigzag. An offset at which no rank sees
+# anything has no step at all, so a window shortens the ring, and the border is all that it sends.
+#
+# dK/dV that went around with the block would be a running sum: a rank could send only after its own
+# kernel and after the message from the rank before, and the sum would travel in fp32 or be rounded
+# at each hop. Sent straight to the owner in the kernel's dtype, each is one message under the next
+# step's kernel, the sum is fp32 at the owner, and only the last step's gradients are exposed. Where
+# links differ (several nodes) that is not so: experimental/double_ring.py.
+#
+# Note [where the local block is computed]
+#
+# It needs no exchange, so it hides one, and which one needs that depends on the chunks around it:
+#
+#   only          [half][remote][half]   backward: nothing else hides the first receive and the last
+#                                        return of dK/dV. Of all-gathered blocks one comes first, in
+#                                        a step of its own, to hide the others
+#   local_first   [local][remote]        no chunk before, or one too small to hide the receive
+#   local_merged  [local + remote]       it is large enough. All-gathered, and where that saves
+#                                        kernel calls: larger ones, fewer merges
+#   local_last    [remote][local]        backward's last chunk: no chunk after it hides the return
+#                                        of its dK/dV. In a double ring local comes first
 ChunkPosition = Literal["only", "local_first", "local_merged", "local_last"]
 # Ranks of the largest ring for which every rank plans the merged steps of all.
 _MAX_RING_PLANNED_FOR_ALL = 8
@@ -36,12 +66,9 @@ _MAX_RING_PLANNED_FOR_ALL = 8
 class RingStep:
     """Attention of this rank's queries with the keys and values of one rank, or of several.
 
-    Tokens are sent straight from the rank that has them to those whose queries see them, and their
-    gradients straight back. In outer step 0 each rank has its own tokens, later those that it
-    relays for its node.
-
     Args:
-        is_local: the keys are all that this rank has itself, in place; nothing is exchanged.
+        is_local: the keys are all that this rank has itself, in place; nothing is exchanged. In
+            outer step 0 they are its own, later those that it relays for its node.
         kv_ranges: whose tokens the keys are, in the buffer's order. This rank's own may come last
             among those of others; only the others' are received.
         recv_ranges: the same tokens among what a rank of the node has, and that rank.
@@ -72,7 +99,7 @@ class RingStep:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs computed in this step, of all samples that have their own."""
+        """(query, key) pairs, of all samples that have their own."""
         return sum(call.pairs for call in self.calls)
 
     def __str__(self) -> str:
@@ -110,12 +137,10 @@ class RingSchedule:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that this rank computes."""
         return sum(step.pairs for step in self.steps)
 
     @property
     def max_recv_per_step(self) -> int:
-        """Most tokens that this rank receives in one step."""
         return max(
             total_length(kv for kv in step.kv_ranges if kv.rank != self.ring_rank)
             for step in self.steps
@@ -154,25 +179,12 @@ def ring_schedule(
     position: ChunkPosition = "only",
     kv_layout: TokenLayout | None = None,
 ) -> RingSchedule:
-    """Plan one rank's steps.
-
-    Stepwise: the local block first, while the next one is received; offsets at which no rank has
-    work are skipped. A window shortens the ring and sends only the tokens at the border; of a block
-    that a causal mask half hides only the visible half is sent.
+    """Plan one rank's steps. Stepwise: the local block first, while the next one is received.
 
     Args:
         gather: all-gathered KV: the blocks of all other ranks in one step. Fewer, larger kernel
-            calls and fewer merges of partial results, for memory that grows with the ring.
-        position: of this head chunk among the chunks of a call. ``"only"``: nothing else is
-            computed while its blocks are in flight. The local block's backward is then split in
-            two, so that its first half overlaps the first receive and its second half the return
-            of the last gradients; and of all-gathered blocks one is received first, which overlaps
-            the others. ``"local_first"``: only the local block overlaps the receive.
-            ``"local_merged"``: the previous chunk overlaps it, so the local block is computed
-            together with the all-gathered ones where that takes fewer kernel calls: they are
-            larger, and there are fewer merges. ``"local_last"``: backward the previous chunk
-            overlaps the receive, but only the local block the gradient return: it ends the chunk,
-            except in a double ring.
+            calls and fewer merges, for memory that grows with the ring.
+        position: of this head chunk among the chunks of a call (the note above).
         kv_layout: where the keys are, if they are of another sequence than the queries.
 
     Raises:
@@ -235,14 +247,13 @@ def schedule_of_ring(
 
 def _half(queries: Sequence[Segment]) -> int:
     """The row at which a shard is cut in two: of an odd length where a segment ends, if one ends
-    there, for remote steps begin there too: one row between would be a sum of its own."""
+    there: remote steps begin there too, and one row between would be a sum of its own."""
     ends = list(accumulate(x.length for x in queries))
     half, odd = divmod(ends[-1], 2)
     return half + 1 if odd and half + 1 in ends else half
 
 
 def _num_recv_tokens(ring: Ring, rank: int, offsets: Sequence[int]) -> int:
-    """Tokens that a rank receives in a step."""
     return total_length(kv for kv, _ in ring.recv_ranges(rank, offsets))
 
 
@@ -285,8 +296,7 @@ def _merged_local_step(
     support: TileSupport,
     separate_steps: tuple[RingStep, RingStep],
 ) -> RingStep | None:
-    """A rank's own keys and those of its peers in one step; None if that takes as many kernel calls
-    as the two steps separately."""
+    """A rank's own keys and its peers' in one step; None if that saves no kernel call."""
     if not separate_steps[1].kv_ranges:
         return None
     merged = remote_step(ring, rank, [*offsets, 0], support)
@@ -294,8 +304,8 @@ def _merged_local_step(
 
 
 def _max_merged_tokens(ring: Ring, offsets: Sequence[int], support: TileSupport) -> int:
-    """Most key tokens of such a step on any rank. Of documents, of which every batch has others,
-    and in large rings an upper bound: every rank would plan for all too long."""
+    """Most key tokens of such a step on any rank. An upper bound for documents, of which every
+    batch has others, and in large rings: every rank would plan for all too long."""
     ranks = range(ring.degree)
     if ring.mask.documents or len(ranks) > _MAX_RING_PLANNED_FOR_ALL:
         return max(_num_recv_tokens(ring, rank, [*offsets, 0]) for rank in ranks)
@@ -327,8 +337,8 @@ def _calls(
     support: TileSupport,
     rows: tuple[int, int] | None = None,
 ) -> tuple[KernelCall, ...]:
-    """The kernel calls for all queries or for some rows of them, the largest first: it overlaps
-    the exchanges that are waited for after the first call."""
+    """The kernel calls for all queries or some rows of them, the largest first: it overlaps the
+    exchanges that are waited for after the first call."""
     num_queries, num_keys = (sum(x.length for x in segments) for segments in (queries, keys))
     start, stop = rows or (0, num_queries)
     queries = slice_segments(queries, start, stop)

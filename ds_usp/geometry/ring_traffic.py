@@ -1,4 +1,4 @@
-"""Which tokens each ring rank sends and receives: the traffic of a ring, on integers."""
+"""Which tokens each ring rank sends and receives, on integers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class TokenRange(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -51,10 +50,7 @@ class OuterStep:
         send_ranges: this rank's own tokens that are sent, and the rank that will relay them.
 
     Attributes:
-        num_kv_tokens: tokens relayed.
-        num_sent_tokens: tokens sent, each as often as it is.
-        peer_offsets: for each sent range, the index of its first token among all that its receiver
-            gets.
+        num_kv_tokens, num_sent_tokens, peer_offsets: as of ``RingStep``.
     """
 
     recv_ranges: tuple[TokenRange, ...]
@@ -78,11 +74,8 @@ class OuterStep:
 
 
 class Ring:
-    """Which tokens each rank of a ring sends and receives: its own go straight to those whose
-    queries see them.
-
-    A node of a double ring in one outer step is one too, whose ranks hold what they relay
-    (``ds_usp.experimental.double_ring``).
+    """Which tokens each rank of a ring sends and receives. A node of a double ring in one outer
+    step is one too, whose ranks hold what they relay (``ds_usp.experimental.double_ring``).
 
     Args:
         queries, keys: layouts of the query and of the key tokens.
@@ -112,13 +105,12 @@ class Ring:
         return ((0, self.keys.ring_length(rank)),)
 
     def held_segments(self, rank: int) -> tuple[Segment, ...]:
-        """The positions of what a rank holds."""
         owned = self.keys.ring_segments(self.owner(rank))
         runs = self.held_runs(rank)
         return tuple(segment for run in runs for segment in slice_segments(owned, *run))
 
     def offsets(self) -> tuple[int, ...]:
-        """Offsets at which any rank sees anything of what that peer holds."""
+        """Those at which any rank sees anything of what that peer holds."""
         ranks = range(self.degree)
         return tuple(
             offset
@@ -130,12 +122,8 @@ class Ring:
         self, rank: int, offsets: Sequence[int]
     ) -> tuple[tuple[TokenRange, TokenRange], ...]:
         """What a rank receives from its peers at some offsets, the farthest first: ranges of the
-        tokens' owner, and the same tokens among those that the peer holds. At offset 0, its own,
-        it has all that it holds.
-
-        In this order the keys that a causal zigzag's front half sees lie next to each other, and
-        those of both halves end at their diagonals.
-        """
+        tokens' owner, and the same tokens among those that the peer holds. At offset 0, its own, it
+        has all that it holds."""
         ranges = []
         for offset in sorted(offsets, reverse=True):
             peer = self.peer(rank, offset)
@@ -154,11 +142,8 @@ class Ring:
 def visible_runs(
     layout: TokenLayout, mask: MaskSpec, kv_layout: TokenLayout | None = None
 ) -> tuple[tuple[Runs, ...], ...]:
-    """Half-open runs of the owner's tokens that the user's queries see, by user and owner.
-
-    Invisible tokens are included where the gap that they make is short. Of several samples, what
-    any of them sees.
-    """
+    """Half-open runs of the owner's tokens that the user's queries see, by user and owner; of
+    several samples, what any of them sees. Short gaps are included."""
     ranks = range(layout.ring)
     kv_layout = kv_layout or layout
     segments, kv_segments = ([x.ring_segments(r) for r in ranks] for x in (layout, kv_layout))

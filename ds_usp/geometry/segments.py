@@ -23,15 +23,14 @@ class Segment:
 
     @property
     def positions(self) -> range:
-        """The global positions, in order."""
         return range(self.start, self.start + self.length * self.stride, self.stride)
 
     def slice(self, begin: int, end: int) -> Segment:
-        """The segment of its tokens ``begin`` to ``end`` (half open)."""
+        """Its tokens ``begin : end``."""
         return Segment(self.start + begin * self.stride, end - begin, self.stride)
 
     def continues(self, other: Segment) -> bool:
-        """True if ``other`` follows this segment without a gap."""
+        """``other`` follows this segment without a gap."""
         return other.stride == self.stride and other.start == self.positions.stop
 
 
@@ -53,7 +52,7 @@ def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def slice_segments(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...]:
-    """Tokens ``begin`` to ``end`` (half open) of the concatenated segments."""
+    """Tokens ``begin : end`` of the concatenated segments."""
     return tuple(
         segment.slice(max(begin - offset, 0), min(end - offset, segment.length))
         for segment, offset in with_offsets(segments)
@@ -71,10 +70,8 @@ def with_offsets(segments: Iterable[Segment]) -> Shard:
 
 
 def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Half-open bounds of part ``index`` of ``total`` elements split as evenly as possible.
-
-    The first parts get one more each where it does not divide, as DeepSpeed splits heads.
-    """
+    """Half-open bounds of part ``index``; the first parts get one more each where ``total`` does
+    not divide, as DeepSpeed splits heads."""
     size, rest = divmod(total, parts)
     begin = index * size + min(index, rest)
     return begin, begin + size + (index < rest)
@@ -116,7 +113,7 @@ def coverage_runs(spans: tuple[Span, ...], first: int, last: int) -> tuple[Cover
 
 
 def _slice_of(start: int, stop: int, total: int) -> slice | None:
-    """``start : stop`` of a number of rows; None if they are all."""
+    """None: all of them."""
     return None if stop - start == total else slice(start, stop)
 
 
@@ -141,6 +138,7 @@ def split_at_documents(segments: Sequence[Segment], borders: Sequence[int]) -> d
                 position = segment.start + begin * segment.stride
                 if borders[document + 1] <= position:  # a stride may step over documents
                     document = bisect_right(borders, position) - 1
+                # Tokens of the segment before the document's end: the division rounds up.
                 end = min(end, -(-(borders[document + 1] - segment.start) // segment.stride))
             shard = documents.setdefault(document, [])
             shard.append((segment.slice(begin, end), offset + begin))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from ds_usp.errors import LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
@@ -26,8 +27,10 @@ Bounds = tuple[int | None, int | None]
 #     12-15  full     causal      around them has exactly their pairs: one causal tile, one call
 #
 # Nothing here knows "zigzag" or "causal": two runs of positions and two bounds on their distance
-# give a diagonal band, and bands are joined where that adds no pair. Windows, prefixes and
-# documents come out of the same two rules, so a new layout needs no new mask code.
+# give a diagonal band, and bands are joined where that adds no pair. Windows and prefixes come out
+# of the same two rules, so a new layout needs no new mask code. Documents come before them: only
+# runs of one document meet, so the work grows with the documents that both shards hold and not with
+# their squares, and tiles are joined inside of a document alone.
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Query rows and key columns of two shards, and the diagonal band of pairs that may attend.
@@ -73,7 +76,7 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs that attend: the tile's work."""
+        """(query, key) pairs that attend: the work."""
         low, high = self.low - self.k_start + self.q_start, self.high - self.k_start + self.q_start
         return _pairs_below(self.rows, self.columns, high) - _pairs_below(
             self.rows, self.columns, low - 1
@@ -126,12 +129,8 @@ def plan_tiles(
 ) -> tuple[Tile, ...]:
     """Cover every allowed (query, key) pair of two shards exactly once, in few kernel calls.
 
-    Only runs of the same document meet, so the work grows with the documents that both shards
-    hold and not with their squares. Tiles are joined inside of a document alone.
-
     Args:
-        q_segments: the query shard's tokens, ascending.
-        k_segments: the key shard's tokens, ascending.
+        q_segments, k_segments: the shards' tokens, ascending.
         mask: who sees whom, in global positions.
         support: what the kernel can compute in one call.
         sample: whose documents, where samples have their own.
@@ -147,16 +146,11 @@ def plan_tiles(
     queries, keys = (split_at_documents(x, borders) for x in (q_segments, k_segments))
     tiles_by_document: list[Tile] = []
     for document in sorted(queries.keys() & keys.keys()):
-        tiles = _tiles_between(queries[document], keys[document], mask)
+        pairs = _segment_pairs(queries[document], keys[document], mask)
+        tiles = [tile for tile in (_tile(*pair) for pair in pairs) if tile is not None]
         for tile in _merge_tiles(tiles, open_left=mask.left is None) if len(tiles) > 1 else tiles:
             tiles_by_document += _legalize(tile, support)
     return tuple(tiles_by_document)
-
-
-def _tiles_between(queries: Shard, keys: Shard, mask: MaskSpec) -> list[Tile]:
-    """The tiles of all pairs of a query and a key segment with a visible pair of tokens."""
-    tiles = (_tile(*pair) for pair in _segment_pairs(queries, keys, mask))
-    return [tile for tile in tiles if tile is not None]
 
 
 def _segment_pairs(
@@ -198,7 +192,6 @@ def _bounds(q: Segment, k: Segment, mask: MaskSpec) -> tuple[int, int]:
 
 
 def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) -> Tile | None:
-    """The tile of two segments with the mask's bounds as key minus query index; None if empty."""
     low, high = _bounds(q, k, mask)
     shift = k_start - q_start
     return _trim(
@@ -271,17 +264,18 @@ def _legalize(tile: Tile, support: TileSupport) -> list[Tile]:
         return _trim_all(replace(tile, k_stop=edge), replace(tile, k_start=edge))
     # cuDNN and torch's CPU kernel know square causal and full only, so a trapezoid becomes the full
     # rectangle before the diagonal and a square on it: more calls, never a wrong pair.
-    known = support.window and (support.rectangular or left is not None)
-    if known and (support.tall or tile.rows <= tile.columns):
+    computes_band = support.window and (support.rectangular or left is not None)
+    if computes_band and (support.tall or tile.rows <= tile.columns):
         return [tile]
-    # Below the right bound's end rows see the last column, above the left one's start the first.
+    # A tall band is cut at the row where one bound stops to bind: from there on down rows see the
+    # last column (right bound), or up to there the first (left bound). So each half has a bound
+    # less.
     row = tile.k_start - tile.low + 1 if right is None else tile.k_stop - tile.high
     halves = _trim_all(replace(tile, q_stop=row), replace(tile, q_start=row))
     return [legal for half in halves for legal in _legalize(half, support)]
 
 
 def _trim_all(*tiles: Tile) -> list[Tile]:
-    """The tiles without empty rows and columns; those without pairs vanish."""
     return [tight for tight in map(_trim, tiles) if tight is not None]
 
 
@@ -301,6 +295,11 @@ def _ramp(x: int, top: int) -> int:
 
 # ------------------------------------------------------------------------------------------------
 # Kernel calls made of tiles: many documents in one variable-length call.
+#
+# A library's varlen call has one window for all its sequences, aligned to each one's bottom right
+# corner, and rows that follow each other. So tiles share a call if one window is right for all of
+# them (a full tile does not bind it, but must fit into it), and if their rows and columns ascend
+# without long gaps: what lies between is not computed, yet its results are allocated and merged.
 
 
 # Rows or columns that a call may leave out between two tiles, as a part of the shard's: a call's
@@ -315,12 +314,11 @@ class KernelCall:
     Args:
         tiles: for each sample of a batch, or once for all, tiles with ascending rows and columns
             that no two of them share.
-        window: the window that is right for each of them, aligned to its bottom right corner.
+        window: the one that is right for each of them, aligned to its bottom right corner.
 
     Attributes:
-        q_start, q_stop, k_start, k_stop: the rows and columns of the results.
-        q_span, k_span: the same as (start, stop).
-        tile: the only tile, if it is the same for all samples; its results are the tile's.
+        q_start, q_stop, k_start, k_stop, q_span, k_span: the rows and columns of the results.
+        tile: the only tile, if it is the same for all samples.
         is_causal: the plain causal mask in every tile, aligned to its bottom right corner.
     """
 
@@ -353,12 +351,10 @@ class KernelCall:
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
-        """Cheap: calls are looked up by what they are, and mostly by the one that is there."""
         return hash((self.q_start, self.q_stop, self.k_start, self.k_stop, self.window))
 
     @classmethod
     def of(cls, tile: Tile) -> KernelCall:
-        """A call of one tile, for all samples."""
         return cls(((tile,),), tile.window)
 
     @property
@@ -385,7 +381,7 @@ def kernel_calls_from_tiles(
     """
     builders: list[_CallBuilder] = []
     for sample, sample_tiles in enumerate(tiles):
-        for tile in sorted(sample_tiles, key=_sort_key):
+        for tile in sorted(sample_tiles, key=attrgetter("q_start", "k_start")):
             window = tile.window
             for call in builders:
                 if call.can_add(sample, tile, window):
@@ -399,10 +395,6 @@ def kernel_calls_from_tiles(
     return tuple(call.build() for call in builders)
 
 
-def _sort_key(tile: Tile) -> tuple[int, int]:
-    return tile.q_start, tile.k_start
-
-
 class _CallBuilder:
     """Collects the tiles of one kernel call."""
 
@@ -414,8 +406,8 @@ class _CallBuilder:
         self._widest = (0, 0)
 
     def can_add(self, sample: int, tile: Tile, window: Bounds) -> bool:
-        """Whether a tile fits into the call: after its sample's last tile with a gap within the
-        limits, and with bounds that one window of all tiles can express."""
+        """Whether a tile fits: after its sample's last one, with gaps within the limits, and with
+        bounds that one window of all tiles can express."""
         if self._tiles[sample]:
             last = self._tiles[sample][-1]
             gaps = tile.q_start - last.q_stop, tile.k_start - last.k_stop
@@ -429,21 +421,15 @@ class _CallBuilder:
         )
 
     def add(self, sample: int, tile: Tile, window: Bounds) -> None:
-        """Add a tile to the call."""
         self._window, self._widest = self._merged(tile, window)
         self._tiles[sample].append(tile)
 
     def build(self) -> KernelCall:
-        """The kernel call of all added tiles."""
         return KernelCall(tuple(map(tuple, self._tiles)), self._window)
 
     def _merged(self, tile: Tile, window: Bounds) -> tuple[Bounds, tuple[int, int]]:
-        """The call's state after adding a tile: its window, and the widest unbound tile.
-
-        Returns:
-            (left, right) of the window, a side None while no tile is bound by it; and for each side
-            the least bound that hides no pair of the tiles which that side does not bind.
-        """
+        """The call's window after adding a tile, a side None while no tile is bound by it; and for
+        each side the least bound that hides no pair of the tiles which that side does not bind."""
         reach = tile.columns - 1, tile.rows - 1
         left, right = (
             new if old is None else old for old, new in zip(self._window, window, strict=True)

@@ -29,8 +29,8 @@ class BackwardInputs(NamedTuple):
     """What a kernel's backward reads; out and lse are final: merged over all key/value blocks.
 
     Shapes:
-        dout, out ``[B, S, H, E]``, q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``,
-        lse ``[B, H, S]``.
+        dout, out ``[B, S, H, E]``, q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``, lse
+        ``[B, H, S]``.
     """
 
     dout: torch.Tensor
@@ -46,11 +46,9 @@ class KernelRequest:
     """What a call needs from a kernel, the same on every rank.
 
     Args:
-        head_dim: of queries and keys.
         mask: the window; documents change no kernel's answer, and differ from step to step.
         documents: the mask has documents.
         value_dim: head dim of values and outputs; None: ``head_dim``.
-        score_mod: the score modifiers.
         deterministic: backward must be bitwise reproducible.
     """
 
@@ -65,7 +63,6 @@ class KernelRequest:
 
     @property
     def head_dims(self) -> Dims:
-        """The head dims of queries and keys, and of values."""
         return self.head_dim, self.value_dim or self.head_dim
 
     def __str__(self) -> str:
@@ -106,11 +103,9 @@ class KernelCaps:
     writes_grads_in_place: bool = False
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the gradients that it returns for inputs of a dtype."""
         return torch.promote_types(dtype, torch.float32) if self.fp32_grads else dtype
 
     def refusal(self, request: KernelRequest) -> str | None:
-        """Why the kernel cannot serve the request; None if it can."""
         if self.devices and request.device not in self.devices:
             return f"runs on {'/'.join(sorted(self.devices))}, not {request.device}"
         if request.dtype not in self.dtypes:
@@ -166,7 +161,7 @@ class AttentionKernel(Protocol):
         """
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
-        """This kernel with score modifiers; only called for those that it declares."""
+        """Only called for modifiers that it declares."""
 
 
 class SingleTileKernel:
@@ -176,7 +171,6 @@ class SingleTileKernel:
     caps: KernelCaps
 
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
-        """See :meth:`AttentionKernel.forward`."""
         q, k, v = qkv
         device = q.device.type
         if torch.is_autocast_enabled(device):  # the dtype of q, k and v decides
@@ -196,7 +190,6 @@ class SingleTileKernel:
         scale: float,
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
-        """See :meth:`AttentionKernel.backward`."""
         device = saved.q.device.type
         if torch.is_autocast_enabled(device):  # the dtype of q, k and v decides
             with torch.autocast(device, enabled=False):
@@ -215,13 +208,12 @@ class SingleTileKernel:
         return self.tile_backward(saved, call.tile, scale, **buffers)
 
     def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
-        """Forward of a call of several tiles, one kernel launch a tile; q, k, v are the rows and
-        columns of the call."""
+        """One kernel launch a tile; q, k, v are the rows and columns of the call."""
         q, k, v = qkv
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=self.caps.grad_dtype(q.dtype))
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=acc_dtype)
-        for samples, tile, rows, columns in _tiles_of(call):
+        for samples, tile, rows, columns in _tiles_with_slices(call):
             tile_qkv = q[samples, rows], k[samples, columns], v[samples, columns]
             tile_out, tile_lse = self.for_samples(samples).tile_forward(tile_qkv, tile, scale)
             out[samples, rows] = tile_out
@@ -229,12 +221,10 @@ class SingleTileKernel:
         return out, lse
 
     def multi_tile_backward(self, saved: BackwardInputs, call: KernelCall, scale: float) -> QKV:
-        """Backward of a call of several tiles, one kernel launch a tile; the tensors are the rows
-        and columns of the call."""
         dout, q, k, v, out, lse = saved
         dtype = self.caps.grad_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-        for samples, tile, rows, columns in _tiles_of(call):
+        for samples, tile, rows, columns in _tiles_with_slices(call):
             q_index, k_index = (samples, rows), (samples, columns)
             tile_saved = BackwardInputs(
                 dout[q_index], q[q_index], k[k_index], v[k_index], out[q_index],
@@ -245,7 +235,6 @@ class SingleTileKernel:
         return dq, dk, dv
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
-        """See :meth:`AttentionKernel.with_score_mod`."""
         raise NotImplementedError
 
     def for_samples(self, samples: slice) -> SingleTileKernel:
@@ -258,8 +247,7 @@ class SingleTileKernel:
         raise NotImplementedError
 
     def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
-        """:meth:`backward` of one tile, whose rows and columns the tensors are. Kernels with
-        ``caps.writes_grads_in_place`` also have ``grad_buffers``."""
+        """Kernels with ``caps.writes_grads_in_place`` also have ``grad_buffers``."""
         raise NotImplementedError
 
 
@@ -275,11 +263,9 @@ class PaddedHeadDimKernel:
         self.name, self.caps = kernel.name, replace(kernel.caps, writes_grads_in_place=False)
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
-        """See :meth:`AttentionKernel.with_score_mod`."""
         return PaddedHeadDimKernel(self._kernel.with_score_mod(score_mod), self._dims)
 
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
-        """See :meth:`AttentionKernel.forward`."""
         q, k, v = qkv
         keys, values = self._dims
         padded = pad_features(q, keys), pad_features(k, keys), pad_features(v, values)
@@ -294,7 +280,6 @@ class PaddedHeadDimKernel:
         scale: float,
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
-        """See :meth:`AttentionKernel.backward`; ``grad_buffers`` is always None."""
         dout, q, k, v, out, lse = saved
         keys, values = self._dims
         q, k = pad_features(q, keys), pad_features(k, keys)
@@ -315,10 +300,8 @@ class UnsuitableDeviceError(ImportError):
 
 
 def require_capability(major: int, library: str, *, only: bool = False) -> None:
-    """Check the GPU's compute capability before a library is imported.
-
-    Args:
-        only: later generations are not supported either.
+    """Check the GPU's compute capability before a library is imported; with ``only`` later
+    generations are not supported either.
 
     Raises:
         UnsuitableDeviceError: no GPU, or one of another generation.
@@ -339,7 +322,7 @@ def window_mask(tile: Tile, device: torch.device) -> torch.Tensor:
     return (distance >= tile.low) & (distance <= tile.high)
 
 
-def _tiles_of(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, slice]]:
+def _tiles_with_slices(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, slice]]:
     """Every tile of a call with its samples, and its rows and columns counted in the call."""
     for sample, tiles in enumerate(call.tiles):
         samples = slice(None) if len(call.tiles) == 1 else slice(sample, sample + 1)
@@ -354,8 +337,8 @@ def _tiles_of(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, slice]]:
 
 
 def _slice_tokens(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
-    """Some tokens of each tensor ``[B, S, H, D]``; the tensor itself if they are all. Copied if
-    features are not contiguous: libraries read them as contiguous, torch's without a check."""
+    """Some tokens of each tensor ``[B, S, H, D]``. Copied if features are not contiguous: libraries
+    read them as contiguous, torch's without a check."""
     slices = []
     for x in tensors:
         if stop - start != x.shape[1]:

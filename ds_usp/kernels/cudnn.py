@@ -45,7 +45,6 @@ class CudnnKernel(SingleTileKernel):
         self._eager = EagerKernel()  # for one query and one key, which cuDNN refuses
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
-        """See :meth:`SingleTileKernel.tile_forward`."""
         # cuDNN refuses a single query with a single key (last tokens of uneven shards).
         if tile.rows == tile.columns == 1:
             out, lse = self._eager.tile_forward(qkv, tile, scale)
@@ -64,7 +63,6 @@ class CudnnKernel(SingleTileKernel):
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
-        """See :meth:`SingleTileKernel.tile_backward`."""
         if tile.rows == tile.columns == 1:
             grads = self._eager.tile_backward(saved, tile, scale)
             dq, dk, dv = (grad.to(saved.q.dtype) for grad in grads)
@@ -94,5 +92,5 @@ class CudnnKernel(SingleTileKernel):
 
 @lru_cache(maxsize=16)
 def _unused_rng_state(device: torch.device) -> torch.Tensor:
-    """The random state that the backward pass takes and, without dropout, does not read."""
+    """Without dropout backward takes it and does not read it."""
     return torch.empty((), dtype=torch.int64, device=device)

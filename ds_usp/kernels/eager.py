@@ -22,10 +22,7 @@ from ds_usp.kernels.score_mod import FEATURES, BoundScoreMod
 # out and lse of all blocks, not of this one, and autograd would differentiate this block's softmax.
 class EagerKernel(SingleTileKernel):
     """Materializes all ``[B, H, rows, columns]`` scores: for checks, and for what no other kernel
-    computes.
-
-    Computes and returns fp32 (fp64 for fp64), whatever the inputs' dtype.
-    """
+    computes. Computes and returns fp32 (fp64 for fp64), whatever the inputs' dtype."""
 
     name = "eager"
     caps = KernelCaps(
@@ -42,15 +39,12 @@ class EagerKernel(SingleTileKernel):
         self._score_mod = score_mod or BoundScoreMod()
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> EagerKernel:
-        """See :meth:`AttentionKernel.with_score_mod`."""
         return EagerKernel(score_mod)
 
     def for_samples(self, samples: slice) -> EagerKernel:
-        """See :meth:`SingleTileKernel.for_samples`."""
         return EagerKernel(self._score_mod.for_samples(samples))
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
-        """See :meth:`SingleTileKernel.tile_forward`."""
         q, k, v = qkv
         dtype, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
         score_mod = self._score_mod.for_tile(tile)
@@ -70,7 +64,6 @@ class EagerKernel(SingleTileKernel):
         scale: float,
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
-        """See :meth:`SingleTileKernel.tile_backward`."""
         groups = saved.k.shape[2]
         dtype = torch.promote_types(saved.q.dtype, torch.float32)
         score_mod = self._score_mod.for_tile(tile)

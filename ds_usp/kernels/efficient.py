@@ -49,7 +49,6 @@ class EfficientKernel(SingleTileKernel):
             self.caps = replace(self.caps, dtypes=self.caps.dtypes - {torch.bfloat16})
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
-        """See :meth:`SingleTileKernel.tile_forward`."""
         q, k, v = qkv
         out, lse, *_ = _forward(
             _aligned(q),
@@ -64,7 +63,6 @@ class EfficientKernel(SingleTileKernel):
         return out, lse[:, :, : tile.rows]
 
     def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
-        """See :meth:`SingleTileKernel.tile_backward`."""
         dout, q, k, v, out, lse = saved
         # Padded as forward's is: rows beyond the last weigh exp(score - inf) = 0.
         padded = F.pad(lse, (0, -tile.rows % _LSE_ROWS), value=float("inf")).contiguous()
@@ -97,7 +95,7 @@ def _mask_type(tile: Tile) -> int:
 
 
 def _expand_kv_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """``[B, T, G, D]`` -> ``[B, T, H, D]``, a key/value head for each query head."""
+    """``[B, T, G, D]`` -> ``[B, T, H, D]``."""
     groups = x.shape[2]
     return _aligned(x if groups == heads else x.repeat_interleave(heads // groups, dim=2))
 

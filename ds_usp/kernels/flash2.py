@@ -58,23 +58,16 @@ class Flash2Kernel(VarlenKernel):
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> OutLse:
-        """See :meth:`VarlenKernel.tile_forward`."""
         return self._library.forward(qkv, tile, scale, lengths, self.softcap)
 
     def tile_backward(
         self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> QKV:
-        """See :meth:`VarlenKernel.tile_backward`."""
         return self._library.backward(saved, tile, scale, lengths, self.softcap)
 
 
 class _FlashAttnPackage:
-    """The ``flash-attn`` package.
-
-    Raises:
-        ImportError: it is not installed (``flash-attn-4`` alone leaves a folder of its name), or
-            its version is not supported.
-    """
+    """The ``flash-attn`` package (``flash-attn-4`` alone leaves a folder of its name)."""
 
     def __init__(self) -> None:
         import flash_attn
@@ -95,7 +88,6 @@ class _FlashAttnPackage:
     def forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths, softcap: float
     ) -> OutLse:
-        """See :meth:`VarlenKernel.tile_forward`."""
         q, k, v = qkv
         results = (self._fwd if lengths is None else self._varlen_fwd)(
             tile,
@@ -121,18 +113,13 @@ class _FlashAttnPackage:
         lengths: Lengths,
         softcap: float,
     ) -> QKV:
-        """See :meth:`VarlenKernel.tile_backward`."""
         bwd = self._bwd if lengths is None else self._varlen_bwd
         options = {"dropout_p": 0.0, "softcap": softcap, "alibi_slopes": None}
         return bwd.gradients(saved, tile, scale, lengths, **options)
 
 
 class _TorchFlash:
-    """FlashAttention-2 as it is built into torch for CUDA; it has no soft cap.
-
-    Raises:
-        ImportError: it is not built in.
-    """
+    """FlashAttention-2 as it is built into torch for CUDA; it has no soft cap."""
 
     has_softcap = False
 
@@ -143,7 +130,6 @@ class _TorchFlash:
     def forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths, softcap: float
     ) -> OutLse:
-        """See :meth:`VarlenKernel.tile_forward`."""
         q, k, v = qkv
         sizes = lengths or _equal_lengths(q, k)
         left, right = tile.window
@@ -169,7 +155,6 @@ class _TorchFlash:
         lengths: Lengths,
         softcap: float,
     ) -> QKV:
-        """See :meth:`VarlenKernel.tile_backward`."""
         # Without dropout the random state is passed through unread.
         rng = torch.empty(2, dtype=torch.uint64, device=saved.q.device)
         saved = saved._replace(lse=saved.lse.contiguous())
@@ -189,5 +174,5 @@ class _TorchFlash:
 
 
 def _equal_lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[None, None, int, int]:
-    """Instead of :class:`SeqLengths`, where every sample has the same: ``[B, S, H, D]``."""
+    """Instead of :class:`SeqLengths`, where every sample has the same."""
     return None, None, q.shape[1], k.shape[1]

@@ -43,7 +43,6 @@ class Flash3Kernel(VarlenKernel):
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> OutLse:
-        """See :meth:`VarlenKernel.tile_forward`."""
         q, k, v = qkv
         # num_splits: splits of the keys (flash decoding); 0 would leave it to a heuristic.
         out, lse, *_ = self._fwd(
@@ -54,5 +53,4 @@ class Flash3Kernel(VarlenKernel):
     def tile_backward(
         self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> QKV:
-        """See :meth:`VarlenKernel.tile_backward`."""
         return self._bwd.gradients(saved, tile, scale, lengths, softcap=self.softcap)

@@ -59,7 +59,6 @@ class Flash4Kernel(VarlenKernel):
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> OutLse:
-        """See :meth:`VarlenKernel.tile_forward`."""
         options = _mask_args(tile.window, scale)
         if lengths is not None:
             options = {**options, **lengths._asdict()}
@@ -77,7 +76,6 @@ class Flash4Kernel(VarlenKernel):
         lengths: Lengths = None,
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
-        """See :meth:`VarlenKernel.tile_backward`."""
         options = dict(_mask_args(tile.window, scale))
         if lengths is not None:
             options.update(lengths._asdict())
@@ -107,7 +105,7 @@ def _pads_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _has_large_head_dims() -> bool:
-    """Whether the installed version is one whose head dims above 128 were measured."""
+    """The installed version is one whose head dims above 128 were measured."""
     try:
         return Version(version("flash-attn-4")) >= _LARGE_HEAD_DIMS
     except PackageNotFoundError:
@@ -116,7 +114,6 @@ def _has_large_head_dims() -> bool:
 
 @lru_cache(maxsize=1024)
 def _mask_args(window: Bounds, scale: float) -> Mapping[str, Any]:
-    """Keyword arguments of a FlashAttention-4 call: scale and mask."""
     is_causal = window == (None, 0)
     left, right = (None, None) if is_causal else window
     return {

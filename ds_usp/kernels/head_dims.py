@@ -37,12 +37,8 @@ class HeadDims:
     note: str = ""
 
     def refusal(self, dims: Dims, *, bf16: bool) -> str | None:
-        """Why a call of these head dims cannot be served, with padding or without; None if it
-        can.
-
-        Args:
-            bf16: the call's tensors are; else they have another dtype of the kernel.
-        """
+        """Why a call of these head dims cannot be served, with padding or without; None if it can.
+        ``bf16``: its dtype, else another one of the kernel's."""
         for dim in dims if self.any_pair else [max(dims)]:
             if self.limit is not None and dim > self.limit:
                 return f"takes head dims up to {self.limit}, not {dim}{self.note}"
@@ -58,7 +54,7 @@ class HeadDims:
 
     def padded(self, dims: Dims) -> Dims:
         """The smallest head dims that the kernel computes and that hold these, which
-        :meth:`refusal` has accepted; the same ones if it computes them."""
+        :meth:`refusal` has accepted."""
         if self.any_pair or dims in self.pairs:
             return dims
         most = max(dims)

@@ -1,10 +1,5 @@
 """Accumulators over kernel calls: outputs merged by their log-sum-exp, gradients summed, in fp32
-(fp64 for fp64).
-
-Partial results are kept as the kernel returned them until too many of them overlap in some row,
-and merged in one pass that reads them and writes the result. Beyond that they are summed into an
-accumulator.
-"""
+(fp64 for fp64)."""
 
 from __future__ import annotations
 
@@ -28,14 +23,13 @@ _MAX_DEFERRED_2_BYTES, _MAX_DEFERRED = 4, 2
 #     lse = log(exp(lse1) + exp(lse2)),   out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
 #
 # is exact, in any order and any grouping. In fp32, and rounded once: a rounding to bf16 after each
-# of a ring's blocks would add up beyond the error of the kernel itself. Blocks are merged as late
-# as memory allows, since a merge of four reads each once, and three merges of two read the running
-# result twice more.
+# of a ring's blocks would add up beyond the error of the kernel itself. Partial results are kept as
+# the kernel returned them until too many overlap in some row, since a merge of four reads each
+# once, and three merges of two read the running result twice more. A single one that covers the
+# shard is the result, so one kernel call costs no merge.
 class OutputAccumulator:
-    """The attention output of a query shard, merged over key blocks (online softmax).
-
-    Rows that no block covers have out 0 and lse -inf. A single partial result that covers the
-    shard is returned as it is, so one kernel call costs no merge.
+    """The attention output of a query shard, merged over key blocks (online softmax). Rows that no
+    block covers have out 0 and lse -inf.
 
     Args:
         q: the query shard ``[B, S, H, .]``, for shape, dtype and device.
@@ -67,15 +61,13 @@ class OutputAccumulator:
             self._flush()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``; must be called once.
-
-        Where the first partial result covers the shard, the others are merged into it: rows that
-        only it covers are not touched. Unless it is a view of larger storage, which would stay
-        allocated.
-        """
+        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``; must be called once."""
         if self._accumulators is not None:
             out, lse = self._accumulators
             return out.to(self._q.dtype), lse
+        # Where the first partial result covers the shard, the others are merged into it: rows that
+        # only it covers are not touched. Unless it is a view of larger storage, as of a staging
+        # buffer, which would stay allocated.
         if self._partials and self._partials[0][0].shape[1] == self._q.shape[1]:
             out, lse = self._partials[0]
             if len(self._partials) == 1:
@@ -96,7 +88,7 @@ class OutputAccumulator:
         return out, lse
 
     def _write_result(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write the merged partial results; ``out`` may be the first one's values."""
+        """``out`` may be the first partial result's values."""
         for rows, spans in coverage_runs(tuple(self._spans), 0, self._q.shape[1]):
             run_out, run_lse = (out, lse) if rows is None else (out[:, rows], lse[:, :, rows])
             partials = []
@@ -115,7 +107,6 @@ class OutputAccumulator:
                 run_lse.copy_(partials[0][1])
 
     def _flush(self) -> None:
-        """Merge the partial results into the accumulators."""
         if self._accumulators is None:
             batch, tokens, heads, _ = self._shape
             dtype = _acc_dtype(self._q)
@@ -132,13 +123,10 @@ class OutputAccumulator:
 # Backward needs no such weights: given the final out and lse, a block's probabilities are
 # exp(score - lse), whatever the other blocks are. So gradients of blocks just add, in fp32.
 class GradAccumulator:
-    """The gradient of a shard, summed over the calls that touch it, in fp32 (fp64 for fp64).
-
-    A single partial gradient that covers the shard is returned as it is, so one kernel call costs
-    no sum; unless it is a view of larger storage, as of a staging buffer, which is reused.
+    """The gradient of a shard ``[B, tokens, heads, D]``, summed over the calls that touch it.
 
     Args:
-        like: the shard ``[B, tokens, heads, D]``, for shape, dtype and device.
+        like: the shard, for shape, dtype and device.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -190,7 +178,7 @@ class GradAccumulator:
         return self._partials[0] if self._partials[0].dtype == self._like.dtype else None
 
     def _is_single(self) -> bool:
-        """Whether there is one tensor, and it covers the shard."""
+        """There is one tensor, and it covers the shard."""
         return len(self._partials) == 1 and self._partials[0].shape == self._like.shape
 
     def write(self, out: torch.Tensor, first: int = 0) -> None:
@@ -210,7 +198,6 @@ class GradAccumulator:
                 target.add(rest, [(max(first, start) - start, last - start)], defer=True)
 
     def _flush(self) -> None:
-        """Sum the partial gradients into one."""
         if self._first_is_sum:
             total, *partials = self._partials
             for (start, stop), partial in zip(self._spans[1:], partials, strict=True):
@@ -223,12 +210,10 @@ class GradAccumulator:
 
 
 def _acc_dtype(x: torch.Tensor) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _owns_storage(x: torch.Tensor) -> bool:
-    """The tensor is all of its storage."""
     return bool(x.untyped_storage().nbytes() == x.numel() * x.element_size())
 
 
@@ -317,5 +302,5 @@ def slow_path_notice(device: torch.device) -> str | None:
 
 
 def _fused() -> ModuleType | None:
-    """The Triton kernels; None where Triton is not installed."""
+    """None where Triton is not installed."""
     return load_triton_module("ds_usp.kernels.merge_triton")

@@ -21,7 +21,6 @@ _MAX_PARTIALS = 8
 
 @lru_cache(maxsize=64)
 def _padded_dim(dim: int) -> int:
-    """Columns of a block: the next power of two."""
     return int(triton.next_power_of_2(dim))
 
 

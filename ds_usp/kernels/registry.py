@@ -45,9 +45,8 @@ AUTO = "auto"
 # What a library really supports was measured once and stands in its row of HEAD_DIMS.
 @lru_cache(maxsize=1024)
 def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
-    """The best kernel for the request, or the named one.
-
-    For documents, which may be many, the best that computes them in one call, if any does.
+    """The best kernel for the request, or the named one; for documents, which may be many, the best
+    that computes them in one call, if any does.
 
     Raises:
         UnsupportedAttentionError: no kernel can serve it; the message lists each one's reason.
@@ -69,16 +68,14 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
 
 
 def _with_padding_if_needed(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
-    """The kernel, behind padding if it does not compute the request's head dims by itself."""
     dims = kernel.caps.head_dims.padded(request.head_dims)
     return kernel if dims == request.head_dims else PaddedHeadDimKernel(kernel, dims)
 
 
 @lru_cache(maxsize=1024)
 def missing_libraries(request: KernelRequest) -> str | None:
-    """The warning, in one line, that "auto" chose a slower kernel for want of a library.
-
-    None where no missing library would serve the request better on this device and dtype.
+    """The warning, in one line, that "auto" chose a slower kernel for want of a library; None where
+    no missing one would serve the request better on this device and dtype.
 
     Raises:
         UnsupportedAttentionError: no kernel can serve the request.
@@ -99,11 +96,7 @@ def missing_libraries(request: KernelRequest) -> str | None:
 
 
 def check_kernel_name(name: str) -> None:
-    """Check the name of a kernel.
-
-    Raises:
-        UnsupportedAttentionError: it is not in the table.
-    """
+    """UnsupportedAttentionError if it is not in the table."""
     known = [AUTO, *(entry.name for entry in KERNELS)]
     if name not in known:
         raise UnsupportedAttentionError(
@@ -130,9 +123,7 @@ def _load_if_suitable(
     entry: KernelEntry, request: KernelRequest
 ) -> tuple[AttentionKernel | None, Reason | None]:
     """The kernel if it can serve the request, or why not: an exception if it cannot be used here.
-
-    Its class is checked first: that refusal holds on every machine.
-    """
+    Its class is checked first: that refusal holds on every machine."""
     kernel_class, reason = _import(entry)
     if kernel_class is None or (refusal := kernel_class.caps.refusal(request)) is not None:
         return None, reason or refusal

@@ -1,28 +1,34 @@
-"""Rotary position embedding of queries and keys."""
+"""Rotary position embedding of queries and keys, by a table of angles or by positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_usp.errors import ConfigError
 from ds_usp.lowlevel import load_triton_module
 
+Rotary = tuple[torch.Tensor, torch.Tensor]  # RotaryPositions is one, too
+
 _MAX_FUSED = 2  # queries and keys
 # Of a chunk of tokens, where torch rotates in place by intermediate tensors.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**16, 2**22
+_TABLE_ELEMENTS = 2**21  # of cos, and of sin, which exist for so many tokens at a time
+_EXACT_IN_FP32 = 2**24  # integers up to it
 
 
+# An angle belongs to a token's global position. So a rank may rotate its own tokens before the
+# exchange of heads, in any layout, and a block that goes around the ring is rotated already; or, as
+# DeepSpeed does, all tokens of its heads after it, by the table of the whole sequence. It is
+# computed in fp32 (fp64 for fp64) and rounded once, to each tensor's own dtype. On GPUs one kernel
+# rotates queries and keys, and backward, the transposed rotation, needs the table alone.
 def apply_rotary(
     tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
 ) -> tuple[torch.Tensor, ...]:
     """Rotate the first ``r`` features of each head by its token's angles; the others stay.
-
-    Computed in fp32 (fp64 for fp64) and rounded once, to each tensor's own dtype. On GPUs one
-    Triton kernel rotates queries and keys; only the table is saved for backward.
 
     Shapes:
         tensors: ``[b, s, h, D]`` with ``token_dim`` 1, or ``[s, b, h, D]`` with 0.
@@ -54,13 +60,10 @@ def rotate_in_place(
 ) -> None:
     """:func:`apply_rotary` into the tensors themselves; not differentiable.
 
-    Shapes:
-        as of :func:`apply_rotary`.
-
     Args:
         transposed: the transpose, which gradients go through.
-        rounded: the products are rounded to the tensors' dtype before their sum, as where each is
-            a tensor of its own.
+        rounded: the products are rounded to the tensors' dtype before their sum, as where each is a
+            tensor of its own.
     """
     _check(tensors, cos, sin, token_dim)
     if _can_fuse(tensors, cos, sin) and all(x.stride(-1) == 1 for x in tensors):
@@ -70,24 +73,20 @@ def rotate_in_place(
                 tensors, cos, sin, token_dim, transposed, in_place=True, rounded=rounded
             )
             return
-    rotate = _rotate_back_reference if transposed else _rotate_reference
     for x in tensors:
         row = x.numel() // max(1, x.shape[token_dim])
         tokens = max(1, (_CPU_ELEMENTS if x.device.type == "cpu" else _GPU_ELEMENTS) // row)
         dtype = x.dtype if rounded else None
         parts = x.split(tokens, token_dim), cos.split(tokens), sin.split(tokens)
-        for part, of_cos, of_sin in zip(*parts, strict=True):
-            part.copy_(rotate(part, of_cos, of_sin, token_dim, dtype))
+        for part, part_cos, part_sin in zip(*parts, strict=True):
+            part.copy_(
+                _rotate_reference(part, part_cos, part_sin, token_dim, dtype, transposed=transposed)
+            )
 
 
 def _check(
     tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
 ) -> None:
-    """Check that cos and sin ``[s, r]`` fit queries and keys ``[b, s, h, D]`` or ``[s, b, h, D]``.
-
-    Raises:
-        ConfigError: shapes that do not fit, with the shapes found and wanted.
-    """
     if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[1] % 2 or not cos.shape[1]:
         raise ConfigError(
             f"cos {list(cos.shape)} and sin {list(sin.shape)} must both be [s, r] with an even r"
@@ -107,8 +106,7 @@ def _check(
 
 def _can_fuse(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether one Triton kernel can rotate all tensors: on one GPU, of one dtype but not fp64, and,
-    except for the heads, one shape; not in a graph, nor where cos or sin require a gradient.
-    """
+    except for the heads, one shape; not in a graph, nor where cos or sin require a gradient."""
     if torch.compiler.is_compiling() or not 0 < len(tensors) <= _MAX_FUSED:
         return False
     first, last = tensors[0], tensors[-1]
@@ -125,11 +123,10 @@ def _rotate_reference(
     sin: torch.Tensor,
     dim: int,
     dtype: torch.dtype | None = None,
+    *,
+    transposed: bool = False,
 ) -> torch.Tensor:
-    """Rotation in PyTorch: ``x cos + rotate_half(x) sin`` of the first r features.
-
-    Shapes:
-        x ``[b, s, h, D]`` or ``[s, b, h, D]``, cos and sin ``[s, r]``; the result like x.
+    """``x cos + rotate_half(x) sin`` of the first r features, or its transpose.
 
     Args:
         dim: dim of the tokens.
@@ -139,25 +136,10 @@ def _rotate_reference(
     shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
     cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
     rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
-    front, back = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((-back, front), dim=-1) * sin
-    return torch.cat((rotated.to(x.dtype), passed), dim=-1)
-
-
-def _rotate_back_reference(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    dim: int,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The transpose of :func:`_rotate_reference`."""
-    dtype = dtype or torch.promote_types(x.dtype, torch.float32)
-    shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
-    cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
-    rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
-    front, back = (rotated * sin).chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((back, -front), dim=-1)
+    front, back = (rotated * sin if transposed else rotated).chunk(2, dim=-1)
+    halves = (back, -front) if transposed else (-back, front)
+    swapped = torch.cat(halves, dim=-1)
+    rotated = rotated * cos + (swapped if transposed else swapped * sin)
     return torch.cat((rotated.to(x.dtype), passed), dim=-1)
 
 
@@ -174,12 +156,6 @@ class Rotation(torch.autograd.Function):
         transposed: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Rotate ``tensors`` by one kernel launch; the results in their order, of their shapes.
-
-        Args:
-            triton: the module :mod:`ds_usp.kernels.rotary_triton`.
-            transposed: rotate by the transposed matrix, as backward does.
-        """
         ctx.save_for_backward(cos, sin)
         ctx.args = triton, token_dim, transposed
         rotated: tuple[torch.Tensor, ...] = triton.rotate_fused(
@@ -193,3 +169,154 @@ class Rotation(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         rotated = Rotation.apply(triton, cos, sin, token_dim, not transposed, *grads)
         return None, None, None, None, None, *rotated
+
+
+# ------------------------------------------------------------------------------------------------
+# By positions instead of a table of all tokens.
+#
+# A table of cosines and sines has 2 values for each token and rotated feature. Angles are cheap:
+# they are computed again for some tokens at a time, and queries and keys are rotated in place.
+
+
+class RotaryPositions(NamedTuple):
+    """Positions of tokens, of which cosines and sines are computed where they are needed, for some
+    tokens at a time.
+
+    An angle is position times inverse frequency, rounded to the inverse frequencies' dtype; cosine
+    and sine are computed in that dtype and rounded to that of queries and keys; products and their
+    sum are rounded to it each. In fp32 angles this is what megatron-core computes without fusion,
+    bit for bit. fp32 has no integers above 2^24: longer sequences take angles in fp64.
+
+    Attributes:
+        positions: ``[s]`` of this rank's tokens, int64.
+        inverse_frequencies: ``[r / 2]``, fp32 or fp64.
+    """
+
+    positions: torch.Tensor
+    inverse_frequencies: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, positions: torch.Tensor, dim: int, base: float = 10000.0, *, seq_len: int
+    ) -> RotaryPositions:
+        """Those of RoFormer (arXiv 2104.09864), equation 15.
+
+        Args:
+            positions: ``[s]``.
+            dim: r, features of a head that are rotated.
+            seq_len: tokens of the whole sequence: fp64 angles above 2^24.
+        """
+        dtype = torch.float32 if seq_len <= _EXACT_IN_FP32 else torch.float64
+        return cls(positions, inverse_frequencies(dim, base, dtype, positions.device))
+
+    def check(self) -> None:
+        """ConfigError for inverse frequencies that are trained: no rotation by positions has their
+        gradient."""
+        if torch.is_grad_enabled() and self.inverse_frequencies.requires_grad:
+            raise ConfigError(
+                "inverse_frequencies require a gradient, which a rotation by positions does not "
+                "compute: detach them, or rotate by tables, apply_rotary((q, k), cos, sin, ...)"
+            )
+
+    def table(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin ``[stop - start, r]`` of these tokens."""
+        inverse = self.inverse_frequencies
+        angles = torch.outer(self.positions[start:stop].to(inverse.dtype), inverse)
+        cos, sin = (x.to(dtype).repeat(1, 2) for x in (angles.cos(), angles.sin()))
+        return cos, sin
+
+    def rotate_in_place(
+        self, tensors: Sequence[torch.Tensor], token_dim: int, *, transposed: bool = False
+    ) -> None:
+        """Rotate queries and keys of one dtype in place, as :func:`rotate_in_place`."""
+        tokens, dim = len(self.positions), 2 * len(self.inverse_frequencies)
+        step = max(1, _TABLE_ELEMENTS // dim)
+        for start in range(0, tokens, step):
+            count = min(step, tokens - start)
+            table = self.table(start, start + count, tensors[0].dtype)
+            parts = [x.narrow(token_dim, start, count) for x in tensors]
+            rotate_in_place(parts, *table, token_dim, transposed=transposed, rounded=True)
+
+
+def inverse_frequencies(
+    dim: int, base: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``base ** (-2 i / dim)``, ``[dim / 2]``."""
+    exponent = torch.arange(0, dim, 2, dtype=dtype, device=device) / dim
+    return base**-exponent
+
+
+def rotate_projected(
+    qkv: torch.Tensor, rotary: RotaryPositions, kv_heads: int, head_dim: int
+) -> torch.Tensor:
+    """Rotate queries and keys in place in the output of their projection, before it is split.
+
+    Shapes:
+        qkv: ``[s, b, g n D]`` as megatron-core has it: for each of g key/value heads its query
+        heads, its key and its value; the result is the same tensor.
+
+    Args:
+        rotary: of the s tokens.
+        kv_heads, head_dim: g, D.
+
+    Within an activation checkpoint qkv is computed there too: an input of the checkpoint would be
+    rotated again when it is recomputed.
+
+    Raises:
+        ConfigError: shapes that do not fit, or inverse frequencies that are trained.
+    """
+    rotary.check()
+    if qkv.ndim != 3 or qkv.shape[2] % (kv_heads * head_dim):
+        raise ConfigError(
+            f"qkv {list(qkv.shape)} must be [s, b, g n D] of g={kv_heads} key/value heads, D="
+            f"{head_dim}"
+        )
+    qkv = qkv.clone() if qkv._is_view() else qkv  # autograd forbids to change some views
+    heads = -1, qkv.shape[2] // (kv_heads * head_dim), head_dim
+    out: torch.Tensor = RotationInPlace.apply(qkv, *rotary, 0, heads, False)
+    return out
+
+
+def rotated(x: torch.Tensor, rotary: RotaryPositions, token_dim: int) -> torch.Tensor:
+    """Rotated heads ``[b, s, h, D]`` with ``token_dim`` 1, or ``[s, b, h, D]`` with 0, as a new
+    tensor."""
+    rotary.check()
+    copy = x.clone(memory_format=torch.contiguous_format)
+    out: torch.Tensor = RotationInPlace.apply(copy, *rotary, token_dim, None, False)
+    return out
+
+
+class RotationInPlace(torch.autograd.Function):
+    """Rotation in place; backward is the transposed rotation of a copy of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        inverse: torch.Tensor,
+        token_dim: int,
+        heads: tuple[int, int, int] | None,
+        transposed: bool,
+    ) -> torch.Tensor:
+        """Rotate x.
+
+        Args:
+            heads: sizes of the dims into which all dims of x behind the tokens are viewed: KV heads
+                of all samples, heads for each of them, of which the last is not rotated, features;
+                None: x has heads and features.
+        """
+        ctx.save_for_backward(positions, inverse)
+        ctx.args = token_dim, heads, transposed
+        ctx.mark_dirty(x)
+        part = x.view(x.shape[0], *heads)[:, :, :-1] if heads else x
+        rotary = RotaryPositions(positions, inverse)
+        rotary.rotate_in_place([part], token_dim, transposed=transposed)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        token_dim, heads, transposed = ctx.args
+        copy = grad.clone(memory_format=torch.contiguous_format)
+        turned = RotationInPlace.apply(copy, *ctx.saved_tensors, token_dim, heads, not transposed)
+        return turned, None, None, None, None, None

@@ -79,13 +79,8 @@ def rotate_fused(
     in_place: bool = False,
     rounded: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`ds_usp.kernels.rotary.apply_rotary` of one or two tensors of one dtype.
-
-    Args:
-        transposed: what gradients go through.
-        in_place: into the tensors, whose features are contiguous.
-        rounded: products are rounded to the tensors' dtype, too.
-    """
+    """:func:`ds_usp.kernels.rotary.rotate_in_place` of one or two tensors of one dtype, whose
+    features are contiguous ``in_place``; else to new tensors."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
     out = tuple(

@@ -1,10 +1,11 @@
-"""Score modifiers (FlexAttention's ``score_mod``): soft cap, ALiBi, and dropout of the weights.
+"""Score modifiers (FlexAttention's ``score_mod``): soft cap, ALiBi, dropout of the weights, and
+sinks.
 
 Applied in this order: the soft cap, the ALiBi bias, the mask, the softmax, dropout. Positions,
-heads and samples are global, so a kernel call on some heads and tokens computes the same numbers
-as one on all of them.
+heads and samples are global, so a kernel call on some heads and tokens computes the same numbers as
+one on all of them.
 
-Letters of the shapes: B batch, S query rows, T key columns, H query heads.
+Letters of the shapes: B batch, S query rows, T key columns, H query heads, D head dim.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _MIX = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _BITS = 31
 
+_BLOCK_ELEMENTS = 1 << 24  # that are converted to fp32 at a time
+
 
 @dataclass(frozen=True)
 class ScoreMod:
@@ -47,13 +50,11 @@ class ScoreMod:
 
     @property
     def features(self) -> frozenset[str]:
-        """What a kernel must support, of :data:`FEATURES`."""
         used = {SOFTCAP: self.softcap is not None, ALIBI: self.alibi, DROPOUT: self.dropout_p > 0}
         return frozenset(name for name, is_used in used.items() if is_used)
 
     @property
     def needs_positions(self) -> bool:
-        """A score depends on its global positions, and not on its value alone."""
         return self.alibi or self.dropout_p > 0
 
     @property
@@ -78,9 +79,8 @@ class GlobalPositions:
     """Global indices of the samples, heads, rows and columns of a kernel call.
 
     Args:
-        samples: indices of the samples, ``[B]`` int64.
-        rows, columns: global positions of the queries and keys, ``[S]`` and ``[T]`` int64.
-        heads: global indices of the query heads, ``[H]`` int64.
+        samples, heads: indices of the samples and query heads, ``[B]`` and ``[H]`` int64.
+        rows, columns: positions of the queries and keys, ``[S]`` and ``[T]`` int64.
         slopes: ALiBi's, of these heads, ``[H]``; None without it.
         seed: of dropout, the same for the whole call.
     """
@@ -93,29 +93,23 @@ class GlobalPositions:
     seed: int
 
     def for_tile(self, tile: Tile) -> GlobalPositions:
-        """The global positions of a tile's rows and columns."""
         rows = self.rows[tile.q_start : tile.q_stop]
         return replace(self, rows=rows, columns=self.columns[tile.k_start : tile.k_stop])
 
 
 @dataclass(frozen=True, eq=False)
 class BoundScoreMod:
-    """A :class:`ScoreMod` bound to the positions of a kernel call.
-
-    Args:
-        positions: None only if ``mod.needs_positions`` is false.
-    """
+    """A :class:`ScoreMod` bound to the positions of a kernel call, which only one that needs none
+    may lack."""
 
     mod: ScoreMod = PLAIN
     positions: GlobalPositions | None = None
 
     def for_tile(self, tile: Tile) -> BoundScoreMod:
-        """Bound to a tile's rows and columns."""
         positions = self.positions
         return self if positions is None else replace(self, positions=positions.for_tile(tile))
 
     def for_samples(self, samples: slice) -> BoundScoreMod:
-        """Bound to some samples of the batch."""
         positions = self.positions
         if positions is None:
             return self
@@ -141,11 +135,7 @@ class BoundScoreMod:
 
     def dropout_multiplier(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Dropout's factors of the softmax's weights, ``[B, H, S, T]``: 0 or ``1 / (1 - p)``; None
-        without it.
-
-        A counter-based generator: each weight's bits are a hash of the seed and of its sample,
-        head, query and key, so the result depends neither on the rank nor on the order.
-        """
+        without it."""
         dropout_p, positions = self.mod.dropout_p, self.positions
         if not dropout_p or positions is None:
             return None
@@ -167,3 +157,47 @@ def _hash_mix(x: torch.Tensor) -> torch.Tensor:
 def _high_bits(x: torch.Tensor) -> torch.Tensor:
     """``x >> 33`` as of an unsigned number: torch's shift of int64 keeps the sign."""
     return (x >> 64 - _BITS).bitwise_and_((1 << _BITS) - 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention sinks: a learned or fixed logit a query head beside the scores in the softmax.
+#
+# A sink is one more key whose value is 0: it takes weight and adds nothing (gpt-oss, OpenAI 2025;
+# "off-by-one" softmax is a sink of 0). So it is merged like a block whose output is 0, on any
+# kernel. Once, after the last block: as part of each block's softmax it would be counted once a
+# ring rank.
+
+
+def apply_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over all keys and the sinks, from that over the keys; in place. Rows that
+    attend to no key get out 0 and the sink as log-sum-exp.
+
+    Shapes:
+        out ``[B, S, H, D]``, lse ``[B, H, S]``, sinks ``[H]``.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    weight = torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)
+    return out.mul_(weight), total  # computed in the weight's dtype, rounded once
+
+
+def sink_gradient(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the sinks ``[H]`` from these tokens, in the log-sum-exp's dtype.
+
+    The sink's weight is ``p = exp(sink - lse)`` and its value 0, so its score's gradient, which is
+    ``p * (dout . value - dout . out)``, is ``-p * (dout . out)``.
+
+    Shapes:
+        dout, out ``[B, S, H, D]``, lse ``[B, H, S]``, both of keys and sinks together.
+    """
+    acc_dtype = lse.dtype
+    total = torch.zeros_like(sinks, dtype=acc_dtype)
+    rows = max(1, _BLOCK_ELEMENTS // out[:, :1].numel())
+    for start in range(0, out.shape[1], rows):
+        block = slice(start, start + rows)
+        dots = (dout[:, block].to(acc_dtype) * out[:, block].to(acc_dtype)).sum(-1).transpose(1, 2)
+        total -= (torch.exp(sinks.to(acc_dtype)[:, None] - lse[:, :, block]) * dots).sum((0, 2))
+    return total

@@ -41,7 +41,6 @@ class SdpaKernel(SingleTileKernel):
             )
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
-        """See :meth:`SingleTileKernel.tile_forward`."""
         q, k, v = qkv
         out, lse = _flash_forward(
             q.transpose(1, 2),
@@ -55,7 +54,6 @@ class SdpaKernel(SingleTileKernel):
         return out.transpose(1, 2), lse
 
     def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
-        """See :meth:`SingleTileKernel.tile_backward`."""
         dout, q, k, v, out, lse = saved
         dq, dk, dv = _flash_backward(
             dout.transpose(1, 2),

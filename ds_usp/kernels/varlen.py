@@ -50,7 +50,6 @@ class VarlenKernel(SingleTileKernel):
     softcap = 0.0  # none
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> VarlenKernel:
-        """See :meth:`AttentionKernel.with_score_mod`."""
         return _with_softcap(self, score_mod.mod.softcap or 0.0)
 
     def tile_forward(
@@ -69,12 +68,10 @@ class VarlenKernel(SingleTileKernel):
     def tile_backward(
         self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> QKV:
-        """dq, dk and dv of one tile, or, with ``lengths``, of all tiles of a call in one varlen
-        call; shapes as in :meth:`tile_forward`."""
+        """dq, dk and dv; shapes as in :meth:`tile_forward`."""
         raise NotImplementedError
 
     def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
-        """See :meth:`SingleTileKernel.multi_tile_forward`; in one varlen call."""
         q, k, v = qkv
         packed = _pack_call(call, q.shape[0], q.device, _current_stream(q))
         packed_qkv = (
@@ -92,7 +89,6 @@ class VarlenKernel(SingleTileKernel):
         return _unflatten_tokens(out, packed.rows, q), lse
 
     def multi_tile_backward(self, saved: BackwardInputs, call: KernelCall, scale: float) -> QKV:
-        """See :meth:`SingleTileKernel.multi_tile_backward`; in one varlen call."""
         dout, q, k, v, out, lse = saved
         packed = _pack_call(call, q.shape[0], q.device, _current_stream(q))
         lse = lse.transpose(0, 1).flatten(1)
@@ -114,7 +110,7 @@ class VarlenKernel(SingleTileKernel):
 
 @lru_cache(maxsize=64)
 def _with_softcap(kernel: VarlenKernel, softcap: float) -> VarlenKernel:
-    """The kernel with a soft cap: one copy for all calls."""
+    """One copy for all calls."""
     capped = copy(kernel)
     capped.softcap = softcap
     return capped
@@ -122,14 +118,11 @@ def _with_softcap(kernel: VarlenKernel, softcap: float) -> VarlenKernel:
 
 # FlashAttention's functions changed order, names and defaults of their parameters in almost every
 # release, and a positional call that still fits may mean something else (softcap taken for a
-# window). By name a renamed parameter is found missing at import, with its name, and a new optional
-# one is passed as None.
+# window). By name a renamed parameter is found missing when the kernel is loaded, and named; a
+# parameter without a default that nobody gives is None, by which these libraries mean that a
+# feature is not used.
 class SignatureAdapter:
     """Calls a FlashAttention function by parameter name: one interface for its versions.
-
-    The arguments of the mask are passed under the names that this version has for them, and every
-    parameter without a default that is not given is None: these libraries mean by it that a
-    feature is not used.
 
     Args:
         function: a function, or an operator that torch made of one.
@@ -163,7 +156,6 @@ class SignatureAdapter:
         }
 
     def __call__(self, tile: TileOrCall, scale: float, lengths: Lengths, **kwargs: Any) -> Any:
-        """What the function returns for the mask of a tile, or of a call with its lengths."""
         mask = _mask_args(tile.window, scale, self._causal_name, self._window_pair)
         if lengths is not None:
             kwargs.update(lengths._asdict())
@@ -202,7 +194,7 @@ class SignatureAdapter:
 def _mask_args(
     window: Bounds, scale: float, causal_name: str, window_pair: bool
 ) -> Mapping[str, Any]:
-    """Keyword arguments of a FlashAttention-2 or -3 call: scale and mask, -1 for no bound."""
+    """Of a FlashAttention-2 or -3 call: scale and mask, -1 for no bound."""
     left, right = (-1 if bound is None else bound for bound in window)
     args: dict[str, Any] = {"softmax_scale": scale, causal_name: window == (None, 0)}
     if window_pair:

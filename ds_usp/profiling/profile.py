@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ds_usp.attention.functional import usp_attention
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.process_groups import all_gather_shards, reduce_scatter_shards
 from ds_usp.config import torchrun_env
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
@@ -43,6 +42,9 @@ from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.profiling.step_timer import Step, StepTimer
 
 Group = dist.ProcessGroup
+# torch 2.13 warns of the names that older versions have.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _UNKNOWN_GPU = "a100"  # its assumptions are used for a GPU that is not in clusters.json
 _ELEMENTWISE_SHARE = 0.8  # of its memory's bandwidth that the planner gives an elementwise kernel
@@ -497,8 +499,8 @@ def _exchange_step(
     if collective in ("all_gather", "reduce_scatter"):
         shard = x.new_zeros(elements // ranks)
         if collective == "all_gather":
-            return lambda: all_gather_shards(x, shard, group)
-        return lambda: reduce_scatter_shards(shard, x, group)
+            return lambda: _ALL_GATHER(x, shard, group=group)
+        return lambda: _REDUCE_SCATTER(shard, x, group=group)
     y = torch.empty_like(x)
     if collective == "all_to_all":
         return lambda: dist.all_to_all_single(y, x, group=group)

@@ -3,8 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from ds_usp.kernels.rotary import apply_rotary
-from ds_usp.kernels.rotary_positions import RotaryPositions, rotate_projected
+from ds_usp.kernels.rotary import RotaryPositions, apply_rotary, rotate_projected
 from ds_usp.training.auto_settings import attention_kernel, offload_ratio
 from ds_usp.training.data_loader import (
     DataParallelRanks,

@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
-from ds_usp.kernels.rotary_positions import inverse_frequencies
+from ds_usp.kernels.rotary import inverse_frequencies
 
 IGNORE_INDEX = -100  # the label of a token that does not count, as in torch's cross_entropy
 

@@ -14,8 +14,8 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp import MaskSpec, Projection, Scores, Tuning, projected_attention
 from ds_usp.attention.plan import AttentionOptions
-from ds_usp.attention.rotary import Rotary
 from ds_usp.experimental.projected_attention import plain_attention, weights_reason
+from ds_usp.kernels.rotary import Rotary
 from ds_usp.training import RotaryPositions, local_positions
 
 FEATURES, DIM = 20, 8

@@ -12,8 +12,7 @@ from torch import Tensor
 from ds_usp.comm.channel import StagingBuffer, StridedView
 from ds_usp.comm.packing import OwnTokens, PackPlan, SendTensor, SendViews, pack_for_send
 from ds_usp.comm.uniform_all_to_all import HeadRange, plan_to_heads, plan_to_sequence, strided
-from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.token_slices import TokenSlices
+from ds_usp.geometry.layout import TokenLayout, TokenSlices
 from ds_usp.kernels.merge import GradAccumulator, _merge_into, _sum_into
 from ds_usp.lowlevel import CachedLauncher
 from ds_usp.testing import relative_error
@@ -103,9 +102,9 @@ def launched(plan: PackPlan, sources: list[Tensor], outs: list[Tensor]) -> Tenso
 @pytest.mark.parametrize("shapes", [((4, 128),) * 3, ((6, 64), (2, 64), (2, 32)), ((40, 128),)])
 def test_each_rank_gets_its_heads_and_its_tokens(shapes, ranks, own_rank, rest, layout, batch):
     tokens = 2 * TOKENS * ranks + rest
-    slices = TokenSlices.of_runs(TokenLayout(layout, tokens, ranks, 1).runs(0), ranks)
+    slices = TokenSlices.from_runs(TokenLayout(layout, tokens, ranks, 1).runs(0), ranks)
     assert slices is not None
-    own = slices.of_rank[own_rank]
+    own = slices.by_rank[own_rank]
     ranges = tuple(HeadRange(0, heads, heads) for heads, _ in shapes)
 
     shards = [wide(batch, slices.lengths[own_rank], ranks * heads, dim) for heads, dim in shapes]
@@ -138,7 +137,7 @@ def test_each_rank_gets_its_heads_and_its_tokens(shapes, ranks, own_rank, rest, 
     plan = plan_to_sequence(own_rank, slices, ranges, strided(results), strided(outs))
     staging = launched(plan, results, outs)[0]
     whole = torch.cat([x.transpose(0, 1).flatten(2) for x in results], 2)
-    for rank, of_rank in enumerate(slices.of_rank):
+    for rank, of_rank in enumerate(slices.by_rank):
         for start, stop, _ in of_rank:
             assert rank == own_rank or torch.equal(staging[start:stop], whole[start:stop])
     assert all(map(torch.equal, outs, own_of(results)))

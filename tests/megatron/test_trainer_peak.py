@@ -13,7 +13,7 @@ from peak_memory import LiveBytes
 from test_trainer_layer_bytes import layer_and_input, validated
 
 from ds_usp.geometry.chunking import CallSize
-from ds_usp.kernels import rotary, rotary_positions
+from ds_usp.kernels import rotary
 from ds_usp.planner.memory import attention_peak
 from ds_usp.training import prepare_deepspeed
 
@@ -65,7 +65,7 @@ def growth_of_cases(
 ) -> list[tuple[float, float]]:
     """:func:`growth` of each of the cases, flags and chunks."""
     prepare_deepspeed()
-    rotary._CPU_ELEMENTS = rotary_positions._TABLE_ELEMENTS = 2**13  # not in proportion to tokens
+    rotary._CPU_ELEMENTS = rotary._TABLE_ELEMENTS = 2**13  # not in proportion to tokens
     return [growth(degree, flags, chunks, tokens) for flags, chunks in cases]
 
 

@@ -42,9 +42,15 @@ from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import PaddedHeadDimKernel
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
-from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod, GlobalPositions, ScoreMod
+from ds_usp.kernels.score_mod import (
+    SOFTCAP,
+    BoundScoreMod,
+    GlobalPositions,
+    ScoreMod,
+    apply_sinks,
+    sink_gradient,
+)
 from ds_usp.kernels.sdpa import SdpaKernel
-from ds_usp.kernels.sinks import apply_sinks, sink_gradient
 
 CAUSAL = MaskSpec.causal()
 # What every kernel takes, but for the rectangle where causal masks are aligned to the top left.

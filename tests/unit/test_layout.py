@@ -14,11 +14,10 @@ from megatron.core import utils as megatron_utils
 from properties import examples
 
 from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
+from ds_usp.geometry.document_sharding import SearchBudget, rebalance_pair
 from ds_usp.geometry.joint import ContinuedLayout, JointLayout
-from ds_usp.geometry.layout import Run
-from ds_usp.geometry.rank_pair_balance import SearchBudget, rebalance_pair
+from ds_usp.geometry.layout import Run, TokenSlices
 from ds_usp.geometry.ring_schedule import ring_schedule
-from ds_usp.geometry.token_slices import TokenSlices
 
 MESHES = [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 5)]
 
@@ -272,7 +271,7 @@ def test_a_joint_layout_says_whether_it_continues():
 
 
 def slices_of(layout: TokenLayout, ring_rank: int) -> TokenSlices | None:
-    return TokenSlices.of_runs(layout.runs(ring_rank), layout.ulysses)
+    return TokenSlices.from_runs(layout.runs(ring_rank), layout.ulysses)
 
 
 @pytest.mark.parametrize("rest", [0, 1, 2, 3, 5])
@@ -288,7 +287,7 @@ def test_slices_lead_to_the_tokens_that_a_rank_holds(kind, ring, ulysses, rest):
         ranks = [layout.sp_rank(rank, ring_rank) for rank in range(ulysses)]
         assert slices.lengths == [layout.length(rank) for rank in ranks]
         tokens = sorted(position for rank in ranks for position in layout.positions(rank))
-        for rank, of_rank in zip(ranks, slices.of_rank, strict=True):
+        for rank, of_rank in zip(ranks, slices.by_rank, strict=True):
             held = layout.positions(rank)
             for start, stop, row in of_rank:
                 assert tokens[start:stop] == held[row : row + stop - start]
@@ -298,8 +297,8 @@ def test_slices_lead_to_the_tokens_that_a_rank_holds(kind, ring, ulysses, rest):
 def test_slices_of_many_documents_and_in_another_order_are_none():
     layout = TokenLayout("context_parallel", 32, 2, 1, documents=(0, 16, 32))
     assert slices_of(layout, 0) is None
-    assert TokenSlices.of_runs([Run(0, 2, 2), Run(1, 0, 4), Run(0, 0, 2)], 2) is None
-    assert TokenSlices.of_runs([Run(0, 0, 4)], 2) is None, "a rank without tokens"
+    assert TokenSlices.from_runs([Run(0, 2, 2), Run(1, 0, 4), Run(0, 0, 2)], 2) is None
+    assert TokenSlices.from_runs([Run(0, 0, 4)], 2) is None, "a rank without tokens"
 
 
 def log_uniform(seed: int, tokens: int, shortest: int, longest: int) -> list[int]:

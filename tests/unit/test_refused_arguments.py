@@ -10,7 +10,7 @@ from torch.nn import Linear
 
 import ds_usp
 from ds_usp import ConfigError, DataError, memory, training
-from ds_usp.attention.rotary import check_local_rotary
+from ds_usp.experimental.projected_attention import check_local_rotary
 
 QKV, OUT = torch.ones(96, 16), torch.ones(16, 32)
 MESH = ds_usp.SequenceMesh.single()

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ds_usp import testing as oracle
-from ds_usp.attention.rotary import check_local_rotary
 from ds_usp.errors import ConfigError
-from ds_usp.kernels import rotary_positions
+from ds_usp.experimental.projected_attention import check_local_rotary
+from ds_usp.kernels import rotary as rotary_kernels
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.training import RotaryPositions, rotary_frequencies, rotate_projected
 
@@ -135,7 +135,7 @@ def megatrons(x: torch.Tensor, positions: list[int], kv_heads: int, dim: int) ->
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_positions_rotate_in_place_to_the_bits_of_megatron_core(dtype, device, monkeypatch):
-    monkeypatch.setattr(rotary_positions, "_TABLE_ELEMENTS", 16 * 5)  # 5 tokens at a time
+    monkeypatch.setattr(rotary_kernels, "_TABLE_ELEMENTS", 16 * 5)  # 5 tokens at a time
     positions = [*range(5), *range(1_000_003, 1_000_016)]
     rotary = RotaryPositions.of(torch.tensor(positions, device=device), 16, 1e4, seq_len=2**20)
     weight = torch.randn(18, 2, 3 * 4 * 16, device=device).to(dtype)
