@@ -60,12 +60,7 @@ class JoinShards(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        layout: TokenLayout,
-        mesh: SequenceMesh,
-        dim: int,
-        gradients: Reduction,
+        ctx: Any, x: Tensor, layout: TokenLayout, mesh: SequenceMesh, dim: int, gradients: Reduction
     ) -> Tensor:
         """Shapes: x has ``layout.length(mesh.rank)`` along ``dim``, the result the whole length."""
         ctx.arguments = layout, mesh, dim, gradients

@@ -163,10 +163,7 @@ class LayerGroups:
     """
 
     def __init__(
-        self,
-        size: int,
-        offload: Offload | None,
-        tracker: Callable[[], RandomTracker] | None,
+        self, size: int, offload: Offload | None, tracker: Callable[[], RandomTracker] | None
     ) -> None:
         self._size, self._offload, self._tracker = size, offload, tracker
         # Saved inputs alone keep a group alive, so it is freed with the graph.

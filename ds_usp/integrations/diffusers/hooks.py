@@ -18,11 +18,7 @@ from ds_usp.integrations.diffusers.branches import Branches
 from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_capture
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
-from ds_usp.integrations.diffusers.processor import (
-    check_backend_of,
-    check_processor,
-    sharded,
-)
+from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
 from ds_usp.integrations.replicas import WeightsComparison, same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 

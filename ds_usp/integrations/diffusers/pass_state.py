@@ -21,12 +21,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.geometry.segments import Segment
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, Tokens, parameters_of
-from ds_usp.integrations.replicas import (
-    Reduction,
-    ValuesComparison,
-    check_reduction,
-    join_shards,
-)
+from ds_usp.integrations.replicas import Reduction, ValuesComparison, check_reduction, join_shards
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.training.whole_batch import real_tokens
 

@@ -129,8 +129,7 @@ class Plan:
                 missing = [name for name in arguments if name not in parameters_of(module)]
                 if missing:
                     raise _differs(
-                        transformer,
-                        f"{path or 'the transformer'} takes no {', '.join(missing)}",
+                        transformer, f"{path or 'the transformer'} takes no {', '.join(missing)}"
                     )
         for path in (*self.attention, *self.keys):
             for module in modules_at(transformer, path):

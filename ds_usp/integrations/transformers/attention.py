@@ -79,10 +79,7 @@ class Shard:
     loss: Tensor | None = None
 
     def __init__(
-        self,
-        call: AttentionOptions,
-        documents: tuple[Borders, ...] = (),
-        dropout_seed: int = 0,
+        self, call: AttentionOptions, documents: tuple[Borders, ...] = (), dropout_seed: int = 0
     ) -> None:
         self.call, self.documents, self.dropout_seed = call, documents, dropout_seed
         self.layout = cast(TokenLayout, call.layout)

@@ -35,11 +35,7 @@ from ds_usp.integrations.transformers.attention import (
     register,
 )
 from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeArguments
-from ds_usp.integrations.transformers.loss import (
-    ChunkedHead,
-    ChunkedLogits,
-    WholeBatchLoss,
-)
+from ds_usp.integrations.transformers.loss import ChunkedHead, ChunkedLogits, WholeBatchLoss
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
 from ds_usp.integrations.transformers.refusals import (
     check_arguments,

@@ -21,12 +21,7 @@ from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from ds_usp import DataError, TokenLayout
-from ds_usp.training import (
-    SequenceBatch,
-    document_borders,
-    local_document_positions,
-    shard_batch,
-)
+from ds_usp.training import SequenceBatch, document_borders, local_document_positions, shard_batch
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.run_files import CACHE, TEXT_VOCAB_SIZE, data_files, parse_blend
 

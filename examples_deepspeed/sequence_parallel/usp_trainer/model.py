@@ -54,11 +54,7 @@ class Embedding(nn.Module):
     """
 
     def __init__(
-        self,
-        seed: int,
-        config: TransformerConfig,
-        args: Namespace,
-        positions: Tensor,
+        self, seed: int, config: TransformerConfig, args: Namespace, positions: Tensor
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -298,11 +294,7 @@ def layer_specs(
             positions, config.kv_channels, args.rotary_base, seq_len=args.seq_length
         )
     spec, norm = layer_specs_of(
-        transformer_impl.chosen(args),
-        config,
-        mesh=mesh,
-        layout=layout,
-        kernel=args.usp_kernel,
+        transformer_impl.chosen(args), config, mesh=mesh, layout=layout, kernel=args.usp_kernel
     )
     embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
@@ -318,12 +310,7 @@ def layer_specs(
     memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
     more = memory, chunks, projects_again(args, mesh.sp_degree), args.zero_stage == 3
     layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
-    return [
-        first,
-        *layers,
-        LayerSpec(FinalNorm, config, norm),
-        last,
-    ]
+    return [first, *layers, LayerSpec(FinalNorm, config, norm), last]
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
