@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from hashlib import blake2b
 from typing import Any
@@ -50,7 +51,6 @@ from ds_usp.integrations.transformers.refusals import (
     positions_follow_padding,
     refuse_generate,
 )
-from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import IGNORE_INDEX
@@ -89,10 +89,9 @@ def enable(
         logits: outputs per token: ``shard``, of this rank's tokens; ``whole``, joined on every
             rank; ``auto``, whole where no labels are given and shards where they are.
         recompute: what backward computes again of each layer: ``none``; ``attention``: all but
-            attention and its exchanges; ``full``: all. It turns torch's checkpoints on by itself.
-            Where transformers' own are on (``gradient_checkpointing_enable``, reentrant or not, of
-            every layer or some), before or after this call, those are used: ``attention`` keeps
-            attention's results in them, ``none`` and ``full`` leave them as they are.
+            attention and its exchanges; ``full``: all. Turns torch's checkpoints on. Where
+            transformers' own are on (``gradient_checkpointing_enable``, before or after this call),
+            those are used: ``attention`` keeps attention's results in them, the others leave them.
         offload_ratio: fraction of what layers save that waits for backward in host memory.
         loss_chunks: head and loss in so many chunks of tokens where labels are given: logits of all
             tokens never exist, and the output has none; 0: not in chunks.
@@ -149,7 +148,7 @@ def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | Non
     return None
 
 
-class EnabledModel(UndoneAtExit):
+class EnabledModel(AbstractContextManager["EnabledModel"]):
     """A model that :func:`enable` has changed; as a context manager it is disabled at the end.
 
     Attributes:
@@ -174,6 +173,8 @@ class EnabledModel(UndoneAtExit):
         self._previous = inner.config._attn_implementation
         inner.set_attn_implementation(IMPLEMENTATION)
         inner.generate = refuse_generate(type(inner).__name__)
+        # The first of the hooks before and the first of those after: PEFT's and users' own see this
+        # rank's shard on the way in, as its layers do, and whole outputs on the way out.
         self._handles: list[RemovableHandle] = [
             *LargestPosition(self._running).register(inner),
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
@@ -189,15 +190,11 @@ class EnabledModel(UndoneAtExit):
         return self._inner.loss_function
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
-        """The layout of a batch: the whole keyword arguments of a forward pass.
-
-        Raises:
-            USPError: the batch is refused.
-        """
+        """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
         return WholeArguments.read(batch).layout(self.mesh, self._options.layout)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from this rank's shard and the others', of the last forward pass.
+        """The whole tensor from the ranks' shards of the last forward pass, along ``dim``.
         Differentiable; collective over the mesh.
 
         Raises:
@@ -225,20 +222,21 @@ class EnabledModel(UndoneAtExit):
             self._inner.loss_function = self._loss.original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnabledModel:
-        """That of a copied model, which is enabled on the same ranks by itself."""
         copied = memo[id(self)] = object.__new__(EnabledModel)
         for name, value in self.__dict__.items():
             setattr(copied, name, value if name == "mesh" else deepcopy(value, memo))
         return copied
 
-    def _undo(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
     @disable_in_compile("the ranks compare their batches before a forward pass")
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Shard the arguments of a forward pass."""
+        # The whole batch goes in, and not a shard: documents, padding and positions that start anew
+        # are read as transformers reads them on one rank, labels are shifted before they are cut,
+        # and loss tokens are counted of all. A shard tells none of these.
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         compared = dict(arguments)
         with same_on_all_ranks(self.mesh, "a batch of", compared):
@@ -269,7 +267,6 @@ class EnabledModel(UndoneAtExit):
         return (), {**local, "use_cache": False, "usp": shard}
 
     def _check_positions(self, batch: WholeArguments) -> None:
-        """Refuse a batch whose default positions are not the index of its tokens."""
         if "position_ids" in batch.arguments:
             return
         name = type(self._inner).__name__
@@ -285,10 +282,7 @@ class EnabledModel(UndoneAtExit):
             )
 
     def _targets_of(self, batch: WholeArguments) -> Tensor | None:
-        """What the outputs of every token are compared with; None without labels.
-
-        Shapes: ``[b, seq_len]``.
-        """
+        """What outputs of every token are compared with, ``[b, seq_len]``; None without labels."""
         if self._loss is None or not {"labels", _TRL_FUSED_HEAD} & batch.arguments.keys():
             return None
         return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
@@ -315,7 +309,6 @@ class EnabledModel(UndoneAtExit):
 
     @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
-        """Make the outputs those of the whole batch."""
         shard: Shard = kwargs["usp"]
         name = type(self._inner).__name__
         if self._inner.config._attn_implementation != IMPLEMENTATION:
@@ -347,7 +340,6 @@ class EnabledModel(UndoneAtExit):
         return out
 
     def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
-        """Check that the loss is the whole batch's."""
         loss = out.get("loss")
         if loss is None:
             if self._head is not None and shard.targets is not None and shard.targets.in_chunks:
@@ -374,10 +366,10 @@ _PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", *_LOG_PR
 
 
 def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) -> None:
-    """Refuse an output that is not known to have a value for each token of this rank.
+    """Refuse an output that is not known to have a value for each of this rank's tokens.
 
     Args:
-        model: the name of the model.
+        model: its name.
         shape: rows and tokens of this rank.
 
     Raises:
@@ -410,7 +402,6 @@ def join_outputs(
     """Replace outputs per token by those of the whole batch; collective.
 
     Args:
-        join: makes a whole tensor of this rank's shard and the others'.
         join_all: all of them, not only log-probabilities.
         drop_last: log-probabilities have none for the last token, whose label is not known.
     """
@@ -436,7 +427,6 @@ class LargestPosition:
         self._running = running
 
     def register(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Add hooks to the rotary modules of a model, which are to be removed."""
         for module in model.modules():
             kinds = getattr(module, "rope_type", None)
             kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
@@ -447,7 +437,6 @@ class LargestPosition:
     def _append(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add a token at the largest position."""
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": self._extended(kwargs["position_ids"])}
         if len(args) < 2:
@@ -462,5 +451,4 @@ class LargestPosition:
         return longer
 
     def _drop(self, _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
-        """Take that token off cos and sin, ``[..., s_local + 1, d]``."""
         return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]
