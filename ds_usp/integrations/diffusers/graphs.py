@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +40,6 @@ class Mode(Enum):
     REPLAY = "replayed from a CUDA graph"
 
 
-class Graph(Protocol):
-    """What :class:`torch.cuda.CUDAGraph` has."""
-
-    def capture_end(self) -> None:
-        """Stop capturing."""
-
-    def replay(self) -> None:
-        """Launch what was captured."""
-
-
 class CudaGraphs:
     """Makes CUDA graphs whose memory is one pool, on the current device."""
 
@@ -70,7 +60,7 @@ class CudaGraphs:
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def begin(self) -> Graph:
+    def begin(self) -> Any:
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL and of data loaders may call CUDA meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -105,7 +95,7 @@ class RecordedPass:
         self._parts: list[Callable[[], object]] = []
         self._outputs: list[Any] = []
         self._structure: Any = None
-        self._capturing: Graph | None = None
+        self._capturing: Any = None
 
     def capture(self, forward: Callable[[], Any]) -> None:
         """Capture a pass, of which only the collectives run."""

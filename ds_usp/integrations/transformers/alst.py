@@ -34,10 +34,10 @@ from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, DataError, LayoutError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, TOKEN_DIM
-from ds_usp.integrations.transformers.loss import WholeBatchLoss
 from ds_usp.integrations.transformers.model import EnabledModel, enable
 from ds_usp.integrations.transformers.refusals import check_model, check_version, find_model
+from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, TOKEN_DIM
+from ds_usp.integrations.transformers.whole_batch_loss import WholeBatchLoss
 from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.training.data_loader import BatchBroadcast
 from ds_usp.training.whole_batch import IGNORE_INDEX, next_token_labels

@@ -190,10 +190,9 @@ def _layer_mask(
             f"{type(module).__name__} gives neither a mask nor is_causal: who sees whom is unknown"
         )
     if not sliding_window:
-        return causal_mask() if causal else full_mask()
-    return (
-        window_mask(sliding_window - 1) if causal else window_mask(sliding_window, sliding_window)
-    )
+        return LayerMask(_Band(MaskSpec.causal() if causal else MaskSpec.full()))
+    window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
+    return LayerMask(_Band(MaskSpec.window(*window)))
 
 
 def _refuse_unknown(name: str, others: Mapping[str, Any]) -> None:
@@ -302,21 +301,6 @@ def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> Ma
 def _cut_documents(borders: Borders, chunk: int) -> Borders:
     starts = [start for a, b in pairwise(borders) for start in range(a, b, chunk)]
     return (*starts, borders[-1])
-
-
-def causal_mask() -> LayerMask:
-    """The mask of a decoder layer that was given none."""
-    return LayerMask(_Band(MaskSpec.causal()))
-
-
-def full_mask() -> LayerMask:
-    """The mask of an encoder layer that was given none."""
-    return LayerMask(_Band(MaskSpec.full()))
-
-
-def window_mask(left: int, right: int = 0) -> LayerMask:
-    """So many tokens to either side, and the token itself."""
-    return LayerMask(_Band(MaskSpec.window(left, right)))
 
 
 @disable_in_compile("masks are read from functions, which torch.compile cannot trace")

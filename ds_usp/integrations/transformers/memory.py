@@ -24,7 +24,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.replicas import Reduction, check_reduction
-from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, check_layout_kind
+from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, check_layout_kind
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory import LayerMemory, Offload, in_chunks
 

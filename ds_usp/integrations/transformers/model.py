@@ -28,6 +28,7 @@ from ds_usp.integrations.replicas import (
     join_shards,
     same_on_all_ranks,
 )
+from ds_usp.integrations.transformers import refusals
 from ds_usp.integrations.transformers.attention import (
     IMPLEMENTATION,
     RunningPass,
@@ -35,21 +36,12 @@ from ds_usp.integrations.transformers.attention import (
     Targets,
     register,
 )
-from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeArguments
-from ds_usp.integrations.transformers.loss import ChunkedHead, ChunkedLogits, WholeBatchLoss
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
-from ds_usp.integrations.transformers.refusals import (
-    check_arguments,
-    check_model,
-    check_version,
-    find_head,
-    find_model,
-    has_head,
-    holds_tensor,
-    positional_arguments,
-    positions_are_offset,
-    positions_follow_padding,
-    refuse_generate,
+from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, WholeArguments
+from ds_usp.integrations.transformers.whole_batch_loss import (
+    ChunkedHead,
+    ChunkedLogits,
+    WholeBatchLoss,
 )
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
@@ -104,7 +96,7 @@ def enable(
         LayoutError: an unknown layout.
         MeshError: on every rank, if their options differ; collective over the mesh.
     """
-    check_version()
+    refusals.check_version()
     check_mesh(mesh)
     options = Options(
         layout=layout,
@@ -117,12 +109,12 @@ def enable(
         loss_chunks=loss_chunks,
         mlp_chunks=mlp_chunks,
     )
-    inner = find_model(model)
+    inner = refusals.find_model(model)
     if find_enabled(model, inner) is not None:
         raise ConfigError(
             f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
         )
-    check_model(inner)
+    refusals.check_model(inner)
     mesh.agree(f"enable {type(inner).__name__} with {options}")
     register()
     return EnabledModel(model, inner, mesh, options)
@@ -161,18 +153,22 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     ) -> None:
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
-        self._parameters = positional_arguments(model, inner)
+        self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
         self._weights = WeightsComparison(mesh.sp_group is not None)
         self._enabled = True
         self._running = RunningPass()
-        head = find_head(inner) if options.loss_chunks else None
+        head = refusals.find_head(inner) if options.loss_chunks else None
         self._memory = LayersMemory(inner, options)
         self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
-        self._loss = self._wrap_loss()
+        self._loss: WholeBatchLoss | None = None
+        if refusals.has_head(inner):
+            stock = inner.loss_function
+            self._loss = WholeBatchLoss(stock, mesh, options.gradients, self._running)
+            inner.loss_function = self._loss
         self._previous = inner.config._attn_implementation
         inner.set_attn_implementation(IMPLEMENTATION)
-        inner.generate = refuse_generate(type(inner).__name__)
+        inner.generate = refusals.refuse_generate(type(inner).__name__)
         # The first of the hooks before and the first of those after: PEFT's and users' own see this
         # rank's shard on the way in, as its layers do, and whole outputs on the way out.
         self._handles: list[RemovableHandle] = [
@@ -180,14 +176,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, with_kwargs=True, prepend=True),
         ]
-
-    def _wrap_loss(self) -> WholeBatchLoss | None:
-        """The loss function in the place of the model's own; None for a model without a head."""
-        if not has_head(self._inner):
-            return None
-        original, gradients = self._inner.loss_function, self._options.gradients
-        self._inner.loss_function = WholeBatchLoss(original, self.mesh, gradients, self._running)
-        return self._inner.loss_function
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
         """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
@@ -241,7 +229,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         compared = dict(arguments)
         with same_on_all_ranks(self.mesh, "a batch of", compared):
             compared.update(self._weights.of(self.model))
-            check_arguments(arguments)
+            refusals.check_arguments(arguments)
             batch = WholeArguments.read(arguments)
             self._check_positions(batch)
             targets = self._targets_of(batch)
@@ -270,12 +258,12 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if "position_ids" in batch.arguments:
             return
         name = type(self._inner).__name__
-        if positions_are_offset(self._inner):
+        if refusals.positions_are_offset(self._inner):
             raise DataError(
                 f"{name} does not count positions from 0: give position_ids of the whole batch "
                 "(padding_idx + 1 is the first)"
             )
-        if batch.left_padded and positions_follow_padding(self._inner):
+        if batch.left_padded and refusals.positions_follow_padding(self._inner):
             raise DataError(
                 f"{name} counts positions from the first real token, and the batch is padded on "
                 "the left: pad on the right, or give position_ids"
@@ -383,7 +371,7 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
             x is None or (isinstance(x, Tensor) and x.ndim == ndim and tuple(x.shape[:2]) == shape)
             for x in tensors
         )
-        if not has_tokens and holds_tensor(value):
+        if not has_tokens and refusals.holds_tensor(value):
             raise UnsupportedAttentionError(
                 f"{model} returns {key}, which is not known to have a value for each of this "
                 f"rank's tokens {list(shape)} and may be made of single ones, of which each rank "

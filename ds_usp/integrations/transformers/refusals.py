@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.transformers.batch import BORDERS, TOKEN_DIM
-from ds_usp.integrations.transformers.loss import SUMS_OVER_TOKENS
+from ds_usp.integrations.transformers.whole_arguments import BORDERS, TOKEN_DIM
+from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
 OLDEST, BEFORE = "5.17", "6"
