@@ -351,7 +351,7 @@ def refuse_capture(name: str) -> None:
 
 def check_compiled(transformer: nn.Module) -> None:
     """UnsupportedAttentionError for a pass that ``torch.compile`` of the transformer has called."""
-    # Graphs are not traced, so nothing would be compiled, without a word from Dynamo.
+    # Graphs are not traced, so nothing would be compiled.
     frame = inspect.currentframe()
     while frame is not None:
         caller: Any = frame.f_locals.get("self")

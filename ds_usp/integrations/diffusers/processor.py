@@ -66,9 +66,8 @@ def check_backend_of(processor: Any) -> None:
     """Refuse a processor's own attention backend, or that of the process if it would take it."""
     backend, cls = getattr(processor, _BACKEND, None), type(processor)
     check_backend(cls.__name__, backend)
-    if backend is None and _names_any(
-        getattr(cls.__call__, "__wrapped__", cls.__call__), _DISPATCH
-    ):
+    call = getattr(cls.__call__, "__wrapped__", cls.__call__)
+    if backend is None and _names_any(call, _DISPATCH):
         active = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
         advice = ", leave attention_backend(...), unset DIFFUSERS_ATTN_BACKEND"
         check_backend(cls.__name__, active, advice)

@@ -161,10 +161,8 @@ def _sequence_parallel_groups(size: int) -> Any:
 
 
 class _Registration:
-    """What was registered for the ranks of one sequence-parallel group.
-
-    Until DeepSpeed's engine runs, the attention that an unsharded model would run is refused: a
-    model that is not in the engine would compute its shard as if it were a sequence.
+    """What was registered for the ranks of one sequence-parallel group, and from its engine's first
+    forward pass on the engine's model, which is given shards and returns shards.
     """
 
     def __init__(
@@ -172,19 +170,25 @@ class _Registration:
     ) -> None:
         self.mesh, self.layout_kind, self._mpu = mesh, layout, mpu
         self._disable_in_eval = disable_in_eval
+        self._model: Any = None
+        self._reduction: Any = None
+        self._enabled: EnabledModel | None = None
+        self._handles: list[RemovableHandle] = []
+        # Until the engine runs, the attention that an unsharded model would run is refused: a model
+        # that is not in the engine would compute its shard as if it were a sequence.
         self._implementation = implementation
         self._original = ALL_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
         ALL_ATTENTION_FUNCTIONS[implementation] = self._refuse_attention
         self._waiting: RemovableHandle | None = register_module_forward_pre_hook(self._find_engine)
-        self._sharded: _ShardedModel | None = None
 
     def layout(self, seq_len: int) -> TokenLayout:
         return self.mesh.layout(self.layout_kind, seq_len)
 
     def remove(self) -> None:
         self._stop_waiting()
-        if self._sharded is not None:
-            self._sharded.remove()
+        if self._model is not None:
+            self._model.__dict__.pop("train", None)
+            self._disable()
 
     def _refuse_attention(self, module: nn.Module, *_: Any, **__: Any) -> Any:
         raise ConfigError(
@@ -199,9 +203,10 @@ class _Registration:
         ):
             return
         self._stop_waiting()
-        self._sharded = _ShardedModel(self, module, _reduction_of(module))
+        self._model, self._reduction = module.module, _reduction_of(module)
+        self._enable()
         if self._disable_in_eval:
-            self._sharded.follow_mode()
+            self._follow_mode()
 
     def _stop_waiting(self) -> None:
         if self._waiting is None:
@@ -212,54 +217,22 @@ class _Registration:
         if self._original is not None:
             ALL_ATTENTION_FUNCTIONS[self._implementation] = self._original
 
-
-REGISTRATIONS: WeakKeyDictionary[dist.ProcessGroup, _Registration] = WeakKeyDictionary()
-
-
-def _reduction_of(engine: Any) -> Any:
-    """What an engine makes of the gradients of a sequence's ranks."""
-    if engine.zero_optimization_stage() < 3:
-        return "sum"
-    if not engine.zero_reduce_scatter():
-        raise ConfigError(
-            "ZeRO-3 with reduce_scatter=false averages some gradients over the ranks of a "
-            "sequence and sums others (DeepSpeed 0.19.8): leave reduce_scatter out"
-        )
-    return "mean"
-
-
-class _ShardedModel:
-    """The model of an engine, which is given shards and returns shards.
-
-    Around the hooks of :func:`enable`, which takes whole batches: one joins the shards before, one
-    sets the gradients of what a script makes its loss from.
-    """
-
-    def __init__(self, registration: _Registration, engine: Any, reduction: Any) -> None:
-        self._registration, self._model = registration, engine.module
-        self._mesh, self._reduction = registration.mesh, reduction
-        self._enabled: EnabledModel | None = None
-        self._handles: list[RemovableHandle] = []
-        self._enable()
-
     def _enable(self) -> None:
         self._enabled = enable(
             self._model,
-            self._mesh,
-            layout=self._registration.layout_kind,
+            self.mesh,
+            layout=self.layout_kind,
             gradients=self._reduction,
             logits="shard",
         )
         if self._enabled._loss is not None:
             find_model(self._model).loss_function = ShardLoss(self._enabled._loss)
+        # Around the hooks of enable, which takes whole batches: one joins the shards before, one
+        # sets the gradients of what a script makes its loss from.
         self._handles = [
             self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             self._model.register_forward_hook(self._after),
         ]
-
-    def remove(self) -> None:
-        self._model.__dict__.pop("train", None)
-        self._disable()
 
     def _disable(self) -> None:
         for handle in self._handles:
@@ -268,7 +241,7 @@ class _ShardedModel:
             self._enabled.disable()
         self._enabled = None
 
-    def follow_mode(self) -> None:
+    def _follow_mode(self) -> None:
         # Whoever calls train or eval: trainers evaluate the model without the engine, on other
         # batches on every rank.
         train = self._model.train
@@ -312,10 +285,10 @@ class _ShardedModel:
 
     def _layout_of(self, length: int) -> TokenLayout:
         """The layout of the batch of which this rank has a shard of ``length`` tokens."""
-        group: Any = self._mesh.sp_group
+        group: Any = self.mesh.sp_group
         lengths = [_LENGTH.unpack(x)[0] for x in all_gather_bytes(_LENGTH.pack(length), group)]
-        layout = self._registration.layout(sum(lengths))
-        want = [layout.length(rank) for rank in range(self._mesh.sp_degree)]
+        layout = self.layout(sum(lengths))
+        want = [layout.length(rank) for rank in range(self.mesh.sp_degree)]
         if lengths != want:
             raise LayoutError(
                 f"the ranks were given {lengths} tokens, {layout.kind} shards of {sum(lengths)} "
@@ -331,7 +304,7 @@ class _ShardedModel:
             raise LayoutError(
                 f"{name} {list(x.shape)} has other tokens than input_ids {list(tokens.shape)}"
             )
-        return self._mesh.gather(x, layout, dim)
+        return self.mesh.gather(x, layout, dim)
 
     def _after(self, _: nn.Module, __: Any, out: Any) -> Any:
         shard = self._enabled._running.shard if self._enabled else None
@@ -339,10 +312,25 @@ class _ShardedModel:
         # A script's loss makes the mean over the ranks the gradient, and ZeRO-0 to 2 sum over them.
         if self._reduction == "sum":
             for name in [name for name in out if name != "loss"]:
-                out[name] = scale_gradients(out[name], length, 1 / self._mesh.sp_degree)
+                out[name] = scale_gradients(out[name], length, 1 / self.mesh.sp_degree)
         if out.get("loss") is not None:
-            out["loss"] = MeanOfGradients.apply(out["loss"], self._mesh)
+            out["loss"] = MeanOfGradients.apply(out["loss"], self.mesh)
         return out
+
+
+REGISTRATIONS: WeakKeyDictionary[dist.ProcessGroup, _Registration] = WeakKeyDictionary()
+
+
+def _reduction_of(engine: Any) -> Any:
+    """What an engine makes of the gradients of a sequence's ranks."""
+    if engine.zero_optimization_stage() < 3:
+        return "sum"
+    if not engine.zero_reduce_scatter():
+        raise ConfigError(
+            "ZeRO-3 with reduce_scatter=false averages some gradients over the ranks of a "
+            "sequence and sums others (DeepSpeed 0.19.8): leave reduce_scatter out"
+        )
+    return "mean"
 
 
 class ShardLoss:

@@ -69,7 +69,7 @@ class Shard:
     loss: Tensor | None = None
 
     # Note [the pass travels with the layers]
-    # It is passed through the layers as their keyword argument `usp`, not in a global. Backward
+    # A shard goes through the layers as their keyword argument `usp`, not in a global. Backward
     # recomputes checkpointed layers long after the pass: by then a pipeline or gradient
     # accumulation has run other batches, of other lengths, documents and dropout seeds. The
     # checkpoint keeps the layer's arguments, and with them the shard that the layer had. It is no

@@ -169,8 +169,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._previous = inner.config._attn_implementation
         inner.set_attn_implementation(IMPLEMENTATION)
         inner.generate = refusals.refuse_generate(type(inner).__name__)
-        # The first of the hooks before and the first of those after: PEFT's and users' own see this
-        # rank's shard on the way in, as its layers do, and whole outputs on the way out.
+        # The first of the hooks before and the first of those after: users' own see this rank's
+        # shard on the way in, as the layers do, and whole outputs on the way out.
         self._handles: list[RemovableHandle] = [
             *LargestPosition(self._running).register(inner),
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),

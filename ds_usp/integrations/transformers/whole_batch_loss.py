@@ -69,7 +69,6 @@ class WholeBatchLoss:
                 f"{list(targets.labels.shape)}: its head chooses or adds tokens, which is not "
                 "served"
             )
-        # Shifted or masked labels would be those of a shard; here they were shifted while whole.
         # Labels were shifted while they were whole; a model that shifts its shard again, or leaves
         # some out, computes another loss.
         if (
