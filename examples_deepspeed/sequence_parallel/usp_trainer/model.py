@@ -70,7 +70,6 @@ class Embedding(nn.Module):
         self.positions = positions
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Positions ``[b, s_local]`` restart in each document; a pipeline has none."""
         positions = self.positions if positions is None else positions
         return self.embedding(tokens, positions.expand_as(tokens))
 
@@ -105,11 +104,9 @@ class Layer(nn.Module):
             project_again(self.layer, partitioned=partitioned)
 
     def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
-        """Documents are those packed in the sequences; None: one document a sequence."""
         return self.memory.run(self.number, partial(self._run, documents), hidden)
 
     def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
-        """The layer's forward, which a recomputation runs again; hidden: [tokens, batch, h]."""
         hidden, _ = self.layer(hidden, attention_mask=None, packed_seq_params=documents)
         return hidden
 
@@ -162,11 +159,7 @@ def output_projection(
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of every token.
-
-    Shapes:
-        logits: ``[s_local, b, vocab / tp]``; labels and result: ``[b, s_local]``.
-    """
+    """Cross entropy ``[b, s_local]`` of logits ``[s_local, b, vocab / tp]``."""
     return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
 
 
@@ -201,7 +194,6 @@ class Loss:
         return weighted_loss(token_losses(stage_output, labels), weights)
 
     def _chunked(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """The weighted loss of each token, computed chunk by chunk so that no full logits exist."""
         group = get_tensor_model_parallel_group()
         return chunked_weighted_loss(
             hidden, weight, labels.t(), weights.t(), chunks=self.chunks, tp_group=group
@@ -265,9 +257,7 @@ def build_model(
     specs = layer_specs(args, mesh, layout, device, loss)
     if groups.stages == 1:
         return GPT(specs)
-    deepspeed.init_distributed(
-        dist.get_backend(), verbose=False
-    )  # PipelineModule asks it for ranks
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)  # which PipelineModule asks
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its partition on rank 0
         return PipelineModule(
             layers=specs,
