@@ -25,11 +25,7 @@ Reduction = Literal["mean", "sum"]
 
 
 def check_mesh(mesh: object) -> None:
-    """Check the mesh that a model is enabled for.
-
-    Raises:
-        ConfigError: none, or a process group.
-    """
+    """ConfigError for anything but a mesh, such as a process group."""
     if not isinstance(mesh, SequenceMesh):
         raise ConfigError(
             f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
@@ -42,7 +38,9 @@ class SumOfShards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
-        """Shapes: any, the same on all ranks."""
+        # Each rank's loss depends on its own shard alone, so its gradient is a summand of the
+        # whole's. What averages over all ranks divides by sp_degree too often: times sp_degree
+        # here.
         ctx.factor = mesh.sp_degree if gradients == "mean" else 1
         total = x.detach().clone()
         if mesh.sp_group is not None:
@@ -51,7 +49,7 @@ class SumOfShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The ranks' gradients are equal, each one's loss being the same: nothing to exchange."""
+        # The ranks' gradients are equal, each one's loss being the same: nothing to exchange.
         return grad * ctx.factor, None, None
 
 
@@ -60,21 +58,15 @@ class JoinShards(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        layout: TokenLayout,
-        mesh: SequenceMesh,
-        dim: int,
-        gradients: Reduction,
+        ctx: Any, x: Tensor, layout: TokenLayout, mesh: SequenceMesh, dim: int, gradients: Reduction
     ) -> Tensor:
-        """Shapes: x has ``layout.length(mesh.rank)`` along ``dim``, the result the whole length."""
         ctx.arguments = layout, mesh, dim, gradients
         return mesh.gather(x.detach(), layout, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Every rank may have computed another loss from the whole tensor: the gradients are
-        summed, and each rank continues with its shard of them."""
+        # Every rank may have computed another loss from the whole tensor: the gradients are summed,
+        # and each rank continues with its shard of them.
         layout, mesh, dim, gradients = ctx.arguments
         grad = grad.clone(memory_format=torch.contiguous_format)
         if mesh.sp_group is not None:
@@ -102,11 +94,7 @@ def join_shards(
 
 
 def check_reduction(gradients: str) -> None:
-    """Refuse a reduction of gradients that does not exist.
-
-    Raises:
-        ConfigError: neither ``mean`` nor ``sum``.
-    """
+    """ConfigError for a reduction of gradients that does not exist."""
     if gradients not in get_args(Reduction):
         raise ConfigError(
             f"gradients={gradients!r} must be 'mean' (DDP, FSDP2, ZeRO without an mpu average over "
@@ -119,22 +107,29 @@ _INTEGERS = MappingProxyType(
 )  # by bytes
 
 
-class BatchDigest:
-    """What tells batches apart: shapes, dtypes, and a sum over each tensor.
-
-    The sums are of bits as integers, each times a number that its position gives, and wrap around:
-    exact in any order, so that unlike GPUs agree. One transfer from each device; a tensor on
-    ``meta`` has no values.
+class ArgumentsDigest:
+    """What tells the arguments of forward passes apart: shapes, dtypes and a sum over each tensor,
+    and plain values. Mappings, lists and tuples are gone through; ``meta`` has no values.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = {name: (tuple(x.shape), x.dtype, x.device) for name, x in tensors.items()}
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype, torch.device]] = {}
+        plain: list[str] = []
         sums: dict[torch.device, list[Tensor]] = {}
-        for x in tensors.values():
-            bits = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).long()
-            weights = torch.arange(1, len(bits) + 1, device=x.device) * 0x1E3779B97F4A7C15
-            weights = (weights ^ (weights >> 29)) | 1  # unlike neighbours: tokens that swap show
-            sums.setdefault(x.device, []).append((bits * weights).sum())
+        for name, x in _flat("", given):
+            if isinstance(x, Tensor):
+                if x.is_complex():
+                    x = torch.view_as_real(x.resolve_conj())
+                self._tensors[name] = tuple(x.shape), x.dtype, x.device
+                # Sums of bits as integers wrap around: exact in any order, so that unlike GPUs
+                # agree.
+                bits = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).long()
+                weights = torch.arange(1, len(bits) + 1, device=x.device) * 0x1E3779B97F4A7C15
+                weights = (weights ^ (weights >> 29)) | 1  # unlike neighbours: swapped tokens show
+                sums.setdefault(x.device, []).append((bits * weights).sum())
+            elif isinstance(x, (int, float, str)):
+                plain.append(f"{name} {x}")
+        self._plain = ", ".join(plain)
         # From a GPU to pinned memory, behind the work of its stream: the host goes on.
         self._sums = {
             device: torch.stack(each).to("cpu", non_blocking=device.type == "cuda")
@@ -153,51 +148,21 @@ class BatchDigest:
         return not self._copied
 
     def text(self, values: bool = True) -> str:
-        """A text that differs between batches; without the values it is known at once."""
-        shapes = {
+        """A text that differs between arguments; without tensors' values it is known at once."""
+        texts = {
             name: f"{name} {shape} {str(dtype).removeprefix('torch.')}"
             for name, (shape, dtype, _) in self._tensors.items()
         }
-        if not values:
-            return ", ".join(shapes.values())
-        for event in self._copied.values():
-            event.synchronize()
-        numbers = {device: iter(sums.tolist()) for device, sums in self._sums.items()}
-        return ", ".join(
-            f"{text} {next(numbers.get(self._tensors[name][2], iter([0]))):x}"
-            for name, text in shapes.items()
-        )
-
-
-class ArgumentsDigest:
-    """What tells the arguments of forward passes apart, tensors by their values.
-
-    See :class:`BatchDigest`.
-    """
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        tensors: dict[str, Tensor] = {}
-        plain: list[str] = []
-        for name, value in _flat("", given):
-            if isinstance(value, Tensor):
-                complex_ = value.is_complex()
-                tensors[name] = torch.view_as_real(value.resolve_conj()) if complex_ else value
-            elif isinstance(value, (int, float, str)):
-                plain.append(f"{name} {value}")
-        self._tensors, self._plain = BatchDigest(tensors), ", ".join(plain)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether :meth:`text` need not wait for a GPU."""
-        return self._tensors.is_known
-
-    def text(self, values: bool = True) -> str:
-        """A text that differs between arguments; without tensors' values it is known at once."""
-        return "; ".join((self._tensors.text(values), self._plain))
+        if values:
+            for event in self._copied.values():
+                event.synchronize()
+            numbers = {device: iter(sums.tolist()) for device, sums in self._sums.items()}
+            for name, (_, _, device) in self._tensors.items():
+                texts[name] += f" {next(numbers.get(device, iter([0]))):x}"
+        return "; ".join((", ".join(texts.values()), self._plain))
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value and what it holds, with names; mappings, lists and tuples are gone through."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}" if name else str(key), inner)
@@ -220,15 +185,10 @@ class ValuesComparison:
         self.digest: ArgumentsDigest | None = None
 
     def __deepcopy__(self, _: Any) -> ValuesComparison:
-        """Of a pass that was interrupted: nothing is left to compare."""
         return ValuesComparison(self._mesh, self._what)
 
     def finish(self) -> None:
-        """Compare them, once they are known. Collective over the mesh.
-
-        Raises:
-            MeshError: the ranks were given other values.
-        """
+        """Compare them, once they are known; MeshError if they differ. Collective over the mesh."""
         digest, self.digest = self.digest, None
         if digest is not None:
             self._mesh.agree(f"{self._what} {digest.text()}")
@@ -251,6 +211,8 @@ def same_on_all_ranks(
         MeshError: the ranks were given other arguments, or another rank has refused its own.
         Exception: what the body has raised.
     """
+    # An error is sent with the comparison, and not raised before it: the other ranks would wait in
+    # the exchanges of a pass that this one never begins.
     error: Exception | None = None
     comparison = ValuesComparison(mesh, what)
     try:
@@ -274,9 +236,6 @@ class WeightsComparison:
 
     The pass after one that failed compares them again. If it failed on one rank only, ranks then
     differ in what they compare: all raise an error, and in the pass after it all compare.
-
-    Args:
-        needed: there are several ranks.
     """
 
     def __init__(self, needed: bool) -> None:
@@ -296,16 +255,8 @@ class WeightsComparison:
 
 
 def sample_of_weights(module: nn.Module) -> dict[str, Tensor]:
-    """A few elements of each weight and persistent buffer that a rank holds whole: of the middle
-    and the last row, where a table that was enlarged has its new ones, evenly spaced.
-
-    Weights that FSDP, ZeRO-3 or tensor parallelism shards and DeepSpeed's experts are left out, as
-    are those of other tensor classes and those without values: ranks hold different parts, or
-    nothing can be read.
-
-    Returns:
-        By dtype one tensor, in the order of the weights, on the device of the first.
-    """
+    """A few elements of each weight and persistent buffer that a rank holds whole, by dtype: of the
+    middle and the last row, where a table that was enlarged has its new ones, evenly spaced."""
     samples: dict[torch.dtype, list[Tensor]] = {}
     for weight in _weights(module):
         of_dtype = samples.setdefault(weight.dtype, [])
@@ -341,6 +292,8 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_whole(weight: Tensor) -> bool:
+    # Of weights that FSDP, ZeRO-3 or tensor parallelism shards, and of DeepSpeed's experts, ranks
+    # hold different parts; of other tensor classes and those without values nothing can be read.
     if hasattr(weight, "ds_id") or hasattr(weight, "_fsdp_flattened"):
         return False
     if not getattr(weight, "allreduce", True):  # as DeepSpeed marks experts

@@ -73,11 +73,7 @@ def in_chunks(
 
 
 def _empty_output(first: Tensor, dim: int, length: int, size: int) -> Tensor:
-    """Uninitialized: the output of all chunks.
-
-    Args:
-        first: the first chunk's result, of ``length`` of ``size`` indices.
-    """
+    """Uninitialized: the output of all ``size`` indices, as the first chunk's of ``length``."""
     if first.shape[dim] != length:
         raise ConfigError(
             f"a chunk of {length} indices along dim {dim} has a result of {first.shape[dim]}: the "
@@ -89,22 +85,18 @@ def _empty_output(first: Tensor, dim: int, length: int, size: int) -> Tensor:
 
 
 class TakeChunk(torch.autograd.Function):
-    """``x`` for the chunks to come, and the chunk ``[start, stop)`` of it.
-
-    In backward the last chunk is the first one: it allocates the gradient of ``x``, and all others
-    write into it.
-    """
+    """``x`` for the chunks to come, and the chunk ``[start, stop)`` of it: nothing is copied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """``x`` itself and a view of it: nothing is copied."""
         ctx.dim, ctx.start, ctx.stop, ctx.shape = dim, start, stop, x.shape
         ctx.set_materialize_grads(False)
         return x, x.narrow(dim, start, stop - start)
 
     @staticmethod
     def backward(ctx: Any, later: Tensor | None, grad: Tensor | None) -> tuple[Any, ...]:
-        """The gradient of ``x``, of whose chunks the earlier ones are written later."""
+        # The last chunk is the first one here: it allocates the gradient of x, and all others write
+        # into it.
         if later is None and grad is not None:
             is_last = ctx.stop == ctx.shape[ctx.dim]
             later = (grad.new_empty if is_last else grad.new_zeros)(ctx.shape)
@@ -121,7 +113,6 @@ class WriteChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, result: Tensor, dim: int, start: int) -> Tensor:
-        """The output, changed in place."""
         ctx.dim, ctx.start, ctx.length = dim, start, result.shape[dim]
         output.narrow(dim, start, ctx.length).copy_(result)
         ctx.mark_dirty(output)
@@ -129,8 +120,7 @@ class WriteChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """All of the gradient for the earlier chunks, which read their own part of it alone, and
-        this chunk's part: a view."""
+        # All of it for the earlier chunks, which read their own part of it alone.
         return grad, grad.narrow(ctx.dim, ctx.start, ctx.length), None, None
 
 
@@ -141,12 +131,7 @@ _OWN_SUMS = ("torch._dynamo", "transformer_engine")
 
 def sum_in_fp32(run: Callable[[Tensor], Tensor], module: nn.Module | None) -> Any:
     """A function to call instead of ``run`` for each chunk of one forward pass, whose parameters'
-    gradients are summed in fp32; ``run`` itself where autograd's sums are as good.
-
-    Args:
-        module: whose parameters ``run`` uses; None: the module that ``run`` is, is a method of or
-            has as its first bound argument.
-    """
+    gradients are summed in fp32; ``run`` itself where autograd's sums are as good."""
     # Note [gradients of chunks]
     # A parameter of n chunks gets n gradients, which autograd sums in the parameter's dtype. In
     # bf16 each addition rounds: relative to one product over all tokens the error of the sum is 1.4
@@ -170,11 +155,7 @@ def sum_in_fp32(run: Callable[[Tensor], Tensor], module: nn.Module | None) -> An
 
 
 class _ChunkSums:
-    """The sums of one module's parameters over the chunks of one forward pass.
-
-    Args:
-        module: runs once for each chunk.
-    """
+    """The sums of one module's parameters over the chunks of one forward pass."""
 
     def __init__(self, module: nn.Module) -> None:
         self._root = module
@@ -183,7 +164,6 @@ class _ChunkSums:
 
     @contextmanager
     def views(self) -> Iterator[None]:
-        """Let submodules compute with views of their parameters, as long as each one runs."""
         replaced: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] = {}
         handles, thread = [], get_ident()
 
@@ -231,35 +211,30 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        """Shapes: the result ``[0]``."""
         ctx.set_materialize_grads(False)
         ctx.totals, ctx.dtype = {}, parameter.dtype
         return parameter.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> Tensor | None:
-        """After the backward passes of all views, of as many chunks as the loss depends on."""
+        # After the backward passes of all views, of as many chunks as the loss depends on.
         total = ctx.totals.pop(torch._C._current_graph_task_id(), None)
         return None if total is None else total.to(ctx.dtype)
 
 
 class _View(torch.autograd.Function):
-    """The parameter for one chunk."""
+    """The parameter for one chunk; ``node`` is the token's, where the gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, token: Tensor, node: Any) -> Tensor:
-        """A view; ``node`` is that of the token, where the gradients are summed."""
         ctx.set_materialize_grads(False)
         ctx.node = node
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
-        """Add the gradient to the sum of this backward pass.
-
-        One pass may run inside another, as a reentrant checkpoint's does; the sum of one that
-        failed stays unused until the graph is freed.
-        """
+        # By backward pass: one may run inside another, as a reentrant checkpoint's does; the sum of
+        # one that failed stays unused until the graph is freed.
         totals, pass_id = ctx.node.totals, torch._C._current_graph_task_id()
         if grad is not None:
             if pass_id not in totals:
@@ -272,7 +247,6 @@ class _View(torch.autograd.Function):
 
 
 def _module_of(run: Callable[..., Any]) -> nn.Module | None:
-    """The module that a function is, is a method of, or has as its first bound argument."""
     while isinstance(run, partial):
         if run.args and isinstance(run.args[0], nn.Module):
             return run.args[0]
@@ -282,12 +256,10 @@ def _module_of(run: Callable[..., Any]) -> nn.Module | None:
 
 
 def _sums_by_itself(module: nn.Module) -> bool:
-    """Whether a part of a module adds to fp32 gradients in its own backward pass, or is compiled
-    (as its forward method may be): then autograd's sums stay.
-
-    Megatron's linear layers with ``gradient_accumulation_fusion`` and TransformerEngine's with
-    ``fuse_wgrad_accumulation`` add each chunk's gradient to ``main_grad``.
-    """
+    """Whether a part of a module adds to fp32 gradients in its own backward pass, or is compiled:
+    then autograd's sums stay."""
+    # Megatron's linear layers with gradient_accumulation_fusion and TransformerEngine's with
+    # fuse_wgrad_accumulation add each chunk's gradient to main_grad.
     return any(
         getattr(part, "gradient_accumulation_fusion", False)
         or getattr(part, "fuse_wgrad_accumulation", False)
@@ -299,9 +271,13 @@ def _sums_by_itself(module: nn.Module) -> bool:
 
 
 def _trains(part: nn.Module) -> bool:
-    """Whether a module has parameters of its own that may be trained in low precision. FSDP2's
-    shards may, whatever their dtype: parameters take their place in the forward pass."""
-    return any(_is_summed(p) or _is_sharded(p) for p in part._parameters.values())
+    # FSDP2's shards may be trained in low precision whatever their dtype: parameters take their
+    # place in the forward pass. A DTensor is known by its placements: this package imports no
+    # process groups.
+    return any(
+        _is_summed(p) or (p is not None and hasattr(p, "placements") and p.requires_grad)
+        for p in part._parameters.values()
+    )
 
 
 def _is_summed(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:
@@ -310,8 +286,3 @@ def _is_summed(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:
         and parameter.requires_grad
         and parameter.dtype in LOW_PRECISION
     )
-
-
-def _is_sharded(parameter: Tensor | None) -> bool:
-    """Whether it is a DTensor, known by its placements: this package imports no process groups."""
-    return parameter is not None and hasattr(parameter, "placements") and parameter.requires_grad

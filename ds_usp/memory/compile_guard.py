@@ -12,11 +12,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def disable_in_compile(reason: str) -> Callable[[Function], Function]:
-    """``torch.compiler.disable`` with a reason: a graph break, or an error with ``fullgraph``.
-
-    Args:
-        reason: text of the error.
-    """
+    """``torch.compiler.disable``, with the reason of a graph break or an error of ``fullgraph``."""
 
     def decorate(function: Function) -> Function:
         parameters = inspect.signature(

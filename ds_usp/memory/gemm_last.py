@@ -41,7 +41,6 @@ def recompute_before(
     producer: Producer, consumer: Callable[[torch.Tensor], Result], *inputs: torch.Tensor
 ) -> Result:
     """``consumer(producer(*inputs))``, which saves the inputs and not the producer's output.
-
     Gradients are those of the plain call bit for bit: the graph is the same one.
 
     Args:
@@ -89,9 +88,7 @@ class GemmLast:
                 self._recomputing = False
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            """Call the producer; in training also remember the storage of its output, by which the
-            consumer recognizes it, and how to recompute what the producer saved.
-            """
+            # The storage of its output is remembered: by it the consumer recognizes its input.
             if self._recomputing or not torch.is_grad_enabled():
                 return producer(*inputs)
             self._produced = None
@@ -103,8 +100,6 @@ class GemmLast:
         return run
 
     def consume(self, consumer: Callable[Params, Result]) -> Callable[Params, Result]:
-        """The consumer, wrapped: it does not save the producer's output, only its other tensors."""
-
         def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
             produced, self._produced = self._produced, None
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -152,27 +147,22 @@ class _Recompute:
         return output
 
     def consumed(self, storage: int) -> AbstractContextManager[None]:
-        """A context in which this is saved instead of the output."""
-
         def pack(tensor: torch.Tensor) -> StorageView | None:
             return StorageView.from_tensor(tensor) if storage_id(tensor) == storage else None
 
         return saved_tensors(pack, lambda view: view.apply_to(self._recompute()))
 
     def _pack_index(self, tensor: torch.Tensor) -> int | None:
-        """First run: the index of a saved tensor that is not a view of an input."""
         if storage_id(tensor) in self._input_storages:
             return None
         self._views.append(StorageView.from_tensor(tensor))
         return len(self._views) - 1
 
     def _unpack_saved(self, index: int) -> torch.Tensor:
-        """Backward: a saved tensor of the producer."""
         self._recompute()
         return self._recomputed[index]
 
     def _recompute(self) -> torch.Tensor:
-        """Backward: the producer's output; the first call runs the producer."""
         # The first of the saved tensors that backward asks for runs the producer, which gives all
         # of them and the output: consumer's backward comes first, and its input is the output.
         if self._output is None:
@@ -203,7 +193,6 @@ def _unreachable_unpack(_: None) -> torch.Tensor:
 
 
 def _autocast(device: str) -> Callable[[], torch.autocast]:
-    """Reproduces the autocast state of now."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     cached = torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(device, dtype, enabled, cached)

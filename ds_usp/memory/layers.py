@@ -40,15 +40,16 @@ Checkpoint = Callable[..., Any]  # of the function and its inputs
 
 
 def reentrant_checkpoint(run: Callable[..., Any], *inputs: Any) -> Any:
-    """torch's reentrant checkpoint: suits ZeRO-3, whose partitioned parameters change shape. What
-    the function returns when it is recomputed is not kept in memory during its backward pass."""
+    """torch's reentrant checkpoint: suits ZeRO-3, whose partitioned parameters change shape."""
+    # What the function returns when it is recomputed is not kept in memory during its backward.
     return checkpoint(partial(run_for_gradients, run), *inputs, use_reentrant=True)
 
 
 def run_for_gradients(run: Callable[..., Any], *inputs: Any) -> Any:
     """The function's results; in the recomputation of a reentrant checkpoint, where torch enables
-    gradients, without their values, which the backward pass starts from but does not read. Single
-    elements keep theirs: Megatron-DeepSpeed's checkpoint reads the loss of experts."""
+    gradients, without their values."""
+    # Backward starts from the results but does not read them. Single elements keep their values:
+    # Megatron-DeepSpeed's checkpoint reads the loss of experts.
     out = run(*inputs)
     if not torch.is_grad_enabled():
         return out
@@ -66,7 +67,6 @@ class WithoutValues(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Uninitialized."""
         return x.new_empty(()).expand(x.shape)
 
     @staticmethod
@@ -85,10 +85,10 @@ class LayerMemory:
             ``full`` the input alone.
         offload: offloads a fraction of what is saved to the host; None: nothing.
         checkpoint: the framework's activation checkpoint, which may restore more random states.
-        checkpoint_layers: K of :class:`ds_usp.memory.layers.LayerGroups`: of K consecutive
-            layers only the first one's input is saved, and the forward pass of the other K - 1 runs
-            once more. Only for ``full``, and for ``attention``, whose results are saved all the
-            same. Layers take one tensor, the result, or first result, of the layer before.
+        checkpoint_layers: of so many consecutive layers only the first one's input is saved, and
+            the forward pass of the others runs once more. Only for ``full`` and ``attention``,
+            whose results are saved all the same. Layers take one tensor, the (first) result of the
+            layer before.
         random_tracker: returns the framework's own random generators, as Megatron's; for
             ``checkpoint_layers`` above 1.
 
@@ -163,10 +163,7 @@ class LayerGroups:
     """
 
     def __init__(
-        self,
-        size: int,
-        offload: Offload | None,
-        tracker: Callable[[], RandomTracker] | None,
+        self, size: int, offload: Offload | None, tracker: Callable[[], RandomTracker] | None
     ) -> None:
         self._size, self._offload, self._tracker = size, offload, tracker
         # Saved inputs alone keep a group alive, so it is freed with the graph.
@@ -177,7 +174,6 @@ class LayerGroups:
 
         Args:
             number: an index not above the last call's begins another micro batch.
-            checkpoint: saves its input for backward through autograd.
 
         Raises:
             ConfigError: the input is not the result of the group's previous layer; or the
@@ -228,15 +224,9 @@ class _Group:
         self._output: _Result | None = None
 
     def continues_with(self, number: int, size: int) -> bool:
-        """Whether layer ``number`` belongs to this group."""
         return self._number is not None and number > self._number and len(self._layers) < size
 
     def check_input(self, number: int, hidden: Tensor) -> None:
-        """Refuse an input that running the group's layers again would not give.
-
-        Raises:
-            ConfigError: it is not the previous layer's result, or was changed since.
-        """
         if not self._layers:
             return
         if self._output is None or not self._output.is_unchanged(hidden):
@@ -265,10 +255,7 @@ class _Group:
         return self._inputs.pop(index)()
 
     def _compute_inputs(self, last: int) -> None:
-        """Run the layers before ``last`` again, with their random states, and keep their results.
-
-        Their copies to the host overlap as those of layers do: the last two stay on the device.
-        """
+        # Their copies to the host overlap as those of layers do: the last two stay on the device.
         # Each layer with the random states of its forward pass, or dropout would differ; then those
         # of now, or what runs next would.
         current = _ForwardState(self._first().device, self._tracker)
@@ -295,7 +282,6 @@ class _Result:
         self._version = tensor._version
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is all of it, and was not written to since."""
         return (
             self._storage() is tensor.untyped_storage()
             and self._view == StorageView.from_tensor(tensor)
@@ -313,7 +299,6 @@ class _Handle:
         self.is_saved = False
 
     def pack(self, tensor: Tensor) -> _Handle | None:
-        """This for the layer's input; None: another tensor."""
         if (
             storage_id(tensor) != self._storage
             or tensor.dtype != self._dtype
@@ -324,11 +309,6 @@ class _Handle:
         return self
 
     def unpack(self) -> Tensor:
-        """The layer's input.
-
-        Raises:
-            RecomputeError: computed again, it has another shape.
-        """
         hidden = self._group.input(self._index)
         if hidden.shape != self._view.size or hidden.dtype != self._dtype:
             raise RecomputeError(
@@ -350,14 +330,12 @@ class _ForwardState:
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def restore_random(self) -> None:
-        """Set the random generators to these states."""
         self._random.restore()
         if self._tracker is not None:
             self._tracker.set_states(self._tracker_states)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Random states and autocast as they were."""
         self.restore_random()
         enabled, dtype = self._autocast
         with torch.autocast(self._device_type, dtype=dtype, enabled=enabled):

@@ -54,9 +54,6 @@ class Offload:
     Micro batches may be in flight and run backward in any order: what was not prefetched is
     fetched when backward needs it. Gradients are bitwise those without offload.
 
-    The last layer before a backward pass stays on the device: it is needed at once. It is
-    offloaded if another micro batch's forward pass comes first.
-
     Args:
         ratio: fraction of the saved bytes of layers that is offloaded, from 0 to 1.
         device: where the layers compute.
@@ -88,11 +85,7 @@ class Offload:
 
     @contextmanager
     def layer(self, number: int) -> Iterator[None]:
-        """Around the forward pass of one layer.
-
-        Args:
-            number: its index; an index not above the last call's begins another micro batch.
-        """
+        """Around a layer's forward; a number not above the last one begins another micro batch."""
         if self.ratio == 0 or not torch.is_grad_enabled():
             yield
             return
@@ -110,6 +103,8 @@ class Offload:
         # about three layers are on the device. Memory is allocated and freed on the computing
         # stream only: the caching allocator may give it to later kernels of that stream at once,
         # and both copy streams have been waited for by then.
+        # The last layer before a backward pass stays on the device: it is needed at once. It is
+        # offloaded if another micro batch's forward pass comes first.
         last = self._last
         same_pass = last is not None and last.number < number
         if not same_pass:
@@ -127,7 +122,6 @@ class Offload:
                 last.free_device_copies()
 
     def nested(self) -> Offload:
-        """An offload of the same ratio and counts, for layers that run within a backward pass."""
         offload = Offload(
             self.ratio, self.copier.device, min_bytes=self.min_bytes, copier=self.copier
         )
@@ -136,12 +130,10 @@ class Offload:
 
     @property
     def bytes_away(self) -> int:
-        """Bytes that are on the host and not on the device, now."""
         layers = (layer for layers in self._passes for layer in layers)
         return sum(item.host_bytes for layer in layers for item in layer.items if item.data is None)
 
     def _begin_pass(self) -> None:
-        """Drop the micro batches whose backward is done."""
         for layers in self._passes:
             for layer in layers:
                 layer.drop_if_unused()
@@ -149,8 +141,8 @@ class Offload:
         self._passes.append([])
 
     def _next_in_backward(self, layer: _Layer) -> _Layer | None:
-        """The layer whose saved tensors are needed next: of the previous ones the last that has
-        any, or the last layer of the oldest micro batch that waits."""
+        # Of the layers before it the last that has any saved tensors, or the last layer of the
+        # oldest micro batch that waits.
         previous = layer.previous
         while previous is not None:
             if previous.items:
@@ -197,7 +189,6 @@ class _Layer:
         return [item for ref in self._items if (item := ref()) is not None]
 
     def pack(self, tensor: torch.Tensor) -> _Saved | None:
-        """Autograd's pack hook; None: the tensor is saved as it is."""
         if tensor.device.type != self.copier.device.type or not _is_offloadable(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -213,26 +204,22 @@ class _Layer:
         return None if item is None else _Saved(item, tensor.dtype, StorageView.from_tensor(tensor))
 
     def _shared(self, key: int) -> _OffloadedStorage | None:
-        """The previous layer may have saved the storage too: its output is this one's input."""
+        # The previous layer may have saved the storage too: its output is this one's input.
         items = self.previous.items if self.previous is not None else []
         return next((x for x in items if x.data is not None and storage_id(x.data) == key), None)
 
     def unpack(self, saved: _Saved) -> torch.Tensor:
-        """Autograd's unpack hook: the tensor, after its copy to the device."""
         layer = saved.item.layer
         if layer._state is not _State.OPEN:  # the forward pass may read what it saves
             layer.ensure_on_device()
         return saved.tensor()
 
     def close(self) -> None:
-        """The forward pass is over."""
         self._open.clear()
         self._small.clear()
         self._state = _State.ON_DEVICE
 
     def start_offload(self) -> None:
-        """Start the copies to the host of as many bytes as the offload ratio leaves for this layer,
-        the largest storages first."""
         items, counts = self.items, self._offload.counts
         if self._state is not _State.ON_DEVICE or self.backward_started or not items:
             return
@@ -257,7 +244,6 @@ class _Layer:
             self._state = _State.OFFLOADING
 
     def free_device_copies(self) -> None:
-        """Free the device memory after the copies, one layer later; not if backward started."""
         if self._state is _State.OFFLOADING:
             self.copier.wait(self._copy_event)
             for item in self.items:
@@ -265,7 +251,6 @@ class _Layer:
             self._state = _State.ON_HOST
 
     def ensure_on_device(self) -> None:
-        """Backward needs the saved tensors: wait for their prefetch, and start the next layer's."""
         if not self.backward_started:
             self.backward_started = True
             if self._state is _State.OFFLOADING:
@@ -284,7 +269,6 @@ class _Layer:
             self._state = _State.ON_DEVICE
 
     def prefetch(self) -> None:
-        """Start the copies to the device."""
         if self._state is _State.ON_HOST:
             pairs = [pair for item in self.items for pair in item.begin_prefetch()]
             self._copy_event = self.copier.to_device(pairs)
@@ -292,7 +276,6 @@ class _Layer:
             self._state = _State.PREFETCHING
 
     def drop_if_unused(self) -> None:
-        """Release a prefetch in flight whose saved tensors nobody needs any more."""
         if self._state is _State.PREFETCHING and not self.items:
             self.copier.wait(self._copy_event)
             self._prefetched = []
@@ -327,7 +310,6 @@ class _OffloadedStorage:
         return self.data[:size]
 
     def drop(self) -> None:
-        """Free the device memory, after the copies."""
         if self.host_bytes:
             self.data = self._probe = None
 
@@ -343,13 +325,11 @@ class _OffloadedStorage:
         return list(zip(self._prefetch_buffer.split(sizes), sources, strict=True))
 
     def finish_prefetch(self) -> None:
-        """After the wait for the copies."""
         if self._prefetch_buffer is not None:
             self.data, self._prefetch_buffer = self._prefetch_buffer, None
             self.allocation = self._device_remainder = None
 
     def check_version(self) -> None:
-        """Raise if the storage was written to since it was saved."""
         if self._probe is not None:
             check_version(self._probe, self._version)
 
@@ -362,7 +342,6 @@ class _Saved(NamedTuple):
     view: StorageView
 
     def tensor(self) -> torch.Tensor:
-        """The tensor; its storage must be on the device."""
         item = self.item
         item.check_version()
         if item.data is None:
@@ -403,16 +382,15 @@ class HostStorages:
 
     @property
     def bytes_away(self) -> int:
-        """Bytes that are in host memory and not on the device."""
         return sum(self._sent.sizes) if self._sent is not None and self._is_freed else 0
 
     def send(self, tensors: Iterable[Tensor]) -> None:
-        """Start the copies of the tensors' storages to the host, after all work queued so far.
+        """Start the copies of the tensors' storages to the host, after all work queued so far;
+        without effect if they were sent.
 
         Storages on another device, of less than 64 KiB, or whose memory is not torch's own (a
-        mapped file, an array of NumPy) stay where they are.
-        What is written to them before :meth:`free` is sent again there, if torch counts it as a
-        version of these tensors: not through ``.data``. Without effect if they were sent.
+        mapped file, an array of NumPy) stay. What is written to them before :meth:`free` is sent
+        again there, if torch counts it as a version of these tensors: not through ``.data``.
         """
         if self._sent is not None:
             return
@@ -490,11 +468,7 @@ CopyEvent = torch.cuda.Event | None  # None: the copies are done
 
 
 class PinnedBlockPool:
-    """Host memory in blocks of one size, reused: to pin memory takes longer than to fill it.
-
-    Args:
-        pinned: page-locked, for copies of a GPU.
-    """
+    """Host memory in blocks of one size, reused: to pin memory takes longer than to fill it."""
 
     def __init__(self, pinned: bool, block_bytes: int = _BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
@@ -503,7 +477,6 @@ class PinnedBlockPool:
         self.num_blocks = 0
 
     def allocate(self, size: int) -> PinnedAllocation:
-        """Blocks for so many bytes; they return to the pool when the allocation is freed."""
         # Blocks of one size never fragment: any of them serves any layer, of any shape, and after
         # the first pass none is pinned any more.
         count = -(-size // self.block_bytes)
@@ -514,7 +487,6 @@ class PinnedBlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no allocation uses."""
         return len(self._free)
 
     def _new(self) -> torch.Tensor:
@@ -529,7 +501,6 @@ class PinnedAllocation:
         self._blocks, self._size = blocks, block_bytes
 
     def slices(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The bytes from start to stop, a slice a block."""
         slices = []
         for index in range(start // self._size, -(-stop // self._size)):
             first = index * self._size
@@ -539,17 +510,12 @@ class PinnedAllocation:
 
 
 class HostDeviceCopier:
-    """Asynchronous copies, each direction on its own stream; on a CPU synchronous.
-
-    Ordered by events alone: copies start after all work queued so far on the current stream, and
-    the caller keeps their sources and destinations alive until the current stream has waited for
-    them. So the caching allocator, which tracks the current stream only, is never wrong.
-
-    Args:
-        device: where tensors are when they are not on the host.
-    """
+    """Asynchronous copies, each direction on its own stream; on a CPU synchronous."""
 
     def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:
+        # Ordered by events alone: copies start after all work queued so far on the current stream,
+        # and the caller keeps their sources and destinations alive until the current stream has
+        # waited for them. So the caching allocator, which tracks the current stream only, is right.
         on_gpu = device.type == "cuda"
         self.pool = PinnedBlockPool(on_gpu, block_bytes)
         self.device = device
@@ -567,23 +533,14 @@ class HostDeviceCopier:
         return allocation, self._run(0, pairs)
 
     def to_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
-        """Copy for each pair (destination, source)."""
         return self._run(1, pairs)
 
     def wait(self, event: CopyEvent) -> None:
-        """Let the current stream wait for copies."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def _run(self, direction: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
-        """Copy pairs (destination, source) on the stream of a direction, after the current one.
-
-        Args:
-            direction: index of the stream: 0 to CPU memory, 1 to the device.
-
-        Returns:
-            The event after the copies; None without streams, where copies are synchronous.
-        """
+        """Copy pairs (destination, source) by stream 0, to the host, or 1; the event after it."""
         if not self._streams:
             for dst, src in pairs:
                 dst.copy_(src)

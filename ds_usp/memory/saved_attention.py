@@ -104,11 +104,7 @@ def is_saving() -> bool:
 
 
 def refuse_saving(feature: str) -> None:
-    """Refuse what cannot be saved.
-
-    Raises:
-        UnsupportedAttentionError: it runs under :func:`keep_attention`.
-    """
+    """UnsupportedAttentionError under :func:`keep_attention`, for what cannot be saved."""
     if is_saving():
         raise UnsupportedAttentionError(
             f"{feature} cannot be kept by keep_attention, which would run it twice. Checkpoint it "
@@ -117,11 +113,8 @@ def refuse_saving(feature: str) -> None:
 
 
 def check_only_inputs_require_grad(attention: object, args: Sequence[object]) -> None:
-    """Refuse to save an attention with trainable parameters or further arguments that require grad.
-
-    Raises:
-        UnsupportedAttentionError: their gradient would be lost, under :func:`keep_attention`.
-    """
+    """UnsupportedAttentionError under :func:`keep_attention` for trainable parameters of attention
+    or further arguments that require grad: their gradient would be lost."""
     if not is_saving():
         return
     weights = attention.parameters() if isinstance(attention, torch.nn.Module) else ()
@@ -138,7 +131,6 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: SavedCall, *inputs: torch.Tensor) -> Outputs:
-        """The saved outputs. Saves the (recomputed) inputs that the call's graph reuses."""
         ctx.call = call
         ctx.save_for_backward(*(inputs[i] for i in call.reused_inputs))
         outputs = call.outputs()
@@ -159,17 +151,12 @@ class Replay(torch.autograd.Function):
 
 
 class _Call:
-    """A saved call of attention.
-
-    Args:
-        signature: what must be equal in both runs.
-    """
+    """A saved call of attention, by what must be equal in both runs."""
 
     def __init__(self, signature: object) -> None:
         self._signature = signature
 
     def check(self, signature: object) -> None:
-        """Raise unless the second run's call has the same signature."""
         if self._signature != signature:
             raise RecomputeError(
                 f"the recomputation attends otherwise than the forward pass: {signature} now, "
@@ -185,18 +172,12 @@ class SavedResults(_Call):
         self._saved = [save_tensor(x) for x in results]
 
     def results(self, num_visible: int) -> list[torch.Tensor]:
-        """All saved results, the first ``num_visible`` as copies."""
         results = [unpack() for unpack in self._saved]
         return [x.clone() for x in results[:num_visible]] + results[num_visible:]
 
 
 class SavedCall(_Call):
-    """A call's outputs, their graph, and the random state after it.
-
-    Args:
-        compute, inputs: as for :func:`compute_or_replay`.
-        signature: what must be equal in both runs.
-    """
+    """A call's outputs, their graph, and the random state after it."""
 
     def __init__(self, compute: Compute, inputs: Sequence[torch.Tensor], signature: object) -> None:
         # Note [kept attention has a graph of its own]
@@ -289,8 +270,6 @@ class _ReusedInputs:
         self._inputs: Sequence[torch.Tensor] = inputs
 
     def pack(self, tensor: torch.Tensor) -> tuple[int, StorageView] | None:
-        """(index in :attr:`indices`, view) of a tensor that is a view of an input; None for
-        another."""
         storage = storage_id(tensor)
         for index, x in enumerate(self._inputs):
             if storage_id(x) == storage and x.dtype == tensor.dtype:
@@ -300,16 +279,13 @@ class _ReusedInputs:
         return None
 
     def unpack(self, packed: tuple[int, StorageView]) -> torch.Tensor:
-        """The tensor, from the bound inputs."""
         index, view = packed
         return view.apply_to(self._inputs[index])
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Set the inputs of :attr:`indices`, in that order."""
         self._inputs = tensors
 
     def release(self) -> None:
-        """Drop the references to the inputs."""
         self._inputs = ()
 
 
@@ -327,7 +303,6 @@ class _CheckpointRun:
         self._next = 0
 
     def record_or_replay(self, make: Callable[[], CallT], signature: object) -> CallT:
-        """The saved call of the next call of attention, made in the first run."""
         if self.is_first:
             # Note [nested checkpoints]
             # A first run may be inside of another checkpoint, whose own runs it is part of: of two
@@ -363,7 +338,6 @@ class _CheckpointedFunction:
         "attention: create_selective_checkpoint_contexts([torch.ops.ds_usp.attention.default])"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function; the first run keeps its attention calls, a recomputation reads them."""
         run = _CheckpointRun(self._calls, current_run())
         token = _CURRENT_RUN.set(run)
         try:
@@ -386,12 +360,10 @@ class AttachLeaf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient goes to the leaf."""
         return grad, None
 
 
@@ -428,11 +400,9 @@ class StorageView(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> StorageView:
-        """The view that a tensor is."""
         return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same view of another tensor's storage, without a gradient."""
         return tensor.detach().as_strided(self.size, self.stride, self.offset)
 
 
@@ -470,18 +440,11 @@ def saved_tensors(pack: Pack, unpack: Unpack) -> Iterator[None]:
 
 
 def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Save a tensor as if autograd saved it here; the result returns it.
-
-    For what is saved for backward outside of autograd, so that it can be offloaded too.
-    """
+    """Save a tensor, outside of autograd, as if autograd saved it here; the result returns it."""
     return _save(_INNERMOST.get(), tensor)
 
 
 def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Save a tensor by the innermost hook pair that takes it; returns the function to restore it.
-
-    Parameters and tensors that no pair takes are kept as they are.
-    """
     if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
         # The parameter itself, as it will be then: ZeRO-3 frees and reallocates its memory.
         return lambda: tensor
@@ -506,11 +469,7 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:
-    """Refuse a saved tensor that was changed in place; torch checks only tensors without hooks.
-
-    Raises:
-        RecomputeError: the tensor was changed in place since it had this version.
-    """
+    """RecomputeError for a saved tensor that was changed in place; torch checks none with hooks."""
     if tensor._version != version:
         raise RecomputeError(
             f"a tensor {list(tensor.shape)} that backward needs was changed in place "
@@ -527,20 +486,17 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        """The current states; the CPU knows both, nothing waits for the GPU."""
-        gpu = None
+        gpu = None  # the CPU knows both states: nothing waits for the GPU
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             gpu = torch.cuda.get_rng_state(device)
         return cls(device, torch.get_rng_state(), gpu)
 
     def is_unchanged(self) -> bool:
-        """Whether no random numbers were drawn since."""
         current = RandomState.capture(self.device)
         same = self.gpu is None or current.gpu is None or torch.equal(self.gpu, current.gpu)
         return same and torch.equal(self.cpu, current.cpu)
 
     def restore(self) -> None:
-        """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
         if self.gpu is not None:
             torch.cuda.set_rng_state(self.gpu, self.device)

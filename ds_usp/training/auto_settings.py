@@ -20,13 +20,13 @@ def attention_kernel(
     """The kernel that causal attention takes here: the named one, or the one that ``auto`` picks.
 
     Args:
-        kernel: as for ``ds_usp.usp_attention``.
         dtype: of q, k and v.
         documents: the mask has documents.
 
     Raises:
         UnsupportedAttentionError: no kernel serves it; the message has each one's reason.
     """
+    # Asked as attention itself asks, so that a loop can name the kernel before its first step.
     request = KernelRequest(
         device.type,
         dtype,
@@ -40,11 +40,7 @@ def attention_kernel(
 
 
 def offload_ratio(text: str) -> float | str:
-    """Parse an offload ratio of a command line: a number from 0 to 1, or ``auto``.
-
-    Raises:
-        ValueError: neither.
-    """
+    """An offload ratio of a command line: a number from 0 to 1, or ``auto``; else ValueError."""
     if text == AUTO:
         return text
     ratio = float(text)

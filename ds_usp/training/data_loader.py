@@ -43,12 +43,12 @@ class Message(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves plain tensors out of the pickle, with their shapes and dtypes in their places."""
-
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
 
+    # Plain tensors are left out of the pickle, with their shapes and dtypes in their places, and
+    # are sent as their bytes.
     def persistent_id(self, x: Any) -> Any:
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_complex():
             return None
@@ -70,9 +70,6 @@ class _Unpickler(pickle.Unpickler):
 class BatchBroadcast:
     """What one rank of a group reads, on all its ranks.
 
-    Whatever is random in reading, shuffling or augmenting, the ranks that share a sequence must
-    have one and the same batch. So one rank reads and sends: nothing has to be seeded alike.
-
     Args:
         group: None: a process by itself, to which nothing is sent.
         device: where tensors arrive; None: where the group can send them from.
@@ -81,6 +78,8 @@ class BatchBroadcast:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device | str | None = None
     ) -> None:
+        # Whatever is random in reading, shuffling or augmenting, the ranks that share a sequence
+        # must have one and the same batch. So one rank reads and sends: nothing is seeded alike.
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._device = device
 
@@ -93,11 +92,8 @@ class BatchBroadcast:
         return Message(value, file.getvalue(), pickler.tensors)
 
     def send(self, message: Message | None, source: int = 0) -> Any:
-        """The value that rank ``source`` has packed, on every rank. Collective over the group.
-
-        Args:
-            message: None on the other ranks.
-        """
+        """What rank ``source`` has packed, on every rank; ``message`` is None on the others.
+        Collective over the group."""
         if self._group is None:
             return cast(Message, message).value
         group, device = self._group, transport_device(self._group)
@@ -126,10 +122,7 @@ class BatchBroadcast:
 
     def next_of(self, batches: Iterator[Any] | None, source: int = 0) -> tuple[Any] | None:
         """The next batch of rank ``source``, in a tuple, on every rank; None at the end.
-        Collective over the group.
-
-        Args:
-            batches: None on the other ranks.
+        ``batches`` is None on the other ranks. Collective over the group.
 
         Raises:
             DataError: rank ``source`` could not read its batch; that rank raises its own error.
@@ -158,10 +151,8 @@ class BatchBroadcast:
 class ShardedBatch:
     """What one sequence-parallel rank holds of a batch.
 
-    Shapes:
-        tokens, labels, positions: ``[b, s_local]``, int64.
-
     Attributes:
+        tokens: ``[b, s_local]``, int64, as labels and positions are.
         labels: of every token the next one, -100 where none counts. They are shifted: a loss that
             shifts by itself (``labels=`` of a Hugging Face model) would shift twice.
         positions: in the sequence, or in the token's document, for RoPE or learned positions.
@@ -185,11 +176,8 @@ class ShardedBatch:
 class SequenceParallelDataLoader:
     """Broadcasts one batch to every sequence-parallel group and shards it over the ranks.
 
-    Rank 0 of every mesh reads and sends the batch to the other ranks. So the ranks of a group
-    cannot see different data, whatever is random in reading or in augmentation, only one of them
-    needs worker processes, and storage is read once.
-
-    Data-parallel replicas must read different samples::
+    Rank 0 of every mesh reads and sends: only it needs worker processes. Data-parallel replicas
+    must read different samples::
 
         dp = data_parallel_ranks(mesh)
         sampler = DistributedSampler(data, num_replicas=dp.size, rank=dp.rank)
@@ -208,14 +196,13 @@ class SequenceParallelDataLoader:
     * any other tensor ``[b, seq_len, ...]`` is sharded too, other values are copied.
 
     All ranks end with the loader that ends first; batches that others have read by then are
-    dropped, with one warning.
+    dropped, with one warning. Collective over the mesh when it is made, and over ``group`` at each
+    batch.
 
     Args:
         loader: any iterable of such dicts; it may be None except on rank 0 of a mesh.
-        mesh: the ranks that share each batch.
-        layout: kind of token layout, which attention must be given too (``batch.layout``): the
-            default is the one that :class:`ds_usp.USPAttention` takes by default, which refuses
-            batches in another one. ``zigzag``
+        layout: kind of token layout, which attention must be given too (``batch.layout``);
+            :class:`ds_usp.USPAttention` refuses batches in another one than its own. ``zigzag``
             balances the causal work of a ring. ``balanced`` is made anew from the documents of
             each batch.
         device: where shards go; None: where the mesh's ranks exchange tensors.
@@ -225,8 +212,6 @@ class SequenceParallelDataLoader:
     Raises:
         ConfigError, LayoutError: at construction, on every rank of the mesh.
         DataError, LayoutError: at the batch that cannot be used, on every rank of ``group``.
-
-    Collective over the mesh when it is made, and over ``group`` at each batch.
     """
 
     def __init__(
@@ -264,7 +249,6 @@ class SequenceParallelDataLoader:
         return len(cast(Sized, self._loader))
 
     def __iter__(self) -> Iterator[ShardedBatch]:
-        """One pass over the loader, as sharded batches; collective."""
         batches = _batches(self._loader) if self.mesh.rank == 0 else None
         while True:
             local = self._read(batches)
@@ -275,14 +259,13 @@ class SequenceParallelDataLoader:
             yield self._shard(self._broadcast.send(local.message), loss_tokens)
 
     def _layout_of(self, batch: WholeBatch) -> TokenLayout:
-        """The batch's token layout; ``balanced`` depends on its documents, one if it has none."""
         documents: Any = ()
         if self.layout == "balanced":
             documents = batch.documents or ((0, batch.seq_len),)
         return self.mesh.layout(self.layout, batch.seq_len, documents)
 
     def _read(self, batches: Iterator[Mapping[str, Any]] | None) -> _LocalRead:
-        """The next batch of the rank that reads, checked; an error is raised later, on all."""
+        # An error is raised later, on all ranks: raised here, the others would wait.
         if batches is None:
             return _LocalRead(_Status(_NO_LOADER))
         try:
@@ -292,7 +275,7 @@ class SequenceParallelDataLoader:
             return _LocalRead(status, _packed(batch))
         except StopIteration:
             return _LocalRead(_Status(_END))
-        except Exception as error:  # any: the other ranks would wait for this one
+        except Exception as error:
             text = f"{type(error).__name__}: {error}".encode()
             return _LocalRead(_Status(_ERROR, text=text), error=error)
 
@@ -335,12 +318,7 @@ class SequenceParallelDataLoader:
         warn_once(text, rank=0 if self._group is None else dist.get_rank(self._group))
 
     def _shard(self, batch: WholeBatch, loss_tokens: int) -> ShardedBatch:
-        """This rank's shard of a batch, on the device; registers its layout with the mesh.
-
-        Args:
-            batch: the full batch, the same on every rank.
-            loss_tokens: labels that count, of all data-parallel replicas; stored in the shard.
-        """
+        """This rank's shard of the full batch, on the device; its layout is noted in the mesh."""
         layout = self._layout_of(batch)
         # Attention that is given no layout is refused where the batch's is another than its
         # default.
@@ -369,8 +347,6 @@ class SequenceParallelDataLoader:
 
 
 class _Status(NamedTuple):
-    """Status of a rank's next batch, exchanged by all ranks."""
-
     kind: bytes
     loss_tokens: int = 0
     digest: bytes = b""
@@ -378,8 +354,6 @@ class _Status(NamedTuple):
 
 
 class _LocalRead(NamedTuple):
-    """What this rank has read, if it is rank 0 of a mesh."""
-
     status: _Status
     message: Message | None = None
     error: Exception | None = None
@@ -418,12 +392,9 @@ class DataParallelRanks(NamedTuple):
 def data_parallel_ranks(
     mesh: SequenceMesh, group: dist.ProcessGroup | None = None
 ) -> DataParallelRanks:
-    """The data-parallel axis beside ``mesh``. Collective over ``group``.
-
-    All ranks of a mesh are one replica: they read the same samples.
+    """The data-parallel axis beside ``mesh``: all ranks of a mesh are one replica. Collective.
 
     Args:
-        mesh: this rank's sequence mesh.
         group: the ranks that train together, a whole number of meshes; None: the default group.
 
     Raises:

@@ -48,9 +48,8 @@ class ParallelGroups:
 
     @classmethod
     def from_mesh(cls, mesh: SequenceMesh) -> ParallelGroups:
-        """The groups of sequence x data parallelism alone, without tensor or pipeline parallelism.
-
-        Collective over the world, which must be a whole number of meshes of one size.
+        """The groups of sequence x data parallelism alone. Collective over the world, which must be
+        a whole number of meshes of one size.
 
         Raises:
             ConfigError: a mesh without process groups, or meshes of different sizes.
@@ -121,6 +120,7 @@ def check_zero_stage(zero_stage: int, *, stages: int, bf16: bool) -> None:
 
 def deepspeed_mpu(groups: ParallelGroups, rule: GradientRule) -> SimpleNamespace:
     """The ``mpu`` for ``deepspeed.initialize``: its names for the groups of ``groups``."""
+    # DeepSpeed asks an mpu by several names for one axis, and falls back where one is missing.
     axes = {
         "model_parallel": groups.model,
         "tensor_model_parallel": groups.tp,
@@ -174,8 +174,7 @@ def initialize_deepspeed(
         the loss must be scaled.
 
     Raises:
-        ConfigError: a stage or a configuration that DeepSpeed trains wrongly; other arguments than
-            these.
+        ConfigError: a stage or a configuration that DeepSpeed trains wrongly; other arguments.
     """
     import deepspeed
 
@@ -200,7 +199,6 @@ def initialize_deepspeed(
 
 
 def _check_arguments(optimizer: object, config: object, groups: object) -> None:
-    """ConfigError for arguments of other classes."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer={optimizer!r} must be a torch.optim.Optimizer: none is made of DeepSpeed's "
@@ -220,7 +218,6 @@ def _check_arguments(optimizer: object, config: object, groups: object) -> None:
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    """Refuse keys of DeepSpeed's configuration that would give wrong gradients or batch sizes."""
     # It looks as if it told sequence from data parallel ranks, and reduces over the latter alone.
     if "sequence_parallel_size" in config:
         raise ConfigError(
@@ -240,10 +237,8 @@ def own_clipping(
     config: Mapping[str, Any], optimizer: torch.optim.Optimizer, groups: ParallelGroups
 ) -> dict[str, Any]:
     """Install a pre-step hook on ``optimizer`` that computes the global gradient norm and clips by
-    it; a step whose norm is not finite is skipped.
-
-    For ZeRO-0 in fp32, where gradients are on the parameters. The engine reads
-    ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
+    it; a step whose norm is not finite is skipped. For ZeRO-0 in fp32, where gradients are on the
+    parameters.
 
     Returns:
         The configuration without DeepSpeed's clipping, which is 1.0 by default.
@@ -253,7 +248,6 @@ def own_clipping(
     clip = float(config.get("gradient_clipping", 1.0))
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Clip the gradients in place by their global norm, or drop them if it is not finite."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = global_gradient_norm(parameters, groups)
         if not math.isfinite(norm):
@@ -263,6 +257,7 @@ def own_clipping(
             for p in parameters:
                 if p.grad is not None:
                     p.grad.mul_(min(1.0, clip / (norm + 1e-6)))
+        # The engine reads it off its optimizer, as it does off the ZeRO ones.
         optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
 
     optimizer.register_step_pre_hook(before_step)
@@ -272,11 +267,9 @@ def own_clipping(
 def owned_parameters(
     parameters: Iterable[nn.Parameter], groups: ParallelGroups
 ) -> Iterator[nn.Parameter]:
-    """The parameters that this rank adds to a norm, so that over ``groups.model`` each counts once.
-
-    A weight that is split over tensor-parallel ranks counts on all of them, a replicated one on
-    the first only, and one that another pipeline stage owns not at all.
-    """
+    """The parameters that this rank adds to a norm, so that over ``groups.model`` each counts once:
+    one that is split over tensor-parallel ranks counts on all of them, a replicated one on the
+    first only, and one that another pipeline stage owns not at all."""
     first = dist.get_rank(groups.tp) == 0
     for p in parameters:
         if not getattr(p, "ds_pipe_replicated", False) and (
@@ -301,13 +294,11 @@ _DEFAULT_ELEMENTS = 500_000_000  # DeepSpeed's
 def with_large_enough_buckets(
     config: Mapping[str, Any], parameters: Iterable[nn.Parameter]
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration with buckets that hold the largest gradient, where they have to.
+    """DeepSpeed's configuration with buckets that hold the largest gradient, where they have to:
+    with a larger ``reduce_bucket_size``, of which rank 0 warns.
 
     Args:
         parameters: of this rank; those that are trained count.
-
-    Returns:
-        The configuration as it is, or with a larger ``reduce_bucket_size``; rank 0 warns of it.
     """
     # Note [gradients larger than a bucket]
     # ZeRO-2 with overlap_comm reduces a gradient that is larger than reduce_bucket_size where it

@@ -67,11 +67,9 @@ class StatesOnHost:
 
     @property
     def bytes_away(self) -> int:
-        """Bytes that are in host memory and not on the device, now."""
         return self._storages.bytes_away
 
     def leave(self) -> None:
-        """Free the device memory; without effect within :meth:`on_device`."""
         # The copies have started when the step ended, and had the time of logging and reading the
         # next batch: here they are only waited for. Before the first step there were none.
         if not self._uses:
@@ -92,7 +90,6 @@ class StatesOnHost:
                 self._storages.send(self._tensors())
 
     def _tensors(self) -> list[Tensor]:
-        """States and master weights, except those that share memory with the module."""
         base = getattr(self._optimizer, "optimizer", self._optimizer)
         tensors = [value for state in base.state.values() for value in state.values()]
         for name in _MASTERS:
@@ -107,12 +104,13 @@ class StatesOnHost:
 
 
 def _refuse(engine: Any) -> None:
-    """Raise ConfigError for an engine whose states are offloaded already, or unknown."""
     if getattr(engine, "optimizer", None) is None or not hasattr(engine, "zero_offload_optimizer"):
         raise ConfigError(
             f"states on the host: {type(engine).__name__} is no engine of deepspeed.initialize "
             "with an optimizer"
         )
+    # The master weights are freed by resizing their storages: what DeepSpeed has moved already, or
+    # keeps elsewhere, would be freed under its hands.
     for offloaded, key in (
         (engine.zero_offload_optimizer(), "offload_optimizer"),
         (engine.zero_offload_param(), "offload_param"),

@@ -1,22 +1,17 @@
 """The loss that every rank back-propagates: reduced gradients are those of the global mean.
 
-The loss of a step is the mean over all loss tokens of the global batch: over the whole sequence
-(all sequence-parallel ranks), all micro batches and all data-parallel replicas. A rank holds some
-of these tokens and never sees the others, so it weights each token loss with
-``scale / (all loss tokens)`` and sums. ``scale`` is what DeepSpeed is going to divide the summed
-gradients by (``GradientRule.loss_scale``), so that it cancels.
+A rank holds some of a step's tokens and never sees the others, so it weights each token loss with
+``scale / (all loss tokens)`` and sums.
 
 In chunks, the logits of one chunk of tokens exist at a time. Logits of s tokens over a vocabulary
 of V are ``s V`` numbers, and once more in fp32: at 32K tokens of a 128K vocabulary more than all
-other activations of a layer. A chunk's logits become its losses, then in place its gradients. Under
-tensor parallelism the vocabulary is sharded. On GPUs the cross entropy and its gradient are one
-Triton pass each over the logits in their own dtype; elsewhere torch operations over a copy in fp32.
+other activations of a layer. On GPUs the cross entropy and its gradient are one Triton pass each
+over the logits in their own dtype; elsewhere torch operations over a copy in fp32.
 
 Sources: the chunked linear cross entropy of Liger Kernel (Hsu et al., 2410.10989); the reductions
 over a sharded vocabulary are Megatron's (1909.08053).
 
-Letters of the shapes: T tokens, t those of a chunk, h hidden, V vocabulary entries of this
-tensor-parallel rank.
+Shapes: T tokens, t those of a chunk, h hidden, V vocabulary entries of this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -61,11 +56,7 @@ def loss_token_weight(loss_tokens: float, scale: float) -> float:
 
 
 def weighted_loss(token_losses: Tensor, weights: Tensor) -> Tensor:
-    """The local loss of this rank: the weighted sum of its token losses, in fp32 (fp64 for fp64).
-
-    Shapes:
-        token_losses, weights: any, the same; the result is a scalar.
-    """
+    """The weighted sum of this rank's token losses, of one shape, in fp32 (fp64 for fp64)."""
     return (token_losses.to(torch.promote_types(token_losses.dtype, torch.float32)) * weights).sum()
 
 
@@ -95,8 +86,6 @@ def chunked_weighted_loss(
     tp_group: Group = None,
 ) -> Tensor:
     """``sum(loss_weights * cross_entropy(hidden @ weight.T, labels))``, in fp32 (fp64 for fp64).
-
-    The gradients are computed in the forward pass, so that no logits are computed twice.
 
     Shapes:
         hidden ``[..., h]``, weight ``[V, h]``, labels and loss_weights ``[...]``; a scalar.
@@ -133,16 +122,13 @@ def chunked_token_losses(
 ) -> Tensor:
     """The cross entropy of every token, not reduced; logits of one chunk exist at a time.
 
-    For frameworks that apply the loss mask and the mean afterwards: the gradient of each loss
-    arrives in the backward pass, which computes each chunk's logits again. That costs ``2 h V``
-    FLOP a token more than :func:`chunked_weighted_loss`, V being the entries on this
-    tensor-parallel rank.
+    For frameworks that apply the loss mask and the mean afterwards: backward, where the gradient of
+    each loss arrives, computes each chunk's logits again, ``2 h V`` FLOP a token more than
+    :func:`chunked_weighted_loss`, whose other arguments and errors it has.
 
     Shapes:
         hidden ``[..., h]``, weight ``[V, h]``, labels ``[...]``; the result like labels, in fp32
         (fp64 for fp64).
-
-    Arguments and errors: those of :func:`chunked_weighted_loss`, without loss_weights.
     """
     rows = _validate(hidden, weight, labels, chunks)
     losses: Tensor = TokenLosses.apply(*rows, chunks, tp_group)
@@ -163,7 +149,6 @@ class WeightedLoss(torch.autograd.Function):
         group: Group,
         needs_grad: bool,
     ) -> Tensor:
-        """Shapes: hidden ``[T, h]``, labels and loss_weights ``[T]``; a scalar."""
         loss = loss_weights.new_zeros(())
         grads = _Gradients(hidden, weight, weight.requires_grad) if needs_grad else None
         for rows, logits in _chunks(hidden, weight, labels, chunks, group):
@@ -179,8 +164,8 @@ class WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The saved gradients, scaled in fp32: in bf16 the factor itself would be rounded, and all
-        gradients of the model be wrong by as much."""
+        # Scaled in fp32: in bf16 the factor itself would be rounded, and all gradients of the model
+        # be wrong by as much.
         refuse_second_derivative("chunked_weighted_loss")
         dhidden, dweight = ctx.saved_tensors
         scaled = torch.empty_like(dhidden)
@@ -200,7 +185,6 @@ class TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
     ) -> Tensor:
-        """Shapes: hidden ``[T, h]``, labels ``[T]``, the result ``[T]``."""
         ctx.save_for_backward(hidden, weight, labels)
         ctx.chunks_and_group = chunks, group
         chunk_logits = _chunks(hidden, weight, labels, chunks, group)
@@ -208,7 +192,6 @@ class TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
-        """Gradients chunk by chunk."""
         refuse_second_derivative("chunked_token_losses")
         hidden, weight, labels = ctx.saved_tensors
         grads = _Gradients(hidden, weight, ctx.needs_input_grad[1])
@@ -223,7 +206,6 @@ class TokenLosses(torch.autograd.Function):
 def _chunks(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
 ) -> Iterator[tuple[slice, Logits]]:
-    """Each chunk of the tokens with its logits."""
     size = -(-len(labels) // chunks)
     for start in range(0, len(labels), size):
         rows = slice(start, min(start + size, len(labels)))
@@ -231,14 +213,8 @@ def _chunks(
 
 
 class _Gradients:
-    """Gradients accumulated over chunks; of the weight in fp32 (fp64 for fp64), as every chunk adds
-    to it all.
-
-    Args:
-        of_weight: whether the weight is trained.
-    """
-
     def __init__(self, hidden: Tensor, weight: Tensor, of_weight: bool) -> None:
+        # The weight's in fp32 (fp64 for fp64), as every chunk adds to it all.
         self._hidden, self._weight = hidden, weight
         self._dhidden = torch.empty_like(hidden)
         self.acc_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -247,7 +223,6 @@ class _Gradients:
             self._dweight = torch.zeros(weight.shape, dtype=self.acc_dtype, device=weight.device)
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """Add a chunk's gradients."""
         dlogits = dlogits.to(self._weight.dtype)
         self._dhidden[rows] = dlogits @ self._weight
         if self._dweight is None:
@@ -258,8 +233,7 @@ class _Gradients:
             self._dweight += dlogits.t() @ self._hidden[rows]
 
     def result(self, group: Group) -> tuple[Tensor, Tensor | None]:
-        """The gradient of hidden, reduced over vocabulary shards, and of the weight in fp32
-        (fp64 for fp64); None if it is not trained."""
+        # Each rank has the part of its own vocabulary entries.
         if _ranks(group) > 1:
             dist.all_reduce(self._dhidden, group=group)
         return self._dhidden, self._dweight
@@ -270,11 +244,7 @@ def _ranks(group: Group) -> int:
 
 
 def _refuse_unknown(labels: Tensor, loss_weights: Tensor, vocab_size: int) -> Tensor:
-    """The loss weights, NaN on a GPU where a label is outside of the vocabulary.
-
-    Shapes:
-        ``[T]`` all.
-    """
+    """The loss weights ``[T]``, NaN on a GPU where a label is outside of the vocabulary."""
     outside = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))
     outside &= loss_weights != 0
     if labels.device.type == "cpu" and outside.any():
@@ -288,7 +258,6 @@ def _refuse_unknown(labels: Tensor, loss_weights: Tensor, vocab_size: int) -> Te
 def _validate(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check the arguments; returns hidden as ``[T, h]``, the weight, and labels as ``[T]``."""
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ConfigError(f"chunks={chunks!r} must be a whole number of 1 or more")
     if hidden.shape[:-1] != labels.shape or weight.shape[1:] != hidden.shape[-1:]:
@@ -327,8 +296,7 @@ class Logits:
     Args:
         scores: ``[t, V]``; not to be used afterwards.
         labels: ``[t]``, token ids of the full vocabulary, or -100: no loss and no gradient.
-        group: the ranks among which the vocabulary is sharded, in rank order; None: one has it all.
-            Collective over it.
+        group: the ranks among which the vocabulary is sharded; None: one has it all. Collective.
 
     Attributes:
         losses: ``[t]``, the cross entropy.
@@ -369,8 +337,7 @@ class Logits:
         self.losses = torch.where(self._counts, sum_exp.log() - label_logit, 0)
 
     def gradient(self, dlosses: Tensor) -> Tensor:
-        """The gradient of the logits ``[t, V]`` from that of the losses ``[t]``; overwrites the
-        logits."""
+        """The gradient ``[t, V]`` from that of the losses ``[t]``; overwrites the logits."""
         dlosses = torch.where(self._counts, dlosses, 0)
         scale = dlosses * self._inv_sum_exp
         if self._fused is None:
@@ -380,11 +347,6 @@ class Logits:
 
 
 def _row_stats(scores: Tensor, labels: Tensor) -> RowStats:
-    """Softmax statistics of each row in PyTorch; ``buffer`` is a new tensor of exponentials.
-
-    Shapes:
-        scores ``[t, V]``, labels ``[t]``: indices into this rank's vocabulary, negative outside.
-    """
     logits = scores if scores.dtype == torch.float64 else scores.float()
     row_max = logits.max(dim=1).values
     base = torch.where(row_max == -math.inf, 0, row_max)

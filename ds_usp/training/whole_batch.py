@@ -54,8 +54,7 @@ def shard_batch(
         tokens, labels, loss_mask: ``[b, seq_len]``, the whole sequence; ``[b, s_local]`` out.
 
     Args:
-        labels: of every token the next one (:func:`next_token_labels`). They are shifted before
-            they are sharded, because the token after a shard's last one is on another rank.
+        labels: of every token the next one (:func:`next_token_labels`).
 
     Raises:
         LayoutError: shapes that differ, or a length other than ``layout.seq_len``.
@@ -77,7 +76,6 @@ def shard_batch(
 
 
 def _check_shifted(tokens: Tensor, labels: Tensor, loss_mask: Tensor) -> None:
-    """Check that labels are next tokens; synchronizes with the GPU."""
     counts = (loss_mask != 0) & (labels != IGNORE_INDEX)
     changes = tokens[:, 1:] != tokens[:, :-1]
     # No index of a mask: torch makes 8 bytes for each token of it.
@@ -124,13 +122,11 @@ def borders_through(inside: Iterable[int], seq_len: int) -> Borders:
 def document_borders(tokens: Tensor, eod: int) -> list[list[int]]:
     """Cumulative borders of the documents of packed sequences, for ``MaskSpec(documents=...)``.
 
-    An end-of-document token is the last one of its document, as in Megatron. Read once a batch,
-    from the whole sequences, which all ranks that share them have alike.
-
     Shapes:
         tokens: ``[b, seq_len]``, before they are sharded; the result has one list of
         cumulative borders for each sample.
     """
+    # An end-of-document token is the last one of its document, as in Megatron.
     ends: list[list[int]] = [[] for _ in range(len(tokens))]
     for sample, position in (tokens == eod).nonzero().tolist():
         ends[sample].append(position + 1)
@@ -153,11 +149,7 @@ def document_positions(
 
 
 def document_starts(positions: Tensor) -> list[list[int]]:
-    """For each row the tokens, but the first, at which positions do not go on by one.
-
-    Shapes:
-        positions: ``[b, seq_len]``.
-    """
+    """For each row ``[seq_len]`` the tokens, but the first, whose positions do not go on by one."""
     starts: list[list[int]] = [[] for _ in range(len(positions))]
     for row, index in (positions.diff(dim=-1) != 1).nonzero().tolist():
         starts[row].append(index + 1)
@@ -196,16 +188,11 @@ class RealTokens(NamedTuple):
 
     @property
     def is_prefix(self) -> bool:
-        """No padding before or between real tokens."""
         return self.num == self.stop
 
 
 def real_tokens(mask: Tensor) -> list[RealTokens]:
-    """The real tokens of each row, by one transfer from the device.
-
-    Shapes:
-        mask: ``[b, seq_len]``, 0 for padding.
-    """
+    """The real tokens of each row of a mask ``[b, seq_len]``, 0 for padding; one transfer."""
     real = mask != 0
     flags = real.to(torch.uint8)  # of which argmax is the first real token: no index of all tokens
     columns = [
@@ -221,11 +208,7 @@ def real_tokens(mask: Tensor) -> list[RealTokens]:
 def local_positions(
     layout: TokenLayout, rank: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Global position of every token that ``rank`` holds, for position embeddings.
-
-    Shapes:
-        result: ``[s_local]``, int64.
-    """
+    """Global position of every token that ``rank`` holds, ``[s_local]``, int64."""
     segments = [segment.positions for segment in layout.segments(rank)]
     return torch.cat([torch.arange(x.start, x.stop, x.step, device=device) for x in segments])
 
@@ -236,8 +219,7 @@ def local_document_positions(
     borders: Sequence[Sequence[int]],
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Position in its document of every token that ``rank`` holds: the rank's shard of
-    :func:`document_positions`, which is never made for all tokens.
+    """Position in its document of every token that ``rank`` holds.
 
     Shapes:
         borders: cumulative, a list for each sample; result ``[b, s_local]``, int64.
@@ -255,8 +237,6 @@ def local_document_positions(
 def rotary_frequencies(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
     """Angles of rotary position embedding at any set of positions, in fp32.
 
-    Made from positions and not from a range, so that every token layout gets its own.
-
     Shapes:
         positions: ``[s_local]``; result ``[s_local, 1, 1, dim]``, halves repeated (not
         interleaved), in radians.
@@ -271,7 +251,8 @@ def rotary_frequencies(positions: Tensor, dim: int, base: float = 10000.0) -> Te
             f"positions {list(positions.shape)} must be [s_local], as one row of batch.positions "
             f"is, and dim={dim} even"
         )
-    # In fp32 whatever the model's dtype: bf16 tells positions beyond 256 apart no more.
+    # Made from positions and not from a range, so that every token layout gets its own. In fp32
+    # whatever the model's dtype: bf16 tells positions beyond 256 apart no more.
     inverse = inverse_frequencies(dim, base, torch.float32, positions.device)
     angles = torch.outer(positions.float(), inverse)
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
@@ -281,12 +262,9 @@ def rotary_frequencies(positions: Tensor, dim: int, base: float = 10000.0) -> Te
 class WholeBatch:
     """Whole sequences with shifted labels, positions and documents.
 
-    Shapes:
-        sharded: by name, each ``[b, seq_len, ...]``; among them ``input_ids`` and
-        ``shift_labels``; ``position_ids`` where the loader gave some, else each rank makes its
-        own.
-
     Attributes:
+        sharded: by name, each ``[b, seq_len, ...]``; among them ``input_ids`` and ``shift_labels``;
+            ``position_ids`` where the loader gave some, else each rank makes its own.
         whole: what every rank gets as it is, by name.
         documents: cumulative borders, one tuple for all samples or one for each; () without any.
     """
@@ -297,26 +275,20 @@ class WholeBatch:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of each sequence."""
         return self.sharded[TOKENS].shape[1]
 
     @property
     def loss_tokens(self) -> int:
-        """The number of labels that count in the loss."""
         return int((self.sharded[SHIFTED] != IGNORE_INDEX).sum())
 
     def digest(self) -> bytes:
-        """Eight bytes of a hash of the tokens, to compare batches by."""
         tokens = self.sharded[TOKENS].cpu().contiguous().view(torch.uint8)
         return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).digest()
 
 
 def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatch:
-    """Check a loader's batch, shift its labels and find its documents.
-
-    Args:
-        batch: what the loader gave, as :class:`SequenceParallelDataLoader` takes it.
-        whole: names of tensors that every rank gets as they are.
+    """Check a loader's batch, as :class:`SequenceParallelDataLoader` takes it, shift its labels and
+    find its documents.
 
     Raises:
         DataError: entries that are missing, contradict each other, or cannot be sharded.
@@ -347,7 +319,6 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
 
 
 def _checked_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries, of which those with a value for each token have the tokens' shape."""
     if not isinstance(batch, Mapping) or not isinstance(batch.get(TOKENS), Tensor):
         names = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(
@@ -379,12 +350,10 @@ def _checked_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _documents(entries: dict[str, Any], counts: list[int], tokens: Tensor) -> tuple[Borders, ...]:
-    """Borders from cumulative lengths, positions or padding; what says them twice must agree.
-
-    Padding is a document of its own: attention is causal or bidirectional within documents, so no
-    real token sees padding, and no kernel needs a mask tensor.
-    """
+    """Borders from cumulative lengths, positions or padding; what says them twice must agree."""
     size, seq_len = tokens.shape
+    # Padding is a document of its own: attention is causal or bidirectional within documents, so no
+    # real token sees padding, and no kernel needs a mask tensor.
     masks: dict[str, MaskSpec] = {}
     for name in BORDERS:
         borders = entries.pop(name, None)
@@ -418,9 +387,7 @@ def _documents(entries: dict[str, Any], counts: list[int], tokens: Tensor) -> tu
 def _shifted_labels(
     entries: dict[str, Any], documents: tuple[Borders, ...], counts: list[int]
 ) -> Tensor:
-    """Labels ``[b, seq_len]`` of next tokens, taken out of the entries: ``shift_labels``, or
-    ``labels``, or without either the tokens, shifted inside each document; ``IGNORE_INDEX`` for
-    padding.
+    """Labels ``[b, seq_len]`` of next tokens, taken out of the entries.
 
     Args:
         counts: real tokens of each sample.
@@ -440,7 +407,6 @@ def _shifted_labels(
 
 
 def _check_not_shifted(tokens: Tensor, labels: Tensor) -> None:
-    """Check that labels, which will be shifted, are not next tokens yet; synchronizes the GPU."""
     counts = labels != IGNORE_INDEX
     inside = counts[:, :-1]
     # No index of a mask: torch makes 8 bytes for each token of it.
@@ -453,7 +419,6 @@ def _check_not_shifted(tokens: Tensor, labels: Tensor) -> None:
 
 
 def _sharded(entries: dict[str, Any], whole: Sequence[str], tokens: Tensor) -> dict[str, Tensor]:
-    """The tensors ``[b, seq_len, ...]`` among the entries, which are sharded along the sequence."""
     tensors = {
         name: value
         for name, value in entries.items()

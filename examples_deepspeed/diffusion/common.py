@@ -78,10 +78,7 @@ def start(args: argparse.Namespace) -> torch.device:
 
 
 def leave(code: int) -> int:
-    """End torch.distributed: without it a process with gloo may abort at exit (SIGABRT).
-
-    Returns the exit code.
-    """
+    """End torch.distributed: without it a process with gloo may abort at exit (SIGABRT)."""
     dist.destroy_process_group()
     return code
 

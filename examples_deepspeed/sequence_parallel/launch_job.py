@@ -53,13 +53,10 @@ class Job:
         environment: of the script.
 
     Attributes:
-        title: of the program, in messages.
         suffix: end of a run's name; the programs write other checkpoints.
         launchers: values of LAUNCHER that start the program.
         latest: file of the checkpoint folder that names the newest checkpoint.
         checkout_setting, checkout: of the framework's checkout, name and path; empty for none.
-        command: of the launcher.
-        log, config: paths of the log and of DeepSpeed's configuration file.
 
     Raises:
         USPError: settings that contradict each other, or files that do not exist.
@@ -101,7 +98,6 @@ class Job:
         self.command = [*self._launcher(), *self._program(), *self.flags]
 
     def _count_steps(self) -> None:
-        """Convert tokens to steps: both programs count steps."""
         s = self.settings
         if s["train_iters"]:
             s["lr_decay_iters"] = s["lr_decay_iters"] or s["train_iters"]
@@ -124,7 +120,6 @@ class Job:
             )
 
     def _find_nodes(self) -> None:
-        """Set the node's rank, the number of nodes and the master address from the settings."""
         s, launcher = self.settings, self.settings["launcher"]
         if launcher not in self.launchers:
             raise ConfigError(
@@ -162,15 +157,12 @@ class Job:
             raise ConfigError(f"NODE_RANK={self.node_rank} must be from 0 to {self.nodes - 1}")
 
     def _output(self, *command: str) -> str:
-        """The output of a command; "" if it is not installed or fails."""
         if not shutil.which(command[0], path=self.environment.get("PATH")):
             return ""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         return subprocess.run(command, env=self.environment, text=True, **pipes).stdout
 
     def _count_gpus(self) -> None:
-        """Ranks per node, and of all nodes: GPUs of the host file, visible GPUs, this node's GPUs,
-        or CPU processes."""
         s, dry_run = self.settings, self.is_dry_run
         per_replica = -(-self.ranks_per_replica // self.nodes)
         visible = self.environment.get("CUDA_VISIBLE_DEVICES", "")
@@ -204,7 +196,6 @@ class Job:
         self.ranks_per_node, self.world_size = count, count * self.nodes
 
     def _check_flags(self) -> None:
-        """The trainer's checks of flags that both programs have, in the names of the settings."""
         s = self.settings
         if int(s["pp_size"]) > 1 and int(s["zero_stage"]) > 1:
             raise ConfigError(
@@ -221,7 +212,6 @@ class Job:
         s["ulysses_degree"] = degree or str(args.ulysses_degree)
 
     def _launcher(self) -> list[str]:
-        """Command of torchrun, srun or DeepSpeed that starts the ranks, without the program."""
         s, port = self.settings, self.settings["master_port"]
         if s["launcher"] == "torchrun":
             command = ["torchrun", "--nnodes", self.nodes, "--node-rank", self.node_rank]
@@ -242,7 +232,6 @@ class Job:
         return list(map(str, command))
 
     def create_files(self) -> None:
-        """Create the output folders, DeepSpeed's configuration file and the header of the log."""
         for folder in (Path(self.log).parent, Path(self.config).parent, Path(self.checkpoint)):
             folder.mkdir(parents=True, exist_ok=True)
         if self.config_text():
@@ -298,12 +287,10 @@ class Job:
         raise NotImplementedError
 
     def _program(self) -> list[str]:
-        """The part of the command between the launcher and the flags."""
         module = "-m" if self.settings["launcher"] == "srun" else "--module"
         return [module, "megatron_patches.run", f"{self.checkout}/pretrain_gpt.py"]
 
     def _program_flags(self, data: Sequence[str]) -> list[str]:
-        """The flags, without the arguments of the script."""
         raise NotImplementedError
 
     def config_text(self) -> str:
@@ -311,7 +298,6 @@ class Job:
         return ""
 
     def _needs_one_queue(self) -> bool:
-        """Whether the GPU may have one hardware queue only (CUDA_DEVICE_MAX_CONNECTIONS)."""
         return int(self.settings["mp_size"]) > 1
 
     def check_flags(self) -> int:
@@ -322,13 +308,11 @@ class Job:
         return [flag.format(**self.settings) for text in templates for flag in text.split()]
 
     def _optional_flags(self) -> list[str]:
-        """The flags whose settings may be empty, of those that are given."""
         s = self.settings
         pairs = re.findall(r"(--\S+) \{(\w+)\}", OPTIONAL_FLAGS)
         return [item for flag, name in pairs if s[name] for item in (flag, s[name])]
 
     def _checkpoint_flags(self) -> list[str]:
-        """Flags that save, and continue from the run's last checkpoint if there is one."""
         folder = self.checkpoint
         load = ["--load", folder] if Path(folder, self.latest).is_file() else []
         return ["--save", folder, *load]
@@ -441,8 +425,7 @@ class MegatronDeepSpeed(Job):
 
 
 class MegatronLM(Job):
-    """``pretrain_gpt.py`` of a checkout of Megatron-LM, under the patches; it refuses tensor
-    parallelism with more queues on Hopper and before."""
+    """``pretrain_gpt.py`` of a checkout of Megatron-LM, under the patches."""
 
     title, suffix = "Megatron-LM", "_mlm"
     checkout_setting = "megatron_lm_path"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from tiny_diffusers import MASKS
 
 from ds_usp.integrations.diffusers import PLANS
 from ds_usp.integrations.diffusers.pass_state import ATTENTION_KWARGS
-from ds_usp.integrations.diffusers.plans import parameters_of_class
 
 # Folders of pipelines by their transformer, and what of their arguments is refused by name.
 PIPELINES = {
@@ -58,7 +58,8 @@ OTHER_TRANSFORMERS = (
 def arguments_of_pipelines(folder: str) -> Iterator[tuple[str, str]]:
     """File and name of every argument that pipelines give their transformer. Those in a mapping
     (``**cond_kwargs``, of texts and masks) are not seen."""
-    names = parameters_of_class(getattr(diffusers, PIPELINES[folder]))
+    forward = getattr(diffusers, PIPELINES[folder]).forward
+    names = list(inspect.signature(forward).parameters)[1:]
     for file in sorted((Path(diffusers.__file__).parent / "pipelines" / folder).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             callee = ast.unparse(node.func) if isinstance(node, ast.Call) else ""

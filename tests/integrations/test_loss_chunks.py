@@ -28,8 +28,8 @@ import ds_usp
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import enable
 from ds_usp.integrations.transformers.attention import RunningPass
-from ds_usp.integrations.transformers.loss import ChunkedHead, ChunkedLogits
 from ds_usp.integrations.transformers.trainer import _whole_logits
+from ds_usp.integrations.transformers.whole_batch_loss import ChunkedHead, ChunkedLogits
 
 LARGE_VOCAB = 32768
 

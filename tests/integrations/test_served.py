@@ -10,8 +10,7 @@ import transformers
 from harness import RankContext, WorkerPool
 from tiny_models import NOT_BUILT, config, model_types
 
-from ds_usp.integrations.transformers.__main__ import main
-from ds_usp.integrations.transformers.trial import judge
+from ds_usp.integrations.transformers.__main__ import judge, main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "transformers-models.md"
 TYPES = [name for name in model_types() if name not in NOT_BUILT]

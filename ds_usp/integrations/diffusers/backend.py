@@ -61,11 +61,6 @@ def _attention(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """The backend; diffusers reads the names of its arguments.
-
-    Shapes:
-        query, key, value ``[b, s_local, h, d]``, the same on every rank.
-    """
     config = getattr(_parallel_config, "context_parallel_config", None)
     if config is None:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
@@ -80,7 +75,6 @@ def _attention(
 
 
 def _mesh_of(config: Any) -> SequenceMesh:
-    """The mesh of a configuration that diffusers has set up; collective at its first use."""
     group = config._flattened_mesh.get_group()
     if group not in _MESHES:
         _MESHES[group] = SequenceMesh.from_device_mesh(config._mesh["ring", "ulysses"])
@@ -96,9 +90,8 @@ def _check(
     dropout_p: float,
     is_causal: bool,
 ) -> None:
-    """Refuse what cannot be known from the shards of diffusers' hooks, which give every rank as
-    many tokens, so that all ranks refuse alike.
-    """
+    # What cannot be known from the shards of diffusers' hooks, which give every rank as many
+    # tokens: so all ranks refuse alike, without an exchange.
     problem = None
     if config.ulysses_anything or config.ring_anything:
         problem = "uneven shards (ulysses_anything, ring_anything)"

@@ -36,12 +36,7 @@ class Branches:
     group: dist.ProcessGroup | None = None
 
     def split(self, name: str, arguments: dict[str, Any], plan: Plan) -> Any:
-        """The arguments for this part's samples.
-
-        Args:
-            name: of the transformer, for errors.
-            plan: says which arguments have a batch; where one of them is a list of samples, all
-                lists are.
+        """The arguments for this part's samples, of those that the plan says have a batch.
 
         Raises:
             UnsupportedAttentionError: autograd is on, or a batch that the parts cannot share.
@@ -78,7 +73,6 @@ class Branches:
         return parts
 
     def _samples(self, where: str, value: Any, batch: int) -> Any:
-        """This part's samples of a tensor or a list of them."""
         if len(value) != batch:
             of = f"{where} {list(value.shape)}" if isinstance(value, Tensor) else where
             raise UnsupportedAttentionError(
@@ -108,16 +102,14 @@ class Branches:
         return value
 
     def join(self, out: Any, whole: SequenceMesh) -> Any:
-        """The outputs of all samples, from those of this part and of the others. Collective.
-
-        Args:
-            whole: the mesh of all parts.
+        """The outputs of all samples, from those of the parts of ``whole``. Collective.
 
         Raises:
             MeshError: outputs of other shapes or dtypes on some ranks.
         """
         if self.degree == 1:
             return out
+        # The gather would hang, or mix up what ranks with other shapes send.
         whole.agree(f"outputs of a part, {', '.join(_shapes(out))}")
         return self._join(out)
 
@@ -136,7 +128,7 @@ class Branches:
 
 
 def _refuse_some_zero(where: str, value: Tensor | None) -> None:
-    """Refuse a batch of which a part may be all zero where the whole is not."""
+    # A pass that asks whether all of a batch is zero may answer otherwise for a part of it.
     if value is not None and len(set((value != 0).flatten(1).any(1).tolist())) > 1:
         raise UnsupportedAttentionError(
             f"{where} is zero for some samples and not for others, and the pass asks whether it is "
@@ -145,7 +137,6 @@ def _refuse_some_zero(where: str, value: Tensor | None) -> None:
 
 
 def _shapes(out: Any) -> Iterator[str]:
-    """What is the same on all ranks of an output."""
     if isinstance(out, Tensor):
         yield f"{list(out.shape)} {out.dtype}"
     elif isinstance(out, (Mapping, list, tuple)):
@@ -158,11 +149,7 @@ _MADE: WeakKeyDictionary[SequenceMesh, dict[int, Branches]] = WeakKeyDictionary(
 
 def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
     """The parts of a mesh, each a block of its ranks: half of the ring if that is even, else half
-    of the Ulysses axis. Collective at the first call for a mesh, as it creates groups.
-
-    Raises:
-        ConfigError: a degree that divides neither axis.
-    """
+    of the Ulysses axis. Collective at the first call for a mesh, as it creates groups."""
     if degree == 1:
         return Branches(1, 0, mesh)
     ulysses, ring = degrees_of_branch(mesh, degree)
@@ -173,11 +160,7 @@ def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
 
 
 def degrees_of_branch(mesh: SequenceMesh, degree: int) -> tuple[int, int]:
-    """Ulysses and ring degree of one part.
-
-    Raises:
-        ConfigError: a degree that divides neither axis.
-    """
+    """Ulysses and ring degree of one part; ConfigError for a degree that divides neither axis."""
     ulysses, ring = mesh.ulysses_degree, mesh.ring_degree
     if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
         raise ConfigError(f"cfg_degree={degree!r} must be a whole number of 1 or more")

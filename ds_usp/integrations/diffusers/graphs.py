@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +40,6 @@ class Mode(Enum):
     REPLAY = "replayed from a CUDA graph"
 
 
-class Graph(Protocol):
-    """What :class:`torch.cuda.CUDAGraph` has."""
-
-    def capture_end(self) -> None:
-        """Stop capturing."""
-
-    def replay(self) -> None:
-        """Launch what was captured."""
-
-
 class CudaGraphs:
     """Makes CUDA graphs whose memory is one pool, on the current device."""
 
@@ -63,7 +53,6 @@ class CudaGraphs:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """The stream that is captured; the GPU is idle."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
@@ -71,8 +60,7 @@ class CudaGraphs:
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def begin(self) -> Graph:
-        """Capture the current stream from here on."""
+    def begin(self) -> Any:
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL and of data loaders may call CUDA meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -80,14 +68,13 @@ class CudaGraphs:
 
 
 class _HeldInputs(TorchDispatchMode):
-    """Holds all tensors that operators read within it: a module's cache (QwenImage's of rotary
-    embeddings has 128 entries) may drop one before the graph that reads it."""
-
     def __init__(self) -> None:
         super().__init__()
         self._held: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A module's cache (QwenImage's of rotary embeddings has 128 entries) may drop a tensor
+        # before the graph that reads it.
         given = _pytree.tree_leaves((args, kwargs))
         self._held += [x for x in given if isinstance(x, Tensor)]
         return func(*args, **(kwargs or {}))
@@ -95,10 +82,6 @@ class _HeldInputs(TorchDispatchMode):
 
 class RecordedPass:
     """A captured forward pass: its arguments' buffers, its graphs, and the collectives between.
-
-    Args:
-        graphs: makes them.
-        tensors: the arguments of the pass that is captured.
 
     Attributes:
         arguments: the tensors that the captured pass reads.
@@ -112,7 +95,7 @@ class RecordedPass:
         self._parts: list[Callable[[], object]] = []
         self._outputs: list[Any] = []
         self._structure: Any = None
-        self._capturing: Graph | None = None
+        self._capturing: Any = None
 
     def capture(self, forward: Callable[[], Any]) -> None:
         """Capture a pass, of which only the collectives run."""
@@ -136,7 +119,6 @@ class RecordedPass:
         self._parts.append(graph.replay)
 
     def between_graphs(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A collective of NCCL, which no graph holds: see ``check_graphs``."""
         self._end_graph()
         joined = collective(x)  # of what no kernel has written yet
         self._parts.append(lambda: joined.copy_(collective(x)))
@@ -198,7 +180,6 @@ class ForwardGraphs:
         self.__signature__ = inspect.signature(type(transformer).forward.__get__(transformer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGraphs:
-        """Of a copy of the transformer: nothing is captured yet."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         ForwardGraphs.__init__(twin, copy.deepcopy(self._transformer, memo), self._mesh)
@@ -214,10 +195,8 @@ class ForwardGraphs:
             self._graphs.renew()
 
     def choose(self, arguments: Mapping[str, Any]) -> tuple[Mode, str]:
-        """Decide how the pass that begins will run.
-
-        Returns:
-            The mode, and a text that differs for other modes and kinds: ranks compare it.
+        """Decide how the pass that begins will run: the mode, and a text that differs for other
+        modes and kinds, which ranks compare.
 
         Raises:
             ConfigError: weights on another device.
@@ -270,7 +249,6 @@ class ForwardGraphs:
 
     @disable_in_compile("forward passes are captured in CUDA graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass, in the way that :meth:`choose` has decided."""
         forward = partial(type(self._transformer).forward, self._transformer)
         kind, self._kind = self._kind, None
         if kind is None:
@@ -326,13 +304,11 @@ class ForwardGraphs:
 
     @disable_in_compile("a pass is captured in CUDA graphs")
     def watch(self, *_: Any) -> None:
-        """Hook before a module that may read what only its own cache holds."""
         if self._recording is not None:
             self._recording.hold_inputs()
 
     @disable_in_compile("a pass is captured in CUDA graphs")
     def unwatch(self, *_: Any) -> None:
-        """Hook after it."""
         if self._recording is not None:
             self._recording.held.close()
 
@@ -344,11 +320,9 @@ class ForwardGraphs:
 
 
 def check_graphs(mesh: SequenceMesh, tuning: Tuning) -> None:
-    """Refuse CUDA graphs where exchanges cannot be captured.
-
-    Raises:
-        ConfigError: no GPU, exchanges by NCCL, or streams that share one queue.
-    """
+    """ConfigError where exchanges cannot be captured."""
+    # Exchanges by copy engines are kernels and copies, which a graph repeats as they are. With a
+    # collective of NCCL in a graph destroy_process_group hangs: the joins run between two graphs.
     if not torch.cuda.is_available():
         raise ConfigError("cuda_graphs=True needs a GPU; use cuda_graphs=False")
     why = mesh.copy_engine_unavailable or p2p_disabled_reason()
@@ -367,11 +341,7 @@ def check_graphs(mesh: SequenceMesh, tuning: Tuning) -> None:
 
 
 def refuse_capture(name: str) -> None:
-    """Refuse a CUDA graph around a forward pass, whose arguments ranks compare on their CPUs.
-
-    Raises:
-        UnsupportedAttentionError: one is being captured.
-    """
+    """UnsupportedAttentionError in a CUDA graph of the caller's."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedAttentionError(
             f"a CUDA graph captures an enabled {name}, whose ranks compare their arguments in each "
@@ -380,12 +350,8 @@ def refuse_capture(name: str) -> None:
 
 
 def check_compiled(transformer: nn.Module) -> None:
-    """Refuse a pass that ``torch.compile`` of the whole transformer has called: graphs are not
-    traced, so nothing would be compiled.
-
-    Raises:
-        UnsupportedAttentionError: it has.
-    """
+    """UnsupportedAttentionError for a pass that ``torch.compile`` of the transformer has called."""
+    # Graphs are not traced, so nothing would be compiled.
     frame = inspect.currentframe()
     while frame is not None:
         caller: Any = frame.f_locals.get("self")
@@ -398,11 +364,7 @@ def check_compiled(transformer: nn.Module) -> None:
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Refuse weights that are not on the GPU that is captured.
-
-    Raises:
-        ConfigError: they are on the CPU, or on a GPU that is not the current one.
-    """
+    """ConfigError for weights that are not on the current GPU, which is captured."""
     if device.type != "cuda" or device.index != torch.cuda.current_device():
         raise ConfigError(
             f"{name} with cuda_graphs=True is on {device}, the current device is "
@@ -437,16 +399,17 @@ def _addresses(x: Any) -> Iterator[int]:
         yield x.data_ptr()
 
 
+# Note [what no graph repeats]
+# A replay launches the kernels of one pass at their addresses and runs no Python. So whatever
+# Python decides in each pass is refused: hooks, forward functions that offloading replaced,
+# adapters that can be scaled or switched, the mask of padded text (its lengths are read on the
+# host). What is constant until it is replaced is compared before each pass instead (`identities`):
+# modules, processors, addresses of weights.
 def check_modules(transformer: nn.Module, own_hooks: frozenset[int] = frozenset()) -> None:
-    """Refuse what happens in or around modules and would not be repeated by a graph.
+    """UnsupportedAttentionError for what happens in or around modules and no graph would repeat.
 
     Args:
         own_hooks: the ids of hooks that a replay may leave out.
-
-    Raises:
-        UnsupportedAttentionError: hooks inside of the transformer, or before its forward pass and
-            after ours; forward functions that were replaced (by offloading); ``torch.compile`` of
-            the transformer; adapters that are not fused; quantized weights of unknown parts.
     """
     name = type(transformer).__name__
     for path, module in transformer.named_modules():

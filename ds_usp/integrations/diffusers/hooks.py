@@ -18,11 +18,7 @@ from ds_usp.integrations.diffusers.branches import Branches
 from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_capture
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
-from ds_usp.integrations.diffusers.processor import (
-    check_backend_of,
-    check_processor,
-    sharded,
-)
+from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
 from ds_usp.integrations.replicas import WeightsComparison, same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
@@ -39,13 +35,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def check_transformer(transformer: nn.Module) -> None:
-    """Refuse what diffusers may have switched on: its own parallelism, caches of blocks, and other
-    hooks that see tokens.
-
-    Raises:
-        ConfigError: diffusers' parallelism.
-        UnsupportedAttentionError: a cache, or a hook.
-    """
+    """Refuse what diffusers may have switched on: its parallelism (ConfigError), caches of blocks
+    and other hooks that see tokens (UnsupportedAttentionError)."""
     name = type(transformer).__name__
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ConfigError(
@@ -69,11 +60,7 @@ def check_transformer(transformer: nn.Module) -> None:
 
 
 def check_attention(transformer: nn.Module, plan: Plan, ulysses: int) -> None:
-    """Refuse attention that cannot be sharded.
-
-    Raises:
-        UnsupportedAttentionError: a processor, or fewer heads than the Ulysses degree.
-    """
+    """UnsupportedAttentionError for a processor that cannot be sharded, or too few heads."""
     for path in plan.attention:
         for module in modules_at(transformer, path):
             check_processor(module)
@@ -87,11 +74,7 @@ def check_attention(transformer: nn.Module, plan: Plan, ulysses: int) -> None:
 
 
 class ShardedTransformer:
-    """One transformer whose forward passes are sharded; whole arguments, whole outputs.
-
-    Attributes:
-        transformer: with hooks, and other attention processors.
-    """
+    """One transformer whose forward passes are sharded; whole arguments, whole outputs."""
 
     def __init__(
         self,
@@ -123,7 +106,6 @@ class ShardedTransformer:
             self._graphs.own_hooks = frozenset(handle.id for handle in self._handles)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
-        """Of a copy of the transformer, which is sharded by itself over the same mesh."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in vars(self).items():
@@ -138,18 +120,13 @@ class ShardedTransformer:
         )
 
     def _modules_of_plan(self) -> Iterator[nn.Module]:
-        """The modules that the plan names, as they are now."""
         plan = self._plan
         named = (*plan.inputs, *plan.outputs, *plan.masks, *plan.attention, *plan.gathered)
         for path in (*named, *plan.also_joined, plan.joined):
             yield from modules_at(self.transformer, path)
 
     def check_idle(self) -> None:
-        """Refuse to be removed within a forward pass, which would return a shard.
-
-        Raises:
-            ConfigError: the transformer runs.
-        """
+        """ConfigError within a forward pass, which would return a shard if hooks were removed."""
         if self.state is not None and _is_running(self.transformer):
             raise ConfigError(
                 f"disable() within a forward pass of {type(self.transformer).__name__}: call it "
@@ -157,7 +134,6 @@ class ShardedTransformer:
             )
 
     def remove(self) -> None:
-        """Leave the transformer as it was."""
         self._removed = True
         self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
@@ -199,7 +175,9 @@ class ShardedTransformer:
         for path, kind in ((plan.joined, plan.joined_kind), *plan.also_joined.items()):
             for module in modules_at(transformer, path):
                 yield module.register_forward_hook(partial(self._join, kind, True))
-        # The transformer's other hooks, if they were there before, see whole tensors.
+        # Around the transformer it is the last hook before and the first after: other hooks, if
+        # they were there before, see whole tensors. _end runs after an error too: a pass that
+        # failed must not be taken for one that runs.
         yield transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
         yield transformer.register_forward_hook(self._end, always_call=True, prepend=True)
 
@@ -207,7 +185,9 @@ class ShardedTransformer:
 
     @disable_in_compile("the ranks compare their arguments before a forward pass")
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Check the call on all ranks, and shard the transformer's own arguments."""
+        # Whole arguments come in: positions are made from frames, height and width of all tokens,
+        # and embeddings of patches from whole latents. What has tokens is sharded where the plan
+        # says so, which for many classes is only at the first block.
         arguments = bind(self.transformer, args, kwargs)
         name = type(self.transformer).__name__
         refuse_capture(name)
@@ -233,8 +213,7 @@ class ShardedTransformer:
 
     @disable_in_compile("a forward pass ends")
     def _end(self, _: nn.Module, __: Any, out: Any) -> Any:
-        """After every pass, one that has raised too (without an output)."""
-        state, self.state = self.state, None
+        state, self.state = self.state, None  # out is None where the pass has raised
         self._restore_checkpoints()
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
@@ -249,7 +228,8 @@ class ShardedTransformer:
         return None if out is None else self._branches.join(out, self._mesh)
 
     def _check_unchanged(self) -> None:
-        """Refuse what was changed since :func:`enable`."""
+        # Hooks are on modules and processors that the plan named: new ones would have none, and
+        # would compute with a shard as if it were all tokens.
         check_transformer(self.transformer)
         name, now = type(self.transformer).__name__, list(self._modules_of_plan())
         same = len(now) == len(self._modules)
@@ -267,9 +247,8 @@ class ShardedTransformer:
             check_backend_of(processor)
 
     def _wrap_checkpoints(self, state: PassState) -> None:
-        """Let blocks that a checkpoint runs again in backward find the state of their own pass,
-        even if another pass came between."""
-
+        # Blocks that a checkpoint runs again in backward find the state of their own pass, even if
+        # another pass came between.
         def checkpointed(
             original: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any
         ) -> Any:
@@ -342,7 +321,6 @@ class ShardedTransformer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Arguments:
-        """Read the mask of keys; the module goes on without it, or without its values."""
         arguments = bind(module, args, kwargs)
         if arguments.get(argument) is not None:
             if self._graphs is not None and not torch.is_grad_enabled():

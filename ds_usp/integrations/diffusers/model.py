@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import diffusers
@@ -22,7 +23,6 @@ from ds_usp.integrations.diffusers.hooks import (
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
 from ds_usp.integrations.replicas import Reduction, check_mesh
-from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.kernels.registry import AUTO
 
 OLDEST, BEFORE = "0.42", "1"
@@ -59,8 +59,8 @@ def enable(
         gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
         cfg_degree: 2 splits the batch in two halves, as classifier-free guidance makes them, each
-            of them over half of the mesh's ranks: half of the ring if its degree is even, else half
-            of the Ulysses axis. Any divisor of an axis, and of every batch; sampling only.
+            over half of the mesh's ranks: half of the ring if its degree is even, else half of the
+            Ulysses axis. Any divisor of an axis, and of every batch; sampling only.
         cuda_graphs: capture forward passes without gradients in CUDA graphs: of arguments of the
             same shapes the first pass runs without, the second is captured, all others are
             replayed. For calls that are launch-bound, as at a few thousand tokens. Needs GPUs that
@@ -102,7 +102,7 @@ def enable(
     return enabled
 
 
-class EnabledTransformer(UndoneAtExit):
+class EnabledTransformer(AbstractContextManager["EnabledTransformer"]):
     """What :func:`enable` has changed; as a context manager it is disabled at the end.
 
     Attributes:
@@ -120,18 +120,14 @@ class EnabledTransformer(UndoneAtExit):
         return tuple(sharded.transformer for sharded in self._sharded)
 
     def disable(self) -> None:
-        """Leave the transformers as they were before :func:`enable`.
-
-        Raises:
-            ConfigError: it is called within a forward pass.
-        """
+        """Leave the transformers as they were; ConfigError within a forward pass."""
         for sharded in self._sharded:
             sharded.check_idle()
         for sharded in self._sharded:
             sharded.remove()
         self._sharded.clear()
 
-    def _undo(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
 
@@ -145,7 +141,6 @@ def _check_version() -> None:
 
 
 def _transformers_of(model_or_pipeline: Any) -> list[ModelMixin]:
-    """The transformer itself, or those of a pipeline, each once."""
     if isinstance(model_or_pipeline, DiffusionPipeline):
         candidates = [getattr(model_or_pipeline, name, None) for name in _OF_A_PIPELINE]
         transformers = list({id(x): x for x in candidates if x is not None}.values())
@@ -186,7 +181,6 @@ def _describe(transformer: ModelMixin) -> str:
 
 
 def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
-    """Compare a transformer with its plan and a Ulysses degree."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan={plan!r} must be a Plan, or None for one of {', '.join(PLANS)}")
     plan.check(transformer)

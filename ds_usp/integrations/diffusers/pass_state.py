@@ -21,12 +21,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.geometry.segments import Segment
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, Tokens, parameters_of
-from ds_usp.integrations.replicas import (
-    Reduction,
-    ValuesComparison,
-    check_reduction,
-    join_shards,
-)
+from ds_usp.integrations.replicas import Reduction, ValuesComparison, check_reduction, join_shards
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.training.whole_batch import real_tokens
 
@@ -38,12 +33,7 @@ _BEFORE: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """See :func:`ds_usp.integrations.diffusers.enable`.
-
-    Raises:
-        ConfigError: a reduction that does not exist.
-        UnsupportedAttentionError: a kernel that does not exist.
-    """
+    """See :func:`ds_usp.integrations.diffusers.enable`; raises for a value that does not exist."""
 
     kernel: str = AUTO
     gradients: Reduction = "mean"
@@ -56,11 +46,7 @@ class Options:
 
 
 def mesh_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """:func:`usp_attention`, in the dtype that autocast has for torch's own attention.
-
-    Shapes:
-        q, k, v ``[b, s_local, h, d]``.
-    """
+    """:func:`usp_attention` of ``[b, s_local, h, d]``, in the dtype that torch's own would have."""
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
@@ -91,10 +77,6 @@ class AttentionCall:
 class PassState:
     """What one forward pass knows of its tokens, and its recomputation later.
 
-    Full attention does not depend on the order of tokens. So image and text are sharded each by
-    itself, whatever the order of a model is; and where text is padded, attention runs over image,
-    text and padding in this order, the padding being a document of its own.
-
     Args:
         attentions: the tokens of each.
         values: of its arguments, which the ranks may have still to compare.
@@ -103,6 +85,10 @@ class PassState:
         joined: whether an output was joined.
     """
 
+    # Note [the order of a diffusion model's tokens]
+    # Full attention does not depend on the order of tokens. So image and text are sharded each by
+    # itself, whatever the order of a model is; and where text is padded, attention runs over image,
+    # text and padding in this order, the padding being a document of its own.
     def __init__(
         self,
         name: str,
@@ -150,9 +136,7 @@ class PassState:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
 
         Args:
-            argument: an argument of a module, whose caller keeps the whole tensor while it runs:
-                without gradients the shard is a view of it, where that is contiguous. An output is
-                copied, so that the whole tensor is freed.
+            argument: of a module, whose caller keeps the whole tensor while it runs.
 
         Raises:
             LayoutError: fewer tokens than ranks, or another number than elsewhere in this pass.
@@ -171,7 +155,9 @@ class PassState:
         if is_first:
             self._prepare_calls()
         rank = self._mesh.rank
-        if argument and not torch.is_grad_enabled():  # else backward would keep the whole tensor
+        # A view of an argument costs no copy, as its caller keeps the whole tensor anyway. With
+        # gradients backward would keep it; an output is copied, so that the whole tensor is freed.
+        if argument and not torch.is_grad_enabled():
             view = _contiguous_view(x, token_dim.dim, layout.segments(rank))
             if view is not None:
                 return view
@@ -196,8 +182,7 @@ class PassState:
             order: of the keys.
 
         Raises:
-            UnsupportedAttentionError: padding before real text, numbers other than 0 and 1, or a
-                mask of floats, which are added to scores.
+            UnsupportedAttentionError: padding before real text, or other numbers than 0 and 1.
             LayoutError: a mask of another length.
         """
         if self._documents is not None:  # of another layer, or a recomputation
@@ -230,19 +215,17 @@ class PassState:
         self._prepare_calls()
 
     def mask_without_values(self, mask: Tensor) -> Tensor:
-        """A mask ``[b, this rank's text tokens]`` for processors that cannot do without one."""
         text = self.layout("text").length(self._mesh.rank)
         return torch.empty((mask.shape[0], text), dtype=mask.dtype, device="meta")
 
     def _prepare_calls(self) -> None:
-        """Make the calls of attention again, of all whose tokens are known by now."""
+        # Of all attentions whose tokens are known by now: text may come after the image.
         for tokens in self._attentions:
             kinds = self._given((*tokens.queries, *tokens.keys))
             if kinds and all(kind in self._layouts for kind in kinds):
                 self._calls[tokens] = self._call(tokens)
 
     def _given(self, order: tuple[Kind, ...]) -> tuple[Kind, ...]:
-        """Without the tokens that this pass is without."""
         return tuple(kind for kind in order if kind != "reference" or kind in self._lengths)
 
     def _call(self, tokens: Tokens) -> AttentionCall:
@@ -267,7 +250,6 @@ class PassState:
         return AttentionCall(lengths, kv_lengths, options, moved)
 
     def _documents_of(self, order: tuple[Kind, ...]) -> tuple[Borders, ...]:
-        """The padding of an attention: that of the mask, if it is of these tokens."""
         return (self._documents or ()) if self._masked == frozenset(order) else ()
 
     def attend(
@@ -298,11 +280,8 @@ class PassState:
         return out.roll(call.moved, 1) if call.moved else out
 
     def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
-        """The layout of an attention's tokens.
-
-        Without padding only the number of a rank's tokens matters: where these numbers are those of
-        one contiguous sequence it is taken, whose shards are exchanged in one piece.
-        """
+        # Without padding only the number of a rank's tokens matters: where these numbers are those
+        # of one contiguous sequence it is taken, whose shards are exchanged in one piece.
         if len(order) == 1:
             return self.layout(order[0])
         layouts = [self.layout(kind) for kind in order]
@@ -347,11 +326,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that the plan does not know.
-
-    Raises:
-        UnsupportedAttentionError: which ones.
-    """
+    """UnsupportedAttentionError for arguments that the plan does not know."""
     known = plan.arguments | {"return_dict"}
     for name, value in arguments.items():
         if name in ATTENTION_KWARGS:
@@ -365,9 +340,7 @@ def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, 
 
 
 def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:
-    """Refuse LoRA's scale where blocks are computed again without it: diffusers sets the layers
-    back when the forward pass ends (``apply_lora_scale``), before the backward pass.
-    """
+    # diffusers sets LoRA's layers back when the forward pass ends (apply_lora_scale).
     again = torch.is_grad_enabled() and getattr(transformer, "is_gradient_checkpointing", False)
     if not again or scale in (None, 1):
         return

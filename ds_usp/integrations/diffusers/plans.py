@@ -43,6 +43,13 @@ class TokenDim:
     ndim: int | None = None
 
 
+# Note [why a plan of a class]
+# Models of transformers take positions as an argument and hand keyword arguments to one attention
+# interface; diffusers' classes do neither. Where a class makes positions, where text joins the
+# image and which module has all tokens last is code of its own forward pass, and the classes differ
+# in all three. So a plan says by modules' names where tokens are, enable checks that these exist
+# and that no other module attends, and a class without a plan is refused: what comes out of shards
+# that are computed as if they were all tokens may look right.
 @dataclass(frozen=True)
 class Plan:
     """Where a class of transformers has its tokens: what is sharded, attends, and is joined.
@@ -95,13 +102,11 @@ class Plan:
 
     @property
     def tokens(self) -> Mapping[str, Tokens]:
-        """By attention module, its tokens."""
         keys = {path: (kind,) for path, kind in self.keys.items()}
         return {path: Tokens(q, keys.get(path, q)) for path, q in self.attention.items()}
 
     @property
     def joined_kind(self) -> Kind:
-        """The tokens of the output."""
         return "joint" if ("joint",) in self.attention.values() else "image"
 
     def order_of_mask(self, path: str) -> tuple[Kind, ...]:
@@ -111,15 +116,10 @@ class Plan:
 
     @property
     def arguments(self) -> frozenset[str]:
-        """The arguments of the transformer that may be given."""
         return frozenset({*self.whole, *self.inputs.get("", ())})
 
     def check(self, transformer: ModelMixin) -> None:
-        """Compare the plan with a transformer.
-
-        Raises:
-            ConfigError: a module, an argument or an option that the transformer does not have.
-        """
+        """ConfigError for a module, an argument or an option that the transformer does not have."""
         named = {path: tuple(arguments) for path, arguments in self.inputs.items()}
         for path, argument in self.masks.items():
             named[path] = (*named.get(path, ()), argument)
@@ -129,8 +129,7 @@ class Plan:
                 missing = [name for name in arguments if name not in parameters_of(module)]
                 if missing:
                     raise _differs(
-                        transformer,
-                        f"{path or 'the transformer'} takes no {', '.join(missing)}",
+                        transformer, f"{path or 'the transformer'} takes no {', '.join(missing)}"
                     )
         for path in (*self.attention, *self.keys):
             for module in modules_at(transformer, path):
@@ -145,7 +144,6 @@ class Plan:
                 raise _differs(transformer, f"the configuration has no option {option}")
 
     def _check_attention(self, transformer: ModelMixin) -> None:
-        """Compare the attention modules of the plan with those of the transformer."""
         known = {
             id(module)
             for path in (*self.attention, *self.local)
@@ -162,20 +160,11 @@ class Plan:
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's arguments, as its class has them."""
-    return parameters_of_class(type(module))
-
-
-def parameters_of_class(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The names of the arguments of a class's forward pass."""
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def modules_at(transformer: nn.Module, path: str, optional: bool = False) -> Iterator[nn.Module]:
-    """The modules that a plan's path names.
-
-    Raises:
-        ConfigError: there is no such attribute, unless it is optional.
-    """
+    """The modules that a plan's path names; ConfigError for a missing one that is not optional."""
     modules: list[Any] = [transformer]
     for part in path.split(".") if path else ():
         if part == "*":

@@ -39,7 +39,7 @@ def check_processor(module: nn.Module) -> None:
             over tokens, or an attention backend.
     """
     processor, name = module.processor, type(module.processor).__name__
-    if is_sharded(processor):
+    if hasattr(processor, _MARK):
         raise ConfigError(f"{name} is sharded already: disable() the transformer first")
     if isinstance(processor, nn.Module) or "IPAdapter" in name:
         raise UnsupportedAttentionError(
@@ -66,20 +66,15 @@ def check_backend_of(processor: Any) -> None:
     """Refuse a processor's own attention backend, or that of the process if it would take it."""
     backend, cls = getattr(processor, _BACKEND, None), type(processor)
     check_backend(cls.__name__, backend)
-    if backend is None:
-        call = cls.__call__
-        check_backend_of_process(cls.__name__, getattr(call, "__wrapped__", call))
-
-
-def is_sharded(processor: Any) -> bool:
-    """Whether :func:`sharded` has made it."""
-    return hasattr(processor, _MARK)
+    call = getattr(cls.__call__, "__wrapped__", cls.__call__)
+    if backend is None and _names_any(call, _DISPATCH):
+        active = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
+        advice = ", leave attention_backend(...), unset DIFFUSERS_ATTN_BACKEND"
+        check_backend(cls.__name__, active, advice)
 
 
 def sharded(processor: Any, tokens: Tokens, owner: HoldsState) -> Any:
     """A copy of an attention processor whose attention runs over the mesh.
-
-    Its class is a subclass whose call has the same signature, which diffusers reads.
 
     Args:
         tokens: of its queries and keys.
@@ -94,11 +89,9 @@ def sharded(processor: Any, tokens: Tokens, owner: HoldsState) -> Any:
 
 @functools.cache
 def _sharded_class(cls: type[Any]) -> type[Any]:
-    """The subclass of an attention processor's class; one for all its processors, so that blocks
-    share what ``torch.compile`` makes of one.
-
-    What is traced of a call is all but the attention, which is the op ``ds_usp::attention``.
-    """
+    # One class for all processors of a class, so that blocks share what torch.compile makes of one:
+    # what is traced of a call is all but the attention, which is the op ds_usp::attention. The
+    # signature stays that of the original, which diffusers reads.
     call, name = cls.__call__, cls.__name__
     replaced = ReplacedAttention.of(call)
 
@@ -120,6 +113,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
                 out = call(self, *args, **kwargs)
         else:
             out = run_with(attention, eager_call, self, *args, **kwargs)
+        # No call: it attended within the shard, by something that was not replaced.
         if len(attention.calls) != 1:
             raise UnsupportedAttentionError(
                 f"{name} has called torch's scaled_dot_product_attention {len(attention.calls)} "
@@ -134,11 +128,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
 
 
 def _copy_as(processor: Any, cls: type[Any]) -> Any:
-    """A copy of a processor of another class.
-
-    Raises:
-        TypeError, AttributeError: functions, methods, classes with ``__slots__``.
-    """
+    """A copy of another class; TypeError or AttributeError for functions and classes with slots."""
     copied = copy.copy(processor)
     copied.__class__ = cls
     return copied
@@ -151,12 +141,7 @@ _DISPATCH = _DIFFUSERS_ATTENTION.__name__
 
 
 class MeshAttention:
-    """The attention of one call of a processor.
-
-    Args:
-        name: the processor's class.
-        state: of the forward pass.
-        tokens: of the queries and keys.
+    """The attention of one call of the processor of class ``name``.
 
     Attributes:
         calls: gets a value for each attention; a list, as Dynamo reads no attribute of a mode.
@@ -169,11 +154,7 @@ class MeshAttention:
     def heads_first(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The signature of torch's: :meth:`tokens_first` begins with the same arguments.
-
-        Shapes:
-            all ``[b, h, s_local, d]``.
-        """
+        """torch's signature, with which :meth:`tokens_first` begins: ``[b, h, s_local, d]``."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self.tokens_first(q, k, v, *args, **kwargs).transpose(1, 2)
 
@@ -192,13 +173,9 @@ class MeshAttention:
         backend: Any = None,
         parallel_config: Any = None,
     ) -> Tensor:
-        """The signature of diffusers'; ``enable_gqa`` is what fewer KV heads mean here anyway.
+        """diffusers' signature; ``enable_gqa`` is what fewer KV heads mean here anyway.
 
-        Shapes:
-            all ``[b, s_local, h, d]``.
-
-        Raises:
-            UnsupportedAttentionError: a mask, dropout, a backend, or other options.
+        Shapes: all ``[b, s_local, h, d]``. Raises UnsupportedAttentionError for other options.
         """
         self.calls.append(True)
         if attn_mask is not None and attn_mask.device.type == "meta":  # the pass has its values
@@ -220,15 +197,11 @@ class MeshAttention:
 
 
 def check_backend(name: str, backend: object, advice: str = "") -> None:
-    """Refuse an attention backend of diffusers.
+    """UnsupportedAttentionError for an attention backend of diffusers but ``native``.
 
     Args:
-        name: of the processor.
-        backend: its own, or that of the process.
+        backend: the processor's own, or that of the process.
         advice: what else to undo, as it may have set the backend.
-
-    Raises:
-        UnsupportedAttentionError: any but ``native``.
     """
     value = getattr(backend, "value", backend)
     if value is not None and str(value) != NATIVE:
@@ -236,21 +209,6 @@ def check_backend(name: str, backend: object, advice: str = "") -> None:
             f"{name} has the attention backend {value!r}: call set_attention_backend('native')"
             f"{advice}; the kernel is chosen by enable(kernel=...)"
         )
-
-
-def check_backend_of_process(name: str, call: Callable[..., Any]) -> None:
-    """Refuse the backend of the whole process, where a processor would take it.
-
-    Args:
-        call: the processor's function.
-
-    Raises:
-        UnsupportedAttentionError: any but ``native``.
-    """
-    if _names_any(call, _DISPATCH):
-        active = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
-        advice = ", leave attention_backend(...), unset DIFFUSERS_ATTN_BACKEND"
-        check_backend(name, active, advice)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -273,13 +231,14 @@ class AttentionMode(TorchFunctionMode):
 _CURRENT: ContextVar[MeshAttention] = ContextVar("_CURRENT")
 
 
+# Note [two ways into a processor]
+# Processors call torch's scaled_dot_product_attention or diffusers' dispatch_attention_fn by name.
+# A torch function mode catches the first, which the second calls, but costs some 3 us of CPU time
+# at each of the 30 to 70 torch functions of a call. So it serves compiled code and users'
+# processors; else the function is made anew with other globals for these two names.
 class ReplacedAttention:
     """A processor's ``__call__`` with attention over the mesh in place of the functions that it
-    calls by name.
-
-    Args:
-        call: a function of diffusers that :meth:`of` has found to be served.
-    """
+    calls by name; made by :meth:`of`."""
 
     def __init__(self, call: FunctionType) -> None:
         self._call, self._names = call, call.__code__.co_names

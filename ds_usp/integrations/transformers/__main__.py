@@ -1,7 +1,8 @@
 """``python -m ds_usp.integrations.transformers MODEL``: is a model served, and if not, why.
 
-The exit code is 0 for a model that is served, 1 for one that is refused, 2 for one that cannot be
-decided. No weights are loaded.
+Decided from its configuration, without weights and without ranks: the model is made on the meta
+device, where tensors have shapes but no values, enabled on a mesh of one rank, and called once with
+an attention that checks its arguments and computes nothing.
 """
 
 from __future__ import annotations
@@ -9,17 +10,134 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, USPError
-from ds_usp.integrations.transformers.refusals import check_version
-from ds_usp.integrations.transformers.trial import Verdict, judge
+from ds_usp.integrations.transformers.attention import (
+    IMPLEMENTATION,
+    LayerMask,
+    Shard,
+    check_call,
+    usp_attention_forward,
+)
+from ds_usp.integrations.transformers.model import enable
+from ds_usp.integrations.transformers.refusals import (
+    check_version,
+    has_head,
+    positions_are_offset,
+    reasons_against,
+)
 
 SERVED, REFUSED, UNKNOWN = 0, 1, 2
+_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a model is served.
+
+    Args:
+        model: the name of its class.
+        reasons: why it is refused; () if it is served.
+        needs_positions: only batches with position_ids are served.
+        undecided: why the trial forward pass has ended, where it could not run without values.
+    """
+
+    model: str
+    reasons: tuple[str, ...] = ()
+    needs_positions: bool = False
+    undecided: str = ""
+
+
+def judge(config: PreTrainedConfig) -> Verdict:
+    """Whether :func:`enable` serves the models of a configuration; ConfigError: there are none."""
+    model = _model_without_weights(config)
+    name = type(model).__name__
+    reasons = tuple(reasons_against(model))
+    if reasons:
+        return Verdict(name, reasons)
+    needs_positions = positions_are_offset(model)
+    try:
+        _forward(model, needs_positions)
+    except USPError as refusal:
+        return Verdict(name, (str(refusal),))
+    except Exception as error:  # whatever a model does that needs values
+        return Verdict(name, (), needs_positions, f"{type(error).__name__}: {error}")
+    return Verdict(name, (), needs_positions)
+
+
+def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model on the meta device: of the class that the configuration names, else a causal or
+    masked language model, else the model without a head."""
+    names = [name for name in config.architectures or () if hasattr(transformers, name)]
+    makers = [getattr(transformers, name)._from_config for name in names]
+    if not makers:
+        autos = (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel)
+        makers = [auto.from_config for auto in autos if type(config) in auto._model_mapping]
+    if not makers:
+        raise ConfigError(f"transformers has no text model of type {config.model_type!r}")
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = makers[0](config)
+    except Exception as error:
+        raise ConfigError(
+            f"transformers makes no model of this configuration of type {config.model_type!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if hasattr(model, "set_experts_implementation"):  # the others read which tokens an expert has
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def _forward(model: PreTrainedModel, needs_positions: bool) -> None:
+    ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
+    batch = {"input_ids": ids}
+    if has_head(model):
+        batch["labels"] = ids
+    if needs_positions:  # their values are read; they only choose rows of an embedding here
+        batch["position_ids"] = torch.arange(_TOKENS)[None]
+    with torch.no_grad(), enable(model, SequenceMesh.single()):
+        # Attention checks its arguments and returns an output without values.
+        AttentionInterface.register(IMPLEMENTATION, _check_only)
+        try:
+            model(**batch)
+        finally:
+            AttentionInterface.register(IMPLEMENTATION, usp_attention_forward)
+
+
+def _check_only(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask | None,
+    *,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    usp: Shard | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    known = {"scaling", "dropout", "softcap", "s_aux"}
+    unknown = {name: x for name, x in others.items() if name not in known}
+    check_call(module, attention_mask, is_causal, sliding_window, usp, unknown)
+    return query.new_empty((*query.transpose(1, 2).shape[:3], value.shape[-1])), None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,20 +162,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     try:
         check_version()
-        verdict = judge(read_config(name))
+        verdict = judge(_read_config(name))
     except USPError as error:
         print(f"error: {error}", file=sys.stderr)
         return UNKNOWN
-    print("\n".join(report(verdict)))
+    print("\n".join(_report(verdict)))
     return REFUSED if verdict.reasons else SERVED
 
 
-def read_config(name: str) -> PreTrainedConfig:
-    """A configuration from a folder, a file, the hub, or the defaults of a model type.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+def _read_config(name: str) -> PreTrainedConfig:
+    """A configuration from a folder, a file, the hub or a model type's defaults, or ConfigError."""
     try:
         if name in CONFIG_MAPPING and not Path(name).exists():
             return CONFIG_MAPPING[name]()
@@ -70,8 +184,7 @@ def read_config(name: str) -> PreTrainedConfig:
         ) from error
 
 
-def report(verdict: Verdict) -> list[str]:
-    """The lines to print."""
+def _report(verdict: Verdict) -> list[str]:
     title = f"{verdict.model} (transformers {transformers.__version__})"
     if verdict.reasons:
         return [f"{title}: refused", *(f"  {reason}" for reason in verdict.reasons)]

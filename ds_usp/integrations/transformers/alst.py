@@ -18,7 +18,8 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,11 +34,10 @@ from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, DataError, LayoutError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, TOKEN_DIM
-from ds_usp.integrations.transformers.loss import WholeBatchLoss
 from ds_usp.integrations.transformers.model import EnabledModel, enable
 from ds_usp.integrations.transformers.refusals import check_model, check_version, find_model
-from ds_usp.integrations.undo import UndoneAtExit
+from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, TOKEN_DIM
+from ds_usp.integrations.transformers.whole_batch_loss import WholeBatchLoss
 from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.training.data_loader import BatchBroadcast
 from ds_usp.training.whole_batch import IGNORE_INDEX, next_token_labels
@@ -45,8 +45,7 @@ from ds_usp.training.whole_batch import IGNORE_INDEX, next_token_labels
 _LENGTH = struct.Struct("q")
 
 
-def token_dim(name: str, x: Any) -> int | None:
-    """The dim of the tokens in an entry of a batch; None where it has none, or is refused later."""
+def _token_dim(name: str, x: Any) -> int | None:
     if not isinstance(x, Tensor) or x.ndim < 2:
         return None
     if name == "attention_mask":
@@ -55,11 +54,7 @@ def token_dim(name: str, x: Any) -> int | None:
 
 
 class UlyssesSPAttentionHF:
-    """In the place of ``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``.
-
-    Attributes:
-        ulysses_degree, layout: where they are not given.
-    """
+    """In the place of ``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``."""
 
     ulysses_degree: int | None = None
     layout: str = AUTO_LAYOUT
@@ -87,11 +82,9 @@ class UlyssesSPAttentionHF:
         Args:
             model_name_or_path: a model, or the name of one that is made later: then the model of
                 the first engine that is given the ``mpu``.
-            core_attn_implementation: what the model would run without a mesh (``sdpa``); here
-                attention runs by :func:`ds_usp.usp_attention` and its kernels.
+            core_attn_implementation: what the model would run without a mesh (``sdpa``).
             sequence_parallel_size: ranks that share a sequence; 1: nothing is done.
-            micro_batch_size, seq_length, seq_length_is_variable, max_length: not needed, any batch
-                is served.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: any batch is served.
             disable_in_eval: let every rank evaluate its own batch alone.
             ulysses_degree: ranks that exchange heads; the ring takes the rest. None: all.
             layout: a kind of token layout but ``balanced``. ``auto``: ``contiguous``, and
@@ -147,7 +140,6 @@ class UlyssesSPAttentionHF:
 
 
 def _sequence_parallel_groups(size: int) -> Any:
-    """DeepSpeed's module of sequence-parallel groups, initialized."""
     import deepspeed.comm
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
 
@@ -169,10 +161,8 @@ def _sequence_parallel_groups(size: int) -> Any:
 
 
 class _Registration:
-    """What was registered for the ranks of one sequence-parallel group.
-
-    Until DeepSpeed's engine runs, the attention that an unsharded model would run is refused: a
-    model that is not in the engine would compute its shard as if it were a sequence.
+    """What was registered for the ranks of one sequence-parallel group, and from its engine's first
+    forward pass on the engine's model, which is given shards and returns shards.
     """
 
     def __init__(
@@ -180,21 +170,25 @@ class _Registration:
     ) -> None:
         self.mesh, self.layout_kind, self._mpu = mesh, layout, mpu
         self._disable_in_eval = disable_in_eval
+        self._model: Any = None
+        self._reduction: Any = None
+        self._enabled: EnabledModel | None = None
+        self._handles: list[RemovableHandle] = []
+        # Until the engine runs, the attention that an unsharded model would run is refused: a model
+        # that is not in the engine would compute its shard as if it were a sequence.
         self._implementation = implementation
         self._original = ALL_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
         ALL_ATTENTION_FUNCTIONS[implementation] = self._refuse_attention
         self._waiting: RemovableHandle | None = register_module_forward_pre_hook(self._find_engine)
-        self._sharded: _ShardedModel | None = None
 
     def layout(self, seq_len: int) -> TokenLayout:
-        """The layout of sequences of a length."""
         return self.mesh.layout(self.layout_kind, seq_len)
 
     def remove(self) -> None:
-        """Undo everything."""
         self._stop_waiting()
-        if self._sharded is not None:
-            self._sharded.remove()
+        if self._model is not None:
+            self._model.__dict__.pop("train", None)
+            self._disable()
 
     def _refuse_attention(self, module: nn.Module, *_: Any, **__: Any) -> Any:
         raise ConfigError(
@@ -204,15 +198,15 @@ class _Registration:
         )
 
     def _find_engine(self, module: nn.Module, _: Any) -> None:
-        """Shard the model of DeepSpeed's engine before its first forward pass."""
         if getattr(module, "mpu", None) is not self._mpu or not hasattr(
             module, "zero_optimization_stage"
         ):
             return
         self._stop_waiting()
-        self._sharded = _ShardedModel(self, module, _reduction_of(module))
+        self._model, self._reduction = module.module, _reduction_of(module)
+        self._enable()
         if self._disable_in_eval:
-            self._sharded.follow_mode()
+            self._follow_mode()
 
     def _stop_waiting(self) -> None:
         if self._waiting is None:
@@ -223,55 +217,22 @@ class _Registration:
         if self._original is not None:
             ALL_ATTENTION_FUNCTIONS[self._implementation] = self._original
 
-
-REGISTRATIONS: WeakKeyDictionary[dist.ProcessGroup, _Registration] = WeakKeyDictionary()
-
-
-def _reduction_of(engine: Any) -> Any:
-    """What an engine makes of the gradients of a sequence's ranks."""
-    if engine.zero_optimization_stage() < 3:
-        return "sum"
-    if not engine.zero_reduce_scatter():
-        raise ConfigError(
-            "ZeRO-3 with reduce_scatter=false averages some gradients over the ranks of a "
-            "sequence and sums others (DeepSpeed 0.19.8): leave reduce_scatter out"
-        )
-    return "mean"
-
-
-class _ShardedModel:
-    """The model of an engine, which is given shards and returns shards.
-
-    Around the hooks of :func:`enable`, which takes whole batches: one joins the shards before, one
-    sets the gradients of what a script makes its loss from.
-    """
-
-    def __init__(self, registration: _Registration, engine: Any, reduction: Any) -> None:
-        self._registration, self._model = registration, engine.module
-        self._mesh, self._reduction = registration.mesh, reduction
-        self._enabled: EnabledModel | None = None
-        self._handles: list[RemovableHandle] = []
-        self._enable()
-
     def _enable(self) -> None:
         self._enabled = enable(
             self._model,
-            self._mesh,
-            layout=self._registration.layout_kind,
+            self.mesh,
+            layout=self.layout_kind,
             gradients=self._reduction,
             logits="shard",
         )
         if self._enabled._loss is not None:
             find_model(self._model).loss_function = ShardLoss(self._enabled._loss)
+        # Around the hooks of enable, which takes whole batches: one joins the shards before, one
+        # sets the gradients of what a script makes its loss from.
         self._handles = [
             self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             self._model.register_forward_hook(self._after),
         ]
-
-    def remove(self) -> None:
-        """Leave the model as it was."""
-        self._model.__dict__.pop("train", None)
-        self._disable()
 
     def _disable(self) -> None:
         for handle in self._handles:
@@ -280,9 +241,9 @@ class _ShardedModel:
             self._enabled.disable()
         self._enabled = None
 
-    def follow_mode(self) -> None:
-        """Shard in training, and not in evaluation, whoever calls ``train`` or ``eval``: trainers
-        evaluate the model without the engine, on other batches on every rank."""
+    def _follow_mode(self) -> None:
+        # Whoever calls train or eval: trainers evaluate the model without the engine, on other
+        # batches on every rank.
         train = self._model.train
 
         def train_and_follow(mode: bool = True) -> nn.Module:
@@ -304,8 +265,9 @@ class _ShardedModel:
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Join the shards of a batch: the arguments of :func:`enable`'s forward pass."""
-        names = self._parameters
+        # A script of ALST gives shards, and enable takes whole batches: documents that end in
+        # another rank's shard are seen nowhere else. Token ids are a few bytes, so they are joined.
+        names = cast(EnabledModel, self._enabled)._parameters  # hooks are removed with it
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given = {name: x for name, x in given.items() if x is not None}
         tokens = given.get("input_ids")
@@ -321,17 +283,12 @@ class _ShardedModel:
         whole["shift_labels"] = targets
         return (), whole
 
-    @property
-    def _parameters(self) -> tuple[str, ...]:
-        assert self._enabled is not None  # noqa: S101 - for mypy: hooks are removed with it
-        return self._enabled._parameters
-
     def _layout_of(self, length: int) -> TokenLayout:
         """The layout of the batch of which this rank has a shard of ``length`` tokens."""
-        group: Any = self._mesh.sp_group
+        group: Any = self.mesh.sp_group
         lengths = [_LENGTH.unpack(x)[0] for x in all_gather_bytes(_LENGTH.pack(length), group)]
-        layout = self._registration.layout(sum(lengths))
-        want = [layout.length(rank) for rank in range(self._mesh.sp_degree)]
+        layout = self.layout(sum(lengths))
+        want = [layout.length(rank) for rank in range(self.mesh.sp_degree)]
         if lengths != want:
             raise LayoutError(
                 f"the ranks were given {lengths} tokens, {layout.kind} shards of {sum(lengths)} "
@@ -340,26 +297,40 @@ class _ShardedModel:
         return layout
 
     def _join(self, name: str, x: Any, layout: TokenLayout, tokens: Tensor) -> Any:
-        """The whole tensor of an argument that has tokens; others as they are."""
-        dim = token_dim(name, x)
+        dim = _token_dim(name, x)
         if dim is None:
             return x
         if x.shape[dim] != tokens.shape[1]:
             raise LayoutError(
                 f"{name} {list(x.shape)} has other tokens than input_ids {list(tokens.shape)}"
             )
-        return self._mesh.gather(x, layout, dim)
+        return self.mesh.gather(x, layout, dim)
 
     def _after(self, _: nn.Module, __: Any, out: Any) -> Any:
-        """Let the loss that a script makes of shards have the whole loss's gradient."""
         shard = self._enabled._running.shard if self._enabled else None
         length = -1 if shard is None else shard.length
+        # A script's loss makes the mean over the ranks the gradient, and ZeRO-0 to 2 sum over them.
         if self._reduction == "sum":
             for name in [name for name in out if name != "loss"]:
-                out[name] = scale_gradients(out[name], length, 1 / self._mesh.sp_degree)
+                out[name] = scale_gradients(out[name], length, 1 / self.mesh.sp_degree)
         if out.get("loss") is not None:
-            out["loss"] = MeanOfGradients.apply(out["loss"], self._mesh)
+            out["loss"] = MeanOfGradients.apply(out["loss"], self.mesh)
         return out
+
+
+REGISTRATIONS: WeakKeyDictionary[dist.ProcessGroup, _Registration] = WeakKeyDictionary()
+
+
+def _reduction_of(engine: Any) -> Any:
+    """What an engine makes of the gradients of a sequence's ranks."""
+    if engine.zero_optimization_stage() < 3:
+        return "sum"
+    if not engine.zero_reduce_scatter():
+        raise ConfigError(
+            "ZeRO-3 with reduce_scatter=false averages some gradients over the ranks of a "
+            "sequence and sums others (DeepSpeed 0.19.8): leave reduce_scatter out"
+        )
+    return "mean"
 
 
 class ShardLoss:
@@ -380,11 +351,7 @@ class ShardLoss:
 
 
 def scale_gradients(value: Any, length: int, factor: float) -> Any:
-    """An output as it is; if it is per token of this rank's shard, with gradients times a factor.
-
-    Args:
-        length: tokens of this rank.
-    """
+    """An output as it is; what is per token of ``length`` tokens gets gradients times a factor."""
     if isinstance(value, tuple):
         return tuple(scale_gradients(x, length, factor) for x in value)
     if isinstance(value, Tensor) and value.ndim >= 3 and value.shape[1] == length:
@@ -397,33 +364,27 @@ class ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        """Shapes: any."""
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradient times the factor."""
         return grad * ctx.factor, None
 
 
 class MeanOfGradients(torch.autograd.Function):
-    """The whole batch's loss, which every rank has, for scripts that weigh the ranks' losses.
-
-    Weights that add up to 1 leave its value. In a differentiable all-gather the gradient of the
-    loss of rank r is ``sp_degree`` times its weight, without one it is 1: the mean over the ranks
-    is 1 either way.
-    """
+    """The whole batch's loss, which every rank has, for scripts that weigh the ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, mesh: SequenceMesh) -> Tensor:
-        """Shapes: any, the same on all ranks."""
         ctx.mesh = mesh
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The mean over the ranks of the mesh."""
+        # Weights that add up to 1 leave the loss's value. In a differentiable all-gather the
+        # gradient of the loss of rank r is sp_degree times its weight, without one it is 1: the
+        # mean over the ranks is 1 either way.
         refuse_second_derivative("the loss of a whole batch")
         grad = grad.clone()
         dist.all_reduce(grad, group=ctx.mesh.sp_group)
@@ -435,7 +396,8 @@ class UlyssesSPDataLoaderAdapter:
 
     Each rank of a sequence-parallel group reads its own batches; all ranks compute the batch of
     the first, then that of the second, and so on. Yielded are shards, on the CPU, with
-    ``shift_labels`` instead of ``labels``. A pass ends with the rank that ends first.
+    ``shift_labels`` instead of ``labels``. A pass ends with the rank that ends first. Collective
+    over the group at every ``sp_world_size``-th batch.
 
     Args:
         dl: a loader of dicts of whole sequences: ``input_ids [b, tokens]``, ``labels``, and
@@ -446,17 +408,16 @@ class UlyssesSPDataLoaderAdapter:
     Raises:
         ConfigError: the group is not registered.
         DataError, LayoutError: on every rank of the group, a batch that cannot be sharded.
-
-    Collective over the group at every ``sp_world_size``-th batch.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any):
-        self._registration = REGISTRATIONS.get(sp_group)
-        if self._registration is None:
+        registration = REGISTRATIONS.get(sp_group)
+        if registration is None:
             raise ConfigError(
                 "no model was registered for this group: call "
                 "UlyssesSPAttentionHF.register_with_transformers of this package first"
             )
+        self._registration = registration
         self.dl, self.sp_rank, self.sp_group = dl, sp_rank, sp_group
         self.sp_world_size, self.device = sp_world_size, device
         self._broadcast = BatchBroadcast(sp_group, "cpu")
@@ -464,25 +425,18 @@ class UlyssesSPDataLoaderAdapter:
         self.micro_batches: deque[dict[str, Any]] = deque()
 
     def __len__(self) -> int:
-        """Batches of a pass."""
         return len(self.dl) * self.sp_world_size
 
     def __iter__(self) -> UlyssesSPDataLoaderAdapter:
-        """Itself, as DeepSpeed's adapter is."""
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """This rank's shard of the next batch."""
         if not self.micro_batches:
             self.refill()
         return self.micro_batches.popleft()
 
     def refill(self) -> None:
-        """Exchange the next batch of every rank.
-
-        Raises:
-            StopIteration: a rank has no batch left; the next pass begins.
-        """
+        """Exchange the next batch of every rank; StopIteration where a rank has none left."""
         reads = [
             self._broadcast.next_of(self.iter if source == self.sp_rank else None, source)
             for source in range(self.sp_world_size)
@@ -500,11 +454,9 @@ class UlyssesSPDataLoaderAdapter:
         self.micro_batches.extend(self._shard(batch) for batch in batches)
 
     def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This rank's shard of one batch, with shifted labels."""
         if "input_ids" not in batch:
             raise DataError(f"a batch needs input_ids; it has {', '.join(batch)}")
         seq_len = batch["input_ids"].shape[1]
-        assert self._registration is not None  # noqa: S101 - for mypy
         layout = self._registration.layout(seq_len)
         if batch.get("position_ids") is None and "attention_mask" not in batch:
             rows = len(batch["input_ids"])
@@ -513,7 +465,7 @@ class UlyssesSPDataLoaderAdapter:
         if labels is not None and batch.get("shift_labels") is None:
             batch["shift_labels"] = next_token_labels(labels)
         return {
-            name: x if (dim := token_dim(name, x)) is None else layout.shard(x, dim, self.sp_rank)
+            name: x if (dim := _token_dim(name, x)) is None else layout.shard(x, dim, self.sp_rank)
             for name, x in batch.items()
         }
 
@@ -543,7 +495,7 @@ def patch_accelerate(
     return PatchedAccelerate(ulysses_degree, layout)
 
 
-class PatchedAccelerate(UndoneAtExit):
+class PatchedAccelerate(AbstractContextManager["PatchedAccelerate"]):
     """DeepSpeed's two classes of ALST, replaced where Accelerate imports them."""
 
     def __init__(self, ulysses_degree: int | None, layout: str) -> None:
@@ -564,7 +516,7 @@ class PatchedAccelerate(UndoneAtExit):
         """Put DeepSpeed's own classes back; models that run keep the classes they have."""
         self._stock.UlyssesSPAttentionHF, self._stock.UlyssesSPDataLoaderAdapter = self._originals
 
-    def _undo(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
 

@@ -36,13 +36,10 @@ class Targets:
     """Labels of one forward pass.
 
     Args:
-        given: this rank's shard of ``labels``, as the model gets it.
+        given: this rank's shard of ``labels``, as the model gets it, ``[b, s_local]``.
         labels: what its logits are compared with: shifted by a token if the model is causal.
         count: tokens of the whole batch that the loss is divided by.
         in_chunks: head and loss run in chunks of tokens.
-
-    Shapes:
-        given, labels: ``[b, s_local]``.
     """
 
     given: Tensor
@@ -54,16 +51,9 @@ class Targets:
 class Shard:
     """One forward pass: what attention needs to know of it, and what its end needs of its start.
 
-    It is passed through the layers as their keyword argument ``usp``, not in a global. Backward
-    recomputes checkpointed layers long after the pass: by then a pipeline or gradient accumulation
-    has run other batches, of other lengths, documents and dropout seeds. The checkpoint keeps the
-    layer's arguments, and with them the shard that the layer had. It is no dataclass, because FSDP2
-    casts the tensors of arguments, and copies dataclasses for that.
-
     Args:
         call: what all layers have in common; the mask, scale and scores are each layer's.
         documents: cumulative borders, one tuple for all samples or one each; () without any.
-        dropout_seed: of this forward pass.
 
     Attributes:
         layers: names of the attention modules that have run.
@@ -78,11 +68,14 @@ class Shard:
     targets: Targets | None = None
     loss: Tensor | None = None
 
+    # Note [the pass travels with the layers]
+    # A shard goes through the layers as their keyword argument `usp`, not in a global. Backward
+    # recomputes checkpointed layers long after the pass: by then a pipeline or gradient
+    # accumulation has run other batches, of other lengths, documents and dropout seeds. The
+    # checkpoint keeps the layer's arguments, and with them the shard that the layer had. It is no
+    # dataclass, because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
     def __init__(
-        self,
-        call: AttentionOptions,
-        documents: tuple[Borders, ...] = (),
-        dropout_seed: int = 0,
+        self, call: AttentionOptions, documents: tuple[Borders, ...] = (), dropout_seed: int = 0
     ) -> None:
         self.call, self.documents, self.dropout_seed = call, documents, dropout_seed
         self.layout = cast(TokenLayout, call.layout)
@@ -90,7 +83,6 @@ class Shard:
 
     @property
     def length(self) -> int:
-        """Tokens of this rank."""
         return self.layout.length(self.call.mesh.rank)
 
 
@@ -107,11 +99,9 @@ class RunningPass:
     targets: Targets | None = None
 
     def begin(self, shard: Shard) -> None:
-        """``shard``'s forward pass runs from now on."""
         self.shard, self.targets = shard, shard.targets
 
     def __deepcopy__(self, _: dict[int, Any]) -> RunningPass:
-        """That of a copied model, in which no pass has run."""
         return RunningPass()
 
 
@@ -153,8 +143,8 @@ def usp_attention_forward(
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Rotary embeddings and norms may leave queries and keys in fp32: as transformers' own
-    functions do, all are cast to autocast's dtype, else to the values'."""
+    # Rotary embeddings and norms may leave queries and keys in fp32: as transformers' own functions
+    # do, all are cast to autocast's dtype, else to the values'.
     kind, dtype = query.device.type, value.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
@@ -169,13 +159,9 @@ def check_call(
     usp: Shard | None,
     others: Mapping[str, Any],
 ) -> tuple[Shard, MaskSpec]:
-    """The shard and the mask of a layer's call; the arguments are :func:`usp_attention_forward`'s.
-
-    Raises:
-        ConfigError, UnsupportedAttentionError: see there.
-    """
+    """The shard and the mask of a layer's call, with :func:`usp_attention_forward`'s arguments."""
     name = type(module).__name__
-    if usp is None:
+    if usp is None:  # it would be attention within a shard, or of the whole batch on every rank
         raise ConfigError(
             f"{name} runs attention 'usp' without a sharded batch. Call the model that was given "
             "to ds_usp.integrations.transformers.enable, not a part of it; if you did, the model "
@@ -190,7 +176,6 @@ def check_call(
 def _layer_mask(
     module: nn.Module, mask: Any, is_causal: bool | None, sliding_window: int | None
 ) -> LayerMask:
-    """The mask that a layer asked for; where it asked for none, what its module says."""
     if isinstance(mask, LayerMask):
         return mask
     if mask is not None:
@@ -205,14 +190,12 @@ def _layer_mask(
             f"{type(module).__name__} gives neither a mask nor is_causal: who sees whom is unknown"
         )
     if not sliding_window:
-        return causal_mask() if causal else full_mask()
-    return (
-        window_mask(sliding_window - 1) if causal else window_mask(sliding_window, sliding_window)
-    )
+        return LayerMask(_Band(MaskSpec.causal() if causal else MaskSpec.full()))
+    window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
+    return LayerMask(_Band(MaskSpec.window(*window)))
 
 
 def _refuse_unknown(name: str, others: Mapping[str, Any]) -> None:
-    """Refuse arguments that might change the scores."""
     if others.get("output_attentions"):
         raise UnsupportedAttentionError(
             "output_attentions: weights of tokens x tokens are never made; use one rank for them"
@@ -304,11 +287,7 @@ class LayerMask(StandIn):
 
 
 def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> MaskSpec:
-    """The mask of one attention call over a sequence of ``seq_len`` tokens.
-
-    Args:
-        documents: cumulative borders, one tuple for all samples or one each; () without any.
-    """
+    """The mask of one attention call over ``seq_len`` tokens; documents are :class:`Shard`'s."""
     band: _Band = mask._band
     if band.refusal:
         raise UnsupportedAttentionError(band.refusal)
@@ -320,40 +299,20 @@ def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> Ma
 
 
 def _cut_documents(borders: Borders, chunk: int) -> Borders:
-    """Borders after cutting each document into chunks of so many tokens."""
     starts = [start for a, b in pairwise(borders) for start in range(a, b, chunk)]
     return (*starts, borders[-1])
-
-
-def causal_mask() -> LayerMask:
-    """The mask of a decoder layer that was given none."""
-    return LayerMask(_Band(MaskSpec.causal()))
-
-
-def full_mask() -> LayerMask:
-    """The mask of an encoder layer that was given none."""
-    return LayerMask(_Band(MaskSpec.full()))
-
-
-def window_mask(left: int, right: int = 0) -> LayerMask:
-    """So many tokens to either side, and the token itself."""
-    return LayerMask(_Band(MaskSpec.window(left, right)))
 
 
 @disable_in_compile("masks are read from functions, which torch.compile cannot trace")
 def usp_mask(
     *, mask_function: Callable[..., Any] = masking_utils.causal_mask_function, **_: Any
 ) -> LayerMask:
-    """The mask interface of the attention implementation ``usp``.
-
-    Raises:
-        UnsupportedAttentionError: a mask function that is not known.
-    """
+    """The mask interface of the attention implementation ``usp``; UnsupportedAttentionError for a
+    mask function that is not known."""
     return LayerMask(_read(mask_function))
 
 
 def _read(function: Callable[..., Any]) -> _Band:
-    """The band of one mask function; recursive."""
     if function is masking_utils.causal_mask_function:
         return _Band(MaskSpec.causal())
     if function is masking_utils.bidirectional_mask_function:
@@ -399,6 +358,8 @@ def _require(condition: bool, what: str) -> None:
         raise UnsupportedAttentionError(f"{what} combined with another mask is not served")
 
 
+# Masks are read from the functions that transformers composes them of, and not from a tensor of
+# tokens x tokens: by code objects and closures, as functions are made anew for each call.
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:
     names = function.__code__.co_freevars
     return {

@@ -24,7 +24,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.replicas import Reduction, check_reduction
-from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, check_layout_kind
+from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, check_layout_kind
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory import LayerMemory, Offload, in_chunks
 
@@ -85,11 +85,7 @@ _TOKENWISE = (nn.Linear, Conv1D, nn.LayerNorm)
 
 
 class LayersMemory:
-    """What the layers of a model save for backward, recompute, or offload; by default nothing is
-    changed.
-
-    Args:
-        options: recompute, offload_ratio and mlp_chunks.
+    """What the layers of a model save for backward, recompute, or offload.
 
     Raises:
         ConfigError: the model has no such layers, or MLPs that cannot be computed in chunks.
@@ -110,7 +106,6 @@ class LayersMemory:
             mlp.forward = partial(_run_mlp, mlp, options.mlp_chunks)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is in flight: a copy of the model offloads by itself."""
         return {**self.__dict__, "_offload": None}
 
     @property
@@ -121,9 +116,9 @@ class LayersMemory:
         """Before a forward pass: give every layer its policy.
 
         Raises:
-            LayoutError: on every rank, if one has fewer tokens than chunks. Ranks that call a
-                different number of modules would wait for each other under ZeRO-3.
+            LayoutError: on every rank, if one has fewer tokens than chunks.
         """
+        # On every rank: those that call another number of modules would be waited for under ZeRO-3.
         fewest = min(layout.length(rank) for rank in range(layout.degree))
         for name, chunks in self._chunks.items():
             if chunks > fewest:
@@ -134,11 +129,12 @@ class LayersMemory:
         if not self._has_policy:
             return
         checkpointed_by_transformers = any(
-            layer.gradient_checkpointing and not isinstance(_function(layer), _LayerPolicy)
+            layer.gradient_checkpointing
+            and not isinstance(vars(layer).get(_FUNCTION), _LayerPolicy)
             for layer in self._layers
         )
         for number, layer in enumerate(self._layers):
-            function = _function(layer)
+            function = vars(layer).get(_FUNCTION)
             if layer.gradient_checkpointing and isinstance(function, _LayerPolicy):
                 continue
             policy = _LayerPolicy(self, number, layer)
@@ -151,9 +147,8 @@ class LayersMemory:
             layer.gradient_checkpointing = True
 
     def remove(self) -> None:
-        """Give the layers back what they had."""
         for layer in self._layers:
-            policy = _function(layer)
+            policy = vars(layer).get(_FUNCTION)
             if isinstance(policy, _LayerPolicy):
                 for name in (_IS_ON, _FUNCTION):
                     layer.__dict__.pop(name, None)
@@ -162,7 +157,6 @@ class LayersMemory:
             mlp.__dict__.pop("forward", None)
 
     def offload(self, device: torch.device) -> Offload | None:
-        """The offload of all layers; None: nothing is offloaded."""
         if self._ratio and self._offload is None:
             self._offload = Offload(self._ratio, device)
         return self._offload
@@ -186,14 +180,9 @@ class _LayerPolicy:
         self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
 
     def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
-        """``run(*inputs)`` under the policy."""
         device = next(x.device for x in inputs if isinstance(x, Tensor))
         memory = LayerMemory(self.recompute, self._owner.offload(device), self.checkpoint)
         return memory.run(self._number, run, *inputs)
-
-
-def _function(layer: nn.Module) -> Any:
-    return layer.__dict__.get(_FUNCTION)
 
 
 def _layers(module: nn.Module) -> Iterator[Any]:
@@ -206,7 +195,6 @@ def _layers(module: nn.Module) -> Iterator[Any]:
 
 
 def _tokenwise_mlps(model: PreTrainedModel) -> list[nn.Module]:
-    """The MLPs of a model's layers."""
     mlps = []
     for layer in _layers(model):
         mlp = getattr(layer, "mlp", None)
@@ -241,13 +229,8 @@ def _other_than_tokenwise(mlp: nn.Module) -> str:
 
 
 def _run_mlp(mlp: nn.Module, chunks: int, x: Tensor) -> Tensor:
-    """``mlp.forward(x)`` in chunks of the tokens of all rows.
-
-    In one row, so that a chunk is contiguous: GPT-2's layers take views of what they are given.
-
-    Shapes:
-        x ``[b, s_local, h]``, the result too.
-    """
+    """``mlp.forward(x)`` in chunks of the tokens of all rows. Shapes: x ``[b, s_local, h]``."""
+    # In one row, so that a chunk is contiguous: GPT-2's layers take views of what they are given.
     tokens = x.reshape(1, -1, x.shape[-1])
     out = in_chunks(partial(type(mlp).forward, mlp), tokens, chunks, dim=1)
     return out.view(*x.shape[:-1], out.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from hashlib import blake2b
 from typing import Any
@@ -27,6 +28,7 @@ from ds_usp.integrations.replicas import (
     join_shards,
     same_on_all_ranks,
 )
+from ds_usp.integrations.transformers import refusals
 from ds_usp.integrations.transformers.attention import (
     IMPLEMENTATION,
     RunningPass,
@@ -34,27 +36,13 @@ from ds_usp.integrations.transformers.attention import (
     Targets,
     register,
 )
-from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeArguments
-from ds_usp.integrations.transformers.loss import (
+from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
+from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, WholeArguments
+from ds_usp.integrations.transformers.whole_batch_loss import (
     ChunkedHead,
     ChunkedLogits,
     WholeBatchLoss,
 )
-from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
-from ds_usp.integrations.transformers.refusals import (
-    check_arguments,
-    check_model,
-    check_version,
-    find_head,
-    find_model,
-    has_head,
-    holds_tensor,
-    positional_arguments,
-    positions_are_offset,
-    positions_follow_padding,
-    refuse_generate,
-)
-from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import IGNORE_INDEX
@@ -93,10 +81,9 @@ def enable(
         logits: outputs per token: ``shard``, of this rank's tokens; ``whole``, joined on every
             rank; ``auto``, whole where no labels are given and shards where they are.
         recompute: what backward computes again of each layer: ``none``; ``attention``: all but
-            attention and its exchanges; ``full``: all. It turns torch's checkpoints on by itself.
-            Where transformers' own are on (``gradient_checkpointing_enable``, reentrant or not, of
-            every layer or some), before or after this call, those are used: ``attention`` keeps
-            attention's results in them, ``none`` and ``full`` leave them as they are.
+            attention and its exchanges; ``full``: all. Turns torch's checkpoints on. Where
+            transformers' own are on (``gradient_checkpointing_enable``, before or after this call),
+            those are used: ``attention`` keeps attention's results in them, the others leave them.
         offload_ratio: fraction of what layers save that waits for backward in host memory.
         loss_chunks: head and loss in so many chunks of tokens where labels are given: logits of all
             tokens never exist, and the output has none; 0: not in chunks.
@@ -109,7 +96,7 @@ def enable(
         LayoutError: an unknown layout.
         MeshError: on every rank, if their options differ; collective over the mesh.
     """
-    check_version()
+    refusals.check_version()
     check_mesh(mesh)
     options = Options(
         layout=layout,
@@ -122,12 +109,12 @@ def enable(
         loss_chunks=loss_chunks,
         mlp_chunks=mlp_chunks,
     )
-    inner = find_model(model)
+    inner = refusals.find_model(model)
     if find_enabled(model, inner) is not None:
         raise ConfigError(
             f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
         )
-    check_model(inner)
+    refusals.check_model(inner)
     mesh.agree(f"enable {type(inner).__name__} with {options}")
     register()
     return EnabledModel(model, inner, mesh, options)
@@ -153,7 +140,7 @@ def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | Non
     return None
 
 
-class EnabledModel(UndoneAtExit):
+class EnabledModel(AbstractContextManager["EnabledModel"]):
     """A model that :func:`enable` has changed; as a context manager it is disabled at the end.
 
     Attributes:
@@ -166,42 +153,36 @@ class EnabledModel(UndoneAtExit):
     ) -> None:
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
-        self._parameters = positional_arguments(model, inner)
+        self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
         self._weights = WeightsComparison(mesh.sp_group is not None)
         self._enabled = True
         self._running = RunningPass()
-        head = find_head(inner) if options.loss_chunks else None
+        head = refusals.find_head(inner) if options.loss_chunks else None
         self._memory = LayersMemory(inner, options)
         self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
-        self._loss = self._wrap_loss()
+        self._loss: WholeBatchLoss | None = None
+        if refusals.has_head(inner):
+            stock = inner.loss_function
+            self._loss = WholeBatchLoss(stock, mesh, options.gradients, self._running)
+            inner.loss_function = self._loss
         self._previous = inner.config._attn_implementation
         inner.set_attn_implementation(IMPLEMENTATION)
-        inner.generate = refuse_generate(type(inner).__name__)
+        inner.generate = refusals.refuse_generate(type(inner).__name__)
+        # The first of the hooks before and the first of those after: users' own see this rank's
+        # shard on the way in, as the layers do, and whole outputs on the way out.
         self._handles: list[RemovableHandle] = [
             *LargestPosition(self._running).register(inner),
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, with_kwargs=True, prepend=True),
         ]
 
-    def _wrap_loss(self) -> WholeBatchLoss | None:
-        """The loss function in the place of the model's own; None for a model without a head."""
-        if not has_head(self._inner):
-            return None
-        original, gradients = self._inner.loss_function, self._options.gradients
-        self._inner.loss_function = WholeBatchLoss(original, self.mesh, gradients, self._running)
-        return self._inner.loss_function
-
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
-        """The layout of a batch: the whole keyword arguments of a forward pass.
-
-        Raises:
-            USPError: the batch is refused.
-        """
+        """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
         return WholeArguments.read(batch).layout(self.mesh, self._options.layout)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from this rank's shard and the others', of the last forward pass.
+        """The whole tensor from the ranks' shards of the last forward pass, along ``dim``.
         Differentiable; collective over the mesh.
 
         Raises:
@@ -229,25 +210,26 @@ class EnabledModel(UndoneAtExit):
             self._inner.loss_function = self._loss.original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnabledModel:
-        """That of a copied model, which is enabled on the same ranks by itself."""
         copied = memo[id(self)] = object.__new__(EnabledModel)
         for name, value in self.__dict__.items():
             setattr(copied, name, value if name == "mesh" else deepcopy(value, memo))
         return copied
 
-    def _undo(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
     @disable_in_compile("the ranks compare their batches before a forward pass")
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Shard the arguments of a forward pass."""
+        # The whole batch goes in, and not a shard: documents, padding and positions that start anew
+        # are read as transformers reads them on one rank, labels are shifted before they are cut,
+        # and loss tokens are counted of all. A shard tells none of these.
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         compared = dict(arguments)
         with same_on_all_ranks(self.mesh, "a batch of", compared):
             compared.update(self._weights.of(self.model))
-            check_arguments(arguments)
+            refusals.check_arguments(arguments)
             batch = WholeArguments.read(arguments)
             self._check_positions(batch)
             targets = self._targets_of(batch)
@@ -273,26 +255,22 @@ class EnabledModel(UndoneAtExit):
         return (), {**local, "use_cache": False, "usp": shard}
 
     def _check_positions(self, batch: WholeArguments) -> None:
-        """Refuse a batch whose default positions are not the index of its tokens."""
         if "position_ids" in batch.arguments:
             return
         name = type(self._inner).__name__
-        if positions_are_offset(self._inner):
+        if refusals.positions_are_offset(self._inner):
             raise DataError(
                 f"{name} does not count positions from 0: give position_ids of the whole batch "
                 "(padding_idx + 1 is the first)"
             )
-        if batch.left_padded and positions_follow_padding(self._inner):
+        if batch.left_padded and refusals.positions_follow_padding(self._inner):
             raise DataError(
                 f"{name} counts positions from the first real token, and the batch is padded on "
                 "the left: pad on the right, or give position_ids"
             )
 
     def _targets_of(self, batch: WholeArguments) -> Tensor | None:
-        """What the outputs of every token are compared with; None without labels.
-
-        Shapes: ``[b, seq_len]``.
-        """
+        """What outputs of every token are compared with, ``[b, seq_len]``; None without labels."""
         if self._loss is None or not {"labels", _TRL_FUSED_HEAD} & batch.arguments.keys():
             return None
         return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
@@ -319,7 +297,6 @@ class EnabledModel(UndoneAtExit):
 
     @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
-        """Make the outputs those of the whole batch."""
         shard: Shard = kwargs["usp"]
         name = type(self._inner).__name__
         if self._inner.config._attn_implementation != IMPLEMENTATION:
@@ -351,7 +328,6 @@ class EnabledModel(UndoneAtExit):
         return out
 
     def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
-        """Check that the loss is the whole batch's."""
         loss = out.get("loss")
         if loss is None:
             if self._head is not None and shard.targets is not None and shard.targets.in_chunks:
@@ -378,10 +354,10 @@ _PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", *_LOG_PR
 
 
 def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) -> None:
-    """Refuse an output that is not known to have a value for each token of this rank.
+    """Refuse an output that is not known to have a value for each of this rank's tokens.
 
     Args:
-        model: the name of the model.
+        model: its name.
         shape: rows and tokens of this rank.
 
     Raises:
@@ -395,7 +371,7 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
             x is None or (isinstance(x, Tensor) and x.ndim == ndim and tuple(x.shape[:2]) == shape)
             for x in tensors
         )
-        if not has_tokens and holds_tensor(value):
+        if not has_tokens and refusals.holds_tensor(value):
             raise UnsupportedAttentionError(
                 f"{model} returns {key}, which is not known to have a value for each of this "
                 f"rank's tokens {list(shape)} and may be made of single ones, of which each rank "
@@ -414,7 +390,6 @@ def join_outputs(
     """Replace outputs per token by those of the whole batch; collective.
 
     Args:
-        join: makes a whole tensor of this rank's shard and the others'.
         join_all: all of them, not only log-probabilities.
         drop_last: log-probabilities have none for the last token, whose label is not known.
     """
@@ -440,7 +415,6 @@ class LargestPosition:
         self._running = running
 
     def register(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Add hooks to the rotary modules of a model, which are to be removed."""
         for module in model.modules():
             kinds = getattr(module, "rope_type", None)
             kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
@@ -451,7 +425,6 @@ class LargestPosition:
     def _append(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add a token at the largest position."""
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": self._extended(kwargs["position_ids"])}
         if len(args) < 2:
@@ -466,5 +439,4 @@ class LargestPosition:
         return longer
 
     def _drop(self, _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
-        """Take that token off cos and sin, ``[..., s_local + 1, d]``."""
         return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]

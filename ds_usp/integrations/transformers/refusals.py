@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.transformers.batch import BORDERS, TOKEN_DIM
-from ds_usp.integrations.transformers.loss import SUMS_OVER_TOKENS
+from ds_usp.integrations.transformers.whole_arguments import BORDERS, TOKEN_DIM
+from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
 OLDEST, BEFORE = "5.17", "6"
@@ -37,11 +37,7 @@ _FLAGS = MappingProxyType(
 
 
 def check_version() -> None:
-    """Refuse a transformers whose mask functions were never tested.
-
-    Raises:
-        ConfigError: the versions that are.
-    """
+    """ConfigError for a transformers whose mask functions were never tested."""
     have = Version(transformers.__version__)
     if not Version(OLDEST) <= have < Version(BEFORE):
         raise ConfigError(
@@ -100,11 +96,7 @@ def find_head(model: PreTrainedModel) -> nn.Module:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that a shard of the tokens would compute wrongly.
-
-    Raises:
-        UnsupportedAttentionError: why, and the name of the model.
-    """
+    """UnsupportedAttentionError for a model that a shard of the tokens would compute wrongly."""
     for reason in reasons_against(model):
         raise UnsupportedAttentionError(f"{type(model).__name__}: {reason}")
 
@@ -198,11 +190,7 @@ def positions_follow_padding(model: PreTrainedModel) -> bool:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of a forward pass that a shard cannot serve.
-
-    Raises:
-        UnsupportedAttentionError: which, and what to do instead.
-    """
+    """UnsupportedAttentionError for arguments of a forward pass that a shard cannot serve."""
     if arguments.get("past_key_values") is not None:
         raise UnsupportedAttentionError(f"past_key_values: {_FLAGS['use_cache']}")
     for name, advice in _FLAGS.items():
@@ -237,14 +225,9 @@ def holds_tensor(value: Any) -> bool:
 
 
 def refuse_generate(name: str) -> Callable[..., Any]:
-    """What stands in the place of ``model.generate``."""
+    """What stands in the place of ``model.generate``: it always raises."""
 
     def generate(*_: Any, **__: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            UnsupportedAttentionError: always.
-        """
         raise UnsupportedAttentionError(f"{name}.generate: {_FLAGS['use_cache']}")
 
     return generate

@@ -99,6 +99,7 @@ def _check_trainer(trainer: Trainer) -> None:
 
 def _count_replicas(trainer: Trainer, sp_degree: int) -> None:
     """Set right what the trainer sums over all ranks, of which ``sp_degree`` have one batch."""
+    # Losses and gradients need nothing: they are means over all ranks.
     total, flos = trainer.get_total_train_batch_size, trainer.floating_point_ops
     trainer.get_total_train_batch_size = lambda args: total(args) // sp_degree
     trainer.floating_point_ops = lambda inputs: flos(inputs) / sp_degree
@@ -126,6 +127,7 @@ def _join_logits(trainer: Trainer, enabled: EnabledModel) -> None:
     trainer.prediction_step = prediction_step
 
 
+# Logits of all tokens are made in such a pass, so its head is not in chunks.
 @contextmanager
 def _whole_logits(enabled: EnabledModel, wanted: bool) -> Iterator[None]:
     before = enabled._options
@@ -193,7 +195,6 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _first_ranks(mesh: SequenceMesh, replicas: DataParallelRanks) -> list[int]:
-    """The first rank of every mesh, in the order of the replicas; collective over the world."""
     if not dist.is_initialized():
         return [0]
     world: Any = dist.group.WORLD
@@ -298,18 +299,15 @@ def replicate_batches(loader: Iterable[Any] | None, mesh: SequenceMesh) -> Repli
         loader = replicate_batches(DataLoader(data, sampler=sampler), mesh)
 
     A pass ends for the ranks of a mesh when its loader ends; give all replicas as many batches.
+    Collective over the world when it is made, and over the mesh at each batch.
 
     Args:
-        loader: any iterable of batches; used on the first rank of a mesh, and may be None on the
-            others.
-        mesh: the ranks that get the same batches.
+        loader: any iterable of batches; it may be None except on the first rank of a mesh.
 
     Raises:
-        ConfigError: at construction, a loader that deals batches out to another number of
-            replicas than there are meshes; on every rank of the mesh.
+        ConfigError: at construction, on every rank of the mesh: a loader that deals batches out to
+            another number of replicas than there are meshes.
         DataError: where the first rank could not read a batch; that rank raises its own error.
-
-    Collective over the world when it is made, and over the mesh at each batch.
     """
     return ReplicatedBatches(loader, mesh)
 
@@ -335,13 +333,11 @@ class ReplicatedBatches:
             )
 
     def __len__(self) -> int:
-        """Batches of a pass."""
         if self._length < 0:
             raise TypeError(f"{type(self.loader).__name__} has no length")
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle anew, where the loader or its sampler can."""
         owner: Any
         for owner in (self.loader, getattr(self.loader, "sampler", None)):
             if hasattr(owner, "set_epoch"):

@@ -78,11 +78,9 @@ class Progress:
 
 
 def save(engine: Any, args: Namespace, progress: Progress) -> str:
-    """Write a checkpoint under a temporary name and rename it after every rank has finished.
-
-    ``latest`` names the previous checkpoint until the last rename, so a run that is killed at any
-    moment leaves a complete one.
-    """
+    """Write a checkpoint under a temporary name and rename it after every rank has finished."""
+    # `latest` names the previous checkpoint until the last rename, so a run that is killed at any
+    # moment leaves a complete one.
     folder, tag = Path(args.save), f"step_{progress.step}"
     unfinished = f"{UNFINISHED}{tag}"
 
@@ -113,7 +111,7 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
 
 
 def _not_written(folder: Path, step: int, why: str) -> CheckpointError:
-    """The error of a rank that could not write: the same text on each, so it is reported once."""
+    # The same text on each rank, so it is reported once.
     saved = saved_step(folder)
     complete = f"The checkpoint of step {saved} is complete"
     last = "There is no checkpoint yet" if saved is None else complete
@@ -155,7 +153,6 @@ def load(engine: Any, args: Namespace) -> Progress:
 def _check_parallel_config(
     folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint of another parallel config that cannot be resharded."""
     mismatches = _differences(saved, current)
     fixed = {name for name in current if saved.get(name) != current[name]} - set(RESHARDABLE)
     stages = max(saved["pipeline_model_parallel_size"], current["pipeline_model_parallel_size"])
@@ -170,10 +167,8 @@ def _check_parallel_config(
 
 
 def _metadata_of(args: Namespace, progress: Progress) -> dict[str, Any]:
-    """Metadata to save: format, progress, and the flags of model, parallel config and data order.
-
-    ``sequence_x_data_ranks`` is None (any number may load) for ZeRO-0 without pipeline
-    stages."""
+    """Metadata to save: format, progress, flags of model, parallel config and data order."""
+    # Any number of ranks may load what ZeRO-0 without pipeline stages has saved.
     settings = vars(args) | {"sequence_x_data_ranks": None}
     if args.zero_stage or args.pipeline_model_parallel_size > 1:
         settings["sequence_x_data_ranks"] = args.ds_sequence_parallel_size * args.data_parallel_size
@@ -187,9 +182,8 @@ def _metadata_of(args: Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _mark_latest(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) -> str:
-    """Write the metadata, rename the unfinished folder to the step's, and let ``latest`` name it.
-
-    Return the step's folder."""
+    """Write the metadata, rename the unfinished folder to the step's, which is returned, and let
+    ``latest`` name it."""
     written, latest = folder / unfinished, folder / LATEST
     metadata |= {"checksum": _metadata_checksum(metadata)}
     (written / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
@@ -211,7 +205,6 @@ def _metadata_checksum(metadata: Mapping[str, Any]) -> str:
 
 
 def _check_contents(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Verify the checksum of every file before DeepSpeed reads any of them. Collective."""
     if metadata["format"] == WITHOUT_CHECKSUMS:
         return
     saved, digests = metadata["sha256"], _checksums(folder, metadata["files"])
@@ -259,7 +252,6 @@ def _validate_checkpoint(args: Namespace) -> tuple[str, Progress, dict[str, Any]
 
 
 def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Check the metadata's format version and its checksum; print that an old format has none."""
     version = metadata.get("format")
     if version == WITHOUT_CHECKSUMS and "checksum" not in metadata:
         print(f"{folder} was saved without checksums; only the sizes of its files are checked")
@@ -272,7 +264,6 @@ def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """A text with both values for each entry that differs from the checkpoint's."""
     return [
         f"{name} {saved.get(name)} in the checkpoint, {value} now"
         for name, value in current.items()
@@ -285,9 +276,6 @@ def _checksums(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
 
     Args:
         sizes: bytes of each file, by its path in ``folder``; the same on every rank.
-
-    Raises:
-        CheckpointError: on every rank; a rank cannot read one of its files.
     """
     ranks = dist.get_world_size()
     files_of_rank: list[list[str]] = [[] for _ in range(ranks)]
@@ -348,18 +336,14 @@ class SavedParameters:
         )
         for rank, _, name in partitions:  # of ZeRO-1 and 2
             state = open_file(name)["optimizer_state_dict"]
-            masters, slices = (
-                state["single_partition_of_fp32_groups"],
-                state["param_slice_mappings"],
-            )
+            masters = state["single_partition_of_fp32_groups"]
+            slices = state["param_slice_mappings"]
             for number, (master, fragments) in enumerate(zip(masters, slices, strict=True)):
                 flat = self._tensors(state["base_optimizer_state"]["state"].get(number, {}))
                 for name_of_fragment, span in fragments.items():
                     for key, values in {MASTER: master, **flat}.items():
-                        fragment = values.narrow(0, span.start, span.numel)
-                        self._fragments[rank].setdefault((name_of_fragment, key), []).append(
-                            fragment
-                        )
+                        pieces = self._fragments[rank].setdefault((name_of_fragment, key), [])
+                        pieces.append(values.narrow(0, span.start, span.numel))
         for rank, model in enumerate([] if partitions else self._models):  # of ZeRO-0
             for number, name in enumerate(name for group in names for name in group):
                 states = self._tensors(model["optimizer"]["state"].get(number, {}))
@@ -378,7 +362,6 @@ class SavedParameters:
 
         Args:
             parameter: the local one, for its shape and partition dimension.
-            rank, size: in and of the tensor-parallel group.
 
         Raises:
             CheckpointError: the saved shape does not fit the parameter.
@@ -405,8 +388,6 @@ class SavedParameters:
 
 
 def _load_resharded(engine: Any, saved: SavedParameters) -> None:
-    """Load weights and optimizer states that were saved under another tensor-parallel size, number
-    of ranks or ZeRO stage: of 0 to 2 and without pipeline stages, the rest has been refused."""
     group = get_tensor_model_parallel_group()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -432,7 +413,6 @@ def _load_resharded(engine: Any, saved: SavedParameters) -> None:
 
 
 def _groups(engine: Any) -> list[list[tuple[str, Any]]]:
-    """The model's parameters of each group of the optimizer, with their names."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
     groups = [group["params"] for group in optimizer.param_groups]

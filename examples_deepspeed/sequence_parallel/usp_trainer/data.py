@@ -21,12 +21,7 @@ from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from ds_usp import DataError, TokenLayout
-from ds_usp.training import (
-    SequenceBatch,
-    document_borders,
-    local_document_positions,
-    shard_batch,
-)
+from ds_usp.training import SequenceBatch, document_borders, local_document_positions, shard_batch
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.run_files import CACHE, TEXT_VOCAB_SIZE, data_files, parse_blend
 
@@ -101,23 +96,17 @@ class InOrder:
 
 
 class Blend:
-    """Samples of several streams in proportion to their weights.
-
-    Each sample is of the stream that is furthest below its fraction so far (megatron-core's
-    ``build_blending_indices``), so the order does not depend on how many samples follow: a run can
-    be resumed with more steps, which would reorder a blend of fixed size.
-
-    Args:
-        weights: above 0; they need not sum to 1.
-    """
+    """Samples of several streams in proportion to their weights, which need not sum to 1."""
 
     def __init__(self, streams: Sequence[Samples], weights: Sequence[float]) -> None:
+        # Each sample is of the stream that is furthest below its fraction so far, so the order does
+        # not depend on how many follow: a run can be resumed with more steps, which would reorder a
+        # blend of fixed size.
         self._streams = streams
         self._weights = numpy.array(weights, dtype=numpy.float64) / sum(weights)
         self._grow(_FIRST_INDEX)
 
     def _grow(self, size: int) -> None:
-        """Compute the first ``size`` samples' stream and their index within that stream."""
         self._stream = numpy.zeros(size, dtype=numpy.int16)
         self._sample = numpy.zeros(size, dtype=numpy.int64)
         build_blending_indices(
@@ -158,23 +147,20 @@ class TokenData:
             )
 
     def training_batches(self, first_sample: int) -> list[TrainingBatch]:
-        """This rank's micro batches of the step whose global batch starts at ``first_sample``."""
         return self._batches(self._train, first_sample)
 
     def validation_batches(self, index: int) -> list[TrainingBatch]:
-        """This rank's micro batches of the ``index``-th validation batch; the samples repeat from
-        the first when they are used up."""
         return self._batches(self._valid, index * self._args.global_batch_size)
 
     def _batches(self, samples: Samples, first: int) -> list[TrainingBatch]:
-        """Replicas take consecutive micro batches of a step, in each pass one."""
+        # Replicas take consecutive micro batches of a step, in each pass one.
         size, replicas = self._args.micro_batch_size, self._args.data_parallel_size
         passes = range(self._args.accumulation_steps)
         starts = [first + (n * replicas + self._dp_rank) * size for n in passes]
         return [self._batch(samples, range(start, start + size)) for start in starts]
 
     def _batch(self, samples: Samples, indices: Iterable[int]) -> TrainingBatch:
-        """This rank's shard of some samples, of which one at a time is whole in memory."""
+        # One sample at a time is whole in memory.
         args, rank = self._args, self._sp_rank
         shards, borders = [], []
         names = ("tokens", "labels", "loss_mask")
@@ -194,10 +180,8 @@ class TokenData:
 def _samples(
     args: Namespace, prefixes: list[str], vocab_size: int
 ) -> tuple[Samples, Samples | None]:
-    """Training and validation samples; validation is None if one of the datasets is too small.
-
-    Without weights all files form one dataset, with weights each is a dataset of its own.
-    """
+    """Training and validation samples; validation is None if one of the datasets is too small."""
+    # Without weights all files form one dataset, with weights each is a dataset of its own.
     _, weights = parse_blend(args.data_path or ())
     parts = [prefixes] if weights is None else [[prefix] for prefix in prefixes]
     built = [_build(args, part, vocab_size) for part in parts]
@@ -211,11 +195,7 @@ def _samples(
 def _build(
     args: Namespace, prefixes: list[str], vocab_size: int
 ) -> tuple[GPTDataset, GPTDataset | None]:
-    """Megatron-core's training and validation data sets, one epoch each; None for an empty second.
-
-    Raises:
-        DataError: files that megatron-core cannot read, or too few tokens for one sequence.
-    """
+    """megatron-core's data sets for training and, or None, validation, one epoch each."""
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -248,11 +228,7 @@ def _cache_dir(args: Namespace) -> Path:
 
 
 def _encoded_data(args: Namespace) -> tuple[list[str], int]:
-    """Prefixes of the ``.bin/.idx`` pairs and the number of token ids; encodes text. Rank 0 only.
-
-    Raises:
-        DataError: a file is missing, empty or in another format.
-    """
+    """Prefixes of ``.bin/.idx`` pairs and the number of token ids; encodes text. Rank 0 only."""
     paths, indexed = data_files(args)
     if indexed:
         return paths, args.vocab_size
@@ -289,7 +265,6 @@ def encode_text(cache: Path, documents: Sequence[bytes]) -> str:
 
 
 def _read(path: str) -> bytes:
-    """Bytes of a text file; DataError if it is unreadable, empty or not UTF-8."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

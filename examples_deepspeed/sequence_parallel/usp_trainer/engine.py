@@ -28,9 +28,6 @@ from usp_trainer.data import TrainingBatch
 class Trainer:
     """Trains and evaluates global batches; every number it returns is the same on every rank.
 
-    Args:
-        vocab_size: number of token ids that the data may contain.
-
     Attributes:
         engine: DeepSpeed's.
         states: keeps optimizer states in host memory between steps; None: they stay.
@@ -52,15 +49,11 @@ class Trainer:
         self._scale = rule.loss_scale(args.accumulation_steps)
 
     def states_on_device(self) -> AbstractContextManager[None]:
-        """Optimizer states can be read and written inside."""
         return nullcontext() if self.states is None else self.states.on_device()
 
     def train(self, batches: Sequence[TrainingBatch], lr: float) -> tuple[float, float]:
-        """One optimizer step over this rank's micro batches.
-
-        Returns:
-            The mean loss over the global batch before the step, and the gradient norm.
-        """
+        """One optimizer step over this rank's micro batches; the mean loss over the global batch
+        before it, and the gradient norm."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         weighted = self._with_loss_weights(batches)
@@ -78,7 +71,6 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[TrainingBatch]) -> float:
-        """The mean loss over a global batch."""
         weighted = self._with_loss_weights(batches)
         self.engine.eval()
         if self._groups.stages > 1:
@@ -87,11 +79,6 @@ class Trainer:
         return mean_loss(losses, self._scale, self._groups.sp_dp)
 
     def _with_loss_weights(self, batches: Sequence[TrainingBatch]) -> list[tuple[Any, ...]]:
-        """Tokens, labels, loss weights, positions and documents, tensors on the device.
-
-        Raises:
-            DataError: on every rank alike, if any rank has a token id beyond the vocabulary.
-        """
         local_batches = [batch.local for batch in batches]
         largest = max(int(torch.maximum(b.tokens.max(), b.labels.max())) for b in local_batches)
         count = sum(float(b.loss_mask.sum()) for b in local_batches)
@@ -116,7 +103,6 @@ class Trainer:
 
 
 def _pipeline_batches(weighted: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, Any]]:
-    """Batches as DeepSpeed's pipeline takes them: the first stage's input, the loss's labels."""
     return ((tokens, (labels, weights)) for tokens, labels, weights, *_ in weighted)
 
 

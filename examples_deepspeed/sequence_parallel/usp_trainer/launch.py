@@ -47,11 +47,7 @@ _LOST_CONTACT = ("gloo", "NCCL", "ncclSystemError", "Connection closed by peer",
 
 
 def select_device(device: str) -> str:
-    """``cuda`` or ``cpu``, also set for DeepSpeed; must be called before DeepSpeed is imported.
-
-    Raises:
-        ConfigError: GPUs were requested and there are none.
-    """
+    """``cuda`` or ``cpu``, also set for DeepSpeed; must be called before DeepSpeed is imported."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here. Use --device cpu")
     if device == "auto":
@@ -73,11 +69,7 @@ def set_allocator_options(args: Namespace) -> None:
 
 
 def run_rank(main: Main, args: Namespace) -> int:
-    """Run ``main`` as one rank of a launcher's world; 0, or 1 if it failed.
-
-    Ranks that fail with the same error print it once. It is also in the error file that torchrun
-    reads, if there is one.
-    """
+    """Run ``main`` as one rank of a launcher's world; 0, or 1 if it failed."""
     if environment.launcher_is_parent():
         end_with_parent(os.getppid())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -108,9 +100,7 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
 
     After the first failure the others have ``SHUTDOWN_TIMEOUT_S`` to fail and report. What they
     report is printed on stderr, equal errors once. They end when this process ends for any reason.
-
-    Raises:
-        SystemExit: on SIGTERM, SIGHUP or SIGQUIT, with the exit code of a shell.
+    SystemExit on SIGTERM, SIGHUP or SIGQUIT, with the exit code of a shell.
     """
     prepare_deepspeed()
     previous = {}
@@ -152,8 +142,6 @@ def _exit_by_signal(number: int, _: object) -> NoReturn:
 def _forked_rank(
     rank: int, main: Main, args: Namespace, processes: int, store: str, parent: int
 ) -> NoReturn:
-    """One forked rank: sets torchrun's environment variables and trains; posts its failure, if any,
-    to the file ``store``. ``parent``: the process that forked it."""
     for number in _TERMINATION_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -169,11 +157,7 @@ def _forked_rank(
 
 def end_with_parent(parent: int) -> None:
     """Have this process end when its parent ends for any reason: by the kernel on Linux, elsewhere
-    by a thread that polls.
-
-    Args:
-        parent: the parent's process id, read while the parent was certainly alive.
-    """
+    by a thread that polls. ``parent`` is its process id, read while it was certainly alive."""
 
     def poll() -> None:
         while os.getppid() == parent:
@@ -190,9 +174,7 @@ def end_with_parent(parent: int) -> None:
 
 def _train(main: Main, args: Namespace, store: dist.Store) -> Failure | None:
     """Initialize the default process group (NCCL on GPUs, gloo on CPU), train, and end the group;
-    the failure of this rank, if it failed. Collective.
-
-    RANK, WORLD_SIZE and, on GPUs, LOCAL_RANK are read from the environment."""
+    the failure of this rank, if it failed. Collective."""
     rank, on_gpu = int(os.environ["RANK"]), args.device == "cuda"
     prepare_deepspeed()
     try:
@@ -235,7 +217,6 @@ class Failure:
     """Why a rank failed.
 
     Args:
-        text: the message for the user.
         lost_contact: it lost contact with another rank, whose failure is the cause.
         is_user_error: the message has the fix.
     """
@@ -332,13 +313,11 @@ def _post_failure(store: dist.Store, rank: int, failure: Failure) -> None:
 
 
 def _posted_failures(store: dist.Store, world: int) -> dict[int, Failure]:
-    """The failures that ranks have posted to the store so far, by rank."""
     posted = [rank for rank in range(world) if store.check([f"failure_{rank}"])]
     return {rank: Failure(**json.loads(store.get(f"failure_{rank}"))) for rank in posted}
 
 
 def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Poll the store until it has all keys; False if it has not after so many seconds."""
     deadline = time.monotonic() + seconds
     while not store.check(keys):
         if time.monotonic() > deadline:

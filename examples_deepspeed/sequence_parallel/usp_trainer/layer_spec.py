@@ -36,7 +36,6 @@ def _local(config: TransformerConfig) -> tuple[ModuleSpec, Norm]:
 
 
 def _transformer_engine() -> tuple[ModuleSpec, Norm]:
-    """TransformerEngine's layer; its own norms are fused into the linear layers after them."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     return get_gpt_layer_with_transformer_engine_spec(), TENorm

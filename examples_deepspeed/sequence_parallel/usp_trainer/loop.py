@@ -33,9 +33,6 @@ from usp_trainer.run_files import RunFolders
 class TrainingLoop:
     """Model, data, engine and progress of one rank. Collective, with all of its methods.
 
-    Args:
-        args: as :func:`usp_trainer.auto_args.resolve_auto_args` returns them.
-
     Raises:
         USPError: on every rank; the flags, the data or the checkpoint are invalid.
     """
@@ -72,7 +69,6 @@ class TrainingLoop:
                 self.progress = checkpoint.load(self.trainer.engine, args)
 
     def step(self) -> dict[str, Any]:
-        """Train on the next global batch; returns the line for ``metrics.jsonl``."""
         args, begin = self.args, time.monotonic()
         lr = learning_rate(args, self.progress.step)
         batches = self.data.training_batches(self.progress.samples)
@@ -112,13 +108,11 @@ class TrainingLoop:
             return self.step()
 
     def validate(self) -> float:
-        """Mean loss over ``--eval-iters`` global batches of validation data."""
         count = self.args.eval_iters
         batches = map(self.data.validation_batches, range(count))
         return sum(map(self.trainer.evaluate, batches)) / count
 
     def save(self) -> str:
-        """Write a checkpoint; returns its folder."""
         self.mesh.check()  # ranks that disagree save nothing
         if self.args.check_for_nan_in_loss_and_grad:
             with self.trainer.states_on_device():
@@ -127,11 +121,7 @@ class TrainingLoop:
 
 
 class StopRule:
-    """``--exit-interval`` and ``--exit-duration-in-mins``, counted from its construction, for job
-    schedulers with time limits.
-
-    Collective with a duration: the ranks' clocks differ, and all must stop at the same step.
-    """
+    """``--exit-interval`` and ``--exit-duration-in-mins``, counted from its construction."""
 
     def __init__(self, args: Namespace) -> None:
         self._interval, self._minutes = args.exit_interval, args.exit_duration_in_mins
@@ -140,6 +130,7 @@ class StopRule:
 
     def reason(self, step: int) -> str | None:
         """Why the run ends after this step, the same on every rank; None: it continues."""
+        # The ranks' clocks differ, and all must stop at the same step.
         if self._minutes:
             minutes = torch.tensor((time.monotonic() - self._begin) / 60, device=self._device)
             dist.all_reduce(minutes, op=dist.ReduceOp.MAX)
@@ -167,9 +158,6 @@ def pretrain(args: Namespace) -> None:
 
 
 def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) -> None:
-    """Run steps until ``--train-iters`` or the stop rule, with validation and saving. Collective.
-
-    Only rank 0 reports."""
     args, reporter, reason = loop.args, None, None
     if dist.get_rank() == 0:
         reporter = _build_reporter(loop, explanation)
@@ -201,7 +189,6 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
 
 
 def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.ProgressReporter:
-    """Print the run's description, and where it resumes; return the reporter of progress."""
     args, step = loop.args, loop.progress.step
     if not args.quiet:
         mesh, groups = loop.mesh, loop.groups

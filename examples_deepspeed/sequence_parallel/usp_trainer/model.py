@@ -54,11 +54,7 @@ class Embedding(nn.Module):
     """
 
     def __init__(
-        self,
-        seed: int,
-        config: TransformerConfig,
-        args: Namespace,
-        positions: Tensor,
+        self, seed: int, config: TransformerConfig, args: Namespace, positions: Tensor
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -74,7 +70,6 @@ class Embedding(nn.Module):
         self.positions = positions
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Positions ``[b, s_local]`` restart in each document; a pipeline has none."""
         positions = self.positions if positions is None else positions
         return self.embedding(tokens, positions.expand_as(tokens))
 
@@ -109,11 +104,9 @@ class Layer(nn.Module):
             project_again(self.layer, partitioned=partitioned)
 
     def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
-        """Documents are those packed in the sequences; None: one document a sequence."""
         return self.memory.run(self.number, partial(self._run, documents), hidden)
 
     def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
-        """The layer's forward, which a recomputation runs again; hidden: [tokens, batch, h]."""
         hidden, _ = self.layer(hidden, attention_mask=None, packed_seq_params=documents)
         return hidden
 
@@ -166,11 +159,7 @@ def output_projection(
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of every token.
-
-    Shapes:
-        logits: ``[s_local, b, vocab / tp]``; labels and result: ``[b, s_local]``.
-    """
+    """Cross entropy ``[b, s_local]`` of logits ``[s_local, b, vocab / tp]``."""
     return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
 
 
@@ -205,7 +194,6 @@ class Loss:
         return weighted_loss(token_losses(stage_output, labels), weights)
 
     def _chunked(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """The weighted loss of each token, computed chunk by chunk so that no full logits exist."""
         group = get_tensor_model_parallel_group()
         return chunked_weighted_loss(
             hidden, weight, labels.t(), weights.t(), chunks=self.chunks, tp_group=group
@@ -269,9 +257,7 @@ def build_model(
     specs = layer_specs(args, mesh, layout, device, loss)
     if groups.stages == 1:
         return GPT(specs)
-    deepspeed.init_distributed(
-        dist.get_backend(), verbose=False
-    )  # PipelineModule asks it for ranks
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)  # which PipelineModule asks
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its partition on rank 0
         return PipelineModule(
             layers=specs,
@@ -298,11 +284,7 @@ def layer_specs(
             positions, config.kv_channels, args.rotary_base, seq_len=args.seq_length
         )
     spec, norm = layer_specs_of(
-        transformer_impl.chosen(args),
-        config,
-        mesh=mesh,
-        layout=layout,
-        kernel=args.usp_kernel,
+        transformer_impl.chosen(args), config, mesh=mesh, layout=layout, kernel=args.usp_kernel
     )
     embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
@@ -318,12 +300,7 @@ def layer_specs(
     memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
     more = memory, chunks, projects_again(args, mesh.sp_degree), args.zero_stage == 3
     layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
-    return [
-        first,
-        *layers,
-        LayerSpec(FinalNorm, config, norm),
-        last,
-    ]
+    return [first, *layers, LayerSpec(FinalNorm, config, norm), last]
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:

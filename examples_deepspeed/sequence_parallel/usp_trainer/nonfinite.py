@@ -28,7 +28,6 @@ class NonFiniteTensor:
 
     Args:
         order: its index in the order of computation.
-        rank: the rank that computed it.
         name: of the parameter, output, gradient or optimizer state.
         count, total: values that are not finite, and all values.
     """
@@ -51,8 +50,6 @@ class _FirstNonFinite:
         self.first: NonFiniteTensor | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Note the first tensor in ``value``, of nested tuples and lists, that has NaN or inf;
-        ``name`` is what computed it."""
         self.order += 1
         for tensor in filter(torch.is_tensor, tree_leaves(value)):
             if self.first is None and tensor.is_floating_point():
@@ -62,13 +59,11 @@ class _FirstNonFinite:
                     self.first = NonFiniteTensor(self.order, dist.get_rank(), name, *numbers)
 
     def check_parameters(self, module: nn.Module) -> None:
-        """Note the first parameter that is not finite; of ZeRO-3 this rank's partition."""
         for name, parameter in module.named_parameters():
             self.check(f"parameter {name}", getattr(parameter, "ds_tensor", parameter.detach()))
 
     @contextlib.contextmanager
     def hooks_on(self, module: nn.Module) -> Iterator[None]:
-        """Check every module output and parameter gradient that is computed inside the context."""
         handles = []
         for name, submodule in module.named_modules():
             if not list(submodule.children()):
@@ -85,18 +80,13 @@ class _FirstNonFinite:
                 handle.remove()
 
     def over_ranks(self) -> NonFiniteTensor | None:
-        """The first of all ranks. Collective."""
         all_ranks: list[NonFiniteTensor | None] = [None] * dist.get_world_size()
         dist.all_gather_object(all_ranks, self.first)
         return min((first for first in all_ranks if first), default=None)
 
 
 def check_weights(engine: Any, step: int) -> None:
-    """Refuse to save weights or optimizer states that are not finite. Collective.
-
-    Raises:
-        NotFiniteError: on every rank, naming the first such tensor.
-    """
+    """NotFiniteError on every rank where weights or optimizer states are not finite. Collective."""
     search = _FirstNonFinite()
     search.check_parameters(engine.module)
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -121,9 +111,10 @@ def not_finite_error(
     """The error for a step that is not finite, with the first tensor that is not. Collective.
 
     Args:
-        recompute_step: runs the step again. DeepSpeed skips an update whose gradients are not
-            finite, so the weights are still those from before the step.
+        recompute_step: runs the step again.
     """
+    # DeepSpeed skips an update whose gradients are not finite: the weights are still those from
+    # before the step, which can be run again with hooks.
     search = _FirstNonFinite()
     search.check_parameters(module)
     first = search.over_ranks()

@@ -92,7 +92,6 @@ def first_step_lines(
         layers: of this rank, each with its number in the model, from 1.
         count: layers of the model.
         print_line: called from another thread.
-        seconds: between lines, and before the first.
     """
     place, ended, begin = ["before the first layer"], threading.Event(), time.monotonic()
 
@@ -147,7 +146,6 @@ class StepLine:
                     self._peak = this_cluster(None, ranks, on_gpu=True).peak_flop_per_s
 
     def speed(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """``tflops_per_gpu`` and ``mfu``, as far as they are known."""
         if not self._flop_per_token:
             return {}
         flop_per_s = row["tokens_per_s"] * self._flop_per_token
@@ -155,7 +153,6 @@ class StepLine:
         return speed | ({"mfu": flop_per_s / self._peak} if self._peak else {})
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """The progress line of a step's row: loss, rates, memory; without the remaining time."""
         parts = [f"loss {row['loss']:.3f}"]
         if "valid_loss" in row:
             parts.append(f"validation loss {row['valid_loss']:.3f}")
@@ -170,8 +167,7 @@ class StepLine:
         return ", ".join(parts)
 
     def time_left(self, row: Mapping[str, Any]) -> str:
-        """Remaining time, from the mean of the last steps; the first step, which compiles, is
-        dropped after the second. Must be called once per step."""
+        # The first step, which compiles, is dropped after the second.
         self._steps += 1
         if self._steps == 2:
             self._seconds.clear()
@@ -184,7 +180,6 @@ class MetricsFile:
     """The metrics file of one run, open for appending. Only rank 0 creates one.
 
     Args:
-        folder: its folder.
         resumed_at: rows up to this step are kept; later steps were not saved and run again.
             None: the run starts anew, and an existing file is kept as ``metrics.jsonl.old``.
 
@@ -210,7 +205,6 @@ class MetricsFile:
         self._file = self._path.open("ab", buffering=0)
 
     def _read(self) -> list[dict[str, Any]]:
-        """The rows that can be parsed; adds a note about those that cannot."""
         rows, dropped = [], []
         lines = self._path.read_text(errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
@@ -231,11 +225,7 @@ class MetricsFile:
         return rows
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append the row of one step.
-
-        Raises:
-            OSError: it could not be written; the file ends with the step before.
-        """
+        """Append the row of one step; after an OSError the file ends with the step before."""
         line = (json.dumps(row) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -316,7 +306,6 @@ class ProgressReporter:
         )
 
     def step(self, row: dict[str, Any]) -> None:
-        """Record one step, counted from 1."""
         row = row | self._line.speed(row)
         self._new.append(row)
         self._file.write(row)
@@ -331,12 +320,10 @@ class ProgressReporter:
             print(f"step {step}/{total}: {shown}, {time_left} left", flush=True)
 
     def print_above(self, text: str) -> None:
-        """Print a line above the bar."""
         if not self._args.quiet:
             tqdm.write(text, file=sys.stdout)
 
     def finish(self) -> None:
-        """Draw the plot and print the paths of the outputs."""
         self._bar.close()
         for tracker in self._trackers:
             tracker.close()
@@ -379,7 +366,7 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
 
 
 def moving_average(values: Sequence[float], max_half_width: int = 4) -> list[float]:
-    """Centred moving average, of up to ``max_half_width`` neighbours on each side."""
+    """Centred, of up to ``max_half_width`` neighbours on each side."""
     means = []
     for i in range(len(values)):
         half_width = min(max_half_width, i, len(values) - 1 - i)

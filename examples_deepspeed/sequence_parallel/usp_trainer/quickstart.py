@@ -51,8 +51,6 @@ def quickstart(args: Namespace, pretrain: Main) -> int:
 
 
 def _losses_match(name: str, args: Namespace, pretrain: Main) -> bool:
-    """Train a few steps with the optimizer of a row of ``PROOFS`` on the given degrees and on one
-    rank, and print the largest relative difference; whether it is below ``LIMIT``."""
     with tempfile.TemporaryDirectory(prefix="usp_proof_") as folder:
         proof = {
             "quiet": True,

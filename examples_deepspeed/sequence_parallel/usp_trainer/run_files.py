@@ -30,7 +30,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def check_files(args: Namespace) -> None:
-    """Refuse data and checkpoints that do not exist (DataError, CheckpointError)."""
+    """DataError or CheckpointError for data and checkpoints that do not exist."""
     data_files(args)
     if args.load:
         checkpoint_to_load(Path(args.load))
@@ -215,11 +215,9 @@ def _flock(folder: Path, descriptor: int) -> None:
 
 
 class FolderLock:
-    """A lock of one folder, released when its process ends for any reason.
-
-    ``flock`` on a file in the folder that contains the name of the process. On NFS it applies to
-    all nodes that mount the folder with locks.
-    """
+    """A lock of one folder, by ``flock`` on a file in it that contains the name of the process:
+    released when that ends for any reason. On NFS it applies to all nodes that mount the folder
+    with locks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / LOCK
@@ -296,6 +294,5 @@ class RunFolders:
             raise
 
     def close(self, *, refused: bool) -> None:
-        """Release all locks; after a refused start also remove what it created."""
         for lock in reversed(self._locks):
             lock.release(refused=refused)

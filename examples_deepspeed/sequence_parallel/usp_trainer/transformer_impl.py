@@ -12,22 +12,14 @@ CHOICES = (LOCAL, TRANSFORMER_ENGINE)
 
 
 def check(args: Namespace) -> None:
-    """Refuse TransformerEngine's layers where they cannot train this model.
-
-    Raises:
-        ConfigError: with the reason and the fix.
-    """
+    """ConfigError where TransformerEngine's layers are asked for and cannot train this model."""
     reason = _obstacle(args)
     if args.transformer_impl == TRANSFORMER_ENGINE and reason:
         raise ConfigError(f"--transformer-impl {TRANSFORMER_ENGINE} {reason}")
 
 
 def chosen(args: Namespace) -> str:
-    """The flag, or by default TransformerEngine's layers where they can train this model.
-
-    Args:
-        args: with ``device`` ``cpu`` or ``cuda``.
-    """
+    """The flag, or by default TransformerEngine's layers where they can train this model."""
     default = LOCAL if _obstacle(args) else TRANSFORMER_ENGINE
     return args.transformer_impl or default
 

@@ -67,8 +67,8 @@ class WholeArguments:
         anew, as transformers does.
 
         Raises:
-            UnsupportedAttentionError, DataError, LayoutError: see :func:`_padding`,
-                :func:`_documents`.
+            UnsupportedAttentionError, DataError, LayoutError: arguments that contradict each other,
+                or that a shard cannot serve.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         tokens = given.get("input_ids", given.get("inputs_embeds"))
@@ -110,8 +110,7 @@ class WholeArguments:
         return mesh.layout(kind, self.seq_len, same if kind == "balanced" else ())
 
     def labels_to_shift(self) -> Tensor | None:
-        """The label of every token's *next* token, -100 after the last, for a causal model; None
-        without labels."""
+        """Labels of next tokens, -100 after the last, for a causal model; None without labels."""
         given: Tensor | None = self.arguments.get("shift_labels")
         labels: Tensor | None = self.arguments.get("labels")
         if given is not None or labels is None:
@@ -119,7 +118,7 @@ class WholeArguments:
         return next_token_labels(labels)
 
     def check_targets(self, targets: Tensor | None) -> None:
-        """Refuse a loss of padding: the kernels of transformers differ in what padding sees.
+        """Refuse labels of padding: the kernels of transformers differ in what padding sees.
 
         Args:
             targets: what the outputs of every token are compared with; None without labels.
@@ -155,9 +154,8 @@ class WholeArguments:
         would fail, and the others would wait for it.
 
         Args:
-            vocabulary: number of input embeddings; None: not known.
+            vocabulary, outputs: number of input and of output embeddings; None: not known.
             targets: labels of every token; None: without, or not of a vocabulary.
-            outputs: number of output embeddings; None: not known.
 
         Raises:
             DataError: the token and the number of embeddings.
@@ -197,17 +195,12 @@ class WholeArguments:
 
 
 def check_layout_kind(kind: str) -> None:
-    """Refuse a layout that does not exist, or that needs documents of its own.
-
-    Raises:
-        LayoutError: the kinds that there are.
-    """
+    """LayoutError for a layout that does not exist."""
     if kind != AUTO_LAYOUT and kind not in KINDS:
         raise LayoutError(f"unknown token layout {kind!r}; there are auto, {', '.join(KINDS)}")
 
 
 def _check_dims(name: str, x: Any) -> None:
-    """Refuse what is no tensor of rows and tokens."""
     dims = {"inputs_embeds": (3,), "position_ids": (2, 3)}.get(name, (2,))
     if not isinstance(x, Tensor) or x.ndim not in dims or 0 in x.shape:
         given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -276,16 +269,14 @@ def _starts(positions: Tensor | None, size: int) -> list[list[int]]:
     with those of time, height and width alone, of which transformers reads no documents."""
     if positions is None or (positions.ndim == 3 and len(positions) < 4):
         return []
-    rows = document_starts(
-        positions if positions.ndim == 2 else positions[0]
-    )  # the first is text's
+    text = positions if positions.ndim == 2 else positions[0]  # of several kinds the first
+    rows = document_starts(text)
     return rows if len(rows) == size else rows * size
 
 
 def _given_borders(
     given: Mapping[str, Any], starts: list[list[int]], size: int, seq_len: int
 ) -> Borders:
-    """The borders of FlashAttention's packed arguments."""
     borders = borders_through(given["cu_seq_lens_q"].tolist(), seq_len)
     keys = given.get("cu_seq_lens_k")
     if size != 1 or (keys is not None and borders_through(keys.tolist(), seq_len) != borders):

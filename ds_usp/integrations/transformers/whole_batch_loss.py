@@ -41,13 +41,11 @@ class WholeBatchLoss:
         self._mesh, self._gradients = mesh, gradients
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeBatchLoss:
-        """That of a copied model, on the same ranks."""
         running = deepcopy(self.running, memo)
         return WholeBatchLoss(self.original, self._mesh, self._gradients, running)
 
     @property
     def shifts(self) -> bool:
-        """Whether a token's label is the next token."""
         return self.original is ForCausalLMLoss
 
     def __call__(
@@ -60,9 +58,8 @@ class WholeBatchLoss:
     ) -> Tensor:
         """Shapes: logits ``[b, s_local, v]``; a scalar."""
         shard, targets = self.running.shard, self.running.targets
-        if (
-            shard is None or targets is None
-        ):  # not in a forward pass: of logits and labels of the caller's own
+        # Not in a forward pass: of logits and labels of the caller's own.
+        if shard is None or targets is None:
             if shift_labels is not None:
                 kwargs["shift_labels"] = shift_labels
             return self.original(logits, labels, *args, **kwargs)
@@ -72,6 +69,8 @@ class WholeBatchLoss:
                 f"{list(targets.labels.shape)}: its head chooses or adds tokens, which is not "
                 "served"
             )
+        # Labels were shifted while they were whole; a model that shifts its shard again, or leaves
+        # some out, computes another loss.
         if (
             labels is None
             or labels.data_ptr() != targets.given.data_ptr()
@@ -88,10 +87,8 @@ class WholeBatchLoss:
             share = logits.loss(self.original, targets.labels, *args, **kwargs)
         else:
             share = self.original(logits, targets.labels, *args, **kwargs)
-        # Every rank returns the whole loss, so each one's graph is one of sp_degree equal ones that
-        # data parallelism averages; SumOfShards multiplies the gradient by the number of ranks, and
-        # the mean over the ranks is the gradient of the whole loss. Without it each rank would
-        # back-propagate its own tokens' share, and the mean would be sp_degree times too small.
+        # Summed with gradients times the ranks: without that each rank would back-propagate its own
+        # tokens' share, and data parallelism's mean would be sp_degree times too small.
         shard.loss = SumOfShards.apply(share, self._mesh, self._gradients)
         return shard.loss
 
@@ -102,12 +99,11 @@ _ELEMENTWISE = frozenset({torch.tanh, torch.mul, torch.div})
 
 
 class ChunkedHead:
-    """Replaces ``head.forward`` until :meth:`remove`.
+    """Head and loss in chunks of tokens; in the place of ``head.forward`` until :meth:`remove`.
 
     Args:
         head: the output embeddings.
         chunks: of the tokens, as equal as can be.
-        running: the forward pass that runs, which says whether its loss comes in chunks.
     """
 
     def __init__(self, head: nn.Module, chunks: int, running: RunningPass) -> None:
@@ -117,18 +113,13 @@ class ChunkedHead:
         head.forward = self.forward
 
     def remove(self) -> None:
-        """Give the head its forward back."""
         self._head.__dict__.pop("forward", None)
         if self._before is not None:
             self._head.forward = self._before
 
     def forward(self, hidden: Tensor) -> Any:
-        """In the place of the head's.
-
-        Shapes:
-            hidden ``[b, s_local, h]``; returns as many :class:`ChunkedLogits`, a loss inside of
-            :meth:`loss`, or logits without labels.
-        """
+        """Shapes: hidden ``[b, s_local, h]``; returns as many :class:`ChunkedLogits`, a loss inside
+        of :meth:`loss`, or logits without labels."""
         if self._job is not None:
             return self._job(hidden)
         in_chunks = self._running.targets is not None and self._running.targets.in_chunks
@@ -143,14 +134,8 @@ class ChunkedHead:
     def loss(
         self, logits: ChunkedLogits, original: Loss, labels: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """``original(logits, labels, *args, **kwargs)``, chunk by chunk.
-
-        Args:
-            original: a sum over tokens by ``num_items_in_batch``.
-
-        Shapes:
-            labels ``[b, s_local]``; a scalar.
-        """
+        """``original(logits, labels, *args, **kwargs)``, chunk by chunk: a sum over tokens by
+        ``num_items_in_batch``. Shapes: labels ``[b, s_local]``; a scalar."""
 
         def job(hidden: Tensor) -> Tensor:
             if self._is_linear(logits, args, kwargs):
@@ -165,7 +150,6 @@ class ChunkedHead:
         return loss
 
     def _is_linear(self, logits: ChunkedLogits, args: tuple[Any, ...], kwargs: Any) -> bool:
-        """Whether the logits are a matrix product and nothing else."""
         head, dtype = self._head, _compute_dtype(logits.hidden)
         weight: Any = getattr(head, "weight", None)
         bias: Any = getattr(head, "bias", None)
@@ -181,8 +165,9 @@ class ChunkedHead:
             and (dtype == weight.dtype or _is_autocast(logits.hidden))
         )
 
+    # A product alone has its gradients computed in the forward pass; whatever else a model does to
+    # its logits is left to autograd, which computes each chunk's logits again in backward.
     def _linear_loss(self, hidden: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
-        """Gradients are computed in the forward pass: no logits are computed twice."""
         dtype = _compute_dtype(hidden)
         weight = cast(nn.Linear, self._head).weight
         accumulated = torch.promote_types(dtype, torch.float32)
@@ -204,8 +189,6 @@ class ChunkedHead:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Each chunk's logits are computed again in the backward pass."""
-
         def run(hidden: Tensor, labels: Tensor) -> Tensor:
             scores = logits.finish(self._logits(hidden))
             shifted = {"shift_labels": labels} if "shift_labels" in kwargs else {}
@@ -236,24 +219,20 @@ class ChunkedLogits(StandIn):
 
     @property
     def shape(self) -> torch.Size:
-        """Without the vocabulary."""
         return self.hidden.shape[:-1]
 
     @property
     def device(self) -> torch.device:
-        """That of the logits."""
         return self.hidden.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the logits, which Accelerate asks of all outputs."""
         return self.hidden.dtype
 
     def loss(self, original: Loss, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self._head.loss(self, original, labels, *args, **kwargs)
 
     def finish(self, scores: Tensor) -> Tensor:
-        """What the model has done to its logits, done to those of a chunk."""
         for step in self.steps:
             scores = step(scores)
         return scores
@@ -283,17 +262,14 @@ class ChunkedLogits(StandIn):
         return self._then(lambda scores: scores / divisor)
 
     def float(self) -> ChunkedLogits:
-        """In fp32."""
         return self._then(lambda scores: scores.float())
 
     def to(self, dtype: torch.dtype) -> ChunkedLogits:
-        """In another dtype."""
         if not isinstance(dtype, torch.dtype):
             raise ChunkedLogits.refusal(f"to({dtype!r})")
         return self._then(lambda scores: scores.to(dtype))
 
     def tanh(self) -> ChunkedLogits:
-        """Of each number."""
         return self._then(torch.tanh)
 
     @classmethod
@@ -317,5 +293,4 @@ def _is_autocast(x: Tensor) -> bool:
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product with ``hidden`` is computed."""
     return torch.get_autocast_dtype(hidden.device.type) if _is_autocast(hidden) else hidden.dtype
