@@ -12,16 +12,38 @@ from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namesp
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from ds_usp.errors import ConfigError
 
 # ------------------------------------------------------------------ what a setting takes
-# Each kind is a ``type`` of argparse; its text says what it takes.
 
 
 @dataclass(frozen=True)
-class Integer:
+class Kind:
+    """A ``type`` of argparse; its text says what it takes."""
+
+    def parse(self, text: str) -> Any:
+        """The value of a flag's text; ValueError: there is none."""
+        return text
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value is of this kind."""
+        raise NotImplementedError
+
+    def __call__(self, text: str) -> Any:
+        """The value of a flag's text; ``ArgumentTypeError`` for one that is not accepted."""
+        try:
+            value = self.parse(text)
+        except ValueError:
+            value = None
+        if not self.accepts(value):
+            raise ArgumentTypeError(f"{text!r} is not {self}")
+        return value
+
+
+@dataclass(frozen=True)
+class Integer(Kind):
     """An integer from ``low`` to ``high``, both included; None: no limit.
 
     Args:
@@ -32,32 +54,24 @@ class Integer:
     high: int | None = None
     zero: str = ""
 
-    def __call__(self, text: str) -> int:
-        """The integer of a flag's text; ``ArgumentTypeError`` outside of ``low`` to ``high``."""
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not self.accepts(value):
-            raise ArgumentTypeError(f"{text!r} is not {self}")
-        return value
+    def parse(self, text: str) -> int:
+        return int(text)
 
-    def accepts(self, value: object) -> bool:
-        """Whether a value is such an integer."""
-        if not isinstance(value, int) or isinstance(value, bool):
-            return False
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+    def accepts(self, value: Any) -> bool:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        above = self.low is None or (whole and value >= self.low)
+        return whole and above and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
         if self.low is None:
             return "a whole number"
         if self.high is not None:
             return f"a whole number from {self.low} to {self.high}"
-        return f"a whole number of {self.low}{f' ({self.zero})' if self.zero else ''} or more"
+        return f"a whole number of {self.low}{f' ({self.zero})' * bool(self.zero)} or more"
 
 
 @dataclass(frozen=True)
-class Number:
+class Number(Kind):
     """A finite number from ``low`` to ``high``.
 
     Args:
@@ -70,29 +84,18 @@ class Number:
     above: bool = False
     below: bool = False
 
-    def __call__(self, text: str) -> float:
-        """The number of a flag's text; ``ArgumentTypeError`` outside of the bounds."""
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not self.accepts(value):
-            raise ArgumentTypeError(f"{text!r} is not {self}")
-        return value
+    def parse(self, text: str) -> float:
+        return float(text)
 
-    def accepts(self, value: object) -> bool:
-        """Whether a value is within the bounds; ``above``, ``below``: the bound itself is not."""
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not math.isfinite(value)
-        ):
+    def accepts(self, value: Any) -> bool:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
             return False
         if value < self.low or (self.above and value == self.low):
             return False
         if self.high is None:
             return True
-        return value < self.high or (value == self.high and not self.below)
+        return bool(value < self.high or (value == self.high and not self.below))
 
     def __str__(self) -> str:
         if self.high is not None and not (self.above or self.below):
@@ -104,14 +107,16 @@ class Number:
 
 
 @dataclass(frozen=True)
-class KeywordOr:
-    """A keyword such as ``auto``, or a value of type ``otherwise``."""
+class KeywordOr(Kind):
+    """A keyword such as ``auto``, or a value of kind ``otherwise``."""
 
     keyword: str
-    otherwise: Integer | Number
+    otherwise: Kind
+
+    def accepts(self, value: Any) -> bool:
+        return value == self.keyword or self.otherwise.accepts(value)
 
     def __call__(self, text: str) -> Any:
-        """The keyword itself, or what ``otherwise`` makes of the text."""
         if text == self.keyword:
             return text
         try:
@@ -119,16 +124,12 @@ class KeywordOr:
         except ArgumentTypeError as error:
             raise ArgumentTypeError(f"{error}, and not {self.keyword!r}") from None
 
-    def accepts(self, value: object) -> bool:
-        """Whether a value is the keyword or one of the others."""
-        return value == self.keyword or self.otherwise.accepts(value)
-
     def __str__(self) -> str:
         return f"{self.keyword}, or {self.otherwise}"
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Kind):
     """A path or a name that is not empty."""
 
     noun: str = "a path"
@@ -138,8 +139,7 @@ class Text:
             raise ArgumentTypeError(f"{text!r} is empty; give {self.noun}")
         return text
 
-    def accepts(self, value: object) -> bool:
-        """Whether a value is such a text."""
+    def accepts(self, value: Any) -> bool:
         return isinstance(value, str) and bool(value.strip())
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Choices:
+class Choices(Kind):
     """One of several texts.
 
     Args:
@@ -157,27 +157,23 @@ class Choices:
     values: tuple[str, ...]
     others: str = ""
 
-    def accepts(self, value: object) -> bool:
-        """Whether a value is one of them."""
+    def accepts(self, value: Any) -> bool:
         return value in self.values
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self.values)}{f' ({self.others})' if self.others else ''}"
+        return f"one of {', '.join(self.values)}{f' ({self.others})' * bool(self.others)}"
 
 
 @dataclass(frozen=True)
-class Switch:
+class Switch(Kind):
     """On or off."""
 
-    def accepts(self, value: object) -> bool:
-        """Whether a value is a bool."""
+    def accepts(self, value: Any) -> bool:
         return isinstance(value, bool)
 
     def __str__(self) -> str:
-        return "true or false"
+        return "a switch"
 
-
-Kind: TypeAlias = Integer | Number | KeywordOr | Text | Choices | Switch
 
 # ------------------------------------------------------------------ the rows
 
@@ -186,23 +182,17 @@ MEGATRON = ("trainer", "megatron-deepspeed", "megatron-lm")
 _PATCHES = MEGATRON[1:]  # check their numbers after parsing, with those of the framework
 PROGRAMS = (*MEGATRON, "transformers", "planner")
 _KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "efficient", "sdpa", "eager")
-_AUTO_RATIO = "; auto: the least with which the model fits by the planner's formulas"
-_SP_FLAG = "--ds-sequence-parallel-size"
-# What `{names}` stand for in the help of a program.
+# What `{names}` stand for in help texts, and what they are in programs where that differs.
 _WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "trainer": {
-            "sp_flag": _SP_FLAG,
-            "ulysses": "as many as the heads allow",
-            "auto_ratio": _AUTO_RATIO,
-        },
-        "megatron-deepspeed": {
-            "sp_flag": _SP_FLAG,
+        "": {
+            "sp_flag": "--ds-sequence-parallel-size",
             "ulysses": "all of them",
-            "auto_ratio": _AUTO_RATIO,
+            "ratio": "; auto: the least with which the model fits by the planner's formulas",
         },
-        "megatron-lm": {"sp_flag": "--context-parallel-size", "ulysses": "all of them"},
-        "transformers": {"auto_ratio": ""},
+        "trainer": {"ulysses": "as many as the heads allow"},
+        "megatron-lm": {"sp_flag": "--context-parallel-size"},
+        "transformers": {"ratio": ""},
     }
 )
 
@@ -267,7 +257,7 @@ class Setting:
 
     def help_in(self, program: str) -> str:
         """The help of a program."""
-        return self.help.format_map(_WORDS.get(program, {}))
+        return self.help.format_map({**_WORDS[""], **_WORDS.get(program, {})})
 
     def check(self, value: object, program: str) -> None:
         """Refuse a value that a program's function does not take.
@@ -346,7 +336,7 @@ SETTINGS: tuple[Setting, ...] = (
         off=(0,),
         metavar="R",
         help="fraction, 0 to 1, of what layers save for backward that is offloaded to host memory"
-        "{auto_ratio}",
+        "{ratio}",
         purpose="memory",
         programs=("trainer", "megatron-deepspeed", "transformers"),
         keeps_host_memory=True,

@@ -12,7 +12,7 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
-from ds_usp.settings import settings_of
+from ds_usp.settings import SETTINGS
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
 
@@ -170,17 +170,16 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
         "usp-recompute": config.recompute != "none" and config.recompute,
         "usp-offload-ratio": config.offload_ratio > 0 and f"{config.offload_ratio:g}",
         "usp-loss-chunks": config.fused_loss and -(-tokens // _CHUNK_TOKENS),
-        **_length_flags("trainer", config),
+        **_length_flags(config),
         "reset-attention-mask": bool(work.documents),
         "reset-position-ids": bool(work.documents),
     }
 
 
-def _length_flags(program: str, config: ParallelConfig) -> Flags:
-    """A program's settings that trade time for length, those that the plan uses."""
-    rows = (row for row in settings_of(program) if row.length_rank)
-    values = ((row, getattr(config, row.name)) for row in rows)
-    return {row.flag[2:]: value for row, value in values if row.is_used(value)}
+def _length_flags(config: ParallelConfig) -> Flags:
+    """The settings that trade time for length, those that the plan uses."""
+    rows = ((row, getattr(config, row.name)) for row in SETTINGS if row.length_rank)
+    return {row.flag[2:]: value for row, value in rows if row.is_used(value)}
 
 
 def _refuse_zero(config: ParallelConfig) -> None:
@@ -260,7 +259,7 @@ def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees
 def _recompute_flags(config: ParallelConfig) -> Flags:
     """Recomputation, and the settings that trade time for length, with which Megatron-LM's own
     checkpoints of layers do not go."""
-    flags = {**_length_flags("megatron-lm", config)}
+    flags = {**_length_flags(config)}
     mode, patched = config.recompute, bool(flags)
     flags |= {
         "transformer-impl": config.heads_in_chunks and "local",

@@ -20,7 +20,6 @@ from ds_usp.settings import LENGTH_SETTINGS
 
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
-PROJECTION_OVERLAP = ("off", "recompute")
 PROJECTS_AGAIN = ("none", "full")  # recomputations that go with it
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
@@ -108,7 +107,7 @@ class ParallelConfig:
     fused_activation: bool = False
     fused_loss: bool = False
     mlp_chunks: CountOrZero = 0
-    projection_overlap: str = choice(PROJECTION_OVERLAP, "off")
+    projection_overlap: str = choice(("off", "recompute"), "off")
     checkpoint_layers: Count = 1
     states_on_host: bool = False
     overlap_gradients: bool = False
