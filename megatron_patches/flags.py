@@ -1,5 +1,5 @@
-"""The ``--ulysses-degree`` and ``--usp-*`` flags, which the patched Megatron-DeepSpeed and
-Megatron-LM and the trainer share, and what the planner and the transformer layers get from them.
+"""What the trainer and the patched Megatron-DeepSpeed and Megatron-LM check of the settings that
+they share (``ds_usp.settings``), and what the planner and the transformer layers get from them.
 
 The planner reads Megatron-DeepSpeed's names of the arguments in all programs. Needs torch in
 :func:`choose_degree` and :func:`layer_memory` alone, so that a parser starts without it.
@@ -7,13 +7,9 @@ The planner reads Megatron-DeepSpeed's names of the arguments in all programs. N
 
 from __future__ import annotations
 
-import argparse
-from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ds_usp import TokenLayout
 from ds_usp.errors import ConfigError
 from ds_usp.planner import (
     AUTO,
@@ -22,150 +18,14 @@ from ds_usp.planner import (
     ParallelConfig,
     Workload,
     choose_ulysses,
-    degree_or_auto,
     framework_caps,
 )
-from megatron_patches.settings import MeshSettings
+from ds_usp.settings import LENGTH_SETTINGS
 
 if TYPE_CHECKING:
     import torch
 
     from ds_usp.memory import LayerMemory
-
-LAYOUTS = ("zigzag", "contiguous")
-FlagType = Callable[[str], Any]
-Parser = ArgumentParser | argparse._ArgumentGroup
-
-
-def add_degree_flags(
-    parser: Parser,
-    *,
-    degree_type: FlagType = degree_or_auto,
-    cluster_type: FlagType = str,
-    default: int | None = None,
-    default_text: str = "all of them",
-    sp_flag: str = "--ds-sequence-parallel-size",
-) -> None:
-    """``--ulysses-degree`` and ``--usp-cluster``.
-
-    Args:
-        degree_type, cluster_type: argparse types of the two.
-        sp_flag: the program's flag for the ranks that share a sequence.
-        default_text: what None means, for the help.
-    """
-    parser.add_argument(
-        "--ulysses-degree",
-        type=degree_type,
-        default=default,
-        metavar="U",
-        help=f"ranks of {sp_flag} that exchange heads; the ring takes the rest; {AUTO}: what the "
-        f"planner finds fastest (default: {default_text})",
-    )
-    parser.add_argument(
-        "--usp-cluster",
-        type=cluster_type,
-        metavar="NAME",
-        help=f"what {AUTO} plans for: a built-in cluster of ds_usp.planner, or a profile of this "
-        "one, a JSON file that `python -m ds_usp.planner profile` writes (default: by the GPU's "
-        "name)",
-    )
-
-
-def add_attention_flags(
-    parser: Parser,
-    *,
-    layouts: Sequence[str] = LAYOUTS,
-    kernels: Sequence[str] | None = None,
-    settings: MeshSettings,
-) -> None:
-    """Add ``--usp-layout`` and ``--usp-kernel`` to a program's parser.
-
-    Args:
-        layouts: choices of ``--usp-layout``.
-        kernels: choices of ``--usp-kernel``; None: argparse accepts any text.
-        settings: its layout and kernel are the defaults of the two flags.
-    """
-    parser.add_argument(
-        "--usp-layout",
-        choices=layouts,
-        default=settings.layout,
-        help="which tokens a rank holds; zigzag balances causal work over the ring",
-    )
-    add_kernel_flag(parser, kernels=kernels, default=settings.kernel)
-
-
-def add_kernel_flag(
-    parser: Parser, *, kernels: Sequence[str] | None = None, default: str = "auto"
-) -> None:
-    """Add ``--usp-kernel`` to a program's parser.
-
-    Args:
-        kernels: its choices; None: argparse accepts any text.
-    """
-    parser.add_argument(
-        "--usp-kernel",
-        choices=kernels,
-        default=default,
-        help="attention kernel; auto: the fastest that serves the dtype and the head dim here",
-    )
-
-
-def add_memory_flags(parser: Parser, *, ratio_type: FlagType, chunks_type: FlagType = int) -> None:
-    """Add ``--usp-recompute``, ``--usp-offload-ratio`` and ``--usp-loss-chunks`` to a parser.
-
-    Args:
-        ratio_type, chunks_type: argparse types of the last two.
-    """
-    add_recompute_flag(parser)
-    parser.add_argument(
-        "--usp-offload-ratio",
-        type=ratio_type,
-        default=0.0,
-        metavar="R",
-        help="fraction, 0 to 1, of what layers save for backward that is offloaded to host memory; "
-        f"{AUTO}: the least with which the model fits by the planner's formulas",
-    )
-    parser.add_argument(
-        "--usp-loss-chunks",
-        type=chunks_type,
-        default=0,
-        metavar="N",
-        help="compute the loss in N chunks of the tokens and never hold all logits; 0: in one",
-    )
-
-
-def add_mlp_chunks_flag(parser: Parser, *, chunks_type: FlagType = int) -> None:
-    """Add ``--usp-mlp-chunks`` to a program's parser."""
-    parser.add_argument(
-        "--usp-mlp-chunks",
-        type=chunks_type,
-        default=0,
-        metavar="N",
-        help="compute each layer's MLP in N chunks of a rank's tokens and again in backward, so "
-        "that its wide tensors never exist for all tokens; 0: in one, saved for backward",
-    )
-
-
-def add_states_flag(parser: Parser) -> None:
-    """Add ``--usp-states-on-host`` to a program's parser."""
-    parser.add_argument(
-        "--usp-states-on-host",
-        action="store_true",
-        help="optimizer states and fp32 master weights wait in host memory during forward and "
-        "backward, and are copied back for the optimizer step",
-    )
-
-
-def add_checkpoint_layers_flag(parser: Parser, *, size_type: FlagType = int) -> None:
-    """Add ``--usp-checkpoint-layers`` to a program's parser."""
-    parser.add_argument(
-        "--usp-checkpoint-layers",
-        type=size_type,
-        default=1,
-        metavar="K",
-        help="with --usp-recompute full or attention: save the input of one of K consecutive "
-        "layers, and run the other K - 1 once more in backward for their inputs",
-    )
 
 
 def check_checkpoint_layers(args: Any) -> None:
@@ -185,43 +45,18 @@ def check_checkpoint_layers(args: Any) -> None:
         )
 
 
-def check_mlp_chunks(args: Any, layout: TokenLayout) -> None:
+def check_mlp_chunks(args: Any, tokens: int) -> None:
     """Refuse more chunks of the MLP than a rank has tokens.
-
-    Args:
-        layout: of one sequence.
 
     Raises:
         ConfigError: with the numbers; also for a negative number.
     """
-    chunks, tokens = args.usp_mlp_chunks, min(map(layout.length, range(layout.degree)))
+    chunks = args.usp_mlp_chunks
     if not 0 <= chunks <= tokens:
         raise ConfigError(
-            f"--usp-mlp-chunks {chunks}: a rank has {tokens} of a sequence's {layout.seq_len} "
+            f"--usp-mlp-chunks {chunks}: a rank has {tokens} of a sequence's {args.seq_length} "
             f"tokens; use 0 to {tokens} chunks"
         )
-
-
-def add_recompute_flag(parser: Parser) -> None:
-    """Add ``--usp-recompute`` to a program's parser."""
-    parser.add_argument(
-        "--usp-recompute",
-        choices=framework_caps("megatron-deepspeed").recompute,
-        default="none",
-        help="what each layer computes again in backward: nothing, norms and activation functions "
-        "(gemm-last), all but attention and its exchanges (attention), or all (full)",
-    )
-
-
-def add_report_flag(parser: Parser, *, step_type: FlagType = int) -> None:
-    """Add ``--usp-report-communication`` to a program's parser."""
-    parser.add_argument(
-        "--usp-report-communication",
-        type=step_type,
-        metavar="STEP",
-        help="trace this step, counted from 1, and report its communication: bytes, time, and how "
-        "much of it no kernel hides",
-    )
 
 
 def check_report_flag(args: Any) -> None:
@@ -309,7 +144,9 @@ class PlannedRun:
         sp, ratio = args.ds_sequence_parallel_size, args.usp_offload_ratio
         ulysses = 1 if args.ulysses_degree == AUTO else args.ulysses_degree or sp
         checkpointed = getattr(args, "checkpoint_activations", False)
-        again = getattr(args, "usp_projection_overlap", "off") == "recompute" and sp > 1
+        settings = {row.name: row.value_in(args) for row in LENGTH_SETTINGS}
+        if sp == 1:
+            settings["projection_overlap"] = "off"  # there is no exchange to save for
         return ParallelConfig(
             tp=tp,
             ulysses=ulysses,
@@ -326,10 +163,7 @@ class PlannedRun:
             schedule=framework_caps(self.framework).schedule,
             overlap_gradients=self.overlap_gradients,
             fused_loss=args.usp_loss_chunks > 0,
-            mlp_chunks=getattr(args, "usp_mlp_chunks", 0),
-            projection_overlap="recompute" if again else "off",
-            checkpoint_layers=getattr(args, "usp_checkpoint_layers", 1),
-            states_on_host=getattr(args, "usp_states_on_host", False),
+            **settings,
             param_bytes=2 if args.bf16 or getattr(args, "fp16", False) else 4,
         )
 

@@ -1,20 +1,18 @@
 """``--usp-projection-overlap``: attention projects queries, keys and values chunk by chunk of
 heads, and again in backward, in every program.
 
-A program adds the flag, gives rows of what its own layers cannot serve, and builds its layers by
+A program gives rows of what its own layers cannot serve, and builds its layers by
 :func:`projects_again`.
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, _ArgumentGroup
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ds_usp.removed_settings import kept_value
 from megatron_patches.refusals import Refusal, refuse
 
-CHOICES = OFF, RECOMPUTE = "off", "recompute"
+OFF, RECOMPUTE = "off", "recompute"
 FLAG = "--usp-projection-overlap {usp_projection_overlap}"
 OR_OFF = f"or --usp-projection-overlap {OFF}"
 # What no program's layers serve.
@@ -31,18 +29,6 @@ _ROWS = (
         f"Use --usp-recompute full, {OR_OFF}",
     ),
 )
-
-
-def add_projection_flag(parser: ArgumentParser | _ArgumentGroup) -> None:
-    """Add ``--usp-projection-overlap`` to a program's parser."""
-    parser.add_argument(
-        "--usp-projection-overlap",
-        type=kept_value("--usp-projection-overlap"),
-        choices=CHOICES,
-        default=OFF,
-        help="recompute: compute and exchange queries, keys and values one chunk of heads at a "
-        "time, and again in backward, which keeps none of them: less memory, a slower step",
-    )
 
 
 def check_projections(args: Any, rows: Iterable[Refusal] = ()) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ds_usp.errors import ConfigError
+from ds_usp.settings import setting
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Refusal:
     Args:
         applies: of the framework's arguments, and of what else :func:`refuse` is given.
         reason: why; ``{name}`` stands for an argument.
-        fix: what works instead.
+        fix: what works instead; empty where the reason says it.
     """
 
     applies: Callable[..., Any]
@@ -32,4 +33,29 @@ def refuse(rows: Iterable[Refusal], args: Any, *more: Any) -> None:
     """
     for row in rows:
         if row.applies(args, *more):
-            raise ConfigError(f"{row.reason}. {row.fix}".format(**vars(args)))
+            text = f"{row.reason}. {row.fix}" if row.fix else row.reason
+            raise ConfigError(text.format(**vars(args)))
+
+
+def refuse_settings(tables: Mapping[str, Iterable[Refusal]], args: Any) -> None:
+    """Refuse what does not go together with settings that are used.
+
+    Args:
+        tables: by the settings' names.
+
+    Raises:
+        ConfigError: the first row that applies.
+    """
+    for name, rows in tables.items():
+        if setting(name).is_used(setting(name).value_in(args)):
+            refuse(rows, args)
+
+
+def apart(reason: str, others: Mapping[str, Callable[..., object]]) -> tuple[Refusal, ...]:
+    """Rows of options that do not go together with a setting.
+
+    Args:
+        reason: ``%s`` stands for the option, ``{name}`` for an argument.
+        others: an option -> whether it is set.
+    """
+    return tuple(Refusal(is_set, reason % option, "") for option, is_set in others.items())

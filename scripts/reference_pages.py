@@ -1,7 +1,8 @@
 """The reference: pages of every public name and every flag, and the list that freezes them.
 
     python scripts/reference_pages.py               # docs/reference/generated: api.md from
-                                                    # docstrings, command-line.md from --help
+                                                    # docstrings, command-line.md from --help,
+                                                    # settings.md from ds_usp/settings.py
     python scripts/reference_pages.py --signatures  # tests/data/public_api.txt
 
 The pages are for readers, built where they are wanted and not committed. The list is committed and
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "docs" / "reference" / "generated"
 SIGNATURES = ROOT / "tests" / "data" / "public_api.txt"
 sys.path.insert(0, str(ROOT))
+
+from ds_usp.settings import table  # noqa: E402
 
 MODULES = {
     "ds_usp": "attention, meshes, layouts, masks, errors",
@@ -301,7 +304,13 @@ def arguments_of(function: object) -> str:
 # ------------------------------------------------------------------ files
 
 
-PAGES = {"api.md": api_page, "command-line.md": command_page}
+def settings_page() -> str:
+    """The settings of all programs, from their rows."""
+    programs = "Of Megatron's programs, transformers' `enable` and the planner."
+    return f"# Settings\n\n{programs}\n\n{table()}\n"
+
+
+PAGES = {"api.md": api_page, "command-line.md": command_page, "settings.md": settings_page}
 
 
 def main(argv: list[str] | None = None) -> int:

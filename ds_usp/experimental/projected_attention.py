@@ -71,7 +71,7 @@ from ds_usp.kernels.rotary import (
 )
 from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.memory.saved_attention import is_saving
-from ds_usp.removed_settings import removal
+from ds_usp.settings import removal
 
 Keep = Literal["input"]
 _ONLY_LSE = SavedChunk(*NO_KV, *NO_KV, NO_KV[0])

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 from ds_usp.errors import ConfigError
-from ds_usp.removed_settings import add_removed_flag
+from ds_usp.settings import Choices, Integer, Switch, add_removed_flag, settings_of
 
 _T = TypeVar("_T")
 
@@ -44,6 +44,24 @@ def flag(help: str, default: Any = MISSING, **options: Any) -> Any:
             field's annotation names it (those of checks are numbers).
     """
     return field(default=default, metadata={"help": help, **options})
+
+
+def with_settings(command: type[_T]) -> type[_T]:
+    """A class with a field, and so a flag, for each of the planner's rows of ``ds_usp.settings``;
+    to be applied before ``dataclass``."""
+    for row in settings_of("planner"):
+        options: dict[str, Any] = {}
+        kind, annotation = row.kind, "str"
+        if isinstance(kind, Switch):
+            annotation = "bool"
+        elif isinstance(kind, Integer):
+            annotation = "Count" if kind.low else "CountOrZero"
+            options["metavar"] = row.metavar
+        elif isinstance(kind, Choices):
+            options["choices"] = kind.values
+        setattr(command, row.name, flag(f"{row.help} ({row.flag})", row.default, **options))
+        command.__annotations__[row.name] = annotation
+    return command
 
 
 _TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(

@@ -25,6 +25,7 @@ from ds_usp.planner.arguments import (
     flag,
     lengths,
     tokens,
+    with_settings,
 )
 from ds_usp.planner.emit import FRAMEWORK_OF, emit
 from ds_usp.planner.emit import KINDS as EMITTED
@@ -36,7 +37,6 @@ from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
     FRAMEWORKS,
     LENGTH_FLAGS,
-    PROJECTION_OVERLAP,
     RECOMPUTE,
     SCHEDULES,
     FrameworkCaps,
@@ -87,15 +87,10 @@ class _DegreeFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_settings
 class _FusionFlags:
     fused_activation: bool = flag("SwiGLU saves no sigmoid branch", False)
     fused_loss: bool = flag("a chunked loss: the full logits are never in memory", False)
-    mlp_chunks: CountOrZero = flag("chunks of each MLP (--usp-mlp-chunks); 0: in one", 0)
-    projection_overlap: str = flag(
-        "recompute: heads in chunks (--usp-projection-overlap)", "off", choices=PROJECTION_OVERLAP
-    )
-    checkpoint_layers: Count = flag("layers that share a checkpoint (--usp-checkpoint-layers)", 1)
-    states_on_host: bool = flag("but for the step (--usp-states-on-host)", False)
 
 
 @dataclass(frozen=True, kw_only=True)

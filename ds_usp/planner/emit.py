@@ -12,6 +12,7 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
+from ds_usp.settings import SETTINGS
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
 
@@ -169,13 +170,16 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
         "usp-recompute": config.recompute != "none" and config.recompute,
         "usp-offload-ratio": config.offload_ratio > 0 and f"{config.offload_ratio:g}",
         "usp-loss-chunks": config.fused_loss and -(-tokens // _CHUNK_TOKENS),
-        "usp-mlp-chunks": config.mlp_chunks > 1 and config.mlp_chunks,
-        "usp-checkpoint-layers": config.checkpoint_layers > 1 and config.checkpoint_layers,
-        "usp-states-on-host": config.states_on_host,
-        "usp-projection-overlap": config.heads_in_chunks and "recompute",
+        **_length_flags(config),
         "reset-attention-mask": bool(work.documents),
         "reset-position-ids": bool(work.documents),
     }
+
+
+def _length_flags(config: ParallelConfig) -> Flags:
+    """The settings that trade time for length, those that the plan uses."""
+    rows = ((row, getattr(config, row.name)) for row in SETTINGS if row.length_rank)
+    return {row.flag[2:]: value for row, value in rows if row.is_used(value)}
 
 
 def _refuse_zero(config: ParallelConfig) -> None:
@@ -253,14 +257,12 @@ def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees
 
 
 def _recompute_flags(config: ParallelConfig) -> Flags:
-    """Recomputation, chunks of the MLP and of the heads; Megatron-LM's own checkpoints of layers
-    take no chunks of the MLP."""
-    mlp_in_chunks, heads, mode = config.mlp_chunks > 1, config.heads_in_chunks, config.recompute
-    patched = mlp_in_chunks or heads
-    flags: dict[str, object] = {
-        "usp-mlp-chunks": mlp_in_chunks and config.mlp_chunks,
-        "usp-projection-overlap": heads and "recompute",
-        "transformer-impl": heads and "local",
+    """Recomputation, and the settings that trade time for length, with which Megatron-LM's own
+    checkpoints of layers do not go."""
+    flags = {**_length_flags(config)}
+    mode, patched = config.recompute, bool(flags)
+    flags |= {
+        "transformer-impl": config.heads_in_chunks and "local",
         "no-gradient-accumulation-fusion": patched,
     }
     if mode == "attention" or (mode == "full" and patched):

@@ -64,7 +64,7 @@ from ds_usp.planner.step_time import (
     step_time,
 )
 from ds_usp.planner.traffic import group_of
-from ds_usp.removed_settings import kept_value
+from ds_usp.settings import kept_value
 
 
 def explain(result: SearchResult) -> list[str]:

@@ -93,6 +93,18 @@ def hardware_flop_per_token(
     return total
 
 
+def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
+    """:func:`hardware_flop_per_token` of a configuration."""
+    return hardware_flop_per_token(
+        work.model,
+        work.seq_len,
+        config.recompute,
+        work.documents,
+        mlp_chunks=config.mlp_chunks,
+        checkpoint_layers=config.checkpoint_layers,
+    )
+
+
 def mlp_share(model: ModelShape) -> float:
     """The MLP's part of a layer's matrix products."""
     return (3 if model.gated else 2) * model.hidden * model.ffn / model.matrix_elements

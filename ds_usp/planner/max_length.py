@@ -16,12 +16,13 @@ from ds_usp.planner.parallel_config import (
     RECOMPUTE,
     ParallelConfig,
     Workload,
+    added_words,
     degrees,
     infeasible_reason,
     length_options,
     memory_violations,
-    mlp_chunks_for,
     refusal_rule,
+    with_chunks_for,
 )
 
 STEP = 1024  # tokens: lengths are multiples of it
@@ -74,7 +75,7 @@ def max_lengths(
         budget_bytes: of one GPU.
         workspace_bytes: what no formula counts.
     """
-    limits = _Limits(cluster, budget_bytes, workspace_bytes)
+    limits = _Limits(cluster, budget_bytes, workspace_bytes, bases[0])
     results = []
     for recompute in RECOMPUTE:
         configs = [base.replace(recompute=recompute, offload_ratio=0.0) for base in bases]
@@ -98,7 +99,7 @@ def length_steps(
     Args:
         bases: as of :func:`max_lengths`, and so are the others; settings that they have stay.
     """
-    limits = _Limits(cluster, budget_bytes, workspace_bytes, bases[0].mlp_chunks <= 1)
+    limits = _Limits(cluster, budget_bytes, workspace_bytes, bases[0])
     configs = [base.replace(recompute="full", offload_ratio=0.0) for base in bases]
     steps = [replace(limits.furthest(model, configs, True), added="full, offload")]
     while True:
@@ -111,7 +112,7 @@ def length_steps(
         for flag in LENGTH_FLAGS:
             for config in length_options(long, given, flag):
                 change = {flag: getattr(config, flag)}
-                options.append((_words(config, given), [c.replace(**change) for c in configs]))
+                options.append((added_words(config, given), [c.replace(**change) for c in configs]))
         lengths = [
             (replace(limits.furthest(model, changed, True), added=words), changed)
             for words, changed in options
@@ -123,35 +124,24 @@ def length_steps(
         configs = furthest[1]
 
 
-def _words(config: ParallelConfig, without: ParallelConfig) -> str:
-    """The setting that a config has and another has not; the number of chunks depends on the
-    length."""
-    if config.mlp_chunks != without.mlp_chunks:
-        return "MLP in chunks"
-    (words,) = set(config.length_settings()) - set(without.length_settings())
-    return words
-
-
 def needs_at(model: ModelShape, end: MaxLength, seq_len: int, workspace_bytes: float) -> Memory:
     """The memory of another length with the settings of a :class:`MaxLength`, all offloaded."""
     work = _workload(model, end.config, seq_len)
     config = end.config.replace(offload_ratio=1.0)
-    if config.mlp_chunks > 1:
-        config = config.replace(mlp_chunks=mlp_chunks_for(work, config))
-    return memory(work, config, workspace_bytes)
+    return memory(work, with_chunks_for(work, config), workspace_bytes)
 
 
 class _Limits(NamedTuple):
     """What a sequence must fit into.
 
     Attributes:
-        chunk_mlp: an MLP in chunks has as many as the length asks for.
+        given: an MLP in chunks has as many as the length asks for, unless this has some already.
     """
 
     cluster: Cluster
     budget_bytes: float
     workspace_bytes: float
-    chunk_mlp: bool = False
+    given: ParallelConfig
 
     def furthest(
         self, model: ModelShape, configs: Sequence[ParallelConfig], offload: bool
@@ -169,8 +159,7 @@ class _Limits(NamedTuple):
     ) -> MaxLength:
         """The memory that a length needs, and what refuses it: ``limit`` is "" where it fits."""
         work = _workload(model, config, seq_len)
-        if self.chunk_mlp and config.mlp_chunks > 1:
-            config = config.replace(mlp_chunks=mlp_chunks_for(work, config))
+        config = with_chunks_for(work, config, self.given)
         if offload:
             config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)
         needed = memory(work, config, self.workspace_bytes)

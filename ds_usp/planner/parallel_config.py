@@ -16,10 +16,10 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
 from ds_usp.planner.arguments import Count, CountOrZero, Fraction, ZeroStage, choice, violations
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.models import ModelShape
+from ds_usp.settings import LENGTH_SETTINGS
 
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
-PROJECTION_OVERLAP = ("off", "recompute")
 PROJECTS_AGAIN = ("none", "full")  # recomputations that go with it
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
@@ -80,15 +80,9 @@ class ParallelConfig:
         schedule: one of :data:`SCHEDULES`; with several virtual stages it is interleaved.
         fused_activation: SwiGLU saves no output of its sigmoid.
         fused_loss: the loss is chunked; the full logits are never in memory.
-        mlp_chunks: each layer's norm 2, MLP and residual are computed in so many chunks of a rank's
-            tokens and again in backward (``--usp-mlp-chunks``); 0 or 1: in one.
-        projection_overlap: ``recompute``: queries, keys and values exist for a chunk of heads at a
-            time, and are projected and exchanged again in backward
-            (``--usp-projection-overlap recompute``).
-        checkpoint_layers: so many layers have one checkpoint around those that ``recompute`` makes
-            (``--usp-checkpoint-layers``); 1: none.
-        states_on_host: optimizer states and fp32 weights are in host memory but for the step
-            (``--usp-states-on-host``).
+        mlp_chunks, projection_overlap, checkpoint_layers, states_on_host: the settings of these
+            names (``ds_usp.settings``); the norm before an MLP in chunks and its residual are in
+            chunks, too.
         overlap_gradients: they are reduced under the last micro batch's backward.
         param_bytes, grad_bytes: of one element.
         unsharded_grad_reduce: in ZeRO-1 every rank all-reduces all gradients and keeps them
@@ -113,7 +107,7 @@ class ParallelConfig:
     fused_activation: bool = False
     fused_loss: bool = False
     mlp_chunks: CountOrZero = 0
-    projection_overlap: str = choice(PROJECTION_OVERLAP, "off")
+    projection_overlap: str = choice(("off", "recompute"), "off")
     checkpoint_layers: Count = 1
     states_on_host: bool = False
     overlap_gradients: bool = False
@@ -184,11 +178,8 @@ class ParallelConfig:
 
     def length_settings(self) -> list[str]:
         """The settings that trade time for length, in words; none where all are off."""
-        words = [f"MLP in {self.mlp_chunks} chunks"] if self.mlp_chunks > 1 else []
-        words += ["heads in chunks"] if self.heads_in_chunks else []
-        words += ["states on the host"] if self.states_on_host else []
-        several = self.checkpoint_layers > 1
-        return words + ([f"{self.checkpoint_layers} layers a checkpoint"] if several else [])
+        values = ((row, getattr(self, row.name)) for row in LENGTH_SETTINGS)
+        return [row.words.format(value) for row, value in values if row.is_used(value)]
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp}", f"ulysses {self.ulysses}", f"ring {self.ring}"]
@@ -322,7 +313,7 @@ def projection_violations(model: ModelShape, config: ParallelConfig) -> Iterator
 
 
 # Fields of a configuration that trade time for length, the cheapest first.
-LENGTH_FLAGS = ("mlp_chunks", "projection_overlap", "states_on_host", "checkpoint_layers")
+LENGTH_FLAGS = tuple(row.name for row in LENGTH_SETTINGS)
 _MLP_CHUNK_TOKENS = 16384  # matrix products over so many reach the rate of longer ones
 _GROUPS = (2, 4, 8)  # layers a checkpoint that are tried
 
@@ -330,6 +321,28 @@ _GROUPS = (2, 4, 8)  # layers a checkpoint that are tried
 def mlp_chunks_for(work: Workload, config: ParallelConfig) -> int:
     """Chunks of an MLP, as few as leave no chunk too many tokens, and at least 2."""
     return max(2, math.ceil(work.rank_tokens(config) / _MLP_CHUNK_TOKENS))
+
+
+def with_chunks_for(
+    work: Workload, config: ParallelConfig, given: ParallelConfig | None = None
+) -> ParallelConfig:
+    """The config with as many chunks of an MLP as the length asks for, where it has several.
+
+    Args:
+        given: whose number of chunks stays.
+    """
+    if config.mlp_chunks <= 1 or (given and given.mlp_chunks > 1):
+        return config
+    return config.replace(mlp_chunks=mlp_chunks_for(work, config))
+
+
+def added_words(config: ParallelConfig, without: ParallelConfig) -> str:
+    """The setting that a config has and another has not; the number of an MLP's chunks, which
+    depends on the length, is left out."""
+    if config.mlp_chunks != without.mlp_chunks:
+        return "MLP in chunks"
+    (words,) = set(config.length_settings()) - set(without.length_settings())
+    return words
 
 
 def length_options(work: Workload, config: ParallelConfig, flag: str) -> list[ParallelConfig]:
@@ -407,13 +420,8 @@ class FrameworkCaps:
         Raises:
             ConfigError: which it lacks.
         """
-        used = {
-            "mlp_chunks": config.mlp_chunks > 1,
-            "projection_overlap": config.heads_in_chunks,
-            "states_on_host": config.states_on_host,
-            "checkpoint_layers": config.checkpoint_layers > 1,
-        }
-        lacking = [flag for flag in used if used[flag] and flag not in self.length_flags]
+        used = (row.name for row in LENGTH_SETTINGS if row.is_used(getattr(config, row.name)))
+        lacking = [name for name in used if name not in self.length_flags]
         lacking += ["fused_loss"] if config.fused_loss and not self.chunks_loss else []
         if lacking:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in lacking)
@@ -433,6 +441,10 @@ class FrameworkCaps:
         return f"{self.name} has no " + (f"ZeRO-{value}" if axis == "zero" else f"{axis} {value}")
 
 
+def _length_flags(framework: str) -> tuple[str, ...]:
+    return tuple(row.name for row in LENGTH_SETTINGS if framework in row.programs)
+
+
 _MEGATRON_DEEPSPEED = FrameworkCaps(
     "megatron-deepspeed",  # ZeRO-0 of bf16 weights sums gradients in bf16
     zero=(1, 2, 3),
@@ -443,7 +455,7 @@ _MEGATRON_DEEPSPEED = FrameworkCaps(
     offloads=True,
     chunks_loss=True,
     documents_in_pipeline=False,
-    length_flags=LENGTH_FLAGS,
+    length_flags=_length_flags("megatron-deepspeed"),
     tp_sequence=False,
     orders=ORDERS[:1],
     unsharded_grad_reduce=True,
@@ -482,7 +494,7 @@ FRAMEWORKS = (
         schedule="1f1b",
         interleaves=True,
         offloads=False,
-        length_flags=("mlp_chunks", "projection_overlap"),
+        length_flags=_length_flags("megatron-lm"),
         orders=ORDERS[:1],
     ),
 )

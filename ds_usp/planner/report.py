@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from ds_usp.planner.arguments import flag
-from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
+from ds_usp.planner.formulas import executed_flop_per_token, model_flop_per_token
 from ds_usp.planner.hardware import (
     Cluster,
     MeasuredAttention,
@@ -477,14 +477,7 @@ def _breakdown(result: SearchResult, plan: Plan) -> Iterator[str]:
     sizes = plan.memory.components().items()
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes if size >= MIB)
     yield f"          memory (GiB): {shown}"
-    executed = hardware_flop_per_token(
-        work.model,
-        work.seq_len,
-        config.recompute,
-        work.documents,
-        mlp_chunks=config.mlp_chunks,
-        checkpoint_layers=config.checkpoint_layers,
-    )
+    executed = executed_flop_per_token(work, config)
     flop = model_flop_per_token(work.model, work.seq_len, work.documents)
     yield f"          hardware FLOPs: {executed / flop:.2f} x those of the model"
 

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ds_usp.errors import ConfigError, renamed_keywords
 from ds_usp.geometry.degrees import divisors
@@ -23,6 +24,7 @@ from ds_usp.planner.memory import (
 from ds_usp.planner.parallel_config import (
     CHECKPOINTED,
     FRAMEWORKS,
+    LENGTH_FLAGS,
     RECOMPUTE,
     FrameworkCaps,
     ParallelConfig,
@@ -173,6 +175,9 @@ def search(
     return result
 
 
+_length_values = attrgetter(*LENGTH_FLAGS)
+
+
 class _Collector:
     """Evaluates the settings of sets of degrees, and records the plans that reports name."""
 
@@ -257,8 +262,8 @@ class _Collector:
     def _micro_batch(self, config: ParallelConfig) -> MicroBatch:
         """The time of one micro batch, computed once for all settings that do not change it."""
         degrees = config.tp, config.ulysses, config.ring, config.order
-        memory_settings = config.fused_loss, config.mlp_chunks, config.checkpoint_layers
-        key = *degrees, config.micro_batch, config.recompute, *memory_settings
+        memory_settings = config.recompute, config.fused_loss, *_length_values(config)
+        key = *degrees, config.micro_batch, *memory_settings
         if key not in self._micro_batches:
             cluster, work = self._result.cluster, self._result.work
             self._micro_batches[key] = micro_batch_time(cluster, work, config)
@@ -271,7 +276,8 @@ class _Collector:
         if self.exhaustive:
             return False
         result = self._result
-        key = base.tp, base.ulysses, base.ring, micro_batch, recompute_mode, base.mlp_chunks
+        degrees = base.tp, base.ulysses, base.ring
+        key = *degrees, micro_batch, recompute_mode, *_length_values(base)
         if key not in self._bytes:
             config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
             self._bytes[key] = layer_bytes(result.work, config)

@@ -30,6 +30,7 @@ from usp_trainer.validate_args import validate_flags
 
 from ds_usp import ConfigError, DataError, USPError, allocator_variables
 from ds_usp.planner import AUTO
+from ds_usp.settings import SETTINGS
 
 HERE = Path(__file__).resolve().parent
 
@@ -39,8 +40,7 @@ ENCODE = (
     "--append-eod --workers 8, then DATA_PATH=my_text_document"
 )
 
-# Flags that keep tensors in host memory.
-KEEPS_HOST_MEMORY = ("--usp-offload-ratio", "--usp-states-on-host")
+KEEPS_HOST_MEMORY = tuple(row.flag for row in SETTINGS if row.keeps_host_memory)
 
 
 class Job:

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from usp_trainer.arguments import build_parser
-from usp_trainer.command_line import Integer
 
 from ds_usp import ConfigError
+from ds_usp.settings import Integer
 
 REQUIRED = (
     "seq_length",

@@ -19,6 +19,7 @@ import trl
 from tiny import losses_match, tiny_model
 
 import ds_usp
+from ds_usp import settings
 from ds_usp.integrations.transformers import attach, enable
 
 
@@ -36,12 +37,10 @@ class Flags:
     trainer: str = flag("trl", "whose trainer", choices=["trl", "transformers"])
     sequence_parallel_size: int = flag(1, "ranks that share each sequence; 1: without ds_usp")
     ulysses_degree: int = flag(0, "of these, ranks that exchange heads; 0: as the heads allow")
-    usp_layout: str = flag("auto", "which tokens a rank holds")
-    usp_recompute: str = flag("none", "of each layer", choices=["none", "attention", "full"])
-    usp_offload_ratio: float = flag(0.0, "of saved activations, in host memory")
-    usp_loss_chunks: int = flag(0, "chunks of tokens of head and loss; 0: not in chunks")
-    usp_mlp_chunks: int = flag(0, "chunks of tokens of each MLP; 0: not in chunks")
     compare_with: str = flag("", "output_dir of a run whose losses are expected")
+
+
+USPFlags = settings.dataclass_of("transformers", "USPFlags")  # --usp_recompute and others
 
 
 def pretrained(name: str) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
@@ -82,13 +81,14 @@ def mesh_of(flags: Flags, heads: int) -> ds_usp.SequenceMesh:
 
 def main() -> int:
     """Train; 1 if ``--compare_with`` finds a difference."""
-    flags, args = hf.HfArgumentParser((Flags, trl.SFTConfig)).parse_args_into_dataclasses()
+    parser = hf.HfArgumentParser((Flags, USPFlags, trl.SFTConfig))
+    flags, usp_flags, args = parser.parse_args_into_dataclasses()
     hf.set_seed(args.seed)
     model, tokenizer = tiny_model() if flags.model == "tiny" else pretrained(flags.model)
     mesh = mesh_of(flags, model.config.num_attention_heads)
     if mesh.sp_degree > 1:  # else transformers alone, unchanged
-        names = ("layout", "recompute", "offload_ratio", "loss_chunks", "mlp_chunks")
-        enable(model, mesh, **{name: getattr(flags, f"usp_{name}") for name in names})
+        options = vars(usp_flags).items()
+        enable(model, mesh, **{name.removeprefix("usp_"): value for name, value in options})
     trainer = trainer_of(flags, args, model, tokenizer)
     if mesh.sp_degree > 1:
         attach(trainer, mesh)

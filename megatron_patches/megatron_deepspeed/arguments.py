@@ -17,8 +17,8 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory, run_for_gradients
 from ds_usp.planner import AUTO
-from ds_usp.removed_settings import add_removed_flag
-from ds_usp.training import check_zero_stage, offload_ratio
+from ds_usp.settings import add_removed_flag, add_settings
+from ds_usp.training import check_zero_stage
 from megatron_patches import flags, projection_overlap
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.compat import switch_off_missing_fusions
@@ -37,6 +37,7 @@ _FLASH = (
     "use_flash_attn_triton",
     "use_flash_attn_builder",
 )
+_PROGRAM = "megatron-deepspeed"
 _GPT2_VOCABULARY = 50257  # Megatron-DeepSpeed reads its own later; the degrees do not depend on it
 
 
@@ -59,15 +60,10 @@ def parse_args(
 def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     """The flags that the trainer has too, with the defaults of ``settings``."""
     group = parser.add_argument_group(title="unified sequence parallel")
-    flags.add_degree_flags(group, default=settings.ulysses_degree)
-    flags.add_attention_flags(group, settings=settings)
-    projection_overlap.add_projection_flag(group)
+    for purpose in ("parallelism", "attention", "report"):
+        add_settings(group, _PROGRAM, purpose, **vars(settings))
     group = parser.add_argument_group(title="unified sequence parallel, memory")
-    flags.add_memory_flags(group, ratio_type=offload_ratio)
-    flags.add_mlp_chunks_flag(group)
-    flags.add_checkpoint_layers_flag(group)
-    flags.add_states_flag(group)
-    flags.add_report_flag(group)
+    add_settings(group, _PROGRAM, "memory")
     add_removed_flag(group, "--usp-tp-shard-tokens")
 
 
@@ -105,7 +101,7 @@ def validate_args(
         refuse(args, _deepspeed_config(args))
         patch_script()
     _check_projections(args)
-    flags.check_mlp_chunks(args, layout)
+    flags.check_mlp_chunks(args, min(map(layout.length, range(layout.degree))))
     return validated
 
 

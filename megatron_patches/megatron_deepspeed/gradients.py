@@ -54,6 +54,8 @@ def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     config, optimizer, model = (kwargs.get(name) for name in ("config", "optimizer", "model"))
     if isinstance(config, Mapping) and model is not None:
         kwargs["config"] = config = with_large_enough_buckets(config, model.parameters())
+    from megatron import get_args
+
     state = find_state()
     if state is not None and isinstance(config, Mapping) and optimizer is not None:
         is_sharded = state.is_sequence_parallel or state.grid.size("pp") > 1
@@ -62,7 +64,7 @@ def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         if is_sharded and not reduced and stage == 0:
             kwargs["config"] = own_clipping(config, optimizer, _parallel_groups())
     engine, *others = original(*args, **kwargs)
-    if state is not None and state.states_on_host and optimizer is not None:
+    if state is not None and get_args().usp_states_on_host and optimizer is not None:
         keep_states_on_host(engine)
     return engine, *others
 

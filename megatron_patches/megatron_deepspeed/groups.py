@@ -121,8 +121,6 @@ def _state(
         config.kernel,
         is_active(args),
         layer_memory(args),
-        mlp_chunks=args.usp_mlp_chunks,
-        states_on_host=args.usp_states_on_host,
         projects_again=projects_again(args, mesh.sp_degree),
         partitioned=planned_run(args).zero == 3,
     )

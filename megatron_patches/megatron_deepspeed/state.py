@@ -28,8 +28,6 @@ class FrameworkState:
         kernel: the attention kernel.
         active: whether attention is computed by ds_usp (see :func:`is_active`).
         memory: what layers save for backward.
-        mlp_chunks: of how many chunks of tokens an MLP is computed; 0: of all tokens.
-        states_on_host: whether optimizer states wait in host memory.
         projects_again: attention projects chunk by chunk of heads, and again in backward.
         partitioned: ZeRO-3 partitions the weights.
     """
@@ -40,8 +38,6 @@ class FrameworkState:
     kernel: str
     active: bool
     memory: LayerMemory = field(default_factory=LayerMemory)
-    mlp_chunks: int = 0
-    states_on_host: bool = False
     projects_again: bool = False
     partitioned: bool = False
 

@@ -12,6 +12,7 @@ import torch
 from ds_usp import Degrees
 from ds_usp.errors import ConfigError
 from ds_usp.planner import AUTO
+from ds_usp.settings import add_settings
 from megatron_patches import flags
 from megatron_patches.megatron_core.context_parallel import (
     LAYOUT,
@@ -23,7 +24,6 @@ from megatron_patches.megatron_lm import context_parallel_kind, memory, projecti
 from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
 from megatron_patches.megatron_lm.state import compare_script
-from megatron_patches.projection_overlap import add_projection_flag
 from megatron_patches.settings import MeshSettings
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
@@ -70,12 +70,8 @@ def _refuse_file_of_flags() -> None:
 def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     """The flags that the patches serve, with the defaults of ``settings``."""
     group = parser.add_argument_group(title="unified sequence parallel")
-    flags.add_degree_flags(group, default=settings.ulysses_degree, sp_flag=_FLAGS["sp"])
-    flags.add_kernel_flag(group, default=settings.kernel)
-    flags.add_recompute_flag(group)
-    flags.add_mlp_chunks_flag(group)
-    add_projection_flag(group)
-    flags.add_report_flag(group)
+    for purpose in ("parallelism", "attention", "memory", "report"):
+        add_settings(group, "megatron-lm", purpose, **vars(settings))
     default = parser.get_default("cp_comm_type")
     parser.set_defaults(cp_comm_type=context_parallel_kind.NotGiven(default))
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory
+from megatron_patches.flags import check_mlp_chunks
 from megatron_patches.megatron_lm import projections
 from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
-from megatron_patches.refusals import Refusal, refuse
+from megatron_patches.refusals import Refusal, refuse, refuse_settings
 
 _ATTRIBUTE = "usp_memory"  # of a layer
 
@@ -34,7 +36,7 @@ def _other_backwards(flag: str) -> tuple[Refusal, ...]:
 
 
 _RECOMPUTE = "--usp-recompute {usp_recompute}"
-_REFUSALS = (
+_RECOMPUTE_REFUSALS = (
     Refusal(
         lambda args: args.recompute_granularity,
         f"{_RECOMPUTE} and --recompute-granularity {{recompute_granularity}} recompute the same",
@@ -111,6 +113,9 @@ _MLP_CHUNKS_REFUSALS = (
     ),
     *_other_backwards(_CHUNKS),
 )
+_REFUSALS: Mapping[str, tuple[Refusal, ...]] = MappingProxyType(
+    {"mlp_chunks": _MLP_CHUNKS_REFUSALS, "recompute": _RECOMPUTE_REFUSALS}
+)
 
 
 def check_flags(args: Any) -> None:
@@ -120,10 +125,10 @@ def check_flags(args: Any) -> None:
         ConfigError: Megatron-LM recomputes too, layers for which it is not exact, or attention
             that is not computed by ds_usp.
     """
-    _check_mlp_chunks(args)
-    if args.usp_recompute == "none":
-        return
-    refuse(_REFUSALS, args)
+    ranks = args.context_parallel_size
+    ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
+    check_mlp_chunks(args, args.seq_length // ranks)
+    refuse_settings(_REFUSALS, args)
     if args.usp_recompute == "gemm-last":
         refuse(_GEMM_LAST_REFUSALS, args)
     not_ours = args.context_parallel_size > 1 and (is_mixed(args) or not uses_usp(args))
@@ -133,21 +138,6 @@ def check_flags(args: Any) -> None:
             f"{' '.join(args.cp_comm_type)} gives layers TransformerEngine's. Use --usp-recompute "
             "full, or leave --cp-comm-type out"
         )
-
-
-def _check_mlp_chunks(args: Any) -> None:
-    """Check ``--usp-mlp-chunks``; 1 is as 0."""
-    chunks, ranks = args.usp_mlp_chunks, args.context_parallel_size
-    if args.sequence_parallel:
-        ranks *= args.tensor_model_parallel_size
-    tokens = args.seq_length // ranks
-    if not 0 <= chunks <= tokens:
-        raise ConfigError(
-            f"--usp-mlp-chunks {chunks}: a rank has {tokens} of a sequence's {args.seq_length} "
-            f"tokens; use 0 to {tokens} chunks"
-        )
-    if chunks > 1:
-        refuse(_MLP_CHUNKS_REFUSALS, args)
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ds_usp.settings import SETTINGS
 from megatron_patches.flags import PlannedRun
 
 _GPT2_VOCABULARY = 50257  # Megatron-LM reads its own later; the degrees do not depend on it
@@ -13,7 +14,6 @@ _SAME = (
     *("swiglu", "untie_embeddings_and_output_weights", "add_bias_linear", "vocab_size"),
     *("seq_length", "global_batch_size", "micro_batch_size", "bf16", "fp16"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("ulysses_degree", "usp_cluster", "usp_mlp_chunks", "usp_projection_overlap"),
 )
 
 
@@ -32,12 +32,11 @@ def planned_run(args: Any) -> PlannedRun:
     return PlannedRun(
         args=SimpleNamespace(
             **{name: getattr(args, name) for name in _SAME},
+            **{row.dest: row.value_in(args) for row in SETTINGS}
+            | {"usp_recompute": _recompute(args)},
             num_key_value_heads=key_value_heads(args),
             use_rotary_position_embeddings=args.position_embedding_type != "learned_absolute",
             ds_sequence_parallel_size=args.context_parallel_size,
-            usp_offload_ratio=0.0,
-            usp_loss_chunks=0,
-            usp_recompute=_recompute(args),
             rank=args.rank,
         ),
         zero=1 if args.use_distributed_optimizer else 0,

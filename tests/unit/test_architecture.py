@@ -32,7 +32,7 @@ PUBLIC_MODULES = {
     "ds_usp.memory",
     "ds_usp.planner",
     "ds_usp.profiling.exposed",
-    "ds_usp.removed_settings",
+    "ds_usp.settings",
     "ds_usp.training",
 }
 ORACLE = "ds_usp/testing.py"

@@ -246,6 +246,16 @@ def test_a_plan_has_them_where_nothing_fits_without() -> None:
     assert "MLP in 256 chunks, heads in chunks, states on the host" in lines[0]
 
 
+def test_each_setting_that_is_switched_on_has_its_own_time() -> None:
+    """The search remembers micro batches and bytes of layers by all that they depend on."""
+    cluster = replace(load_cluster("h100"), host_memory_bytes=2048 * GIB)
+    work = Workload(load_model("gpt-1.3b"), 3 * 2**19)
+    results = search(cluster, work, 2, framework_caps("trainer"))
+    assert any(plan.config.heads_in_chunks for plan in results.plans)
+    for plan in results.plans:
+        assert step_time(results.cluster, work, plan.config).total == plan.time.total
+
+
 def test_megatron_lm_has_chunks_alone() -> None:
     config = ParallelConfig(ulysses=2, recompute="full", mlp_chunks=8)
     heads = emit("megatron-lm", WORK, config.replace(projection_overlap="recompute", mlp_chunks=0))

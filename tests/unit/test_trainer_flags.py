@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from ds_usp import ConfigError, USPError
+from ds_usp import ConfigError, USPError, settings
 from ds_usp.kernels.registry import AUTO, KERNELS
 from ds_usp.memory import RECOMPUTE
-from ds_usp.removed_settings import REMOVED
+from ds_usp.settings import REMOVED, setting
 from ds_usp.training import solved_ratio
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import arguments, command_line  # noqa: E402
+from usp_trainer import command_line  # noqa: E402
 from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
 from usp_trainer.auto_args import planned_run  # noqa: E402
 from usp_trainer.command_line import closest_name  # noqa: E402
@@ -40,7 +40,7 @@ ACTIONS = {
     for a in PARSER._actions
     if a.nargs != 0 and not REMOVED_FLAGS & {*a.option_strings}
 }
-NUMBERS = (command_line.Integer, command_line.Number, command_line.KeywordOr)
+NUMBERS = (settings.Integer, settings.Number, settings.KeywordOr)
 # Flags for which 0 means something, and what; every other number starts above it.
 ZERO = {
     "--attention-dropout": "none",
@@ -73,10 +73,10 @@ def accepts(flag: str, value: str) -> bool:
 @pytest.mark.parametrize("flag", ACTIONS)
 def test_every_flag_has_a_range(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     action = ACTIONS[flag]
-    if action.choices is None and not isinstance(action.type, (*NUMBERS, command_line.Text)):
+    if action.choices is None and not isinstance(action.type, (*NUMBERS, settings.Text)):
         assert isinstance(action.type, command_line.Ratios), f"{flag} accepts any value"
     assert not accepts(flag, ""), flag
-    if isinstance(action.type, command_line.Text):
+    if isinstance(action.type, settings.Text):
         return
     for value in ("nan", "inf", "-inf", "1e999", "-0.5", "word", "nan,1,1", "1,inf,0"):
         assert not accepts(flag, value), (flag, value)
@@ -111,8 +111,8 @@ def test_ranges_end_where_they_should(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_names_come_from_one_place() -> None:
-    assert (AUTO, *(row.name for row in KERNELS)) == arguments.KERNELS
-    assert tuple(ACTIONS["--usp-recompute"].choices or ()) == RECOMPUTE
+    assert settings.Choices((AUTO, *(row.name for row in KERNELS))) == setting("kernel").kind
+    assert settings.Choices(RECOMPUTE) == setting("recompute").kind
 
 
 def test_a_help_text_states_one_default() -> None:

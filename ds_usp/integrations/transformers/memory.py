@@ -27,6 +27,7 @@ from ds_usp.integrations.replicas import Reduction, check_reduction
 from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, check_layout_kind
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory import LayerMemory, Offload, in_chunks
+from ds_usp.settings import settings_of
 
 Logits = Literal["auto", "shard", "whole"]
 Recompute = Literal["none", "attention", "full"]
@@ -57,20 +58,8 @@ class Options:
             raise ConfigError(
                 f"logits={self.logits!r} must be one of {', '.join(get_args(Logits))}"
             )
-        if self.recompute not in get_args(Recompute):
-            raise ConfigError(
-                f"recompute={self.recompute!r} must be one of {', '.join(get_args(Recompute))} "
-                "(gemm-last needs layers of Megatron)"
-            )
-        ratio = self.offload_ratio
-        number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-        if not number or not 0 <= ratio <= 1:
-            raise ConfigError(f"offload_ratio={ratio!r} must be a number from 0 to 1")
-        for name, chunks in {"loss": self.loss_chunks, "mlp": self.mlp_chunks}.items():
-            if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 0:
-                raise ConfigError(
-                    f"{name}_chunks={chunks!r} must be a whole number of 0 (not in chunks) or more"
-                )
+        for row in settings_of("transformers", "memory"):
+            row.check(getattr(self, row.name), "transformers")
         if self.loss_chunks and self.logits == "whole":
             raise ConfigError(
                 f"loss_chunks={self.loss_chunks} never makes the logits of all tokens, which "

@@ -8,20 +8,8 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ds_usp.planner import AUTO
-from ds_usp.removed_settings import add_removed_flag
-from megatron_patches.flags import (
-    add_attention_flags,
-    add_checkpoint_layers_flag,
-    add_degree_flags,
-    add_memory_flags,
-    add_mlp_chunks_flag,
-    add_report_flag,
-    add_states_flag,
-)
-from megatron_patches.projection_overlap import add_projection_flag
-from megatron_patches.settings import MeshSettings
-from usp_trainer.command_line import Integer, KeywordOr, Number, Parser, Ratios, Text
+from ds_usp.settings import Integer, Number, Text, add_removed_flag, add_settings
+from usp_trainer.command_line import Parser, Ratios
 from usp_trainer.transformer_impl import CHOICES
 
 COUNT = Integer(1)
@@ -31,9 +19,7 @@ POSITIVE = Number(above=True)
 PATH = Text()
 NAME = Text("a name")
 METAVARS = MappingProxyType({Integer: "N", Number: "X"})
-# 'balanced' is missing: it is built for one list of documents, and every step has another.
-LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
-KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "efficient", "sdpa", "eager")
+PROGRAM = "trainer"  # of the rows of settings
 
 QUICKSTART = MappingProxyType(
     {
@@ -142,28 +128,17 @@ def _parallel(parser: Parser) -> None:
     """Add the flags of the parallel degrees, the ZeRO stage and the attention."""
     group, add = _group(parser, "parallelism", "degrees in ranks; the rest is data parallel")
     add("--ds-sequence-parallel-size", COUNT, 1, "ranks per sequence")
-    add_degree_flags(
-        group,
-        degree_type=KeywordOr(AUTO, COUNT),
-        cluster_type=Text("a name or a file"),
-        default_text="as many as the heads allow",
-    )
+    add_settings(group, PROGRAM, "parallelism")
     add("--tensor-model-parallel-size", COUNT, 1, "ranks per layer")
     add_removed_flag(group, "--usp-tp-shard-tokens")
-    add_projection_flag(group)
     add("--pipeline-model-parallel-size", COUNT, 1, "stages")
     add("--zero-stage", tuple(range(4)), 1, "DeepSpeed's ZeRO stage", type=int)
-    add_attention_flags(
-        group, layouts=LAYOUTS, kernels=KERNELS, settings=MeshSettings(layout="zigzag")
-    )
+    add_settings(group, PROGRAM, "attention")
 
 
 def _memory(parser: Parser) -> None:
     group, _ = _group(parser, "memory", "what a layer does not save for its backward pass")
-    add_memory_flags(group, ratio_type=KeywordOr(AUTO, Number(0, 1)), chunks_type=Integer(0))
-    add_mlp_chunks_flag(group, chunks_type=Integer(0))
-    add_checkpoint_layers_flag(group, size_type=COUNT)
-    add_states_flag(group)
+    add_settings(group, PROGRAM, "memory")
 
 
 def _model(parser: Parser) -> None:
@@ -254,7 +229,7 @@ def _data(parser: Parser) -> None:
 def _output(parser: Parser) -> None:
     """Add the flags of output files, checkpoints, validation and exit."""
     group, add = _group(parser, "output")
-    add_report_flag(group, step_type=COUNT)
+    add_settings(group, PROGRAM, "report")
     add("--output-dir", PATH, "usp_output", "for metrics.jsonl and loss.png")
     group.add_argument("--quiet", action="store_true", help="write metrics.jsonl and nothing else")
     add("--save", PATH, None, "checkpoints go here")

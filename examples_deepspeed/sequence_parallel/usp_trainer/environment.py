@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ds_usp import ConfigError
+from ds_usp.settings import refuse_removed_variables
 
 
 def variables() -> dict[str, str]:
@@ -31,7 +32,9 @@ def rank() -> int:
 
 
 def check() -> None:
-    """Refuse launcher variables that are incomplete or contradict each other (ConfigError)."""
+    """Refuse removed variables, and a launcher's that are incomplete or contradict each other
+    (ConfigError)."""
+    refuse_removed_variables(os.environ)
     if not under_launcher():
         return
     variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}

@@ -29,6 +29,7 @@ from torch import multiprocessing
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 
 from ds_usp import ConfigError, USPError, allocator_variables
+from ds_usp.settings import keeps_host_memory
 from ds_usp.training import prepare_deepspeed
 from usp_trainer import environment
 from usp_trainer.run_files import saved_step
@@ -64,7 +65,7 @@ def set_allocator_options(args: Namespace) -> None:
     activations or optimizer states in host memory; must be called before the first use of a GPU.
 
     A variable of the user's keeps what it names."""
-    if args.device == "cuda" and (args.usp_offload_ratio or args.usp_states_on_host):
+    if args.device == "cuda" and keeps_host_memory(args):
         os.environ.update(allocator_variables(os.environ, expandable_segments=True))
 
 

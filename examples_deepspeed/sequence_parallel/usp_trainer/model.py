@@ -94,10 +94,10 @@ class Layer(nn.Module):
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
         self.number, self.memory = number, memory
         without_zero_offset(self.layer)
-        if mlp_chunks:
+        if mlp_chunks > 1:
             mlp_in_chunks(self.layer, mlp_chunks)
         if memory.recompute == "gemm-last":
-            recompute_gemm_last(self.layer, mlp=not mlp_chunks)
+            recompute_gemm_last(self.layer, mlp=mlp_chunks <= 1)
         if rotary is not None:
             rotate_in_projection(self.layer, rotary)
         if projects:

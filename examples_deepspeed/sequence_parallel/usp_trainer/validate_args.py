@@ -130,7 +130,7 @@ def _check_degrees(args: Namespace, world_size: int) -> None:
     layout = TokenLayout(
         args.usp_layout, seq_len=args.seq_length, ulysses=args.ulysses_degree, ring=args.ring_degree
     )
-    check_mlp_chunks(args, layout)
+    check_mlp_chunks(args, min(map(layout.length, range(layout.degree))))
 
 
 def _check_documents(args: Namespace) -> None:

@@ -1,0 +1,204 @@
+"""One row a setting: the programs' flags, defaults and checks are the rows'; few files name one.
+
+Settings that were removed: every program that had one refuses it, with the reason and the commit
+that has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_usp
+from ds_usp import settings
+from ds_usp.planner import ParallelConfig
+from ds_usp.planner.__main__ import main as planner
+from ds_usp.planner.commands import PlanCommand
+from ds_usp.planner.parallel_config import LENGTH_FLAGS
+from ds_usp.settings import REMOVED, SETTINGS, removal
+from megatron_patches.megatron_deepspeed.arguments import add_flags as megatron_deepspeed
+from megatron_patches.megatron_lm.arguments import add_flags as megatron_lm
+from megatron_patches.settings import MeshSettings
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
+
+from usp_trainer import environment  # noqa: E402
+from usp_trainer.arguments import build_parser  # noqa: E402
+from usp_trainer.arguments import parse as trainer  # noqa: E402
+
+
+def patched(add_flags: Callable[[ArgumentParser, MeshSettings], None]) -> Callable[..., object]:
+    """A framework's parser with the flags of its patches."""
+    parser = ArgumentParser()
+    parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])  # Megatron-LM's own
+    add_flags(parser, MeshSettings())
+    return parser.parse_args
+
+
+def explain(argv: list[str]) -> None:
+    """``ds-usp explain`` of some call."""
+    sys.exit(planner(["explain", "--seq-len", "1K", "--heads", "8", *argv]))
+
+
+def actions(program: str) -> dict[str, Action]:
+    """The flags of a program's parser that the rows could have made."""
+    if program == "trainer":
+        parser = build_parser()
+    else:
+        parser = ArgumentParser()
+        parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+        {"megatron-deepspeed": megatron_deepspeed, "megatron-lm": megatron_lm}[program](
+            parser, MeshSettings(layout="zigzag")
+        )
+    flags = {action.option_strings[0]: action for action in parser._actions}
+    removed = {flag for flag, _ in REMOVED} - {row.flag for row in SETTINGS}
+    return {
+        flag: action
+        for flag, action in flags.items()
+        if flag.startswith(("--usp-", "--ulysses")) and flag not in removed
+    }
+
+
+@pytest.mark.parametrize("program", settings.MEGATRON)
+def test_the_flags_of_a_program_are_its_rows(program: str) -> None:
+    rows, made = list(settings.settings_of(program)), actions(program)
+    assert {row.flag for row in rows} == set(made)
+    for row in rows:
+        action, kind = made[row.flag], row.kind_in(program)
+        assert (action.dest, action.default) == (row.dest, row.default)
+        assert action.help == row.help_in(program) and "{" not in action.help
+        choices = kind.values if isinstance(kind, settings.Choices) else None
+        assert action.choices == choices
+        assert row.default is None or kind.accepts(row.default)
+
+
+def test_a_row_is_whole() -> None:
+    assert len({row.name for row in SETTINGS}) == len(SETTINGS)
+    for row in SETTINGS:
+        assert row.help and row.programs and set(row.programs) <= set(settings.PROGRAMS)
+        assert {*row.kinds, *row.defaults} <= set(row.programs)
+        assert row.purpose in ("parallelism", "attention", "memory", "report")
+        assert bool(row.words) == bool(row.length_rank)
+        assert not row.off or not row.is_used(row.default)
+        assert f"`{row.flag}`" in settings.table()
+
+
+def test_the_planner_and_enable_take_what_the_rows_say() -> None:
+    config = ParallelConfig()
+    for row in settings.settings_of("planner"):
+        assert getattr(config, row.name) == row.default
+        made = {f.name: f for f in fields(PlanCommand)}[row.name]
+        assert made.default == row.default and row.help in made.metadata["help"]
+    assert LENGTH_FLAGS == (
+        "mlp_chunks",
+        "projection_overlap",
+        "states_on_host",
+        "checkpoint_layers",
+    )
+    enable = pytest.importorskip("ds_usp.integrations.transformers").enable
+    parameters = inspect.signature(enable).parameters
+    for row in settings.settings_of("transformers"):
+        assert parameters[row.name].default == row.default_in("transformers")
+
+
+# A setting -> how many files may name it beside its row: who adds one adds it to the table first.
+NAMED_IN = {
+    "mlp_chunks": 9,
+    "checkpoint_layers": 9,
+    "states_on_host": 8,
+    "loss_chunks": 10,
+    "offload_ratio": 15,
+    "projection_overlap": 13,
+}
+
+
+@pytest.mark.parametrize("name", NAMED_IN)
+def test_few_files_name_a_setting(name: str) -> None:
+    row = settings.setting(name)
+    word = re.compile(rf"\b({row.name}|{row.dest})\b")
+    folders = ("ds_usp", "megatron_patches", "examples_deepspeed")
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    naming = {str(f.relative_to(ROOT)) for f in files if word.search(f.read_text(encoding="utf-8"))}
+    assert "ds_usp/settings.py" in naming
+    assert len(naming) - 1 <= NAMED_IN[name], sorted(naming)
+
+
+def test_a_value_that_a_function_does_not_take() -> None:
+    row = settings.setting("loss_chunks")
+    for value in (-1, True, 1.5, None, "2"):
+        with pytest.raises(ds_usp.ConfigError, match=r"whole number of 0 .not in chunks. or more"):
+            row.check(value, "transformers")
+    row.check(0, "transformers")
+    with pytest.raises(ds_usp.ConfigError, match=r"one of none, attention, full .gemm-last needs"):
+        settings.setting("recompute").check("gemm-last", "transformers")
+    with pytest.raises(
+        ds_usp.ConfigError, match="offload_ratio='auto' must be a number from 0 to 1"
+    ):
+        settings.setting("offload_ratio").check("auto", "transformers")
+
+
+PROGRAMS: dict[str, list[Callable[..., object]]] = {
+    "--usp-tp-shard-tokens": [trainer, patched(megatron_deepspeed)],
+    "--tp-shard-tokens": [explain],
+    "--projections": [explain],
+    "--usp-projection-overlap": [trainer, patched(megatron_deepspeed), patched(megatron_lm)],
+}
+
+
+@pytest.mark.parametrize(("setting", "value"), [key for key in REMOVED if key[0] in PROGRAMS])
+def test_a_program_refuses_what_it_had(
+    setting: str, value: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = removal(setting, value)
+    assert text is not None and "The last commit that has it is" in text
+    for program in PROGRAMS[setting]:
+        for argv in ([setting], [setting, "on"]) if value is None else ([setting, value],):
+            with pytest.raises(SystemExit) as exit:
+                program(argv)
+            assert exit.value.code == 2
+            printed = capsys.readouterr()
+            assert text in printed.err, printed
+
+
+def test_the_module_refuses_what_it_had() -> None:
+    linear, mesh = torch.nn.Linear(8, 8), ds_usp.SequenceMesh.single()
+    options: dict[str, Any] = {"mesh": mesh, "layout": "contiguous", "mask": ds_usp.MaskSpec.full()}
+    of_module = {key for key in REMOVED if key[0].islower() and not key[0].startswith("-")}
+    assert of_module == {("overlap", "auto"), ("keep", "arrivals")}
+    for name, value in of_module:
+        with pytest.raises(ds_usp.ConfigError, match=f"{name}='{value}' was removed"):
+            ds_usp.USPSelfAttention(linear, linear, 1, 1, **options, **{str(name): value})
+
+
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
+def test_a_removed_variable_is_refused(
+    value: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the trainer's checks, and where the library reads a framework's arguments."""
+    monkeypatch.setenv("USP_TP_FUSED", value)
+    for read in (environment.check, lambda: ds_usp.USPConfig.from_args(Namespace())):
+        if refused:
+            with pytest.raises(ds_usp.ConfigError, match=r"USP_TP_FUSED=1 was removed: .*Unset it"):
+                read()
+        else:
+            read()
+
+
+def test_nothing_else_is_refused_and_nothing_removed_is_suggested(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert removal("--usp-projection-overlap", "off") is None and removal("--usp-kernel") is None
+    for program, near in ((trainer, "--usp-tp-shard-token"), (explain, "--tp-shart-tokens")):
+        with pytest.raises(SystemExit):
+            program([near, "on"])
+        assert "did you mean" not in capsys.readouterr().err
