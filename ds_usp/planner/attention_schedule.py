@@ -16,10 +16,9 @@ from ds_usp.geometry.pipeline_schedule import Instr, Op, Operation, Schedule, pi
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.geometry.ring_traffic import total_length
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster
-from ds_usp.planner.memory import kv_features
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.pipeline_timeline import Cost, Timeline, simulate
-from ds_usp.planner.traffic import DIRECT, RankGroup, exchange_s, group_of
+from ds_usp.planner.traffic import DIRECT, RankGroup, exchange_s, group_of, kv_features
 
 # Exchanges across nodes and inside of them use other links.
 _LINKS: Mapping[str, str] = MappingProxyType(

@@ -29,7 +29,7 @@ from ds_usp.planner.attention_schedule import (
     relative_costs,
     sent_by_operation,
 )
-from ds_usp.planner.formulas import attention_flop_per_token, elementwise_s, gemm_s
+from ds_usp.planner.formulas import elementwise_s, gemm_s
 from ds_usp.planner.hardware import (
     Cluster,
     MeasuredAttention,
@@ -38,7 +38,6 @@ from ds_usp.planner.hardware import (
     launch_seconds,
     select_rows,
 )
-from ds_usp.planner.memory import kv_features
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.pipeline_timeline import Timeline
@@ -46,9 +45,11 @@ from ds_usp.planner.traffic import (
     DIRECT,
     RELAY,
     attention_bytes,
+    call_size,
     group_of,
     inside_node,
     layer_traffic,
+    rank_flop,
 )
 
 # Bytes that each of the three products with rows of the weights moves more for each byte of its
@@ -126,7 +127,7 @@ def attention_s(
     degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring)
     if impl is not DS_USP or degrees is None:
         return predicted
-    flop = _rank_flop(work, config)
+    flop = rank_flop(work, config)
     points = _measured_over_formula(cluster, *degrees, backward)
     ratio = interpolate([(size, ratio) for size, ratio, _ in points], flop)
     degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring, launch_known=True)
@@ -179,14 +180,8 @@ def _measured_over_formula(
             getattr(row, f"{direction}_s")
             / _predicted(cluster, work, config, backward, DS_USP).total
         )
-        points[_rank_flop(work, config)] = ratio, getattr(row, f"{direction}_host_s")
+        points[rank_flop(work, config)] = ratio, getattr(row, f"{direction}_host_s")
     return tuple((flop, *point) for flop, point in sorted(points.items()))
-
-
-def _rank_flop(work: Workload, config: ParallelConfig) -> float:
-    """Forward FLOP of one rank in one call."""
-    tokens = work.rank_tokens(config)
-    return tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / config.tp
 
 
 def _predicted(
@@ -217,7 +212,7 @@ def _kernel_s(cluster: Cluster, work: Workload, config: ParallelConfig, backward
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
     length = work.seq_len / (2 * config.ring if config.ring > 1 else 1)
     efficiency = interpolate_curve(cluster.attention_efficiency, length)
-    flop = _rank_flop(work, config)
+    flop = rank_flop(work, config)
     return flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * efficiency)
 
 
@@ -250,10 +245,13 @@ def simulated_pass(
         projections: one of ``PROJECTIONS``; but for ``off`` the products before and after attention
             are in the schedule, and in its time.
     """
-    size = _call_size(cluster, work, config)
+    heads, kv_heads = _rank_heads(work, config)
+    split = HeadSplit(heads * config.ulysses, kv_heads * config.ulysses, config.ulysses)
+    size = call_size(work, config, split, inside_node(cluster, group_of(config, "ulysses")))
     chunks = size.num_chunks() if impl.chunks else 1
     costs, ring_steps = mean_costs(
-        *_rank_heads(work, config),
+        heads,
+        kv_heads,
         chunks,
         config.ring,
         ulysses=config.ulysses > 1,
@@ -300,22 +298,8 @@ def product_seconds(
         moved = _PARTS_BYTES * tokens * width / config.tp * config.param_bytes if in_parts else 0.0
         return seconds(width) + elementwise_s(cluster, moved)
 
-    queries, keys = float(model.q_width), 2.0 * model.kv_width
-    return ProductSeconds(in_parts_s(queries), in_parts_s(keys), seconds(queries))
-
-
-def _call_size(cluster: Cluster, work: Workload, config: ParallelConfig) -> CallSize:
-    """What the choices of ``usp_attention`` depend on, for a rank's heads in the mean."""
-    heads, kv_heads = (count * config.ulysses for count in _rank_heads(work, config))
-    kv = kv_features(work, config)
-    return CallSize(
-        HeadSplit(heads, kv_heads, config.ulysses),
-        _rank_flop(work, config),
-        layer_traffic(work, config).ulysses,
-        int(work.seq_len * 2 * config.micro_batch * kv * config.param_bytes),
-        config.ring,
-        inside_node(cluster, group_of(config, "ulysses")),
-    )
+    queries = float(model.q_width)
+    return ProductSeconds(in_parts_s(queries), in_parts_s(2.0 * model.kv_width), seconds(queries))
 
 
 def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:

@@ -95,17 +95,12 @@ def hardware_flop_per_token(
 
 def mlp_share(model: ModelShape) -> float:
     """The MLP's part of a layer's matrix products."""
-    return (3 if model.gated else 2) * model.hidden * model.ffn / model.matrix_elements
+    return (model.matrices.fc1 + model.matrices.fc2) / model.matrix_elements
 
 
 def qkv_share(model: ModelShape) -> float:
     """The part of a layer's matrix products that makes queries, keys and values."""
-    return model.hidden * (model.q_width + 2 * model.kv_width) / model.matrix_elements
-
-
-def mfu(flop_per_s: float, peak_flop_per_s: float) -> float:
-    """Model FLOPs utilization: model FLOP/s of one GPU over its peak."""
-    return flop_per_s / peak_flop_per_s
+    return model.matrices.qkv / model.matrix_elements
 
 
 # ------------------------------------------------------------------ parameters
@@ -422,7 +417,7 @@ def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
     """
     if zero == 3:
         return LEAST_BUCKET_ELEMENTS
-    largest = model.hidden * model.ffn * (2 if model.gated else 1) // tp
+    largest = model.matrices.fc1 // tp
     table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
     return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)
 
@@ -457,12 +452,9 @@ def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
     table = model.padded_vocab(tp) / tp * model.hidden
     if not model.tied:
         yield 0.0, table
-    mlp_in = model.hidden * model.ffn * (2 if model.gated else 1)
-    queries, keys = model.hidden * model.q_width, model.hidden * model.kv_width
-    matrices = (model.ffn * model.hidden, mlp_in, queries, queries + 2 * keys)
     for layer in range(layers):
         before = 0.0
-        for size in matrices:
+        for size in reversed(model.matrices):
             before += size
-            yield (layer + before / sum(matrices)) / layers, size / tp
+            yield (layer + before / model.matrix_elements) / layers, size / tp
     yield 1.0, table

@@ -22,7 +22,6 @@ from ds_usp.planner.formulas import (
     gemm_s,
     in_buckets,
     layer_bytes,
-    mfu,
     mlp_share,
     model_flop_per_token,
     qkv_share,
@@ -262,7 +261,7 @@ def tensor_parallel_time(
     tokens, model = work.rank_tokens(config), work.model
     one = exchange_s(cluster, group, traffic.tp_forward / 2, COLLECTIVE, 2)
     hidden = HiddenExchange()
-    for width in (model.q_width + 2 * model.kv_width, model.ffn * (2 if model.gated else 1)):
+    for width in (model.qkv_width, model.fc1_width):
         product = gemm_s(cluster, tokens, tokens * model.hidden * width / config.tp)
         hidden += under(cluster, one, product)
     return exposed(2 * one), hidden
@@ -524,7 +523,7 @@ def step_mfu(cluster: Cluster, work: Workload, config: ParallelConfig, step_s: f
     """Fraction of the peak that the model's own FLOP reach."""
     tokens = work.global_batch * work.seq_len / config.gpus
     flop = tokens * model_flop_per_token(work.model, work.seq_len, work.documents)
-    return mfu(flop / step_s, cluster.peak_flop_per_s)
+    return flop / step_s / cluster.peak_flop_per_s
 
 
 # ------------------------------------------------------------------ communication of a step

@@ -15,11 +15,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ds_usp.geometry.chunking import CallSize
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
-from ds_usp.planner.formulas import stage_elements
+from ds_usp.planner.formulas import attention_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster, MeasuredExchange, seconds_at, select_rows
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
@@ -213,11 +214,34 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     x = config.micro_batch * work.seq_len
     u, r = config.ulysses, config.ring
     tp = 4 * (t - 1) / t * x / config.sp * model.hidden * e
-    kv_heads = max(model.kv_heads / t / u, 1.0) * u  # of all Ulysses ranks together
-    q, kv = model.q_width / t, kv_heads * model.head_dim
+    q, kv = model.q_width / t, kv_features(work, config) * u  # of all Ulysses ranks together
     ulysses = (u - 1) / u * x / config.sp * (2 * q + 2 * kv) * e
     ring = (1.0 if relayed else 0.75) * (r - 1) / r * 2 * x * kv / u * e
     return LayerBytes(tp, tp * (1.5 if config.tp_sequence else 1.0), ulysses, ring, 2 * ring)
+
+
+def kv_features(work: Workload, config: ParallelConfig) -> float:
+    """Key features of one rank, as many of values; a KV head is on one rank at least."""
+    return max(work.model.kv_heads / config.tp / config.ulysses, 1.0) * work.model.head_dim
+
+
+def call_size(
+    work: Workload, config: ParallelConfig, split: HeadSplit, ulysses_in_node: bool
+) -> CallSize:
+    """What ``Tuning`` chooses head chunks and the KV exchange of a causal call by, mean over ranks.
+
+    Args:
+        split: the heads of a tensor-parallel rank over its Ulysses ranks.
+    """
+    kv = int(work.seq_len * 2 * config.micro_batch * kv_features(work, config) * config.param_bytes)
+    flop, sent = rank_flop(work, config), layer_traffic(work, config).ulysses
+    return CallSize(split, flop, sent, kv, config.ring, ulysses_in_node)
+
+
+def rank_flop(work: Workload, config: ParallelConfig) -> float:
+    """Forward FLOP of one rank in one causal attention call, mean over ranks."""
+    tokens = work.rank_tokens(config)
+    return tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / config.tp
 
 
 def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
