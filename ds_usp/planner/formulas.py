@@ -184,14 +184,12 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
 
 def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
     """Bytes per token of one layer that tp x sp ranks save together in fp32: log-sum-exp, norms."""
+    if config.recompute == "full":
+        return 0.0
     norms = 0.0 if config.recompute == "attention" else 8.0 * (2 if model.biases else 1)
     norms /= 2 if config.mlp_chunks > 1 else 1
     lse = 0.0 if config.recompute == "attention-only" else 4.0 * model.heads
-    return (
-        0.0
-        if config.recompute == "full"
-        else lse + norms * (1 if config.tp_sequence else config.tp)
-    )
+    return lse + norms * (1 if config.tp_sequence else config.tp)
 
 
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:
@@ -224,11 +222,8 @@ def mlp_backward_bytes(work: Workload, config: ParallelConfig) -> float:
     inside = width * ((2 if model.gated else 1) + (config.recompute == "gemm-last"))
     if config.mlp_chunks <= 1:
         return input_bytes(work, config) + inside
-    whole, chunked = (
-        config.replace(recompute="none", mlp_chunks=0),
-        config.replace(recompute="none"),
-    )
-    inside += layer_bytes(work, whole) - layer_bytes(work, chunked)
+    chunked = config.replace(recompute="none")
+    inside += layer_bytes(work, chunked.replace(mlp_chunks=0)) - layer_bytes(work, chunked)
     return 2 * input_bytes(work, config) + inside / config.mlp_chunks
 
 
@@ -387,7 +382,7 @@ def in_buckets(
     Args:
         buckets: (second of the computation at which it is full, seconds of its exchange).
     """
-    total = waited = free = 0.0
+    total = waited = free = 0.0  # waited: by the computation so far; free: when the link is
     for full, seconds in buckets:
         start = max(full + waited, free)
         waited = start - full
@@ -400,6 +395,7 @@ def in_buckets(
 # Buckets in which gradients are reduced under backward: their size, and when each is full.
 
 
+Bucket = tuple[float, float]  # done part of the layers' backward, elements
 # Large for a link; two such buckets are small beside what a GPU holds.
 LEAST_BUCKET_ELEMENTS = 40_000_000
 
@@ -441,9 +437,6 @@ def full_buckets(model: ModelShape, tp: int, layers: int, elements: int) -> tupl
             held = 0.0
         held, done = held + size, when
     return (*buckets, (done, held))
-
-
-Bucket = tuple[float, float]
 
 
 def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:

@@ -20,7 +20,9 @@ from ds_usp.planner.formulas import (
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import call_size, kv_features
 
-_BUCKET_ELEMENTS = 500_000_000  # a larger tensor goes alone, as it lies
+# Of DeepSpeed's buffered_allreduce_fallback, which no setting changes; a larger tensor goes alone,
+# as it lies.
+_BUCKET_ELEMENTS = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +180,8 @@ def _stage(
     shared: ModelWideBytes,
     workspace_bytes: float,
 ) -> Memory:
-    """Memory of one pipeline stage: the larger of its peaks in backward and at the step.
-
-    The peak in backward holds activations and either the logits or a layer's buffers; the peak at
-    the step has copies of gradients, states that were on the host, and no activations.
-    """
+    """:func:`stage_memory` from what all stages share: the larger of its peaks in backward
+    (activations, and either the logits or a layer's buffers) and at the step."""
     elements = stage_elements(work, config, stage)
     weights, gradients, optimizer = states_bytes(elements, config)
     saved, stays, on_host = _saved_bytes(work, config, stage, shared)
@@ -222,6 +221,7 @@ def _saved_bytes(
     With K layers a checkpoint the inputs of groups of K are saved, and in a group's backward pass
     those of its other layers (``ds_usp.memory.LayerMemory``).
     """
+    # layers: of a virtual stage; saved: virtual stages of micro batches in flight.
     layers, saved = config.chunk_layers(work.model), saved_virtual_stages(work, config, stage)
     group = min(config.checkpoint_layers, layers)
     if group > 1:
@@ -248,12 +248,11 @@ def _saved_bytes(
 def _offloaded_inputs(layers: int, group: int, saved: int) -> int:
     """Inputs of layers in host memory, at most: those of all groups when the forward pass ends; or
     those of the groups before the one in backward, with the inputs of its own layers but three.
+    Counted in ``tests/unit/test_recomputation.py``.
 
     Args:
         group: layers of a checkpoint, at least two.
         saved: micro batches in flight.
-
-    Counted in ``tests/unit/test_recomputation.py``.
     """
     groups = math.ceil(layers / group)
     last = layers - (groups - 1) * group
@@ -329,15 +328,13 @@ def offload_needed(
     Activations are linear in the ratio, so the worst of the stages decides. What the optimizer's
     step needs no ratio changes.
     """
-    worst, shared, plain = (
-        0.0,
-        shared or model_wide_bytes(work, config),
-        config.replace(offload_ratio=0.0),
-    )
+    worst, plain = 0.0, config.replace(offload_ratio=0.0)
+    shared = shared or model_wide_bytes(work, config)
     for stage in _stages(config):
         over = _stage(work, plain, stage, shared, workspace).total - budget_bytes
         if over > 0:
             saved, stays, _ = _saved_bytes(work, config, stage, shared)
+            # 2, more than 1: nothing can be offloaded, or with all offloaded it does not fit.
             worst = max(worst, over / (saved - stays) if saved > stays else 2.0)
             offloaded = _stage(work, config.replace(offload_ratio=1.0), stage, shared, workspace)
             if offloaded.total > budget_bytes:

@@ -216,11 +216,6 @@ def load_model(name: str) -> ModelShape:
 
 
 def _from_file(path: Path, name: str) -> ModelShape:
-    """The model of a JSON file: a ``config.json`` of Hugging Face, or one of several by name.
-
-    Raises:
-        ConfigError: no such name, or a name for a file of one model.
-    """
     content = read_json(path, "model")
     entries = _entries(content)
     if entries is None:
@@ -313,11 +308,7 @@ def _other_facts(entry: Mapping[str, Any], gated: bool) -> tuple[str, ...]:
 
 
 def _shape(name: str, entry: Any, path: Path) -> ModelShape:
-    """The shape from one JSON object: its keys by their aliases, defaults by its architecture.
-
-    Raises:
-        ConfigError: no object, or one without layers, hidden, ffn, heads or vocab.
-    """
+    """The shape from one JSON object: its keys by their aliases, defaults by its architecture."""
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{path}: model {name} must be an object with layers, hidden, ...")
     defaults = _architecture_defaults(name, entry, path)
@@ -347,11 +338,7 @@ def _check_spelling(
     name: str, entry: Mapping[str, Any], values: Mapping[str, Any], path: Path
 ) -> None:
     """Check that no key is nearly the name of a field that has no value: ``kv_heads`` would be
-    ``heads`` then. Other keys are those of HuggingFace's configurations that change no plan.
-
-    Raises:
-        ConfigError: such a key.
-    """
+    ``heads`` then. Other keys are those of HuggingFace's configurations that change no plan."""
     names = {field: (field, *aliases.split()) for field, aliases in _FIELD_NAMES.items()}
     known = {key for keys in names.values() for key in keys}
     absent = [key for field, keys in names.items() if field not in values for key in keys]
@@ -365,11 +352,7 @@ def _check_spelling(
 
 
 def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The defaults of a HuggingFace configuration's model_type; none without a model_type.
-
-    Raises:
-        ConfigError: layers that are not attention and one MLP.
-    """
+    """The defaults of a HuggingFace configuration's model_type; none without a model_type."""
     experts = [key for key in _EXPERTS if (entry.get(key) or 0) > 1]
     if experts:
         raise ConfigError(

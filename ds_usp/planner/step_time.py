@@ -182,7 +182,6 @@ class _NonAttention:
 def _measured_rest(
     cluster: Cluster, work: Workload, config: ParallelConfig
 ) -> _NonAttention | None:
-    """Times of a layer but for attention, from the profile; None without rows of it."""
     rows = layer_rows(cluster.layers, work.model, config.tp)
     if not rows:
         return None
@@ -416,7 +415,6 @@ def head_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Launc
 
 
 def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork | None:
-    """Embedding, output projection and loss from the profile; None without one of this shape."""
     rows = embedding_head_rows(cluster.embedding_heads, work.model, config.tp)
     if not rows:
         return None
@@ -424,7 +422,7 @@ def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
 
 
 def _predicted_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork:
-    """The output projection's three GEMMs and the loss, by the formula."""
+    """Three GEMMs of the output projection, and the loss."""
     tokens = work.rank_tokens(config)
     logits = tokens * work.model.vocab / config.tp
     loss = elementwise_s(cluster, logits * _LOSS_BYTES)
@@ -480,7 +478,6 @@ def _gradients_and_optimizer_s(
 
 
 def _measured_step(cluster: Cluster, work: Workload, config: ParallelConfig) -> float | None:
-    """Seconds of the optimizer step from the profile; None without one of this ZeRO group."""
     rows = select_rows(cluster.steps, "elements", zero=config.zero, zero_ranks=config.zero_ranks)
     if not rows:
         return None
@@ -490,7 +487,6 @@ def _measured_step(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
 def _gradients_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
 ) -> float:
-    """What the exchange of gradients and parameters adds to the step."""
     return sum(x.added for x in data_parallel_time(cluster, work, config, layers_s))
 
 
