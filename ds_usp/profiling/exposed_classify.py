@@ -342,7 +342,6 @@ def classify(
 
 
 class _Classifier:
-
     def __init__(self, events: Sequence[TraceEvent], roles: Mapping[str, str], step: str) -> None:
         self._roles = roles
         on_cpu = [e for e in events if e.category == CPU]

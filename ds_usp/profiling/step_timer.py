@@ -14,8 +14,8 @@ import torch.distributed as dist
 Step = Callable[[], object]
 
 _REPEATS, _MAX_STEPS = 3, 200
-# While a sleep kernel holds the GPU: the sleep is a few times a step's launch, at most so long; its
-# cycles are of the fastest clock of today's GPUs, so that it is not shorter.
+# While a sleep kernel holds the GPU, for four steps and at most so long; its cycles are of a fast
+# GPU's clock, so that on no GPU the sleep is shorter.
 _HELD_REPEATS, _HELD_STEPS, _MAX_HELD_S, _CYCLES_PER_S = 5, 2, 0.15, 2e9
 
 
@@ -142,9 +142,9 @@ class StepTimer:
         return (time.perf_counter() - begin) / steps
 
     def _time_with_gpu_held(self, step: Step, hold_s: float) -> tuple[float, float]:
-        """This rank's GPU and CPU launch seconds of a step, while a sleep kernel of ``hold_s`` seconds
-        holds the GPU, so that it never waits for a launch; the sleep is not counted. The mean of
-        the GPU's, the smallest of the CPU's, whose caches the first step finds cold."""
+        """This rank's GPU and CPU launch seconds of a step, launched while a sleep kernel of
+        ``hold_s`` seconds, which is not counted, holds the GPU, so that it never waits for a
+        launch. The mean of the GPU's; the smallest of the CPU's, whose caches are cold at first."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
         self._max_over_ranks([0.0])  # a barrier: the CPUs begin together
