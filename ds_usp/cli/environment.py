@@ -53,7 +53,8 @@ def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """All facts of the report: section -> name -> value, or why it cannot be read."""
+    """All facts of the report: section (the reader's name) -> name -> value, or why it cannot be
+    read."""
     readers = (_package, _system, _versions, _gpus, _links, _kernels, _copy_engines)
     facts = {read.__name__[1:]: _attempt(read) for read in readers}
     return {"ds_usp": facts.pop("package"), **facts, "variables": environment(_VARIABLES)}
@@ -109,7 +110,6 @@ def _system() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Of installed distributions, and of the libraries that torch has loaded."""
     names = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     versions = {name: names[name] for name in sorted(names) if _DISTRIBUTIONS.fullmatch(name)}
 
@@ -145,7 +145,6 @@ def _links() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    """Every kernel on the device that attention would run on here."""
     import torch
 
     from ds_usp.kernels.registry import KERNELS, unusable_reason

@@ -12,11 +12,8 @@ from ds_usp.profiling.exposed_classify import ROLES
 
 
 def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
-    """Read traces, print the report and write it if asked; 0.
-
-    Raises:
-        ConfigError: a file is missing or holds no trace, or a role is none.
-    """
+    """Read traces, print the report and write it if asked; 0. ``ConfigError``: see
+    :func:`~ds_usp.profiling.exposed.read_traces`."""
     args = _parser().parse_args(argv)
     report = read_traces(args.traces, groups=dict(map(_group, args.group)), step=args.step)
     print_line(report.table())
@@ -31,33 +28,21 @@ def _parser() -> argparse.ArgumentParser:
         description="Communication of a traced step by kind: bytes, time, and how much of it no "
         "kernel hides. Reads what torch.profiler's export_chrome_trace wrote, of any program.",
     )
-    parser.add_argument(
-        "traces",
-        nargs="+",
-        type=Path,
-        metavar="TRACE",
-        help="the .json or .json.gz of each rank",
+    add = parser.add_argument
+    text = "the .json or .json.gz of each rank"
+    add("traces", nargs="+", type=Path, metavar="TRACE", help=text)
+    text = (
+        "what a process group is for: its 'Process Group Name' in the trace, and "
+        f"{', '.join(ROLES)} (default: by its description, else by the collective)"
     )
-    parser.add_argument(
-        "--group",
-        action="append",
-        default=[],
-        metavar="NAME=ROLE",
-        help="what a process group is for: its 'Process Group Name' in the trace, and "
-        f"{', '.join(ROLES)} (default: by its description, else by the collective)",
+    add("--group", action="append", default=[], metavar="NAME=ROLE", help=text)
+    text = (
+        "the CPU range that is the step, such as ProfilerStep#5 (default: that of a report of "
+        "ds_usp, else the whole file)"
     )
-    parser.add_argument(
-        "--step",
-        metavar="RANGE",
-        help="the CPU range that is the step, such as ProfilerStep#5 (default: that of a report "
-        "of ds_usp, else the whole file)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="for communication.csv and communication_timeline.json, which ui.perfetto.dev shows",
-    )
+    add("--step", metavar="RANGE", help=text)
+    text = "for communication.csv and communication_timeline.json, which ui.perfetto.dev shows"
+    add("--out", type=Path, metavar="DIR", help=text)
     return parser
 
 

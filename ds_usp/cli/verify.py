@@ -66,7 +66,7 @@ def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
     """
     args = build_parser().parse(argv)
     env = torchrun_env()
-    started = "RANK" in environment(("RANK",))
+    started = "RANK" in environment(("RANK",))  # by torchrun: the ranks exist, else they are forked
     cuda = started and args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not started:
         raise ConfigError(
@@ -208,12 +208,7 @@ def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
 
 
 def _check(case: VerifyCase) -> None:
-    """Refuse combinations of flags that no call could have.
-
-    Raises:
-        ConfigError: score options with the drop-in module, or documents of other lengths or
-            counts.
-    """
+    """Refuse combinations of flags that no call could have."""
     for flag in ("softcap", "alibi", "sinks"):
         value = getattr(case, flag)
         if value is not None and value is not False and case.entry_point != ENTRY_POINTS[0]:
@@ -255,23 +250,23 @@ def _degrees(flags: Mapping[str, int], world: int | None) -> tuple[int, int]:
 
 def _sweep(world: int, gpu: bool, seed: int) -> list[VerifyCase]:
     """Every ulysses x ring of the ranks, with layouts and masks; a length that does not divide."""
-    sizes: dict[str, Any]
-    if gpu:
-        heads = max(8, world)
-        sizes = {"seq_len": 4100, "heads": heads, "head_dim": 128, "value_dim": 128}
-        kv_heads, dtype, window = heads // 4, "bf16", (1000, 0, 0)
-    else:
-        sizes = {"seq_len": 130, "heads": 8, "head_dim": 16, "value_dim": 16}
-        kv_heads, dtype, window = 2, "fp32", (37, 0, 0)
-    if sizes["heads"] % kv_heads:
-        kv_heads = sizes["heads"]
-    base = VerifyCase(**sizes, kv_heads=kv_heads, dtype=dtype, seed=seed)
+    heads = max(8, world) if gpu else 8
+    seq_len, dim, window, dtype = (4100, 128, 1000, "bf16") if gpu else (130, 16, 37, "fp32")
+    base = VerifyCase(
+        seq_len=seq_len,
+        heads=heads,
+        kv_heads=heads if heads % (heads // 4) else heads // 4,
+        head_dim=dim,
+        value_dim=dim,
+        dtype=dtype,
+        seed=seed,
+    )
     return [
         replace(base, ulysses=ulysses, ring=world // ulysses, layout=layout, mask=mask)
         for ulysses in reversed(divisors(world))
         if ulysses <= base.heads
         for layout in ("contiguous", "zigzag")
-        for mask in ((None, 0, 0), (None, None, 0), window)
+        for mask in ((None, 0, 0), (None, None, 0), (window, 0, 0))
     ]
 
 
@@ -324,7 +319,7 @@ def _as_json(reports: Sequence[Report], ranks: str) -> str:
         {**asdict(report), "verdict": _VERDICTS[verdict(report)].lower()} for report in reports
     ]
     result = {"ds_usp": __version__, "ranks": ranks, "cases": content}
-    strict = json.loads(json.dumps(result), parse_constant=str)  # JSON itself has no Infinity
+    strict = json.loads(json.dumps(result), parse_constant=str)  # JSON has no Infinity
     return json.dumps(strict, indent=2, allow_nan=False)
 
 
@@ -335,28 +330,23 @@ def _as_text(reports: Sequence[Report], ranks: str) -> str:
     if len(reports) == 1:
         lines += _table(reports[0])
     else:
-        lines += [f"all: {_common(reports)}", *_summary(reports)]
+        case = reports[0].case
+        lines.append(
+            f"all: {case.batch} x {case.seq_len} tokens, {case.heads} heads ({case.kv_heads} kv) "
+            f"of {case.head_dim}, {case.dtype}, kernel {reports[0].kernel}, {case.entry_point}"
+        )
+        lines += _summary(reports)
         for report, code in zip(reports, verdicts, strict=True):
             if code != EXACT:
                 lines += ["", *_table(report)]
         largest = largest_errors(report.errors for report in reports)
-        lines += ["", "the largest errors of all calls", *_rows(largest, reports[0].case)]
+        lines += ["", "the largest errors of all calls", *_rows(largest, case)]
         names = (f"{verdicts.count(code)} {name}" for code, name in enumerate(_VERDICTS))
         counts = f" ({', '.join(names)})"
     return "\n".join([*lines, "", f"{_VERDICTS[_exit_code(reports)].upper()}{counts}"])
 
 
-def _common(reports: Sequence[Report]) -> str:
-    """The fields that all calls of a sweep share."""
-    case = reports[0].case
-    return (
-        f"{case.batch} x {case.seq_len} tokens, {case.heads} heads ({case.kv_heads} kv) of "
-        f"{case.head_dim}, {case.dtype}, kernel {reports[0].kernel}, {case.entry_point}"
-    )
-
-
 def _summary(reports: Sequence[Report]) -> list[str]:
-    """One line for each call of a sweep: mesh, layout, mask, verdict and the largest error."""
     names = [(r.case.mesh_name, r.case.layout, r.case.mask_name) for r in reports]
     widths = [max(map(len, column)) for column in zip(*names, strict=True)]
     lines = []
@@ -369,7 +359,6 @@ def _summary(reports: Sequence[Report]) -> list[str]:
 
 
 def _table(report: Report) -> list[str]:
-    """The lines of one call: its errors by tensor, or why it was refused."""
     lines = [str(report.case)]
     if report.kernel != report.case.kernel:
         lines.append(f"kernel taken: {report.kernel}")
@@ -381,7 +370,6 @@ def _table(report: Report) -> list[str]:
 
 
 def _rows(errors: Sequence[TensorErrors], case: VerifyCase) -> list[str]:
-    """Lines of a table: each tensor's error, the kernel's alone, their ratio and the limit."""
     lines = [f"  {'tensor':8}{'error':>10}{'kernel alone':>14}{'ratio':>8}  limit"]
     for x in errors:
         ratio = "-" if x.ratio is None or math.isinf(x.ratio) else f"{x.ratio:.2f}"
@@ -391,7 +379,6 @@ def _rows(errors: Sequence[TensorErrors], case: VerifyCase) -> list[str]:
 
 
 def _limit(case: VerifyCase, measured: TensorErrors) -> str:
-    """The limit as text: absolute for fp64 and fp32, else relative to the kernel's own error."""
     absolute = _ABSOLUTE.get(case.dtype)
     if absolute is not None:
         return f"error <= {absolute:g}"

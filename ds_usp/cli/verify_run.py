@@ -192,17 +192,15 @@ def run_cases(
 
 
 def _run(case: VerifyCase, env: TorchrunEnv, device: torch.device, stage: Progress) -> Report:
-    """Run one case on this rank and compare it with the dense reference; collective.
-
-    Returns:
-        The same report on every rank; a refusal where any rank refused.
-    """
+    """Run one case and compare it with the dense reference; collective, the same report on every
+    rank: a refusal where any rank refused."""
     stage("attention")
     kernel, refusal = case.kernel, None
     try:
         mesh = _mesh(case.ulysses, case.order, env.world)
         documents = case.borders[0] if case.layout == "balanced" and case.documents else ()
         layout = mesh.layout(case.layout, case.seq_len, documents)
+        # Fields that change no tensor are blanked: cases share what _tensors and _reference keep.
         tensors = _tensors(replace(case, layout=""), device)
         request = KernelRequest(
             device=device.type,
@@ -234,7 +232,6 @@ def _run(case: VerifyCase, env: TorchrunEnv, device: torch.device, stage: Progre
 
 
 def _all_gather(value: Any, env: TorchrunEnv) -> list[Any]:
-    """The value of each rank."""
     values: list[Any] = [value] * env.world
     if env.world > 1:
         dist.all_gather_object(values, value)
@@ -348,7 +345,6 @@ def _attend(
 
 @lru_cache(maxsize=4)
 def _reference(case: VerifyCase, device: torch.device, env: TorchrunEnv) -> dict[str, torch.Tensor]:
-    """The oracle's results; ``case`` is without the fields that must not change them."""
     return oracle.attention_in_blocks(
         _tensors(replace(case, kernel="", entry_point=""), device),
         case.allowed,
@@ -431,7 +427,7 @@ def _position_error(case: VerifyCase, layout: ds_usp.TokenLayout) -> str | None:
 
 
 def _differing(positions: torch.Tensor, others: torch.Tensor) -> str:
-    """The positions at which two ranks' tokens differ first."""
+    """Of the first of two ranks' tokens: where they differ first."""
     if len(positions) != len(others):
         return f"{len(positions)} tokens"
     index = int((positions != others).nonzero()[0])
@@ -522,11 +518,9 @@ def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
 def _messages(running: dict[Connection, int]) -> Iterator[tuple[str, int, Any]]:
     """Received messages; ranks that have finished are removed from ``running``."""
     for receiver in wait(list(running), timeout=1.0):
-        if not isinstance(receiver, Connection):
+        if not isinstance(receiver, Connection):  # for mypy: wait() takes sockets, too
             continue
         rank = running[receiver]
-        kind: str
-        content: Any
         kind, content = "error", (0.0, "its process died without a message\n")
         with contextlib.suppress(EOFError, ConnectionResetError):
             kind, content = receiver.recv()

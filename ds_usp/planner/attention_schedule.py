@@ -16,10 +16,9 @@ from ds_usp.geometry.pipeline_schedule import Instr, Op, Operation, Schedule, pi
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.geometry.ring_traffic import total_length
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster
-from ds_usp.planner.memory import kv_features
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.pipeline_timeline import Cost, Timeline, simulate
-from ds_usp.planner.traffic import DIRECT, RankGroup, exchange_s, group_of
+from ds_usp.planner.traffic import DIRECT, RankGroup, exchange_s, group_of, kv_features
 
 # Exchanges across nodes and inside of them use other links.
 _LINKS: Mapping[str, str] = MappingProxyType(
@@ -34,8 +33,8 @@ _MAX_RING = 16
 
 
 class SentBytes(NamedTuple):
-    """Bytes that a rank sends in one kind of exchange, of all head chunks: those that are divided
-    as query heads are, and as key/value heads are."""
+    """Bytes that a rank sends in one kind of exchange, of all head chunks. Two numbers, as a chunk
+    has another fraction of the query heads than of the key/value heads."""
 
     queries: float = 0.0
     keys: float = 0.0
@@ -100,29 +99,19 @@ def pass_seconds(
     hbm_bytes_per_s = HBM_FRACTION * cluster.hbm_bytes_per_s
     # Read and written once, also the rank's own slice, which is not sent.
     pack = 2 / hbm_bytes_per_s * config.ulysses / max(1, config.ulysses - 1)
-    exchange = partial(_exchange_s, cluster, config, inner, pattern, ring_steps)
     merge = ring_steps * merge_bytes / cluster.hbm_bytes_per_s
+
+    def exchange(kind: str, sent_bytes: float) -> float:
+        if kind == "all_to_all":
+            return exchange_s(cluster, group_of(config, "ulysses"), sent_bytes, DIRECT)
+        group = group_of(config, "ring")
+        if inner and kind.endswith("outer"):
+            group = RankGroup(config.ring // inner, group.stride * inner)
+        elif inner:
+            group = RankGroup(inner, group.stride)
+        return exchange_s(cluster, group, sent_bytes, pattern, ring_steps)
+
     return PassSeconds(kernel, merge, pack, sent, exchange, products)
-
-
-def _exchange_s(
-    cluster: Cluster,
-    config: ParallelConfig,
-    inner: int | None,
-    pattern: str,
-    ring_steps: float,
-    kind: str,
-    sent_bytes: float,
-) -> float:
-    """Seconds of one exchange of a kind, alone."""
-    if kind == "all_to_all":
-        return exchange_s(cluster, group_of(config, "ulysses"), sent_bytes, DIRECT)
-    group = group_of(config, "ring")
-    if inner and kind.endswith("outer"):
-        group = RankGroup(config.ring // inner, group.stride * inner)
-    elif inner:
-        group = RankGroup(inner, group.stride)
-    return exchange_s(cluster, group, sent_bytes, pattern, ring_steps)
 
 
 def sent_by_operation(
@@ -135,6 +124,9 @@ def sent_by_operation(
     backward: bool,
 ) -> Mapping[Operation, SentBytes]:
     """Bytes of one pass by the operation that posts them.
+
+    Forward sends q, k, v to heads and the output back; backward the output's gradient to heads and
+    those of q, k, v back.
 
     Args:
         all_to_all: of both directions.
@@ -154,7 +146,10 @@ def sent_by_operation(
 
 @dataclass(frozen=True)
 class RelativeCosts:
-    """A rank's schedule of one pass, and what each instruction's fraction of the pass is.
+    """A rank's schedule of one pass, and the fraction of the pass that each instruction is.
+
+    Fractions have no seconds, so one schedule serves all lengths and clusters (:func:`mean_costs`
+    is cached): :meth:`cost` multiplies a :class:`PassSeconds` by them.
 
     Args:
         heads: fraction of the query heads in each chunk.
@@ -213,8 +208,8 @@ def relative_costs(
     """The schedule of one pass of one rank, with the relative costs of its instructions.
 
     Args:
-        chunks: their ring schedules on this rank.
-        heads: their heads.
+        chunks: the ring schedule of each head chunk on this rank.
+        heads: the heads of each chunk.
         projections: one of :data:`PROJECTIONS`.
     """
     merges: list[int] = []
@@ -284,13 +279,10 @@ def mean_costs(
         projections: one of :data:`PROJECTIONS`.
     """
     priced_ring = min(ring, _MAX_RING)
-    plan = partial(
-        ring_schedule,
-        TokenLayout("contiguous", 2 * priced_ring, 1, priced_ring),  # 2: of which one half comes
-        MaskSpec.full(),  # first and one last, where there is one chunk
-        0,
-        gather=gather,
-    )
+    # A full mask over equal shards has equal steps. Of 2 tokens a rank: where there is one chunk,
+    # half of the local block comes first and half last.
+    layout = TokenLayout("contiguous", 2 * priced_ring, 1, priced_ring)
+    plan = partial(ring_schedule, layout, MaskSpec.full(), 0, gather=gather)
     split = HeadSplit(heads, kv_heads, 1)
     head_chunks = [split.chunk(chunks, index) for index in range(chunks)]
     schedules = []

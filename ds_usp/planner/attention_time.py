@@ -29,7 +29,7 @@ from ds_usp.planner.attention_schedule import (
     relative_costs,
     sent_by_operation,
 )
-from ds_usp.planner.formulas import attention_flop_per_token, elementwise_s, gemm_s
+from ds_usp.planner.formulas import elementwise_s, gemm_s
 from ds_usp.planner.hardware import (
     Cluster,
     MeasuredAttention,
@@ -38,7 +38,6 @@ from ds_usp.planner.hardware import (
     launch_seconds,
     select_rows,
 )
-from ds_usp.planner.memory import kv_features
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.pipeline_timeline import Timeline
@@ -46,15 +45,17 @@ from ds_usp.planner.traffic import (
     DIRECT,
     RELAY,
     attention_bytes,
+    call_size,
     group_of,
     inside_node,
     layer_traffic,
+    rank_flop,
 )
 
-# Bytes that each of the three products with rows of the weights moves more for each byte of its
-# queries, keys and values, where it is made chunk by chunk: rows of weights and gradients are put
-# together, rotated gradients were copied, products are smaller. Fitted once, to the 6 layers on
-# Ulysses 2 of projected.csv, as a whole; they were timed before rotation in place.
+# Made chunk by chunk, a product moves so many bytes more for each byte of its queries, keys and
+# values: rows of weights and gradients are put together, rotated gradients were copied, products
+# are smaller. Fitted once, to the 6 layers on Ulysses 2 of projected.csv together, which were timed
+# before rotation in place.
 _PARTS_BYTES = 4.0
 
 
@@ -122,11 +123,11 @@ def attention_s(
     formula, interpolated by FLOP, and the launch time is theirs; for other degrees by the calls on
     the closest ones: an estimate must not look faster than a measurement.
     """
-    predicted = _predicted(cluster, work, config, backward, impl)
+    predicted = _predicted(cluster, work, config.of_attention(), backward, impl)
     degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring)
     if impl is not DS_USP or degrees is None:
         return predicted
-    flop = _rank_flop(work, config)
+    flop = rank_flop(work, config)
     points = _measured_over_formula(cluster, *degrees, backward)
     ratio = interpolate([(size, ratio) for size, ratio, _ in points], flop)
     degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring, launch_known=True)
@@ -175,33 +176,22 @@ def _measured_over_formula(
         width = row.heads * row.head_dim
         shape = ModelShape("call", 1, width, width, row.heads, row.kv_heads, 1, row.head_dim)
         work, config = Workload(shape, row.seq_len), ParallelConfig(ulysses=ulysses, ring=ring)
-        ratio = (
-            getattr(row, f"{direction}_s")
-            / _predicted(cluster, work, config, backward, DS_USP).total
-        )
-        points[_rank_flop(work, config)] = ratio, getattr(row, f"{direction}_host_s")
+        predicted = _predicted(cluster, work, config.of_attention(), backward, DS_USP)
+        ratio = getattr(row, f"{direction}_s") / predicted.total
+        points[rank_flop(work, config)] = ratio, getattr(row, f"{direction}_host_s")
     return tuple((flop, *point) for flop, point in sorted(points.items()))
 
 
-def _rank_flop(work: Workload, config: ParallelConfig) -> float:
-    """Forward FLOP of one rank in one call."""
-    tokens = work.rank_tokens(config)
-    return tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / config.tp
-
-
+@lru_cache(maxsize=4096)
 def _predicted(
     cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
 ) -> AttentionTime:
-    """One direction of a call, from the cluster's rates alone, without its measured calls."""
-    return _simulated(cluster, work, config.of_attention(), backward, impl)
+    """One direction of a call, from the cluster's rates alone, without its measured calls.
 
-
-@lru_cache(maxsize=4096)
-def _simulated(
-    cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
-) -> AttentionTime:
-    """The simulation of a call's schedule; once for all configurations that differ in what no
-    attention call depends on."""
+    Args:
+        config: :meth:`ParallelConfig.of_attention`, so that a search that varies what no attention
+            call depends on finds the simulation in the cache.
+    """
     kernel = _kernel_s(cluster, work, config, backward)
     if config.sp == 1:
         return AttentionTime(kernel, 0.0, 0.0, 0.0, 0.0)
@@ -213,11 +203,10 @@ def _simulated(
 
 
 def _kernel_s(cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool) -> float:
-    """The attention kernels of one direction."""
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
     length = work.seq_len / (2 * config.ring if config.ring > 1 else 1)
     efficiency = interpolate_curve(cluster.attention_efficiency, length)
-    flop = _rank_flop(work, config)
+    flop = rank_flop(work, config)
     return flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * efficiency)
 
 
@@ -250,10 +239,13 @@ def simulated_pass(
         projections: one of ``PROJECTIONS``; but for ``off`` the products before and after attention
             are in the schedule, and in its time.
     """
-    size = _call_size(cluster, work, config)
+    heads, kv_heads = _rank_heads(work, config)
+    split = HeadSplit(heads * config.ulysses, kv_heads * config.ulysses, config.ulysses)
+    size = call_size(work, config, split, inside_node(cluster, group_of(config, "ulysses")))
     chunks = size.num_chunks() if impl.chunks else 1
     costs, ring_steps = mean_costs(
-        *_rank_heads(work, config),
+        heads,
+        kv_heads,
         chunks,
         config.ring,
         ulysses=config.ulysses > 1,
@@ -262,19 +254,20 @@ def simulated_pass(
         projections=projections,
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)
+    sent = sent_by_operation(
+        work,
+        config,
+        all_to_all=traffic.ulysses,
+        ring=traffic.ring_forward,
+        backward=backward,
+    )
     out_elements = work.rank_tokens(config) * work.model.q_width / config.tp
     seconds = pass_seconds(
         cluster,
         config,
         kernel=_kernel_s(cluster, work, config, backward),
         merge_bytes=out_elements * impl.merge_bytes_per_element,
-        sent=sent_by_operation(
-            work,
-            config,
-            all_to_all=traffic.ulysses,
-            ring=traffic.ring_forward,
-            backward=backward,
-        ),
+        sent=sent,
         pattern=RELAY if impl.relayed_ring else DIRECT,
         ring_steps=ring_steps,
         products=product_seconds(cluster, work, config, in_parts=True),
@@ -300,22 +293,8 @@ def product_seconds(
         moved = _PARTS_BYTES * tokens * width / config.tp * config.param_bytes if in_parts else 0.0
         return seconds(width) + elementwise_s(cluster, moved)
 
-    queries, keys = float(model.q_width), 2.0 * model.kv_width
-    return ProductSeconds(in_parts_s(queries), in_parts_s(keys), seconds(queries))
-
-
-def _call_size(cluster: Cluster, work: Workload, config: ParallelConfig) -> CallSize:
-    """What the choices of ``usp_attention`` depend on, for a rank's heads in the mean."""
-    heads, kv_heads = (count * config.ulysses for count in _rank_heads(work, config))
-    kv = kv_features(work, config)
-    return CallSize(
-        HeadSplit(heads, kv_heads, config.ulysses),
-        _rank_flop(work, config),
-        layer_traffic(work, config).ulysses,
-        int(work.seq_len * 2 * config.micro_batch * kv * config.param_bytes),
-        config.ring,
-        inside_node(cluster, group_of(config, "ulysses")),
-    )
+    queries = float(model.q_width)
+    return ProductSeconds(in_parts_s(queries), in_parts_s(2.0 * model.kv_width), seconds(queries))
 
 
 def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:
@@ -462,6 +441,7 @@ class AttentionCall:
         ulysses_rank, ring_rank = self.layout.coords(self.rank)
         start, stop = self.split.query_range(ulysses_rank)
         queries = (stop - start) * self.head_dim * config.micro_batch
+        out_elements = queries * self.layout.ring_length(ring_rank)
         # Of a zigzag a kernel call is as long as a chunk; what a window hides is not in it.
         length = self.layout.seq_len / (2 * ring if ring > 1 else 1)
         window = inf if self.mask.left is None else self.mask.left + 1 + (self.mask.right or 0)
@@ -470,21 +450,19 @@ class AttentionCall:
         sent = attention_bytes(
             self._work, config, self.rank, self.layout.kind, self.mask, inner_ring=self.inner_ring
         )
-        # Of what a rank sends and what it receives, the more takes the time.
-        outer = max(sent.ring_kv_outer, sent.ring_dkv_outer)
         seconds = pass_seconds(
             cluster,
             config,
             kernel=flop / (cluster.peak_flop_per_s * efficiency),
-            merge_bytes=queries
-            * self.layout.ring_length(ring_rank)
-            * DS_USP.merge_bytes_per_element,
+            merge_bytes=out_elements * DS_USP.merge_bytes_per_element,
+            # dK/dV return against the direction of keys and values: their bytes are what this rank
+            # receives of these, and the larger of the two takes the time.
             sent=sent_by_operation(
                 self._work,
                 config,
                 all_to_all=sent.all_to_all_forward,
                 ring=max(sent.ring_kv_forward, sent.ring_dkv_backward),
-                ring_outer=outer,
+                ring_outer=max(sent.ring_kv_outer, sent.ring_dkv_outer),
                 backward=backward,
             ),
             inner=self.inner_ring,

@@ -341,11 +341,7 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
         return self._call(cluster, name) if self.model is None else self._step(cluster, name)
 
     def _refuse_mixed_flags(self) -> None:
-        """Refuse flags of a step beside those of a call, which would be ignored.
-
-        Raises:
-            ConfigError: it names them; or neither ``--heads`` nor ``--model`` is given.
-        """
+        """Refuse flags of a step beside those of a call, which would be ignored."""
         if (self.heads is None) == (self.model is None):
             raise ConfigError("give --heads of one attention call, or --model of a step")
         of_step = {f.name for f in fields(_StepFlags)} - _SHARED_FLAGS
@@ -361,11 +357,6 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
             raise ConfigError(f"flags of {kind}, not of {other}: {names}; leave them out")
 
     def _step(self, cluster: Cluster, name: str) -> Result:
-        """A step's communication, and its settings by their price.
-
-        Raises:
-            ConfigError: degrees that do not fit the model.
-        """
         caps = framework_caps(self.engine)
         config = ParallelConfig(
             tp=self.tp,
@@ -391,7 +382,6 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
         return Result(step | {"settings": settings}, [name, step_table(step), *settings])
 
     def _call(self, cluster: Cluster, name: str) -> Result:
-        """The call on one rank, and both passes with the events of their timelines."""
         if self.plot and self.plot.suffix not in (".svg", ".png"):
             raise ConfigError(f"--plot {self.plot} must end in .svg or .png")
         degrees = self.ulysses_degree, self.ring_degree, self.order
@@ -436,11 +426,6 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
         return Result(content | passes, self._call_text(call, content, passes, name))
 
     def _mask_spec(self) -> MaskSpec:
-        """The mask.
-
-        Raises:
-            ConfigError: a window without its tokens, or tokens without a window.
-        """
         if (self.mask == "window") != (self.window is not None):
             raise ConfigError(
                 f"--mask {self.mask} with --window {self.window}: give --mask window --window "
@@ -486,7 +471,6 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
 
 
 def _title(call: AttentionCall) -> str:
-    """The call in one line."""
     layout = call.layout
     return (
         f"{layout.seq_len} tokens, {layout.kind}, {call.mask}, {call.heads}/{call.kv_heads} heads "
@@ -501,7 +485,6 @@ def _heads(chunk: HeadChunk, ulysses_rank: int) -> str:
 
 
 def _pass_row(call: AttentionCall, title: str, timeline: Timeline) -> Json:
-    """One pass: its schedule, and when its instructions run."""
     backward = title == "backward"
     schedule = call.schedule(backward=backward).schedule
     return {

@@ -107,17 +107,12 @@ def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
 
 def mlp_share(model: ModelShape) -> float:
     """The MLP's part of a layer's matrix products."""
-    return (3 if model.gated else 2) * model.hidden * model.ffn / model.matrix_elements
+    return (model.matrices.fc1 + model.matrices.fc2) / model.matrix_elements
 
 
 def qkv_share(model: ModelShape) -> float:
     """The part of a layer's matrix products that makes queries, keys and values."""
-    return model.hidden * (model.q_width + 2 * model.kv_width) / model.matrix_elements
-
-
-def mfu(flop_per_s: float, peak_flop_per_s: float) -> float:
-    """Model FLOPs utilization: model FLOP/s of one GPU over its peak."""
-    return flop_per_s / peak_flop_per_s
+    return model.matrices.qkv / model.matrix_elements
 
 
 # ------------------------------------------------------------------ parameters
@@ -201,14 +196,12 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
 
 def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
     """Bytes per token of one layer that tp x sp ranks save together in fp32: log-sum-exp, norms."""
+    if config.recompute == "full":
+        return 0.0
     norms = 0.0 if config.recompute == "attention" else 8.0 * (2 if model.biases else 1)
     norms /= 2 if config.mlp_chunks > 1 else 1
     lse = 0.0 if config.recompute == "attention-only" else 4.0 * model.heads
-    return (
-        0.0
-        if config.recompute == "full"
-        else lse + norms * (1 if config.tp_sequence else config.tp)
-    )
+    return lse + norms * (1 if config.tp_sequence else config.tp)
 
 
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:
@@ -241,11 +234,8 @@ def mlp_backward_bytes(work: Workload, config: ParallelConfig) -> float:
     inside = width * ((2 if model.gated else 1) + (config.recompute == "gemm-last"))
     if config.mlp_chunks <= 1:
         return input_bytes(work, config) + inside
-    whole, chunked = (
-        config.replace(recompute="none", mlp_chunks=0),
-        config.replace(recompute="none"),
-    )
-    inside += layer_bytes(work, whole) - layer_bytes(work, chunked)
+    chunked = config.replace(recompute="none")
+    inside += layer_bytes(work, chunked.replace(mlp_chunks=0)) - layer_bytes(work, chunked)
     return 2 * input_bytes(work, config) + inside / config.mlp_chunks
 
 
@@ -404,7 +394,7 @@ def in_buckets(
     Args:
         buckets: (second of the computation at which it is full, seconds of its exchange).
     """
-    total = waited = free = 0.0
+    total = waited = free = 0.0  # waited: by the computation so far; free: when the link is
     for full, seconds in buckets:
         start = max(full + waited, free)
         waited = start - full
@@ -417,6 +407,7 @@ def in_buckets(
 # Buckets in which gradients are reduced under backward: their size, and when each is full.
 
 
+Bucket = tuple[float, float]  # done part of the layers' backward, elements
 # Large for a link; two such buckets are small beside what a GPU holds.
 LEAST_BUCKET_ELEMENTS = 40_000_000
 
@@ -434,7 +425,7 @@ def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
     """
     if zero == 3:
         return LEAST_BUCKET_ELEMENTS
-    largest = model.hidden * model.ffn * (2 if model.gated else 1) // tp
+    largest = model.matrices.fc1 // tp
     table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
     return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)
 
@@ -460,21 +451,15 @@ def full_buckets(model: ModelShape, tp: int, layers: int, elements: int) -> tupl
     return (*buckets, (done, held))
 
 
-Bucket = tuple[float, float]
-
-
 def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
     """Gradients from the last to the first: the part of the layers' backward after which each is
     there, and its elements. In a layer the time is divided as elements are."""
     table = model.padded_vocab(tp) / tp * model.hidden
     if not model.tied:
         yield 0.0, table
-    mlp_in = model.hidden * model.ffn * (2 if model.gated else 1)
-    queries, keys = model.hidden * model.q_width, model.hidden * model.kv_width
-    matrices = (model.ffn * model.hidden, mlp_in, queries, queries + 2 * keys)
     for layer in range(layers):
         before = 0.0
-        for size in matrices:
+        for size in reversed(model.matrices):
             before += size
-            yield (layer + before / sum(matrices)) / layers, size / tp
+            yield (layer + before / model.matrix_elements) / layers, size / tp
     yield 1.0, table

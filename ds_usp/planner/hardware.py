@@ -141,7 +141,7 @@ def select_rows(rows: Iterable[Row], by: str, **wanted: object) -> list[Row]:
 def layer_rows(
     rows: Iterable[MeasuredLayer], model: ModelShape, tp: int | None = None
 ) -> list[MeasuredLayer]:
-    """The rows of a model's layers by tokens; ``tp`` None: of every tensor-parallel degree."""
+    """The rows of a model's layers by tokens; ``tp`` None: of every degree."""
     shape = {name: getattr(model, name) for name in ("hidden", "ffn", "q_width", "kv_width")}
     degree = {} if tp is None else {"tp": tp}
     return select_rows(rows, "tokens", gated=model.gated, **shape, **degree)
@@ -276,8 +276,9 @@ class Cluster:
         contention: fraction of a hidden exchange's time that the computation loses.
         workspace_bytes: what no formula counts: libraries, fragmentation, temporaries.
         origins: field -> (datasheet | measured | assumed | given, source).
-        exchanges, layers, calls, embedding_heads, steps: rows that ``profile`` measured; where
-            rows match, they replace the formulas. Files call ``embedding_heads`` ``ends``.
+        exchanges, layers, calls, embedding_heads, steps: measured rows; where rows match, they
+            replace the formulas. ``profile`` writes all but ``steps``, which a user may measure.
+            Files call ``embedding_heads`` ``ends``.
     """
 
     name: str
@@ -417,14 +418,7 @@ _ROWS: Mapping[str, type] = MappingProxyType(
 
 
 def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
-    """A cluster from one entry of a JSON file.
-
-    Args:
-        where: the file, for error messages.
-
-    Raises:
-        ConfigError: unknown or missing keys, an origin that is not known, or a wrong value.
-    """
+    """A cluster from one entry of a JSON file; ``where``: the file, for error messages."""
     keys = {f.name for f in fields(Cluster)} - {"name", "origins", "embedding_heads"} | {"ends"}
     wrong = {"unknown": set(content) - keys, "missing": keys - set(content) - set(_ROWS)}
     if any(wrong.values()):

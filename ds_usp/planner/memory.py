@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from ds_usp.geometry.chunking import CallSize
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.planner.formulas import (
-    attention_flop_per_token,
     bucket_elements,
     head_elements,
     input_bytes,
@@ -20,9 +18,11 @@ from ds_usp.planner.formulas import (
     stage_elements,
 )
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.traffic import layer_traffic
+from ds_usp.planner.traffic import call_size, kv_features
 
-_BUCKET_ELEMENTS = 500_000_000  # a larger tensor goes alone, as it lies
+# Of DeepSpeed's buffered_allreduce_fallback, which no setting changes; a larger tensor goes alone,
+# as it lies.
+_BUCKET_ELEMENTS = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +180,8 @@ def _stage(
     shared: ModelWideBytes,
     workspace_bytes: float,
 ) -> Memory:
-    """Memory of one pipeline stage: the larger of its peaks in backward and at the step.
-
-    The peak in backward holds activations and either the logits or a layer's buffers; the peak at
-    the step has copies of gradients, states that were on the host, and no activations.
-    """
+    """:func:`stage_memory` from what all stages share: the larger of its peaks in backward
+    (activations, and either the logits or a layer's buffers) and at the step."""
     elements = stage_elements(work, config, stage)
     weights, gradients, optimizer = states_bytes(elements, config)
     saved, stays, on_host = _saved_bytes(work, config, stage, shared)
@@ -224,6 +221,7 @@ def _saved_bytes(
     With K layers a checkpoint the inputs of groups of K are saved, and in a group's backward pass
     those of its other layers (``ds_usp.memory.LayerMemory``).
     """
+    # layers: of a virtual stage; saved: virtual stages of micro batches in flight.
     layers, saved = config.chunk_layers(work.model), saved_virtual_stages(work, config, stage)
     group = min(config.checkpoint_layers, layers)
     if group > 1:
@@ -250,12 +248,11 @@ def _saved_bytes(
 def _offloaded_inputs(layers: int, group: int, saved: int) -> int:
     """Inputs of layers in host memory, at most: those of all groups when the forward pass ends; or
     those of the groups before the one in backward, with the inputs of its own layers but three.
+    Counted in ``tests/unit/test_recomputation.py``.
 
     Args:
         group: layers of a checkpoint, at least two.
         saved: micro batches in flight.
-
-    Counted in ``tests/unit/test_recomputation.py``.
     """
     groups = math.ceil(layers / group)
     last = layers - (groups - 1) * group
@@ -319,12 +316,6 @@ def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
     return total
 
 
-def kv_features(work: Workload, config: ParallelConfig) -> float:
-    """Key features of one rank, as many of values; a KV head is on one rank at least."""
-    heads = max(work.model.kv_heads / config.tp / config.ulysses, 1.0)
-    return heads * work.model.head_dim
-
-
 def offload_needed(
     work: Workload,
     config: ParallelConfig,
@@ -337,15 +328,13 @@ def offload_needed(
     Activations are linear in the ratio, so the worst of the stages decides. What the optimizer's
     step needs no ratio changes.
     """
-    worst, shared, plain = (
-        0.0,
-        shared or model_wide_bytes(work, config),
-        config.replace(offload_ratio=0.0),
-    )
+    worst, plain = 0.0, config.replace(offload_ratio=0.0)
+    shared = shared or model_wide_bytes(work, config)
     for stage in _stages(config):
         over = _stage(work, plain, stage, shared, workspace).total - budget_bytes
         if over > 0:
             saved, stays, _ = _saved_bytes(work, config, stage, shared)
+            # 2, more than 1: nothing can be offloaded, or with all offloaded it does not fit.
             worst = max(worst, over / (saved - stays) if saved > stays else 2.0)
             offloaded = _stage(work, config.replace(offload_ratio=1.0), stage, shared, workspace)
             if offloaded.total > budget_bytes:
@@ -444,7 +433,8 @@ def _chunk_parts(work: Workload, config: ParallelConfig) -> list[tuple[float, fl
     if config.heads_in_chunks:
         count = split.memory_chunks(config.ring)
     else:
-        count = _call_chunks(work, config, split)
+        # Links between nodes are slower, and might have more chunks: this has no cluster to ask.
+        count = call_size(work, config, split, True).num_chunks() if config.sp > 1 else 1
     chunks = [split.chunk(count, index) for index in range(count)]
 
     def heads(of_ranks: tuple[tuple[int, int], ...]) -> int:
@@ -453,16 +443,6 @@ def _chunk_parts(work: Workload, config: ParallelConfig) -> list[tuple[float, fl
     keys = max(split.kv_heads, config.ulysses)
     parts = [(heads(x.queries) / split.heads, heads(x.keys) / keys) for x in chunks]
     return sorted(parts, reverse=True)
-
-
-def _call_chunks(work: Workload, config: ParallelConfig, split: HeadSplit) -> int:
-    """Head chunks of a call on GPUs, as ``Tuning`` takes them where all links are a node's."""
-    if config.sp == 1:
-        return 1
-    flop = attention_flop_per_token(work.model, work.seq_len, work.documents)
-    flop *= work.rank_tokens(config) / config.tp
-    sent = layer_traffic(work, config).ulysses
-    return CallSize(split, flop, sent, 0, config.ring).num_chunks()
 
 
 # ------------------------------------------------------------------ ZeRO-3
@@ -497,7 +477,8 @@ def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> 
     elements = stage_elements(work, config, 0)
     if not at_loss:
         elements -= head_elements(work, config)
-    return min(elements, LIVE_ELEMENTS + _largest_parameter(work, config)) * config.param_bytes
+    largest = max(_table_elements(work, config), max(work.model.matrices) / config.tp)
+    return min(elements, LIVE_ELEMENTS + largest) * config.param_bytes
 
 
 def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float:
@@ -523,25 +504,16 @@ def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float
 
 
 def _matrices(work: Workload, config: ParallelConfig) -> Iterator[float]:
-    """Elements of the matrices of a stage on one tensor-parallel rank, in the model's order."""
-    table, layer = _sizes(work, config)
-    yield table
+    """Elements of the matrices of a stage on one tensor-parallel rank, in the order of
+    megatron-core's ``parameters()``, in which a layer's output projection is the first."""
+    qkv, out, fc1, fc2 = work.model.matrices
+    yield _table_elements(work, config)
     for _ in range(config.layers_per_stage(work.model)):
-        yield from layer
+        yield from (size / config.tp for size in (out, qkv, fc1, fc2))
     if not work.model.tied:
-        yield table
+        yield _table_elements(work, config)
 
 
-def _largest_parameter(work: Workload, config: ParallelConfig) -> float:
-    """Elements of the largest parameter: an embedding or a matrix of a layer."""
-    table, layer = _sizes(work, config)
-    return max(table, *layer)
-
-
-def _sizes(work: Workload, config: ParallelConfig) -> tuple[float, tuple[float, ...]]:
-    """Elements of an embedding, and of a layer's matrices, on one tensor-parallel rank."""
-    model, tp = work.model, config.tp
-    queries, keys = model.hidden * model.q_width, model.hidden * model.kv_width
-    mlp = model.hidden * model.ffn
-    layer = queries, queries + 2 * keys, mlp * (2 if model.gated else 1), mlp
-    return model.padded_vocab(tp) * model.hidden / tp, tuple(size / tp for size in layer)
+def _table_elements(work: Workload, config: ParallelConfig) -> float:
+    """Of an embedding on one tensor-parallel rank."""
+    return work.model.padded_vocab(config.tp) * work.model.hidden / config.tp

@@ -10,10 +10,19 @@ from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import Count, CountOrZero, Positive, read_json, violations
+
+
+class LayerMatrices(NamedTuple):
+    """Elements of the matrices of a layer, in the order in which forward multiplies by them."""
+
+    qkv: int
+    out: int
+    fc1: int
+    fc2: int
 
 
 @dataclass(frozen=True)
@@ -90,10 +99,25 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @cached_property
+    def qkv_width(self) -> int:
+        """Features of the product that makes queries, keys and values."""
+        return self.q_width + 2 * self.kv_width
+
+    @cached_property
+    def fc1_width(self) -> int:
+        """Features of the first product of the MLP: with a gate, twice its width."""
+        return self.ffn * (2 if self.gated else 1)
+
+    @cached_property
+    def matrices(self) -> LayerMatrices:
+        """Elements of one layer's matrices."""
+        h = self.hidden
+        return LayerMatrices(h * self.qkv_width, h * self.q_width, h * self.fc1_width, h * self.ffn)
+
+    @cached_property
     def matrix_elements(self) -> int:
         """Elements of one layer's matrices: each multiplies every token once."""
-        attention = 2 * self.hidden * (self.q_width + self.kv_width)
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
+        return sum(self.matrices)
 
     @cached_property
     def vector_elements(self) -> int:
@@ -104,9 +128,8 @@ class ModelShape:
         norms = 2 * self.hidden * (2 if self.biases else 1)
         norms += 2 * self.head_dim if self.qk_norm else 0
         if not self.biases:
-            return norms + (self.q_width + 2 * self.kv_width if self.qkv_bias else 0)
-        attention = self.q_width + 2 * self.kv_width + self.hidden
-        return norms + attention + (2 if self.gated else 1) * self.ffn + self.hidden
+            return norms + (self.qkv_width if self.qkv_bias else 0)
+        return norms + self.qkv_width + self.hidden + self.fc1_width + self.hidden
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of the embedding: a multiple of 128 on every rank (Megatron)."""
@@ -193,11 +216,6 @@ def load_model(name: str) -> ModelShape:
 
 
 def _from_file(path: Path, name: str) -> ModelShape:
-    """The model of a JSON file: a ``config.json`` of Hugging Face, or one of several by name.
-
-    Raises:
-        ConfigError: no such name, or a name for a file of one model.
-    """
     content = read_json(path, "model")
     entries = _entries(content)
     if entries is None:
@@ -290,11 +308,7 @@ def _other_facts(entry: Mapping[str, Any], gated: bool) -> tuple[str, ...]:
 
 
 def _shape(name: str, entry: Any, path: Path) -> ModelShape:
-    """The shape from one JSON object: its keys by their aliases, defaults by its architecture.
-
-    Raises:
-        ConfigError: no object, or one without layers, hidden, ffn, heads or vocab.
-    """
+    """The shape from one JSON object: its keys by their aliases, defaults by its architecture."""
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{path}: model {name} must be an object with layers, hidden, ...")
     defaults = _architecture_defaults(name, entry, path)
@@ -324,11 +338,7 @@ def _check_spelling(
     name: str, entry: Mapping[str, Any], values: Mapping[str, Any], path: Path
 ) -> None:
     """Check that no key is nearly the name of a field that has no value: ``kv_heads`` would be
-    ``heads`` then. Other keys are those of HuggingFace's configurations that change no plan.
-
-    Raises:
-        ConfigError: such a key.
-    """
+    ``heads`` then. Other keys are those of HuggingFace's configurations that change no plan."""
     names = {field: (field, *aliases.split()) for field, aliases in _FIELD_NAMES.items()}
     known = {key for keys in names.values() for key in keys}
     absent = [key for field, keys in names.items() if field not in values for key in keys]
@@ -342,11 +352,7 @@ def _check_spelling(
 
 
 def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The defaults of a HuggingFace configuration's model_type; none without a model_type.
-
-    Raises:
-        ConfigError: layers that are not attention and one MLP.
-    """
+    """The defaults of a HuggingFace configuration's model_type; none without a model_type."""
     experts = [key for key in _EXPERTS if (entry.get(key) or 0) > 1]
     if experts:
         raise ConfigError(

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ds_usp.geometry.pipeline_schedule import CHANNELS, Instr, Schedule
 
 COMPUTE = "compute"
-CONTENTION, LAUNCH = "contention", "launch"  # exposed seconds that no single wait has
+CONTENTION = "contention"  # exposed seconds that no single wait has
 
 
 class Cost(NamedTuple):
@@ -66,7 +66,7 @@ class Timeline:
         events: in the order of their starts on each lane; none of 0 seconds.
         compute: seconds of the compute lane's work, had nothing else been in flight.
         exposed: the seconds beyond, by what they are spent on: a wait for a kind of channel,
-            ``contention`` (slower kernels while exchanges are in flight), ``launch``.
+            ``contention`` (slower kernels while exchanges are in flight).
         alone: seconds of the exchanges of each kind, had each been alone on its link.
     """
 
@@ -97,7 +97,6 @@ def simulate(
     *,
     contention: float = 0.0,
     links: Mapping[str, str] | None = None,
-    launch_s: float = 0.0,
 ) -> Timeline:
     """Run one rank's schedule on given seconds.
 
@@ -105,15 +104,12 @@ def simulate(
         cost: of each instruction.
         contention: 0 to 1, what the compute lane loses of its speed while exchanges are in flight.
         links: the link of a kind of channel; kinds that are not named share one.
-        launch_s: of the CPU for each instruction, which it launches one after the other without
-            waiting for the compute lane.
 
     Raises:
         ValueError: a wait for what was not posted.
     """
     clock = _Clock(contention, links or {})
-    for index, instr in enumerate(schedule, 1):
-        clock.launched(index * launch_s)
+    for instr in schedule:
         if instr.op.is_wait:
             clock.wait(instr)
         compute, exchange = cost(instr)
@@ -138,12 +134,6 @@ class _Clock:
         self.events: list[Event] = []
         self.exposed: dict[str, float] = {}
         self.alone = dict.fromkeys(CHANNELS, 0.0)
-
-    def launched(self, second: float) -> None:
-        """Idle until the CPU has launched the next instruction."""
-        if second > self._now:
-            self._expose(LAUNCH, second - self._now)
-            self._advance_to(second)
 
     def post(self, instr: Instr, seconds: float) -> None:
         """Start an exchange, behind those of its kind."""

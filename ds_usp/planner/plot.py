@@ -99,7 +99,6 @@ def _layer_ms(result: SearchResult, plan: Plan) -> dict[str, float]:
 
 
 def _name(plan: Plan) -> str:
-    """The label of a plan's bar: its degrees, ZeRO stage, recomputation and MFU."""
     config = plan.config
     degrees = [f"u{config.ulysses} r{config.ring}"]
     degrees += [f"{a}{getattr(config, a)}" for a in ("tp", "pp", "dp") if getattr(config, a) > 1]
@@ -121,7 +120,10 @@ def draw_timelines(timelines: Mapping[str, Timeline], title: str, path: Path) ->
         OSError: the file cannot be written.
     """
     lanes = {
-        name: [lane for lane in (COMPUTE, *CHANNELS) if _has_lane(timeline, lane)]
+        name: [
+            COMPUTE,
+            *(kind for kind in CHANNELS if any(e.lane == kind for e in timeline.events)),
+        ]
         for name, timeline in timelines.items()
     }
     rows = sum(map(len, lanes.values()))
@@ -144,10 +146,6 @@ def draw_timelines(timelines: Mapping[str, Timeline], title: str, path: Path) ->
         save_svg(figure, path)
     else:
         figure.savefig(path, format="png", dpi=120)
-
-
-def _has_lane(timeline: Timeline, lane: str) -> bool:
-    return lane == COMPUTE or any(event.lane == lane for event in timeline.events)
 
 
 def _draw_timeline(axes: Any, timeline: Timeline, lanes: list[str]) -> None:

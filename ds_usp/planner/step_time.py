@@ -22,7 +22,6 @@ from ds_usp.planner.formulas import (
     gemm_s,
     in_buckets,
     layer_bytes,
-    mfu,
     mlp_share,
     model_flop_per_token,
     qkv_share,
@@ -183,7 +182,6 @@ class _NonAttention:
 def _measured_rest(
     cluster: Cluster, work: Workload, config: ParallelConfig
 ) -> _NonAttention | None:
-    """Times of a layer but for attention, from the profile; None without rows of it."""
     rows = layer_rows(cluster.layers, work.model, config.tp)
     if not rows:
         return None
@@ -262,7 +260,7 @@ def tensor_parallel_time(
     tokens, model = work.rank_tokens(config), work.model
     one = exchange_s(cluster, group, traffic.tp_forward / 2, COLLECTIVE, 2)
     hidden = HiddenExchange()
-    for width in (model.q_width + 2 * model.kv_width, model.ffn * (2 if model.gated else 1)):
+    for width in (model.qkv_width, model.fc1_width):
         product = gemm_s(cluster, tokens, tokens * model.hidden * width / config.tp)
         hidden += under(cluster, one, product)
     return exposed(2 * one), hidden
@@ -417,7 +415,6 @@ def head_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Launc
 
 
 def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork | None:
-    """Embedding, output projection and loss from the profile; None without one of this shape."""
     rows = embedding_head_rows(cluster.embedding_heads, work.model, config.tp)
     if not rows:
         return None
@@ -425,7 +422,7 @@ def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
 
 
 def _predicted_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork:
-    """The output projection's three GEMMs and the loss, by the formula."""
+    """Three GEMMs of the output projection, and the loss."""
     tokens = work.rank_tokens(config)
     logits = tokens * work.model.vocab / config.tp
     loss = elementwise_s(cluster, logits * _LOSS_BYTES)
@@ -481,7 +478,6 @@ def _gradients_and_optimizer_s(
 
 
 def _measured_step(cluster: Cluster, work: Workload, config: ParallelConfig) -> float | None:
-    """Seconds of the optimizer step from the profile; None without one of this ZeRO group."""
     rows = select_rows(cluster.steps, "elements", zero=config.zero, zero_ranks=config.zero_ranks)
     if not rows:
         return None
@@ -491,7 +487,6 @@ def _measured_step(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
 def _gradients_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
 ) -> float:
-    """What the exchange of gradients and parameters adds to the step."""
     return sum(x.added for x in data_parallel_time(cluster, work, config, layers_s))
 
 
@@ -524,7 +519,7 @@ def step_mfu(cluster: Cluster, work: Workload, config: ParallelConfig, step_s: f
     """Fraction of the peak that the model's own FLOP reach."""
     tokens = work.global_batch * work.seq_len / config.gpus
     flop = tokens * model_flop_per_token(work.model, work.seq_len, work.documents)
-    return mfu(flop / step_s, cluster.peak_flop_per_s)
+    return flop / step_s / cluster.peak_flop_per_s
 
 
 # ------------------------------------------------------------------ communication of a step

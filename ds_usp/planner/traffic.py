@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ds_usp.geometry.chunking import CallSize
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
-from ds_usp.planner.formulas import stage_elements
+from ds_usp.planner.formulas import attention_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster, MeasuredExchange, seconds_at, select_rows
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
@@ -121,24 +122,22 @@ def _exchange(
     """Head vectors sent to the other Ulysses ranks: q, k, v to heads; all to sequence; q; out."""
     to_heads = to_sequence = queries_to_heads = queries_to_sequence = 0
     local_tokens = tokens.length(tokens.sp_rank(ulysses_rank, ring_rank))
-    local_queries, local_kv = (
-        _width(heads.query_range(ulysses_rank)),
-        _width(heads.kv_range(ulysses_rank)),
-    )
+
+    def local_heads(rank: int) -> tuple[int, int]:
+        spans = heads.query_range(rank), heads.kv_range(rank)
+        return spans[0][1] - spans[0][0], spans[1][1] - spans[1][0]
+
+    local_queries, local_kv = local_heads(ulysses_rank)
     for peer in range(tokens.ulysses):
         if peer == ulysses_rank:
             continue
         peer_tokens = tokens.length(tokens.sp_rank(peer, ring_rank))
-        peer_queries, peer_kv = _width(heads.query_range(peer)), _width(heads.kv_range(peer))
+        peer_queries, peer_kv = local_heads(peer)
         to_heads += local_tokens * (peer_queries + 2 * peer_kv)
         queries_to_heads += local_tokens * peer_queries
         to_sequence += peer_tokens * (local_queries + 2 * local_kv)
         queries_to_sequence += peer_tokens * local_queries
     return to_heads, to_sequence, queries_to_heads, queries_to_sequence
-
-
-def _width(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
 
 
 class _RingTokens(NamedTuple):
@@ -213,11 +212,34 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     x = config.micro_batch * work.seq_len
     u, r = config.ulysses, config.ring
     tp = 4 * (t - 1) / t * x / config.sp * model.hidden * e
-    kv_heads = max(model.kv_heads / t / u, 1.0) * u  # of all Ulysses ranks together
-    q, kv = model.q_width / t, kv_heads * model.head_dim
+    q, kv = model.q_width / t, kv_features(work, config) * u  # of all Ulysses ranks together
     ulysses = (u - 1) / u * x / config.sp * (2 * q + 2 * kv) * e
     ring = (1.0 if relayed else 0.75) * (r - 1) / r * 2 * x * kv / u * e
     return LayerBytes(tp, tp * (1.5 if config.tp_sequence else 1.0), ulysses, ring, 2 * ring)
+
+
+def kv_features(work: Workload, config: ParallelConfig) -> float:
+    """Key features of one rank, as many of values; a KV head is on one rank at least."""
+    return max(work.model.kv_heads / config.tp / config.ulysses, 1.0) * work.model.head_dim
+
+
+def call_size(
+    work: Workload, config: ParallelConfig, split: HeadSplit, ulysses_in_node: bool
+) -> CallSize:
+    """What ``Tuning`` chooses head chunks and the KV exchange of a causal call by, mean over ranks.
+
+    Args:
+        split: the heads of a tensor-parallel rank over its Ulysses ranks.
+    """
+    kv = int(work.seq_len * 2 * config.micro_batch * kv_features(work, config) * config.param_bytes)
+    flop, sent = rank_flop(work, config), layer_traffic(work, config).ulysses
+    return CallSize(split, flop, sent, kv, config.ring, ulysses_in_node)
+
+
+def rank_flop(work: Workload, config: ParallelConfig) -> float:
+    """Forward FLOP of one rank in one causal attention call, mean over ranks."""
+    tokens = work.rank_tokens(config)
+    return tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / config.tp
 
 
 def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
@@ -251,6 +273,7 @@ def step_traffic(work: Workload, config: ParallelConfig) -> StepBytes:
     z, m = config.zero_ranks, config.micro_batches(work.global_batch)
     if z == 1:
         return StepBytes(0.0, 0.0)
+    # The fullest stage: the first has the embedding, the last one the head.
     elements = max(stage_elements(work, config, stage) for stage in {0, config.pp - 1})
     once = elements * (z - 1) / z
     gradients, parameters = once * config.grad_bytes, once * config.param_bytes
@@ -304,26 +327,16 @@ def group_of(config: ParallelConfig, axis: str) -> RankGroup:
     Args:
         axis: tp | ulysses | ring | dp | pp, or ``zero``, which is dp x sp.
     """
-    return _GROUPS[axis](config)
-
-
-def _within(config: ParallelConfig, first: str, degree: int) -> int:
-    """Ranks from one to the next of an axis of sequence parallelism."""
-    return config.tp * (1 if config.order.startswith(first) else degree)
-
-
-_GROUPS: Mapping[str, Callable[[ParallelConfig], RankGroup]] = MappingProxyType(
-    {
-        "tp": lambda config: RankGroup(config.tp, 1),
-        "ulysses": lambda config: RankGroup(
-            config.ulysses, _within(config, "ulysses", config.ring)
-        ),
-        "ring": lambda config: RankGroup(config.ring, _within(config, "ring", config.ulysses)),
-        "dp": lambda config: RankGroup(config.dp, config.tp * config.sp),
-        "zero": lambda config: RankGroup(config.zero_ranks, config.tp),
-        "pp": lambda config: RankGroup(config.pp, config.tp * config.sp * config.dp),
-    }
-)
+    if axis == "tp":
+        return RankGroup(config.tp, 1)
+    if axis == "zero":
+        return RankGroup(config.zero_ranks, config.tp)
+    if axis in ("ulysses", "ring"):  # the one that the order names first is inside of the other
+        inside = 1 if config.order.startswith(axis) else config.sp // getattr(config, axis)
+        return RankGroup(getattr(config, axis), config.tp * inside)
+    if axis == "dp":
+        return RankGroup(config.dp, config.tp * config.sp)
+    return RankGroup(config.pp, config.tp * config.sp * config.dp)
 
 
 @lru_cache(maxsize=65536)
@@ -337,6 +350,7 @@ def domain_traffic(group: RankGroup, domain: int, pattern: str) -> DomainTraffic
     if block <= domain and domain % block == 0:
         return DomainTraffic(0.0, 0.0, True, True)
     busiest, loads, counts = 0.0, dict[int, float](), set[int]()
+    # Where blocks of a group do not fill domains, these repeat after lcm(block, domain) ranks.
     for first in range(0, math.lcm(block, domain), block):
         for offset in range(min(group.stride, domain)):
             domains = [

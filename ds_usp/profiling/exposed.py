@@ -85,7 +85,7 @@ _TOTALS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class KindTimes:
-    """One kind in a step.
+    """One kind of communication in a step.
 
     Args:
         calls: exchanges, collectives or copies.
@@ -183,7 +183,6 @@ class CommunicationReport:
         return "\n".join([*lines, *self._hints(kinds, step)])
 
     def _times(self, rows: Sequence[KindTimes], step: float) -> Iterator[str]:
-        """A kind's cells after calls and bytes."""
         for name in ("busy_ns", "hidden_ns", "exposed_ns"):
             yield f"{statistics.mean(getattr(row, name) for row in rows) / _MS:,.2f}"
         yield f"{statistics.mean(row.exposed_ns for row in rows) / step:.1%}"
@@ -352,7 +351,6 @@ def _synchronize() -> None:
 
 
 def _of_all_ranks(value: T) -> list[T]:
-    """Every rank's value; collective."""
     if not dist.is_initialized():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -437,16 +435,13 @@ def step_times(trace: StepTrace) -> StepTimes:
         return StepTimes(kinds)
     communication = [interval for lane in lanes.values() for interval in lane]
     communication += [(e.start, e.stop) for e in trace.beside if e.kind != COMPUTE]
-    pauses = {name: total_length(intervals) for name, intervals in idle(trace).items()}
     return StepTimes(
         kinds,
         step_ns=max(e.stop for e in trace.gpu) - min(e.start for e in trace.gpu),
         compute_ns=total_length(compute),
         communication_ns=total_length(communication),
         exposed_ns=total_length(subtract_intervals(communication, compute)),
-        host_ns=pauses["host"],
-        ranks_ns=pauses["ranks"],
-        other_ns=pauses["other"],
+        **{f"{reason}_ns": total_length(pauses) for reason, pauses in idle(trace).items()},
     )
 
 
@@ -464,7 +459,8 @@ def _lanes(trace: StepTrace) -> tuple[dict[str, list[Interval]], list[Interval]]
 def idle(trace: StepTrace) -> dict[str, list[Interval]]:
     """While nothing ran: ``host``, ``ranks`` and ``other``, see :class:`StepTimes`.
 
-    A pause belongs to the CPU until the call that launched what ends the pause has returned.
+    A pause belongs to the CPU until the call that launched what ends the pause has returned; the
+    rest of it, to what that event waited for.
     """
     gpu = sorted(
         (event for event in (*trace.gpu, *trace.beside) if event.stop > event.start),
@@ -476,7 +472,7 @@ def idle(trace: StepTrace) -> dict[str, list[Interval]]:
         after = first[stop]
         launched = start if after.launched is None else min(max(start, after.launched), stop)
         if launched > start and stop - launched <= _LAUNCH_NS:
-            launched = stop
+            launched = stop  # it started as soon as a GPU can
         pauses["host"].append((start, launched))
         # NCCL's kernels wait for other ranks while they run, copies before they start.
         is_copy = after.kind in BETWEEN_RANKS and after.name.startswith("Memcpy")

@@ -108,11 +108,7 @@ def role_of_description(description: str) -> str:
 
 
 def check_role(role: str) -> str:
-    """The role.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """The role, unless it is none (``ConfigError``)."""
     if role not in ROLES:
         raise ConfigError(f"a group's role must be one of {', '.join(ROLES)}, not {role!r}")
     return role
@@ -175,18 +171,18 @@ def sent_bytes(operation: str, input_bytes: int, ranks: int) -> int:
 # ------------------------------------------------------------------ ranges around calls
 
 # Methods of ProcessGroup: the number of the argument that this rank sends.
+_INPUT_FIRST = """
+    allreduce allreduce_coalesced reduce broadcast send recv recv_anysource barrier
+"""
+_OUTPUT_FIRST = """
+    allgather _allgather_base all_gather_single allgather_coalesced
+    allgather_into_tensor_coalesced all_gather_single_coalesced
+    reduce_scatter _reduce_scatter_base reduce_scatter_single
+    reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced
+    alltoall alltoall_base all_to_all_single gather scatter
+"""
 _METHODS: Mapping[str, int] = MappingProxyType(
-    {
-        **dict.fromkeys(("allreduce", "allreduce_coalesced", "reduce", "broadcast"), 0),
-        **dict.fromkeys(("send", "recv", "recv_anysource", "barrier"), 0),
-        **dict.fromkeys(("allgather", "_allgather_base", "all_gather_single"), 1),
-        **dict.fromkeys(("allgather_coalesced", "allgather_into_tensor_coalesced"), 1),
-        **dict.fromkeys(("all_gather_single_coalesced", "reduce_scatter"), 1),
-        **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), 1),
-        **dict.fromkeys(("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), 1),
-        **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), 1),
-        **dict.fromkeys(("gather", "scatter"), 1),
-    }
+    {**dict.fromkeys(_INPUT_FIRST.split(), 0), **dict.fromkeys(_OUTPUT_FIRST.split(), 1)}
 )
 
 
@@ -346,8 +342,6 @@ def classify(
 
 
 class _Classifier:
-    """The events of one rank, indexed by what launched what."""
-
     def __init__(self, events: Sequence[TraceEvent], roles: Mapping[str, str], step: str) -> None:
         self._roles = roles
         on_cpu = [e for e in events if e.category == CPU]
@@ -413,11 +407,15 @@ class _Classifier:
         return self._step is None or self._step[0] <= time <= self._step[1]
 
     def _is_unnamed(self, event: TraceEvent) -> bool:
-        """Whether a call of the step has no range."""
         return self._in_step(event.start) and not self._ranges.around(event.thread, event.start)
 
     def _kind(self, event: TraceEvent, call: TraceEvent | None) -> str:
-        """The kind of a GPU event; ``call``: what launched it, or the next call."""
+        """The kind of a GPU event; ``call``: what launched it, or the next call.
+
+        By what is certain first: copies with the host; kernels that no library names as
+        communication; else the range of an exchange on the event's stream, on the thread that
+        launched it, or around its operator; then NCCL's metadata; then the kernel's name.
+        """
         if event.category == COPY:
             if "HtoD" in event.name:
                 return FROM_HOST
@@ -428,6 +426,7 @@ class _Classifier:
         cpu = self._cpu_by_id.get(event.external)
         around = self._gpu_ranges.around(event.stream, event.start)
         if around is None and call is not None:  # on its own thread, where the trace knows that
+            # The next call may be another thread's.
             threads = [call.thread] if call.correlation == event.correlation else []
             threads += [cpu.thread] if cpu else []
             own = (self._ranges.around(thread, call.start) for thread in threads)
@@ -436,7 +435,7 @@ class _Classifier:
             around = self._ranges.around(cpu.thread, cpu.start)
         if around is not None:
             return _parse_range(around.name)[0]
-        if event.category == COPY:
+        if event.category == COPY:  # in no exchange: another program's between GPUs, or local
             return OTHER if "PtoP" in event.name else COMPUTE
         for args in (event.args, cpu.args if cpu else {}):
             if args.get("Collective name"):
@@ -455,7 +454,6 @@ class _Classifier:
         ]
 
     def _call_of_metadata(self, args: Mapping[str, Any]) -> Call:
-        """The call that NCCL's metadata describes."""
         name = str(args.get("Process Group Name", ""))
         description = str(args.get("Process Group Description", ""))
         role = self._roles.get(name) or role_of_description(description)
@@ -498,16 +496,13 @@ class _Ranges:
                 known.append(event)
 
     def outermost(self) -> list[TraceEvent]:
-        """All of them."""
         return [event for events in self._by_thread.values() for event in events]
 
     def around(self, thread: int, time: int) -> TraceEvent | None:
-        """The range of this thread at this time."""
         events = self._by_thread.get(thread, [])
         index = bisect_right(events, time, key=attrgetter("start")) - 1
         return events[index] if index >= 0 and time <= events[index].stop else None
 
     def on_any_thread(self, time: int) -> TraceEvent | None:
-        """The range of some thread at this time."""
         ranges = (self.around(thread, time) for thread in self._by_thread)
         return next((event for event in ranges if event), None)

@@ -89,8 +89,7 @@ def run(
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
     name = torch.cuda.get_device_name(torch_device) if kind == "cuda" else ""
-    # the built-in cluster with this GPU, None if there is none: its peak FLOP/s is then not known
-    base = cluster_name(name)
+    base = cluster_name(name)  # None: a GPU whose peak FLOP/s the planner does not know
     try:
         with warnings.catch_warnings():  # torch is about to rename collectives
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -254,7 +253,8 @@ def profile(
     _warm_up(StepTimer(device, budget_s), sizes)
     state = Profile(StepTimer(device, budget_s), sizes, base, peak, gpus_per_node, print_line)
     state.log(f"{world} ranks on {device.type} are warm; {budget_s:g} s to go")
-    products = _gemm_rates(state)
+    products = sorted(_product_flop_per_s(state.timer, sizes))
+    state.log(f"products: up to {max(rate for _, rate in products) / 1e12:.4g} TFLOP/s")
     _memory(state)
     _kernel_efficiencies(state, products, _attention_rows(state))
     if world > 1:
@@ -271,13 +271,6 @@ def _warm_up(timer: StepTimer, sizes: _ProblemSizes) -> None:
 
 
 # ------------------------------------------------------------------ one GPU
-
-
-def _gemm_rates(state: Profile) -> list[tuple[int, float]]:
-    """(tokens, FLOP/s) of a linear layer."""
-    rates = sorted(_product_flop_per_s(state.timer, state.sizes))
-    state.log(f"products: up to {max(rate for _, rate in rates) / 1e12:.4g} TFLOP/s")
-    return rates
 
 
 def _kernel_efficiencies(
@@ -408,11 +401,8 @@ def _attention_call(
 
 
 def _link_rows(state: Profile) -> None:
-    """Measure all collectives, record their rows and the bandwidth inside and between nodes.
-
-    Collective over all ranks. The planner's level takes the fastest all-to-all as its bandwidth,
-    and the smallest one's seconds as its latency.
-    """
+    """Measure all collectives. The planner's level of a node takes the fastest all-to-all as its
+    bandwidth, and the smallest one's seconds as its latency."""
     timer, sizes, node = state.timer, state.sizes, state.gpus_per_node
     best: dict[int, float] = {}
     latency = 0.0
@@ -446,7 +436,9 @@ def _base_level(state: Profile) -> list[Any]:
 def _network(state: Profile) -> float:
     """Bytes/s of one GPU to other nodes while all GPUs send."""
     timer = state.timer
-    group = _inter_node_pairs(timer.world, state.gpus_per_node)
+    # The ranks with this one's local rank on all nodes.
+    nodes = RankGrid({"ulysses": state.gpus_per_node, "dp": timer.world // state.gpus_per_node})
+    group = _groups_along(nodes, "dp")
     rows = [r for r in _exchanges(timer, state.sizes, group) if r.collective == "all_to_all"]
     rate = max(row.sent_bytes / row.seconds for row in rows)
     state.record("network_latency_s", rows[0].seconds, "the smallest all-to-all across nodes")
@@ -455,7 +447,8 @@ def _network(state: Profile) -> float:
 
 
 def _contention(state: Profile, group: Group) -> None:
-    """Slowdown of attention by a concurrent exchange, as a fraction of the exchange's time."""
+    """Slowdown of attention by a concurrent exchange, as a fraction of the exchange's time: calls
+    that take about 1.5 times as long as the exchange, so that they cover all of it."""
     timer, sizes = state.timer, state.sizes
     q = sizes.random(timer, 1, sizes.lengths[1], sizes.heads, sizes.head_dim)
     mesh = SequenceMesh.single()
@@ -521,11 +514,6 @@ def _intra_node_groups(size: int, world: int) -> Group:
     return _groups_along(RankGrid({"ulysses": size, "dp": world // size}), "ulysses")
 
 
-def _inter_node_pairs(world: int, gpus_per_node: int) -> Group:
-    """This rank's group of the ranks with its local rank on the other nodes."""
-    return _groups_along(RankGrid({"ulysses": gpus_per_node, "dp": world // gpus_per_node}), "dp")
-
-
 def _groups_along(grid: RankGrid, axis: str) -> Group:
     """This rank's group on a grid's axis; collective, as every rank must make every group."""
     own_group = None
@@ -572,7 +560,6 @@ def _layers(state: Profile, models: Sequence[ModelShape]) -> None:
             state.add_row("ends", end, text)
 
 
-@dataclass(frozen=True)
 class _ReferenceLayer:
     """Norms, projections, MLP and residuals; the queries are used as attention's output.
 
@@ -580,31 +567,28 @@ class _ReferenceLayer:
     row-parallel matrices, and of the input gradients of column-parallel ones.
     """
 
-    model: ModelShape
-    tp: int
-    group: Group | None
-    weights: dict[str, Tensor]
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         timer: StepTimer,
         sizes: _ProblemSizes,
         model: ModelShape,
         tp: int,
         group: Group | None,
-    ) -> _ReferenceLayer:
-        """A layer with random weights."""
-        h, f = model.hidden, model.ffn // tp
-        q, k = model.q_width // tp, model.kv_width // tp
-        shapes: dict[str, tuple[int, ...]] = {"qkv": (q + 2 * k, h), "out": (h, q)}
-        shapes |= {"fc1": (2 * f if model.gated else f, h), "fc2": (h, f)}
-        shapes |= {"norm1": (h,), "norm2": (h,)}
-        weights = {
+    ) -> None:
+        self.model, self.tp, self.group = model, tp, group
+        h = model.hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "qkv": (model.qkv_width // tp, h),
+            "out": (h, model.q_width // tp),
+            "fc1": (model.fc1_width // tp, h),
+            "fc2": (h, model.ffn // tp),
+            "norm1": (h,),
+            "norm2": (h,),
+        }
+        self.weights = {
             name: (sizes.random(timer, *shape) * 0.02).requires_grad_()
             for name, shape in shapes.items()
         }
-        return cls(model, tp, group, weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The layer's output for ``x``, both ``[tokens, hidden]``, tokens of this rank."""
@@ -632,14 +616,15 @@ class _ReferenceLayer:
 
     def _reduce_input_grad(self, x: Tensor) -> Tensor:
         """Sum the gradient of the column-parallel input over the tensor-parallel ranks."""
-        if self.tp > 1 and x.requires_grad:
-            x.register_hook(self._all_reduce_gradient)
-        return x
 
-    def _all_reduce_gradient(self, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=self.group)
-        return gradient
+        def all_reduced(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=self.group)
+            return gradient
+
+        if self.tp > 1 and x.requires_grad:
+            x.register_hook(all_reduced)
+        return x
 
 
 def layer_times(
@@ -649,15 +634,13 @@ def layer_times(
     x: Tensor,
     max_s: float,
 ) -> tuple[float, float, float, float]:
-    """Seconds of a layer's forward pass, and of its backward pass for the input and the weights.
-
-    Collective over the timer's ranks.
+    """Seconds of a layer's forward pass, and of its backward pass for the input and the weights;
+    collective.
 
     Args:
         weights: the tensors whose gradients backward computes.
         x: the layer's input, ``[tokens, hidden]`` for :class:`_ReferenceLayer`.
-        max_s: seconds for each of two measurements, forward alone and with backward; see
-            :meth:`StepTimer.seconds`.
+        max_s: of :meth:`StepTimer.seconds`, for forward alone and for both passes.
 
     Returns:
         GPU seconds forward and backward, CPU launch seconds forward and backward (0 on a CPU): the
@@ -682,7 +665,7 @@ def _model_layers(
     group: Group | None,
 ) -> Iterator[MeasuredLayer]:
     """Measured rows of a model's layer, one for each number of tokens of ``_ProblemSizes``."""
-    layer = _ReferenceLayer.make(timer, sizes, model, tp, group)
+    layer = _ReferenceLayer(timer, sizes, model, tp, group)
     shape = model.hidden, model.ffn, model.q_width, model.kv_width, model.gated, tp
     for tokens in sizes.layer_tokens:
         x = sizes.random(timer, tokens, model.hidden)
@@ -719,11 +702,7 @@ def _finalize(state: Profile, world: int) -> dict[str, Any]:
     where = f"{world} x {gpu}, {versions}, {datetime.date.today()}"
     for number in state.numbers.values():
         number["source"] = "; ".join(filter(None, (where, number["source"])))
-    state.numbers["gpus_per_node"] = {
-        "value": state.gpus_per_node,
-        "origin": "measured",
-        "source": where,
-    }
+    state.record("gpus_per_node", state.gpus_per_node, where)
     if "levels" not in state.numbers:  # one rank
         level = _base_level(state)
         source = f"as {state.base}: one rank has no links to measure"

@@ -14,29 +14,24 @@ import torch.distributed as dist
 Step = Callable[[], object]
 
 _REPEATS, _MAX_STEPS = 3, 200
+# While a sleep kernel holds the GPU, for four steps and at most so long; its cycles are of a fast
+# GPU's clock, so that on no GPU the sleep is shorter.
 _HELD_REPEATS, _HELD_STEPS, _MAX_HELD_S, _CYCLES_PER_S = 5, 2, 0.15, 2e9
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step.
-
-    Args:
-        device_s: of the device, when the CPU launches ahead of it.
-        host_s: of the CPU to launch the step; 0 on a CPU device, where nothing is launched ahead.
-    """
+    """Seconds of a step: of the device, when the CPU launches ahead of it; and of the CPU to launch
+    it, 0 on a CPU device."""
 
     device_s: float
     host_s: float
 
 
 class StepTimer:
-    """Times steps, within a budget that is the same on all ranks.
-
-    Collective: every rank measures the same steps in the same order.
+    """Times steps, within a budget that is the same on all ranks; collective.
 
     Args:
-        device: that runs the steps.
         budget_s: seconds for all measurements together; beyond it a measurement is one repeat after
             a warm-up.
     """
@@ -147,12 +142,9 @@ class StepTimer:
         return (time.perf_counter() - begin) / steps
 
     def _time_with_gpu_held(self, step: Step, hold_s: float) -> tuple[float, float]:
-        """This rank's GPU seconds and CPU launch seconds of a step.
-
-        A sleep kernel of ``hold_s`` seconds holds the GPU while the CPU launches the steps, so that
-        the GPU never waits for a launch; the sleep is not counted. GPU seconds are the mean of the
-        steps; launch seconds are the smallest, as the first step finds the CPU's caches cold.
-        """
+        """This rank's GPU and CPU launch seconds of a step, launched while a sleep kernel of
+        ``hold_s`` seconds, which is not counted, holds the GPU, so that it never waits for a
+        launch. The mean of the GPU's; the smallest of the CPU's, whose caches are cold at first."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
         self._max_over_ranks([0.0])  # a barrier: the CPUs begin together

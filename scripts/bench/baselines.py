@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_usp
+from ds_usp.geometry.degrees import divisors
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
@@ -171,15 +172,10 @@ def all_baselines(kernels: Sequence[str], peers: Sequence[str]) -> list[Baseline
     return baselines
 
 
-def ulysses_degrees() -> list[int]:
-    """Divisors of the world size, largest first."""
-    world = dist.get_world_size()
-    return [u for u in range(world, 0, -1) if world % u == 0]
-
-
 def all_meshes() -> list[ds_usp.SequenceMesh]:
     """One mesh for each Ulysses degree."""
-    return [ds_usp.SequenceMesh.from_group(None, u) for u in ulysses_degrees()]
+    degrees = reversed(divisors(dist.get_world_size()))
+    return [ds_usp.SequenceMesh.from_group(None, ulysses) for ulysses in degrees]
 
 
 def ds_usp_baseline(
@@ -478,7 +474,7 @@ def flash_attn_backward(
 def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:
     """yunchang's LongContextAttention, zigzag, on FlashAttention-2 of flash-attn or torch."""
     world = dist.get_world_size()
-    for ulysses in ulysses_degrees():
+    for ulysses in reversed(divisors(world)):
 
         def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, int]:
             with torch_flash_attn():

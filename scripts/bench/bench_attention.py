@@ -65,15 +65,8 @@ def compare(session: Session, args: argparse.Namespace, shapes: Sequence[Shape])
     baselines = all_baselines(args.kernels, args.peers)
     for shape in shapes:
         start = time.monotonic()
-        time_baselines(
-            session,
-            args,
-            table,
-            shape,
-            baselines,
-            workload=str(shape),
-            graphs=args.graphs,
-        )
+        where = session, args, table, shape
+        time_baselines(*where, baselines, workload=str(shape), graphs=args.graphs)
         session.print0(f"{shape}  took {time.monotonic() - start:.0f} s")
     return True
 
@@ -88,11 +81,10 @@ def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -
     ratios = []
     for shape in dict.fromkeys(short):
         inputs = reference.fresh_inputs(session, shape)
-        expected = reference.causal_reference(*inputs)
+        expected = reference.causal_reference(session, inputs)
         for kernel in args.kernels:
-            kernel_errors = errors_or_reason(
-                session, ds_usp.SequenceMesh.single(), kernel, inputs, expected
-            )
+            alone = ds_usp.SequenceMesh.single()
+            kernel_errors = errors_or_reason(session, alone, kernel, inputs, expected)
             if isinstance(kernel_errors, str):
                 session.print0(f"{shape}  one GPU, {kernel}: left out, {kernel_errors}")
                 continue
@@ -103,13 +95,8 @@ def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -
                     session.print0(f"{shape}  {name}: fails, {mesh_errors}")
                     mesh_errors = [float("nan")] * len(reference.NAMES)
                 ratios.append(reference.worst_ratio(mesh_errors, kernel_errors))
-                table.add(
-                    [
-                        str(shape),
-                        name,
-                        *(f"{x:.4g}" for x in (ratios[-1], *mesh_errors, *kernel_errors)),
-                    ]
-                )
+                numbers = ratios[-1], *mesh_errors, *kernel_errors
+                table.add([str(shape), name, *(f"{x:.4g}" for x in numbers)])
                 session.print0(f"{shape}  {name:30} {ratios[-1]:.3f} x the kernel's error")
     passed = bool(ratios) and all(ratio <= LARGEST_RATIO for ratio in ratios)
     session.print0(f"{len(ratios)} checked: {'passed' if passed else 'FAILED'}")

@@ -40,6 +40,8 @@ from megatron_train import (
 )
 from step_trace import COLUMNS, traced
 
+from ds_usp.geometry.degrees import divisors
+
 TIMES = ("tokens_per_s_per_gpu", "ms", "loss", "grad_norm", "peak_gib")
 
 
@@ -47,7 +49,7 @@ def baseline_names(layers: str, context: int) -> list[str]:
     """What one model's layers can attend by, at a context-parallel size."""
     if context == 1:
         return ["stock"]
-    meshes = [f"ds_usp {u}x{context // u}" for u in range(context, 0, -1) if context % u == 0]
+    meshes = [f"ds_usp {u}x{context // u}" for u in reversed(divisors(context))]
     return [*(["TE p2p", "TE a2a"] if layers == "te" else []), *meshes]
 
 

@@ -77,14 +77,9 @@ class Layer(nn.Module):
         h, self.heads, self.mesh = shape.hidden, shape.heads, mesh
         self.layout = mesh.layout("zigzag", shape.seq_len)
         self.norm1, self.norm2 = nn.RMSNorm(h), nn.RMSNorm(h)
-        widths = {
-            "qkv": (h, 3 * h),
-            "out": (h, h),
-            "fc1": (h, 2 * shape.ffn),
-            "fc2": (shape.ffn, h),
-        }
-        for name, (d_in, d_out) in widths.items():
-            setattr(self, name, nn.Linear(d_in, d_out, bias=False))
+        self.qkv, self.out = nn.Linear(h, 3 * h, bias=False), nn.Linear(h, h, bias=False)
+        self.fc1 = nn.Linear(h, 2 * shape.ffn, bias=False)
+        self.fc2 = nn.Linear(shape.ffn, h, bias=False)
         self.gemm_last = gemm_last
         if gemm_last:
             GemmLast.between(self.norm1, self.qkv)
@@ -167,9 +162,8 @@ def measure(session: Session, stack: Stack, args: argparse.Namespace) -> list[st
     events = record_events(session, stack.step, 2)
     copies = [(a, b) for name, a, b in events if COPY.search(name)]
     work = [(a, b) for name, a, b in events if not COPY.search(name)]
-    hidden = 1 - (total_length([*copies, *work]) - total_length(work)) / max(
-        total_length(copies), 1
-    )
+    exposed = total_length([*copies, *work]) - total_length(work)
+    hidden = 1 - exposed / max(total_length(copies), 1)
     rate = stack.shape.seq_len / session.world / seconds
     share = f"{hidden:.3f}" if copies else ""
     return [f"{seconds * 1e3:.2f}", f"{rate:.0f}", f"{peak:.3f}", f"{sent / GIB:.3f}", share]

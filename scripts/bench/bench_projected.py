@@ -50,11 +50,8 @@ class Layer(nn.Module):
 
     def __init__(self, hidden: int, attention: nn.Module) -> None:
         super().__init__()
-        self.attention, self.norm, self.norm2 = (
-            attention,
-            nn.LayerNorm(hidden),
-            nn.LayerNorm(hidden),
-        )
+        self.attention = attention
+        self.norm, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         wide = 4 * hidden
         self.mlp = nn.Sequential(nn.Linear(hidden, wide), nn.GELU(), nn.Linear(wide, hidden))
 

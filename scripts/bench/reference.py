@@ -9,39 +9,22 @@ from bench_harness import Session
 from shapes import Shape
 
 import ds_usp
+from ds_usp import testing as oracle
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 NAMES = ("out", "dq", "dk", "dv")
-QUERIES = 256  # rows of the score matrix per block: memory is linear in the length
 
 
-def causal_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
-) -> Tensors:
-    """Out, dq, dk and dv of causal attention in fp64, in blocks of queries.
-
-    q, dout ``[b, s, h, d]``, k, v ``[b, s, h_kv, d]``. With p the softmax of a row of scores:
-    ds = scale p * (dout v' - dout . out), dq = ds k, dk = ds' q, dv = p' dout.
-    """
-    users, length, scale = q.shape[2] // k.shape[2], q.shape[1], q.shape[3] ** -0.5
-    q, k, v, dout = (x.double().transpose(1, 2) for x in (q, k, v, dout))
-    k, v = (x.repeat_interleave(users, dim=1) for x in (k, v))
-    out, dq, dk, dv = (torch.zeros_like(q) for _ in range(4))
-    for start in range(0, length, QUERIES):
-        stop = min(start + QUERIES, length)
-        rows, seen = (..., slice(start, stop), slice(None)), (..., slice(stop), slice(None))
-        scores = scale * q[rows] @ k[seen].mT
-        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(start + 1)
-        p = scores.masked_fill_(future, float("-inf")).softmax(-1)
-        out[rows] = p @ v[seen]
-        delta = (dout[rows] * out[rows]).sum(-1, keepdim=True)
-        ds = scale * p * (dout[rows] @ v[seen].mT - delta)
-        dq[rows] = ds @ k[seen]
-        dk[seen] += ds.mT @ q[rows]
-        dv[seen] += p.mT @ dout[rows]
-    dk, dv = (x.unflatten(1, (-1, users)).sum(2) for x in (dk, dv))
-    out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
-    return out, dq, dk, dv
+def causal_reference(session: Session, inputs: Tensors) -> Tensors:
+    """Out, dq, dk and dv of causal attention in fp64, by the oracle of the tests; collective."""
+    results = oracle.attention_in_blocks(
+        oracle.Tensors(*inputs),
+        oracle.causal,
+        block_elements=1 << 25 if session.on_gpu else 1 << 22,
+        rank=session.rank,
+        world=session.world,
+    )
+    return results["out"], results["dq"], results["dk"], results["dv"]
 
 
 def fresh_inputs(session: Session, shape: Shape) -> Tensors:

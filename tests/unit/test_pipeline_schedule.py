@@ -25,7 +25,6 @@ from ds_usp.geometry.pipeline_schedule import (
 from ds_usp.planner.pipeline_timeline import (
     COMPUTE,
     CONTENTION,
-    LAUNCH,
     Cost,
     Timeline,
     simulate,
@@ -336,15 +335,6 @@ def test_a_timeline_by_hand(rules, lanes, exposed):
     assert timeline.total == timeline.events[-1].stop
 
 
-def test_the_cpu_launches_instructions_one_after_the_other():
-    """Without waiting: a kernel hides the launches of what follows it."""
-    alone = parse("0slice 0attn0.0 0attn1.0 0end")
-    late = simulate(alone, by_name, launch_s=3)
-    assert bars(late) == {COMPUTE: "0attn0.0 6-10 0attn1.0 10-14 0end 14-15"}
-    assert late.exposed == {LAUNCH: 6}
-    assert simulate(alone, by_name, launch_s=5).exposed == {LAUNCH: 10 + 1 + 1}
-
-
 def test_a_wait_for_what_was_not_posted_is_refused():
     with pytest.raises(ValueError, match="0a2a\\? waits for 0a2a, which was not posted"):
         simulate(parse("0a2a? 0a2a"), by_name)
@@ -357,8 +347,8 @@ class Run(NamedTuple):
     costs: dict[Instr, Cost]
     rules: dict[str, Any]
 
-    def simulate(self, **changed: Any) -> Timeline:
-        return simulate(self.schedule, self.costs.__getitem__, **{**self.rules, **changed})
+    def simulate(self) -> Timeline:
+        return simulate(self.schedule, self.costs.__getitem__, **self.rules)
 
 
 @st.composite
@@ -382,7 +372,6 @@ def runs(draw: st.DrawFn) -> Run:
     rules = {
         "contention": draw(st.sampled_from([0.0, 0.3, 1.0])),
         "links": {kind: draw(st.sampled_from("ab")) for kind in CHANNELS},
-        "launch_s": draw(st.sampled_from([0.0, 0.05])),
     }
     return Run(schedule, costs, rules)
 
@@ -401,14 +390,14 @@ def test_all_seconds_are_work_or_exposed(run):
         assert timeline.busy(lane) <= timeline.total * (1 + 1e-9)
     # Never worse than one after the other: some exchange always has at least its fair part.
     serial = work + sum(cost.exchange for cost in run.costs.values())
-    assert timeline.total <= (serial + len(run.schedule) * run.rules["launch_s"]) * (1 + 1e-9)
+    assert timeline.total <= serial * (1 + 1e-9)
 
 
 @given(runs())
 @examples(200)
 def test_exchanges_that_take_no_time_expose_nothing(run):
     free = {instr: Cost(cost.compute) for instr, cost in run.costs.items()}
-    timeline = run._replace(costs=free).simulate(launch_s=0.0)
+    timeline = run._replace(costs=free).simulate()
     assert timeline.total == timeline.compute and not timeline.exposed
     assert {event.lane for event in timeline.events} <= {COMPUTE}
 
@@ -426,10 +415,9 @@ def test_lanes_are_in_order_and_waits_end_with_their_exchange(run):
         assert of_lane == sorted(of_lane, key=lambda event: index_of[event.instr])
         for first, second in pairwise(of_lane):
             assert first.stop <= second.start * (1 + 1e-9)
-    now = 0.0  # of the compute lane, in the order of the schedule, which the CPU launches in turn
-    for index, instr in enumerate(run.schedule, 1):
-        launched = index * run.rules["launch_s"]
-        now = max(now, launched, by_instr.get((True, instr), (0, 0))[1])
+    now = 0.0  # of the compute lane, in the order of the schedule
+    for instr in run.schedule:
+        now = max(now, by_instr.get((True, instr), (0, 0))[1])
         if instr.op.is_wait:
             posted = by_instr.get((False, instr._replace(op=Op(instr.op.value[:-1]))), (0, 0))
             assert posted[1] <= now * (1 + 1e-9)
