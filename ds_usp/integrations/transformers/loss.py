@@ -59,10 +59,8 @@ class WholeBatchLoss:
         **kwargs: Any,
     ) -> Tensor:
         """Shapes: logits ``[b, s_local, v]``; a scalar."""
-        shard, targets = self.running.shard, self.running.targets
-        if (
-            shard is None or targets is None
-        ):  # not in a forward pass: of logits and labels of the caller's own
+        targets = self.running.targets
+        if targets is None:  # not in a forward pass: of logits and labels of the caller's own
             if shift_labels is not None:
                 kwargs["shift_labels"] = shift_labels
             return self.original(logits, labels, *args, **kwargs)
@@ -92,8 +90,9 @@ class WholeBatchLoss:
         # data parallelism averages; SumOfShards multiplies the gradient by the number of ranks, and
         # the mean over the ranks is the gradient of the whole loss. Without it each rank would
         # back-propagate its own tokens' share, and the mean would be sp_degree times too small.
-        shard.loss = SumOfShards.apply(share, self._mesh, self._gradients)
-        return shard.loss
+        loss: Tensor = SumOfShards.apply(share, self._mesh, self._gradients)
+        self.running.loss = loss
+        return loss
 
 
 Loss = Callable[..., Tensor]
