@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from peak_memory import peak_of
 from training_models import Model, batch_of, difference, forward, gpt2, gradients, llama
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import ds_usp
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.integrations.transformers import enable
 
@@ -153,6 +156,25 @@ def test_less_is_saved(pool: WorkerPool) -> None:
     kept, offloaded = measured(recompute="attention", offload_ratio=0.5)
     assert in_chunks < full < kept < none
     assert offloaded == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["trained", "dropped"])
+@pytest.mark.parametrize("switch", CHECKPOINTS)
+def test_a_pass_is_freed_with_its_loss(switch: str, backward: bool) -> None:
+    """Checkpoints keep a layer's arguments, and what these refer to must not refer to the graph."""
+    model = llama()
+    CHECKPOINTS[switch](model)
+    embedded: list[weakref.ref[torch.Tensor]] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, __, out: embedded.append(weakref.ref(out))
+    )
+    with enable(model, ds_usp.SequenceMesh.single()):
+        loss = forward(model, batch_of(16))
+        if backward:
+            loss.backward()
+        del loss
+        gc.collect()
+        assert [ref() for ref in embedded] == [None]
 
 
 def refused(ctx: RankContext, case: str) -> None:

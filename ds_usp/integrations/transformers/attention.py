@@ -60,13 +60,11 @@ class Shard:
         largest_position: of the whole batch.
         drop_last: outputs per token have none for the last one, whose label is not known.
         targets: None where no labels were given.
-        loss: what the model's loss function has returned.
     """
 
     largest_position: Tensor | int = 0
     drop_last = False
     targets: Targets | None = None
-    loss: Tensor | None = None
 
     # Note [the pass travels with the layers]
     # A shard goes through the layers as their keyword argument `usp`, not in a global. Backward
@@ -93,13 +91,16 @@ class RunningPass:
     Attributes:
         shard: None before the first pass.
         targets: of the pass that runs; None after it, when calls are the caller's own.
+        loss: what the model's loss function has returned in it. Not of the shard, which checkpoints
+            keep: the loss's graph refers to these, and would never be freed.
     """
 
     shard: Shard | None = None
     targets: Targets | None = None
+    loss: Tensor | None = None
 
     def begin(self, shard: Shard) -> None:
-        self.shard, self.targets = shard, shard.targets
+        self.shard, self.targets, self.loss = shard, shard.targets, None
 
     def __deepcopy__(self, _: dict[int, Any]) -> RunningPass:
         return RunningPass()

@@ -328,7 +328,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return out
 
     def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
-        loss = out.get("loss")
+        loss, computed = out.get("loss"), self._running.loss
+        self._running.loss = None
         if loss is None:
             if self._head is not None and shard.targets is not None and shard.targets.in_chunks:
                 raise UnsupportedAttentionError(
@@ -338,7 +339,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return
         if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
             out["loss"] = SumOfShards.apply(loss, self.mesh, self._options.gradients)
-        elif loss is not shard.loss:
+        elif loss is not computed:
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "
                 "what is no sum over tokens: leave labels out and compute the loss from logits "

@@ -57,9 +57,8 @@ class WholeBatchLoss:
         **kwargs: Any,
     ) -> Tensor:
         """Shapes: logits ``[b, s_local, v]``; a scalar."""
-        shard, targets = self.running.shard, self.running.targets
-        # Not in a forward pass: of logits and labels of the caller's own.
-        if shard is None or targets is None:
+        targets = self.running.targets
+        if targets is None:  # not in a forward pass: of logits and labels of the caller's own
             if shift_labels is not None:
                 kwargs["shift_labels"] = shift_labels
             return self.original(logits, labels, *args, **kwargs)
@@ -89,8 +88,9 @@ class WholeBatchLoss:
             share = self.original(logits, targets.labels, *args, **kwargs)
         # Summed with gradients times the ranks: without that each rank would back-propagate its own
         # tokens' share, and data parallelism's mean would be sp_degree times too small.
-        shard.loss = SumOfShards.apply(share, self._mesh, self._gradients)
-        return shard.loss
+        loss: Tensor = SumOfShards.apply(share, self._mesh, self._gradients)
+        self.running.loss = loss
+        return loss
 
 
 Loss = Callable[..., Tensor]
