@@ -1,7 +1,5 @@
 """Fixtures and marks that every test shares."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

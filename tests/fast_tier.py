@@ -7,8 +7,6 @@ run of all tests with ``--write-durations``; a function without an entry is fast
 takes longer than ``CASE_S``: then it fails, in the fast tier.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable

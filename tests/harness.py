@@ -11,8 +11,6 @@ on machines with GPUs too.
 `fn` is a module-level function `fn(ctx, **kwargs)`; its results come back as a list, by rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -13,8 +13,6 @@ own; importing takes seconds, so they are forked from a server that has imported
 standard output the answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import itertools

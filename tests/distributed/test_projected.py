@@ -1,7 +1,5 @@
 """Attention that projects its own heads, against linear layers around usp_attention."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 
 import ds_usp
 from ds_usp import MaskSpec, Projection, Scores, Tuning, projected_attention
@@ -157,7 +155,7 @@ def compare(ctx: RankContext, ulysses: int, made: Sequence[Call]) -> list[tuple[
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(4, 1), (2, 2), (1, 4)])
-def test_equals_linear_layers_around_attention(pool: WorkerPool, ulysses: int, ring: int) -> None:
+def test_equals_linear_layers_around_attention(pool, ulysses, ring):
     made = calls(ulysses, ring)
     by_rank = pool.run(compare, ulysses * ring, ulysses=ulysses, made=made)
     for call, *rows in zip(made, *by_rank, strict=True):
@@ -212,7 +210,7 @@ def in_training(ctx: RankContext) -> list[str]:
     return handler.lines
 
 
-def test_gradients_come_once_a_pass_and_the_plain_path_has_a_reason(pool: WorkerPool) -> None:
+def test_gradients_come_once_a_pass_and_the_plain_path_has_a_reason(pool):
     lines, *others = pool.run(in_training, 2)
     text = "projections are computed before attention, not under its exchanges: "
     said = [line.removeprefix(text) for line in lines if line.startswith(text)]
@@ -281,7 +279,7 @@ def as_modules(ctx: RankContext) -> list[str]:
     return handler.lines
 
 
-def test_a_module_is_its_linear_layers_and_says_when_it_calls_them(pool: WorkerPool) -> None:
+def test_a_module_is_its_linear_layers_and_says_when_it_calls_them(pool):
     lines, others = pool.run(as_modules, 2)
     text = "projections are computed before attention, not under its exchanges: "
     assert [line.removeprefix(text) for line in lines if line.startswith(text)] == [
@@ -318,7 +316,7 @@ def kept(ctx: RankContext) -> list[int]:
     return sizes
 
 
-def test_only_the_input_the_output_and_the_log_sum_exp_are_kept(pool: WorkerPool) -> None:
+def test_only_the_input_the_output_and_the_log_sum_exp_are_kept(pool):
     for plain, only_input in pool.run(kept, 2):
         x, out, lse = 32 * FEATURES, 32 * 4 * DIM, 64 * 2
         assert only_input == x + out + lse
@@ -347,15 +345,13 @@ def refused(ctx: RankContext, changes: dict[str, Any], odd: int) -> str:
         ({"rotary": (torch.ones(32, 4),) * 2}, "MeshError"),
     ],
 )
-def test_a_wrong_or_different_call_is_refused_on_every_rank(
-    pool: WorkerPool, changes: dict[str, Any], text: str
-) -> None:
+def test_a_wrong_or_different_call_is_refused_on_every_rank(pool, changes, text):
     differs = text == "MeshError"
     first, second = pool.run(refused, 2, changes=changes, odd=1)
     assert (text in second) and (text if differs else "MeshError") in first
 
 
-def test_weights_that_do_not_fit_are_refused() -> None:
+def test_weights_that_do_not_fit_are_refused():
     x = torch.randn
     for arguments, text in (
         ((x(30, 8), x(8, 16), 4, 3), "no multiple of 3 key/value heads"),
@@ -369,7 +365,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
             Projection(*arguments)  # type: ignore[arg-type]
 
 
-def test_weights_of_their_own_layers_are_known() -> None:
+def test_weights_of_their_own_layers_are_known():
     weight = torch.nn.Parameter(torch.randn(4, 4))
     assert weights_reason([weight], torch.float32) is None
     assert "bfloat16" in str(weights_reason([weight], torch.bfloat16))

@@ -1,7 +1,5 @@
 """Fenced code blocks of the Markdown files, and the namespace in which Python blocks run."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import shlex

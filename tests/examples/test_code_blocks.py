@@ -3,8 +3,6 @@
 A block that cannot be run says why in a comment above it, ``<!-- not run: reason -->``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -43,7 +41,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_the_blocks_that_are_not_run_are_counted() -> None:
+def test_the_blocks_that_are_not_run_are_counted():
     marked = [f"{block}: {block.reason}" for block in ALL if block.reason]
     assert len(marked) == MARKED, "\n".join(marked)
     assert any(block.language == "python" for block in ALL)
@@ -69,7 +67,7 @@ def run_page(path: Path, pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     "path", [p for p in pages() if python_of(p) and not needs_transformers(p)], ids=relative
 )
-def test_python_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
+def test_python_runs_on_four_ranks(path, pool):
     run_page(path, pool)
 
 
@@ -77,7 +75,7 @@ def test_python_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("path", [*filter(needs_transformers, pages())], ids=relative)
-def test_python_with_transformers_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
+def test_python_with_transformers_runs_on_four_ranks(path, pool):
     if imports(path, "diffusers"):
         pytest.importorskip("diffusers")
     run_page(path, pool)
@@ -86,7 +84,7 @@ def test_python_with_transformers_runs_on_four_ranks(path: Path, pool: WorkerPoo
 @pytest.mark.parametrize(
     "block", [block for block in ALL if block.language in SHELLS and not block.reason], ids=str
 )
-def test_commands_exist_and_take_their_flags(block: Block) -> None:
+def test_commands_exist_and_take_their_flags(block):
     if block.language:
         done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
@@ -172,12 +170,12 @@ WRONG_COMMANDS = {
 
 
 @pytest.mark.parametrize("text", WRONG_COMMANDS.values(), ids=WRONG_COMMANDS)
-def test_a_wrong_command_is_found(text: str) -> None:
+def test_a_wrong_command_is_found(text):
     with pytest.raises((AssertionError, ModuleNotFoundError)):
         test_commands_exist_and_take_their_flags(sample("bash", text))
 
 
-def test_a_wrong_python_block_is_found(pool: WorkerPool) -> None:
+def test_a_wrong_python_block_is_found(pool):
     page = [sample("python", "x = 1"), sample("python", "y = x.z")]
     for error in pool.errors(run_python, WORLD, page=page):
         assert "README.md:7: AttributeError" in str(error)

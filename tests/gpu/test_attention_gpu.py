@@ -3,8 +3,6 @@
 The tolerance is the kernel's own: at most 1.5 x the error of the same kernel run dense.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``torch.compile`` with inductor on GPUs: one graph, NCCL or copy engines, eager's results."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any

@@ -1,7 +1,5 @@
 """Diffusion transformers on two GPUs, also in CUDA graphs: fp32, tiny models, against one GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """CUDA graphs of attention over several GPUs: launched in turns, with calls in between."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 

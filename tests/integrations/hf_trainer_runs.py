@@ -1,7 +1,5 @@
 """A few steps of Trainer and SFTTrainer on tiny random models, by ranks of the harness."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

@@ -3,14 +3,11 @@
 tests/gpu/test_diffusers_gpu.py has the graphs themselves, on two GPUs.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -44,9 +41,7 @@ def errors(outputs: list[Tensor], want: Tensor) -> float:
 @pytest.mark.parametrize(
     "name", [FLUX, WAN, "SD3Transformer2DModel", "CogVideoXTransformer3DModel"]
 )
-def test_a_replayed_pass_computes_with_the_arguments_that_it_is_given(
-    tapes: list[Tape], name: str
-) -> None:
+def test_a_replayed_pass_computes_with_the_arguments_that_it_is_given(tapes, name):
     transformer = build(name).eval()
     kinds = [arguments(name, odd=odd) for odd in (True, False)]
     others = [arguments(name, odd=odd, seed=2) for odd in (True, False)]
@@ -64,7 +59,7 @@ def test_a_replayed_pass_computes_with_the_arguments_that_it_is_given(
     assert relative(transformer(**kinds[0]).sample, wants[0]) < BOUND
 
 
-def test_weights_are_followed_in_place_and_where_they_are_replaced(tapes: list[Tape]) -> None:
+def test_weights_are_followed_in_place_and_where_they_are_replaced(tapes):
     transformer, given = build(WAN).eval(), arguments(WAN)
     with enable(transformer, MESH, cuda_graphs=True):
         passes(transformer, given)
@@ -81,7 +76,7 @@ def test_weights_are_followed_in_place_and_where_they_are_replaced(tapes: list[T
     assert errors(quadrupled, want) < BOUND
 
 
-def test_passes_with_gradients_are_not_captured(tapes: list[Tape]) -> None:
+def test_passes_with_gradients_are_not_captured(tapes):
     transformer, given = build(WAN).eval(), arguments(WAN)
     with enable(transformer, MESH, cuda_graphs=True), torch.enable_grad():
         for _ in range(3):
@@ -89,7 +84,7 @@ def test_passes_with_gradients_are_not_captured(tapes: list[Tape]) -> None:
     assert not tapes
 
 
-def test_inference_mode_and_no_grad_have_graphs_of_their_own(tapes: list[Tape]) -> None:
+def test_inference_mode_and_no_grad_have_graphs_of_their_own(tapes):
     transformer, given = build(FLUX).eval(), arguments(FLUX)
     want = transformer(**given).sample
     with enable(transformer, MESH, cuda_graphs=True):
@@ -99,7 +94,7 @@ def test_inference_mode_and_no_grad_have_graphs_of_their_own(tapes: list[Tape]) 
     assert len(tapes) == 4
 
 
-def test_autocast_is_another_kind(tapes: list[Tape]) -> None:
+def test_autocast_is_another_kind(tapes):
     transformer, given = build(WAN).eval(), arguments(WAN)
     want = transformer(**given).sample
     with enable(transformer, MESH, cuda_graphs=True):
@@ -109,7 +104,7 @@ def test_autocast_is_another_kind(tapes: list[Tape]) -> None:
         assert errors(passes(transformer, given), want) < BOUND
 
 
-def test_a_copy_captures_by_itself(tapes: list[Tape]) -> None:
+def test_a_copy_captures_by_itself(tapes):
     transformer, given = build(WAN).eval(), arguments(WAN)
     with enable(transformer, MESH, cuda_graphs=True):
         want = passes(transformer, given)[0]
@@ -121,7 +116,7 @@ def test_a_copy_captures_by_itself(tapes: list[Tape]) -> None:
     assert len(tapes) == 4
 
 
-def test_an_error_drops_the_graphs(tapes: list[Tape]) -> None:
+def test_an_error_drops_the_graphs(tapes):
     """Another rank may have none any more."""
     transformer, given = build(FLUX).eval(), arguments(FLUX)
     want = transformer(**given).sample
@@ -133,9 +128,7 @@ def test_an_error_drops_the_graphs(tapes: list[Tape]) -> None:
     assert len(tapes) == 4
 
 
-def test_of_too_many_kinds_the_oldest_is_dropped(
-    tapes: list[Tape], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_kinds_the_oldest_is_dropped(tapes, caplog, monkeypatch):
     monkeypatch.setattr(graphs, "_MAX_KINDS", 2)
     transformer, given = build(WAN).eval(), arguments(WAN)
     want = transformer(**given).sample
@@ -152,9 +145,7 @@ def test_of_too_many_kinds_the_oldest_is_dropped(
     assert len([x for x in caplog.messages if "more than 2 kinds" in x]) == 1
 
 
-def test_a_pool_whose_last_graph_was_dropped_is_not_taken_again(
-    tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_whose_last_graph_was_dropped_is_not_taken_again(tapes, monkeypatch):
     monkeypatch.setattr(graphs, "_MAX_KINDS", 2)
     renewed: list[bool] = []
     monkeypatch.setattr(Tapes, "renew", lambda _: renewed.append(True))
@@ -166,7 +157,7 @@ def test_a_pool_whose_last_graph_was_dropped_is_not_taken_again(
             assert len(renewed) == renewals
 
 
-def test_ctrl_c_in_a_capture_leaves_no_mode_behind(tapes: list[Tape]) -> None:
+def test_ctrl_c_in_a_capture_leaves_no_mode_behind(tapes):
     transformer, given = build(QWEN).eval(), arguments(QWEN)
     before = _len_torch_dispatch_stack()
     with enable(transformer, MESH, cuda_graphs=True):
@@ -181,7 +172,7 @@ def test_ctrl_c_in_a_capture_leaves_no_mode_behind(tapes: list[Tape]) -> None:
         assert errors(passes(transformer, given), want) < BOUND
 
 
-def test_an_argument_that_is_none_makes_no_other_kind(tapes: list[Tape]) -> None:
+def test_an_argument_that_is_none_makes_no_other_kind(tapes):
     transformer, given = build(WAN).eval(), arguments(WAN)
     want = transformer(**given).sample
     with enable(transformer, MESH, cuda_graphs=True):
@@ -190,7 +181,7 @@ def test_an_argument_that_is_none_makes_no_other_kind(tapes: list[Tape]) -> None
     assert len(tapes) == 2
 
 
-def test_casts_of_autocast_belong_to_the_graph(tapes: list[Tape]) -> None:
+def test_casts_of_autocast_belong_to_the_graph(tapes):
     """Its cache is dropped when the context ends, and has no other values within."""
     transformer, given = build(WAN).eval(), arguments(WAN)
     with enable(transformer, MESH, cuda_graphs=True):
@@ -226,7 +217,7 @@ def other_weight(transformer: Any) -> None:
     transformer.proj_out.weight.data = 2 * weight.data
 
 
-def test_a_replay_is_compared_and_its_stream_is_known(tapes: list[Tape]) -> None:
+def test_a_replay_is_compared_and_its_stream_is_known(tapes):
     """As attention calls are: a rank that does not come must not leave the others waiting."""
     engine, consistency = mock.Mock(), mock.Mock(wraps=MESH.consistency)
     mesh = dataclasses.replace(MESH, copy_engines={"all_to_all": engine}, consistency=consistency)
@@ -241,9 +232,7 @@ def test_a_replay_is_compared_and_its_stream_is_known(tapes: list[Tape]) -> None
 
 
 @pytest.mark.parametrize("change", [other_processor, other_weight])
-def test_what_was_replaced_is_captured_again(
-    tapes: list[Tape], change: Callable[[Any], None]
-) -> None:
+def test_what_was_replaced_is_captured_again(tapes, change):
     transformer, given = build(WAN).eval(), arguments(WAN)
     with enable(transformer, MESH, cuda_graphs=True):
         before = passes(transformer, given)[-1]
@@ -258,7 +247,7 @@ def runs(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> A
     return func(*args, **(kwargs or {}))
 
 
-def test_tensors_of_a_module_s_cache_outlive_it(tapes: list[Tape]) -> None:
+def test_tensors_of_a_module_s_cache_outlive_it(tapes):
     """QwenImage keeps 128 rotary embeddings; a CUDA graph holds none of what it reads."""
     transformer, given = build(QWEN).eval(), arguments(QWEN)
     cached: list[weakref.ref[Tensor]] = []
@@ -284,9 +273,7 @@ def test_tensors_of_a_module_s_cache_outlive_it(tapes: list[Tape]) -> None:
     assert cached[-1]() is None
 
 
-def test_a_capture_that_fails_is_not_tried_again(
-    tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_fails_is_not_tried_again(tapes, monkeypatch):
     transformer, given = build(WAN).eval(), arguments(WAN)
     problems: list[Exception] = [torch.OutOfMemoryError("no memory"), RuntimeError("not allowed")]
 

@@ -1,7 +1,5 @@
 """Tiny random diffusion transformers of every class with a plan, and their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What lets the layers of a built GPTModel project by themselves, chunk by chunk of heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

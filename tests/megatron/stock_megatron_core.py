@@ -4,8 +4,6 @@ One forward and backward pass of a ``GPTModel`` on the local layer spec, with me
 groups, batch slicing, rotary embedding and vocabulary-parallel loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any

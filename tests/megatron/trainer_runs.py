@@ -1,7 +1,5 @@
 """Tiny runs of the trainer for tests: what ranks execute, as module-level functions."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

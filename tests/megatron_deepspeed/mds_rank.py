@@ -1,7 +1,5 @@
 """One rank of a run: training with weights that depend on names alone, and a record of it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Tiny runs of Megatron-DeepSpeed, on gloo ranks that are forked from one server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

@@ -3,8 +3,6 @@
 Started as ``lm_arguments.py CHECKOUT``; reads one JSON request a line and answers with one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Tiny runs of Megatron-LM, on gloo ranks that are forked from one server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 

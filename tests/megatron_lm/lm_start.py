@@ -1,7 +1,5 @@
 """Starts of patched Megatron-LM in a process of its own, which imports the checkout once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Import layers are contracts of import-linter, the environment and ``assert`` rul
 ``pyproject.toml``, run by ``scripts/lint.sh``.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -202,24 +200,22 @@ def parsed_project() -> None:
 
 
 @pytest.mark.parametrize("rule", VIOLATIONS, ids=lambda rule: rule.__name__)
-def test_the_project_keeps_the_rule(rule: Callable[[Source], Iterator[str]]) -> None:
+def test_the_project_keeps_the_rule(rule):
     broken = [f"{file.path}:{message}" for file in project() for message in rule(file)]
     assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), CAUGHT)
-def test_a_violation_is_caught(
-    rule: Callable[[Source], Iterator[str]], path: str, text: str
-) -> None:
+def test_a_violation_is_caught(rule, path, text):
     assert len(list(rule(source(path, text)))) == 1
 
 
 @pytest.mark.parametrize(("path", "text"), ALLOWED)
-def test_what_is_allowed_passes(path: str, text: str) -> None:
+def test_what_is_allowed_passes(path, text):
     assert [message for rule in VIOLATIONS for message in rule(source(path, text))] == []
 
 
-def test_ds_usp_has_exactly_these_autograd_functions() -> None:
+def test_ds_usp_has_exactly_these_autograd_functions():
     classes = [
         node.name
         for file in project()
@@ -246,7 +242,7 @@ print([name for name in sys.modules if name.startswith("ds_usp.experimental")])
 """
 
 
-def test_nothing_experimental_is_loaded_where_its_setting_is_off() -> None:
+def test_nothing_experimental_is_loaded_where_its_setting_is_off():
     command = [sys.executable, "-c", BY_DEFAULT]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -3,8 +3,6 @@
 That it finds none where there is none: test_packaging.py, from an installed wheel.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -56,7 +54,7 @@ def run_verify(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
+def test_a_planted_error_is_found(name, tmp_path):
     file, text, replacement, message, degrees = PLANTED[name]
     shutil.copytree(
         ROOT / "ds_usp", tmp_path / "ds_usp", ignore=shutil.ignore_patterns("__pycache__")
@@ -69,7 +67,7 @@ def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
     assert message in done.stdout and done.stdout.splitlines()[-1] == "WRONG"
 
 
-def test_a_call_that_the_package_refuses_exits_with_2() -> None:
+def test_a_call_that_the_package_refuses_exits_with_2():
     done = run_verify(ROOT, *TINY, "--ulysses", "2", "--heads", "1")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "needs at least 2 query heads" in done.stdout

@@ -1,8 +1,6 @@
 """A double ring's plan: every pair once, a block across the network once for all of a node, and
 nothing passed on before it is there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +38,7 @@ def plans_of(
     ]
 
 
-def test_a_causal_zigzag_crosses_the_network_an_inner_rings_share() -> None:
+def test_a_causal_zigzag_crosses_the_network_an_inner_rings_share():
     layout = TokenLayout("zigzag", 16 * 16, 1, 8)
     for inner in (2, 4):
         straight, double = (
@@ -63,7 +61,7 @@ def test_a_causal_zigzag_crosses_the_network_an_inner_rings_share() -> None:
         assert near + across // inner == whole
 
 
-def test_a_window_of_the_mask_leaves_nodes_out() -> None:
+def test_a_window_of_the_mask_leaves_nodes_out():
     layout = TokenLayout("contiguous", 64, 1, 8)
     plans = plans_of(layout, MaskSpec.window(8), inner=2)
     assert all(len(plan.outer_steps) == 1 for plan in plans)
@@ -77,7 +75,7 @@ def test_a_window_of_the_mask_leaves_nodes_out() -> None:
     assert {len(plans_of(layout, MaskSpec.window(0), 2)[0].steps)} == {1}
 
 
-def test_one_rank_a_node_or_one_node_is_no_double_ring() -> None:
+def test_one_rank_a_node_or_one_node_is_no_double_ring():
     layout = TokenLayout("zigzag", 64, 1, 4)
     straight = ring_schedule(layout, CAUSAL, 1)
     for inner in (1, 4):
@@ -149,7 +147,7 @@ def kv_blocks(mesh: Any, plan: RingSchedule) -> list[tuple[RingStep, torch.Tenso
 
 
 @pytest.mark.parametrize("inner", [2, 3, 4, 6])
-def test_two_buffers_of_each_ring_serve_any_number_of_ranks(inner: int) -> None:
+def test_two_buffers_of_each_ring_serve_any_number_of_ranks(inner):
     layout = TokenLayout("contiguous", 4 * 12, 1, 12)
     for plan in plans_of(layout, MaskSpec.full(), inner):
         channels = {"ring_kv": Recorder(), "ring_kv_outer": Recorder()}
@@ -163,7 +161,7 @@ def test_two_buffers_of_each_ring_serve_any_number_of_ranks(inner: int) -> None:
         assert len(channels["ring_kv_outer"].buffers) == min(2, 12 // inner - 1)
 
 
-def test_gradients_cross_the_network_during_the_next_outer_step() -> None:
+def test_gradients_cross_the_network_during_the_next_outer_step():
     """A relayed block's last gradients are received in the first step after its outer step, and
     their sum is sent during the others."""
     layout = TokenLayout("contiguous", 4 * 9, 1, 9)

@@ -271,9 +271,7 @@ def test_a_case_that_is_too_slow_fails_the_tier(when, seconds, outcome):
         ("diffusers", ("test_diffusers_pipelines.py",)),
     ],
 )
-def test_files_whose_library_is_absent_are_skips_with_a_count(
-    library: str, names: tuple[str, ...]
-) -> None:
+def test_files_whose_library_is_absent_are_skips_with_a_count(library, names):
     """They must not vanish from a run without a line."""
     hide = (
         "import importlib.util as util, sys, pytest; found = util.find_spec\n"

@@ -1,8 +1,6 @@
 """Settings that were removed: every program that had one refuses it, with the reason and the commit
 that has it."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -46,9 +44,7 @@ PROGRAMS: dict[str, list[Callable[..., object]]] = {
 
 
 @pytest.mark.parametrize(("setting", "value"), [key for key in REMOVED if key[0] in PROGRAMS])
-def test_a_program_refuses_what_it_had(
-    setting: str, value: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_refuses_what_it_had(setting, value, capsys):
     text = removal(setting, value)
     assert text is not None and "The last commit that has it is" in text
     for program in PROGRAMS[setting]:
@@ -60,7 +56,7 @@ def test_a_program_refuses_what_it_had(
             assert text in printed.err, printed
 
 
-def test_the_module_refuses_what_it_had() -> None:
+def test_the_module_refuses_what_it_had():
     linear, mesh = torch.nn.Linear(8, 8), ds_usp.SequenceMesh.single()
     options: dict[str, Any] = {"mesh": mesh, "layout": "contiguous", "mask": ds_usp.MaskSpec.full()}
     of_module = {key for key in REMOVED if not key[0].startswith("-")}
@@ -70,9 +66,7 @@ def test_the_module_refuses_what_it_had() -> None:
             ds_usp.USPSelfAttention(linear, linear, 1, 1, **options, **{str(name): value})
 
 
-def test_nothing_else_is_refused_and_nothing_removed_is_suggested(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nothing_else_is_refused_and_nothing_removed_is_suggested(capsys):
     assert removal("--usp-projection-overlap", "off") is None and removal("--usp-kernel") is None
     for program, near in ((trainer, "--usp-tp-shard-token"), (explain, "--tp-shart-tokens")):
         with pytest.raises(SystemExit):
