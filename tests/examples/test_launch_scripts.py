@@ -24,6 +24,7 @@ from programs import (
     SCRIPTS,
     bash,
     free_port,
+    python,
     start,
 )
 
@@ -89,7 +90,6 @@ def dry_run(capsys: pytest.CaptureFixture[str]):
 
 
 def values(flags: list[str]) -> dict[str, str]:
-    """Each flag's first value."""
     return dict(pairwise(flags))
 
 
@@ -151,13 +151,7 @@ def test_the_trainer_knows_every_flag(size, program, dry_run):
 
 def parsed(program: str, checkout: str, runs: list[list[str]]) -> list[str]:
     """What the parser of a checkout, with the flags that the patches add, reads of each run."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, checkout, json.dumps(runs)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-W", "ignore", "-c", program, checkout, json.dumps(runs), DS_ACCELERATOR="cpu")
     lines = [line for line in done.stdout.splitlines() if line.startswith("parsed ")]
     assert lines, done.stderr
     return [line.removeprefix("parsed ") for line in lines]
@@ -410,10 +404,7 @@ LM_REFUSED = [
         "TOKENIZER_TYPE=HuggingFaceTokenizer needs TOKENIZER_MODEL",
     ),
     ({"DRY_RUN": "0", "DATA_PATH": "@data@"}, "set VOCAB_PATH and MERGE_PATH"),
-    (
-        {"TRAIN_ITERS": "5", "LR_WARMUP_ITERS": "5"},
-        "must be below LR_DECAY_ITERS=5 (Megatron-LM)",
-    ),
+    ({"TRAIN_ITERS": "5", "LR_WARMUP_ITERS": "5"}, "must be below LR_DECAY_ITERS=5 (Megatron-LM)"),
 ]
 ALL_REFUSED = [("1.3B", {**DRY_RUN, **settings}, message) for settings, message in REFUSED]
 ALL_REFUSED += [
@@ -575,11 +566,7 @@ def test_the_example_job_names_a_script():
 @pytest.mark.slow
 @pytest.mark.skipif(not MEGATRON_LM, reason="MEGATRON_LM_PATH is not set")
 def test_the_tiny_script_trains_and_continues_from_its_checkpoint(tmp_path):
-    settings = {
-        "MEGATRON_LM_PATH": MEGATRON_LM,
-        "OUTPUT_HOME": str(tmp_path),
-        "LOG_INTERVAL": "1",
-    }
+    settings = {"MEGATRON_LM_PATH": MEGATRON_LM, "OUTPUT_HOME": str(tmp_path), "LOG_INTERVAL": "1"}
     settings |= {"LR_DECAY_ITERS": "20", "SAVE_INTERVAL": "3", "CUDA_VISIBLE_DEVICES": ""}
     losses: dict[int, float] = {}
     for steps in ("3", "6"):

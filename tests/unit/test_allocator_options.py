@@ -1,13 +1,12 @@
 """Options of torch's allocators: what is added to a user's, which variable torch reads, when."""
 
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from programs import PROGRAMS, run_script, start
+from programs import PROGRAMS, python, run_script, start
 
 from ds_usp import allocator_variables
 
@@ -61,11 +60,10 @@ def test_the_installed_torch_reads_it_after_its_import():
         "os.environ.update(ds_usp.allocator_variables(os.environ)); "
         "print(torch._C._accelerator_getAllocatorSettings())"
     )
-    environment = {**os.environ, ANY: "max_split_size_mb:50", CUDA: "max_split_size_mb:64"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    given = {ANY: "max_split_size_mb:50", CUDA: "max_split_size_mb:64"}
+    done = python("-c", code, **given)
     options = f"max_split_size_mb:64,{PIN}"
-    assert done.stdout.splitlines() == [str({CUDA: options}), options]
+    assert done.stdout.splitlines() == [str({CUDA: options}), options], done.stderr
 
 
 @pytest.mark.parametrize(

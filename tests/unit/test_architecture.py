@@ -5,8 +5,6 @@ Import layers are contracts of import-linter, the environment and ``assert`` rul
 """
 
 import ast
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -14,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import pytest
+from programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("ds_usp", "megatron_patches", "examples_deepspeed")
@@ -243,8 +242,8 @@ print([name for name in sys.modules if name.startswith("ds_usp.experimental")])
 
 
 def test_nothing_experimental_is_loaded_where_its_setting_is_off():
-    command = [sys.executable, "-c", BY_DEFAULT]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    done = python("-c", BY_DEFAULT)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import python
 
 import ds_usp
 from ds_usp import __main__ as program
@@ -34,9 +34,8 @@ def test_help_version_and_the_planner_start_without_torch():
         "codes = [main(['--help']), main(['--version']), main(comm), main(['verfy'])]\n"
         "print(codes, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = python("-c", probe)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 2] False"
     assert done.stderr.startswith("error: unknown command 'verfy' (did you mean verify?)")
     for command in ("env", "verify", "plan", "memory", "max-length", "comm", "explain", "profile"):
@@ -102,7 +101,9 @@ def test_env_prints_what_a_bug_report_needs():
 
 def test_env_survives_missing_and_broken_libraries(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert environment.collect()["versions"]["loaded by torch"].endswith("cuDNN 91900")
+    versions = environment.collect()["versions"]
+    assert versions["loaded by torch"].endswith("cuDNN 91900")
+    assert {type(version) for version in versions.values()} <= {str, type(None)}
     monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
     monkeypatch.setenv("PATH", "")  # neither git nor nvidia-smi
     facts = environment.collect()

@@ -3,13 +3,12 @@
 That it finds none where there is none: test_packaging.py, from an installed wheel.
 """
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--seq-len", "32", "--heads", "4", "--head-dim", "8")
@@ -43,14 +42,7 @@ PLANTED = {
 
 
 def run_verify(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ds_usp", "verify", *flags],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return python("-m", "ds_usp", "verify", *flags, cwd=folder, PYTHONPATH=str(folder))
 
 
 @pytest.mark.parametrize("name", PLANTED)

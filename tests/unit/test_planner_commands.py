@@ -11,6 +11,7 @@ from pathlib import Path
 
 import planner_commands
 import pytest
+from programs import python
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner import ParallelConfig, Workload, load_model
@@ -101,7 +102,6 @@ def test_lengths_in_powers_of_1024(capsys):
 
 COMPONENTS = ("weights", "activations", "logits", "exchange", "transient", "workspace")
 
-
 LEGEND_OF = {
     "plan": (*COMPONENTS, "ulysses x ring", "mb", "loss", "recompute", "offload", "MFU", "step s"),
     "memory": COMPONENTS,
@@ -185,9 +185,8 @@ print(time.process_time() - begin, *loaded)
 
 def test_it_starts_at_once():
     """No torch, and half a second of a core at most; the whole process, as a shell sees it."""
-    done = subprocess.run(
-        [sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = python("-c", STARTED)
+    assert done.returncode == 0, done.stderr
     seconds, *loaded = done.stdout.splitlines()[-1].split()
     assert float(seconds) < 0.5 and loaded == []
 
@@ -252,14 +251,8 @@ def test_on_a_cpu_no_models_layers_are_measured_unless_named(capsys, tmp_path):
 
 
 MODEL = load_model("llama3-8b")
-
-
 LAYER = MeasuredLayer(4096, 14336, 4096, 1024, True, 1, 8192, 0.01, 0.02)
-
-
 CALL = MeasuredAttention(4, 1, 32768, 32, 8, 128, 0.002, 0.005)
-
-
 HOST = {"forward_host_s": 1e-3, "backward_host_s": 2e-3}
 
 
@@ -353,8 +346,6 @@ def test_the_loss_is_in_chunks_where_its_logits_do_not_fit():
 
 
 HOSTED_LAYER, HOSTED_CALL = replace(LAYER, **HOST), replace(CALL, **HOST)
-
-
 OTHER = replace(HOSTED_LAYER, ffn=4096)  # of a model that is not asked for
 
 
@@ -401,8 +392,6 @@ def test_the_plots_layer_waits_for_its_launches(result):
 
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
-
-
 H200 = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster h200"
 
 
@@ -470,7 +459,6 @@ FACTS = {
     "megatron-lm": ("rope_theta", "other_facts"),
     "megatron-core": ("rope_theta", "other_facts"),
 }
-
 
 CHANGED = {
     "qkv_bias": (True, "qkv_bias=True"),
