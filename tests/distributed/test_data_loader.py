@@ -1,12 +1,11 @@
 """One batch for every sequence-parallel group, and the right shard of it for each rank."""
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from harness import RankContext
+from harness import RankContext, logged_lines
 
 from ds_usp import ConfigError, DataError, LayoutError, MeshError, RankGrid, SequenceMesh
 from ds_usp.training import ParallelGroups, SequenceParallelDataLoader, data_parallel_ranks
@@ -120,23 +119,13 @@ def test_every_rank_gets_what_one_has_read(source, pool):
             assert torch.equal(got[name], want[name]) and got[name].dtype == want[name].dtype, name
 
 
-class Notices(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def counted(ctx: RankContext, *, counts: list[int], replica: list[int]) -> tuple[int, list[str]]:
-    mesh, notices = mesh_of(2, 1), Notices()
-    logging.getLogger("ds_usp").addHandler(notices)
+    mesh = mesh_of(2, 1)
     dp = data_parallel_ranks(mesh)
     loader = SequenceParallelDataLoader(samples(replica[dp.rank], counts[dp.rank]), mesh)
-    steps = sum(1 for _ in loader) + sum(1 for _ in loader)  # a second pass begins anew
-    logging.getLogger("ds_usp").removeHandler(notices)
-    return steps, notices.lines
+    with logged_lines() as lines:
+        steps = sum(1 for _ in loader) + sum(1 for _ in loader)  # a second pass begins anew
+    return steps, lines
 
 
 def test_all_ranks_end_with_the_shortest_loader(pool):

@@ -93,11 +93,18 @@ def test_who_is_not_served_without_a_mode():
         assert ReplacedAttention.of(other) is None
 
 
-@pytest.mark.parametrize("name", ["apply_rotary_emb", "dispatch_attention_fn"])
-def test_a_function_that_is_patched_later_is_called(name):
+@pytest.mark.parametrize(
+    ("model", "module", "name"),
+    [
+        (FLUX, transformer_flux, "apply_rotary_emb"),
+        (FLUX, transformer_flux, "dispatch_attention_fn"),
+        (SD3, torch.nn.functional, "scaled_dot_product_attention"),
+    ],
+)
+def test_a_function_that_is_patched_later_is_called(model, module, name):
     """As fused rotary embeddings and records of attention are put in."""
-    transformer, given, calls = build(FLUX), arguments(FLUX), []
-    original = getattr(transformer_flux, name)
+    transformer, given, calls = build(model), arguments(model), []
+    original = getattr(module, name)
 
     def patched(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -105,29 +112,12 @@ def test_a_function_that_is_patched_later_is_called(name):
 
     with enable(transformer, MESH):
         output_of(transformer, given)
-        with mock.patch.object(transformer_flux, name, patched):
+        with mock.patch.object(module, name, patched):
             have, sharded_calls = output_of(transformer, given), len(calls)
-    with mock.patch.object(transformer_flux, name, patched):
+    with mock.patch.object(module, name, patched):
         want = output_of(transformer, given)
     assert relative(have, want) < 1e-6
     assert len(calls) == 2 * sharded_calls > 0
-
-
-def test_torchs_function_that_is_patched_later_is_called():
-    transformer, given = build(SD3), arguments(SD3)
-    functional = torch.nn.functional
-    original = functional.scaled_dot_product_attention
-
-    def patched(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return original(1.5 * query, *args, **kwargs)
-
-    with enable(transformer, MESH):
-        output_of(transformer, given)
-        with mock.patch.object(functional, "scaled_dot_product_attention", patched):
-            have = output_of(transformer, given)
-    with mock.patch.object(functional, "scaled_dot_product_attention", patched):
-        want = output_of(transformer, given)
-    assert relative(have, want) < 1e-6
 
 
 def test_the_scale_reaches_attention_and_nothing_is_left_behind():
