@@ -33,7 +33,6 @@ def spread(count: int, chosen: int) -> set[int]:
 
 
 def mark_fast(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of the fast tier."""
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     functions = defaultdict(list)
     for item in items:

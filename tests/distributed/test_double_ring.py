@@ -72,10 +72,7 @@ def test_bf16_gradients_summed_on_the_way_lose_no_more_than_straight(pool):
     assert all(double[name] <= 1.05 * straight[name] for name in RESULTS), (straight, double)
 
 
-SENT = [
-    *((layout, seq_len) for layout in ALL_LAYOUTS for seq_len in (64, 61)),
-    ("zigzag", 96),
-]
+SENT = [*((layout, seq_len) for layout in ALL_LAYOUTS for seq_len in (64, 61)), ("zigzag", 96)]
 
 
 def ledgers(

@@ -9,14 +9,7 @@ import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext
-from model_runs import (
-    BOUND,
-    Result,
-    counted_attention,
-    mean_gradients,
-    relative,
-    take_gradients,
-)
+from model_runs import BOUND, Result, counted_attention, mean_gradients, relative, take_gradients
 from tiny_diffusers import MASKS, VARIANTS, arguments, build, flux_pipeline, output_of, wan_pipeline
 from torch import Tensor
 

@@ -3,11 +3,13 @@
 tests/gpu/test_diffusers_gpu.py has the graphs themselves, on two GPUs.
 """
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -30,6 +32,15 @@ MESH = ds_usp.SequenceMesh.single()
 BOUND = 1e-6
 
 
+@contextlib.contextmanager
+def graphed(name: str) -> Iterator[tuple[Any, dict[str, Any], Tensor]]:
+    """A transformer that captures its passes, arguments, and its output without graphs."""
+    transformer, given = build(name).eval(), arguments(name)
+    want = transformer(**given).sample
+    with enable(transformer, MESH, cuda_graphs=True):
+        yield transformer, given, want
+
+
 def passes(transformer: Any, given: dict[str, Any], count: int = 3) -> list[Tensor]:
     return [transformer(**given, return_dict=False)[0] for _ in range(count)]
 
@@ -38,9 +49,7 @@ def errors(outputs: list[Tensor], want: Tensor) -> float:
     return max(relative(out, want) for out in outputs)
 
 
-@pytest.mark.parametrize(
-    "name", [FLUX, WAN, "SD3Transformer2DModel", "CogVideoXTransformer3DModel"]
-)
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_replayed_pass_computes_with_the_arguments_that_it_is_given(tapes, name):
     transformer = build(name).eval()
     kinds = [arguments(name, odd=odd) for odd in (True, False)]
@@ -60,8 +69,7 @@ def test_a_replayed_pass_computes_with_the_arguments_that_it_is_given(tapes, nam
 
 
 def test_weights_are_followed_in_place_and_where_they_are_replaced(tapes):
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, _):
         passes(transformer, given)
         transformer.proj_out.weight.mul_(2)  # the memory of the graph
         transformer.proj_out.bias.mul_(2)
@@ -85,9 +93,7 @@ def test_passes_with_gradients_are_not_captured(tapes):
 
 
 def test_inference_mode_and_no_grad_have_graphs_of_their_own(tapes):
-    transformer, given = build(FLUX).eval(), arguments(FLUX)
-    want = transformer(**given).sample
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(FLUX) as (transformer, given, want):
         with torch.inference_mode():
             assert errors(passes(transformer, given), want) < BOUND
         assert errors(passes(transformer, given), want) < BOUND
@@ -95,9 +101,7 @@ def test_inference_mode_and_no_grad_have_graphs_of_their_own(tapes):
 
 
 def test_autocast_is_another_kind(tapes):
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    want = transformer(**given).sample
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, want):
         passes(transformer, given)
         with torch.autocast("cpu"):
             assert errors(passes(transformer, given), want) > 1e-4
@@ -105,8 +109,7 @@ def test_autocast_is_another_kind(tapes):
 
 
 def test_a_copy_captures_by_itself(tapes):
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, _):
         want = passes(transformer, given)[0]
         twin = copy.deepcopy(transformer)
         twin.proj_out.weight.mul_(2)
@@ -118,9 +121,7 @@ def test_a_copy_captures_by_itself(tapes):
 
 def test_an_error_drops_the_graphs(tapes):
     """Another rank may have none any more."""
-    transformer, given = build(FLUX).eval(), arguments(FLUX)
-    want = transformer(**given).sample
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(FLUX) as (transformer, given, want):
         passes(transformer, given)
         with pytest.raises(Unsupported, match="ControlNet"):
             transformer(**given, controlnet_block_samples=[torch.zeros(1)])
@@ -149,8 +150,7 @@ def test_a_pool_whose_last_graph_was_dropped_is_not_taken_again(tapes, monkeypat
     monkeypatch.setattr(graphs, "_MAX_KINDS", 2)
     renewed: list[bool] = []
     monkeypatch.setattr(Tapes, "renew", lambda _: renewed.append(True))
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, _):
         for scale, count, renewals in ((1.0, 3, 0), (2.0, 1, 0), (3.0, 1, 1)):
             for _ in range(count):
                 transformer(**given, attention_kwargs={"scale": scale})
@@ -173,9 +173,7 @@ def test_ctrl_c_in_a_capture_leaves_no_mode_behind(tapes):
 
 
 def test_an_argument_that_is_none_makes_no_other_kind(tapes):
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    want = transformer(**given).sample
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, want):
         both = given, given | {"encoder_hidden_states_image": None}
         assert max(errors(passes(transformer, each), want) for each in both) < BOUND
     assert len(tapes) == 2
@@ -183,8 +181,7 @@ def test_an_argument_that_is_none_makes_no_other_kind(tapes):
 
 def test_casts_of_autocast_belong_to_the_graph(tapes):
     """Its cache is dropped when the context ends, and has no other values within."""
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, _):
         with torch.autocast("cpu"):
             before = passes(transformer, given)[-1]
         for parameter in transformer.parameters():
@@ -233,8 +230,7 @@ def test_a_replay_is_compared_and_its_stream_is_known(tapes):
 
 @pytest.mark.parametrize("change", [other_processor, other_weight])
 def test_what_was_replaced_is_captured_again(tapes, change):
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, _):
         before = passes(transformer, given)[-1]
         change(transformer)
         have = passes(transformer, given)

@@ -35,7 +35,6 @@ CHECKPOINTS = {
 
 
 def attributes(model: Model) -> dict[tuple[str, str], Any]:
-    """What the options set on modules."""
     names = ("forward", "gradient_checkpointing", "_gradient_checkpointing_func")
     return {
         (path, name): module.__dict__[name]

@@ -30,8 +30,6 @@ from ds_usp.integrations.transformers.loss import ChunkedHead, ChunkedLogits
 from ds_usp.integrations.transformers.trainer import _whole_logits
 
 LARGE_VOCAB = 32768
-
-
 MODELS = {f.__name__: f for f in (llama, gemma, cohere, granite, modernbert)}
 
 

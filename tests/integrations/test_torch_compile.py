@@ -67,8 +67,6 @@ def compiled_and_not(
 
 
 ALL = {"recompute": "attention", "offload_ratio": 0.5, "loss_chunks": 2, "mlp_chunks": 2}
-
-
 SLOW = pytest.mark.slow
 
 

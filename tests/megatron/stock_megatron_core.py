@@ -84,10 +84,7 @@ def gpt_model(
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     recomputing = {"recompute_granularity": "full", "recompute_method": "uniform"}
     config = (MLATransformerConfig if mla else TransformerConfig)(

@@ -15,7 +15,6 @@ GRIDS = {
     "tp2-sp2": {"sp": 2, "u": 2, "tp": 2, "zero": 2},
 }
 
-
 WAIT, CHUNKS, MLP = "--usp-offload-ratio 0.6", "--usp-loss-chunks 3", "--usp-mlp-chunks 5"
 SOME = ["--usp-recompute gemm-last", f"--usp-recompute attention {WAIT} {CHUNKS} {MLP}", WAIT]
 # Each recomputation with each offload, and with chunks of the loss or of the MLP.

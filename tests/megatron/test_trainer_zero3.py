@@ -52,10 +52,7 @@ def measured_over_formula(ctx: RankContext, folder: str) -> dict[str, tuple[floa
     original = engine.deepspeed_config
     ratios = {}
     with ExitStack() as stack:
-        for module, name in (
-            (gradient_buckets, "LEAST_BUCKET_ELEMENTS"),
-            (zero3, "LIVE_ELEMENTS"),
-        ):
+        for module, name in ((gradient_buckets, "LEAST_BUCKET_ELEMENTS"), (zero3, "LIVE_ELEMENTS")):
             stack.enter_context(mock.patch.object(module, name, getattr(module, name) // SCALE))
         stack.enter_context(
             mock.patch.object(engine, "deepspeed_config", lambda args: scaled(original(args)))

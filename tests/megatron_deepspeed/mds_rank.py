@@ -54,7 +54,6 @@ class Recorder:
     )
 
     def run(self, request: Request) -> None:
-        """Train."""
         wraps = {
             "megatron.training:training_log": self._log,
             "megatron.training:evaluate": self._evaluate,

@@ -51,8 +51,6 @@ def flags(
 
 
 class TrainingServer(FrameworkServer):
-    """The server process of Megatron-DeepSpeed."""
-
     SERVER = HERE / "mds_server.py"
     REQUEST = Request
     ENVIRONMENT: ClassVar = {

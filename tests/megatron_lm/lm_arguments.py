@@ -30,10 +30,7 @@ def answer(request: dict[str, Any], patches: megatron_patches.PatchSet) -> dict[
     """What the start of a run does with these flags, before any process group exists."""
     from megatron.training import arguments
 
-    os.environ |= {
-        "RANK": str(request["rank"]),
-        "WORLD_SIZE": str(request["ranks"]),
-    }
+    os.environ |= {"RANK": str(request["rank"]), "WORLD_SIZE": str(request["ranks"])}
     if request.get("hopper"):
         arguments.get_device_arch_version = lambda: 9
     sys.argv = ["pretrain_gpt.py", *request["flags"]]
@@ -75,7 +72,6 @@ def pretend_installed(version: str) -> None:
 
 
 def main(checkout: Path) -> None:
-    """Answer requests until the input ends."""
     megatron_patches.prepare("megatron_lm", checkout)
     import pretrain_gpt
 

@@ -31,7 +31,6 @@ class Recorder:
     )
 
     def run(self, request: Request) -> None:
-        """Train."""
         wraps = {
             "megatron.training.training:training_log": self._log,
             "megatron.training.training:evaluate": self._evaluate,

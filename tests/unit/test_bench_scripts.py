@@ -109,10 +109,7 @@ def plain_results(ctx: RankContext, *, text: str) -> list[torch.Tensor]:
     full = [x.double() for x in shape.random(torch.device("cpu"), shape.seq_len)]
     local = [x[:, start : start + tokens].clone() for x in full]
     results = []
-    for run_attend, tensors in (
-        (attend, local),
-        (baselines.local_kernel(shape, "eager"), full),
-    ):
+    for run_attend, tensors in ((attend, local), (baselines.local_kernel(shape, "eager"), full)):
         inputs = [x.requires_grad_() for x in tensors[:3]]
         out = run_attend(*inputs)
         results.append([out.detach(), *torch.autograd.grad(out, inputs, tensors[3])])

@@ -41,14 +41,8 @@ def test_unions_and_differences_of_intervals():
     assert merge_intervals([(0, 9), (1, 2), (4, 4)]) == [(0, 9)]
     assert merge_intervals([(3, 3)]) == merge_intervals([]) == []
     assert total_length([(0, 4), (2, 6), (10, 11)]) == 7
-    assert subtract_intervals([(0, 10)], [(2, 3), (3, 4), (6, 6), (9, 20)]) == [
-        (0, 2),
-        (4, 9),
-    ]
-    assert subtract_intervals([(0, 4), (6, 8)], [(1, 7)]) == [
-        (0, 1),
-        (7, 8),
-    ]  # one hole over two
+    assert subtract_intervals([(0, 10)], [(2, 3), (3, 4), (6, 6), (9, 20)]) == [(0, 2), (4, 9)]
+    assert subtract_intervals([(0, 4), (6, 8)], [(1, 7)]) == [(0, 1), (7, 8)]  # one hole over two
     assert subtract_intervals([(2, 3)], [(0, 9)]) == subtract_intervals([], [(0, 9)]) == []
     assert subtract_intervals([(0, 3), (2, 5)], []) == [(0, 5)]
     assert gaps([(0, 2), (1, 3), (5, 6)]) == [(3, 5)]

@@ -22,14 +22,7 @@ from ds_usp.geometry.pipeline_schedule import (
     pipeline_schedule,
     render,
 )
-from ds_usp.planner.pipeline_timeline import (
-    COMPUTE,
-    CONTENTION,
-    LAUNCH,
-    Cost,
-    Timeline,
-    simulate,
-)
+from ds_usp.planner.pipeline_timeline import COMPUTE, CONTENTION, LAUNCH, Cost, Timeline, simulate
 
 # Each line up to the next chunk's first kernel call.
 PRINTED = {

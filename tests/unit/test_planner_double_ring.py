@@ -12,13 +12,7 @@ from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.search import search
-from ds_usp.planner.traffic import (
-    DIRECT,
-    RankGroup,
-    attention_bytes,
-    exchange_s,
-    layer_traffic,
-)
+from ds_usp.planner.traffic import DIRECT, RankGroup, attention_bytes, exchange_s, layer_traffic
 
 K = 1024
 H100 = load_cluster("h100")  # nodes of 8

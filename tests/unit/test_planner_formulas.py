@@ -311,19 +311,10 @@ def test_documents_may_be_any_sequence():
 
 
 RANKS, SIDE = 4096, 64  # N large enough for the printed limits
-
-
 WIDTH, LENGTH = 8192, 65536
-
-
 BLOCK = ModelShape("block", 1, WIDTH, 4 * WIDTH, WIDTH // 2, WIDTH // 2, 128, gated=False)
-
-
 UNIFIED = {"ulysses": SIDE, "ring": SIDE}
-
-
 UNIFIED_SENT = 8 / RANKS + 4.5 / SIDE  # all-to-all, and the ring's volume over the Ulysses degree
-
 
 # Method -> degrees; elements sent for parameters in d^2 and for activations in b s d, straight and
 # relayed around the ring; fractions held of weights and gradients, and of optimizer states.

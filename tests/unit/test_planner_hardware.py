@@ -49,7 +49,6 @@ def test_every_number_says_where_it_is_from(name):
 
 SHAPE = {"hidden": 4096, "ffn": 14336, "q_width": 4096, "kv_width": 1024, "gated": True, "tp": 1}
 
-
 ROWS: dict[str, list[dict[str, float | str]]] = {
     "exchanges": [
         {"collective": "all_gather", "ranks": 4, "sent_bytes": size, "seconds": seconds}

@@ -48,14 +48,8 @@ from ds_usp.planner.search import search
 from ds_usp.planner.step_time import layer_time, step_time
 
 GIB = 2**30
-
-
 LLAMA, H200 = load_model("llama3-8b"), load_cluster("h200")
-
-
 WORK = Workload(LLAMA, 2**20)
-
-
 FULL = ParallelConfig(ulysses=2, zero=3, recompute="full", fused_loss=True, offload_unit="layer")
 
 
@@ -264,7 +258,6 @@ def test_megatron_lm_has_chunks_alone():
 
 
 H200 = load_cluster("h200")
-
 
 CASES = {
     "one GPU": ("gpt-1.3b", ParallelConfig()),

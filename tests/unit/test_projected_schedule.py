@@ -61,10 +61,7 @@ def test_products_stand_before_their_post_or_under_an_exchange(mode):
 
 
 @given(
-    ring=st.integers(1, 3),
-    chunks=st.integers(1, 5),
-    ulysses=st.booleans(),
-    backward=st.booleans(),
+    ring=st.integers(1, 3), chunks=st.integers(1, 5), ulysses=st.booleans(), backward=st.booleans()
 )
 @examples(100)
 def test_every_product_is_made_once_and_attention_stays_in_its_order(

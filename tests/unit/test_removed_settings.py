@@ -31,7 +31,6 @@ def patched(add_flags: Callable[[ArgumentParser, MeshSettings], None]) -> Callab
 
 
 def explain(argv: list[str]) -> None:
-    """``ds-usp explain`` of some call."""
     sys.exit(planner(["explain", "--seq-len", "1K", "--heads", "8", *argv]))
 
 

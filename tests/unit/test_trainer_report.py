@@ -241,9 +241,6 @@ def test_a_short_first_step_prints_nothing():
     with progress.first_step_lines([(1, layer)], 1, lines.append, 60.0):
         layer(torch.ones(1, 2)).sum().backward()
     assert not lines
-    with (
-        pytest.raises(ConfigError),
-        progress.first_step_lines([(1, layer)], 1, lines.append, 60.0),
-    ):
+    with pytest.raises(ConfigError), progress.first_step_lines([(1, layer)], 1, lines.append, 60.0):
         raise ConfigError("a step that fails")
     assert not layer._forward_hooks and threading.active_count() == threads
