@@ -4,8 +4,6 @@ Every rank makes the same full tensors from the case's seed, keeps its own shard
 compares its shard of the results with the fp64 oracle's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate

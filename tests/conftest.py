@@ -1,7 +1,5 @@
 """Fixtures and marks that every test shares."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -46,7 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure what the cases take, if that is asked for."""
     if config.getoption("--write-durations"):
         config.pluginmanager.register(fast_tier.Durations())
 
@@ -82,7 +79,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Start every test from the same random state."""
     set_seeds()
 
 

@@ -294,7 +294,6 @@ class Call:
         return self.own(chunk, step, "calls").randrange(3)
 
     def own(self, *what: Any) -> random.Random:
-        """This rank's, not the others'."""
         return random.Random(f"{self.rank} {self.name} {what}")
 
     def stages_return(self) -> bool:
@@ -338,5 +337,4 @@ class Call:
         staged.post(pairs, what, self.name, chunk, cell, overlapped=overlapped)
 
     def draw_for(self, *what: Any) -> random.Random:
-        """The same on all ranks."""
         return random.Random(f"{self.name} {self.share} {what}")

@@ -2,8 +2,6 @@
 that a wrong argument shows in the results. tests/gpu compares the signatures with real libraries.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ run of all tests with ``--write-durations``; a function without an entry is fast
 takes longer than ``CASE_S``: then it fails, in the fast tier.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -35,7 +33,6 @@ def spread(count: int, chosen: int) -> set[int]:
 
 
 def mark_fast(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of the fast tier."""
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     functions = defaultdict(list)
     for item in items:

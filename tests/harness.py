@@ -11,8 +11,6 @@ on machines with GPUs too.
 `fn` is a module-level function `fn(ctx, **kwargs)`; its results come back as a list, by rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -20,6 +18,7 @@ import faulthandler
 import functools
 import gc
 import io
+import logging
 import multiprocessing
 import os
 import pickle
@@ -123,6 +122,17 @@ def _has_gpu() -> bool:
 
 
 # ------------------------------------------------------------------ in a rank's process
+
+
+@contextlib.contextmanager
+def logged_lines() -> Iterator[list[str]]:
+    """What ds_usp logs on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_usp").addHandler(handler)
+    yield lines
+    logging.getLogger("ds_usp").removeHandler(handler)
 
 
 def end_with_the_server() -> None:
@@ -412,7 +422,6 @@ class WorkerPool:
         return outcomes
 
     def close(self) -> None:
-        """End all ranks."""
         while self._teams:
             self._teams.popitem()[1].close()
 

@@ -5,8 +5,6 @@ whatever other streams still do; it has streams of its own; later work of its la
 for all of it. A pull of another exchange's data, or a wait that nothing ends, is a defect.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Calls with joint tokens as data; a function compares one on a rank with the reference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

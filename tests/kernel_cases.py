@@ -1,7 +1,5 @@
 """Kernels of this CPU and of stub libraries, and the calls that they are tested with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A stack of small transformer layers under an activation memory policy, on a CPU or a GPU."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

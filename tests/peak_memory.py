@@ -1,7 +1,5 @@
 """Peak of what torch allocates on the CPU in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 python tests/planner_commands.py     # writes them anew; read the difference before you commit
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

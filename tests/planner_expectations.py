@@ -1,7 +1,5 @@
 """Published runs, read from tests/data/planner, as the planner's own values."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

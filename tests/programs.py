@@ -13,8 +13,6 @@ own; importing takes seconds, so they are forked from a server that has imported
 standard output the answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import itertools
@@ -112,14 +110,12 @@ def environment(**settings: str) -> dict[str, str]:
 def bash(
     size: str, *arguments: str, cwd: Path | None = None, timeout: float = 60, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of ``sequence_parallel`` or ``megatron_lm``."""
     return run_script(PATHS[size], *arguments, cwd=cwd, timeout=timeout, **settings)
 
 
 def run_script(
     path: Path, *arguments: str, cwd: Path | None = None, timeout: float = 60, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run any script of the examples."""
     return subprocess.run(
         ["bash", str(path), *arguments],
         cwd=cwd or ROOT,
@@ -303,7 +299,6 @@ def numbers_of(ranks: list[dict[str, Any]]) -> Numbers:
 
 
 def check_close(actual: Numbers, expected: Numbers, limit: float) -> None:
-    """Compare losses and gradient norms, at every step."""
     for values, wanted in zip(actual, expected, strict=True):
         assert relative_difference(values, wanted) < limit
 
@@ -339,13 +334,11 @@ def serve(make_recorder: Callable[[], Recorder]) -> None:
 
 
 def answer(text: str) -> None:
-    """Write a line to the test process."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def fork(rank: int, request: RankRequest, make_recorder: Callable[[], Recorder]) -> int:
-    """A child that runs as one rank, and ends with it."""
     child = os.fork()
     if child == 0:
         try:

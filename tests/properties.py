@@ -1,7 +1,5 @@
 """Settings of property tests: the same examples in every run, and no time limit on an example."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 

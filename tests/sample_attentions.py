@@ -1,7 +1,5 @@
 """Local attentions of frameworks: real ones, and stubs with their class names and attributes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A GPU machine with stub libraries, and the kernels that use them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The rows of the support table: each is run on every kind of mesh and found exact or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby

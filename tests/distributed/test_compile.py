@@ -316,8 +316,6 @@ def test_what_one_rank_refuses_is_raised_on_all(pool, ulysses):
 
 
 class Counted:
-    """A function and how often it was called."""
-
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, 0
 

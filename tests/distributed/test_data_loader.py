@@ -1,14 +1,11 @@
 """One batch for every sequence-parallel group, and the right shard of it for each rank."""
 
-from __future__ import annotations
-
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from harness import RankContext, WorkerPool
+from harness import RankContext, logged_lines
 
 from ds_usp import ConfigError, DataError, LayoutError, MeshError, RankGrid, SequenceMesh
 from ds_usp.training import ParallelGroups, SequenceParallelDataLoader, data_parallel_ranks
@@ -61,9 +58,7 @@ def sharded(ctx: RankContext, *, ulysses: int, ring: int, layout: str) -> list[A
         (1, 1, "zigzag"),
     ],
 )
-def test_every_rank_gets_its_shard_of_its_groups_batch(
-    ulysses: int, ring: int, layout: str, pool: WorkerPool
-) -> None:
+def test_every_rank_gets_its_shard_of_its_groups_batch(ulysses, ring, layout, pool):
     replicas = WORLD // (ulysses * ring)
     full = [samples(replica, 3) for replica in range(replicas)]
     for rank in pool.run(sharded, WORLD, ulysses=ulysses, ring=ring, layout=layout):
@@ -112,7 +107,7 @@ def broadcast(ctx: RankContext, *, source: int) -> Any:
 
 
 @pytest.mark.parametrize("source", [0, 2])
-def test_every_rank_gets_what_one_has_read(source: int, pool: WorkerPool) -> None:
+def test_every_rank_gets_what_one_has_read(source, pool):
     want = something()
     for got in pool.run(broadcast, WORLD, source=source):
         assert got.keys() == want.keys()
@@ -124,26 +119,16 @@ def test_every_rank_gets_what_one_has_read(source: int, pool: WorkerPool) -> Non
             assert torch.equal(got[name], want[name]) and got[name].dtype == want[name].dtype, name
 
 
-class Notices(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def counted(ctx: RankContext, *, counts: list[int], replica: list[int]) -> tuple[int, list[str]]:
-    mesh, notices = mesh_of(2, 1), Notices()
-    logging.getLogger("ds_usp").addHandler(notices)
+    mesh = mesh_of(2, 1)
     dp = data_parallel_ranks(mesh)
     loader = SequenceParallelDataLoader(samples(replica[dp.rank], counts[dp.rank]), mesh)
-    steps = sum(1 for _ in loader) + sum(1 for _ in loader)  # a second pass begins anew
-    logging.getLogger("ds_usp").removeHandler(notices)
-    return steps, notices.lines
+    with logged_lines() as lines:
+        steps = sum(1 for _ in loader) + sum(1 for _ in loader)  # a second pass begins anew
+    return steps, lines
 
 
-def test_all_ranks_end_with_the_shortest_loader(pool: WorkerPool) -> None:
+def test_all_ranks_end_with_the_shortest_loader(pool):
     ranks = pool.run(counted, WORLD, counts=[3, 2], replica=[0, 1])
     assert [steps for steps, _ in ranks] == [4] * WORLD
     (line,) = ranks[0][1]
@@ -151,7 +136,7 @@ def test_all_ranks_end_with_the_shortest_loader(pool: WorkerPool) -> None:
     assert all(not lines for _, lines in ranks[1:])
 
 
-def test_replicas_that_read_the_same_are_told(pool: WorkerPool) -> None:
+def test_replicas_that_read_the_same_are_told(pool):
     ranks = pool.run(counted, WORLD, counts=[2, 2], replica=[0, 0])
     assert [steps for steps, _ in ranks] == [4] * WORLD
     (line,) = ranks[0][1]
@@ -196,9 +181,7 @@ def broken(ctx: RankContext, *, case: str) -> Any:
         ("pickling", DataError, "entries ['collate'] cannot be sent to the other ranks"),
     ],
 )
-def test_an_error_of_one_replica_is_raised_on_every_rank(
-    case: str, own: type, message: str, pool: WorkerPool
-) -> None:
+def test_an_error_of_one_replica_is_raised_on_every_rank(case, own, message, pool):
     for rank, error in enumerate(pool.errors(broken, WORLD, case=case)):
         assert isinstance(error, own if rank == 2 else DataError), error
         assert message in str(error)
@@ -223,9 +206,7 @@ def refused(ctx: RankContext, *, case: str) -> None:
         ("groups", ConfigError, "a mesh of one process has no groups"),
     ],
 )
-def test_bad_settings_are_refused_on_every_rank(
-    case: str, kind: type, message: str, pool: WorkerPool
-) -> None:
+def test_bad_settings_are_refused_on_every_rank(case, kind, message, pool):
     for error in pool.errors(refused, WORLD, case=case):
         assert isinstance(error, kind), error
         assert message in str(error)
@@ -241,7 +222,7 @@ def uneven(ctx: RankContext) -> None:
     data_parallel_ranks(mesh)
 
 
-def test_meshes_of_different_sizes_are_refused(pool: WorkerPool) -> None:
+def test_meshes_of_different_sizes_are_refused(pool):
     for error in pool.errors(uneven, WORLD):
         assert isinstance(error, ConfigError)
         assert "hold 3 sequence meshes of 1 and 2 ranks" in str(error)

@@ -1,6 +1,5 @@
 """Token orders: one SGD step through every entry point, layouts by name and by default."""
 
-import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import ALL_ORDERS, mesh_of
-from harness import RankContext
+from harness import RankContext, logged_lines
 from sample_attentions import Local, flash_self_attention
 
 import ds_usp
@@ -119,11 +118,7 @@ def test_one_step_from_the_callers_shards_is_one_processs(pool, door):
 def lines(ctx: RankContext, layout: str, causal: bool) -> list[str]:
     """What is logged while two layers of a ring are made and called twice."""
     _emit_once.cache_clear()
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_usp").addHandler(handler)
-    try:
+    with logged_lines() as messages:
         for _ in range(2):
             local = flash_self_attention(causal)
             attention = USPAttention(
@@ -132,8 +127,6 @@ def lines(ctx: RankContext, layout: str, causal: bool) -> list[str]:
             for _ in range(2):
                 x = torch.randn(1, 8, 4, 16)
                 attention(x, x, x, 0)
-    finally:
-        logging.getLogger("ds_usp").removeHandler(handler)
     return messages
 
 
@@ -169,8 +162,6 @@ class Learned(Dense):
 
 
 class Dropping(Dense):
-    """One that drops."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dropout = torch.nn.Dropout(0.1)
@@ -183,8 +174,6 @@ class NotCausal(Dense):
 
 
 class Scaled(Dense):
-    """One with a scale of its own."""
-
     softmax_scale = 0.1
 
 

@@ -1,7 +1,5 @@
 """A double ring against the fp64 oracle, and what of it crosses the borders of its nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from unittest import mock
@@ -60,12 +58,12 @@ MESHES = [(4, 1, 2, 2), (8, 2, 2, 4), (6, 1, 2, 4), (6, 1, 3, 4)]
 
 
 @pytest.mark.parametrize("at", range(len(MESHES)))
-def test_equals_the_oracle(pool: WorkerPool, at: int) -> None:
+def test_equals_the_oracle(pool, at):
     world, ulysses, inner, every = MESHES[at]
     check(pool, cases_of(inner)[at % every :: every], ulysses, world)
 
 
-def test_bf16_gradients_summed_on_the_way_lose_no_more_than_straight(pool: WorkerPool) -> None:
+def test_bf16_gradients_summed_on_the_way_lose_no_more_than_straight(pool):
     case = Case(dtype=torch.bfloat16, seq_len=256, heads=4, kv_heads=2, head_dim=32, batch=1)
     straight, double = (
         mean_errors(pool, replace(case, tuning=tuning), 1, 8, seeds=3)
@@ -74,10 +72,7 @@ def test_bf16_gradients_summed_on_the_way_lose_no_more_than_straight(pool: Worke
     assert all(double[name] <= 1.05 * straight[name] for name in RESULTS), (straight, double)
 
 
-SENT = [
-    *((layout, seq_len) for layout in ALL_LAYOUTS for seq_len in (64, 61)),
-    ("zigzag", 96),
-]
+SENT = [*((layout, seq_len) for layout in ALL_LAYOUTS for seq_len in (64, 61)), ("zigzag", 96)]
 
 
 def ledgers(
@@ -92,9 +87,7 @@ def ledgers(
 
 
 @pytest.mark.parametrize(("world", "ulysses", "inner"), [(4, 1, 2), (8, 2, 2)])
-def test_the_ledger_is_what_the_planner_says(
-    pool: WorkerPool, world: int, ulysses: int, inner: int
-) -> None:
+def test_the_ledger_is_what_the_planner_says(pool, world, ulysses, inner):
     tunings = [
         Tuning(chunks, gather, inner_ring=inner) for chunks, gather in ((1, False), (2, True))
     ]
@@ -125,7 +118,7 @@ def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     return *per_node, str(signature)
 
 
-def test_a_ring_across_hosts_is_a_double_one_where_it_is_asked_for(pool: WorkerPool) -> None:
+def test_a_ring_across_hosts_is_a_double_one_where_it_is_asked_for(pool):
     for ring, both, turned, text in pool.run(nodes, 8):
         # Ring first, a ring of 4 is a host; 8 ranks on 2 hosts, 4 rings-of-ulysses ranks on 2.
         assert (ring, both, turned) == (4, 2, 4)
@@ -143,7 +136,7 @@ def refusals(ctx: RankContext) -> list[str]:
     return texts
 
 
-def test_an_inner_ring_that_does_not_fit_is_refused_on_every_rank(pool: WorkerPool) -> None:
+def test_an_inner_ring_that_does_not_fit_is_refused_on_every_rank(pool):
     for three, eight, differ in pool.run(refusals, 4):
         assert "inner_ring=3 does not divide the 4 ranks of the ring. Use one of 1, 2, 4" in three
         assert "inner_ring=8" in eight

@@ -115,7 +115,6 @@ SETTINGS = {
     "7 heads": Comparison(heads=7, kv_heads=7, num_kv_heads=7),
 }
 
-
 # DeepSpeed's rotary embedding is for [b, s, h, d] only.
 ORDERED = [
     pytest.param(replace(setting, batch_dim=batch_dim), id=f"{name}-{'bs'[batch_dim]} first")

@@ -243,6 +243,37 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
         "ConfigError",
         ["rotary_pos_emb [8, 1, 1, 16]", "32 tokens"],
     ),
+    "dropout of all": (
+        WAYS[:1],
+        {"dropout": 1.0, "scores": Scores(dropout_seed=1)},
+        "ConfigError",
+        ["dropout_p=1.0", "below 1"],
+    ),
+    "dropout in words": (
+        WAYS[:1],
+        {"dropout": "some"},
+        "ConfigError",
+        ["dropout_p='some'", "below 1"],
+    ),
+    "dropout on a kernel without": (
+        WAYS[:1],
+        {"dropout": 0.1, "scores": Scores(dropout_seed=1), "kernel": "sdpa"},
+        "UnsupportedAttentionError",
+        ["sdpa: has no dropout"],
+    ),
+    "no scores": (WAYS[:1], {"scores": 50.0}, "ConfigError", ["scores=50.0", "softcap=50.0"]),
+    "sinks of too few heads": (
+        WAYS[:1],
+        {"scores": Scores(sinks=torch.zeros(4))},
+        "ConfigError",
+        ["sinks [4]", "8 query heads"],
+    ),
+    "whole sinks": (
+        WAYS[:1],
+        {"scores": Scores(sinks=torch.zeros(8, dtype=torch.int64))},
+        "ConfigError",
+        ["sinks of torch.int64", "floating"],
+    ),
 }
 
 
@@ -273,7 +304,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
         ("head dims: ", "16 and 16", "8 and 8"),
     ),
     "sequence length": (
-        WAYS[:1],  # where the layout is only named see test_named_layouts
+        WAYS[:1],  # where the layout is only named see test_doors
         {"q": (1, 9, 8, 16), "k": (1, 9, 4, 16), "v": (1, 9, 4, 16), "seq_len": 36},
         ("", "zigzag(32 tokens, MESH)", "zigzag(36 tokens, MESH)"),
     ),
@@ -287,6 +318,8 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
     "kernel": (WAYS[:2], {"kernel": "eager"}, ("kernel: ", "sdpa", "eager")),
     "chunks": (WAYS[:2], {"tuning": Tuning(chunks=2)}, ("", "1 chunk", "2 chunks")),
     "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ("KV: ", "stepwise", "all-gathered")),
+    "soft cap": (WAYS[:1], {"scores": Scores(softcap=2.0)}, ("", "plain scores", "softcap 2.0")),
+    "sinks": (WAYS[:1], {"scores": Scores(sinks=torch.ones(8))}, ("sinks: ", "no", "fixed")),
 }
 # What one rank passes wrongly: it raises, and the others report it.
 WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
@@ -409,59 +442,6 @@ def test_texts_that_differ_late_differ(pool):
 def test_without_torch_distributed_a_mesh_is_refused_with_the_fix():
     with pytest.raises(ds_usp.MeshError, match=r"init_process_group .*SequenceMesh.single\(\)"):
         SequenceMesh.from_group(None, 1)
-
-
-WRONG_SCORES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
-    "dropout of all": (
-        {"dropout": 1.0, "scores": Scores(dropout_seed=1)},
-        "ConfigError",
-        ["dropout_p=1.0", "below 1"],
-    ),
-    "dropout in words": ({"dropout": "some"}, "ConfigError", ["dropout_p='some'", "below 1"]),
-    "dropout on a kernel without": (
-        {"dropout": 0.1, "scores": Scores(dropout_seed=1), "kernel": "sdpa"},
-        "UnsupportedAttentionError",
-        ["sdpa: has no dropout"],
-    ),
-    "no scores": ({"scores": 50.0}, "ConfigError", ["scores=50.0", "softcap=50.0"]),
-    "sinks of too few heads": (
-        {"scores": Scores(sinks=torch.zeros(4))},
-        "ConfigError",
-        ["sinks [4]", "8 query heads"],
-    ),
-    "whole sinks": (
-        {"scores": Scores(sinks=torch.zeros(8, dtype=torch.int64))},
-        "ConfigError",
-        ["sinks of torch.int64", "floating"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_SCORES)
-def test_scores_that_no_mesh_can_serve_raise_everywhere(pool, name):
-    changes, kind, fragments = WRONG_SCORES[name]
-    results = pool.run(
-        attempt, WORLD, timeout=TIMEOUT_S, mode="usp_attention", changes=changes, odd=EVERYONE
-    )
-    check(results, [kind] * WORLD, fragments)
-
-
-DIFFERENT_SCORES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "soft cap": (
-        {"scores": Scores(softcap=2.0)},
-        ["plain scores on ranks 0-2, softcap 2.0 on rank 3"],
-    ),
-    "sinks": ({"scores": Scores(sinks=torch.ones(8))}, ["sinks: no on ranks 0-2, fixed on rank 3"]),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENT_SCORES)
-def test_scores_that_differ_are_heard_of_everywhere(pool, name):
-    changes, fragments = DIFFERENT_SCORES[name]
-    results = pool.run(
-        attempt, WORLD, timeout=TIMEOUT_S, mode="usp_attention", changes=changes, odd=(3,)
-    )
-    check(results, ["MeshError"] * WORLD, fragments)
 
 
 def drop(ctx: RankContext) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankContext, RankError, RankTimeoutError, Team, WorkerPool, fork_world
+from programs import python
 
 
 class OddError(ValueError):
@@ -122,15 +123,8 @@ def test_no_rank_outlives_the_tests(tmp_path):
     """Those of a process that ends, and those of one that is killed."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
-    here = Path(__file__).resolve()
-    path = os.pathsep.join(map(str, here.parents[:3]))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    path = os.pathsep.join(map(str, Path(__file__).resolve().parents[:3]))
+    done = python(script, PYTHONPATH=path, timeout=60)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 4, done.stderr
     until = time.monotonic() + 10
@@ -235,8 +229,7 @@ sys.exit(stress.main())
 def stress(*args: str, code: str = "") -> subprocess.CompletedProcess[str]:
     """Run it in a process of its own, which forks: nothing is forked from the tests'."""
     start = ["-c", PATCHED.format(code=code), str(FOLDER)] if code else [str(FOLDER / "run.py")]
-    command = [sys.executable, *start, "--seconds", "120", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+    return python(*start, "--seconds", "120", *args, timeout=180)
 
 
 @pytest.mark.parametrize("flags", [(), ("--torch-only", "--pause-ms", "2", "--beside", "2")])

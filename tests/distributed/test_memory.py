@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext
+from harness import RankContext, WorkerPool
 from peak_memory import peak_of
 from sample_attentions import Local
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,64 +20,47 @@ import ds_usp
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.memory import keep_attention
 
+CAUSAL = ds_usp.MaskSpec.causal()
+
 
 def peak_bytes(
-    ctx: RankContext, ring: int, ulysses: int, local: int, tuning: ds_usp.Tuning = AUTO_TUNING
+    ctx: RankContext,
+    ulysses: int,
+    local: int,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 32,
+    mask: ds_usp.MaskSpec = CAUSAL,
+    tuning: ds_usp.Tuning = AUTO_TUNING,
+    leaves: bool = True,
+    backward: bool = True,
+    repeats: int = 8,
 ) -> int:
-    """Peak of :func:`peak_of` of one forward and backward pass."""
-    group = ctx.group if ring * ulysses == ctx.world else None
-    mesh = ds_usp.SequenceMesh.from_group(group, ulysses)
-    layout = mesh.layout("zigzag", local * ring * ulysses)
-    q, k, v = (torch.randn(1, local, heads, 32, requires_grad=True) for heads in (4, 2, 2))
-    grad = torch.randn(1, local, 4, 32)
+    """Peak of :func:`peak_of` of one call.
 
-    def step() -> None:
-        out = ds_usp.usp_attention(
-            q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal(), tuning=tuning
-        )
-        torch.autograd.grad(out, (q, k, v), grad)
-
-    step()
-    return peak_of(step, repeats=1)
-
-
-def forward_peak_bytes(ctx: RankContext, requires_grad: bool) -> int:
-    """Peak of :func:`peak_of` of a forward pass in four chunks under ``no_grad``."""
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
-    layout, tuning = mesh.layout("zigzag", 256 * ctx.world), ds_usp.Tuning(chunks=4)
-    q, k, v = (torch.randn(1, 256, 8, 32, requires_grad=requires_grad) for _ in range(3))
-
-    def step() -> None:
-        with torch.no_grad():
-            ds_usp.usp_attention(
-                q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.full(), tuning=tuning
-            )
-
-    step()
-    return peak_of(step)
-
-
-def chunks_peak_bytes(ctx: RankContext, ulysses: int, chunks: int, backward: bool) -> int:
-    """Peak of :func:`peak_of` of a call in chunks; a ring receives its blocks in turn."""
+    Args:
+        local: tokens of a rank.
+        leaves: q, k and v require gradients.
+    """
     mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses)
-    layout, tuning = mesh.layout("zigzag", 64 * ctx.world), ds_usp.Tuning(chunks, gather=False)
-    q, k, v = (torch.randn(1, 64, 16, 16, requires_grad=backward) for _ in range(3))
+    layout = mesh.layout("zigzag", local * ctx.world)
+    q, k, v = (
+        torch.randn(1, local, count, dim, requires_grad=leaves) for count in (*heads, heads[1])
+    )
 
     def step() -> None:
-        out = ds_usp.usp_attention(
-            q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal(), tuning=tuning
-        )
+        with torch.set_grad_enabled(backward):
+            out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, tuning=tuning)
         if backward:
             torch.autograd.grad(out, (q, k, v), out.detach())
 
     step()
-    return peak_of(step)
+    return peak_of(step, repeats)
 
 
 @pytest.mark.parametrize("local", [256, 1024])
 def test_peak_at_ring_8_is_that_at_ring_4(pool, local):
     two, four, eight = (
-        max(pool.run(peak_bytes, ring, ring=ring, ulysses=1, local=local)) for ring in (2, 4, 8)
+        max(pool.run(peak_bytes, ring, ulysses=1, local=local, repeats=1)) for ring in (2, 4, 8)
     )
     tensors = local * 4 * 32 * 4
     assert two > 4 * tensors  # the measurement sees at least q's gradients and the output
@@ -90,7 +73,7 @@ def test_peak_at_ring_8_is_that_at_ring_4(pool, local):
 def test_a_double_ring_adds_five_blocks_at_most(pool):
     local, inner = 256, ds_usp.Tuning(inner_ring=2)
     straight, double = (
-        max(pool.run(peak_bytes, 8, ring=8, ulysses=1, local=local, tuning=tuning))
+        max(pool.run(peak_bytes, 8, ulysses=1, local=local, tuning=tuning, repeats=1))
         for tuning in (AUTO_TUNING, inner)
     )
     # There are three outer steps. In memory: the blocks in use, the next ones, two gradient sums in
@@ -100,26 +83,31 @@ def test_a_double_ring_adds_five_blocks_at_most(pool):
 
 
 def test_a_call_without_gradients_keeps_no_chunk_of_leaves_that_require_them(pool):
+    options = {"heads": (8, 8), "mask": ds_usp.MaskSpec.full(), "tuning": ds_usp.Tuning(chunks=4)}
     plain, leaves = (
-        max(pool.run(forward_peak_bytes, 2, requires_grad=requires_grad))
-        for requires_grad in (False, True)
+        max(pool.run(peak_bytes, 2, **options, ulysses=2, local=256, leaves=leaves, backward=False))
+        for leaves in (False, True)
     )
     assert leaves == plain
 
 
+def peaks_of_chunks(pool: WorkerPool, world: int, ulysses: int, backward: bool) -> list[int]:
+    """In one chunk and in eight; a ring receives its blocks in turn."""
+    options = {"ulysses": ulysses, "local": 64, "heads": (16, 16), "dim": 16}
+    options |= {"leaves": backward, "backward": backward}
+    tunings = (ds_usp.Tuning(chunks, gather=False) for chunks in (1, 8))
+    return [max(pool.run(peak_bytes, world, **options, tuning=tuning)) for tuning in tunings]
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(pool, backward):
-    one, eight = (
-        max(pool.run(chunks_peak_bytes, 4, ulysses=1, chunks=chunks, backward=backward))
-        for chunks in (1, 8)
-    )
+    one, eight = peaks_of_chunks(pool, 4, 1, backward)
     # 0.35 forward, 0.43 with backward; 0.70 and 0.64 if buffers are kept until the pass ends.
     assert eight <= 0.55 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"
 
 
 def test_a_chunk_frees_its_output_when_it_is_returned(pool):
-    kwargs = {"ulysses": 2, "backward": False}
-    one, eight = (max(pool.run(chunks_peak_bytes, 2, chunks=chunks, **kwargs)) for chunks in (1, 8))
+    one, eight = peaks_of_chunks(pool, 2, 2, False)
     # 0.40; 0.50 if outputs are kept until the pass ends.
     assert eight <= 0.45 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"
 
@@ -265,6 +253,14 @@ class Seen:
     exchanges: list[int]
     kernels: list[int]
 
+    @classmethod
+    def of(cls, block: Block, actual: list[torch.Tensor], expected: list[torch.Tensor]) -> "Seen":
+        return cls(
+            all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)),
+            [run.exchanges for run in block.runs],
+            [run.attention for run in block.runs],
+        )
+
 
 def every_checkpoint(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
     seen = {}
@@ -275,11 +271,7 @@ def every_checkpoint(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
             block.runs.clear()
             with without_gpu():
                 actual = gradients(block, keeping(how))
-            seen[f"{attention}, {name}"] = Seen(
-                all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)),
-                [run.exchanges for run in block.runs],
-                [run.attention for run in block.runs],
-            )
+            seen[f"{attention}, {name}"] = Seen.of(block, actual, expected)
     return seen
 
 
@@ -346,11 +338,7 @@ def nested(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
         for inner in (reentrant, non_reentrant):
             block.runs.clear()
             actual = gradients(block, partial(two_in_one, keeping(outer), keeping(inner)), layers=1)
-            seen[f"{inner.__name__} in {outer.__name__}"] = Seen(
-                all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)),
-                [run.exchanges for run in block.runs],
-                [run.attention for run in block.runs],
-            )
+            seen[f"{inner.__name__} in {outer.__name__}"] = Seen.of(block, actual, expected)
     return seen
 
 

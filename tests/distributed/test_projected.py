@@ -1,15 +1,12 @@
 """Attention that projects its own heads, against linear layers around usp_attention."""
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext, logged_lines
 
 import ds_usp
 from ds_usp import MaskSpec, Projection, Scores, Tuning, projected_attention
@@ -157,7 +154,7 @@ def compare(ctx: RankContext, ulysses: int, made: Sequence[Call]) -> list[tuple[
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(4, 1), (2, 2), (1, 4)])
-def test_equals_linear_layers_around_attention(pool: WorkerPool, ulysses: int, ring: int) -> None:
+def test_equals_linear_layers_around_attention(pool, ulysses, ring):
     made = calls(ulysses, ring)
     by_rank = pool.run(compare, ulysses * ring, ulysses=ulysses, made=made)
     for call, *rows in zip(made, *by_rank, strict=True):
@@ -167,21 +164,15 @@ def test_equals_linear_layers_around_attention(pool: WorkerPool, ulysses: int, r
             assert all((sent[kind] > plain[kind]) == (again and "all" in kind) for kind in sent)
 
 
-class Handler(logging.Handler):
-    """Keeps the lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+def lines_of(ctx: RankContext, run: Callable[[], None]) -> list[str]:
+    with logged_lines() as lines:
+        run()
+    return lines
 
 
-def in_training(ctx: RankContext) -> list[str]:
-    """Accumulation, recomputation and what takes the plain path; its lines on rank 0."""
-    mesh, handler = mesh_of(2), Handler()
-    logging.getLogger("ds_usp").addHandler(handler)
+def in_training() -> None:
+    """Accumulation, recomputation and what takes the plain path."""
+    mesh = mesh_of(2)
     made = problem(Call(4, 2, chunks=2, bias=True, rotary=True), mesh, torch.float32)
     options: dict[str, Any] = made.options | {"rotary": made.rotary}
     weight = made.projection.weights[0]
@@ -208,12 +199,10 @@ def in_training(ctx: RankContext) -> list[str]:
         torch.testing.assert_close(torch.autograd.grad(y, [weight], made.dy), (once,))
     with torch.no_grad():
         run(made.x)
-    logging.getLogger("ds_usp").removeHandler(handler)
-    return handler.lines
 
 
-def test_gradients_come_once_a_pass_and_the_plain_path_has_a_reason(pool: WorkerPool) -> None:
-    lines, *others = pool.run(in_training, 2)
+def test_gradients_come_once_a_pass_and_the_plain_path_has_a_reason(pool):
+    lines, *others = pool.run(lines_of, 2, run=in_training)
     text = "projections are computed before attention, not under its exchanges: "
     said = [line.removeprefix(text) for line in lines if line.startswith(text)]
     assert said == [
@@ -227,10 +216,9 @@ class Adapter(torch.nn.Linear):
     """A linear layer that computes something else, as those of LoRA."""
 
 
-def as_modules(ctx: RankContext) -> list[str]:
-    """Modules that overlap beside the same that do not; the lines of the log on rank 0."""
-    mesh, handler = mesh_of(2), Handler()
-    logging.getLogger("ds_usp").addHandler(handler)
+def as_modules() -> None:
+    """Modules that overlap beside the same that do not."""
+    mesh = mesh_of(2)
     made = problem(Call(4, 2), mesh, torch.float64)
     layout = mesh.layout("contiguous", 64)
     documents = MaskSpec.causal([0, 10, 64])
@@ -277,12 +265,10 @@ def as_modules(ctx: RankContext) -> list[str]:
         for name in ("qkv.0", "qkv.1", "qkv.2", "out")
         for kind in ("weight", "bias")
     }
-    logging.getLogger("ds_usp").removeHandler(handler)
-    return handler.lines
 
 
-def test_a_module_is_its_linear_layers_and_says_when_it_calls_them(pool: WorkerPool) -> None:
-    lines, others = pool.run(as_modules, 2)
+def test_a_module_is_its_linear_layers_and_says_when_it_calls_them(pool):
+    lines, others = pool.run(lines_of, 2, run=as_modules)
     text = "projections are computed before attention, not under its exchanges: "
     assert [line.removeprefix(text) for line in lines if line.startswith(text)] == [
         "a projection is a Adapter, no torch.nn.Linear",
@@ -318,7 +304,7 @@ def kept(ctx: RankContext) -> list[int]:
     return sizes
 
 
-def test_only_the_input_the_output_and_the_log_sum_exp_are_kept(pool: WorkerPool) -> None:
+def test_only_the_input_the_output_and_the_log_sum_exp_are_kept(pool):
     for plain, only_input in pool.run(kept, 2):
         x, out, lse = 32 * FEATURES, 32 * 4 * DIM, 64 * 2
         assert only_input == x + out + lse
@@ -347,15 +333,13 @@ def refused(ctx: RankContext, changes: dict[str, Any], odd: int) -> str:
         ({"rotary": (torch.ones(32, 4),) * 2}, "MeshError"),
     ],
 )
-def test_a_wrong_or_different_call_is_refused_on_every_rank(
-    pool: WorkerPool, changes: dict[str, Any], text: str
-) -> None:
+def test_a_wrong_or_different_call_is_refused_on_every_rank(pool, changes, text):
     differs = text == "MeshError"
     first, second = pool.run(refused, 2, changes=changes, odd=1)
     assert (text in second) and (text if differs else "MeshError") in first
 
 
-def test_weights_that_do_not_fit_are_refused() -> None:
+def test_weights_that_do_not_fit_are_refused():
     x = torch.randn
     for arguments, text in (
         ((x(30, 8), x(8, 16), 4, 3), "no multiple of 3 key/value heads"),
@@ -369,7 +353,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
             Projection(*arguments)  # type: ignore[arg-type]
 
 
-def test_weights_of_their_own_layers_are_known() -> None:
+def test_weights_of_their_own_layers_are_known():
     weight = torch.nn.Parameter(torch.randn(4, 4))
     assert weights_reason([weight], torch.float32) is None
     assert "bfloat16" in str(weights_reason([weight], torch.bfloat16))

@@ -3,8 +3,6 @@
 ``python tests/examples/test_launch_scripts.py`` writes the golden files anew.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -24,9 +22,9 @@ from programs import (
     PROGRAMS,
     ROOT,
     SCRIPTS,
-    CheckRefused,
     bash,
     free_port,
+    python,
     start,
 )
 
@@ -92,7 +90,6 @@ def dry_run(capsys: pytest.CaptureFixture[str]):
 
 
 def values(flags: list[str]) -> dict[str, str]:
-    """Each flag's first value."""
     return dict(pairwise(flags))
 
 
@@ -113,12 +110,12 @@ def lm_printed(*arguments: str, **settings: str) -> str:
 
 
 @pytest.mark.parametrize(("size", "program"), CASES)
-def test_a_dry_run_prints_the_golden_command(size: str, program: str) -> None:
+def test_a_dry_run_prints_the_golden_command(size, program):
     assert printed(size, program) == golden(size, program).read_text()
 
 
 @pytest.mark.parametrize("size", PATHS)
-def test_scripts_are_settings_only(size: str) -> None:
+def test_scripts_are_settings_only(size):
     *lines, last = PATHS[size].read_text().replace("\\\n", "").splitlines()
     folder = "../sequence_parallel/" if size in MEGATRON_LM_SCRIPTS else ""
     assert last == f'. "$(dirname "${{BASH_SOURCE[0]}}")/{folder}launch.sh"'
@@ -130,7 +127,7 @@ def test_scripts_are_settings_only(size: str) -> None:
 
 @pytest.mark.parametrize("size", SCRIPTS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_trainer_knows_every_flag(size: str, program: str, dry_run) -> None:
+def test_the_trainer_knows_every_flag(size, program, dry_run):
     """Of Megatron-DeepSpeed's, those that both have; the rest are listed above."""
     from usp_trainer.arguments import build_parser
     from usp_trainer.validate_args import validate_and_derive
@@ -154,13 +151,7 @@ def test_the_trainer_knows_every_flag(size: str, program: str, dry_run) -> None:
 
 def parsed(program: str, checkout: str, runs: list[list[str]]) -> list[str]:
     """What the parser of a checkout, with the flags that the patches add, reads of each run."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, checkout, json.dumps(runs)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-W", "ignore", "-c", program, checkout, json.dumps(runs), DS_ACCELERATOR="cpu")
     lines = [line for line in done.stdout.splitlines() if line.startswith("parsed ")]
     assert lines, done.stderr
     return [line.removeprefix("parsed ") for line in lines]
@@ -168,7 +159,7 @@ def parsed(program: str, checkout: str, runs: list[list[str]]) -> list[str]:
 
 @pytest.mark.megatron_deepspeed
 @pytest.mark.skipif(not MEGATRON_DEEPSPEED, reason="MEGATRON_DEEPSPEED_PATH is not set")
-def test_megatron_deepspeed_knows_every_flag(dry_run) -> None:
+def test_megatron_deepspeed_knows_every_flag(dry_run):
     program = (
         "import json, sys; from pathlib import Path; import megatron_patches as m\n"
         "host = 'megatron_deepspeed'; m.prepare(host, Path(sys.argv[1])); m.apply(host)\n"
@@ -189,7 +180,7 @@ def flags(text: str) -> list[str]:
 
 @pytest.mark.megatron_lm
 @pytest.mark.skipif(not MEGATRON_LM, reason="MEGATRON_LM_PATH is not set")
-def test_megatron_lm_knows_every_flag() -> None:
+def test_megatron_lm_knows_every_flag():
     """Also those of ``ds-usp plan --emit megatron-lm``, with every kind of flag."""
     program = (
         "import json, sys; from pathlib import Path; import megatron_patches as m\n"
@@ -216,7 +207,7 @@ def test_megatron_lm_knows_every_flag() -> None:
 NODES = {"NNODES": "2", "NUM_GPUS": "8", "MASTER_ADDR": "node-0"}
 
 
-def test_torchrun_on_one_and_two_nodes(dry_run) -> None:
+def test_torchrun_on_one_and_two_nodes(dry_run):
     start, *_ = dry_run("1.3B", LAUNCHER="torchrun", CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert start == (
         "torchrun --nnodes 1 --node-rank 0 --nproc-per-node 4 --master-addr 127.0.0.1 "
@@ -241,7 +232,7 @@ def executable(path: Path, *lines: str) -> str:
     return os.pathsep.join([str(path.parent), os.environ["PATH"]])
 
 
-def test_srun_takes_the_nodes_of_the_job(tmp_path: Path, dry_run) -> None:
+def test_srun_takes_the_nodes_of_the_job(tmp_path, dry_run):
     nodes = '[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"'
     path = executable(tmp_path / "scontrol", nodes)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_NNODES": "2"}
@@ -256,7 +247,7 @@ def test_srun_takes_the_nodes_of_the_job(tmp_path: Path, dry_run) -> None:
     assert start.endswith(f"python -m {MEGATRON}")
 
 
-def test_gpus_are_counted(tmp_path: Path, dry_run) -> None:
+def test_gpus_are_counted(tmp_path, dry_run):
     """Of this node, of CUDA_VISIBLE_DEVICES, or of a host file."""
     path = executable(tmp_path / "nvidia-smi", "seq 8")
     assert "--num_gpus 8" in dry_run("1.3B", PATH=path)[0]
@@ -268,7 +259,7 @@ def test_gpus_are_counted(tmp_path: Path, dry_run) -> None:
     assert f"--hostfile {nodes}" in start and "--num_gpus" not in start and "_g16_" in text
 
 
-def test_every_setting_can_be_overridden(dry_run) -> None:
+def test_every_setting_can_be_overridden(dry_run):
     settings = {"SEQ_LENGTH": "65536", "ULYSSES_DEGREE": "1", "MP_SIZE": "2", "NUM_GPUS": "16"}
     start, flags, _ = dry_run("1.3B", "trainer", "--eod-mask-loss", LR="0.5", **settings)
     assert "--num_gpus 16" in start and flags[-1] == "--eod-mask-loss"
@@ -287,7 +278,7 @@ def test_every_setting_can_be_overridden(dry_run) -> None:
     assert "--log-timers-to-tensorboard" in flags
 
 
-def test_derived_settings(dry_run) -> None:
+def test_derived_settings(dry_run):
     """Steps shorten warm-up and decay; without a Ulysses degree it is the largest that fits."""
     flags = values(dry_run("1.3B", TRAIN_ITERS="1000")[1])
     assert [flags[f"--{name}-iters"] for name in ("train", "lr-decay", "lr-warmup")] == [
@@ -300,7 +291,7 @@ def test_derived_settings(dry_run) -> None:
     assert "_uauto_" in dry_run("1.3B", ULYSSES_DEGREE="auto")[2]
 
 
-def test_data_with_weights_and_spaces(tmp_path: Path, dry_run) -> None:
+def test_data_with_weights_and_spaces(tmp_path, dry_run):
     for name in ("a.bin", "b.bin"):
         (tmp_path / name).write_text("tokens")
         (tmp_path / name).with_suffix(".idx").touch()
@@ -314,7 +305,7 @@ def test_data_with_weights_and_spaces(tmp_path: Path, dry_run) -> None:
     assert flags[first : first + 2] == [str(text), "--rotary-base"]
 
 
-def test_settings_of_the_neighbours_hold_here() -> None:
+def test_settings_of_the_neighbours_hold_here():
     """Local layers need no kernel of apex; recomputation, two nodes, data with weights."""
     words = lm_printed(TRANSFORMER_IMPL="local", ACTIVATION_CHECKPOINT="true", NUM_GPUS="8")
     for flag in ("--no-persist-layer-norm", "--no-rope-fusion", "--recompute-method"):
@@ -413,10 +404,7 @@ LM_REFUSED = [
         "TOKENIZER_TYPE=HuggingFaceTokenizer needs TOKENIZER_MODEL",
     ),
     ({"DRY_RUN": "0", "DATA_PATH": "@data@"}, "set VOCAB_PATH and MERGE_PATH"),
-    (
-        {"TRAIN_ITERS": "5", "LR_WARMUP_ITERS": "5"},
-        "must be below LR_DECAY_ITERS=5 (Megatron-LM)",
-    ),
+    ({"TRAIN_ITERS": "5", "LR_WARMUP_ITERS": "5"}, "must be below LR_DECAY_ITERS=5 (Megatron-LM)"),
 ]
 ALL_REFUSED = [("1.3B", {**DRY_RUN, **settings}, message) for settings, message in REFUSED]
 ALL_REFUSED += [
@@ -427,15 +415,11 @@ ALL_REFUSED += [
 @pytest.mark.parametrize(
     ("size", "settings", "message"), ALL_REFUSED, ids=[f"{s}-{m[:50]}" for s, _, m in ALL_REFUSED]
 )
-def test_bad_settings_are_refused_before_anything_starts(
-    size: str, settings: dict[str, str], message: str, check_refused: CheckRefused
-) -> None:
+def test_bad_settings_are_refused_before_anything_starts(size, settings, message, check_refused):
     check_refused(size, message, settings)
 
 
-def test_megatron_deepspeed_without_tensorboard_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_megatron_deepspeed_without_tensorboard_is_refused(tmp_path, monkeypatch, capsys):
     """It would train on without; the trainer refuses it by itself."""
     for suffix in (".bin", ".idx"):
         (tmp_path / "data").with_suffix(suffix).write_text("tokens")
@@ -470,9 +454,7 @@ def started(monkeypatch: pytest.MonkeyPatch):
         ("lm-tiny", {"MP_SIZE": "1"}, {}),
     ],
 )
-def test_the_launcher_starts_with_the_variables(
-    size: str, settings: dict[str, str], expected: dict[str, str], started, tmp_path: Path
-) -> None:
+def test_the_launcher_starts_with_the_variables(size, settings, expected, started, tmp_path):
     settings |= {"OUTPUT_HOME": str(tmp_path)}
     if size == "lm-tiny":
         more = {"DRY_RUN": "0", "NUM_GPUS": "8", "BATCH_SIZE": "1"}
@@ -524,7 +506,7 @@ ORDINARY = """
 """
 
 
-def test_a_misspelt_setting_is_found_among_ordinary_variables() -> None:
+def test_a_misspelt_setting_is_found_among_ordinary_variables():
     from launch_settings import misspelt_setting
 
     assert misspelt_setting(ORDINARY.split()) is None
@@ -536,7 +518,7 @@ def test_a_misspelt_setting_is_found_among_ordinary_variables() -> None:
         assert misspelt_setting([*ORDINARY.split(), variable]) == (variable, setting)
 
 
-def test_refused_starts_touch_no_folder(tmp_path: Path) -> None:
+def test_refused_starts_touch_no_folder(tmp_path):
     """By the settings, and by the trainer's own checks of its arguments."""
     for arguments, settings, message in (
         ((), {"SEQ_LENGHT": "65536"}, "error: SEQ_LENGHT is no setting; did you mean SEQ_LENGTH?"),
@@ -548,7 +530,7 @@ def test_refused_starts_touch_no_folder(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_start_keeps_the_log_of_the_first(tmp_path: Path) -> None:
+def test_a_second_start_keeps_the_log_of_the_first(tmp_path):
     """A stub of torchrun prints when it is started."""
     programs, output = tmp_path / "programs", tmp_path / "output"
     programs.mkdir()
@@ -562,7 +544,7 @@ def test_a_second_start_keeps_the_log_of_the_first(tmp_path: Path) -> None:
     assert [line[:4] for line in log.read_text().splitlines()] == ["=== ", "star"] * 2
 
 
-def test_a_task_of_srun_is_a_rank() -> None:
+def test_a_task_of_srun_is_a_rank():
     program = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))"
     task = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16"}
     done = subprocess.run(
@@ -574,7 +556,7 @@ def test_a_task_of_srun_is_a_rank() -> None:
     assert done.stdout == "9 1 16\n", done.stderr
 
 
-def test_the_example_job_names_a_script() -> None:
+def test_the_example_job_names_a_script():
     lines = (FOLDER / "slurm.sbatch").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("bash ")]
     assert line.split()[1] in SCRIPTS.values()
@@ -583,12 +565,8 @@ def test_the_example_job_names_a_script() -> None:
 @pytest.mark.megatron_lm
 @pytest.mark.slow
 @pytest.mark.skipif(not MEGATRON_LM, reason="MEGATRON_LM_PATH is not set")
-def test_the_tiny_script_trains_and_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    settings = {
-        "MEGATRON_LM_PATH": MEGATRON_LM,
-        "OUTPUT_HOME": str(tmp_path),
-        "LOG_INTERVAL": "1",
-    }
+def test_the_tiny_script_trains_and_continues_from_its_checkpoint(tmp_path):
+    settings = {"MEGATRON_LM_PATH": MEGATRON_LM, "OUTPUT_HOME": str(tmp_path), "LOG_INTERVAL": "1"}
     settings |= {"LR_DECAY_ITERS": "20", "SAVE_INTERVAL": "3", "CUDA_VISIBLE_DEVICES": ""}
     losses: dict[int, float] = {}
     for steps in ("3", "6"):

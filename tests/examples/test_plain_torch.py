@@ -1,7 +1,5 @@
 """The plain torch examples train as one process does, also after they load a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from programs import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,14 +42,14 @@ def run_example(ctx: RankContext, *, name: str, commands: list[str]) -> list[tup
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_has_at_most_60_lines(name: str) -> None:
+def test_an_example_has_at_most_60_lines(name):
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 60
 
 
 @pytest.mark.parametrize(("name", "degrees", "more"), CASES)
 def test_an_example_trains_as_one_process_and_goes_on_from_its_checkpoint(
-    name: str, degrees: str, more: str, pool: WorkerPool, tmp_path: Path
-) -> None:
+    name, degrees, more, pool, tmp_path
+):
     check, saved = f"{degrees} {more} --check", tmp_path / "checkpoint"
     commands = [f"{check} --steps 1 --save {saved}", f"{check} --steps 2 --load {saved}"]
     ranks: list[list[tuple[int, str]]] = pool.run(run_example, WORLD, name=name, commands=commands)
@@ -77,7 +75,7 @@ def steps_that_are_none(ctx: RankContext, *, saved: str) -> Any:
     return code, out.getvalue()
 
 
-def test_steps_without_data_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+def test_steps_without_data_are_refused(pool, tmp_path):
     code, text = pool.run(steps_that_are_none, WORLD, saved=str(tmp_path / "saved"))[0]
     assert code == 1 and "nothing is left to compare" in text
 
@@ -103,13 +101,13 @@ def shifted_in_the_shard(ctx: RankContext) -> Any:
     return code, out.getvalue()
 
 
-def test_the_check_finds_an_error(pool: WorkerPool) -> None:
+def test_the_check_finds_an_error(pool):
     code, text = pool.run(shifted_in_the_shard, WORLD)[0]
     assert code == 1
     assert "FAILED" in text
 
 
-def test_an_example_starts_under_torchrun() -> None:
+def test_an_example_starts_under_torchrun():
     done = torchrun(2, FOLDER / "ddp.py", "--check", "--steps", "1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "limit 1e-05: ok" in done.stdout

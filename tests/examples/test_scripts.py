@@ -1,7 +1,5 @@
 """The shell scripts parse, work from any directory, and refuse what they do not know."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -23,12 +21,12 @@ def bash(*command: str | Path, cwd: Path, **settings: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda path: path.name)
-def test_the_script_parses(script: Path, tmp_path: Path) -> None:
+def test_the_script_parses(script, tmp_path):
     done = bash("-n", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_unknown_groups_of_tests_are_refused(tmp_path: Path) -> None:
+def test_unknown_groups_of_tests_are_refused(tmp_path):
     done = bash(ROOT / "scripts/test.sh", "everything", cwd=tmp_path)
     assert done.returncode == 2
     assert "[fast|unit|dist|megatron|transformers|gpu|all]" in done.stderr
@@ -57,9 +55,7 @@ esac
         ("tests/unit/test_a.py -q", "tests/unit/test_a.py -q"),
     ],
 )
-def test_test_sh_names_the_tests_and_passes_pytests_exit_code_on(
-    arguments: str, tests: str, tmp_path: Path
-) -> None:
+def test_test_sh_names_the_tests_and_passes_pytests_exit_code_on(arguments, tests, tmp_path):
     python = tmp_path / "python"
     python.write_text(PYTEST_OF_TESTS)
     python.chmod(0o755)
@@ -78,20 +74,20 @@ def test_test_sh_names_the_tests_and_passes_pytests_exit_code_on(
         assert done.stdout == f"pytest -m pytest {flags}{tests}\n"
 
 
-def test_the_gpu_group_says_when_there_is_none(tmp_path: Path) -> None:
+def test_the_gpu_group_says_when_there_is_none(tmp_path):
     settings = {"USP_NO_INSTALL": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = bash(ROOT / "scripts/test.sh", "gpu", cwd=tmp_path, **settings)
     assert done.returncode == 0
     assert "NO NVIDIA GPU HERE" in done.stderr
 
 
-def test_env_sh_leaves_the_callers_shell_options_alone(tmp_path: Path) -> None:
+def test_env_sh_leaves_the_callers_shell_options_alone(tmp_path):
     line = f'set -- one; . "{ROOT}/scripts/env.sh"; false; echo "alive $1 $-"'
     done = bash("-c", line, cwd=tmp_path, USP_NO_INSTALL="1")
     assert done.stdout.startswith("alive one ") and "e" not in done.stdout.split()[2]
 
 
-def test_env_sh_without_a_usable_python_says_so(tmp_path: Path) -> None:
+def test_env_sh_without_a_usable_python_says_so(tmp_path):
     copy = tmp_path / "clone"
     (copy / "scripts").mkdir(parents=True)
     (copy / "scripts/env.sh").write_bytes((ROOT / "scripts/env.sh").read_bytes())
@@ -109,7 +105,7 @@ def test_env_sh_without_a_usable_python_says_so(tmp_path: Path) -> None:
     assert not (copy / ".venv").exists()
 
 
-def test_env_sh_builds_anew_from_within_the_old_environment(tmp_path: Path) -> None:
+def test_env_sh_builds_anew_from_within_the_old_environment(tmp_path):
     """Its interpreter goes with it: the one it was made by makes the next."""
     copy = tmp_path / "clone"
     (copy / "scripts").mkdir(parents=True)

@@ -3,8 +3,6 @@
 ``python tests/examples/test_transformers_sft.py`` writes the golden files anew.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from importlib.util import find_spec
@@ -31,21 +29,21 @@ def printed(name: str, *arguments: str, **settings: str) -> str:
     return done.stdout.replace(str(ROOT), "$ROOT").replace(" --", " \\\n    --")
 
 
-def test_sft_has_at_most_120_lines() -> None:
+def test_sft_has_at_most_120_lines():
     assert len((FOLDER / "sft.py").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_dry_run_prints_the_golden_command(name: str) -> None:
+def test_a_dry_run_prints_the_golden_command(name):
     assert printed(name) == golden(name).read_text()
 
 
-def test_there_are_scripts_for_2_4_and_8_gpus_and_for_the_cpu() -> None:
+def test_there_are_scripts_for_2_4_and_8_gpus_and_for_the_cpu():
     ranks = {re.findall(r"--nproc-per-node (\d)", golden(name).read_text())[-1] for name in SCRIPTS}
     assert len(SCRIPTS) == 4 and ranks == {"2", "4", "8"}
 
 
-def test_settings_are_overridden_by_their_names_in_capitals() -> None:
+def test_settings_are_overridden_by_their_names_in_capitals():
     text = printed("sft_llama3_8B_usp_64k_4gpu", "--learning_rate", "1", SP_SIZE="2", FSDP="true")
     assert "--sequence_parallel_size 2" in text and "--gradient_accumulation_steps 2" in text
     assert '--fsdp_config \\{\\"version\\":\\ 2\\}' in text
@@ -66,7 +64,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[text[:40] for _, text in REFUSED])
-def test_bad_settings_are_refused(settings: dict[str, str], message: str) -> None:
+def test_bad_settings_are_refused(settings, message):
     done = bash("sft_llama3_8B_usp_64k_4gpu", **settings)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
 
@@ -74,7 +72,7 @@ def test_bad_settings_are_refused(settings: dict[str, str], message: str) -> Non
 @pytest.mark.transformers
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
-def test_the_tiny_script_trains_as_transformers_does_on_one_rank(tmp_path: Path) -> None:
+def test_the_tiny_script_trains_as_transformers_does_on_one_rank(tmp_path):
     # Two ranks as a ring: each process imports for 7 s. tests/integrations train on other meshes.
     mesh = {"NUM_GPUS": "2", "SP_SIZE": "2", "ULYSSES_DEGREE": "1"}
     settings = {"OUTPUT_HOME": str(tmp_path), "TRAIN_ITERS": "3", "CUDA_VISIBLE_DEVICES": ""}

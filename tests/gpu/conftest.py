@@ -5,8 +5,6 @@ first, in many processes that share the GPUs and the files of compiled kernels; 
 GPUs run after them, a few at a time, and find these files (``scripts/test.sh gpu``).
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -3,10 +3,6 @@
 The tolerance is the kernel's own: at most 1.5 x the error of the same kernel run dense.
 """
 
-from __future__ import annotations
-
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +13,8 @@ import joint_attention_cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case
+from gpu_ranks import run_on_gpus
 from joint_attention_cases import Joint
 
 import ds_usp
@@ -108,10 +104,7 @@ def errors(full: dict[str, torch.Tensor], case: Case) -> dict[str, float]:
     return {name: relative_error(full[name].cuda(), true[name]) for name in true}
 
 
-def rank_main(rank: int, world: int, port: int, folder: str, kernel: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world)
+def rank_main(rank: int, world: int, folder: str, kernel: str) -> None:
     results: dict[tuple[int, str], dict[str, float]] = {}
     for ulysses in (u for u in (1, 2, 4) if world % u == 0):
         mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
@@ -134,13 +127,6 @@ def rank_main(rank: int, world: int, port: int, folder: str, kernel: str) -> Non
                 results[ulysses, str(case)] = errors(unsharded, case)
     if rank == 0:
         torch.save(results, Path(folder, "results.pt"))
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()] or [1]
@@ -150,7 +136,7 @@ WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()] or [1
 @pytest.mark.parametrize("kernel", ["auto", *KERNELS])
 @pytest.mark.parametrize("world", WORLDS)
 def test_equals_the_oracle_as_well_as_the_dense_kernel(world, kernel, tmp_path):
-    mp.spawn(rank_main, (world, free_port(), str(tmp_path), kernel), nprocs=world)
+    run_on_gpus(rank_main, world, str(tmp_path), kernel)
     results = torch.load(tmp_path / "results.pt", weights_only=False)
     for (ulysses, name), worst in results.items():
         case = next(case for case in CASES if str(case) == name)
@@ -172,10 +158,7 @@ def test_one_gpu_is_as_exact_as_its_dtype(case):
     assert max(worst.values()) <= limit, worst
 
 
-def joint_main(rank: int, world: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world)
+def joint_main(rank: int, world: int, folder: str) -> None:
     errors_of_cases = [
         joint_attention_cases.errors(
             world, case, ds_usp.SequenceMesh.from_group(None, ulysses), "cuda"
@@ -185,13 +168,12 @@ def joint_main(rank: int, world: int, port: int, folder: str) -> None:
         for case in (Joint(), Joint(front=False, mask=ds_usp.MaskSpec.causal(), sinks=True))
     ]
     torch.save(errors_of_cases, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
 
 
 @pytest.mark.several_gpus
 @pytest.mark.parametrize("world", WORLDS)
 def test_joint_tokens_equal_the_oracle(world, tmp_path):
-    mp.spawn(joint_main, (world, free_port(), str(tmp_path)), nprocs=world)
+    run_on_gpus(joint_main, world, str(tmp_path))
     for rank in range(world):
         for worst in torch.load(tmp_path / f"{rank}.pt", weights_only=False):
             assert max(worst.values()) <= 1e-5, worst

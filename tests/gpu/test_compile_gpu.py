@@ -1,15 +1,10 @@
 """``torch.compile`` with inductor on GPUs: one graph, NCCL or copy engines, eager's results."""
 
-from __future__ import annotations
-
-import os
-import socket
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from gpu_ranks import run_on_gpus
 from torch._dynamo.utils import counters
 
 import ds_usp
@@ -21,8 +16,6 @@ STEPS = 4  # as many as torch's CUDA graphs need to warm up, to record and to re
 
 
 class Layer(torch.nn.Module):
-    """Projections around attention."""
-
     def __init__(self, mesh: ds_usp.SequenceMesh, tuning: ds_usp.Tuning) -> None:
         super().__init__()
         self.mix = torch.nn.Linear(512, 3 * 512, device="cuda", dtype=torch.bfloat16)
@@ -35,10 +28,7 @@ class Layer(torch.nn.Module):
         return x + ds_usp.usp_attention(q, k, v, mesh=self.mesh, **options).flatten(2)
 
 
-def rank_main(rank: int, world: int, port: int, mode: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world)
+def rank_main(rank: int, world: int, mode: str) -> None:
     torch._inductor.config.compile_threads = 1
     for ulysses in (u for u in (1, 2, 4) if world % u == 0):
         mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
@@ -61,13 +51,9 @@ def rank_main(rank: int, world: int, port: int, mode: str) -> None:
                     error = relative_error(actual.cpu(), expected.cpu().double())
                     assert error < 1e-2, (ulysses, tuning, error)
             assert counters["stats"]["unique_graphs"] == 1, counters
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_compiled_layer_equals_the_layer(world, mode):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    mp.spawn(rank_main, (world, port, mode), nprocs=world)
+    run_on_gpus(rank_main, world, mode)

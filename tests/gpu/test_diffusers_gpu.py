@@ -1,7 +1,5 @@
 """Diffusion transformers on two GPUs, also in CUDA graphs: fp32, tiny models, against one GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -20,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_attention_gpu import free_port
+from programs import free_port
 from torch import Tensor
 
 import ds_usp
@@ -53,11 +51,10 @@ ZERO = ("--deepspeed", '{"zero_optimization": {"stage": 2}}')
 Check = Callable[[torch.device], Iterator[tuple[str, float]]]
 
 
-def join_group(rank: int, port: int, device: str = "cuda") -> None:
-    """Prepare this process as a rank."""
+def join_group(rank: int, port: str, device: str = "cuda") -> None:
     sys.path += [str(ROOT / "tests" / "integrations"), str(ROOT / "examples_deepspeed/diffusion")]
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks)
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.backends.cudnn.allow_tf32 = False  # of convolutions
@@ -65,7 +62,7 @@ def join_group(rank: int, port: int, device: str = "cuda") -> None:
     dist.init_process_group(backend, rank=rank, world_size=WORLD)
 
 
-def rank_main(rank: int, port: int, checks: tuple[Check, ...], device: str = "cuda") -> None:
+def rank_main(rank: int, port: str, checks: tuple[Check, ...], device: str = "cuda") -> None:
     """Every check yields a name and an error; all are run before one that is too large raises."""
     join_group(rank, port, device)
     errors: dict[str, float] = {}
@@ -87,7 +84,6 @@ def run(*checks: Check) -> None:
 
 
 def say(*lines: str) -> None:
-    """Write on rank 0."""
     if dist.get_rank() == 0:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
@@ -236,13 +232,11 @@ def waits(transformer: Any, given: Mapping[str, Any]) -> str:
 
 
 def generation(device: torch.device) -> Iterator[tuple[str, float]]:
-    """``generate.py`` with its own check."""
     for command in GENERATE:
         yield f"generate.py {command}", of_program("generate", device, command.split())
 
 
 def training(device: torch.device) -> Iterator[tuple[str, float]]:
-    """``train_flow_matching.py`` with its own check."""
     for command in TRAIN:
         error = of_program("train_flow_matching", device, [*command.split(), *ZERO])
         yield f"train_flow_matching.py {command}", error
@@ -361,7 +355,7 @@ def of_turns(transformer: Any, batches: list[Any], wants: list[Tensor]) -> float
     return max(relative(*pair) for pair in zip(outputs, 4 * wants, strict=True))
 
 
-def killed_main(rank: int, port: int, ulysses: int, outcome: Any) -> None:
+def killed_main(rank: int, port: str, ulysses: int, outcome: Any) -> None:
     """Replay passes until rank 1 is killed; rank 0 puts its error, the seconds that it took, and
     those until the GPU was idle."""
     from ds_usp.integrations.diffusers import enable

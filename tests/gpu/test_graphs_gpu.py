@@ -1,15 +1,11 @@
 """CUDA graphs of attention over several GPUs: launched in turns, with calls in between."""
 
-from __future__ import annotations
-
-import os
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from test_attention_gpu import WORLDS, free_port
+from gpu_ranks import run_on_gpus
+from test_attention_gpu import WORLDS
 
 import ds_usp
 from ds_usp import Tuning
@@ -66,10 +62,7 @@ class Calls:
             assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
 
 
-def graph_main(rank: int, world: int, port: int, ulysses: int, tokens: int, copies: bool) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world)
+def graph_main(rank: int, world: int, ulysses: int, tokens: int, copies: bool) -> None:
     calls = Calls(ds_usp.SequenceMesh.from_group(None, ulysses), tokens, copies)
     graphs = [calls.captured(chunks) for chunks in (1, 2)]
     for turn in range(3):
@@ -85,7 +78,6 @@ def graph_main(rank: int, world: int, port: int, ulysses: int, tokens: int, copi
         assert calls.mesh.reserved_bytes > 0, "a graph's rooms were given back"
     for graph, _ in graphs:
         graph.reset()  # communicators that a graph refers to do not end
-    dist.destroy_process_group()
 
 
 def check_graphs_of_forward_and_backward(calls: Calls) -> None:
@@ -106,5 +98,4 @@ def check_graphs_of_forward_and_backward(calls: Calls) -> None:
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("ulysses, tokens", [(1, 1024), (2, 1021)])
 def test_calls_can_be_captured_in_cuda_graphs(ulysses, tokens, copies):
-    world = WORLDS[-1]
-    mp.spawn(graph_main, (world, free_port(), ulysses, tokens, copies), nprocs=world)
+    run_on_gpus(graph_main, WORLDS[-1], ulysses, tokens, copies)

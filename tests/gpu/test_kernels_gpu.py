@@ -1,7 +1,5 @@
 """Every kernel of this GPU on tiles and documents, against the reference kernel in fp64."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

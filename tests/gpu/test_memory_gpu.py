@@ -3,8 +3,6 @@
 pytest tests/gpu/test_memory_gpu.py
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The profile on one GPU: rates that a GPU can have, in the time that it was given."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels in Triton beside their definition in torch or fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 

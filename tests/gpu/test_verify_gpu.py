@@ -1,7 +1,5 @@
 """``ds-usp verify`` over NCCL, on all GPUs that are here, as a user starts it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from programs import torchrun

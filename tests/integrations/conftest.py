@@ -1,7 +1,5 @@
 """Tests of models and trainers of other libraries, skipped where these are absent."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Tiny random diffusion transformers of further classes, and their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """In place of CUDA graphs on CPUs: operators that are run again on the same memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar

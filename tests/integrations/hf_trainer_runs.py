@@ -1,7 +1,5 @@
 """A few steps of Trainer and SFTTrainer on tiny random models, by ranks of the harness."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile
@@ -185,7 +183,6 @@ def run_trainer(ctx: RankContext, **options: Any) -> Run:
 
 
 def train_packed(ctx: RankContext, split: Split = Split(), **options: Any) -> Run:
-    """Train by transformers' Trainer, on packed rows."""
     size = split.ulysses * split.ring
     stream = options.pop("stream", False)
     count = options.pop("count", 64)
@@ -264,7 +261,6 @@ def run_sft(ctx: RankContext, **options: Any) -> Run:
 
 
 def train_sft(ctx: RankContext, split: Split = Split(), lora: bool = False, **options: Any) -> Run:
-    """Fine-tune by TRL's SFTTrainer."""
     import datasets
     import peft
     import trl

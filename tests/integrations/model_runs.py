@@ -50,7 +50,6 @@ class Result:
 
 
 def relative(have: Tensor, want: Tensor) -> float:
-    """Relative error in the 2-norm."""
     have, want = have.detach().double(), want.detach().double()
     return float((have - want).norm() / want.norm().clamp_min(1e-30))
 

@@ -1,7 +1,5 @@
 """Scripts of DeepSpeed's ALST with two lines changed, against one process."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from hf_trainer_runs import restored_environment, tiny_model, weights_of
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -130,8 +128,8 @@ CASES = [
 
 @pytest.mark.parametrize(("sp", "degree", "stage", "kind"), CASES)
 def test_a_script_with_two_lines_changed_trains_as_one_rank_does(
-    pool: WorkerPool, tmp_path: Path, sp: int, degree: int | None, stage: int, kind: str
-) -> None:
+    pool, tmp_path, sp, degree, stage, kind
+):
     """Each rank reads the same batch here, as in the tutorial: it is trained sp times."""
     tiny_model().save_pretrained(tmp_path)
     ranks = pool.run(
@@ -244,11 +242,11 @@ def refusals(ctx: RankContext) -> list[str]:
     return texts
 
 
-def test_what_alst_cannot_do_exactly_is_refused_on_every_rank(pool: WorkerPool) -> None:
+def test_what_alst_cannot_do_exactly_is_refused_on_every_rank(pool):
     for texts in pool.run(refusals, 4):
         for text, want in zip(texts, CASES_REFUSED.values(), strict=True):
             assert re.search(want, text), text
 
 
-def test_one_rank_needs_nothing() -> None:
+def test_one_rank_needs_nothing():
     assert UlyssesSPAttentionHF.register_with_transformers("tiny", "sdpa", 1, 1) is None

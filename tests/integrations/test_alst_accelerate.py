@@ -1,14 +1,12 @@
 """Unedited trainers with Accelerate's ParallelismConfig(sp_size), against one process."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from hf_trainer_runs import Record, restored_environment, tiny_model, tokenizer
 
 from ds_usp.errors import ConfigError
@@ -124,9 +122,7 @@ def sft_trainer(arguments: dict[str, Any], record: Record) -> Any:
 
 
 @pytest.mark.parametrize(("degree", "stage"), [(4, 1), (2, 2), (1, 3), (2, 3), (2, 1)])
-def test_an_unedited_trainer_trains_as_one_process_does(
-    pool: WorkerPool, degree: int, stage: int
-) -> None:
+def test_an_unedited_trainer_trains_as_one_process_does(pool, degree, stage):
     """Stock, norms are 4 times too large under ZeRO-1 and 2, and packed documents leak."""
     want = pool.run(train, 1)[0]
     for run in pool.run(train, 4, sp=4, degree=degree, stage=stage):
@@ -136,7 +132,7 @@ def test_an_unedited_trainer_trains_as_one_process_does(
         assert run["evaluation"] == pytest.approx(want["evaluation"], rel=1e-5)
 
 
-def test_an_unedited_sft_trainer_trains_as_one_process_does(pool: WorkerPool) -> None:
+def test_an_unedited_sft_trainer_trains_as_one_process_does(pool):
     want = pool.run(train, 1, sft=True)[0]
     for run in pool.run(train, 4, sp=4, degree=2, stage=2, sft=True):
         assert run["losses"] == pytest.approx(want["losses"], rel=1e-5)
@@ -152,7 +148,7 @@ def mesh_of_sizes(ctx: RankContext, **sizes: int) -> Any:
     return mesh.ulysses_degree, mesh.ring_degree, members
 
 
-def test_a_mesh_of_accelerates_sizes(pool: WorkerPool) -> None:
+def test_a_mesh_of_accelerates_sizes(pool):
     found = pool.run(mesh_of_sizes, 4, cp_size=2, dp_shard_size=2, ulysses_degree=1)
     assert found == [(1, 2, [0, 1])] * 2 + [(1, 2, [2, 3])] * 2
     assert pool.run(mesh_of_sizes, 4, sp_size=4)[3] == (4, 1, [0, 1, 2, 3])
@@ -163,5 +159,5 @@ def mesh_of_three(ctx: RankContext) -> None:
         mesh_of_sizes(ctx, sp_size=3)
 
 
-def test_sizes_that_do_not_divide_the_world_are_refused(pool: WorkerPool) -> None:
+def test_sizes_that_do_not_divide_the_world_are_refused(pool):
     pool.run(mesh_of_three, 4)

@@ -1,7 +1,5 @@
 """A smoke run of the benchmark of transformers models: it compares losses and writes its rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,7 +11,7 @@ CASES = ("ds_usp 1x2, FSDP2", "ALST, ZeRO-3")
 
 
 @pytest.mark.slow
-def test_cases_are_compared_and_written(tmp_path: Path) -> None:
+def test_cases_are_compared_and_written(tmp_path):
     path = tmp_path / "rows.jsonl"
     flags = ("--device", "cpu", "--smoke", "--out", path, "--cases", *CASES)
     done = python(BENCH / "bench_transformers.py", *flags, CUDA_VISIBLE_DEVICES="")

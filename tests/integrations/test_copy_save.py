@@ -1,7 +1,5 @@
 """An enabled model that is saved, loaded or copied."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from training_models import batch_of, difference, forward, gradients, llama
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +41,7 @@ def saved_and_loaded(ctx: RankContext, folder: str) -> None:
     assert torch.allclose(forward(loaded, batch_of(30)), wanted, rtol=1e-6)
 
 
-def test_save_and_load_are_transformers_own(pool: WorkerPool, tmp_path: Path) -> None:
+def test_save_and_load_are_transformers_own(pool, tmp_path):
     pool.run(saved_and_loaded, 2, folder=str(tmp_path))
 
 
@@ -67,5 +65,5 @@ def copied(ctx: RankContext) -> float:
     return error
 
 
-def test_a_copy_is_enabled_by_itself(pool: WorkerPool) -> None:
+def test_a_copy_is_enabled_by_itself(pool):
     assert max(pool.run(copied, 2)) == 0

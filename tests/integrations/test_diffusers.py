@@ -1,8 +1,6 @@
 """Diffusion transformers on 4 ranks: every class with a plan, at every split of ulysses x ring,
 lengths that ranks share unevenly, padded text; checkpointing; pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +8,8 @@ import further_diffusers
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
-from model_runs import (
-    BOUND,
-    Result,
-    counted_attention,
-    mean_gradients,
-    relative,
-    take_gradients,
-)
+from harness import RankContext
+from model_runs import BOUND, Result, counted_attention, mean_gradients, relative, take_gradients
 from tiny_diffusers import MASKS, VARIANTS, arguments, build, flux_pipeline, output_of, wan_pipeline
 from torch import Tensor
 
@@ -96,7 +87,7 @@ def check(errors: list[Errors], count: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*PLANS, *VARIANTS])
-def test_outputs_and_gradients_are_exact_at_every_split(pool: WorkerPool, name: str) -> None:
+def test_outputs_and_gradients_are_exact_at_every_split(pool, name):
     errors = pool.run(every_case, WORLD, name=name)
     check(errors, len(cases_of(name)) * len(ULYSSES))
 
@@ -130,9 +121,7 @@ def checkpointed(ctx: RankContext, name: str, reentrant: bool) -> tuple[Errors, 
         ("WanTransformer3DModel", True),
     ],
 )
-def test_checkpointed_blocks_recompute_their_own_pass(
-    pool: WorkerPool, name: str, reentrant: bool
-) -> None:
+def test_checkpointed_blocks_recompute_their_own_pass(pool, name, reentrant):
     errors, calls = zip(*pool.run(checkpointed, WORLD, name=name, reentrant=reentrant), strict=True)
     check(list(errors), WORLD)
     assert set(calls) == {2 * 2 * 2}  # layers, passes, and again
@@ -147,7 +136,7 @@ def summed(ctx: RankContext, name: str) -> Errors:
 
 
 @pytest.mark.parametrize("name", [PIXART, "Lumina2Transformer2DModel"])
-def test_gradients_may_be_summed(pool: WorkerPool, name: str) -> None:
+def test_gradients_may_be_summed(pool, name):
     """Of tokens that are joined, and sharded again, within the transformer too."""
     check(pool.run(summed, WORLD, name=name), WORLD)
 
@@ -167,7 +156,7 @@ def of_two_meshes(ctx: RankContext) -> Errors:
     return {f"rank {ctx.rank}": have.error(want)}
 
 
-def test_meshes_may_have_other_batches(pool: WorkerPool) -> None:
+def test_meshes_may_have_other_batches(pool):
     check(pool.run(of_two_meshes, WORLD), WORLD)
 
 
@@ -196,7 +185,7 @@ def sharded_parameters(ctx: RankContext) -> Errors:
     return {f"rank {ctx.rank}": Result(loss, output, gradients).error(want)}
 
 
-def test_parameters_may_be_sharded(pool: WorkerPool) -> None:
+def test_parameters_may_be_sharded(pool):
     check(pool.run(sharded_parameters, WORLD), WORLD)
 
 
@@ -229,7 +218,7 @@ def replicated(ctx: RankContext, prepare: Callable[[Any], Any]) -> Errors:
 
 
 @pytest.mark.parametrize("prepare", [by_ddp, by_accelerate])
-def test_replicas_may_be_averaged(pool: WorkerPool, prepare: Any) -> None:
+def test_replicas_may_be_averaged(pool, prepare):
     check(pool.run(replicated, WORLD, prepare=prepare), WORLD)
 
 
@@ -272,7 +261,7 @@ def zero_step(ctx: RankContext, stage: int) -> float:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_of_zero_is_that_of_one_rank(pool: WorkerPool, stage: int) -> None:
+def test_a_step_of_zero_is_that_of_one_rank(pool, stage):
     assert max(pool.run(zero_step, WORLD, stage=stage)) <= BOUND
 
 
@@ -294,7 +283,7 @@ def adapted(ctx: RankContext) -> Errors:
     return {f"rank {ctx.rank}": have.error(want)}
 
 
-def test_adapters_are_trained(pool: WorkerPool) -> None:
+def test_adapters_are_trained(pool):
     check(pool.run(adapted, WORLD), WORLD)
 
 
@@ -312,7 +301,7 @@ def compiled(ctx: RankContext, name: str) -> Errors:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "WanTransformer3DModel"])
-def test_a_compiled_transformer_is_exact(pool: WorkerPool, name: str) -> None:
+def test_a_compiled_transformer_is_exact(pool, name):
     check(pool.run(compiled, 2, name=name), 2)
 
 
@@ -330,7 +319,7 @@ def bf16_errors(ctx: RankContext, name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["WanTransformer3DModel", "HunyuanVideoTransformer3DModel"])
-def test_autocast_is_as_exact_as_on_one_rank(pool: WorkerPool, name: str) -> None:
+def test_autocast_is_as_exact_as_on_one_rank(pool, name):
     for one, have in pool.run(bf16_errors, WORLD, name=name):
         assert 1e-4 < have < 1.5 * one
 
@@ -352,7 +341,7 @@ def latents(ctx: RankContext, kind: str) -> list[tuple[float, Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ["flux", "wan"])
-def test_pipelines_give_one_rank_s_latents_on_every_rank(pool: WorkerPool, kind: str) -> None:
+def test_pipelines_give_one_rank_s_latents_on_every_rank(pool, kind):
     """Wan's has two transformers, one for each part of the steps, and guidance."""
     by_rank = pool.run(latents, WORLD, kind=kind)
     for index in range(len(ULYSSES)):

@@ -1,14 +1,12 @@
 """``usp`` as an attention backend under diffusers' own context parallelism, on 4 ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from model_runs import BOUND, relative
 from tiny_diffusers import arguments, build
 
@@ -49,7 +47,7 @@ def errors_of_classes(ctx: RankContext) -> dict[str, float]:
     return errors
 
 
-def test_outputs_under_enable_parallelism_are_exact(pool: WorkerPool) -> None:
+def test_outputs_under_enable_parallelism_are_exact(pool):
     for errors in pool.run(errors_of_classes, WORLD):
         assert len(errors) == len(SERVED) * len(DEGREES)
         assert all(error <= BOUND for error in errors.values()), errors
@@ -69,13 +67,13 @@ def refusals(ctx: RankContext) -> list[str]:
     return messages
 
 
-def test_what_the_hooks_do_not_tell_is_refused(pool: WorkerPool) -> None:
+def test_what_the_hooks_do_not_tell_is_refused(pool):
     for messages in pool.run(refusals, WORLD):
         for message, text in zip(messages, ("gradients", "uneven", "a mask"), strict=True):
             assert text in message and "enable(transformer, mesh)" in message
 
 
-def test_the_backend_is_native_without_parallelism() -> None:
+def test_the_backend_is_native_without_parallelism():
     register_backend()
     register_backend()
     name = "WanTransformer3DModel"

@@ -1,14 +1,12 @@
 """The batch of classifier-free guidance split over ranks, beside their tokens; CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from model_runs import BOUND, relative
 from tiny_diffusers import arguments, build, output_of, sd3_pipeline
 
@@ -38,7 +36,7 @@ def errors_of_classes(ctx: RankContext, names: tuple[str, ...]) -> dict[str, flo
     return errors
 
 
-def test_every_class_may_split_its_batch(pool: WorkerPool) -> None:
+def test_every_class_may_split_its_batch(pool):
     for errors in pool.run(errors_of_classes, WORLD, names=SPLIT):
         assert len(errors) == 2 * len(SPLIT)
         assert all(error <= BOUND for error in errors.values()), errors
@@ -55,7 +53,7 @@ def other_dtypes(ctx: RankContext) -> None:
         transformer(**given)
 
 
-def test_parts_with_other_dtypes_are_refused(pool: WorkerPool) -> None:
+def test_parts_with_other_dtypes_are_refused(pool):
     for error in pool.errors(other_dtypes, WORLD):
         assert "outputs of a part" in str(error) and "float16" in str(error)
 
@@ -68,7 +66,7 @@ def sampled(ctx: RankContext) -> tuple[float, torch.Tensor]:
     return relative(have, want), have
 
 
-def test_a_pipeline_s_guidance_is_one_rank_s(pool: WorkerPool) -> None:
+def test_a_pipeline_s_guidance_is_one_rank_s(pool):
     by_rank = pool.run(sampled, WORLD)
     assert max(error for error, _ in by_rank) <= BOUND
     assert all(torch.equal(have, by_rank[0][1]) for _, have in by_rank)
@@ -106,7 +104,7 @@ def refusals(ctx: RankContext) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_split_is_refused_on_every_rank(pool: WorkerPool) -> None:
+def test_what_cannot_be_split_is_refused_on_every_rank(pool):
     for messages in pool.run(refusals, WORLD):
         for message, text in zip(
             messages,
@@ -124,7 +122,7 @@ def test_what_cannot_be_split_is_refused_on_every_rank(pool: WorkerPool) -> None
             assert text in message
 
 
-def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_graph_is_refused(monkeypatch):
     name = "FluxTransformer2DModel"
     transformer, given = build(name), arguments(name)
     enable(transformer, ds_usp.SequenceMesh.single())

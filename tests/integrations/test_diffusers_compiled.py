@@ -1,12 +1,10 @@
 """Blocks of diffusion transformers under torch.compile, on 2 ranks: what is in their graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from test_diffusers import alone, on_the_mesh
 from tiny_diffusers import arguments, build
 
@@ -48,7 +46,7 @@ def of_compiled_blocks(ctx: RankContext) -> dict[str, tuple[float, list[tuple[in
     return results
 
 
-def test_a_compiled_block_is_one_graph_with_attention_in_it(pool: WorkerPool) -> None:
+def test_a_compiled_block_is_one_graph_with_attention_in_it(pool):
     for results in pool.run(of_compiled_blocks, WORLD):
         for name, (error, counts, recompiled) in results.items():
             assert error <= BOUND, name

@@ -1,12 +1,9 @@
 """``enable`` of diffusers by itself, on one rank: what it refuses, what it leaves behind."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -33,7 +30,7 @@ MESH = ds_usp.SequenceMesh.single()
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_shard_of_an_argument_is_a_view_where_nothing_keeps_it(gradients: bool) -> None:
+def test_a_shard_of_an_argument_is_a_view_where_nothing_keeps_it(gradients):
     """The caller holds the whole tensor anyway; backward would keep it longer than its shard."""
     values = ValuesComparison(MESH, "model")
     attentions = frozenset({Tokens(("image",), ("image",))})
@@ -53,7 +50,7 @@ def hooks_of(transformer: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_disable_leaves_the_transformer_as_it_was(name: str) -> None:
+def test_disable_leaves_the_transformer_as_it_was(name):
     transformer, given = build(name), arguments(name, padded=True)
     before = output_of(transformer, given)
     processors = {m: m.processor for m in transformer.modules() if hasattr(m, "processor")}
@@ -68,7 +65,7 @@ def test_disable_leaves_the_transformer_as_it_was(name: str) -> None:
     assert torch.equal(output_of(transformer, given), before)
 
 
-def test_a_pipeline_is_restored_where_its_second_transformer_is_refused() -> None:
+def test_a_pipeline_is_restored_where_its_second_transformer_is_refused():
     pipeline, _ = flux_pipeline()
     pipeline.transformer_2 = build(WAN)
     pipeline.transformer_2.blocks[0].attn1.processor._attention_backend = "flash"
@@ -196,7 +193,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("make", "kind", "text"), REFUSED)
-def test_enable_refuses(make: Callable[[], Any], kind: type[Exception], text: str) -> None:
+def test_enable_refuses(make, kind, text):
     with pytest.raises(kind, match=text):
         enable(make(), MESH)
 
@@ -222,14 +219,14 @@ BAD_PLANS: dict[str, tuple[Plan, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_PLANS)
-def test_a_plan_is_compared_with_the_class(case: str) -> None:
+def test_a_plan_is_compared_with_the_class(case):
     plan, text = BAD_PLANS[case]
     with pytest.raises(ConfigError) as error:
         enable(build(WAN), MESH, plan=plan)
     assert text in str(error.value) and diffusers.__version__ in str(error.value)
 
 
-def test_options_that_do_not_exist_are_refused() -> None:
+def test_options_that_do_not_exist_are_refused():
     with pytest.raises(ConfigError, match="'mean'"):
         enable(build(PIXART), MESH, gradients="max")  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match="unknown attention kernel 'best'"):
@@ -238,7 +235,7 @@ def test_options_that_do_not_exist_are_refused() -> None:
         enable(build(PIXART), None)  # type: ignore[arg-type]
 
 
-def test_fewer_heads_than_the_ulysses_degree_are_refused() -> None:
+def test_fewer_heads_than_the_ulysses_degree_are_refused():
     transformer = build(FLUX, num_attention_heads=3)
     check_attention(transformer, PLANS[FLUX], 3)
     with pytest.raises(Unsupported, match="3 heads, fewer than the Ulysses"):
@@ -299,7 +296,7 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
         ("tokens", "34 image tokens"),
     ],
 )
-def test_a_forward_pass_refuses(what: str, text: str) -> None:
+def test_a_forward_pass_refuses(what, text):
     transformer, given = build(FLUX), arguments(FLUX)
     enable(transformer, MESH)
     given = changed(transformer, given, what)
@@ -307,7 +304,7 @@ def test_a_forward_pass_refuses(what: str, text: str) -> None:
         transformer(**given)
 
 
-def test_blocks_are_computed_again_before_disable_only() -> None:
+def test_blocks_are_computed_again_before_disable_only():
     transformer, given = build(FLUX), arguments(FLUX)
     transformer.enable_gradient_checkpointing(
         lambda block, *args: checkpoint(block, *args, use_reentrant=True)
@@ -319,7 +316,7 @@ def test_blocks_are_computed_again_before_disable_only() -> None:
         loss.backward()
 
 
-def test_a_copy_is_enabled_too_and_cannot_be_pickled(tmp_path: Path) -> None:
+def test_a_copy_is_enabled_too_and_cannot_be_pickled(tmp_path):
     transformer, given = build(FLUX), arguments(FLUX)
     wanted = transformer(**given).sample
     with enable(transformer, MESH):
@@ -330,7 +327,7 @@ def test_a_copy_is_enabled_too_and_cannot_be_pickled(tmp_path: Path) -> None:
     assert relative(twin(**given).sample, wanted) < 1e-6
 
 
-def test_hooks_of_before_see_whole_arguments_and_outputs() -> None:
+def test_hooks_of_before_see_whole_arguments_and_outputs():
     transformer, given = build(FLUX), arguments(FLUX)
     seen = []
 
@@ -345,14 +342,14 @@ def test_hooks_of_before_see_whole_arguments_and_outputs() -> None:
     assert [shape[1] for shape in seen] == [35, 35]
 
 
-def test_a_lora_scale_is_served() -> None:
+def test_a_lora_scale_is_served():
     transformer, given = build(FLUX), arguments(FLUX)
     with enable(transformer, MESH):
         scaled = transformer(**given, joint_attention_kwargs={"scale": 0.5}).sample
         assert torch.equal(scaled, transformer(**given).sample)
 
 
-def test_masks_dropout_and_causality_of_attention_are_refused() -> None:
+def test_masks_dropout_and_causality_of_attention_are_refused():
     """Of a plan that does not name the mask: attention gets it."""
     name = "QwenImageTransformer2DModel"
     transformer = build(name)
@@ -361,7 +358,7 @@ def test_masks_dropout_and_causality_of_attention_are_refused() -> None:
         transformer(**arguments(name, padded=True))
 
 
-def test_a_mask_of_floats_is_refused_as_attention_adds_it() -> None:
+def test_a_mask_of_floats_is_refused_as_attention_adds_it():
     name = "ChromaTransformer2DModel"
     transformer, given = build(name), arguments(name, padded=True)
     want = transformer(**given).sample
@@ -373,7 +370,7 @@ def test_a_mask_of_floats_is_refused_as_attention_adds_it() -> None:
         assert relative(transformer(**given).sample, want) < 1e-6
 
 
-def test_parts_of_a_transformer_are_not_called_alone() -> None:
+def test_parts_of_a_transformer_are_not_called_alone():
     transformer = build(WAN)
     hidden, text = torch.zeros(2, 8, 96), torch.zeros(2, 7, 96)
     enable(transformer, MESH)

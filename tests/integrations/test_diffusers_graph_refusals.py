@@ -1,15 +1,11 @@
 """What ``enable(cuda_graphs=True)`` refuses, with stand-ins of CUDA graphs on one rank."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from graph_tapes import Tape
 from peft import LoraConfig
 from test_diffusers_graphs import MESH, QWEN, WAN, passes
 from tiny_diffusers import arguments, build
@@ -63,9 +59,7 @@ def quantized(transformer: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_what_a_graph_would_not_repeat_is_refused(
-    tapes: list[Tape], change: Callable[[Any], None], text: str, late: bool
-) -> None:
+def test_what_a_graph_would_not_repeat_is_refused(tapes, change, text, late):
     transformer, given = build(WAN).eval(), arguments(WAN)
     if not late:
         change(transformer)
@@ -79,7 +73,7 @@ def test_what_a_graph_would_not_repeat_is_refused(
             transformer(**given)
 
 
-def test_hooks_and_compilers_around_the_transformer_are_refused(tapes: list[Tape]) -> None:
+def test_hooks_and_compilers_around_the_transformer_are_refused(tapes):
     transformer, given = build(WAN).eval(), arguments(WAN)
     with enable(transformer, MESH, cuda_graphs=True):
         with pytest.raises(Unsupported, match="has no effect"):
@@ -89,7 +83,7 @@ def test_hooks_and_compilers_around_the_transformer_are_refused(tapes: list[Tape
             transformer(**given)
 
 
-def test_another_forward_function_is_neither_replaced_nor_lost(tapes: list[Tape]) -> None:
+def test_another_forward_function_is_neither_replaced_nor_lost(tapes):
     transformer = build(WAN).eval()
     own = transformer.forward = partial(type(transformer).forward, transformer)
     with pytest.raises(Unsupported, match="forward function of its own"):
@@ -101,7 +95,7 @@ def test_another_forward_function_is_neither_replaced_nor_lost(tapes: list[Tape]
     assert transformer.forward is own
 
 
-def test_arguments_that_a_graph_cannot_take_are_refused(tapes: list[Tape]) -> None:
+def test_arguments_that_a_graph_cannot_take_are_refused(tapes):
     qwen = build(QWEN).eval()
     with enable(qwen, MESH, cuda_graphs=True), pytest.raises(Unsupported, match="mask of text"):
         qwen(**arguments(QWEN, padded=True))
@@ -115,7 +109,7 @@ def test_arguments_that_a_graph_cannot_take_are_refused(tapes: list[Tape]) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has GPUs")
-def test_without_a_gpu_they_are_refused() -> None:
+def test_without_a_gpu_they_are_refused():
     with pytest.raises(ConfigError, match="cuda_graphs=True needs a GPU"):
         enable(build(WAN), MESH, cuda_graphs=True)
 
@@ -130,9 +124,7 @@ def test_without_a_gpu_they_are_refused() -> None:
         ({}, {}, "no peer access"),
     ],
 )
-def test_exchanges_that_cannot_be_captured_are_refused(
-    options: dict[str, Any], environment: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchanges_that_cannot_be_captured_are_refused(options, environment, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -142,7 +134,7 @@ def test_exchanges_that_cannot_be_captured_are_refused(
         check_graphs(mesh, Tuning(**options))
 
 
-def test_weights_on_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_on_another_device_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     check_device(WAN, torch.device("cuda", 0))
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
@@ -150,7 +142,7 @@ def test_weights_on_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) 
             check_device(WAN, device)
 
 
-def test_addresses_of_wrapped_weights_are_those_within() -> None:
+def test_addresses_of_wrapped_weights_are_those_within():
     module = torch.nn.Linear(2, 2)
     module.weight = torch.nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
     before = list(identities(module))

@@ -3,14 +3,13 @@
 tests/gpu/test_diffusers_gpu.py has the graphs themselves, on two GPUs.
 """
 
-from __future__ import annotations
-
+import contextlib
 import copy
 import dataclasses
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -33,6 +32,15 @@ MESH = ds_usp.SequenceMesh.single()
 BOUND = 1e-6
 
 
+@contextlib.contextmanager
+def graphed(name: str) -> Iterator[tuple[Any, dict[str, Any], Tensor]]:
+    """A transformer that captures its passes, arguments, and its output without graphs."""
+    transformer, given = build(name).eval(), arguments(name)
+    want = transformer(**given).sample
+    with enable(transformer, MESH, cuda_graphs=True):
+        yield transformer, given, want
+
+
 def passes(transformer: Any, given: dict[str, Any], count: int = 3) -> list[Tensor]:
     return [transformer(**given, return_dict=False)[0] for _ in range(count)]
 
@@ -41,12 +49,8 @@ def errors(outputs: list[Tensor], want: Tensor) -> float:
     return max(relative(out, want) for out in outputs)
 
 
-@pytest.mark.parametrize(
-    "name", [FLUX, WAN, "SD3Transformer2DModel", "CogVideoXTransformer3DModel"]
-)
-def test_a_replayed_pass_computes_with_the_arguments_that_it_is_given(
-    tapes: list[Tape], name: str
-) -> None:
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_replayed_pass_computes_with_the_arguments_that_it_is_given(tapes, name):
     transformer = build(name).eval()
     kinds = [arguments(name, odd=odd) for odd in (True, False)]
     others = [arguments(name, odd=odd, seed=2) for odd in (True, False)]
@@ -64,9 +68,8 @@ def test_a_replayed_pass_computes_with_the_arguments_that_it_is_given(
     assert relative(transformer(**kinds[0]).sample, wants[0]) < BOUND
 
 
-def test_weights_are_followed_in_place_and_where_they_are_replaced(tapes: list[Tape]) -> None:
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+def test_weights_are_followed_in_place_and_where_they_are_replaced(tapes):
+    with graphed(WAN) as (transformer, given, _):
         passes(transformer, given)
         transformer.proj_out.weight.mul_(2)  # the memory of the graph
         transformer.proj_out.bias.mul_(2)
@@ -81,7 +84,7 @@ def test_weights_are_followed_in_place_and_where_they_are_replaced(tapes: list[T
     assert errors(quadrupled, want) < BOUND
 
 
-def test_passes_with_gradients_are_not_captured(tapes: list[Tape]) -> None:
+def test_passes_with_gradients_are_not_captured(tapes):
     transformer, given = build(WAN).eval(), arguments(WAN)
     with enable(transformer, MESH, cuda_graphs=True), torch.enable_grad():
         for _ in range(3):
@@ -89,29 +92,24 @@ def test_passes_with_gradients_are_not_captured(tapes: list[Tape]) -> None:
     assert not tapes
 
 
-def test_inference_mode_and_no_grad_have_graphs_of_their_own(tapes: list[Tape]) -> None:
-    transformer, given = build(FLUX).eval(), arguments(FLUX)
-    want = transformer(**given).sample
-    with enable(transformer, MESH, cuda_graphs=True):
+def test_inference_mode_and_no_grad_have_graphs_of_their_own(tapes):
+    with graphed(FLUX) as (transformer, given, want):
         with torch.inference_mode():
             assert errors(passes(transformer, given), want) < BOUND
         assert errors(passes(transformer, given), want) < BOUND
     assert len(tapes) == 4
 
 
-def test_autocast_is_another_kind(tapes: list[Tape]) -> None:
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    want = transformer(**given).sample
-    with enable(transformer, MESH, cuda_graphs=True):
+def test_autocast_is_another_kind(tapes):
+    with graphed(WAN) as (transformer, given, want):
         passes(transformer, given)
         with torch.autocast("cpu"):
             assert errors(passes(transformer, given), want) > 1e-4
         assert errors(passes(transformer, given), want) < BOUND
 
 
-def test_a_copy_captures_by_itself(tapes: list[Tape]) -> None:
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+def test_a_copy_captures_by_itself(tapes):
+    with graphed(WAN) as (transformer, given, _):
         want = passes(transformer, given)[0]
         twin = copy.deepcopy(transformer)
         twin.proj_out.weight.mul_(2)
@@ -121,11 +119,9 @@ def test_a_copy_captures_by_itself(tapes: list[Tape]) -> None:
     assert len(tapes) == 4
 
 
-def test_an_error_drops_the_graphs(tapes: list[Tape]) -> None:
+def test_an_error_drops_the_graphs(tapes):
     """Another rank may have none any more."""
-    transformer, given = build(FLUX).eval(), arguments(FLUX)
-    want = transformer(**given).sample
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(FLUX) as (transformer, given, want):
         passes(transformer, given)
         with pytest.raises(Unsupported, match="ControlNet"):
             transformer(**given, controlnet_block_samples=[torch.zeros(1)])
@@ -133,9 +129,7 @@ def test_an_error_drops_the_graphs(tapes: list[Tape]) -> None:
     assert len(tapes) == 4
 
 
-def test_of_too_many_kinds_the_oldest_is_dropped(
-    tapes: list[Tape], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_kinds_the_oldest_is_dropped(tapes, caplog, monkeypatch):
     monkeypatch.setattr(graphs, "_MAX_KINDS", 2)
     transformer, given = build(WAN).eval(), arguments(WAN)
     want = transformer(**given).sample
@@ -152,21 +146,18 @@ def test_of_too_many_kinds_the_oldest_is_dropped(
     assert len([x for x in caplog.messages if "more than 2 kinds" in x]) == 1
 
 
-def test_a_pool_whose_last_graph_was_dropped_is_not_taken_again(
-    tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_whose_last_graph_was_dropped_is_not_taken_again(tapes, monkeypatch):
     monkeypatch.setattr(graphs, "_MAX_KINDS", 2)
     renewed: list[bool] = []
     monkeypatch.setattr(Tapes, "renew", lambda _: renewed.append(True))
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, _):
         for scale, count, renewals in ((1.0, 3, 0), (2.0, 1, 0), (3.0, 1, 1)):
             for _ in range(count):
                 transformer(**given, attention_kwargs={"scale": scale})
             assert len(renewed) == renewals
 
 
-def test_ctrl_c_in_a_capture_leaves_no_mode_behind(tapes: list[Tape]) -> None:
+def test_ctrl_c_in_a_capture_leaves_no_mode_behind(tapes):
     transformer, given = build(QWEN).eval(), arguments(QWEN)
     before = _len_torch_dispatch_stack()
     with enable(transformer, MESH, cuda_graphs=True):
@@ -181,19 +172,16 @@ def test_ctrl_c_in_a_capture_leaves_no_mode_behind(tapes: list[Tape]) -> None:
         assert errors(passes(transformer, given), want) < BOUND
 
 
-def test_an_argument_that_is_none_makes_no_other_kind(tapes: list[Tape]) -> None:
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    want = transformer(**given).sample
-    with enable(transformer, MESH, cuda_graphs=True):
+def test_an_argument_that_is_none_makes_no_other_kind(tapes):
+    with graphed(WAN) as (transformer, given, want):
         both = given, given | {"encoder_hidden_states_image": None}
         assert max(errors(passes(transformer, each), want) for each in both) < BOUND
     assert len(tapes) == 2
 
 
-def test_casts_of_autocast_belong_to_the_graph(tapes: list[Tape]) -> None:
+def test_casts_of_autocast_belong_to_the_graph(tapes):
     """Its cache is dropped when the context ends, and has no other values within."""
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+    with graphed(WAN) as (transformer, given, _):
         with torch.autocast("cpu"):
             before = passes(transformer, given)[-1]
         for parameter in transformer.parameters():
@@ -226,7 +214,7 @@ def other_weight(transformer: Any) -> None:
     transformer.proj_out.weight.data = 2 * weight.data
 
 
-def test_a_replay_is_compared_and_its_stream_is_known(tapes: list[Tape]) -> None:
+def test_a_replay_is_compared_and_its_stream_is_known(tapes):
     """As attention calls are: a rank that does not come must not leave the others waiting."""
     engine, consistency = mock.Mock(), mock.Mock(wraps=MESH.consistency)
     mesh = dataclasses.replace(MESH, copy_engines={"all_to_all": engine}, consistency=consistency)
@@ -241,11 +229,8 @@ def test_a_replay_is_compared_and_its_stream_is_known(tapes: list[Tape]) -> None
 
 
 @pytest.mark.parametrize("change", [other_processor, other_weight])
-def test_what_was_replaced_is_captured_again(
-    tapes: list[Tape], change: Callable[[Any], None]
-) -> None:
-    transformer, given = build(WAN).eval(), arguments(WAN)
-    with enable(transformer, MESH, cuda_graphs=True):
+def test_what_was_replaced_is_captured_again(tapes, change):
+    with graphed(WAN) as (transformer, given, _):
         before = passes(transformer, given)[-1]
         change(transformer)
         have = passes(transformer, given)
@@ -258,7 +243,7 @@ def runs(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> A
     return func(*args, **(kwargs or {}))
 
 
-def test_tensors_of_a_module_s_cache_outlive_it(tapes: list[Tape]) -> None:
+def test_tensors_of_a_module_s_cache_outlive_it(tapes):
     """QwenImage keeps 128 rotary embeddings; a CUDA graph holds none of what it reads."""
     transformer, given = build(QWEN).eval(), arguments(QWEN)
     cached: list[weakref.ref[Tensor]] = []
@@ -284,9 +269,7 @@ def test_tensors_of_a_module_s_cache_outlive_it(tapes: list[Tape]) -> None:
     assert cached[-1]() is None
 
 
-def test_a_capture_that_fails_is_not_tried_again(
-    tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_fails_is_not_tried_again(tapes, monkeypatch):
     transformer, given = build(WAN).eval(), arguments(WAN)
     problems: list[Exception] = [torch.OutOfMemoryError("no memory"), RuntimeError("not allowed")]
 

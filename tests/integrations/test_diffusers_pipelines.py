@@ -1,7 +1,5 @@
 """What diffusers' pipelines give their transformers, against the plans."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
@@ -12,7 +10,7 @@ from unittest import mock
 import diffusers
 import pytest
 import torch.distributed as dist
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from tiny_diffusers import MASKS
 
 from ds_usp.integrations.diffusers import PLANS
@@ -69,7 +67,7 @@ def arguments_of_pipelines(folder: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("folder", PIPELINES)
-def test_plans_know_what_pipelines_give(folder: str) -> None:
+def test_plans_know_what_pipelines_give(folder):
     known = PLANS[PIPELINES[folder]].arguments | ATTENTION_KWARGS | {"return_dict"}
     given = [pair for pair in arguments_of_pipelines(folder) if pair[1] not in known]
     assert len(list(arguments_of_pipelines(folder))) > 4
@@ -81,7 +79,7 @@ def test_plans_know_what_pipelines_give(folder: str) -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "usage" / "diffusers.md"
 
 
-def test_the_page_lists_the_classes() -> None:
+def test_the_page_lists_the_classes():
     table = PAGE.read_text(encoding="utf-8").partition("## Which classes\n\n")[2]
     rows = []
     for name, plan in PLANS.items():
@@ -108,5 +106,5 @@ def first_program(ctx: RankContext) -> bool:
     return bool(names["difference"] < 1e-5)  # type: ignore[operator]
 
 
-def test_the_first_program_is_complete(pool: WorkerPool) -> None:
+def test_the_first_program_is_complete(pool):
     assert pool.run(first_program, 4) == [True] * 4

@@ -1,7 +1,5 @@
 """How attention processors come to attention over the mesh, and what they may not ask of it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -33,7 +31,7 @@ def processor_class(name: str) -> type[Any]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_no_processor_of_diffusers_needs_a_mode(name: str) -> None:
+def test_no_processor_of_diffusers_needs_a_mode(name):
     """Which costs microseconds for every function of torch; compiled models alone take it."""
     transformer, given = build(name), arguments(name, padded=True)
     want = output_of(transformer, given)
@@ -66,7 +64,7 @@ def by_another_function(cls: Any) -> Any:
 
 @pytest.mark.parametrize("make", [by_super, by_another_function])
 @pytest.mark.parametrize("name", [FLUX, SD3])
-def test_a_processor_of_the_user_is_served_by_a_mode(name: str, make: Any) -> None:
+def test_a_processor_of_the_user_is_served_by_a_mode(name, make):
     transformer, given = build(name), arguments(name)
     want = output_of(transformer, given)
     own = make(processor_class(name))
@@ -76,7 +74,7 @@ def test_a_processor_of_the_user_is_served_by_a_mode(name: str, make: Any) -> No
         assert relative(output_of(transformer, given), want) < 1e-6
 
 
-def test_who_is_not_served_without_a_mode() -> None:
+def test_who_is_not_served_without_a_mode():
     cls = processor_class(FLUX)
     assert ReplacedAttention.of(cls.__call__) is not None
 
@@ -95,11 +93,18 @@ def test_who_is_not_served_without_a_mode() -> None:
         assert ReplacedAttention.of(other) is None
 
 
-@pytest.mark.parametrize("name", ["apply_rotary_emb", "dispatch_attention_fn"])
-def test_a_function_that_is_patched_later_is_called(name: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "module", "name"),
+    [
+        (FLUX, transformer_flux, "apply_rotary_emb"),
+        (FLUX, transformer_flux, "dispatch_attention_fn"),
+        (SD3, torch.nn.functional, "scaled_dot_product_attention"),
+    ],
+)
+def test_a_function_that_is_patched_later_is_called(model, module, name):
     """As fused rotary embeddings and records of attention are put in."""
-    transformer, given, calls = build(FLUX), arguments(FLUX), []
-    original = getattr(transformer_flux, name)
+    transformer, given, calls = build(model), arguments(model), []
+    original = getattr(module, name)
 
     def patched(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -107,32 +112,15 @@ def test_a_function_that_is_patched_later_is_called(name: str) -> None:
 
     with enable(transformer, MESH):
         output_of(transformer, given)
-        with mock.patch.object(transformer_flux, name, patched):
+        with mock.patch.object(module, name, patched):
             have, sharded_calls = output_of(transformer, given), len(calls)
-    with mock.patch.object(transformer_flux, name, patched):
+    with mock.patch.object(module, name, patched):
         want = output_of(transformer, given)
     assert relative(have, want) < 1e-6
     assert len(calls) == 2 * sharded_calls > 0
 
 
-def test_torchs_function_that_is_patched_later_is_called() -> None:
-    transformer, given = build(SD3), arguments(SD3)
-    functional = torch.nn.functional
-    original = functional.scaled_dot_product_attention
-
-    def patched(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return original(1.5 * query, *args, **kwargs)
-
-    with enable(transformer, MESH):
-        output_of(transformer, given)
-        with mock.patch.object(functional, "scaled_dot_product_attention", patched):
-            have = output_of(transformer, given)
-    with mock.patch.object(functional, "scaled_dot_product_attention", patched):
-        want = output_of(transformer, given)
-    assert relative(have, want) < 1e-6
-
-
-def test_the_scale_reaches_attention_and_nothing_is_left_behind() -> None:
+def test_the_scale_reaches_attention_and_nothing_is_left_behind():
     state, tokens, seen = mock.Mock(), mock.Mock(), []
     state.attend.side_effect = lambda q, k, v, _, scale: seen.append(scale) or q
     x = torch.zeros(1, 4, 2, 8)
@@ -147,7 +135,7 @@ def test_the_scale_reaches_attention_and_nothing_is_left_behind() -> None:
 
 
 @pytest.mark.parametrize("backend", ["_native_math", "flex"])
-def test_a_backend_of_the_whole_process_is_refused_not_ignored(backend: str) -> None:
+def test_a_backend_of_the_whole_process_is_refused_not_ignored(backend):
     transformer, given = build(FLUX), arguments(FLUX)
     want = output_of(transformer, given)
     with enable(transformer, MESH):
@@ -167,14 +155,14 @@ def test_a_backend_of_the_whole_process_is_refused_not_ignored(backend: str) -> 
         ({"backend": "flash"}, "'flash'"),
     ],
 )
-def test_what_a_processor_may_not_ask_for(option: Any, message: str) -> None:
+def test_what_a_processor_may_not_ask_for(option, message):
     state: Any = None
     attention, x = MeshAttention("Processor", state, state), torch.zeros(1, 4, 2, 8)
     with pytest.raises(Unsupported, match=f"Processor .*{message}"):
         attention.tokens_first(x, x, x, **option)
 
 
-def test_diffusers_own_function_is_as_it_was() -> None:
+def test_diffusers_own_function_is_as_it_was():
     """Outside of a processor of an enabled transformer, within its pass too."""
     transformer, given = build(FLUX), arguments(FLUX)
     x, seen = torch.rand(1, 4, 2, 8), []

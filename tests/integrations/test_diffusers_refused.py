@@ -1,7 +1,5 @@
 """What every rank refuses where one rank's transformer, options or arguments cannot be served."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import torch
 from cases import mesh_of
 from diffusers import FirstBlockCacheConfig
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from model_runs import BOUND, relative
 from peft import LoraConfig
 from tiny_diffusers import arguments, build
@@ -44,7 +42,7 @@ def other_options(ctx: RankContext) -> list[str]:
     return messages
 
 
-def test_ranks_that_differ_are_refused(pool: WorkerPool) -> None:
+def test_ranks_that_differ_are_refused(pool):
     for options, layers, cache in pool.run(other_options, WORLD):
         assert "gradients='sum'" in options
         assert "configuration" in layers
@@ -95,7 +93,7 @@ def refused(ctx: RankContext, make: Callable[[int], tuple[str, dict[str, Any]]])
         (few_tokens, "LayoutError", "FluxTransformer2DModel, text: 3 tokens"),
     ],
 )
-def test_every_rank_refuses(pool: WorkerPool, make: Any, kind: str, text: str) -> None:
+def test_every_rank_refuses(pool, make, kind, text):
     for have, message in pool.run(refused, WORLD, make=make):
         assert kind in ("", have), (have, message)
         assert text in message
@@ -120,7 +118,7 @@ def reference_first(ctx: RankContext) -> str:
     return str(error.value)
 
 
-def test_reference_tokens_before_the_image_are_refused(pool: WorkerPool) -> None:
+def test_reference_tokens_before_the_image_are_refused(pool):
     assert all("after image and text" in text for text in pool.run(reference_first, WORLD))
 
 
@@ -132,7 +130,7 @@ def gradients_of_adapters(transformer: Any, scale: float) -> list[torch.Tensor]:
     return [p.grad for n, p in transformer.named_parameters() if "lora" in n]
 
 
-def test_a_lora_scale_is_refused_where_backward_computes_blocks_without_it() -> None:
+def test_a_lora_scale_is_refused_where_backward_computes_blocks_without_it():
     """As diffusers does alone: if it no longer does, this fails, and the scale can be served."""
     transformer = build("WanTransformer3DModel")
     transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"]))
@@ -167,7 +165,7 @@ def compared_at_the_end(ctx: RankContext) -> tuple[str, int, str]:
     return str(error.value), launched, str(other.value)
 
 
-def test_values_on_gpus_are_compared_at_the_end_of_a_pass(pool: WorkerPool) -> None:
+def test_values_on_gpus_are_compared_at_the_end_of_a_pass(pool):
     for values, launched, shapes in pool.run(compared_at_the_end, WORLD):
         assert launched == 1 and "noise from generators of one seed" in values
         assert "hidden_states (2, 32, 4)" in shapes and "hidden_states (2, 35, 4)" in shapes
@@ -181,7 +179,7 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_pass_leaves_nothing_behind() -> None:
+def test_an_interrupted_pass_leaves_nothing_behind():
     """torch calls no hook after Ctrl-C."""
     transformer, given = build(FLUX), arguments(FLUX)
     transformer.enable_gradient_checkpointing()
@@ -201,7 +199,7 @@ def test_an_interrupted_pass_leaves_nothing_behind() -> None:
     assert relative(transformer(**given).sample, want) < 1e-6
 
 
-def test_a_transformer_is_not_disabled_within_its_forward_pass() -> None:
+def test_a_transformer_is_not_disabled_within_its_forward_pass():
     """It would return a shard."""
     transformer, given = build(FLUX), arguments(FLUX)
     want = transformer(**given).sample

@@ -1,7 +1,5 @@
 """A smoke run of the benchmark of diffusion transformers on two ranks of the pool."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import RankContext, WorkerPool
+from harness import RankContext
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 RUN = "1"
@@ -87,9 +85,7 @@ def summary(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_cases_are_compared_and_written(
-    pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cases_are_compared_and_written(pool, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     pool.run(run_all, 2, path=str(path))
     rows = rows_of(path)
@@ -113,9 +109,7 @@ def test_cases_are_compared_and_written(
     assert code == 0 and "WRONG" not in text and text.count("left out: ValueError") == 6
 
 
-def test_a_wrong_result_is_marked(
-    pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_result_is_marked(pool, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     pool.run(run_wrong, 2, path=str(path))
     rows = rows_of(path)

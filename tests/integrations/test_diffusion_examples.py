@@ -3,8 +3,6 @@
 The tiny scripts' programs run on ranks of the pool, with the flags that DRY_RUN=1 prints.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shlex
@@ -38,13 +36,13 @@ def value(command: list[str], flag: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["generate", "train_flow_matching"])
-def test_a_program_has_at_most_150_lines(name: str) -> None:
+def test_a_program_has_at_most_150_lines(name):
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("gpus", ["2", "4", "8"])
 @pytest.mark.parametrize("name", ["generate_flux_usp", "generate_wan_usp", "train_flux_lora_usp"])
-def test_scripts_take_the_number_of_gpus(name: str, gpus: str) -> None:
+def test_scripts_take_the_number_of_gpus(name, gpus):
     command = printed(name, "--seed", "7", NUM_GPUS=gpus, ULYSSES_DEGREE="2")
     assert command[:2] == ["torchrun", "--standalone"]
     assert value(command, "--nproc-per-node") == gpus
@@ -56,7 +54,7 @@ def test_scripts_take_the_number_of_gpus(name: str, gpus: str) -> None:
         assert value(command, "--sequence-parallel-size") == gpus
 
 
-def test_the_readme_lists_the_scripts_and_settings() -> None:
+def test_the_readme_lists_the_scripts_and_settings():
     text = (FOLDER / "README.md").read_text()
     assert all(f"`{path.name}`" in text for path in FOLDER.glob("*_usp*.sh"))
     settings = [x.split()[1] for x in (FOLDER / "launch.sh").read_text().splitlines()
@@ -75,7 +73,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "settings", "message"), REFUSED)
-def test_bad_settings_are_refused(name: str, settings: dict[str, str], message: str) -> None:
+def test_bad_settings_are_refused(name, settings, message):
     done = bash(name, **settings)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
 
@@ -100,7 +98,7 @@ def run(pool: WorkerPool, *commands: list[str]) -> list[str]:
     return [text for _, text in ranks[0]]
 
 
-def test_the_tiny_script_generates_as_one_rank_does(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_tiny_script_generates_as_one_rank_does(pool, tmp_path):
     models = {"tiny-flux": ("image.png",), "tiny-wan": ("video.gif", "video.mp4")}
     commands = [printed(GENERATE, MODEL=model, OUTPUT=str(tmp_path / model)) for model in models]
     for (model, files), text in zip(models.items(), run(pool, *commands), strict=True):
@@ -109,7 +107,7 @@ def test_the_tiny_script_generates_as_one_rank_does(pool: WorkerPool, tmp_path: 
         assert any((tmp_path / model / name).exists() for name in files)
 
 
-def test_the_tiny_script_trains_as_one_rank_does(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_tiny_script_trains_as_one_rank_does(pool, tmp_path):
     all_weights = printed(TRAIN, OUTPUT=str(tmp_path / "wan"))
     # Two replicas, ZeRO-3, low-rank matrices.
     settings = {"MODEL": "tiny-flux", "SIZE": "10 14", "LR": "0.02", "STEPS": "3", "LORA": "4"}

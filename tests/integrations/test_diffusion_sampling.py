@@ -5,8 +5,6 @@
 measures every class anew, by the cases of ``test_diffusers.py``, and writes the page.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
@@ -112,16 +110,14 @@ def sampler_errors(pool: WorkerPool) -> Mapping[str, float]:
     return errors
 
 
-def test_eight_steps_give_one_rank_s_latents(sampler_errors: Mapping[str, float]) -> None:
+def test_eight_steps_give_one_rank_s_latents(sampler_errors):
     assert all(error <= BOUND for error in sampler_errors.values()), sampler_errors
 
 
 # ------------------------------------------------------------------ the page
 
 
-def test_the_page_lists_classes_and_samplers(
-    pool: WorkerPool, sampler_errors: Mapping[str, float], pytestconfig: pytest.Config
-) -> None:
+def test_the_page_lists_classes_and_samplers(pool, sampler_errors, pytestconfig):
     if pytestconfig.getoption("--write-support-table"):
         of_ranks = {name: pool.run(every_case, WORLD, name=name) for name in (*PLANS, *VARIANTS)}
         errors = {name: by_mesh(ranks) for name, ranks in of_ranks.items()}

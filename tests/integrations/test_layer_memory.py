@@ -1,7 +1,5 @@
 """Recomputation, offload and MLPs in chunks on transformers' layers: gradients and collectives."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from peak_memory import peak_of
 from training_models import Model, batch_of, difference, forward, gpt2, gradients, llama
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -40,7 +38,6 @@ CHECKPOINTS = {
 
 
 def attributes(model: Model) -> dict[tuple[str, str], Any]:
-    """What the options set on modules."""
     names = ("forward", "gradient_checkpointing", "_gradient_checkpointing_func")
     return {
         (path, name): module.__dict__[name]
@@ -89,9 +86,7 @@ def compare_with_no_options(
     ("checkpoint", "late"),
     [(name, late) for name in CHECKPOINTS for late in (False, True) if late <= (name != "nobody")],
 )
-def test_recompute_attention_sends_nothing_twice(
-    pool: WorkerPool, ulysses: int, checkpoint: str, late: bool
-) -> None:
+def test_recompute_attention_sends_nothing_twice(pool, ulysses, checkpoint, late):
     options = {"recompute": "attention"}
     case = {"ulysses": ulysses, "checkpoint": checkpoint, "late": late, "options": options}
     for error, plain, sent in pool.run(compare_with_no_options, 2, **case):
@@ -110,9 +105,7 @@ OTHER_OPTIONS = {
 
 @pytest.mark.parametrize("checkpoint", ["nobody", "reentrant"])
 @pytest.mark.parametrize("options", OTHER_OPTIONS)
-def test_gradients_are_those_without_options(
-    pool: WorkerPool, options: str, checkpoint: str
-) -> None:
+def test_gradients_are_those_without_options(pool, options, checkpoint):
     case = {"checkpoint": checkpoint, "late": False, "options": OTHER_OPTIONS[options]}
     for error, _, _ in pool.run(compare_with_no_options, 2, ulysses=2, **case):
         assert error < 1e-5
@@ -132,7 +125,7 @@ def rows_of_gpt2(ctx: RankContext, chunks: int) -> float:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_layers_that_take_views_are_given_contiguous_chunks(pool: WorkerPool, chunks: int) -> None:
+def test_layers_that_take_views_are_given_contiguous_chunks(pool, chunks):
     assert max(pool.run(rows_of_gpt2, 2, chunks=chunks)) < 1e-5
 
 
@@ -146,7 +139,7 @@ def peak_and_offload(ctx: RankContext, options: dict[str, Any]) -> tuple[int, fl
     return peak, offload.counts.offloaded / offload.counts.saved if offload else 0.0
 
 
-def test_less_is_saved(pool: WorkerPool) -> None:
+def test_less_is_saved(pool):
     def measured(**options: Any) -> tuple[int, float]:
         return pool.run(peak_and_offload, 2, options=options)[0]
 
@@ -209,7 +202,7 @@ def refused(ctx: RankContext, case: str) -> None:
         ("too many", LayoutError, "mlp_chunks=9, and a rank has 8 of the 17 tokens"),
     ],
 )
-def test_refusals(pool: WorkerPool, case: str, error: type[Exception], words: str) -> None:
+def test_refusals(pool, case, error, words):
     for raised in pool.errors(refused, 2, case=case):
         assert type(raised) is error
         assert words in str(raised)

@@ -1,13 +1,11 @@
 """Head and loss in chunks of tokens: losses and gradients as without, no logits of all tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from peak_memory import peak_of
 from training_models import (
     VOCAB,
@@ -32,8 +30,6 @@ from ds_usp.integrations.transformers.trainer import _whole_logits
 from ds_usp.integrations.transformers.whole_batch_loss import ChunkedHead, ChunkedLogits
 
 LARGE_VOCAB = 32768
-
-
 MODELS = {f.__name__: f for f in (llama, gemma, cohere, granite, modernbert)}
 
 
@@ -66,7 +62,7 @@ def with_and_without(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_losses_and_gradients_are_those_without_chunks(pool: WorkerPool, model: str) -> None:
+def test_losses_and_gradients_are_those_without_chunks(pool, model):
     for ulysses in (1, 2):
         for loss, grads, keys in pool.run(with_and_without, 2, ulysses=ulysses, model=model):
             assert loss < 1e-6
@@ -74,13 +70,13 @@ def test_losses_and_gradients_are_those_without_chunks(pool: WorkerPool, model: 
             assert keys == ["loss"]
 
 
-def test_a_frozen_head(pool: WorkerPool) -> None:
+def test_a_frozen_head(pool):
     for loss, grads, _ in pool.run(with_and_without, 2, ulysses=1, model="llama", frozen=True):
         assert loss < 1e-6
         assert grads < 1e-5
 
 
-def test_a_loss_in_fp64_is_not_rounded() -> None:
+def test_a_loss_in_fp64_is_not_rounded():
     head = torch.nn.Linear(4, 7, bias=False, dtype=torch.float64)
     hidden, labels = torch.randn(1, 9, 4, dtype=torch.float64), torch.arange(9).view(1, 9) % 7
     # One ninth has no exact value in fp32. Of fp64 logits transformers' own loss is in fp32.
@@ -102,7 +98,7 @@ def peak(ctx: RankContext, chunks: int, tokens: int) -> int:
         return peak_of(step, repeats=3)
 
 
-def test_logits_of_all_tokens_never_exist(pool: WorkerPool) -> None:
+def test_logits_of_all_tokens_never_exist(pool):
     tokens = 128
     all_logits = 4 * tokens * LARGE_VOCAB  # of a rank, 2 rows of half the tokens, in fp32
     whole = pool.run(peak, 2, chunks=0, tokens=tokens)[0]
@@ -121,7 +117,7 @@ def logits_of_an_evaluation(ctx: RankContext) -> tuple[int, ...]:
     return tuple(out.logits.shape)
 
 
-def test_metrics_are_given_logits(pool: WorkerPool) -> None:
+def test_metrics_are_given_logits(pool):
     assert pool.run(logits_of_an_evaluation, 2) == [(2, 30, VOCAB)] * 2
 
 
@@ -167,7 +163,7 @@ def refused(ctx: RankContext, case: str) -> None:
         ("silent", UnsupportedAttentionError, "returns no loss"),
     ],
 )
-def test_refusals(pool: WorkerPool, case: str, error: type[Exception], words: str) -> None:
+def test_refusals(pool, case, error, words):
     for raised in pool.errors(refused, 2, case=case):
         assert type(raised) is error
         assert words in str(raised)
@@ -176,6 +172,6 @@ def test_refusals(pool: WorkerPool, case: str, error: type[Exception], words: st
 @pytest.mark.parametrize(
     "options", [{"loss_chunks": -1}, {"mlp_chunks": True}, {"loss_chunks": 2, "logits": "whole"}]
 )
-def test_options_that_are_no_numbers_of_chunks(options: dict[str, Any]) -> None:
+def test_options_that_are_no_numbers_of_chunks(options):
     with pytest.raises(ConfigError, match="_chunks="):
         enable(llama(), ds_usp.SequenceMesh.single(), **options)

@@ -1,14 +1,12 @@
 """Memory options where ZeRO-3 or FSDP2 shard the parameters: a step is that of one rank."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from torch.distributed.tensor import DTensor
 from training_models import Model, batch_of, granite, llama
 
@@ -101,9 +99,7 @@ def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: boo
     ("options", "reentrant"), [("loss", False), ("mlp", False), ("all", False), ("all", True)]
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_step_is_that_of_one_rank(
-    pool: WorkerPool, wrapper: str, options: str, reentrant: bool
-) -> None:
+def test_a_step_is_that_of_one_rank(pool, wrapper, options, reentrant):
     for error in pool.run(
         error_of_a_step, 2, wrapper=wrapper, options=options, reentrant=reentrant
     ):

@@ -3,8 +3,6 @@
 scripts/test.sh transformers -k sweep --write-support-table     # write the table in docs anew
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -38,9 +36,7 @@ def run(pool: WorkerPool, outcomes: dict[str, Outcome], model_type: str) -> Outc
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_the_model_is_exact_or_refused(
-    pool: WorkerPool, outcomes: dict[str, Outcome], model_type: str
-) -> None:
+def test_the_model_is_exact_or_refused(pool, outcomes, model_type):
     found = run(pool, outcomes, model_type)
     wrong = {name: x for name, x in found.items() if isinstance(x, float) and not x <= BOUND}
     assert not wrong, f"{model_type} is neither exact nor refused: {found}"
@@ -60,15 +56,13 @@ def causal_masks(ctx: RankContext, model_type: str) -> Outcome:
 
 
 @pytest.mark.parametrize(("model_type", "wrong"), [("llama", "packed"), ("mistral", "plain")])
-def test_the_sweep_sees_a_wrong_mask(pool: WorkerPool, model_type: str, wrong: str) -> None:
+def test_the_sweep_sees_a_wrong_mask(pool, model_type, wrong):
     plain, packed = pool.run(causal_masks, 2, model_type=model_type)
     for name, error in {**plain, **packed}.items():
         assert not name.startswith(wrong) or error > 1e-2, f"{name}: {error}"
 
 
-def test_the_page_lists_what_is_exact_and_what_is_refused(
-    pool: WorkerPool, outcomes: dict[str, Outcome], pytestconfig: pytest.Config
-) -> None:
+def test_the_page_lists_what_is_exact_and_what_is_refused(pool, outcomes, pytestconfig):
     text = page({name: run(pool, outcomes, name) for name in TYPES})
     if pytestconfig.getoption("--write-support-table"):
         PAGE.write_text(text, encoding="utf-8")

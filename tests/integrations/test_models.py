@@ -1,8 +1,6 @@
 """Models of transformers on 4 ranks: padded and packed batches, scaled rotary embeddings, dropout,
 gradient checkpointing, at every split of ulysses x ring."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from model_runs import (
     BOUND,
     Result,
@@ -96,7 +94,7 @@ def every_batch(ctx: RankContext, model_type: str) -> Errors:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_batches_are_exact_at_every_split(pool: WorkerPool, model_type: str) -> None:
+def test_batches_are_exact_at_every_split(pool, model_type):
     all_exact(pool.run(every_batch, WORLD, model_type=model_type), len(BATCHES))
 
 
@@ -112,7 +110,7 @@ def padded_opt(ctx: RankContext) -> tuple[float, str]:
     return error, str(refusal.value)
 
 
-def test_positions_that_follow_padding_are_exact_or_refused(pool: WorkerPool) -> None:
+def test_positions_that_follow_padding_are_exact_or_refused(pool):
     for error, refusal in pool.run(padded_opt, WORLD):
         assert error < BOUND
         assert "counts positions from the first real token" in refusal
@@ -153,9 +151,7 @@ def every_length(ctx: RankContext, scaling: str) -> Errors:
 
 
 @pytest.mark.parametrize("scaling", SCALED)
-def test_frequencies_follow_the_largest_position_of_the_batch(
-    pool: WorkerPool, scaling: str
-) -> None:
+def test_frequencies_follow_the_largest_position_of_the_batch(pool, scaling):
     all_exact(pool.run(every_length, WORLD, scaling=scaling), len(LENGTHS))
 
 
@@ -186,7 +182,7 @@ def with_dropout(ctx: RankContext, model_type: str) -> tuple[Errors, float]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
-def test_a_seed_drops_the_same_weights_at_every_split(pool: WorkerPool, model_type: str) -> None:
+def test_a_seed_drops_the_same_weights_at_every_split(pool, model_type):
     for errors, change in pool.run(with_dropout, WORLD, model_type=model_type):
         all_exact([errors], 2)
         assert change > 1e-2
@@ -211,9 +207,7 @@ def checkpointed(ctx: RankContext, use_reentrant: bool) -> Errors:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_layers_recompute_their_own_batch(
-    pool: WorkerPool, use_reentrant: bool
-) -> None:
+def test_checkpointed_layers_recompute_their_own_batch(pool, use_reentrant):
     for errors in pool.run(checkpointed, WORLD, use_reentrant=use_reentrant):
         all_exact([errors], 1)
 
@@ -227,7 +221,7 @@ def calls_of_layers(ctx: RankContext) -> int:
     return sum(calls)
 
 
-def test_checkpointing_recomputes_attention(pool: WorkerPool) -> None:
+def test_checkpointing_recomputes_attention(pool):
     """The tests above would pass without any recomputation."""
     assert pool.run(calls_of_layers, 2) == [4, 4]
 
@@ -243,7 +237,7 @@ def other_logits(ctx: RankContext, logits: Any) -> tuple[torch.Size, float]:
 
 
 @pytest.mark.parametrize("logits", ["auto", "shard", "whole"])
-def test_logits_are_shards_or_whole(pool: WorkerPool, logits: str) -> None:
+def test_logits_are_shards_or_whole(pool, logits):
     shapes, errors = zip(*pool.run(other_logits, WORLD, logits=logits), strict=True)
     tokens = [shape[1] for shape in shapes]
     assert tokens == [41] * 4 if logits == "whole" else sum(tokens) == 41

@@ -1,14 +1,11 @@
 """LoRA by PEFT: losses and gradients as without a mesh, with memory options too."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from training_models import Model, batch_of, difference, forward, gradients, llama
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -69,9 +66,7 @@ def error_of_an_adapter(
         ("trained head", "PEFT", MEMORY, 2),
     ],
 )
-def test_adapters_are_trained_as_on_one_rank(
-    pool: WorkerPool, adapter: str, first: str, options: dict[str, Any], ulysses: int
-) -> None:
+def test_adapters_are_trained_as_on_one_rank(pool, adapter, first, options, ulysses):
     for loss, grads in pool.run(
         error_of_an_adapter, 2, adapter=adapter, first=first, options=options, ulysses=ulysses
     ):
@@ -79,7 +74,7 @@ def test_adapters_are_trained_as_on_one_rank(
         assert grads < 1e-5
 
 
-def test_an_adapter_around_a_chunked_head_is_refused(pool: WorkerPool) -> None:
+def test_an_adapter_around_a_chunked_head_is_refused(pool):
     options = {"loss_chunks": 2}
     for error in pool.errors(
         error_of_an_adapter, 2, adapter="head", first="enable", options=options, ulysses=2
@@ -119,7 +114,7 @@ def error_of_qlora(
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_qlora_is_trained_as_on_one_rank(pool: WorkerPool, tmp_path: Path, ulysses: int) -> None:
+def test_qlora_is_trained_as_on_one_rank(pool, tmp_path, ulysses):
     pytest.importorskip("bitsandbytes")
     llama(attention_dropout=0.0).save_pretrained(tmp_path)
     options = {"recompute": "attention", "loss_chunks": 3} if ulysses == 2 else {}

@@ -1,7 +1,5 @@
 """What a model on a mesh refuses, on every rank, and what joins and sums shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 import transformers
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from model_runs import padded_batch, plain_batch
 from tiny_models import build
 
@@ -176,7 +174,7 @@ def every_batch(ctx: RankContext, names: list[str]) -> dict[str, str | None]:
     return seen
 
 
-def test_batches_are_refused_on_every_rank_and_nothing_is_sent(pool: WorkerPool) -> None:
+def test_batches_are_refused_on_every_rank_and_nothing_is_sent(pool):
     for seen in pool.run(every_batch, WORLD, names=list(BATCHES)):
         for name, text in seen.items():
             assert text is not None and BATCHES[name][2] in text, (name, text)
@@ -198,7 +196,7 @@ def one_rank_cannot_read_its_batch(ctx: RankContext) -> None:
         enabled.model(**batch)
 
 
-def test_ranks_with_other_batches_raise_everywhere(pool: WorkerPool) -> None:
+def test_ranks_with_other_batches_raise_everywhere(pool):
     errors = pool.errors(another_batch, WORLD)
     assert all(isinstance(e, MeshError) and "a batch of" in str(e) for e in errors), errors
     first, second = pool.errors(one_rank_cannot_read_its_batch, WORLD)
@@ -255,13 +253,13 @@ MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_are_refused(name: str) -> None:
+def test_models_are_refused(name):
     make, kind, text = MODELS[name]
     with pytest.raises(kind, match=text):
         enable(make(), ds_usp.SequenceMesh.single())
 
 
-def test_arguments_of_enable_are_checked() -> None:
+def test_arguments_of_enable_are_checked():
     model, mesh = build("llama"), ds_usp.SequenceMesh.single()
     for changes, kind in (
         ({"layout": "diagonal"}, LayoutError),
@@ -284,7 +282,7 @@ def test_arguments_of_enable_are_checked() -> None:
     assert model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2).shape == (1, 6)
 
 
-def test_models_that_share_a_configuration_are_told_apart() -> None:
+def test_models_that_share_a_configuration_are_told_apart():
     config, mesh = build("llama").config, ds_usp.SequenceMesh.single()
     first, second = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
     with enable(first, mesh), pytest.raises(ConfigError, match="configuration of its own"):
@@ -296,7 +294,7 @@ def test_models_that_share_a_configuration_are_told_apart() -> None:
             enabled.model(**plain_batch())
 
 
-def test_a_part_of_a_model_has_no_batch() -> None:
+def test_a_part_of_a_model_has_no_batch():
     model = build("llama")
     with (
         enable(model, ds_usp.SequenceMesh.single()),
@@ -305,7 +303,7 @@ def test_a_part_of_a_model_has_no_batch() -> None:
         model.model(**unlabeled())
 
 
-def test_outputs_of_single_tokens_are_refused() -> None:
+def test_outputs_of_single_tokens_are_refused():
     config = transformers.BertConfig(
         vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
     )
@@ -338,11 +336,11 @@ def under_autocast(ctx: RankContext, ulysses: int) -> float:
 
 
 @pytest.mark.parametrize("ulysses", [2, 1])
-def test_autocast_leaves_queries_and_keys_in_another_dtype(pool: WorkerPool, ulysses: int) -> None:
+def test_autocast_leaves_queries_and_keys_in_another_dtype(pool, ulysses):
     assert max(pool.run(under_autocast, WORLD, ulysses=ulysses)) < 0.02
 
 
-def test_positions_that_do_not_count_tokens_from_0_must_be_given() -> None:
+def test_positions_that_do_not_count_tokens_from_0_must_be_given():
     mesh = ds_usp.SequenceMesh.single()
     roberta = build("roberta")
     with enable(roberta, mesh), pytest.raises(DataError, match="padding_idx"):
@@ -375,7 +373,5 @@ def joined_gradients(ctx: RankContext, gradients: str) -> float:
 
 
 @pytest.mark.parametrize("gradients", ["mean", "sum"])
-def test_a_joined_tensor_has_the_gradient_of_the_mean_loss(
-    pool: WorkerPool, gradients: str
-) -> None:
+def test_a_joined_tensor_has_the_gradient_of_the_mean_loss(pool, gradients):
     assert max(pool.run(joined_gradients, WORLD, gradients=gradients)) < 1e-12

@@ -1,13 +1,11 @@
 """``python -m ds_usp.integrations.transformers`` against what the sweep has found."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 import transformers
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from tiny_models import NOT_BUILT, config, model_types
 
 from ds_usp.integrations.transformers.__main__ import judge, main
@@ -27,7 +25,7 @@ def verdicts(ctx: RankContext) -> dict[str, tuple[bool, bool]]:
     return decided
 
 
-def test_the_command_refuses_what_the_sweep_finds_refused(pool: WorkerPool) -> None:
+def test_the_command_refuses_what_the_sweep_finds_refused(pool):
     page = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}:" not in page:
         pytest.skip("the page is of another transformers")
@@ -53,22 +51,20 @@ def test_the_command_refuses_what_the_sweep_finds_refused(pool: WorkerPool) -> N
         ("t5", 1, r"refused\n  encoder-decoder"),
     ],
 )
-def test_the_command_says_what_is_served(
-    name: str, code: int, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_is_served(name, code, text, capsys):
     assert main([name]) == code
     printed = capsys.readouterr().out
     assert re.search(text, printed), printed
 
 
-def test_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_read(tmp_path, capsys):
     config("gemma3_text").save_pretrained(tmp_path)
     assert main([str(tmp_path)]) == 0
     assert main([str(tmp_path / "config.json")]) == 0
     assert capsys.readouterr().out.count("Gemma3ForCausalLM") == 2
 
 
-def test_a_name_of_nothing_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_of_nothing_ends_with_code_2(capsys):
     assert main(["no-such-model"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "error: no configuration 'no-such-model'" in printed.err

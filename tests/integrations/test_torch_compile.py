@@ -1,13 +1,11 @@
 """Enabled models under torch.compile: losses and gradients as without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from torch.nn.parallel import DistributedDataParallel
 from training_models import Batch, Model, batch_of, difference, gradients, llama
 
@@ -69,8 +67,6 @@ def compiled_and_not(
 
 
 ALL = {"recompute": "attention", "offload_ratio": 0.5, "loss_chunks": 2, "mlp_chunks": 2}
-
-
 SLOW = pytest.mark.slow
 
 
@@ -82,9 +78,7 @@ SLOW = pytest.mark.slow
         pytest.param("whole", 1, ALL, id="memory options"),
     ],
 )
-def test_compiled_models_compute_the_same(
-    pool: WorkerPool, how: str, ulysses: int, options: dict[str, Any]
-) -> None:
+def test_compiled_models_compute_the_same(pool, how, ulysses, options):
     for loss, grads in pool.run(compiled_and_not, 2, how=how, ulysses=ulysses, options=options):
         assert loss < 1e-5
         assert grads < 1e-5

@@ -1,10 +1,7 @@
 """Trainer and SFTTrainer on ulysses x ring against one process: losses, norms, weights, metrics."""
 
-from __future__ import annotations
-
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,9 +66,7 @@ def assert_same(run: Run, want: Run, norms: bool = True) -> None:
 
 
 @pytest.mark.parametrize(("split", "options"), SPLITS, ids=names(SPLITS))
-def test_a_trainer_trains_as_one_process_does(
-    pool: WorkerPool, split: Split, options: dict[str, Any]
-) -> None:
+def test_a_trainer_trains_as_one_process_does(pool, split, options):
     """Packed rows, plain SGD, accumulation, with and without clipping."""
     options = {**options, "include_num_input_tokens_seen": "all"}
     want = one_process(pool, run_trainer, tuple(options.items()))
@@ -96,9 +91,7 @@ SFT = [
 
 
 @pytest.mark.parametrize(("split", "options"), SFT, ids=names(SFT))
-def test_an_sft_trainer_trains_as_one_process_does(
-    pool: WorkerPool, split: Split, options: dict[str, Any]
-) -> None:
+def test_an_sft_trainer_trains_as_one_process_does(pool, split, options):
     """Packed (best fit, decreasing) and padded rows, with gradient checkpointing."""
     want = one_process(pool, run_sft, tuple(options.items()))
     run = pool.run(run_sft, 4, split=split, **options)[0]
@@ -107,7 +100,7 @@ def test_an_sft_trainer_trains_as_one_process_does(
         assert log["num_tokens"] == expected["num_tokens"]
 
 
-def test_lora_made_by_the_sft_trainer_trains_as_one_process_does(pool: WorkerPool) -> None:
+def test_lora_made_by_the_sft_trainer_trains_as_one_process_does(pool):
     options = {"packing": True, "lora": True, "evaluate": True, "per_device_eval_batch_size": 1}
     want = one_process(pool, run_sft, tuple(options.items()))
     run = pool.run(run_sft, 4, split=Split(1, 2), **options)[0]
@@ -116,7 +109,7 @@ def test_lora_made_by_the_sft_trainer_trains_as_one_process_does(pool: WorkerPoo
     assert run.evaluation["eval_loss"] == pytest.approx(want.evaluation["eval_loss"], rel=1e-5)
 
 
-def test_a_dpo_trainer_trains_as_one_process_does(pool: WorkerPool) -> None:
+def test_a_dpo_trainer_trains_as_one_process_does(pool):
     """Its loss is made of per-token log-probabilities; the reference model is not enabled."""
     want = pool.run(run_dpo, 1, micro=2)[0]
     run = pool.run(run_dpo, 4, split=Split(2, 1))[0]
@@ -126,7 +119,7 @@ def test_a_dpo_trainer_trains_as_one_process_does(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("split", [Split(2, 1), Split(2, 2)], ids=str)
-def test_evaluation_counts_every_sample_once(pool: WorkerPool, split: Split) -> None:
+def test_evaluation_counts_every_sample_once(pool, split):
     """Seven samples for two replicas: the last batch is filled up, and cut off again."""
     options = {"packing": False, "evaluate": True, "per_device_eval_batch_size": 1}
     want = one_process(pool, run_sft, tuple(options.items()))
@@ -147,7 +140,7 @@ def predict(ctx: RankContext, split: Split) -> Any:
         return torch.from_numpy(out.predictions), out.label_ids.tolist(), out.metrics["test_loss"]
 
 
-def test_predictions_are_the_whole_batchs(pool: WorkerPool) -> None:
+def test_predictions_are_the_whole_batchs(pool):
     want, labels, loss = pool.run(predict, 1, split=Split())[0]
     for got, got_labels, got_loss in pool.run(predict, 4, split=Split(2, 2)):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
@@ -155,15 +148,13 @@ def test_predictions_are_the_whole_batchs(pool: WorkerPool) -> None:
         assert got_loss == pytest.approx(loss, rel=1e-5)
 
 
-def test_ranks_of_a_mesh_read_a_stream_alike(pool: WorkerPool) -> None:
+def test_ranks_of_a_mesh_read_a_stream_alike(pool):
     want = one_process(pool, run_trainer, (("stream", True),))
     assert_same(pool.run(run_trainer, 4, split=Split(2, 1), stream=True)[0], want, norms=False)
 
 
 @pytest.mark.parametrize("split", [Split(2, 1), Split(2, 2)], ids=str)
-def test_the_order_does_not_depend_on_the_ranks_random_states(
-    pool: WorkerPool, split: Split
-) -> None:
+def test_the_order_does_not_depend_on_the_ranks_random_states(pool, split):
     """Two epochs, by samplers that draw from the random state of their process."""
     config = {"use_seedable_sampler": False}
     run = pool.run(run_trainer, 4, split=split, count=8, accelerator_config=config, extra_draws=3)[
@@ -180,12 +171,12 @@ def worker_rank(ctx: RankContext) -> int:
         return trainer.get_train_dataloader().worker_init_fn.keywords["rank"]
 
 
-def test_workers_of_a_mesh_are_seeded_alike(pool: WorkerPool) -> None:
+def test_workers_of_a_mesh_are_seeded_alike(pool):
     """By default they are seeded by rank, and what collators draw would differ in a mesh."""
     assert pool.run(worker_rank, 4) == [0, 0, 1, 1]
 
 
-def test_a_run_resumes_on_another_split(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_resumes_on_another_split(pool, tmp_path):
     options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
     whole = pool.run(run_trainer, 4, split=Split(2, 1), **options)[0]
     checkpoint = tmp_path / "checkpoint-2"
@@ -218,12 +209,12 @@ def trainer_with(**options: Any) -> transformers.Trainer:
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
     ],
 )
-def test_options_that_would_not_train_alike_are_refused(options: dict[str, Any], text: str) -> None:
+def test_options_that_would_not_train_alike_are_refused(options, text):
     with pytest.raises(ConfigError, match=text):
         attach(trainer_with(**options), ds_usp.SequenceMesh.single())
 
 
-def test_accelerates_own_parallel_axes_are_refused() -> None:
+def test_accelerates_own_parallel_axes_are_refused():
     from accelerate import ParallelismConfig
 
     trainer = trainer_with()
@@ -232,21 +223,21 @@ def test_accelerates_own_parallel_axes_are_refused() -> None:
         attach(trainer, ds_usp.SequenceMesh.single())
 
 
-def test_loaders_that_were_prepared_before_are_refused() -> None:
+def test_loaders_that_were_prepared_before_are_refused():
     trainer = trainer_with()
     trainer.get_train_dataloader()
     with pytest.raises(ConfigError, match="1 data loaders were prepared before"):
         share_batches(trainer.accelerator, ds_usp.SequenceMesh.single())
 
 
-def test_a_model_of_another_mesh_is_refused() -> None:
+def test_a_model_of_another_mesh_is_refused():
     trainer = trainer_with()
     enable(trainer.model, ds_usp.SequenceMesh.single())
     with pytest.raises(ConfigError, match="enabled for another mesh"):
         attach(trainer, ds_usp.SequenceMesh.single())
 
 
-def test_a_model_that_is_enabled_before_keeps_its_options() -> None:
+def test_a_model_that_is_enabled_before_keeps_its_options():
     trainer, mesh = trainer_with(), ds_usp.SequenceMesh.single()
     enabled = enable(trainer.model, mesh, layout="striped")
     assert attach(trainer, mesh) is enabled
@@ -288,7 +279,7 @@ def read_by_all_ranks(ctx: RankContext) -> str:
     return str(error.value)
 
 
-def test_the_first_rank_of_a_mesh_reads_for_the_others(pool: WorkerPool) -> None:
+def test_the_first_rank_of_a_mesh_reads_for_the_others(pool):
     found = pool.run(read_alike, 4)
     replicas: dict[int, Any] = {}
     for replica, length, first, second in found:
@@ -299,10 +290,10 @@ def test_the_first_rank_of_a_mesh_reads_for_the_others(pool: WorkerPool) -> None
     assert seen == list(range(10))
 
 
-def test_an_error_in_reading_reaches_every_rank(pool: WorkerPool) -> None:
+def test_an_error_in_reading_reaches_every_rank(pool):
     assert all("no such shard" in text for text in pool.run(read_broken, 4))
 
 
-def test_a_sampler_for_all_ranks_is_refused(pool: WorkerPool) -> None:
+def test_a_sampler_for_all_ranks_is_refused(pool):
     for text in pool.run(read_by_all_ranks, 4):
         assert "out to 4 replicas, and there are 2 meshes" in text

@@ -1,7 +1,5 @@
 """Ranks whose models have different weights raise an error in their first forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +10,7 @@ import tiny_models
 import torch
 import torch.distributed as dist
 from cases import mesh_of
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from model_runs import IGNORED, plain_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,7 +33,7 @@ def holding(*tensors: torch.Tensor) -> nn.Module:
     return nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in tensors)
 
 
-def test_a_sample_is_of_each_weights_middle_and_last_row() -> None:
+def test_a_sample_is_of_each_weights_middle_and_last_row():
     many, few = torch.arange(60.0).view(3, 20), torch.tensor([7.0, 8.0])
     spaced = [20.0, 25, 30, 35, 40, 45, 50, 55]
     assert sampled(holding(many, few)) == {"float32": [*spaced, 7, 8]}
@@ -47,13 +45,13 @@ def test_a_sample_is_of_each_weights_middle_and_last_row() -> None:
     assert both == {"float32": [7, 8], "bfloat16": [7, 8], "uint8": [1, 1]}
 
 
-def test_buffers_are_sampled_that_are_saved() -> None:
+def test_buffers_are_sampled_that_are_saved():
     model = nn.BatchNorm1d(2, affine=False)
     model.register_buffer("cache", torch.ones(5), persistent=False)
     assert sampled(model) == {"int64": [0], "float32": [0, 0, 1, 1]}
 
 
-def test_what_ranks_hold_in_parts_is_left_out() -> None:
+def test_what_ranks_hold_in_parts_is_left_out():
     marks = {"ds_id": 1, "_fsdp_flattened": True, "allreduce": False}
     marked = [nn.Parameter(torch.ones(3)) for _ in marks]
     for parameter, (name, value) in zip(marked, marks.items(), strict=True):
@@ -70,7 +68,7 @@ def of_fully_shard(ctx: RankContext) -> dict[str, list[float]]:
     return sampled(model)
 
 
-def test_shards_of_fsdp2_are_left_out(pool: WorkerPool) -> None:
+def test_shards_of_fsdp2_are_left_out(pool):
     assert pool.run(of_fully_shard, 2) == [{}, {}]
 
 
@@ -134,9 +132,7 @@ def of_model(ctx: RankContext, name: str, check: Any, known: bool) -> None:
         ("llama", refused_each_time, True),
     ],
 )
-def test_different_weights_are_refused_until_a_pass_has_succeeded(
-    pool: WorkerPool, name: str, check: Any, known: bool
-) -> None:
+def test_different_weights_are_refused_until_a_pass_has_succeeded(pool, name, check, known):
     pool.run(of_model, 2, name=name, check=check, known=known)
 
 
@@ -144,7 +140,7 @@ def digest(batch: Mapping[str, torch.Tensor]) -> str:
     return ArgumentsDigest(batch).text()
 
 
-def test_digests_tell_batches_apart() -> None:
+def test_digests_tell_batches_apart():
     batch = plain_batch()
     same = digest(batch)
     assert digest({name: x.clone() for name, x in batch.items()}) == same
@@ -164,13 +160,13 @@ def test_digests_tell_batches_apart() -> None:
     assert not dist.is_initialized()
 
 
-def test_digests_sum_without_rounding() -> None:
+def test_digests_sum_without_rounding():
     """So that the order of a sum, another one on unlike GPUs, makes no difference."""
     noise = torch.tensor([1e30, 1.0, 2.0])
     assert digest({"noise": noise}) != digest({"noise": noise[[0, 2, 1]]})
 
 
-def test_digests_compare_values_of_any_device_and_dtype() -> None:
+def test_digests_compare_values_of_any_device_and_dtype():
     given = {
         "scale": torch.ones(2),
         "latents": torch.zeros(3, device="meta"),

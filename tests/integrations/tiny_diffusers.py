@@ -1,7 +1,5 @@
 """Tiny random diffusion transformers of every class with a plan, and their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -288,6 +286,16 @@ def _image_vae(channels: int) -> Any:
     )
 
 
+def _sampler(output: str, given: dict[str, Any], **sizes: int) -> Sample:
+    def sample(pipeline: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(5)
+        made = pipeline(**given, **sizes, output_type="latent", generator=generator)
+        latents: Tensor = getattr(made, output)
+        return latents
+
+    return sample
+
+
 def sd3_pipeline() -> tuple[Any, Sample]:
     """SD3 without text encoders, and what it samples in 3 steps, both branches in one batch."""
     pipeline = diffusers.StableDiffusion3Pipeline(
@@ -301,14 +309,7 @@ def sd3_pipeline() -> tuple[Any, Sample]:
     pooled = _random(2, 64).split(1)
     given = {"prompt_embeds": texts[0], "negative_prompt_embeds": texts[1]}
     given |= {"pooled_prompt_embeds": pooled[0], "negative_pooled_prompt_embeds": pooled[1]}
-
-    def sample(pipeline: Any) -> Tensor:
-        generator = torch.Generator().manual_seed(5)
-        options = {"height": 6, "width": 10, "num_inference_steps": 3, "output_type": "latent"}
-        images: Tensor = pipeline(**given, **options, generator=generator).images
-        return images
-
-    return pipeline, sample
+    return pipeline, _sampler("images", given, height=6, width=10, num_inference_steps=3)
 
 
 def flux_pipeline() -> tuple[Any, Sample]:
@@ -322,14 +323,7 @@ def flux_pipeline() -> tuple[Any, Sample]:
     )
     pipeline.set_progress_bar_config(disable=True)
     given = {"prompt_embeds": _random(1, 7, 32), "pooled_prompt_embeds": _random(1, 32)}
-
-    def sample(pipeline: Any) -> Tensor:
-        generator = torch.Generator().manual_seed(5)
-        options = {"height": 20, "width": 28, "num_inference_steps": 3, "output_type": "latent"}
-        images: Tensor = pipeline(**given, **options, generator=generator).images
-        return images
-
-    return pipeline, sample
+    return pipeline, _sampler("images", given, height=20, width=28, num_inference_steps=3)
 
 
 def wan_pipeline() -> tuple[Any, Sample]:
@@ -354,12 +348,5 @@ def wan_pipeline() -> tuple[Any, Sample]:
     )
     pipeline.set_progress_bar_config(disable=True)
     given = {"prompt_embeds": _random(1, 7, 16), "negative_prompt_embeds": _random(1, 9, 16)}
-
-    def sample(pipeline: Any) -> Tensor:
-        generator = torch.Generator().manual_seed(5)
-        size = {"height": 48, "width": 80, "num_frames": 9, "num_inference_steps": 4}
-        options = {"guidance_scale": 4.0, "output_type": "latent", "generator": generator}
-        frames: Tensor = pipeline(**given, **size, **options).frames
-        return frames
-
-    return pipeline, sample
+    given |= {"num_frames": 9, "guidance_scale": 4.0}
+    return pipeline, _sampler("frames", given, height=48, width=80, num_inference_steps=4)

@@ -4,8 +4,6 @@
 kind of layer that the defaults name stays. What that leaves impossible is mended by ``OVERRIDES``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Tiny models to train, and what their steps are compared by."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Imported by the server of ranks alone: reads megatron-core's sources, which every run compares,
 once for all ranks."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from trainer_runs import read_sources_once

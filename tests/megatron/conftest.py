@@ -1,7 +1,5 @@
 """Tests of the trainer and of what is patched in megatron-core and DeepSpeed."""
 
-from __future__ import annotations
-
 import harness
 
 # Imported once by the server that ranks are forked from: alone, each rank takes 0.1 s to 0.2 s.

@@ -1,7 +1,5 @@
 """A model as users of DeepSpeed-Ulysses write it; nothing in here knows of ds_usp."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ One forward and backward pass of a ``GPTModel`` on the local layer spec, with me
 groups, batch slicing, rotary embedding and vocabulary-parallel loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
@@ -86,10 +84,7 @@ def gpt_model(
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     recomputing = {"recompute_granularity": "full", "recompute_method": "uniform"}
     config = (MLATransformerConfig if mla else TransformerConfig)(

@@ -1,7 +1,5 @@
 """The benchmark of megatron-core's training loop: its rows, losses and traces, on two CPU ranks."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys
@@ -45,7 +43,7 @@ def read(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
-def test_a_workload_is_a_model_its_first_layers_tokens_and_sequences() -> None:
+def test_a_workload_is_a_model_its_first_layers_tokens_and_sequences():
     workload = Workload.parse("llama3-8b/8:64K:2")
     assert (workload.model.layers, workload.model.kv_heads) == (8, 8)
     assert (workload.seq_len, workload.sequences) == (65536, 2)
@@ -56,7 +54,7 @@ def test_a_workload_is_a_model_its_first_layers_tokens_and_sequences() -> None:
 
 
 @pytest.mark.slow
-def test_every_contender_is_timed_and_traced_on_the_same_weights(tmp_path: Path) -> None:
+def test_every_contender_is_timed_and_traced_on_the_same_weights(tmp_path):
     path = tmp_path / "megatron_lm.csv"
     steps = ("--warm-up", "1", "--iterations", "2", "--rounds", "2", "--trace-steps", "1")
     output = run(*steps, "--trace", str(tmp_path / "traces"), "--out", str(path))
@@ -76,7 +74,7 @@ def test_every_contender_is_timed_and_traced_on_the_same_weights(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_every_contender_trains_the_same_losses(tmp_path: Path) -> None:
+def test_every_contender_trains_the_same_losses(tmp_path):
     """Stock layers, each sequence on one rank, are the reference. Rows have five digits."""
     path = tmp_path / "losses.csv"
     arguments = ["--losses", "4", "--seeds", "1", "2", "--lr", "1e-2", "--out", str(path)]

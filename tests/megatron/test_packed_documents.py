@@ -25,7 +25,6 @@ RULES = {"causal": {}, "no_mask": {"mask": "no_mask"}, "window": {"window_size":
 
 
 def offsets(lengths: list[int] | None) -> list[int] | None:
-    """Cumulative lengths, from 0."""
     return lengths and [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
 

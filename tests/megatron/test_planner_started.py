@@ -4,8 +4,6 @@ as one rank does.
 Megatron-DeepSpeed itself is started by tests/megatron_deepspeed/test_mds_parity.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -86,7 +84,7 @@ def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tup
     return outcomes
 
 
-def test_the_script_starts_the_trainer(tmp_path: Path) -> None:
+def test_the_script_starts_the_trainer(tmp_path):
     runs = {}
     for world, split in ((1, PLAIN), (4, SPREAD)):
         commands = [
@@ -116,7 +114,7 @@ def stated(config: str, args: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_the_configuration_starts_deepspeed(tmp_path: Path, zero: int) -> None:
+def test_the_configuration_starts_deepspeed(tmp_path, zero):
     """Through ``initialize_deepspeed``, as the trainer's own configuration does."""
     config = emit("ds-config", Workload(SHAPE, 64, 4), PLAIN.replace(ulysses=2, dp=2, zero=zero))
     assert "train_batch_size" not in config
@@ -289,7 +287,7 @@ def core_steps(ctx: RankContext, *, cases: list[Any]) -> list[Any]:
     return outcomes
 
 
-def test_the_flags_of_megatron_core_run_ours() -> None:
+def test_the_flags_of_megatron_core_run_ours():
     """With nothing but ``apply("megatron_core")`` beside them."""
     splits = {(2, 2): "full", (4, 1): "none", (1, 4): "none"}
     pairs = [(name, pair) for name in MODELS for pair in splits]

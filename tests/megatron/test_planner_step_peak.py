@@ -1,7 +1,5 @@
 """The peak of a real step of the trainer, under DeepSpeed's bf16 optimizer, is the formula's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -109,7 +107,7 @@ def peaks_over_formula(ctx: RankContext) -> list[float]:
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     reason="this CPU has no instructions for bf16: the steps take minutes, and memory of their own",
 )
-def test_the_peak_of_a_real_step_is_the_formula() -> None:
+def test_the_peak_of_a_real_step_is_the_formula():
     """By torch's own count of what it allocates."""
     for ratios in fork_world(peaks_over_formula, 2):
         assert ratios == pytest.approx([1.0] * len(CASES), abs=0.02)

@@ -1,7 +1,5 @@
 """The core attention slot: megatron-core's own result on one rank, and what it refuses."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -92,7 +90,7 @@ def loaded(ctx: RankContext, *, softmax_type: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
-def test_a_checkpoint_of_transformer_engine_loads(softmax_type: str) -> None:
+def test_a_checkpoint_of_transformer_engine_loads(softmax_type):
     (state,) = fork_world(loaded, 1, softmax_type=softmax_type)
     if softmax_type != "learnable":
         assert not state
@@ -159,7 +157,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_documents_are_the_oracles(name: str) -> None:
+def test_packed_documents_are_the_oracles(name):
     ((out, *grads),) = fork_world(usp_packed, 1, borders=PACKED[name])
     torch.manual_seed(1)
     q, k, v = (torch.randn(S, B, heads, D).transpose(0, 1).double() for heads in (H, G, G))
@@ -202,7 +200,7 @@ def usp_and_stock(ctx: RankContext, *, case: dict[str, Any]) -> list[list[torch.
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_one_rank_gives_megatron_cores_result(name: str) -> None:
+def test_one_rank_gives_megatron_cores_result(name):
     ((usp, stock),) = fork_world(usp_and_stock, 1, case=SERVED[name])
     for actual, expected in zip(usp, stock, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
@@ -216,7 +214,7 @@ def refused(ctx: RankContext, **kwargs: Any) -> Exception | None:
     return None
 
 
-def test_deterministic_mode_is_torchs() -> None:
+def test_deterministic_mode_is_torchs():
     (error,) = fork_world(deterministic, 1, case={"config": {"deterministic_mode": True}})
     assert error is None
 
@@ -227,22 +225,20 @@ def deterministic(ctx: RankContext, **kwargs: Any) -> Exception | None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_exact_is_refused(name: str) -> None:
+def test_what_is_not_exact_is_refused(name):
     case, message = REFUSED[name]
     (error,) = fork_world(refused, 1, case=case)
     assert isinstance(error, UnsupportedAttentionError)
     assert message in str(error), error
 
 
-def test_another_group_than_megatron_cores_is_refused() -> None:
+def test_another_group_than_megatron_cores_is_refused():
     (error,) = fork_world(refused, 1, case={}, context_parallel_size=2)
     assert isinstance(error, MeshError)
     assert "context_parallel_size=2" in str(error)
 
 
-def test_a_dense_mask_is_compared_once_and_again_when_it_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dense_mask_is_compared_once_and_again_when_it_changes(monkeypatch):
     from megatron_patches.megatron_core import core_attention
 
     compared = []

@@ -1,10 +1,7 @@
 """Blended data: fractions follow the weights, in an order that more steps do not change."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from trainer_runs import PLAIN_SGD, TRAINER, arguments, degrees, relative_difference, train
@@ -24,7 +21,7 @@ class Names:
         return self.name, index
 
 
-def test_a_blend_keeps_its_fractions_and_its_order() -> None:
+def test_a_blend_keeps_its_fractions_and_its_order():
     from usp_trainer import data
 
     blend = data.Blend([Names("a"), Names("b"), Names("c")], [3.0, 6.0, 1.0])
@@ -39,7 +36,7 @@ def test_a_blend_keeps_its_fractions_and_its_order() -> None:
     assert again[3 * data._FIRST_INDEX] == far
 
 
-def test_samples_start_again_when_they_are_used_up() -> None:
+def test_samples_start_again_when_they_are_used_up():
     from usp_trainer.data import InOrder, ShuffledEpochs
 
     assert [InOrder("abc")[i] for i in range(5)] == list("abcab")
@@ -49,7 +46,7 @@ def test_samples_start_again_when_they_are_used_up() -> None:
     assert stream[3] == epochs[0][3]
 
 
-def test_a_blend_trains_the_same_on_all_degrees(tmp_path: Path) -> None:
+def test_a_blend_trains_the_same_on_all_degrees(tmp_path):
     for name, letters in (("a.txt", "abcd "), ("b.txt", "wxyz ")):
         (tmp_path / name).write_text(letters * 4000)
     a, b = (str(tmp_path / name) for name in ("a.txt", "b.txt"))
@@ -59,7 +56,7 @@ def test_a_blend_trains_the_same_on_all_degrees(tmp_path: Path) -> None:
     assert relative_difference(two, one) < 1e-5
 
 
-def test_the_fraction_of_a_text_is_its_weight(tmp_path: Path) -> None:
+def test_the_fraction_of_a_text_is_its_weight(tmp_path):
     from usp_trainer.data import _samples, encode_text
 
     texts = {"a": "abcd", "w": "wxyz"}
@@ -83,7 +80,7 @@ def test_the_fraction_of_a_text_is_its_weight(tmp_path: Path) -> None:
         ("nan a 1 b", "the weight of a is 'nan'"),
     ],
 )
-def test_invalid_weights_are_refused(flags: str, message: str) -> None:
+def test_invalid_weights_are_refused(flags, message):
     from usp_trainer.run_files import parse_blend
 
     with pytest.raises(DataError) as refused:

@@ -1,9 +1,6 @@
 """``--usp-report-communication`` of the trainer: calls and bytes of a step."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
 
 from harness import RankContext, fork_world
 from trainer_runs import PLAIN_SGD, degrees, start
@@ -27,7 +24,7 @@ def reported(ctx: RankContext, *, runs: dict[str, str]) -> list[int]:
     return ring_bytes
 
 
-def test_a_reported_step_counts_what_the_ledger_counts(tmp_path: Path) -> None:
+def test_a_reported_step_counts_what_the_ledger_counts(tmp_path):
     runs = {
         str(tmp_path / kind): degrees(sp=2, u=1, zero=1, **grid) + PLAIN_SGD
         for kind, grid in GRIDS.items()

@@ -1,16 +1,13 @@
 """Failures of ranks: they end together and with their parent, and an error is printed once."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import RankContext, WorkerPool
+from harness import RankContext
 from test_trainer_start import command
 from trainer_runs import TRAINER
 
@@ -46,7 +43,7 @@ for mode in ("killed", "raises", "refused"):
 """
 
 
-def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_path: Path) -> None:
+def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_path):
     done = command(["-c", DIE], tmp_path)
     killed, rest = done.stderr.split("killed 1\n")
     raised, refused = rest.split("raises 1\n")
@@ -100,7 +97,7 @@ for number, on_linux in (
 """
 
 
-def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+def test_ranks_end_with_their_parent(tmp_path):
     done = command(["-c", PARENT_ENDS], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{n} b''" for n in (9, 9, 1, 3, 15)], done.stdout
@@ -130,7 +127,7 @@ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
 """
 
 
-def test_ranks_of_a_launcher_end_with_it(tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_end_with_it(tmp_path):
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER_ENDS)
     done = command([str(script)], tmp_path)
@@ -167,9 +164,7 @@ def reports_of_rank(ctx: RankContext, *, folder: str, errors: list[str | None]) 
         ),
     ],
 )
-def test_ranks_of_a_launcher_report_an_error_once(
-    errors: list[str | None], expected: list[str], pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_ranks_of_a_launcher_report_an_error_once(errors, expected, pool, tmp_path):
     printed = pool.run(reports_of_rank, 3, folder=str(tmp_path), errors=errors)
     lines = sorted("".join(printed).splitlines())
     assert len(lines) == len(expected), lines
@@ -177,9 +172,7 @@ def test_ranks_of_a_launcher_report_an_error_once(
         assert line.startswith(start)
 
 
-def test_torchruns_own_traceback_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_torchruns_own_traceback_is_one_line(monkeypatch, capsys):
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from usp_trainer import launch

@@ -1,7 +1,5 @@
 """Output folders: files are complete after any end, and a refused run changes nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -51,7 +49,7 @@ BEHIND = r"holds a checkpoint of step 2, this run begins at step 0. Continue it 
 OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-def test_what_is_refused_changes_nothing(saved: Path, tmp_path: Path) -> None:
+def test_what_is_refused_changes_nothing(saved, tmp_path):
     save, step = saved / "save", saved / "save" / "step_2"
     more = f"{SP2} --train-iters 3"
     again = f"{more} --save {save}"
@@ -81,9 +79,7 @@ def test_what_is_refused_changes_nothing(saved: Path, tmp_path: Path) -> None:
         (step / name).write_bytes(intact)
 
 
-def test_a_second_trainer_is_refused_with_the_first_ones_process(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_a_second_trainer_is_refused_with_the_first_ones_process(saved, tmp_path):
     from usp_trainer.run_files import FolderLock
 
     lock = FolderLock(saved / "save")
@@ -102,7 +98,7 @@ def test_a_second_trainer_is_refused_with_the_first_ones_process(
     assert not (saved / "save" / ".usp_lock").exists()
 
 
-def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_process(tmp_path):
     from usp_trainer.run_files import FolderLock
 
     if not (child := os.fork()):
@@ -114,9 +110,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_metrics_file_is_repaired_and_what_is_done_is_said(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_metrics_file_is_repaired_and_what_is_done_is_said(saved, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     first = (folder / "metrics.jsonl").read_text()
@@ -139,8 +133,8 @@ def test_a_damaged_metrics_file_is_repaired_and_what_is_done_is_said(
 
 
 def test_a_changed_metadata_file_is_refused_and_a_later_checkpoint_replaced_on_demand(
-    saved: Path, tmp_path: Path
-) -> None:
+    saved, tmp_path
+):
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     metadata = folder / "save" / "step_2" / "usp_metadata.json"
@@ -178,9 +172,7 @@ def damage(path: Path, data: bytes | None) -> None:
         ("step_2/usp_metadata.json", b'{"format": 1}'),
     ],
 )
-def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(
-    name: str, data: bytes | None, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(name, data, tmp_path):
     from usp_trainer.arguments import parse
     from usp_trainer.run_files import RunFolders, check_files
 
@@ -201,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(
     RunFolders(parse([*start, "--overwrite-output"])).close(refused=True)
 
 
-def test_a_full_disk_ends_the_run_with_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_with_whole_lines(tmp_path):
     from usp_trainer.progress import MetricsFile
 
     file = MetricsFile(tmp_path, None)
@@ -225,9 +217,7 @@ def save_on_a_full_disk(ctx: RankContext, *, flags: str, folder: str) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_checkpoint_that_the_disk_has_no_room_for_is_said_once(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_said_once(saved, tmp_path):
     data = f"--data-cache-path {saved}/data"
     flags = f"{SP2} --train-iters 1 --save {tmp_path}/save {data}"
     results = fork_world(save_on_a_full_disk, 2, flags=flags, folder=str(tmp_path / "output"))

@@ -1,9 +1,6 @@
 """Losses and gradient norms of the trainer equal one rank's; each trap, unhandled, shows."""
 
-from __future__ import annotations
-
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -56,7 +53,7 @@ def numbers_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("grid", "zero"), CASES)
-def test_sgd_without_clipping_equals_one_rank(grid: str, zero: int, numbers_of: Any) -> None:
+def test_sgd_without_clipping_equals_one_rank(grid, zero, numbers_of):
     expected = numbers_of("one rank", PLAIN_SGD)[0]
     assert relative_difference(numbers_of(grid, PLAIN_SGD)[zero], expected) < LIMIT
 
@@ -64,18 +61,18 @@ def test_sgd_without_clipping_equals_one_rank(grid: str, zero: int, numbers_of: 
 @pytest.mark.parametrize(
     ("grid", "zero"), [("dp2-sp2", zero) for zero in range(4)] + [("pp2-sp2", 0), ("pp2-sp2", 1)]
 )
-def test_adam_with_clipping_equals_one_rank(grid: str, zero: int, numbers_of: Any) -> None:
+def test_adam_with_clipping_equals_one_rank(grid, zero, numbers_of):
     expected = numbers_of("one rank", ADAM)[0]
     assert relative_difference(numbers_of(grid, ADAM)[zero], expected) < LIMIT
 
 
-def test_another_clipping_shows(numbers_of: Any, tmp_path: Path) -> None:
+def test_another_clipping_shows(numbers_of, tmp_path):
     flags = degrees(zero=1, **GRIDS["dp2-sp2"]) + ADAM.replace("--clip-grad 0.5", "--clip-grad 0")
     (unclipped,) = train(4, flags, output_dir=tmp_path, steps=3)
     assert relative_difference(unclipped, numbers_of("one rank", ADAM)[0]) > 10 * LIMIT
 
 
-def test_micro_batches_with_unequal_numbers_of_loss_tokens_equal_one_batch(tmp_path: Path) -> None:
+def test_micro_batches_with_unequal_numbers_of_loss_tokens_equal_one_batch(tmp_path):
     fork_world(write_short_documents, 1, prefix=str(tmp_path / "short"))
     flags = PLAIN_SGD + f" --eod-mask-loss --data-path {tmp_path / 'short'} --vocab-size 257"
     (one,) = train(1, degrees() + flags + " --micro-batch-size 4", output_dir=tmp_path)
@@ -87,7 +84,7 @@ PACKED = " --reset-attention-mask --reset-position-ids --eod-mask-loss"
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_packed_documents_equal_one_rank(positions: str, tmp_path: Path) -> None:
+def test_packed_documents_equal_one_rank(positions, tmp_path):
     fork_world(write_short_documents, 1, prefix=str(tmp_path / "short"))
     flags = PLAIN_SGD + PACKED + f" --data-path {tmp_path / 'short'} --vocab-size 257"
     if positions == "learned":
@@ -106,7 +103,7 @@ def no_plain_path(reason: str, mesh: Any) -> None:
     raise AssertionError(f"a layer computed its projections by itself: {reason}")
 
 
-def test_one_rank_of_packed_documents_is_each_document_alone(tmp_path: Path) -> None:
+def test_one_rank_of_packed_documents_is_each_document_alone(tmp_path):
     """Against a mask of tokens x tokens: what one rank trains on is right itself."""
     fork_world(write_short_documents, 1, prefix=str(tmp_path / "short"))
     flags = PLAIN_SGD + PACKED + f" --data-path {tmp_path / 'short'} --vocab-size 257"
@@ -116,7 +113,7 @@ def test_one_rank_of_packed_documents_is_each_document_alone(tmp_path: Path) -> 
     assert relative_difference(one, dense) < LIMIT
 
 
-def test_a_window_equals_one_rank(tmp_path: Path) -> None:
+def test_a_window_equals_one_rank(tmp_path):
     flags = PLAIN_SGD + " --window-size 7"
     one, plain = train(1, degrees() + flags, degrees() + PLAIN_SGD, output_dir=tmp_path)
     assert relative_difference(one, plain) > 100 * LIMIT, "the window changes nothing"
@@ -176,13 +173,8 @@ def pipeline_divided_by_data_parallel(stage: int, groups: Any) -> GradientRule:
     ],
 )
 def test_another_gradient_rule_trains_wrongly(
-    grid: str,
-    zero: int,
-    wrong_rule: Any,
-    norm_factor: float | None,
-    numbers_of: Any,
-    tmp_path: Path,
-) -> None:
+    grid, zero, wrong_rule, norm_factor, numbers_of, tmp_path
+):
     ranks = on_each_rank(
         WORLD[grid],
         [degrees(zero=zero, **GRIDS[grid]) + PLAIN_SGD],
@@ -221,7 +213,7 @@ def no_mpu(groups: Any, rule: Any) -> None:
 MESH_ROUTE = {"usp_trainer.engine.deepspeed_config": mesh_route_config}
 
 
-def test_the_mesh_route_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_the_mesh_route_is_refused_on_every_rank(tmp_path):
     flags = degrees(zero=1, **GRIDS["sp4"]) + PLAIN_SGD
     for error in errors(4, flags, tmp_path, MESH_ROUTE):
         assert isinstance(error, ConfigError)
@@ -229,9 +221,7 @@ def test_the_mesh_route_is_refused_on_every_rank(tmp_path: Path) -> None:
         assert "mpu" in str(error)
 
 
-def test_the_mesh_route_is_refused_in_backward_where_nothing_checks_it_before(
-    tmp_path: Path,
-) -> None:
+def test_the_mesh_route_is_refused_in_backward_where_nothing_checks_it_before(tmp_path):
     unchecked = {
         **MESH_ROUTE,
         "ds_usp.training.deepspeed._check_config": no_check,
@@ -246,7 +236,7 @@ def deepspeeds_clipping(config: Any, optimizer: Any, groups: Any) -> Any:
     return config
 
 
-def test_deepspeeds_clipping_at_zero0_is_wrong_over_stages(tmp_path: Path) -> None:
+def test_deepspeeds_clipping_at_zero0_is_wrong_over_stages(tmp_path):
     # DeepSpeed counts what tensor-parallel ranks share on the first stage only: norms, here.
     clipped = (
         " --optimizer sgd --lr 0.5 --clip-grad 0.5 --weight-decay 0"
@@ -280,5 +270,5 @@ def compiled_ops(ctx: RankContext, *, prepare: bool) -> int:
 
 
 @pytest.mark.parametrize(("prepare", "times"), [(True, 0), (False, 1)])
-def test_no_op_is_compiled_at_the_start(prepare: bool, times: int) -> None:
+def test_no_op_is_compiled_at_the_start(prepare, times):
     assert fork_world(compiled_ops, 1, prepare=prepare) == [times]

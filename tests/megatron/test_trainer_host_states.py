@@ -1,8 +1,5 @@
 """Optimizer states that wait in host memory: the same training, and bytes that really leave."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -54,7 +51,7 @@ def _train(flags: str, folder: str) -> tuple[list[Any], set[int], int, int]:
         return numbers, set(away), after, sum(p.numel() for p in parameters)
 
 
-def test_it_trains_alike_and_the_bytes_leave(tmp_path: Path) -> None:
+def test_it_trains_alike_and_the_bytes_leave(tmp_path):
     flags = [degrees(**grid) + ADAM + more + on for grid, more, _ in CASES for on in ("", ON_HOST)]
     for rank in fork_world(trained, 2, flags=flags, output_dir=str(tmp_path)):
         for (grid, _, each), plain, on_host in zip(CASES, rank[::2], rank[1::2], strict=True):

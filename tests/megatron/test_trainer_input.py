@@ -1,8 +1,5 @@
 """Bad input is an error at once, on every rank, that names what would work."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,15 +57,13 @@ def no_vocab_size(folder: Path) -> str:
         (no_vocab_size, "Give --vocab-size N"),
     ],
 )
-def test_bad_data_is_refused_on_every_rank(
-    make: Callable[[Path], str], message: str, tmp_path: Path
-) -> None:
+def test_bad_data_is_refused_on_every_rank(make, message, tmp_path):
     for error in errors(2, f"{SP2} --data-path {make(tmp_path)}", tmp_path):
         assert isinstance(error, DataError)
         assert message in str(error), error
 
 
-def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path: Path) -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some plain text " * 2000)
     assert errors(2, f"{SP2} --data-path {text}", tmp_path) == [None, None]
@@ -87,9 +82,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path: Pat
         (degrees(sp=4, u=2) + " --usp-kernel flash4", USPError, "flash4: "),
     ],
 )
-def test_flags_that_do_not_fit_are_refused_on_every_rank(
-    flags: str, error_class: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_flags_that_do_not_fit_are_refused_on_every_rank(flags, error_class, message, tmp_path):
     for error in errors(4, flags + PLAIN_SGD, tmp_path):
         assert isinstance(error, error_class)
         assert message in str(error), error

@@ -1,7 +1,5 @@
 """What a layer of the trainer's GPT saves for backward, counted, against the planner's formula."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -147,12 +145,12 @@ def policies_over_formula(ctx: RankContext) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("world", MESHES)
-def test_saved_bytes_of_the_trainers_layer_are_the_formula(world: int) -> None:
+def test_saved_bytes_of_the_trainers_layer_are_the_formula(world):
     for ratios in fork_world(saved_over_formula, world, degrees=MESHES[world]):
         assert ratios == pytest.approx([1.0] * len(ratios), abs=0.01)
 
 
-def test_every_policy_with_and_without_mlp_chunks_saves_what_the_formula_says() -> None:
+def test_every_policy_with_and_without_mlp_chunks_saves_what_the_formula_says():
     for ratios in fork_world(policies_over_formula, 2):
         wrong = {
             policy: counted

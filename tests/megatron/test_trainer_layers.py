@@ -1,9 +1,6 @@
 """The trainer's layer specs; without TransformerEngine, by layers that have its structure."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 from trainer_runs import PLAIN_SGD, degrees, errors, relative_difference, train
@@ -44,7 +41,7 @@ STAND_IN = {
 }
 
 
-def test_layers_with_fused_norms_train_the_same_model(tmp_path: Path) -> None:
+def test_layers_with_fused_norms_train_the_same_model(tmp_path):
     (local,) = train(1, degrees() + PLAIN_SGD, output_dir=tmp_path)
     runs = [
         degrees(**grid) + PLAIN_SGD + recompute
@@ -55,7 +52,7 @@ def test_layers_with_fused_norms_train_the_same_model(tmp_path: Path) -> None:
         assert relative_difference(numbers, local) < LIMIT
 
 
-def test_a_checkpoint_names_the_layers_that_it_is_of(tmp_path: Path) -> None:
+def test_a_checkpoint_names_the_layers_that_it_is_of(tmp_path):
     flags = degrees(sp=2, u=2) + PLAIN_SGD + f" --save {tmp_path / 'checkpoint'}"
     train(2, flags, output_dir=tmp_path, steps=1, save_at=0, patches=STAND_IN)
     resumed = degrees(sp=2, u=2) + PLAIN_SGD + f" --load {tmp_path / 'checkpoint'}"
@@ -65,7 +62,7 @@ def test_a_checkpoint_names_the_layers_that_it_is_of(tmp_path: Path) -> None:
     assert errors(2, resumed, tmp_path, patches=STAND_IN) == [None, None]
 
 
-def test_an_earlier_checkpoint_is_of_local_layers(tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_is_of_local_layers(tmp_path):
     folder = tmp_path / "checkpoint"
     train(1, degrees() + PLAIN_SGD + f" --save {folder}", output_dir=tmp_path, steps=1, save_at=0)
     (path,) = folder.glob(f"*/{METADATA}")

@@ -1,9 +1,5 @@
 """Every memory policy of the trainer trains as the plain one does, on every kind of grid."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from harness import RankContext, fork_world
 from trainer_runs import PLAIN_SGD, degrees, relative_difference, start, train
@@ -19,7 +15,6 @@ GRIDS = {
     "tp2-sp2": {"sp": 2, "u": 2, "tp": 2, "zero": 2},
 }
 
-
 WAIT, CHUNKS, MLP = "--usp-offload-ratio 0.6", "--usp-loss-chunks 3", "--usp-mlp-chunks 5"
 SOME = ["--usp-recompute gemm-last", f"--usp-recompute attention {WAIT} {CHUNKS} {MLP}", WAIT]
 # Each recomputation with each offload, and with chunks of the loss or of the MLP.
@@ -32,7 +27,7 @@ CASES = [("sp4", PAIRS), *((grid, SOME) for grid in GRIDS if grid != "sp4")]
 
 
 @pytest.mark.parametrize(("grid", "policies"), CASES)
-def test_every_policy_trains_alike(grid: str, policies: list[str], tmp_path: Path) -> None:
+def test_every_policy_trains_alike(grid, policies, tmp_path):
     flags = degrees(**GRIDS[grid]) + PLAIN_SGD + " --global-batch-size 2"
     runs = [f"{flags} {policy}" for policy in ("", *policies)]
     plain, *others = train(4, *runs, output_dir=tmp_path, steps=2)
@@ -48,7 +43,7 @@ GROUPED = {
 
 
 @pytest.mark.parametrize("grid", GROUPED)
-def test_one_checkpoint_for_several_layers_trains_bitwise_alike(grid: str, tmp_path: Path) -> None:
+def test_one_checkpoint_for_several_layers_trains_bitwise_alike(grid, tmp_path):
     """Five layers; under the pipeline three and two."""
     flags = degrees(**GRIDS[grid]) + PLAIN_SGD + " --global-batch-size 2 --num-layers 5"
     first, *grouped = GROUPED[grid]
@@ -58,7 +53,7 @@ def test_one_checkpoint_for_several_layers_trains_bitwise_alike(grid: str, tmp_p
     assert all(numbers == each for numbers in others)
 
 
-def test_biases_layernorm_and_a_tied_output(tmp_path: Path) -> None:
+def test_biases_layernorm_and_a_tied_output(tmp_path):
     more = " --normalization layernorm --no-swiglu --no-disable-bias-linear"
     tied = " --no-untie-embeddings-and-output-weights"
     runs = [
@@ -101,7 +96,7 @@ def counted(
     return results
 
 
-def test_megatrons_linear_layers_multiply_as_often_as_without(tmp_path: Path) -> None:
+def test_megatrons_linear_layers_multiply_as_often_as_without(tmp_path):
     """Those of megatron-core are autograd functions, of which torch's checkpoint runs one twice."""
     flags = degrees(sp=2, u=2, tp=2) + PLAIN_SGD
     policies = ["none", "gemm-last", "attention", "full", "none --usp-mlp-chunks 4"]

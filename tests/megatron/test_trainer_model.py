@@ -1,9 +1,5 @@
 """What the trainer computes is the same model on every mesh, layout and precision."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from harness import RankContext, fork_world
@@ -29,7 +25,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_of_the_model_equals_one_rank(variant: str, tmp_path: Path) -> None:
+def test_every_variant_of_the_model_equals_one_rank(variant, tmp_path):
     flags = PLAIN_SGD + VARIANTS[variant] + " --global-batch-size 2"
     (one,) = train(1, degrees() + flags, output_dir=tmp_path)
     runs = [grid + flags for grid in GRIDS.values()]
@@ -37,7 +33,7 @@ def test_every_variant_of_the_model_equals_one_rank(variant: str, tmp_path: Path
         assert relative_difference(numbers, one) < LIMIT, grid
 
 
-def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
+def test_bf16_stays_near_fp32(tmp_path):
     bf16 = ADAM + " --bf16"
     (fp32,) = train(1, degrees() + ADAM, output_dir=tmp_path)
     runs = [
@@ -79,7 +75,7 @@ CHANGED = 37
 
 
 @pytest.mark.parametrize("u", [1, 2, 4])
-def test_no_token_changes_the_loss_of_an_earlier_position(u: int, tmp_path: Path) -> None:
+def test_no_token_changes_the_loss_of_an_earlier_position(u, tmp_path):
     from ds_usp import TokenLayout
 
     runs = [degrees(sp=4, u=u) + f" --usp-layout {layout}" for layout in LAYOUTS]

@@ -1,9 +1,6 @@
 """Numbers that are not finite stop a run before it saves, and are named where they arise."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +79,7 @@ RUNS = [
 ]
 
 
-def test_what_is_not_finite_is_named_and_never_saved(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_named_and_never_saved(tmp_path):
     runs = [(flags, target) for flags, target, _ in RUNS]
     for texts in fork_world(messages_of, 2, runs=runs, folder=str(tmp_path)):
         for text, (flags, target, expected) in zip(texts, RUNS, strict=True):

@@ -1,8 +1,6 @@
 """The most bytes that live while a recomputed layer of the trainer runs backward, against the
 planner's formula."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -69,7 +67,7 @@ def growth_of_cases(
     return [growth(degree, flags, chunks, tokens) for flags, chunks in cases]
 
 
-def test_the_peak_of_a_recomputed_layer_is_the_formula() -> None:
+def test_the_peak_of_a_recomputed_layer_is_the_formula():
     """With whole heads in one chunk, in four, and projected in chunks."""
     overlap = "--usp-projection-overlap"
     cases = [(f"{overlap} off", 1), (f"{overlap} off", 4), (f"{overlap} recompute", 1)]
@@ -80,7 +78,7 @@ def test_the_peak_of_a_recomputed_layer_is_the_formula() -> None:
         assert projected[0] < chunked[0] < 0.75 * whole[0]
 
 
-def test_the_peak_without_sequence_parallelism_is_the_formula() -> None:
+def test_the_peak_without_sequence_parallelism_is_the_formula():
     """With as many key/value heads as heads, with half and with a quarter: grouped queries are
     copied. Shorter sequences have their peak where a weight's gradient is computed."""
     cases = [(f"--num-key-value-heads {kv_heads}", 1) for kv_heads in (8, 4, 2)]

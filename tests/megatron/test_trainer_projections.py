@@ -1,9 +1,6 @@
 """``--usp-projection-overlap`` trains what one rank trains, and refuses what it cannot serve."""
 
-from __future__ import annotations
-
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 from trainer_runs import PLAIN_SGD, degrees, relative_difference, train
@@ -27,7 +24,7 @@ RUNS = [
 ]
 
 
-def test_overlapped_projections_train_what_one_rank_trains(tmp_path: Path) -> None:
+def test_overlapped_projections_train_what_one_rank_trains(tmp_path):
     more = PLAIN_SGD + " --global-batch-size 2"
     one, biased = train(1, degrees() + more, degrees() + more + BIASES, output_dir=tmp_path)
     runs = [run + more for run in RUNS]
@@ -44,7 +41,7 @@ def test_overlapped_projections_train_what_one_rank_trains(tmp_path: Path) -> No
         ({"transformer_impl": "transformer_engine"}, "Use --transformer-impl local, or"),
     ],
 )
-def test_what_cannot_be_served_is_refused(changes: dict[str, object], fix: str) -> None:
+def test_what_cannot_be_served_is_refused(changes, fix):
     plain = {
         "usp_projection_overlap": "recompute",
         "usp_recompute": "none",

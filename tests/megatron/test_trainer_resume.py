@@ -1,7 +1,5 @@
 """A resumed run continues exactly, on other splits of the ranks too, or is refused everywhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -35,14 +33,12 @@ def resume(folder: Path, checkpoint: Path, *grids: dict[str, int]) -> list[Numbe
     return train(4, *runs, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
 
 
-def test_resuming_is_bit_exact(uninterrupted: tuple[Path, Numbers], tmp_path: Path) -> None:
+def test_resuming_is_bit_exact(uninterrupted, tmp_path):
     checkpoint, numbers = uninterrupted
     assert resume(tmp_path, checkpoint, SAVED) == [numbers[SAVED_AT:]]
 
 
-def test_resuming_on_other_sequence_degrees_is_exact(
-    uninterrupted: tuple[Path, Numbers], tmp_path: Path
-) -> None:
+def test_resuming_on_other_sequence_degrees_is_exact(uninterrupted, tmp_path):
     checkpoint, numbers = uninterrupted
     # Of the same 4 ranks; the rest is data.
     degrees_of_runs = ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1))
@@ -63,12 +59,12 @@ def test_resuming_on_other_sequence_degrees_is_exact(
     ],
     ids=str,
 )
-def test_every_kind_of_checkpoint_resumes(grid: dict[str, int], tmp_path: Path) -> None:
+def test_every_kind_of_checkpoint_resumes(grid, tmp_path):
     numbers = save_and_continue(tmp_path, grid)
     assert resume(tmp_path, tmp_path / "save", grid) == [numbers[SAVED_AT:]]
 
 
-def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_zero0_resumes_on_another_number_of_ranks(tmp_path):
     numbers = save_and_continue(tmp_path, {"sp": 2}, world=2)
     (resumed,) = resume(tmp_path, tmp_path / "save", {"sp": 4, "u": 2})
     assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
@@ -90,8 +86,8 @@ def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_or_parallel_config_is_refused_on_every_rank(
-    flags: str, messages: list[str], uninterrupted: tuple[Path, Numbers], tmp_path: Path
-) -> None:
+    flags, messages, uninterrupted, tmp_path
+):
     for error in errors(4, f"{flags} {FLAGS} --load {uninterrupted[0]}", tmp_path):
         assert isinstance(error, CheckpointError)
         assert all(text in str(error) for text in messages), error
@@ -113,9 +109,7 @@ RESPLIT = {
 
 
 @pytest.mark.parametrize(("flags", "saved", "others"), RESPLIT.values(), ids=RESPLIT)
-def test_resuming_under_another_tensor_parallel_size_is_exact(
-    flags: str, saved: dict[str, int], others: list[dict[str, int]], tmp_path: Path
-) -> None:
+def test_resuming_under_another_tensor_parallel_size_is_exact(flags, saved, others, tmp_path):
     flags += FLAGS + " --make-vocab-size-divisible-by 4"
     (numbers,) = train(
         4,
@@ -129,17 +123,13 @@ def test_resuming_under_another_tensor_parallel_size_is_exact(
         assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
 
-def test_a_vocabulary_padded_for_one_tensor_parallel_size_is_refused(
-    uninterrupted: tuple[Path, Numbers], tmp_path: Path
-) -> None:
+def test_a_vocabulary_padded_for_one_tensor_parallel_size_is_refused(uninterrupted, tmp_path):
     flags = degrees(tp=4, zero=1) + f" --num-key-value-heads 4 --load {uninterrupted[0]}"
     for error in errors(4, flags + FLAGS, tmp_path):
         assert "padded_vocab_size 258 in the checkpoint, 260 now" in str(error)
 
 
-def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(
-    uninterrupted: tuple[Path, Numbers], tmp_path: Path
-) -> None:
+def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(uninterrupted, tmp_path):
     flags = degrees(sp=2, zero=1) + FLAGS
     for error in errors(2, f"{flags} --load {tmp_path}", tmp_path):
         assert isinstance(error, CheckpointError)
@@ -153,9 +143,7 @@ def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(
         assert f"{size - 1} bytes, {size} were saved" in str(error)
 
 
-def test_the_flags_of_the_resuming_run_count(
-    uninterrupted: tuple[Path, Numbers], tmp_path: Path
-) -> None:
+def test_the_flags_of_the_resuming_run_count(uninterrupted, tmp_path):
     """Weight decay 0.1 was saved; at 100 the weights and the loss fall apart."""
     flags = degrees(**SAVED) + ADAM + f" --weight-decay 100 --load {uninterrupted[0]}"
     (numbers,) = train(4, flags, output_dir=tmp_path, steps=2)
@@ -163,7 +151,7 @@ def test_the_flags_of_the_resuming_run_count(
     assert relative_difference(numbers[1:], uninterrupted[1][SAVED_AT + 1 :]) > 1e-3
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_it(tmp_path):
     (tmp_path / "save" / "unfinished_step_5").mkdir(parents=True)
     for tag, gone in (
         ("step_1", "step_1_again"),
@@ -193,9 +181,7 @@ def die_while_saving(ctx: RankContext, *, flags: str, folder: str) -> None:
         run.save()
 
 
-def test_a_rank_that_dies_while_saving_leaves_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("harness.GRACE_S", 1.0)  # the other rank waits for the dead one
     flags = degrees(sp=2, zero=1) + FLAGS + f" --save {tmp_path}"
     with pytest.raises(RankError, match="no space left"):

@@ -1,7 +1,5 @@
 """The trainer starts without a launcher, under torchrun and deepspeed, with one result."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -58,7 +56,7 @@ def script(
     return done.stdout, rows(metrics.parent), expected
 
 
-def test_the_tiny_script_trains_to_its_end_under_deepspeed(tmp_path: Path) -> None:
+def test_the_tiny_script_trains_to_its_end_under_deepspeed(tmp_path):
     printed, steps, expected = script(tmp_path, NUM_GPUS="2", SP_SIZE="2", ULYSSES_DEGREE="2")
     assert relative_difference(numbers(steps[:3]), expected) < 1e-5
     assert [row["step"] for row in steps] == list(range(1, 21))
@@ -70,7 +68,7 @@ def test_the_tiny_script_trains_to_its_end_under_deepspeed(tmp_path: Path) -> No
         assert printed.count(text) == 1, printed
 
 
-def test_a_blend_under_torchrun(tmp_path: Path) -> None:
+def test_a_blend_under_torchrun(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(f"text of {name}. " * 4000)
     settings = {"SP_SIZE": "2", "NUM_GPUS": "2", "TRAIN_ITERS": "3", "ULYSSES_DEGREE": "1"}
@@ -84,7 +82,7 @@ def test_a_blend_under_torchrun(tmp_path: Path) -> None:
     assert "Ulysses 1 x Ring 2 (zigzag)" in printed
 
 
-def test_an_automatic_degree_and_an_early_exit_without_a_launcher(tmp_path: Path) -> None:
+def test_an_automatic_degree_and_an_early_exit_without_a_launcher(tmp_path):
     flags = FLAGS + degrees(sp=2).replace("--ulysses-degree 2", "--ulysses-degree auto")
     more = " --train-iters 4 --exit-interval 3 --save saved --output-dir out"
     done = command([SCRIPT, *(flags + more).split()], tmp_path)
@@ -98,7 +96,7 @@ def test_an_automatic_degree_and_an_early_exit_without_a_launcher(tmp_path: Path
     assert (tmp_path / "saved" / "latest").read_text() == "step_3\n"
 
 
-def test_the_quickstart_proves_itself(tmp_path: Path) -> None:
+def test_the_quickstart_proves_itself(tmp_path):
     small = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --seq-length 128 --train-iters 2"
     done = command([SCRIPT, "--quickstart", *small.split()], tmp_path)
     assert done.returncode == 0, done.stderr

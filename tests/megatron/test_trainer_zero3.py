@@ -1,7 +1,5 @@
 """The most bytes that live in a step of the trainer under ZeRO-3, against the planner's formula."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -85,7 +83,7 @@ def fused_norm(self: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def test_the_peak_of_a_step_under_zero3_is_the_formula(tmp_path: Any) -> None:
+def test_the_peak_of_a_step_under_zero3_is_the_formula(tmp_path):
     ratios, _ = fork_world(measured_over_formula, 2, folder=str(tmp_path))
     step, *_ = ratios.pop("step")
     # Of so few tokens a later step needs 5 % more, in the backward pass of the output projection,

@@ -1,7 +1,5 @@
 """Tiny runs of the trainer for tests: what ranks execute, as module-level functions."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -39,7 +37,6 @@ ADAM = " --optimizer adam --lr 1e-3 --clip-grad 0.5"
 
 
 def degrees(*, sp: int = 1, u: int | None = None, tp: int = 1, pp: int = 1, zero: int = 0) -> str:
-    """Flags for parallel degrees."""
     return (
         f" --ds-sequence-parallel-size {sp} --ulysses-degree {u or sp} --zero-stage {zero}"
         f" --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
@@ -47,7 +44,6 @@ def degrees(*, sp: int = 1, u: int | None = None, tp: int = 1, pp: int = 1, zero
 
 
 def arguments(flags: str, output_dir: Path | str) -> Namespace:
-    """Parsed flags of a tiny run."""
     from usp_trainer.arguments import parse
 
     return parse([*TINY.split(), "--output-dir", str(output_dir), *flags.split()])
@@ -55,7 +51,6 @@ def arguments(flags: str, output_dir: Path | str) -> Namespace:
 
 @contextmanager
 def patched(patches: Mapping[str, Any]) -> Iterator[None]:
-    """Every target of ``patches`` replaced."""
     with ExitStack() as stack:
         for target, replacement in patches.items():
             stack.enter_context(mock.patch(target, replacement))
@@ -149,7 +144,6 @@ def error_on_rank(
 def errors(
     world: int, flags: str, output_dir: Path, patches: Mapping[str, Any] | None = None
 ) -> list[ValueError | None]:
-    """What every rank of a run raises."""
     return fork_world(
         error_on_rank, world, flags=flags, output_dir=str(output_dir), patches=patches or {}
     )
@@ -193,7 +187,6 @@ def train(world: int, *runs: str, output_dir: Path, **kwargs: Any) -> list[Numbe
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

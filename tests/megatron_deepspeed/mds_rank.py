@@ -1,7 +1,5 @@
 """One rank of a run: training with weights that depend on names alone, and a record of it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import re
@@ -56,7 +54,6 @@ class Recorder:
     )
 
     def run(self, request: Request) -> None:
-        """Train."""
         wraps = {
             "megatron.training:training_log": self._log,
             "megatron.training:evaluate": self._evaluate,

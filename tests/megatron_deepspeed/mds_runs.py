@@ -1,7 +1,5 @@
 """Tiny runs of Megatron-DeepSpeed, on gloo ranks that are forked from one server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,8 +51,6 @@ def flags(
 
 
 class TrainingServer(FrameworkServer):
-    """The server process of Megatron-DeepSpeed."""
-
     SERVER = HERE / "mds_server.py"
     REQUEST = Request
     ENVIRONMENT: ClassVar = {

@@ -3,8 +3,6 @@
 python mds_server.py CHECKOUT FOLDER
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mds_edits import MARK
-from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
+from mds_runs import TrainingServer, flags, losses_of, relative_difference
+from programs import python
 
 import megatron_patches
 from ds_usp.errors import ConfigError, LayoutError, PatchError
@@ -255,14 +255,8 @@ def _file(name: str) -> str:
 
 
 def _command(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "MEGATRON_DEEPSPEED_PATH": str(checkout),
-        "PYTHONPATH": str(HERE.parents[1]),
-    }
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    settings = {"DS_ACCELERATOR": "cpu", "MEGATRON_DEEPSPEED_PATH": str(checkout)}
+    return python("-m", *arguments, **settings)
 
 
 def _with_a_line(text: str, path: str) -> str:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
-from programs import Numbers, check_close, numbers_of, reported_kinds
+from mds_runs import TrainingServer, flags, losses_of, relative_difference
+from programs import Numbers, check_close, numbers_of, python, reported_kinds
 
 from ds_usp.planner import AUTO, ModelShape, ParallelConfig, Workload
 from ds_usp.planner.emit import emit
@@ -382,12 +381,8 @@ def test_a_universal_checkpoint_goes_to_other_layouts(server, tmp_path):
     folders = ("--input_folder", tmp_path / f"global_step{SAVED}")
     folders += ("--output_folder", tmp_path / "universal")
     workers = ("--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state")
-    subprocess.run(
-        [sys.executable, script, server.checkout, *folders, *workers],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parents[1])},
-    )
+    done = python(script, server.checkout, *folders, *workers, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
     (tmp_path / "latest_universal").write_text("universal")
     (tmp_path / "latest").write_text("universal")
     more = f"{unpadded} --universal-checkpoint"
@@ -475,20 +470,14 @@ def test_a_launcher_starts_the_script(server, tmp_path, launcher):
     degree = AUTO if launcher == "torchrun" else 1
     arguments = server.arguments(flags(sp=2, u=degree, zero=1), tmp_path)
     command = LAUNCHERS[launcher].format(port=29600 + os.getpid() % 300).split()
-    done = subprocess.run(
-        [sys.executable, *command, str(server.checkout / "pretrain_gpt.py"), *arguments],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-            "PYTHONPATH": str(HERE.parents[1]),
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-        timeout=300,
+    done = python(
+        *command,
+        server.checkout / "pretrain_gpt.py",
+        *arguments,
+        PATH=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        DS_ACCELERATOR="cpu",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        GLOO_SOCKET_IFNAME="lo",
     )
     if degree == AUTO:
         assert done.stdout.count("planner: ulysses 1 x ring 2 on cpu (predicted step") == 1

@@ -1,7 +1,5 @@
 """The server that forks worlds of Megatron-LM, where a checkout of it is named."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

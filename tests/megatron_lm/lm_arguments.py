@@ -3,8 +3,6 @@
 Started as ``lm_arguments.py CHECKOUT``; reads one JSON request a line and answers with one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -32,10 +30,7 @@ def answer(request: dict[str, Any], patches: megatron_patches.PatchSet) -> dict[
     """What the start of a run does with these flags, before any process group exists."""
     from megatron.training import arguments
 
-    os.environ |= {
-        "RANK": str(request["rank"]),
-        "WORLD_SIZE": str(request["ranks"]),
-    }
+    os.environ |= {"RANK": str(request["rank"]), "WORLD_SIZE": str(request["ranks"])}
     if request.get("hopper"):
         arguments.get_device_arch_version = lambda: 9
     sys.argv = ["pretrain_gpt.py", *request["flags"]]
@@ -77,7 +72,6 @@ def pretend_installed(version: str) -> None:
 
 
 def main(checkout: Path) -> None:
-    """Answer requests until the input ends."""
     megatron_patches.prepare("megatron_lm", checkout)
     import pretrain_gpt
 

@@ -1,7 +1,5 @@
 """Conversations for ``--sft``, without the packages that read and tokenize them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

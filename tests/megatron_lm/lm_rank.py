@@ -1,7 +1,5 @@
 """One rank of a run: training with weights that depend on names alone, and a record of it."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys
@@ -33,7 +31,6 @@ class Recorder:
     )
 
     def run(self, request: Request) -> None:
-        """Train."""
         wraps = {
             "megatron.training.training:training_log": self._log,
             "megatron.training.training:evaluate": self._evaluate,

@@ -1,7 +1,5 @@
 """Tiny runs of Megatron-LM, on gloo ranks that are forked from one server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,13 +25,7 @@ SGD_BY_ADAM = "--optimizer adam --adam-beta1 0 --adam-eps 10 --lr 1 --min-lr 1"
 
 
 def flags(
-    *,
-    u: int = 1,
-    r: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    virtual: int = 0,
-    more: str = "",
+    *, u: int = 1, r: int = 1, tp: int = 1, pp: int = 1, virtual: int = 0, more: str = ""
 ) -> str:
     """Flags for parallel degrees; ``virtual``: layers of a virtual pipeline stage, 0: none."""
     degrees = (
@@ -48,8 +40,6 @@ def flags(
 
 
 class TrainingServer(FrameworkServer):
-    """The server process of Megatron-LM."""
-
     SERVER = HERE / "lm_server.py"
     REQUEST = Request
     ENVIRONMENT: ClassVar = {"TORCHDYNAMO_DISABLE": "1"}  # nothing is compiled

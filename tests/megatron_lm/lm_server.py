@@ -3,8 +3,6 @@
 python lm_server.py CHECKOUT FOLDER
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Starts of patched Megatron-LM in a process of its own, which imports the checkout once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -53,7 +51,6 @@ class Starts:
         raise AssertionError("the server of starts ended")
 
     def error(self, flags: str, **more: Any) -> str:
-        """The message with which a start is refused."""
         answer = self.start(flags, **more)
         assert "error" in answer, answer["args"]
         return str(answer["error"])

@@ -1,15 +1,12 @@
 """Options of torch's allocators: what is added to a user's, which variable torch reads, when."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from programs import PROGRAMS, run_script, start
+from programs import PROGRAMS, python, run_script, start
 
 from ds_usp import allocator_variables
 
@@ -44,9 +41,7 @@ ROUNDING = "roundup_power2_divisions:[256:1,512:2,>:4]"
         ({}, OLD.replace(THREADS, "other"), CUDA, f"{REGISTER}:True,{GROW}"),
     ],
 )
-def test_what_the_user_names_stays_and_what_torch_knows_is_added(
-    given: dict[str, str], header: str, variable: str, value: str
-) -> None:
+def test_what_the_user_names_stays_and_what_torch_knows_is_added(given, header, variable, value):
     before = dict(given)
     added = allocator_variables(given, expandable_segments=True, torch_header=header)
     assert added == {variable: value} and given == before
@@ -55,21 +50,20 @@ def test_what_the_user_names_stays_and_what_torch_knows_is_added(
     assert allocator_variables(given, torch_header=header) == {variable: without}
 
 
-def test_nothing_is_added_for_a_torch_that_does_not_say_what_it_knows() -> None:
+def test_nothing_is_added_for_a_torch_that_does_not_say_what_it_knows():
     assert allocator_variables({CUDA: "a:1"}, expandable_segments=True, torch_header="") == {}
 
 
-def test_the_installed_torch_reads_it_after_its_import() -> None:
+def test_the_installed_torch_reads_it_after_its_import():
     code = (
         "import os, torch, ds_usp; print(ds_usp.allocator_variables(os.environ)); "
         "os.environ.update(ds_usp.allocator_variables(os.environ)); "
         "print(torch._C._accelerator_getAllocatorSettings())"
     )
-    environment = {**os.environ, ANY: "max_split_size_mb:50", CUDA: "max_split_size_mb:64"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    given = {ANY: "max_split_size_mb:50", CUDA: "max_split_size_mb:64"}
+    done = python("-c", code, **given)
     options = f"max_split_size_mb:64,{PIN}"
-    assert done.stdout.splitlines() == [str({CUDA: options}), options]
+    assert done.stdout.splitlines() == [str({CUDA: options}), options], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -82,9 +76,7 @@ def test_the_installed_torch_reads_it_after_its_import() -> None:
         ("cpu", 0.5, True, False),
     ],
 )
-def test_the_trainer_sets_them_for_host_memory_on_gpus(
-    device: str, ratio: float | str, states: bool, is_set: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_sets_them_for_host_memory_on_gpus(device, ratio, states, is_set, monkeypatch):
     monkeypatch.delenv(ANY, raising=False)
     monkeypatch.setenv(CUDA, "max_split_size_mb:64")
     flags = {"device": device, "usp_offload_ratio": ratio, "usp_states_on_host": states}
@@ -102,9 +94,7 @@ def test_the_trainer_sets_them_for_host_memory_on_gpus(
         ("--usp-mlp-chunks=2", "cuda", False),
     ],
 )
-def test_a_script_sets_them_for_a_checkout(
-    argument: str, device: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_sets_them_for_a_checkout(argument, device, is_set, tmp_path, monkeypatch):
     for suffix in (".bin", ".idx"):
         (tmp_path / "data").with_suffix(suffix).write_text("tokens")
     started: list[tuple[str, list[str], dict[str, str]]] = []
@@ -118,7 +108,7 @@ def test_a_script_sets_them_for_a_checkout(
 
 
 @pytest.mark.parametrize(("ratio", "is_set"), [("0.5", True), ("0", False)])
-def test_a_script_sets_them_for_transformers(ratio: str, is_set: bool, tmp_path: Path) -> None:
+def test_a_script_sets_them_for_transformers(ratio, is_set, tmp_path):
     torchrun = tmp_path / "torchrun"
     torchrun.write_text(f'#!/bin/sh\necho "${{{CUDA}-}} ${{{ANY}-}}"\n')
     torchrun.chmod(0o755)

@@ -4,11 +4,7 @@ Import layers are contracts of import-linter, the environment and ``assert`` rul
 ``pyproject.toml``, run by ``scripts/lint.sh``.
 """
 
-from __future__ import annotations
-
 import ast
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -16,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import pytest
+from programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("ds_usp", "megatron_patches", "examples_deepspeed")
@@ -202,24 +199,22 @@ def parsed_project() -> None:
 
 
 @pytest.mark.parametrize("rule", VIOLATIONS, ids=lambda rule: rule.__name__)
-def test_the_project_keeps_the_rule(rule: Callable[[Source], Iterator[str]]) -> None:
+def test_the_project_keeps_the_rule(rule):
     broken = [f"{file.path}:{message}" for file in project() for message in rule(file)]
     assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), CAUGHT)
-def test_a_violation_is_caught(
-    rule: Callable[[Source], Iterator[str]], path: str, text: str
-) -> None:
+def test_a_violation_is_caught(rule, path, text):
     assert len(list(rule(source(path, text)))) == 1
 
 
 @pytest.mark.parametrize(("path", "text"), ALLOWED)
-def test_what_is_allowed_passes(path: str, text: str) -> None:
+def test_what_is_allowed_passes(path, text):
     assert [message for rule in VIOLATIONS for message in rule(source(path, text))] == []
 
 
-def test_ds_usp_has_exactly_these_autograd_functions() -> None:
+def test_ds_usp_has_exactly_these_autograd_functions():
     classes = [
         node.name
         for file in project()
@@ -246,9 +241,9 @@ print([name for name in sys.modules if name.startswith("ds_usp.experimental")])
 """
 
 
-def test_nothing_experimental_is_loaded_where_its_setting_is_off() -> None:
-    command = [sys.executable, "-c", BY_DEFAULT]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+def test_nothing_experimental_is_loaded_where_its_setting_is_off():
+    done = python("-c", BY_DEFAULT)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
 

@@ -1,7 +1,5 @@
 """Helper functions of scripts/bench: timer, intervals, result files, fp64 reference, checks."""
 
-from __future__ import annotations
-
 import math
 import sys
 from argparse import Namespace
@@ -27,9 +25,7 @@ SESSION = bench_harness.Session(torch.device("cpu"), rank=0, world=4)
 
 
 @pytest.mark.parametrize(("warm_up_s", "before"), [(0.0, []), (0.25, ["1 timed", *["a"] * 3])])
-def test_a_baseline_warms_up_the_clock_before_it_is_timed(
-    warm_up_s: float, before: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_baseline_warms_up_the_clock_before_it_is_timed(warm_up_s, before, monkeypatch):
     calls: list[str] = []
 
     def seconds(_: bench_harness.Session, step: bench_harness.Step, repeats: int = 1) -> float:
@@ -43,7 +39,7 @@ def test_a_baseline_warms_up_the_clock_before_it_is_timed(
     assert calls == 2 * [*before, "5 timed", *before_second, "5 timed"]
 
 
-def test_warm_up_defaults_to_gpus_only() -> None:
+def test_warm_up_defaults_to_gpus_only():
     for text, expected in (("cuda", 0.3), ("cpu", 0.0), ("cpu --settle 2", 2.0)):
         parser = bench_harness.common_flags("")
         bench_harness.comparison_flags(parser)
@@ -51,7 +47,7 @@ def test_warm_up_defaults_to_gpus_only() -> None:
         assert bench_harness.warm_up_seconds(args) == expected
 
 
-def test_kernels_are_counted_by_kind() -> None:
+def test_kernels_are_counted_by_kind():
     names = {
         "ncclDevKernel_AllGather": "communication",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
@@ -73,9 +69,7 @@ def test_kernels_are_counted_by_kind() -> None:
     assert times.items() >= {(name, float(value)) for name, value in expected.items()}
 
 
-def test_rank_0_alone_writes_a_table_that_reads_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_alone_writes_a_table_that_reads_back(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     other = bench_harness.Session(torch.device("cpu"), rank=1, world=4)
     bench_harness.Table(other, tmp_path / "links.csv", ("shape",), "").add(["8K"])
@@ -89,7 +83,7 @@ def test_rank_0_alone_writes_a_table_that_reads_back(
     assert versions.endswith("; a note")
 
 
-def test_a_command_names_no_folder_outside_the_repository() -> None:
+def test_a_command_names_no_folder_outside_the_repository():
     argv = ["/home/me/x/bench_links.py", "--sizes", "1", "--out", "/home/me/a.csv", "--x=/home/b"]
     environment = {"NCCL_P2P_DISABLE": "1", "HOME": "/home/me"}
     assert bench_harness.command(argv, 2, environment) == (
@@ -99,7 +93,7 @@ def test_a_command_names_no_folder_outside_the_repository() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_document_lengths_are_log_uniform_and_equal_in_every_run(seed: int) -> None:
+def test_document_lengths_are_log_uniform_and_equal_in_every_run(seed):
     """Over a thousand draws: a range a fifth too wide or too narrow leaves its bounds or a bin."""
     borders = bench_documents.packed(1 << 24, 2048, 32768, seed)
     assert borders == bench_documents.packed(1 << 24, 2048, 32768, seed)
@@ -113,7 +107,7 @@ def test_document_lengths_are_log_uniform_and_equal_in_every_run(seed: int) -> N
 
 
 @pytest.mark.parametrize("name", shapes.SHAPE_SETS)
-def test_a_set_names_distinct_shapes(name: str) -> None:
+def test_a_set_names_distinct_shapes(name):
     requested = shapes.requested_shapes(Namespace(shapes=[name, "64:2:2:16"]))
     assert len(set(map(str, requested))) == len(shapes.SHAPE_SETS[name]) + 1
     assert str(requested[-1]) == "64 2/2 d16"
@@ -124,7 +118,7 @@ def test_a_set_names_distinct_shapes(name: str) -> None:
 @pytest.mark.parametrize(
     "text", ["64:2:2:16:banded", "64:2:2:16:full:window=4", "64:2:2:16:full:documents=4-8"]
 )
-def test_a_shape_that_means_nothing_is_refused(text: str) -> None:
+def test_a_shape_that_means_nothing_is_refused(text):
     with pytest.raises(ValueError, match="expected seq_len:heads"):
         shapes.Shape.parse(text)
 
@@ -133,7 +127,7 @@ def test_a_shape_that_means_nothing_is_refused(text: str) -> None:
     "text",
     ["64:4:2:16", "64:4:2:16:full:batch=3", "64:4:2:16:window=8", "99:4:2:16:documents=4-16"],
 )
-def test_work_counts_the_pairs_of_the_mask(text: str) -> None:
+def test_work_counts_the_pairs_of_the_mask(text):
     shape = shapes.Shape.parse(text)
     positions = range(shape.seq_len)
     pairs = sum(shape.mask.allows(query, key) for query in positions for key in positions)
@@ -142,7 +136,7 @@ def test_work_counts_the_pairs_of_the_mask(text: str) -> None:
     assert 0 <= flop - shape.tflop * 1e12 <= 1.01 * diagonal
 
 
-def test_short_steps_run_more_often_in_a_round() -> None:
+def test_short_steps_run_more_often_in_a_round():
     def steps(text: str, tflop: float) -> int:
         parser = bench_harness.common_flags("")
         bench_harness.comparison_flags(parser)
@@ -175,9 +169,7 @@ def over_mesh(errors: list[float] | str) -> ErrorsOrReason:
         (lambda *_: "ImportError: no kernel at all", False),  # nothing checked
     ],
 )
-def test_a_check_fails_above_the_limit_and_if_nothing_was_checked(
-    errors: ErrorsOrReason, passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_fails_above_the_limit_and_if_nothing_was_checked(errors, passes, monkeypatch):
     mesh = SimpleNamespace(ulysses_degree=2, ring_degree=2)
     monkeypatch.setattr(bench_attention, "all_meshes", lambda: [mesh])
     monkeypatch.setattr(bench_attention, "errors_or_reason", errors)

@@ -1,7 +1,5 @@
 """Smoke runs: each benchmark script runs on two gloo ranks and writes the rows it should."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import importlib
@@ -56,7 +54,7 @@ def run(pool: WorkerPool, script: str, *arguments: str, code: int = 0) -> str:
     return results[0][1]
 
 
-def test_links_under_torchrun(tmp_path: Path) -> None:
+def test_links_under_torchrun(tmp_path):
     """The only run whose ranks come from torchrun: Session.start is not replaced."""
     path = tmp_path / "links.csv"
     sizes = ("--sizes", "0.01", "0.02", "--rounds", "2", "--repeats", "2", "--out", str(path))
@@ -70,7 +68,7 @@ def test_links_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("left out") == 3  # what needs a GPU
 
 
-def test_attention_and_its_errors(pool: WorkerPool, tmp_path: Path) -> None:
+def test_attention_and_its_errors(pool, tmp_path):
     path = tmp_path / "attention.csv"
     run(pool, "bench_attention", *SHAPE, "--rounds", "1", "--out", str(path))
     meshes = ["one GPU, eager", "ds_usp 2x1, eager", "ds_usp 1x2, eager"]
@@ -89,7 +87,7 @@ PLAIN_SHAPES = {
 }
 
 
-def test_attention_beside_plain_all_to_alls(pool: WorkerPool, tmp_path: Path) -> None:
+def test_attention_beside_plain_all_to_alls(pool, tmp_path):
     path = tmp_path / "attention.csv"
     flags = ("--kernels", "eager", "--peers", "plain", "--rounds", "1", "--out", str(path))
     run(pool, "bench_attention", "--shapes", *PLAIN_SHAPES, *flags)
@@ -111,10 +109,7 @@ def plain_results(ctx: RankContext, *, text: str) -> list[torch.Tensor]:
     full = [x.double() for x in shape.random(torch.device("cpu"), shape.seq_len)]
     local = [x[:, start : start + tokens].clone() for x in full]
     results = []
-    for run_attend, tensors in (
-        (attend, local),
-        (baselines.local_kernel(shape, "eager"), full),
-    ):
+    for run_attend, tensors in ((attend, local), (baselines.local_kernel(shape, "eager"), full)):
         inputs = [x.requires_grad_() for x in tensors[:3]]
         out = run_attend(*inputs)
         results.append([out.detach(), *torch.autograd.grad(out, inputs, tensors[3])])
@@ -122,12 +117,12 @@ def plain_results(ctx: RankContext, *, text: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("text", ["64:4:2:16", "65:4:2:16:batch=3", "65:4:4:16:full"])
-def test_plain_all_to_alls_compute_the_kernel(pool: WorkerPool, text: str) -> None:
+def test_plain_all_to_alls_compute_the_kernel(pool, text):
     for differences in pool.run(plain_results, 2, text=text):
         assert max(x.abs().max().item() for x in differences) < 1e-12
 
 
-def test_documents_and_windows(pool: WorkerPool, tmp_path: Path) -> None:
+def test_documents_and_windows(pool, tmp_path):
     sizes = ("--shape", "64:2:2:16", "--documents", "4:16", "--window", "8", "--kernels", "eager")
     path = tmp_path / "documents.csv"
     run(pool, "bench_documents", *sizes, "--rounds", "1", "--out", str(path))
@@ -142,7 +137,7 @@ def test_documents_and_windows(pool: WorkerPool, tmp_path: Path) -> None:
     assert len(rows) == 12
 
 
-def test_projected(pool: WorkerPool, tmp_path: Path) -> None:
+def test_projected(pool, tmp_path):
     path = tmp_path / "projected.csv"
     run(pool, "bench_projected", "--shapes", "64:32:4:4", "--rounds", "1", "--out", str(path))
     rows = read(path)
@@ -150,7 +145,7 @@ def test_projected(pool: WorkerPool, tmp_path: Path) -> None:
     assert all(float(row["error"]) <= 1.5 and float(row["layer_ms"]) > 0 for row in rows)
 
 
-def test_memory_policies_and_moments(pool: WorkerPool, tmp_path: Path) -> None:
+def test_memory_policies_and_moments(pool, tmp_path):
     path, moments = tmp_path / "memory.csv", tmp_path / "moments.csv"
     policies = ["none", "gemm-last", "attention", "full", "gemm-last+0.5", "attention+1"]
     run(

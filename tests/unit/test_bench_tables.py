@@ -1,7 +1,5 @@
 """The tables of README and docs/benchmarks.md are those of the results files."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -14,13 +12,13 @@ import tables
 
 
 @pytest.mark.parametrize("name", tables.DOCUMENTS)
-def test_tables_are_up_to_date(name: str) -> None:
+def test_tables_are_up_to_date(name):
     text = (tables.ROOT / name).read_text(encoding="utf-8")
     assert "<!-- table: " in text
     assert tables.rewritten(text) == text, "run python scripts/bench/tables.py"
 
 
-def test_a_changed_number_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_number_is_found(tmp_path, monkeypatch):
     text = (tables.ROOT / "README.md").read_text(encoding="utf-8")
     stale = text.replace("| 13.9 ms", "| 14.9 ms")
     assert stale != text
@@ -32,9 +30,7 @@ def test_a_changed_number_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert tables.main(["--check"]) == 0
 
 
-def test_a_comparison_names_the_ratio_of_the_fastest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_names_the_ratio_of_the_fastest(tmp_path, capsys):
     path = tmp_path / "short.csv"
     rows = [
         '8K 32/8 d128,"one GPU, flash4",2.5,1,1,0',
@@ -53,9 +49,7 @@ def test_a_comparison_names_the_ratio_of_the_fastest(
     assert cudnn.endswith("| cuDNN | 2.000 |  |  |  |  |  |")
 
 
-def test_headlines_compare_the_fastest_mesh_with_the_fastest_other_method(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headlines_compare_the_fastest_mesh_with_the_fastest_other_method(tmp_path, monkeypatch):
     rows = [
         '16K,"stock, TransformerEngine\'s layers",400.0',
         '16K,"TE p2p, TransformerEngine\'s layers",560.0',
@@ -70,9 +64,7 @@ def test_headlines_compare_the_fastest_mesh_with_the_fastest_other_method(
     assert line == "| a | 499.0 ms, 1 x 2 | 560.0 ms, TransformerEngine `p2p` | 1.122 |"
 
 
-def test_methods_of_transformers_compare_medians_under_one_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_of_transformers_compare_medians_under_one_engine(tmp_path, monkeypatch):
     measured = [
         ("ds_usp 2x1, FSDP2", 0, 100.0),
         ("ds_usp 2x1, FSDP2", 1, 120.0),
@@ -98,9 +90,7 @@ def test_methods_of_transformers_compare_medians_under_one_engine(
     assert line == "| a | 1111.1 ms, 1 x 2 | 1666.7 ms, ALST | 1.500 |"
 
 
-def test_rows_that_a_run_wrote_anew_count_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_a_run_wrote_anew_count_once(tmp_path, monkeypatch):
     row = {"workload": "wan:forward", "case": "one GPU, cudnn"}
     anew = [{**row, "run_id": run, "ms": ms} for run, ms in (("1", [9]), ("2", [8]), ("1", [9, 7]))]
     path = tmp_path / "rows.jsonl"

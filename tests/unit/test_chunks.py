@@ -1,7 +1,5 @@
 """An MLP in chunks of the tokens: the same gradients, and no wide tensor of all tokens."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable
@@ -41,7 +39,7 @@ def gradients(mlp: nn.Sequential, chunks: int, tokens: slice = slice(None)) -> G
 
 @pytest.mark.parametrize("chunks", [2, 5, TOKENS])
 @pytest.mark.parametrize("tokens", [slice(None), slice(7, 9)])
-def test_gradients_are_those_of_all_tokens_at_once(chunks: int, tokens: slice) -> None:
+def test_gradients_are_those_of_all_tokens_at_once(chunks, tokens):
     mlp = mlp_of()
     (input_grad, *wanted), whole = gradients(mlp, 1, tokens)
     (actual_input_grad, *actual), part = gradients(mlp, chunks, tokens)
@@ -52,7 +50,7 @@ def test_gradients_are_those_of_all_tokens_at_once(chunks: int, tokens: slice) -
         assert oracle.relative_error(g, w.double()) < 2e-5
 
 
-def test_where_the_function_sums_in_one_order_the_inputs_gradient_is_equal_bit_for_bit() -> None:
+def test_where_the_function_sums_in_one_order_the_inputs_gradient_is_equal_bit_for_bit():
     norm = nn.LayerNorm(H)
     for add in (norm, lambda x: x + torch.tanh(norm(x))):
         grads = []
@@ -97,7 +95,7 @@ def seen_by_hooks(
     return seen
 
 
-def test_each_parameter_gets_one_gradient_in_a_backward_pass() -> None:
+def test_each_parameter_gets_one_gradient_in_a_backward_pass():
     """The hook sees the sum over chunks at once, rounded once."""
     exact = seen_by_hooks(lambda mlp, x: mlp(x), torch.float64)
     whole = seen_by_hooks(lambda mlp, x: mlp(x))
@@ -109,7 +107,7 @@ def test_each_parameter_gets_one_gradient_in_a_backward_pass() -> None:
     assert all(len(calls) == CHUNKS for calls in seen_by_hooks(lambda m, x: OwnPasses.apply(x, m)))
 
 
-def test_of_all_tokens_exist_the_output_and_the_inputs_gradient_alone() -> None:
+def test_of_all_tokens_exist_the_output_and_the_inputs_gradient_alone():
     tokens, h, chunks = 8192, 64, 64
     mlp, x, grad = mlp_of(h, 4 * h), torch.randn(tokens, h), torch.randn(tokens, h)
 
@@ -132,7 +130,7 @@ def test_of_all_tokens_exist_the_output_and_the_inputs_gradient_alone() -> None:
     assert with_cat - wanted > 1
 
 
-def test_second_derivatives_and_inputs_without_a_gradient() -> None:
+def test_second_derivatives_and_inputs_without_a_gradient():
     mlp, seconds = mlp_of().double(), []
     for chunks in (1, 3):
         x = torch.linspace(-1, 1, TOKENS * H, dtype=torch.float64).view(TOKENS, H).requires_grad_()
@@ -146,7 +144,7 @@ def test_second_derivatives_and_inputs_without_a_gradient() -> None:
     assert all(p.grad is not None for p in mlp.parameters())
 
 
-def test_functions_and_numbers_that_are_no_chunks_are_refused() -> None:
+def test_functions_and_numbers_that_are_no_chunks_are_refused():
     x = torch.zeros(2, TOKENS, H)
     for chunks in (0, TOKENS + 1):
         with pytest.raises(ConfigError, match=f"the size of dim 1, {TOKENS}"):
@@ -169,14 +167,14 @@ def low_precision(chunks: int, dtype: torch.dtype = torch.bfloat16) -> list[Tens
 
 
 @pytest.mark.parametrize("chunks", [2, 32, 1024])
-def test_gradients_of_bf16_parameters_are_as_good_as_of_all_tokens_at_once(chunks: int) -> None:
+def test_gradients_of_bf16_parameters_are_as_good_as_of_all_tokens_at_once(chunks):
     exact = low_precision(1, torch.float64)
     for whole, actual, wanted in zip(low_precision(1), low_precision(chunks), exact, strict=True):
         error = oracle.relative_error(actual, wanted)
         assert error < 1.5 * max(oracle.relative_error(whole, wanted), 2**-9)
 
 
-def test_a_closure_names_the_module_whose_gradients_are_summed_in_fp32() -> None:
+def test_a_closure_names_the_module_whose_gradients_are_summed_in_fp32():
     mlp, x = mlp_of().bfloat16(), torch.randn(64, H).bfloat16()
 
     def total(module: nn.Module | None) -> list[Tensor]:
@@ -191,7 +189,7 @@ def test_a_closure_names_the_module_whose_gradients_are_summed_in_fp32() -> None
     assert all(map(torch.equal, named, [p.grad for p in mlp.parameters()]))
 
 
-def test_parameters_stay_the_modules_own_and_a_failed_backward_pass_leaves_nothing() -> None:
+def test_parameters_stay_the_modules_own_and_a_failed_backward_pass_leaves_nothing():
     mlp, x = mlp_of().bfloat16(), torch.randn(32, H).bfloat16().requires_grad_()
     mlp[3].weight.requires_grad_(False)
     before = dict(mlp.named_parameters())
@@ -238,9 +236,7 @@ class _OwnAndNoGrad(nn.Module):
 
 
 @pytest.mark.parametrize("call", ["its forward", "with its hooks"])
-def test_no_gradient_is_lost_without_grad_mode_or_in_a_backward_pass_inside_another(
-    call: str,
-) -> None:
+def test_no_gradient_is_lost_without_grad_mode_or_in_a_backward_pass_inside_another(call):
     torch.manual_seed(0)
     module, x = _OwnAndNoGrad().bfloat16(), torch.randn(64, H).bfloat16()
     exact = copy.deepcopy(module).double()
@@ -251,7 +247,7 @@ def test_no_gradient_is_lost_without_grad_mode_or_in_a_backward_pass_inside_anot
         assert oracle.relative_error(actual.grad.double(), wanted.grad) < 2**-7
 
 
-def test_hooks_before_a_modules_forward_see_its_own_parameters_and_may_gather_them() -> None:
+def test_hooks_before_a_modules_forward_see_its_own_parameters_and_may_gather_them():
     torch.manual_seed(0)
     module, x = nn.Linear(H, H).bfloat16(), torch.randn(64, H).bfloat16()
     wanted = torch.autograd.grad(in_chunks(module, x, 4).sum(), list(module.parameters()))
@@ -274,7 +270,7 @@ def test_hooks_before_a_modules_forward_see_its_own_parameters_and_may_gather_th
     assert all(map(torch.equal, actual, wanted))
 
 
-def test_calls_from_another_thread_leave_no_view_in_a_module() -> None:
+def test_calls_from_another_thread_leave_no_view_in_a_module():
     mlp, x = mlp_of().bfloat16(), torch.randn(32, H).bfloat16()
     before = dict(mlp.named_parameters())
     inside, over = threading.Event(), threading.Event()
@@ -304,7 +300,7 @@ def test_calls_from_another_thread_leave_no_view_in_a_module() -> None:
     assert len(before) == len(list(mlp.named_parameters()))
 
 
-def test_a_compiled_forward_method_keeps_the_sums_of_autograd() -> None:
+def test_a_compiled_forward_method_keeps_the_sums_of_autograd():
     mlp, x = mlp_of().bfloat16(), torch.randn(32, H).bfloat16()
     mlp.forward = torch.compile(mlp.forward, backend="aot_eager")
     for _ in range(2):
@@ -313,7 +309,7 @@ def test_a_compiled_forward_method_keeps_the_sums_of_autograd() -> None:
     assert all(p.grad is not None for p in mlp.parameters())
 
 
-def test_subclasses_of_transformer_engines_layers_keep_the_sums_of_autograd() -> None:
+def test_subclasses_of_transformer_engines_layers_keep_the_sums_of_autograd():
     engines = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.linear"})
     megatrons = type("TELinear", (engines,), {"__module__": "megatron.core.extensions"})
     linear, seen = megatrons(H, H).bfloat16(), []

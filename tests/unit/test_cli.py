@@ -1,10 +1,7 @@
 """The command line ``ds-usp``: dispatch, env, the flags of verify, and verify's own oracle."""
 
-from __future__ import annotations
-
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -13,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import python
 
 import ds_usp
 from ds_usp import __main__ as program
@@ -29,23 +27,22 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 # ------------------------------------------------------------------ dispatch and version
 
 
-def test_help_version_and_the_planner_start_without_torch() -> None:
+def test_help_version_and_the_planner_start_without_torch():
     probe = (
         "import sys; from ds_usp.__main__ import main\n"
         "comm = 'comm --model 7b --seq-len 8K'.split()\n"
         "codes = [main(['--help']), main(['--version']), main(comm), main(['verfy'])]\n"
         "print(codes, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = python("-c", probe)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 2] False"
     assert done.stderr.startswith("error: unknown command 'verfy' (did you mean verify?)")
     for command in ("env", "verify", "plan", "memory", "max-length", "comm", "explain", "profile"):
         assert f"\n  {command} " in done.stdout
 
 
-def test_version_has_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_has_the_commit(capsys):
     assert program.main(["--version"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"ds-usp {ds_usp.__version__} (commit ")
@@ -53,7 +50,7 @@ def test_version_has_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
     assert _version.version(None) == _version.BASE
 
 
-def test_commit_is_read_from_a_build_or_from_git_without_git(tmp_path: Path) -> None:
+def test_commit_is_read_from_a_build_or_from_git_without_git(tmp_path):
     package, git = tmp_path / "ds_usp", tmp_path / ".git"
     package.mkdir()
     assert _version.commit(package) is None
@@ -71,7 +68,7 @@ def test_commit_is_read_from_a_build_or_from_git_without_git(tmp_path: Path) -> 
     assert _version.commit(package) == "a" * 40
 
 
-def test_commit_of_a_worktree(tmp_path: Path) -> None:
+def test_commit_of_a_worktree(tmp_path):
     git = tmp_path / "main/.git"
     (git / "worktrees/w").mkdir(parents=True)
     (git / "refs/heads").mkdir(parents=True)
@@ -86,7 +83,7 @@ def test_commit_of_a_worktree(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ env
 
 
-def test_env_prints_what_a_bug_report_needs() -> None:
+def test_env_prints_what_a_bug_report_needs():
     lines: list[str] = []
     assert environment.main(["--json"], lines.append) == 0
     facts = json.loads(lines[0])
@@ -102,9 +99,11 @@ def test_env_prints_what_a_bug_report_needs() -> None:
         assert f"\n{section}\n" in f"\n{text}\n"
 
 
-def test_env_survives_missing_and_broken_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_survives_missing_and_broken_libraries(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert environment.collect()["versions"]["loaded by torch"].endswith("cuDNN 91900")
+    versions = environment.collect()["versions"]
+    assert versions["loaded by torch"].endswith("cuDNN 91900")
+    assert {type(version) for version in versions.values()} <= {str, type(None)}
     monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
     monkeypatch.setenv("PATH", "")  # neither git nor nvidia-smi
     facts = environment.collect()
@@ -115,7 +114,7 @@ def test_env_survives_missing_and_broken_libraries(monkeypatch: pytest.MonkeyPat
     assert environment.as_text(facts)
 
 
-def test_env_shows_the_variables_that_change_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_shows_the_variables_that_change_what_runs(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("A_SECRET_TOKEN", "x")
     variables = environment.collect()["variables"]
@@ -130,7 +129,7 @@ def one_case(*argv: str, world: int | None = None, gpu: bool = False) -> VerifyC
     return case
 
 
-def test_flags_become_a_case() -> None:
+def test_flags_become_a_case():
     case = one_case("--seq-len", "4K", "--mask", "window:1K,3", "--heads", "6", "--forward-only")
     assert (case.seq_len, case.mask, case.heads, case.kv_heads) == (4096, (1024, 3, 0), 6, 6)
     assert (case.ulysses, case.ring, case.dtype, case.backward) == (2, 2, "fp32", False)
@@ -144,7 +143,7 @@ def test_flags_become_a_case() -> None:
     assert (under_torchrun.ring, under_torchrun.dtype) == (2, "bf16")
 
 
-def test_no_flags_are_a_sweep_over_all_degrees() -> None:
+def test_no_flags_are_a_sweep_over_all_degrees():
     cases = cases_of(build_parser().parse(["--seed", "3"]), None, False)
     assert len(cases) == 18 and {case.seed for case in cases} == {3}
     assert {(case.ulysses, case.ring) for case in cases} == {(4, 1), (2, 2), (1, 4)}
@@ -176,20 +175,18 @@ def test_no_flags_are_a_sweep_over_all_degrees() -> None:
         ),
     ],
 )
-def test_bad_flags_are_one_line(argv: list[str], world: int | None, message: str) -> None:
+def test_bad_flags_are_one_line(argv, world, message):
     with pytest.raises(ds_usp.ConfigError) as refused:
         cases_of(build_parser().parse(argv), world, False)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_bad_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_exit_with_2(capsys):
     assert program.main(["verify", "--sek-len", "64"]) == 2
     assert capsys.readouterr().err.startswith("error: ds-usp verify: unknown argument --sek-len")
 
 
-def test_a_launch_without_a_gpu_refuses_device_cuda(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_without_a_gpu_refuses_device_cuda(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
@@ -205,7 +202,7 @@ def report(case: VerifyCase, error: float, own: float, name: str = "dq") -> Repo
     return Report(case, "eager", errors=(TensorErrors(name, error, own, ratio),))
 
 
-def test_limits() -> None:
+def test_limits():
     fp32, fp64 = VerifyCase(), VerifyCase(dtype="fp64")
     bf16, capped = VerifyCase(dtype="bf16"), VerifyCase(dtype="fp16", softcap=50.0)
     assert verify.verdict(report(fp32, 1e-5, 1e-9)) == verify.EXACT
@@ -231,7 +228,7 @@ def test_limits() -> None:
     assert verify.verdict(Report(fp32, "eager", refusal="ConfigError: no")) == verify.REFUSED
 
 
-def test_gradients_of_a_one_token_rank_are_compared_with_a_fraction_of_dout() -> None:
+def test_gradients_of_a_one_token_rank_are_compared_with_a_fraction_of_dout():
     for seed in range(4):  # its query sees one key: dq is 0, and rounding of any size is none of it
         case = one_case("--ulysses", "1", "--ring", "1", "--seq-len", "1", "--seed", str(seed))
         here = TorchrunEnv(rank=0, world=1, local_rank=0, local_world=1)
@@ -239,7 +236,7 @@ def test_gradients_of_a_one_token_rank_are_compared_with_a_fraction_of_dout() ->
         assert verify.verdict(result) == verify.EXACT, result
 
 
-def test_a_wrong_call_outweighs_a_refused_one() -> None:
+def test_a_wrong_call_outweighs_a_refused_one():
     reports = [
         report(VerifyCase(), 1.0, 1e-7),
         Report(VerifyCase(), "eager", refusal="ConfigError: no"),
@@ -250,7 +247,7 @@ def test_a_wrong_call_outweighs_a_refused_one() -> None:
     assert "dq" in text and "WRONG (0 exact, 1 WRONG, 1 refused)" in text
 
 
-def test_the_rank_that_failed_first_is_named() -> None:
+def test_the_rank_that_failed_first_is_named():
     """The other ranks' errors are of a closed connection."""
     pipes = [Pipe(duplex=False) for _ in range(3)]
     for (_, sender), when in zip(pipes, (7.0, 5.0, None), strict=True):
@@ -266,13 +263,13 @@ def test_the_rank_that_failed_first_is_named() -> None:
         verify_run._collect({dead: 2}, lambda line: None)
 
 
-def test_the_planner_is_called_by_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_is_called_by_its_new_name(capsys):
     with pytest.raises(SystemExit):
         program.main(["plan", "--help"])
     assert capsys.readouterr().out.startswith("usage: ds-usp plan ")
 
 
-def test_json_of_a_result_with_nan_can_be_read() -> None:
+def test_json_of_a_result_with_nan_can_be_read():
     text = verify._as_json([report(VerifyCase(), math.inf, 1e-7)], "4 ranks")
     (case,) = json.loads(text, parse_constant=pytest.fail)["cases"]
     assert (case["errors"][0]["error"], case["verdict"]) == ("Infinity", "wrong")

@@ -3,15 +3,12 @@
 That it finds none where there is none: test_packaging.py, from an installed wheel.
 """
 
-from __future__ import annotations
-
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--seq-len", "32", "--heads", "4", "--head-dim", "8")
@@ -45,18 +42,11 @@ PLANTED = {
 
 
 def run_verify(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ds_usp", "verify", *flags],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return python("-m", "ds_usp", "verify", *flags, cwd=folder, PYTHONPATH=str(folder))
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
+def test_a_planted_error_is_found(name, tmp_path):
     file, text, replacement, message, degrees = PLANTED[name]
     shutil.copytree(
         ROOT / "ds_usp", tmp_path / "ds_usp", ignore=shutil.ignore_patterns("__pycache__")
@@ -69,7 +59,7 @@ def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
     assert message in done.stdout and done.stdout.splitlines()[-1] == "WRONG"
 
 
-def test_a_call_that_the_package_refuses_exits_with_2() -> None:
+def test_a_call_that_the_package_refuses_exits_with_2():
     done = run_verify(ROOT, *TINY, "--ulysses", "2", "--heads", "1")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "needs at least 2 query heads" in done.stdout

@@ -1,7 +1,5 @@
 """The plain values of the torch ops, and names of meshes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
@@ -34,14 +32,14 @@ NOT_IN_OP = {
 
 
 @pytest.mark.parametrize("part", NOT_IN_OP)
-def test_an_op_has_every_field(part: Any) -> None:
+def test_an_op_has_every_field(part):
     left = {field.name for field in fields(part) if field.init} - {
         arg.path[-1] for arg in flatten(part)[0]
     }
     assert left == NOT_IN_OP[part]
 
 
-def test_an_op_has_every_argument() -> None:
+def test_an_op_has_every_argument():
     parameters = set(inspect.signature(ds_usp.usp_attention).parameters)
     assert parameters - {"q", "k", "v"} == set(AttentionOptions._fields)
     assert {arg.path[1] for arg in ATTENTION_ARGS if arg.path[0] == "options"} == set(
@@ -57,13 +55,13 @@ def test_an_op_has_every_argument() -> None:
         ("exchange", 2, EXCHANGE_ARGS),
     ],
 )
-def test_op_schemas_are_the_plain_values_in_order(op: str, tensors: int, args: Any) -> None:
+def test_op_schemas_are_the_plain_values_in_order(op, tensors, args):
     schema = getattr(torch.ops.ds_usp, op).default._schema
     names = [x.name for x in schema.arguments[tensors:]]
     assert names == [arg.name for arg in args] and len(set(names)) == len(names)
 
 
-def test_a_call_of_plain_values_is_the_call() -> None:
+def test_a_call_of_plain_values_is_the_call():
     mesh = SequenceMesh(2, 1, 0)
     x = torch.randn(1, 8, 4, 8, requires_grad=True)
     options = AttentionOptions(
@@ -85,7 +83,7 @@ def test_a_call_of_plain_values_is_the_call() -> None:
     assert plain_values(ATTENTION_ARGS, made) == values
 
 
-def test_other_soft_caps_are_in_the_graph_too() -> None:
+def test_other_soft_caps_are_in_the_graph_too():
     """From the second value on a number is a symbol."""
     mesh = SequenceMesh.single()
     layout, mask = mesh.layout("contiguous", 16), ds_usp.MaskSpec.causal()
@@ -132,7 +130,7 @@ def values_of(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> list[Any] | 
         {"scores": ds_usp.Scores(alibi_slopes=torch.ones(4, requires_grad=True))},
     ],
 )
-def test_calls_without_plain_values_break_the_graph(changed: dict[str, Any]) -> None:
+def test_calls_without_plain_values_break_the_graph(changed):
     mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
     assert values_of(mesh, x) is not None
     assert values_of(mesh, x[0]) is None
@@ -154,7 +152,7 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", AttentionOptions._fields)
-def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name: str) -> None:
+def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name):
     mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
     options = AttentionOptions(mesh, mesh.layout("zigzag", 16), ds_usp.MaskSpec.causal())
     changed = options._replace(**{name: OTHER_VALUES[name]})
@@ -171,14 +169,14 @@ def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name: str) 
     [{"layout": []}, {"mask": []}, {"kernel": []}, {"tuning": []}, {"scores": []}],
     ids=str,
 )
-def test_an_option_that_cannot_be_hashed_is_refused_by_name(changed: dict[str, Any]) -> None:
+def test_an_option_that_cannot_be_hashed_is_refused_by_name(changed):
     mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
     options: dict[str, Any] = {"layout": "zigzag", "mask": ds_usp.MaskSpec.causal(), **changed}
     with pytest.raises(ds_usp.USPError, match=next(iter(changed))):
         ds_usp.usp_attention(x, x, x, mesh=mesh, **options)
 
 
-def test_torch_finds_no_fault_with_the_op() -> None:
+def test_torch_finds_no_fault_with_the_op():
     mesh = SequenceMesh.single()
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
     values = values_of(mesh, q)
@@ -186,7 +184,7 @@ def test_torch_finds_no_fault_with_the_op() -> None:
     torch.library.opcheck(torch.ops.ds_usp.attention.default, (q, k, v, None, None, *values))
 
 
-def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:
+def test_a_mesh_is_found_by_its_name_as_long_as_it_lives():
     first, second = SequenceMesh.single(), SequenceMesh.single()
     assert first.name != second.name
     assert MESH_REGISTRY.lookup(first.name) is first
@@ -201,7 +199,7 @@ def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:
     assert MESH_REGISTRY.lookup(second.name) is second
 
 
-def test_meshes_of_one_name_are_alike() -> None:
+def test_meshes_of_one_name_are_alike():
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(1, 2, 0).name
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 1, ulysses_rank=1).name
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 0, order="ring-ulysses").name

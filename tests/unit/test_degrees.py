@@ -1,8 +1,6 @@
 """Degrees and ranks: which heads, axes, nodes and settings they take, and what is refused."""
 
 import re
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
@@ -14,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import parallel_state
+from programs import python
 from properties import examples
 
 import ds_usp
@@ -112,8 +111,7 @@ def test_a_refusal_has_the_users_names_the_numbers_and_the_fix(degrees, message)
 
 def test_shell_scripts_ask_for_the_degrees():
     def ask(flags: str) -> tuple[int, str, str]:
-        call = [sys.executable, "-m", "ds_usp.geometry", *flags.split()]
-        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+        done = python("-m", "ds_usp.geometry", *flags.split())
         return done.returncode, done.stdout, done.stderr
 
     assert ask("--sp 8 --heads 12 --tp 3 --world 48") == (0, "4 2\n", "")

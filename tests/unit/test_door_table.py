@@ -13,6 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import megatron_patches
 from ds_usp import TokenLayout
 
@@ -219,21 +221,16 @@ def settings_of(framework: str) -> type:
     return settings_type
 
 
-def test_every_flag_of_the_patched_framework_has_a_row():
-    from megatron_patches.megatron_deepspeed import arguments
-
-    parser = ArgumentParser(add_help=False)
-    arguments.add_flags(parser, settings_of("megatron_deepspeed")())
-    same(flags_of(parser), FRAMEWORK_FLAGS, "Megatron-DeepSpeed")
-
-
-def test_every_flag_of_the_patched_megatron_lm_has_a_row():
-    from megatron_patches.megatron_lm import arguments
-
+@pytest.mark.parametrize(
+    ("framework", "doors"),
+    [("megatron_deepspeed", FRAMEWORK_FLAGS), ("megatron_lm", MEGATRON_LM_FLAGS)],
+)
+def test_every_flag_of_a_patched_framework_has_a_row(framework, doors):
+    arguments = importlib.import_module(f"megatron_patches.{framework}.arguments")
     parser = ArgumentParser(add_help=False)
     parser.set_defaults(cp_comm_type=["p2p"])
-    arguments.add_flags(parser, settings_of("megatron_lm")())
-    same(flags_of(parser), MEGATRON_LM_FLAGS, "Megatron-LM")
+    arguments.add_flags(parser, settings_of(framework)())
+    same(flags_of(parser), doors, framework)
 
 
 def test_every_flag_of_the_trainer_has_a_row():

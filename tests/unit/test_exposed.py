@@ -1,10 +1,7 @@
 """The report of exposed communication: intervals, kinds, a classified trace, table and files."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,26 +36,20 @@ ALL_TO_ALL, RING, GRADIENTS, PARAMETERS, TENSOR, PIPELINE, P2P, OTHER = kinds.BE
 FROM_HOST, TO_HOST, COMPUTE = *kinds.KINDS[-2:], kinds.COMPUTE
 
 
-def test_unions_and_differences_of_intervals() -> None:
+def test_unions_and_differences_of_intervals():
     assert merge_intervals([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
     assert merge_intervals([(0, 9), (1, 2), (4, 4)]) == [(0, 9)]
     assert merge_intervals([(3, 3)]) == merge_intervals([]) == []
     assert total_length([(0, 4), (2, 6), (10, 11)]) == 7
-    assert subtract_intervals([(0, 10)], [(2, 3), (3, 4), (6, 6), (9, 20)]) == [
-        (0, 2),
-        (4, 9),
-    ]
-    assert subtract_intervals([(0, 4), (6, 8)], [(1, 7)]) == [
-        (0, 1),
-        (7, 8),
-    ]  # one hole over two
+    assert subtract_intervals([(0, 10)], [(2, 3), (3, 4), (6, 6), (9, 20)]) == [(0, 2), (4, 9)]
+    assert subtract_intervals([(0, 4), (6, 8)], [(1, 7)]) == [(0, 1), (7, 8)]  # one hole over two
     assert subtract_intervals([(2, 3)], [(0, 9)]) == subtract_intervals([], [(0, 9)]) == []
     assert subtract_intervals([(0, 3), (2, 5)], []) == [(0, 5)]
     assert gaps([(0, 2), (1, 3), (5, 6)]) == [(3, 5)]
     assert gaps([]) == gaps([(4, 9)]) == []
 
 
-def test_operations_are_known_by_any_of_their_names() -> None:
+def test_operations_are_known_by_any_of_their_names():
     operations = {
         "_allgather_base": "allgather",
         "reduce_scatter_tensor_coalesced": "reducescatter",
@@ -72,7 +63,7 @@ def test_operations_are_known_by_any_of_their_names() -> None:
     assert {name: kinds.operation_of(name) for name in operations} == operations
 
 
-def test_groups_are_known_by_their_descriptions() -> None:
+def test_groups_are_known_by_their_descriptions():
     descriptions = {
         "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
         "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
@@ -99,7 +90,7 @@ def test_groups_are_known_by_their_descriptions() -> None:
         kinds.check_role("dp")
 
 
-def test_a_call_s_kind_is_by_its_group_and_by_what_it_does() -> None:
+def test_a_call_s_kind_is_by_its_group_and_by_what_it_does():
     size = 1 << 20
     expected = {
         ("tensor", "allreduce"): TENSOR,
@@ -147,7 +138,7 @@ def call(correlation: int, at: int, **more: Any) -> TraceEvent:
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to() -> None:
+def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to():
     metadata = {
         "Collective name": "_allgather_base",
         "dtype": "BFloat16",
@@ -206,7 +197,7 @@ def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to() -> None:
     )
 
 
-def test_kernels_of_the_steps_beside_hide_communication_and_fill_pauses() -> None:
+def test_kernels_of_the_steps_beside_hide_communication_and_fill_pauses():
     events = [
         *(cpu("step 1", 0, 100), cpu("step 2", 100, 200), cpu("step 3", 200, 300)),
         *(call(1, 90), kernel("gemm", 95, 170, correlation=1)),
@@ -223,7 +214,7 @@ def test_kernels_of_the_steps_beside_hide_communication_and_fill_pauses() -> Non
     assert times.host_ns + times.ranks_ns + times.other_ns == (2 + 2 + 17) * MS
 
 
-def test_a_launch_s_own_thread_is_asked_first_and_names_need_no_nccl() -> None:
+def test_a_launch_s_own_thread_is_asked_first_and_names_need_no_nccl():
     launch = TraceEvent("runtime", "cudaLaunchKernel", 14, 15, thread=2, correlation=1)
     events = [
         TraceEvent("cpu", "ds_usp.comm/gradient reduction/9", 10, 60, thread=1),
@@ -267,7 +258,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("types", [True, False])
-def test_the_profiler_s_own_events_are_classified_alike(types: bool) -> None:
+def test_the_profiler_s_own_events_are_classified_alike(types):
     name = "ds_usp.comm/all_to_all/64"
     metadata = '"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 8192, '
     more = {"Group size": "2", "Process Group Description": '"TENSOR_MODEL_PARALLEL_GROUP"'}
@@ -319,7 +310,7 @@ STREAMS = StepTrace(
 )
 
 
-def test_exposed_is_what_runs_under_no_kernel() -> None:
+def test_exposed_is_what_runs_under_no_kernel():
     times = step_times(STREAMS)
     assert times.kinds == {
         ALL_TO_ALL: KindTimes(0, 0, MS, MS),
@@ -342,7 +333,7 @@ def test_exposed_is_what_runs_under_no_kernel() -> None:
     }
 
 
-def test_the_table_and_the_files_have_every_rank(tmp_path: Path) -> None:
+def test_the_table_and_the_files_have_every_rank(tmp_path):
     report = exposed.CommunicationReport((step_times(STREAMS),) * 2, STREAMS, "step 3")
     table, timeline = report.write(tmp_path / "new")
     lines = report.table().splitlines()
@@ -380,7 +371,7 @@ def test_the_table_and_the_files_have_every_rank(tmp_path: Path) -> None:
         assert [path.name for path in report.write(tmp_path)] == ["communication.csv"]
 
 
-def test_a_step_is_refused_that_is_none_or_profiled_twice() -> None:
+def test_a_step_is_refused_that_is_none_or_profiled_twice():
     for values, message in (
         ({"usp_report_communication": 9}, "is no step of 1 to --train-iters 8"),
         ({"usp_report_communication": 0}, "is no step of 1"),

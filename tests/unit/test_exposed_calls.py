@@ -1,7 +1,5 @@
 """The report of exposed communication on two gloo ranks: what it counts, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable
@@ -9,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankContext, WorkerPool
+from harness import RankContext
 
 from ds_usp import ConfigError
 from ds_usp.profiling import exposed
@@ -62,7 +60,7 @@ def count_calls(ctx: RankContext) -> dict[str, Counts]:
     }
 
 
-def test_what_each_rank_sends_is_counted(pool: WorkerPool) -> None:
+def test_what_each_rank_sends_is_counted(pool):
     size = 4 * ITEMS
     first, second = pool.run(count_calls, 2)
     assert (first["uneven"], second["uneven"]) == ({ALL_TO_ALL: (1, 192)}, {ALL_TO_ALL: (1, size)})
@@ -92,7 +90,7 @@ def refusals(ctx: RankContext) -> list[str]:
     return texts
 
 
-def test_every_rank_refuses_what_one_cannot_trace(pool: WorkerPool) -> None:
+def test_every_rank_refuses_what_one_cannot_trace(pool):
     first, second = pool.run(refusals, 2)
     assert first == second
     assert first[0].startswith("rank 1: a profiler records already")

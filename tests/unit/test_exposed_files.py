@@ -1,11 +1,8 @@
 """The report of exposed communication from trace files: what is read, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -41,9 +38,7 @@ FILE = {
 }  # fmt: skip
 
 
-def test_a_file_of_any_program_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_any_program_is_read(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ds_usp.profiling.exposed_trace._PIECE", 100)  # read in many pieces
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(json.dumps(FILE, indent=2).encode()))
@@ -65,7 +60,7 @@ def test_a_file_of_any_program_is_read(
     assert capsys.readouterr().err.count("error: ") == 4
 
 
-def test_a_file_that_is_cut_or_of_another_step_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_or_of_another_step_is_refused(tmp_path):
     text = json.dumps(FILE).encode()
     packed = gzip.compress(text)
     contents = {
@@ -90,7 +85,7 @@ def test_a_file_that_is_cut_or_of_another_step_is_refused(tmp_path: Path) -> Non
         exposed.read_traces([tmp_path / "packed.json"]).write(tmp_path / "none.json")
 
 
-def test_ranks_are_those_that_the_files_name(tmp_path: Path) -> None:
+def test_ranks_are_those_that_the_files_name(tmp_path):
     for rank in (3, 1):
         info = {"backend": "nccl", "rank": rank, "world_size": 4}
         events = [{**event, "dur": 7.0 + rank} for event in FILE["traceEvents"]]  # type: ignore[attr-defined]

@@ -561,7 +561,7 @@ def test_relative_error_is_a_ratio_of_norms():
     ids=["causal", "full", "window", "prefix", "documents", "documents of all samples"],
 )
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "alibi and sinks"])
-def test_blocks_make_the_whole(case: VerifyCase, softcap: float | None, extras: bool) -> None:
+def test_blocks_make_the_whole(case, softcap, extras):
     """Also that verify hands its cases' masks to the oracle, by another way to spell them."""
     batch, length, heads, kv_heads = 2, 24, 4, 2
     q, dout = torch.randn(batch, length, heads, 8).double(), torch.randn(batch, length, heads, 6)
@@ -597,7 +597,7 @@ def test_blocks_make_the_whole(case: VerifyCase, softcap: float | None, extras: 
     assert oracle.relative_error(forward["lse"], blocks["lse"]) <= 1e-14
 
 
-def test_gradients_are_the_formulas() -> None:
+def test_gradients_are_the_formulas():
     """Of softmax, soft cap and sinks, written out: autograd is not asked."""
     q, k, v, dout = torch.randn(4, 1, 5, 1, 3, dtype=torch.float64)
     sinks, cap = torch.tensor([0.3], dtype=torch.float64), 2.0
@@ -618,7 +618,7 @@ def test_gradients_are_the_formulas() -> None:
     assert float(blocks["dsinks"]) == pytest.approx(float(dsinks), rel=1e-12)
 
 
-def test_expected_positions_are_the_documented_ones() -> None:
+def test_expected_positions_are_the_documented_ones():
     for kind in KINDS:
         for order in ORDERS:
             for length, ulysses, ring in ((64, 2, 2), (67, 3, 2), (41, 1, 4), (16, 4, 1)):

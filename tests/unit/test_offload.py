@@ -1,7 +1,5 @@
 """Offloaded activations: bitwise gradients, counted bytes, and memory that is really free."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -74,9 +72,7 @@ SCHEDULES = (in_turn, one_forward_one_backward, any_order)
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_are_bitwise_the_same_and_the_bytes_are_the_ratio(
-    schedule: Schedule, recompute: str
-) -> None:
+def test_gradients_are_bitwise_the_same_and_the_bytes_are_the_ratio(schedule, recompute):
     plain = stack(LayerMemory(recompute))
     inputs = plain.inputs(4)
     schedule(plain, inputs)
@@ -130,7 +126,7 @@ def device_bytes(monkeypatch: pytest.MonkeyPatch) -> DeviceBytes:
     return DeviceBytes(monkeypatch)
 
 
-def test_what_backward_does_not_need_is_neither_counted_nor_moved() -> None:
+def test_what_backward_does_not_need_is_neither_counted_nor_moved():
     moving, weight = offload(0.5), nn.Parameter(torch.full((SIZES.tokens, SIZES.hidden), 1.5))
     hidden = torch.randn(SIZES.tokens, SIZES.hidden, requires_grad=True)
     for number in range(3):
@@ -144,7 +140,7 @@ def test_what_backward_does_not_need_is_neither_counted_nor_moved() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 0.75, 1.0])
-def test_resident_bytes_are_the_planners_formula(device_bytes: DeviceBytes, ratio: float) -> None:
+def test_resident_bytes_are_the_planners_formula(device_bytes, ratio):
     """Two layers, and of the others what is not offloaded; a deep model, because a part of a tensor
     of which only a part is offloaded is there twice while its copies are in flight."""
     layers = 24
@@ -167,7 +163,7 @@ def test_resident_bytes_are_the_planners_formula(device_bytes: DeviceBytes, rati
     assert device_bytes.now == 0
 
 
-def test_a_graph_that_is_dropped_frees_everything(device_bytes: DeviceBytes) -> None:
+def test_a_graph_that_is_dropped_frees_everything(device_bytes):
     moving = offload(0.5)
     model = stack(LayerMemory("none", moving))
     gc.disable()
@@ -181,7 +177,7 @@ def test_a_graph_that_is_dropped_frees_everything(device_bytes: DeviceBytes) -> 
         gc.enable()
 
 
-def test_host_memory_is_used_again() -> None:
+def test_host_memory_is_used_again():
     moving = offload(1.0)
     model = stack(LayerMemory("none", moving))
     in_turn(model, model.inputs(1))
@@ -190,7 +186,7 @@ def test_host_memory_is_used_again() -> None:
     assert 0 < made == moving.copier.pool.num_blocks
 
 
-def test_an_allocation_of_several_blocks() -> None:
+def test_an_allocation_of_several_blocks():
     blocks = PinnedBlockPool(pinned=False, block_bytes=8)
     allocation = blocks.allocate(20)
     assert blocks.num_blocks == 3
@@ -199,7 +195,7 @@ def test_an_allocation_of_several_blocks() -> None:
     assert [len(piece) for piece in allocation.slices(9, 11)] == [2]
 
 
-def test_two_views_of_one_storage_are_offloaded_once() -> None:
+def test_two_views_of_one_storage_are_offloaded_once():
     moving, x = offload(1.0), torch.randn(64, 64).requires_grad_()
     with moving.layer(0):
         y = x.exp()
@@ -215,7 +211,7 @@ def test_two_views_of_one_storage_are_offloaded_once() -> None:
     assert torch.equal(grad, want)
 
 
-def test_parameters_stay_and_small_tensors_too() -> None:
+def test_parameters_stay_and_small_tensors_too():
     moving = offload(1.0, min_bytes=1 << 20)
     model = stack(LayerMemory("none", moving))
     in_turn(model, model.inputs(1))
@@ -230,14 +226,14 @@ def test_parameters_stay_and_small_tensors_too() -> None:
     y.sum().backward()
 
 
-def test_without_gradients_nothing_moves() -> None:
+def test_without_gradients_nothing_moves():
     moving = offload(1.0)
     with torch.no_grad():
         stack(LayerMemory("none", moving))(torch.randn(1, SIZES.tokens, SIZES.hidden))
     assert moving.counts.saved == 0
 
 
-def test_a_tensor_that_is_changed_in_place_is_noticed() -> None:
+def test_a_tensor_that_is_changed_in_place_is_noticed():
     moving = offload(1.0)
     x = torch.randn(8, 8).requires_grad_()
     with moving.layer(0):
@@ -249,7 +245,7 @@ def test_a_tensor_that_is_changed_in_place_is_noticed() -> None:
         z.sum()
 
 
-def test_an_error_in_a_layer_leaves_it_usable() -> None:
+def test_an_error_in_a_layer_leaves_it_usable():
     moving = offload(1.0)
     model = stack(LayerMemory("none", moving))
     with pytest.raises(KeyError), moving.layer(0):
@@ -258,7 +254,7 @@ def test_an_error_in_a_layer_leaves_it_usable() -> None:
     in_turn(model, model.inputs(2))
 
 
-def test_a_ratio_out_of_range_and_an_unknown_policy_are_refused() -> None:
+def test_a_ratio_out_of_range_and_an_unknown_policy_are_refused():
     for ratio in (-0.1, 1.1, float("nan")):
         with pytest.raises(ConfigError, match="between 0 and 1"):
             offload(ratio)
@@ -266,7 +262,7 @@ def test_a_ratio_out_of_range_and_an_unknown_policy_are_refused() -> None:
         LayerMemory("some")
 
 
-def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_are_right_again_and_host_memory_is_reused(monkeypatch):
     monkeypatch.setattr(offload_module, "_MIN_BYTES", 100)
     copier = HostDeviceCopier(CPU, block_bytes=256)
     storages = HostStorages(CPU, copier=copier)
@@ -289,7 +285,7 @@ def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.Mon
     assert small.equal(torch.ones(3)) and storages.bytes_away == 0
 
 
-def test_what_is_written_after_the_copies_began_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_after_the_copies_began_is_kept(monkeypatch):
     monkeypatch.setattr(offload_module, "_MIN_BYTES", 100)
     storages = HostStorages(CPU)
     states, other = torch.arange(100.0), torch.ones(100)
@@ -301,7 +297,7 @@ def test_what_is_written_after_the_copies_began_is_kept(monkeypatch: pytest.Monk
     assert states.sum() == sum(range(50)) and other.equal(torch.ones(100))
 
 
-def test_an_optimizer_loads_its_states_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_loads_its_states_on_the_device(monkeypatch):
     monkeypatch.setattr(offload_module, "_MIN_BYTES", 1)
     master, module = torch.arange(8.0), torch.nn.Linear(2, 2)
     zero = SimpleNamespace(
@@ -323,7 +319,7 @@ def test_an_optimizer_loads_its_states_on_the_device(monkeypatch: pytest.MonkeyP
     assert master.equal(torch.full((8,), 8.0))
 
 
-def test_nothing_is_lost_where_device_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lost_where_device_memory_is_short(monkeypatch):
     monkeypatch.setattr(offload_module, "_MIN_BYTES", 100)
     storages = HostStorages(CPU)
     first, second = torch.arange(100.0), torch.arange(100.0) * 2
@@ -356,7 +352,7 @@ def engine(optimizer: Any, device: str = "none") -> Any:
     )
 
 
-def test_engines_with_other_states_are_refused() -> None:
+def test_engines_with_other_states_are_refused():
     zero = SimpleNamespace(single_partition_of_fp32_groups=[])
     with pytest.raises(ConfigError, match="offload_optimizer on cpu"):
         keep_states_on_host(engine(zero, "cpu"))

@@ -16,6 +16,7 @@ from pathlib import Path
 import fast_tier
 import pytest
 import reference_pages
+from programs import python
 
 from ds_usp import _version
 
@@ -271,9 +272,7 @@ def test_a_case_that_is_too_slow_fails_the_tier(when, seconds, outcome):
         ("diffusers", ("test_diffusers_pipelines.py",)),
     ],
 )
-def test_files_whose_library_is_absent_are_skips_with_a_count(
-    library: str, names: tuple[str, ...]
-) -> None:
+def test_files_whose_library_is_absent_are_skips_with_a_count(library, names):
     """They must not vanish from a run without a line."""
     hide = (
         "import importlib.util as util, sys, pytest; found = util.find_spec\n"
@@ -282,7 +281,7 @@ def test_files_whose_library_is_absent_are_skips_with_a_count(
     )
     folder = Path(__file__).parents[1] / "integrations"
     flags = ("-q", "-p", "no:cacheprovider", *(str(folder / name) for name in names))
-    done = subprocess.run([sys.executable, "-c", hide, *flags], capture_output=True, text=True)
+    done = python("-c", hide, *flags)
     for name in names:
         tests = (folder / name).read_text().count("\ndef test_")
         assert f"{library} is not installed: {tests} tests of {name} do not run" in done.stdout

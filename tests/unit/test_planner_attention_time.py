@@ -1,7 +1,5 @@
 """What an attention call takes: divided among its instructions, on one rank and in the mean."""
 
-from __future__ import annotations
-
 from collections import Counter
 from statistics import fmean
 from typing import Any
@@ -43,14 +41,7 @@ def posted(costs: RelativeCosts) -> dict[Op, float]:
     backward=st.booleans(),
 )
 @examples(100)
-def test_a_pass_is_divided_among_its_instructions(
-    heads: tuple[int, int],
-    chunks: int,
-    ring: int,
-    ulysses: bool,
-    gather: bool,
-    backward: bool,
-) -> None:
+def test_a_pass_is_divided_among_its_instructions(heads, chunks, ring, ulysses, gather, backward):
     costs, ring_steps = mean_costs(
         *heads, chunks, ring, ulysses=ulysses, gather=gather, backward=backward
     )
@@ -70,7 +61,7 @@ def test_a_pass_is_divided_among_its_instructions(
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_call_takes_its_kernels_and_at_most_all_one_after_the_other(backward: bool) -> None:
+def test_a_call_takes_its_kernels_and_at_most_all_one_after_the_other(backward):
     cluster = load_cluster("h200").with_gpus_per_node(4)
     shape = ModelShape("call", 1, 4096, 4096, 32, 8, 1)
     for config in (ParallelConfig(ulysses=4), ParallelConfig(ulysses=2, ring=2)):
@@ -109,9 +100,7 @@ def call(
     ("heads", "ulysses", "ring"),
     [((32, 8), 1, 4), ((32, 8), 2, 2), ((32, 8), 8, 1), ((32, 32), 4, 2), ((16, 16), 2, 4)],
 )
-def test_ranks_take_in_the_mean_what_the_planner_predicts(
-    heads: tuple[int, int], ulysses: int, ring: int, backward: bool
-) -> None:
+def test_ranks_take_in_the_mean_what_the_planner_predicts(heads, ulysses, ring, backward):
     """In a node: across nodes the ring's exchanges are exposed, and ranks with more bytes wait."""
     width = heads[0] * 128
     work = Workload(ModelShape("call", 1, width, width, *heads, 1, 128), 131072)
@@ -124,7 +113,7 @@ def test_ranks_take_in_the_mean_what_the_planner_predicts(
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (4, 2), (1, 4)])
-def test_a_full_mask_has_the_chunks_that_a_call_takes(ulysses: int, ring: int) -> None:
+def test_a_full_mask_has_the_chunks_that_a_call_takes(ulysses, ring):
     full = MaskSpec.full()
     shown = call(75776, (40, 40), ulysses, ring, full)
     sizes: Any = {"seq_len": 75776, "heads": 40, "ulysses": ulysses, "ring": ring, "node": ring}
@@ -132,7 +121,7 @@ def test_a_full_mask_has_the_chunks_that_a_call_takes(ulysses: int, ring: int) -
     assert shown.num_chunks < shown._size._replace(head_blocks=0).num_chunks()
 
 
-def test_a_window_takes_less_and_exposes_less() -> None:
+def test_a_window_takes_less_and_exposes_less():
     window, causal = (
         call(131072, (32, 8), 1, 8, mask).simulate(backward=False)
         for mask in (MaskSpec.window(4096), MaskSpec.causal())
@@ -142,7 +131,7 @@ def test_a_window_takes_less_and_exposes_less() -> None:
     assert set(window.exposed) <= {"ring_kv", CONTENTION}
 
 
-def test_a_ring_across_nodes_is_a_double_one_where_it_is_asked_for() -> None:
+def test_a_ring_across_nodes_is_a_double_one_where_it_is_asked_for():
     h100 = load_cluster("h100")
     plain, double = (call(131072, (32, 8), 2, 8, cluster=h100, inner=x) for x in (None, 4))
     assert plain.inner_ring is None and plain.simulate(backward=True).alone["ring_dkv_outer"] == 0

@@ -1,7 +1,5 @@
 """The commands: what they print, emit and plot, and how they refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import planner_commands
 import pytest
+from programs import python
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner import ParallelConfig, Workload, load_model
@@ -44,9 +43,7 @@ def numbers(content: object, path: str = "") -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", planner_commands.FILES)
-def test_commands_print_what_their_golden_file_states(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_print_what_their_golden_file_states(name, monkeypatch):
     """Written by tests/planner_commands.py."""
     monkeypatch.chdir(ROOT)
     for line, expected in planner_commands.read(name):
@@ -63,7 +60,7 @@ def test_commands_print_what_their_golden_file_states(
             assert printed == expected, line
 
 
-def test_json_is_consistent_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_consistent_with_itself(capsys):
     line = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster a800 --json"
     report = json.loads(run(capsys, line))
     best = report["plans"][0]
@@ -77,14 +74,14 @@ def test_json_is_consistent_with_itself(capsys: pytest.CaptureFixture[str]) -> N
     assert total == pytest.approx(sizes["total_bytes"], abs=8)
 
 
-def test_measured_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_memory(capsys):
     """Llama-65B on 256 H800 (Megatron-Kwai, figure 7), which the golden file has predicted."""
     line = next(line for line, _ in planner_commands.read("memory.txt"))
     report = json.loads(run(capsys, f"{line} --json"))
     assert report["total_bytes"] == pytest.approx(52089073152, rel=0.012)
 
 
-def test_bytes_of_attention_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_of_attention_by_hand(capsys):
     line = "comm --model llama3-8b --seq-len 131072 --ulysses 4 --ring 4 --json"
     first = json.loads(run(capsys, line))["ranks"][0]
     # (u - 1) x local tokens x (q and out of 8 heads, k and v of 2) x 128 features x 2 bytes
@@ -97,14 +94,13 @@ def test_bytes_of_attention_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert double["forward_bytes"]["ring_kv_outer"] == 16384 * 2 * 2 * 128 * 2
 
 
-def test_lengths_in_powers_of_1024(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_in_powers_of_1024(capsys):
     line = "memory --model 7b --ring 4 --seq-len {} --json"
     written = [run(capsys, line.format(length)) for length in ("131072", "128K", "128k")]
     assert written[0] == written[1] == written[2]
 
 
 COMPONENTS = ("weights", "activations", "logits", "exchange", "transient", "workspace")
-
 
 LEGEND_OF = {
     "plan": (*COMPONENTS, "ulysses x ring", "mb", "loss", "recompute", "offload", "MFU", "step s"),
@@ -118,9 +114,7 @@ LEGEND_OF = {
 
 
 @pytest.mark.parametrize("command", LEGEND_OF)
-def test_help_states_one_default_a_flag_and_what_columns_mean(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_help_states_one_default_a_flag_and_what_columns_mean(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"], prog="ds-usp")
     text = capsys.readouterr().out
@@ -135,7 +129,7 @@ def test_help_states_one_default_a_flag_and_what_columns_mean(
         assert option.count("default") <= 1, option
 
 
-def test_the_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_plot(capsys, tmp_path):
     """All components of memory and time are in its legends; the same plans make the same file."""
     pytest.importorskip("matplotlib")
     line = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster a800"
@@ -148,14 +142,14 @@ def test_the_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert one == other and all(f">{name}<" in one for name in (*shown, "activations", "matrices"))
 
 
-def test_the_printed_example_of_a_schedule() -> None:
+def test_the_printed_example_of_a_schedule():
     page = (ROOT / "docs" / "design" / "schedule.md").read_text(encoding="utf-8")
     block = page.split("\n$ ds-usp ")[1].partition("\n```")[0]
     line, _, printed = block.partition("\n")
     assert planner_commands.run(line) == printed
 
 
-def test_timelines_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_timelines_are_drawn(capsys, tmp_path):
     """Lanes of the exchanges that a pass has, waits hatched; the same call makes the same file."""
     pytest.importorskip("matplotlib")
     line = "explain --seq-len 32K --heads 16 --ulysses-degree 2 --ring-degree 2 --plot"
@@ -169,9 +163,7 @@ def test_timelines_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert files[3].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_without_matplotlib_names_the_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = f"plan --model 7b --seq-len 8K --gpus 8 --svg {tmp_path / 'plans.svg'}"
     assert main(line.split()) == 2
@@ -191,16 +183,15 @@ print(time.process_time() - begin, *loaded)
 """
 
 
-def test_it_starts_at_once() -> None:
+def test_it_starts_at_once():
     """No torch, and half a second of a core at most; the whole process, as a shell sees it."""
-    done = subprocess.run(
-        [sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = python("-c", STARTED)
+    assert done.returncode == 0, done.stderr
     seconds, *loaded = done.stdout.splitlines()[-1].split()
     assert float(seconds) < 0.5 and loaded == []
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error():
     """As `| head -1` does: the reader goes before the text is written."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -212,7 +203,7 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_old_names_of_the_package_warn() -> None:
+def test_old_names_of_the_package_warn():
     import ds_usp.planner
 
     with pytest.warns(DeprecationWarning, match="Split is now ParallelConfig"):
@@ -221,7 +212,7 @@ def test_old_names_of_the_package_warn() -> None:
         _ = ds_usp.planner.Cut
 
 
-def test_old_keywords_and_attributes_warn() -> None:
+def test_old_keywords_and_attributes_warn():
     from ds_usp.planner import Workload, framework_caps, load_cluster, load_model, search
 
     cluster, work = load_cluster("a800"), Workload(load_model("llama3-8b"), 8192, 1)
@@ -233,7 +224,7 @@ def test_old_keywords_and_attributes_warn() -> None:
         assert result.plans[0].split is result.plans[0].config
 
 
-def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_profile_alone(capsys, tmp_path):
     """One process without links; the file serves the other commands at once, also where it is of
     two models with the same layers."""
     out, models = tmp_path / "here.json", tmp_path / "models.json"
@@ -247,9 +238,7 @@ def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         assert json.loads(run(capsys, line + " --json"))["plans"]
 
 
-def test_on_a_cpu_no_models_layers_are_measured_unless_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_on_a_cpu_no_models_layers_are_measured_unless_named(capsys, tmp_path):
     """One layer of a large model would take longer than all else."""
     line = f"profile --out {tmp_path / 'here.json'} --seconds 0.01 --device cpu --json"
     report = json.loads(run(capsys, line))
@@ -262,14 +251,8 @@ def test_on_a_cpu_no_models_layers_are_measured_unless_named(
 
 
 MODEL = load_model("llama3-8b")
-
-
 LAYER = MeasuredLayer(4096, 14336, 4096, 1024, True, 1, 8192, 0.01, 0.02)
-
-
 CALL = MeasuredAttention(4, 1, 32768, 32, 8, 128, 0.002, 0.005)
-
-
 HOST = {"forward_host_s": 1e-3, "backward_host_s": 2e-3}
 
 
@@ -286,7 +269,7 @@ def result() -> SearchResult:
 
 
 @pytest.mark.parametrize("part", [field.name for field in fields(StepTime)])
-def test_whatever_a_plan_loses_with_has_a_name(result: SearchResult, part: str) -> None:
+def test_whatever_a_plan_loses_with_has_a_name(result, part):
     """The layers' time is reported by component, so where it alone is more, one of these is."""
     best = result.plans[0]
     more = getattr(best.time, part) + 1e3
@@ -299,7 +282,7 @@ def test_whatever_a_plan_loses_with_has_a_name(result: SearchResult, part: str) 
     assert ": 1000.00 s more for " in line or (part == "layers" and " s more for " in line)
 
 
-def test_pairs_that_were_not_measured_are_named(result: SearchResult) -> None:
+def test_pairs_that_were_not_measured_are_named(result):
     pairs = {(plan.config.ulysses, plan.config.ring) for plan in result.plans}
     assert pairs == {(4, 1), (2, 2), (1, 4)}
     assert "measured" not in plans_text(result, 99)
@@ -314,7 +297,7 @@ def test_pairs_that_were_not_measured_are_named(result: SearchResult) -> None:
     assert ("not on" in plans_text(alone, 1)) == (listed != (4, 1))
 
 
-def test_ties_are_marked_and_counted(result: SearchResult) -> None:
+def test_ties_are_marked_and_counted(result):
     best = result.plans[0]
     near, far = (replace(best, mfu=best.mfu * share) for share in (0.95, 0.93))
     text = plans_text(replace(result, plans=[best, near, far]), 3)
@@ -328,7 +311,7 @@ def test_ties_are_marked_and_counted(result: SearchResult) -> None:
     assert search_result_json(result, 1)["tie_within"] == 0.06
 
 
-def test_orders_that_do_not_differ_are_one_plan(result: SearchResult) -> None:
+def test_orders_that_do_not_differ_are_one_plan(result):
     """Inside one node no link tells them apart; across nodes some do."""
     assert {plan.config.order for plan in result.plans} == {"ulysses-ring"}
     wide = search(load_cluster("h200"), Workload(MODEL, 131072), 16, fixed={"tp": 1, "pp": 1})
@@ -337,13 +320,13 @@ def test_orders_that_do_not_differ_are_one_plan(result: SearchResult) -> None:
     assert len(seen) == len(set(seen))
 
 
-def test_no_line_is_said_twice() -> None:
+def test_no_line_is_said_twice():
     for gpus in (8, 16):
         lines = explain(search(load_cluster("h100"), Workload(MODEL, 131072), gpus))
         assert len(lines) == len(set(lines))
 
 
-def test_the_loss_is_in_chunks_where_its_logits_do_not_fit() -> None:
+def test_the_loss_is_in_chunks_where_its_logits_do_not_fit():
     work = Workload(MODEL, 131072)
     for how in ("any", "megatron-deepspeed"):
         # With the keys and values of two ring ranks beside them.
@@ -363,8 +346,6 @@ def test_the_loss_is_in_chunks_where_its_logits_do_not_fit() -> None:
 
 
 HOSTED_LAYER, HOSTED_CALL = replace(LAYER, **HOST), replace(CALL, **HOST)
-
-
 OTHER = replace(HOSTED_LAYER, ffn=4096)  # of a model that is not asked for
 
 
@@ -386,9 +367,7 @@ OTHER = replace(HOSTED_LAYER, ffn=4096)  # of a model that is not asked for
         ((OTHER,), (CALL,), None),
     ],
 )
-def test_host_times_of_one_half_are_no_host_times(
-    layers: tuple[MeasuredLayer, ...], calls: tuple[MeasuredAttention, ...], says: str | None
-) -> None:
+def test_host_times_of_one_half_are_no_host_times(layers, calls, says):
     result = found_on(layers, calls)
     text, warnings = plans_text(result, 1), search_result_json(result, 1)["warnings"]
     if says is None:
@@ -398,7 +377,7 @@ def test_host_times_of_one_half_are_no_host_times(
         assert f"\nwarning: {warnings[0]}\n" in text
 
 
-def test_the_plots_layer_waits_for_its_launches(result: SearchResult) -> None:
+def test_the_plots_layer_waits_for_its_launches(result):
     best = result.plans[0]
     assert best.config.micro_batches(1) == 1 and MODEL.layers == 32
     for seconds, shown in ((0.0, [None] * 3), (0.64, [None, 0.64, pytest.approx(20)])):
@@ -413,8 +392,6 @@ def test_the_plots_layer_waits_for_its_launches(result: SearchResult) -> None:
 
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
-
-
 H200 = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster h200"
 
 
@@ -422,7 +399,7 @@ def words(text: str) -> list[str]:
     return text.replace("\\\n", " ").split()
 
 
-def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
+def test_the_flags_that_we_added_are_taken_by_both_programs():
     """Of Megatron-DeepSpeed's parser, ours alone; its own needs a checkout."""
     from megatron_patches.megatron_deepspeed.arguments import add_flags
     from megatron_patches.settings import MeshSettings
@@ -451,7 +428,7 @@ def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
         assert args.usp_loss_chunks == 16  # of 16K tokens of a rank, 1K each
 
 
-def test_degrees_of_a_patched_megatron_lm_and_of_a_program_on_megatron_core() -> None:
+def test_degrees_of_a_patched_megatron_lm_and_of_a_program_on_megatron_core():
     """Golden files have those of several ranks."""
     work, config = Workload(load_model("llama3-8b"), 131072), ParallelConfig(tp_sequence=False)
     assert "--ulysses-degree" not in words(emit("megatron-lm", work, config))
@@ -460,7 +437,7 @@ def test_degrees_of_a_patched_megatron_lm_and_of_a_program_on_megatron_core() ->
             emit(kind, work, replace(config, recompute=other))
 
 
-def test_an_order_that_no_host_has_is_not_emitted() -> None:
+def test_an_order_that_no_host_has_is_not_emitted():
     work = Workload(load_model("llama3-8b"), 131072)
     config = ParallelConfig(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
     for kind in KINDS:
@@ -470,7 +447,7 @@ def test_an_order_that_no_host_has_is_not_emitted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["script", "megatron-deepspeed", "ds-config"])
-def test_zero_0_is_not_emitted(kind: str) -> None:
+def test_zero_0_is_not_emitted(kind):
     with pytest.raises(ConfigError, match="sums gradients of bf16 weights in bf16"):
         emit(kind, Workload(load_model("llama3-8b"), 8192), ParallelConfig(zero=0))
     assert 0 not in framework_caps("megatron-deepspeed").zero
@@ -483,7 +460,6 @@ FACTS = {
     "megatron-core": ("rope_theta", "other_facts"),
 }
 
-
 CHANGED = {
     "qkv_bias": (True, "qkv_bias=True"),
     "qk_norm": (True, "qk_norm=True"),
@@ -495,7 +471,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("kind", FACTS)
 @pytest.mark.parametrize("fact", CHANGED)
-def test_every_fact_of_a_model_is_in_the_flags_or_refused_by_name(kind: str, fact: str) -> None:
+def test_every_fact_of_a_model_is_in_the_flags_or_refused_by_name(kind, fact):
     shape = load_model("llama3-8b")
     value, name = CHANGED[fact]
     other = Workload(replace(shape, **{fact: value}), 8192)
@@ -509,7 +485,7 @@ def test_every_fact_of_a_model_is_in_the_flags_or_refused_by_name(kind: str, fac
         )
 
 
-def test_an_explanation_beside_what_is_emitted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_explanation_beside_what_is_emitted(capsys):
     line = f"{H200} --engine megatron-deepspeed --emit megatron-deepspeed"
     assert main(line.split()) == 0
     alone = capsys.readouterr()

@@ -1,7 +1,5 @@
 """The planner counts what a double ring sends, and does not choose it."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest
@@ -14,13 +12,7 @@ from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.search import search
-from ds_usp.planner.traffic import (
-    DIRECT,
-    RankGroup,
-    attention_bytes,
-    exchange_s,
-    layer_traffic,
-)
+from ds_usp.planner.traffic import DIRECT, RankGroup, attention_bytes, exchange_s, layer_traffic
 
 K = 1024
 H100 = load_cluster("h100")  # nodes of 8
@@ -28,9 +20,7 @@ SMALL = ModelShape("small", 1, 64, 128, 8, 4, 100)
 
 
 @pytest.mark.parametrize(("ulysses", "ring", "inner"), [(1, 4, 2), (2, 8, 4), (1, 8, 2), (1, 6, 3)])
-def test_bytes_are_those_of_the_schedule_and_as_many_as_straight(
-    ulysses: int, ring: int, inner: int
-) -> None:
+def test_bytes_are_those_of_the_schedule_and_as_many_as_straight(ulysses, ring, inner):
     seq_len = 2 * ring * ulysses * 5
     work, config = Workload(SMALL, seq_len), ParallelConfig(ulysses=ulysses, ring=ring)
     ranks = [attention_bytes(work, config, rank, inner_ring=inner) for rank in range(config.sp)]
@@ -54,7 +44,7 @@ def test_bytes_are_those_of_the_schedule_and_as_many_as_straight(
     assert sum(each.ring_kv_outer for each in ranks) * (ring - 1) == total * (outer - 1)
 
 
-def test_bytes_of_an_inner_ring_that_does_not_fit_are_refused() -> None:
+def test_bytes_of_an_inner_ring_that_does_not_fit_are_refused():
     work, config = Workload(SMALL, 64), ParallelConfig(ring=4)
     with pytest.raises(ConfigError, match=r"inner_ring=3 does not divide the 4 .* one of 1, 2, 4"):
         attention_bytes(work, config, 0, inner_ring=3)
@@ -64,7 +54,7 @@ def test_bytes_of_an_inner_ring_that_does_not_fit_are_refused() -> None:
         )
 
 
-def test_the_planner_does_not_choose_it() -> None:
+def test_the_planner_does_not_choose_it():
     work, config = Workload(load_model("llama3-8b"), 64 * K), ParallelConfig(ring=16)
     sent = layer_traffic(work, config).ring_forward
     straight = exchange_s(H100, RankGroup(16, 1), sent, DIRECT, 0)

@@ -1,7 +1,5 @@
 """FLOPs, activations, memory and traffic against sums done by hand and the USP paper's table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import fmean
 
@@ -40,14 +38,14 @@ from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic
 SMALL = ModelShape("small", 4, 64, 96, 8, 4, 1000)
 
 
-def test_flop_by_hand() -> None:
+def test_flop_by_hand():
     per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96
     assert SMALL.matrix_elements == per_layer
     causal = 4 * 6 * 64 * 512  # layers x forward and backward x width x half the sequence x 2 / 2
     assert model_flop_per_token(SMALL, 512) == 6 * (4 * per_layer + 64 * 1000) + causal
 
 
-def test_packed_documents_see_less() -> None:
+def test_packed_documents_see_less():
     whole, packed = (model_flop_per_token(SMALL, 512, docs) for docs in ((), (256, 128, 128)))
     matrices = model_flop_per_token(SMALL, 0)
     assert (packed - matrices) / (whole - matrices) == pytest.approx(
@@ -56,7 +54,7 @@ def test_packed_documents_see_less() -> None:
     assert model_flop_per_token(SMALL, 512, (512,)) == whole
 
 
-def test_recomputation_costs_hardware_flop() -> None:
+def test_recomputation_costs_hardware_flop():
     model = model_flop_per_token(SMALL, 512)
     none, gemm_last, attention, rest, full = (
         hardware_flop_per_token(SMALL, 512, how)
@@ -89,7 +87,7 @@ def test_recomputation_costs_hardware_flop() -> None:
         ({"tp": 2, "tp_sequence": False, "recompute": "full"}, "0", "h"),
     ],
 )
-def test_saved_elements(options: dict[str, object], cut: str, whole: str) -> None:
+def test_saved_elements(options, cut, whole):
     names = {"h": 64, "k": 32, "f": 96}
 
     def value(terms: str) -> int:
@@ -114,16 +112,14 @@ def test_saved_elements(options: dict[str, object], cut: str, whole: str) -> Non
         (2, 1, "interleaved", 2, [4, 3]),
     ],
 )
-def test_saved_virtual_stages(
-    pp: int, layers: int, schedule: str, micro_batches: int, expected: list[int]
-) -> None:
+def test_saved_virtual_stages(pp, layers, schedule, micro_batches, expected):
     config = ParallelConfig(pp=pp, layers_per_virtual_stage=layers, schedule=schedule)
     work = Workload(SMALL, 512, micro_batches)
     assert [saved_virtual_stages(work, config, stage) for stage in range(pp)] == expected
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_zero_shares_states_over_dp_and_sp(zero: int) -> None:
+def test_zero_shares_states_over_dp_and_sp(zero):
     config = ParallelConfig(ulysses=2, ring=2, dp=2, zero=zero)
     weights, gradients, optimizer = states_bytes(1000, config)
     assert weights == 2000 / (8 if zero == 3 else 1)
@@ -131,7 +127,7 @@ def test_zero_shares_states_over_dp_and_sp(zero: int) -> None:
     assert optimizer == 12000 / (8 if zero >= 1 else 1)
 
 
-def test_stages_hold_all_parameters() -> None:
+def test_stages_hold_all_parameters():
     for name in ("llama3-8b", "gpt-1.3b"):
         work = Workload(load_model(name), 1024, 4)
         config = ParallelConfig(pp=4)
@@ -144,7 +140,7 @@ def test_stages_hold_all_parameters() -> None:
 
 @pytest.mark.parametrize("unit", ["chunk", "layer"])
 @pytest.mark.parametrize("pp", [1, 4])
-def test_offload_meets_the_budget(unit: str, pp: int) -> None:
+def test_offload_meets_the_budget(unit, pp):
     work = Workload(load_model("llama-7b"), 32768, 8)
     config = ParallelConfig(pp=pp, ring=4, offload_unit=unit)
     none, full = (memory(work, replace(config, offload_ratio=a), 1e9).total for a in (0.0, 1.0))
@@ -159,7 +155,7 @@ def test_offload_meets_the_budget(unit: str, pp: int) -> None:
     assert offload_needed(work, config, full * 0.9, 1e9) > 1
 
 
-def test_more_ring_less_memory() -> None:
+def test_more_ring_less_memory():
     work = Workload(load_model("llama3-8b"), 131072)
     totals = [memory(work, ParallelConfig(ring=ring)).total for ring in (1, 2, 4, 8)]
     assert totals == sorted(totals, reverse=True)
@@ -171,7 +167,7 @@ def test_more_ring_less_memory() -> None:
 # ------------------------------------------------------------------ traffic
 @pytest.mark.parametrize("ring", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
-def test_the_closed_form_is_the_mean_of_the_ranks(ulysses: int, ring: int) -> None:
+def test_the_closed_form_is_the_mean_of_the_ranks(ulysses, ring):
     shape = ModelShape("wide", 1, 512, 1024, 16, 4, 100)
     work, config = (
         Workload(shape, 96 * 16),
@@ -187,7 +183,7 @@ def test_the_closed_form_is_the_mean_of_the_ranks(ulysses: int, ring: int) -> No
 
 
 @pytest.mark.parametrize("ring", [2, 3, 4, 7])
-def test_the_closed_form_of_zigzag_is_the_schedule(ring: int) -> None:
+def test_the_closed_form_of_zigzag_is_the_schedule(ring):
     work, layout = Workload(SMALL, 14 * 12), TokenLayout("zigzag", 14 * 12, 1, ring)
     token = 2 * 4 * 8 * 2
     for rank in range(ring):
@@ -197,14 +193,14 @@ def test_the_closed_form_of_zigzag_is_the_schedule(ring: int) -> None:
         assert sent.ring_dkv_backward == sum(step.num_kv_tokens for step in steps) * token
 
 
-def test_fp32_gradients_of_the_ring_are_twice_as_many_bytes() -> None:
+def test_fp32_gradients_of_the_ring_are_twice_as_many_bytes():
     work, config = Workload(SMALL, 256), ParallelConfig(ring=4)
     plain, wide = (attention_bytes(work, config, 1, gradient_bytes=size) for size in (2, 4))
     assert wide.ring_dkv_backward == 2 * plain.ring_dkv_backward
     assert wide.ring_kv_backward == plain.ring_kv_backward
 
 
-def test_step_traffic() -> None:
+def test_step_traffic():
     work = Workload(SMALL, 256, 8)
     elements = stage_elements(work, ParallelConfig(), 0)
     once = elements * 3 / 4
@@ -234,7 +230,7 @@ def test_step_traffic() -> None:
         ({"pp": 4, "dp": 2, "layers_per_virtual_stage": 1}, None),
     ],
 )
-def test_impossible_cuts_name_the_constraint(options: dict[str, object], says: str | None) -> None:
+def test_impossible_cuts_name_the_constraint(options, says):
     work, config = Workload(SMALL, 512, 4), replace(ParallelConfig(), **options)
     if says is None:
         assert infeasible_reason(work, config) is None
@@ -245,7 +241,7 @@ def test_impossible_cuts_name_the_constraint(options: dict[str, object], says: s
         Workload(SMALL, 0)
 
 
-def test_the_worst_moment_is_the_loss_or_a_layers_backward() -> None:
+def test_the_worst_moment_is_the_loss_or_a_layers_backward():
     """Logits and a layer's buffers are never there together."""
     config = ParallelConfig(ulysses=2, ring=2)
     work = Workload(load_model("gpt-1.3b"), 32768)
@@ -272,14 +268,14 @@ def test_the_worst_moment_is_the_loss_or_a_layers_backward() -> None:
 
 
 @pytest.mark.parametrize("tp_sequence", [True, False])
-def test_only_megatrons_sequence_parallelism_cuts_what_the_head_keeps(tp_sequence: bool) -> None:
+def test_only_megatrons_sequence_parallelism_cuts_what_the_head_keeps(tp_sequence):
     work, config = Workload(SMALL, 1024), ParallelConfig(tp=2, ring=2, tp_sequence=tp_sequence)
     logits = 512 * SMALL.padded_vocab(2) / 2 * 6
     kept = 512 * 2 * 2 * 64 / (2 if tp_sequence else 1)  # the last norm's input and the head's
     assert logits_bytes(work, config) == logits + kept
 
 
-def test_or_the_worst_moment_is_the_step() -> None:
+def test_or_the_worst_moment_is_the_step():
     """DeepSpeed's bf16 optimizer: gradients in bf16 too, and flat once more where a bucket holds
     them, when the activations are gone."""
     plain = ParallelConfig(dp=8, zero=1)
@@ -298,7 +294,7 @@ def test_or_the_worst_moment_is_the_step() -> None:
     assert memory(long, copied) == memory(long, plain)
 
 
-def test_documents_may_be_any_sequence() -> None:
+def test_documents_may_be_any_sequence():
     shape = load_model("gpt-1.3b")
     listed, cluster = Workload(shape, 64, documents=[24, 40]), load_cluster("h200")  # type: ignore[arg-type]
     packed = Workload(shape, 64, documents=(24, 40))
@@ -315,19 +311,10 @@ def test_documents_may_be_any_sequence() -> None:
 
 
 RANKS, SIDE = 4096, 64  # N large enough for the printed limits
-
-
 WIDTH, LENGTH = 8192, 65536
-
-
 BLOCK = ModelShape("block", 1, WIDTH, 4 * WIDTH, WIDTH // 2, WIDTH // 2, 128, gated=False)
-
-
 UNIFIED = {"ulysses": SIDE, "ring": SIDE}
-
-
 UNIFIED_SENT = 8 / RANKS + 4.5 / SIDE  # all-to-all, and the ring's volume over the Ulysses degree
-
 
 # Method -> degrees; elements sent for parameters in d^2 and for activations in b s d, straight and
 # relayed around the ring; fractions held of weights and gradients, and of optimizer states.
@@ -345,7 +332,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("method", ROWS)
-def test_the_table_of_the_usp_paper(method: str) -> None:
+def test_the_table_of_the_usp_paper(method):
     degrees, parameters, activations, relayed, weights_held, optimizer_held = ROWS[method]
     config = ParallelConfig(**degrees, grad_bytes=2)
     work = Workload(BLOCK, LENGTH, config.dp)
@@ -364,7 +351,7 @@ def test_the_table_of_the_usp_paper(method: str) -> None:
     assert held == pytest.approx((weights_held, optimizer_held), rel=0.001)
 
 
-def test_tensor_parallelism_alone_replicates_what_norms_save() -> None:
+def test_tensor_parallelism_alone_replicates_what_norms_save():
     sharded, replicated = saved_elements(BLOCK, ParallelConfig(tp=RANKS, tp_sequence=False))
     assert (sharded / RANKS + replicated) / (sharded + replicated) > 0.2
     assert saved_elements(BLOCK, ParallelConfig(tp=RANKS))[1] == 0

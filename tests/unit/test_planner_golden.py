@@ -1,7 +1,5 @@
 """The planner against what others measured and published; docs/planner.md states its errors."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +38,7 @@ def errors(predicted: Sequence[float], true: Sequence[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("row", rows("kwai_mfu_pairs.csv"), ids=lambda row: str(row))
-def test_mfu_of_a_throughput(row: dict[str, str]) -> None:
+def test_mfu_of_a_throughput(row):
     shape, peak = load_model(row["model"]), float(row["peak_tflops"]) * 1e12
     flop = model_flop_per_token(shape, int(row["seq_len"]))
     predicted = float(row["tokens_per_s_per_gpu"]) * flop / peak
@@ -53,14 +51,14 @@ def test_mfu_of_a_rate(row: dict[str, str]) -> None:
     assert abs(predicted - float(row["mfu"])) <= 0.005
 
 
-def test_memory_with_nothing_fitted() -> None:
+def test_memory_with_nothing_fitted():
     runs = memory_runs()
     error = errors([stage_memory(w, s, 0).total for w, s, _ in runs], [t for *_, t in runs])
     assert len(runs) == 19
     assert fmean(error) < 0.03
 
 
-def test_memory_with_one_constant() -> None:
+def test_memory_with_one_constant():
     runs = memory_runs()
     formula = [stage_memory(w, s, 0).total for w, s, _ in runs]
     true = [t for *_, t in runs]
@@ -87,7 +85,7 @@ def affine(work: Workload, config: ParallelConfig) -> tuple[float, float]:
     return two - one, 2 * one - two
 
 
-def test_throughput_leave_one_out() -> None:
+def test_throughput_leave_one_out():
     """A layer's time is known from the other runs of the same tp and recomputation; all else is
     formula: the pipeline, the head, gradients on the nodes' NICs, the optimizer."""
     groups = defaultdict(list)
@@ -105,13 +103,13 @@ def test_throughput_leave_one_out() -> None:
     assert sorted(held_out_errors)[-2] < 0.04  # the worst one, 96 GPUs, is 6.8 %
 
 
-def test_throughput_from_formulas_alone() -> None:
+def test_throughput_from_formulas_alone():
     cluster, runs = load_cluster("h800"), throughput_runs()
     error = errors([step_time(cluster, w, s).total for w, s, _ in runs], [t for *_, t in runs])
     assert fmean(error) < 0.10
 
 
-def test_llama3_on_two_nodes_from_formulas_alone() -> None:
+def test_llama3_on_two_nodes_from_formulas_alone():
     """No number is fitted to these rows, of which the worst contradict each other; longer
     sequences, where links matter less, come closer."""
     cluster, long, every = load_cluster("a800"), [], []
@@ -131,7 +129,7 @@ def test_llama3_on_two_nodes_from_formulas_alone() -> None:
     assert f"from 120K tokens on {100 * fmean(long):.0f} % mean" in text
 
 
-def test_the_best_pair_of_degrees_on_pcie() -> None:
+def test_the_best_pair_of_degrees_on_pcie():
     cluster, right = load_cluster("l20"), 0
     for work, batch, rates in attention_runs("8xL20-PCIe"):
         times = {
@@ -148,7 +146,7 @@ def test_the_best_pair_of_degrees_on_pcie() -> None:
     assert right >= 3
 
 
-def test_own_attention_on_h200() -> None:
+def test_own_attention_on_h200():
     """The kernel's and the links' rates are of these machines; how they meet is formula."""
     cluster, runs = load_cluster("h200").with_gpus_per_node(4), own_attention_runs("cudnn")
     predicted = [
@@ -162,7 +160,7 @@ def test_own_attention_on_h200() -> None:
     assert f"| {100 * min(error):.0f} to {100 * max(error):.0f} % |" in text
 
 
-def test_own_training_on_h200_in_the_order_of_speed() -> None:
+def test_own_training_on_h200_in_the_order_of_speed():
     """Seconds are a fifth too few: what that host does beside products and attention is in no
     formula, only in a profile of it. The order holds of those that are 6 % apart."""
     cluster, runs = load_cluster("h200").with_gpus_per_node(4), own_training_runs()

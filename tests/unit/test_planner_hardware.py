@@ -1,7 +1,5 @@
 """Clusters, their links, and rows of a profile: read, interpolated, and refused one by one."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import fields, replace
@@ -41,7 +39,7 @@ from ds_usp.planner.traffic import (
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_every_number_says_where_it_is_from(name: str) -> None:
+def test_every_number_says_where_it_is_from(name):
     cluster = load_cluster(name)
     given = {f.name for f in fields(Cluster)} - {"name", "origins", "embedding_heads", *ROWS}
     assert set(cluster.origins) == given
@@ -50,7 +48,6 @@ def test_every_number_says_where_it_is_from(name: str) -> None:
 
 
 SHAPE = {"hidden": 4096, "ffn": 14336, "q_width": 4096, "kv_width": 1024, "gated": True, "tp": 1}
-
 
 ROWS: dict[str, list[dict[str, float | str]]] = {
     "exchanges": [
@@ -89,7 +86,7 @@ def profiled(tmp_path: Path, **more: object) -> Cluster:
     return load_cluster(str(file))
 
 
-def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
+def test_a_profile_replaces_what_it_measured(tmp_path):
     cluster = profiled(tmp_path, version=1)
     assert cluster.name == "mine"
     assert (cluster.contention, cluster.origins["contention"]) == (0.2, ("measured", "today"))
@@ -109,7 +106,7 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "seconds"), [(5, 0.5), (10, 1.0), (15, 2.5), (20, 4.0), (30, 3.0), (60, 3.0)]
 )
-def test_seconds_between_and_beyond_rows(asked: float, seconds: float) -> None:
+def test_seconds_between_and_beyond_rows(asked, seconds):
     """Also of rows that noise has bent: the last one took less than the one before."""
     rows = [SimpleNamespace(x=x, s=s) for x, s in ((10.0, 1.0), (20.0, 4.0), (30.0, 3.0))]
     interpolated = seconds_at(rows, "x", "s", asked)
@@ -118,7 +115,7 @@ def test_seconds_between_and_beyond_rows(asked: float, seconds: float) -> None:
     assert seconds_at(rows[:2], "x", "s", 30) == 7.0
 
 
-def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) -> None:
+def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path):
     """Else a host that is slower than the formulas would look faster wherever it was not run."""
     cluster, plain = profiled(tmp_path), load_cluster("h200")
     work, known, guessed = (
@@ -135,7 +132,7 @@ def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) ->
     assert scaled.elementwise == pytest.approx(ratio * alone.elementwise)
 
 
-def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Path) -> None:
+def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path):
     cluster, model = profiled(tmp_path), load_model("llama3-8b")
     config = ParallelConfig(ulysses=2, ring=2)
     for length, forward in ((32768, 0.005), (131072, 0.064)):
@@ -151,7 +148,7 @@ def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Pa
         assert corrected == attention_s(replace(small, calls=()), work, config, backward=False)
 
 
-def test_a_pair_that_was_not_measured_is_no_faster_than_the_nearest_one(tmp_path: Path) -> None:
+def test_a_pair_that_was_not_measured_is_no_faster_than_the_nearest_one(tmp_path):
     """Else what was never run, as a group across nodes, would beat all that was."""
     cluster, work = profiled(tmp_path), Workload(load_model("llama3-8b"), 65536)
     (row, *_) = cluster.calls
@@ -181,7 +178,7 @@ def test_a_pair_that_was_not_measured_is_no_faster_than_the_nearest_one(tmp_path
     assert alone.total < 1e-3 and alone.launch_s == 0.5
 
 
-def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path: Path) -> None:
+def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path):
     cluster, plain = profiled(tmp_path), load_cluster("h200")
     middle, slope = (2**20 + 2**26) / 2, 9e-4 / (2**26 - 2**20)
     for stride in (1, 2):
@@ -201,7 +198,7 @@ def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path: P
         assert exchange_s(cluster, group, 1e6, pattern) == exchange_s(plain, group, 1e6, pattern)
 
 
-def test_measured_ends_and_steps(tmp_path: Path) -> None:
+def test_measured_ends_and_steps(tmp_path):
     cluster, model = profiled(tmp_path), load_model("llama3-8b")
     config = ParallelConfig(ulysses=2, ring=2, zero=1)
     assert head_time(cluster, Workload(model, 65536), config).device_s == pytest.approx(0.06)
@@ -235,7 +232,7 @@ def launched(jobs: list[tuple[float, float]]) -> float:
     return device - sum(device_s for device_s, _ in jobs)
 
 
-def test_a_gpu_waits_for_its_host_as_in_a_flow_shop() -> None:
+def test_a_gpu_waits_for_its_host_as_in_a_flow_shop():
     """Sums and multiples of jobs wait as the row of their launches does."""
     draw = random.Random(5)
     waits = 0
@@ -256,7 +253,7 @@ def test_a_gpu_waits_for_its_host_as_in_a_flow_shop() -> None:
     assert waits > 60
 
 
-def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> None:
+def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path):
     cluster, model = profiled(tmp_path), replace(load_model("llama3-8b"), layers=8)
     work, config = Workload(model, 65536), ParallelConfig(ulysses=2, ring=2)
     assert step_time(cluster, work, config).host == 0
@@ -322,14 +319,14 @@ def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> N
         ([], "must be an object"),
     ],
 )
-def test_profiles_that_are_none(tmp_path: Path, content: object, says: str) -> None:
+def test_profiles_that_are_none(tmp_path, content, says):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=says):
         load_cluster(str(file))
 
 
-def test_clusters_that_do_not_exist(tmp_path: Path) -> None:
+def test_clusters_that_do_not_exist(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     for given, says in (
         ("b9000", "no cluster 'b9000'; there are a100"),
@@ -340,7 +337,7 @@ def test_clusters_that_do_not_exist(tmp_path: Path) -> None:
             load_cluster(given)
 
 
-def test_smaller_nodes_have_fewer_nics() -> None:
+def test_smaller_nodes_have_fewer_nics():
     eight, four = load_cluster("h100"), load_cluster("h100").with_gpus_per_node(4)
     assert (four.gpus_per_node, four.nics) == (4, 4)
     assert four.nic_bytes_per_s == eight.nic_bytes_per_s
@@ -349,13 +346,13 @@ def test_smaller_nodes_have_fewer_nics() -> None:
         eight.with_gpus_per_node(0)
 
 
-def test_curves_are_linear_in_the_logarithm() -> None:
+def test_curves_are_linear_in_the_logarithm():
     curve = ((1024.0, 0.2), (4096.0, 0.6))
     assert [interpolate_curve(curve, size) for size in (1, 1024, 4096, 1e9)] == [0.2, 0.2, 0.6, 0.6]
     assert interpolate_curve(curve, 2048) == pytest.approx(0.4)
 
 
-def test_groups_lie_in_the_order_of_the_ranks() -> None:
+def test_groups_lie_in_the_order_of_the_ranks():
     config = ParallelConfig(tp=2, ulysses=4, ring=3, dp=5, pp=7)
     groups = {axis: group_of(config, axis) for axis in ("ulysses", "ring", "zero", "dp", "pp")}
     assert groups["ulysses"] == RankGroup(4, 2) and groups["ring"] == RankGroup(3, 8)
@@ -366,7 +363,7 @@ def test_groups_lie_in_the_order_of_the_ranks() -> None:
     assert group_of(turned, "ulysses") == RankGroup(4, 6)
 
 
-def test_what_leaves_a_domain() -> None:
+def test_what_leaves_a_domain():
     # Two groups of 8 ranks, all in one node of 8 each.
     assert domain_traffic(RankGroup(8, 1), 8, DIRECT).inside
     # 16 in a row: each rank sends 8/15 to the other node, a relay leaves it once.
@@ -383,7 +380,7 @@ def test_what_leaves_a_domain() -> None:
     ("size", "stride", "uneven"),
     [(16, 2, False), (12, 2, False), (6, 2, True), (7, 2, True), (7, 4, True), (10, 4, False)],
 )
-def test_groups_that_straddle_nodes_get_one_nic(size: int, stride: int, uneven: bool) -> None:
+def test_groups_that_straddle_nodes_get_one_nic(size, stride, uneven):
     cluster, group = load_cluster("h800"), RankGroup(size, stride)
     assert domain_traffic(group, cluster.gpus_per_node, COLLECTIVE).even is not uneven
     nics = 1 if uneven else 8 // stride
@@ -391,7 +388,7 @@ def test_groups_that_straddle_nodes_get_one_nic(size: int, stride: int, uneven: 
     assert rate == pytest.approx(nics * 12.5e9)
 
 
-def test_nothing_is_sent_for_nothing() -> None:
+def test_nothing_is_sent_for_nothing():
     cluster = load_cluster("a100")
     assert exchange_s(cluster, RankGroup(1, 1), 1e9, DIRECT) == 0
     assert exchange_s(cluster, RankGroup(8, 1), 0, DIRECT) == 0
@@ -419,7 +416,7 @@ def loaded(folder: Path, kind: str, *rows: dict[str, object]) -> Cluster:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thing_is_measured_once(tmp_path: Path, kind: str) -> None:
+def test_a_thing_is_measured_once(tmp_path, kind):
     """Two times of one size have no line through them, nor has the planner a reason to choose."""
     row = vars(KINDS[kind])
     seconds = "seconds" if "seconds" in row else "forward_s"
@@ -432,7 +429,7 @@ def test_a_thing_is_measured_once(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_of_rows(tmp_path: Path, kind: str) -> None:
+def test_numbers_of_rows(tmp_path, kind):
     row = vars(KINDS[kind])
     not_a_number = (float("nan"), True, "4", None)
     wrong: dict[str, tuple[object, ...]] = {
@@ -449,7 +446,7 @@ def test_numbers_of_rows(tmp_path: Path, kind: str) -> None:
                 loaded(tmp_path, kind, {**row, field.name: value})
 
 
-def test_what_may_be_zero(tmp_path: Path) -> None:
+def test_what_may_be_zero(tmp_path):
     layer = vars(KINDS["layers"])
     assert loaded(tmp_path, "layers", {**layer, "forward_host_s": 0}).layers[0].forward_host_s == 0
     with pytest.raises(ConfigError, match=r"forward_host_s=-1 must be .* above 0, or 0: not known"):

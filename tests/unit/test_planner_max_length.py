@@ -1,7 +1,5 @@
 """Settings that trade time for length: what they save, what they cost, how far each goes."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -50,20 +48,14 @@ from ds_usp.planner.search import search
 from ds_usp.planner.step_time import layer_time, step_time
 
 GIB = 2**30
-
-
 LLAMA, H200 = load_model("llama3-8b"), load_cluster("h200")
-
-
 WORK = Workload(LLAMA, 2**20)
-
-
 FULL = ParallelConfig(ulysses=2, zero=3, recompute="full", fused_loss=True, offload_unit="layer")
 
 
 @pytest.mark.parametrize("recompute", ["attention", "full"])
 @pytest.mark.parametrize("layers", [3, 4, 8, 64])
-def test_a_checkpoint_of_several_layers_saves_inputs_of_groups(recompute: str, layers: int) -> None:
+def test_a_checkpoint_of_several_layers_saves_inputs_of_groups(recompute, layers):
     config = FULL.replace(recompute=recompute, checkpoint_layers=layers)
     group = min(layers, 32)
     inputs = math.ceil(32 / group) + group - 1
@@ -75,7 +67,7 @@ def test_a_checkpoint_of_several_layers_saves_inputs_of_groups(recompute: str, l
     assert saved - away.activations <= away.offloaded <= saved
 
 
-def test_states_are_on_the_gpu_for_the_step_alone() -> None:
+def test_states_are_on_the_gpu_for_the_step_alone():
     plain, waiting = (memory(WORK, FULL.replace(states_on_host=on)) for on in (False, True))
     optimizer = states_bytes(stage_elements(WORK, FULL, 0), FULL)[2]
     assert plain.total - waiting.total == waiting.host_states == optimizer == plain.optimizer
@@ -87,7 +79,7 @@ def test_states_are_on_the_gpu_for_the_step_alone() -> None:
     assert offload_needed(short, FULL.replace(states_on_host=True), at_step.total - 1, 0) > 1
 
 
-def test_the_step_copies_the_gradients_of_the_largest_sub_group() -> None:
+def test_the_step_copies_the_gradients_of_the_largest_sub_group():
     """Embedding, two layers, and of the third one what attention has: then 10**9 are there. One
     H200, 65,536 tokens, 4 layers, all settings: 36.33 GiB, whose peak is at the step."""
     alone = ParallelConfig(zero=3, recompute="full", fused_loss=True, mlp_chunks=4)
@@ -104,7 +96,7 @@ def test_the_step_copies_the_gradients_of_the_largest_sub_group() -> None:
     assert step_bytes(few, 10**9, alone) == 4e9  # one sub-group
 
 
-def test_an_mlp_in_chunks_is_never_whole() -> None:
+def test_an_mlp_in_chunks_is_never_whole():
     config = FULL.replace(mlp_chunks=64, zero=1)
     one_input = input_bytes(WORK, config)
     none, chunked = (layer_bytes(WORK, c.replace(recompute="none")) for c in (FULL, config))
@@ -126,7 +118,7 @@ def test_an_mlp_in_chunks_is_never_whole() -> None:
     ("recompute", "mlp_chunks", "measured"),
     [("none", 0, 43.36), ("none", 4, 28.36), ("full", 4, 22.84)],
 )
-def test_a_loss_in_chunks_has_a_peak(recompute: str, mlp_chunks: int, measured: float) -> None:
+def test_a_loss_in_chunks_has_a_peak(recompute, mlp_chunks, measured):
     """GiB of 2 layers on 2 H100, 131,072 tokens, loss in 16 chunks (docs/usage/million-tokens.md),
     less the workspace."""
     work = Workload(replace(LLAMA, layers=2), 131072)
@@ -145,7 +137,7 @@ def test_a_loss_in_chunks_has_a_peak(recompute: str, mlp_chunks: int, measured: 
         (983040, False, 131.30),
     ],
 )
-def test_the_longest_sequences_of_one_gpu(tokens: int, on_host: bool, measured: float) -> None:
+def test_the_longest_sequences_of_one_gpu(tokens, on_host, measured):
     """GiB of 4 layers on one H200 (docs/usage/million-tokens.md). Without states on the host the
     runs were of one step, which has no moments of Adam yet, 8 bytes a parameter."""
     work = Workload(replace(LLAMA, layers=4), tokens)
@@ -158,7 +150,7 @@ def test_the_longest_sequences_of_one_gpu(tokens: int, on_host: bool, measured: 
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2), (4, 1)])
-def test_heads_in_chunks_need_less_of_a_layer(degrees: tuple[int, int]) -> None:
+def test_heads_in_chunks_need_less_of_a_layer(degrees):
     ulysses, ring = degrees
     config = FULL.replace(ulysses=ulysses, ring=ring, mlp_chunks=64)
     whole, chunked = (
@@ -177,7 +169,7 @@ def test_heads_in_chunks_need_less_of_a_layer(degrees: tuple[int, int]) -> None:
     assert "--usp-projection-overlap recompute" in flags.replace("\\\n", "")
 
 
-def test_time_that_each_costs() -> None:
+def test_time_that_each_costs():
     def seconds(**changes: object) -> float:
         return layer_time(H200, WORK, FULL.replace(**changes)).recompute
 
@@ -194,7 +186,7 @@ def test_time_that_each_costs() -> None:
     assert waiting == pytest.approx(8.03e9 * 12 / 2 / H200.host_bytes_per_s, rel=0.01)
 
 
-def test_steps_go_further_and_say_what_ends_them() -> None:
+def test_steps_go_further_and_say_what_ends_them():
     cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
     limits = cluster, cluster.budget_bytes, cluster.workspace_bytes
     base = ParallelConfig(ulysses=2, zero=3)
@@ -219,7 +211,7 @@ def test_steps_go_further_and_say_what_ends_them() -> None:
     assert STEP < fixed[-1].seq_len < lengths[-1]
 
 
-def test_a_plan_has_them_where_nothing_fits_without() -> None:
+def test_a_plan_has_them_where_nothing_fits_without():
     cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
     trainer = framework_caps("trainer")
     fixed = {"ulysses": 2}
@@ -277,7 +269,6 @@ def test_megatron_lm_has_chunks_alone() -> None:
 
 H200 = load_cluster("h200")
 
-
 CASES = {
     "one GPU": ("gpt-1.3b", ParallelConfig()),
     "ulysses 4": ("gpt-6.7b", ParallelConfig(ulysses=4, fused_loss=True)),
@@ -313,7 +304,7 @@ def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: f
 
 @pytest.mark.parametrize("host_gib", [1024.0, 64.0])
 @pytest.mark.parametrize("case", CASES)
-def test_it_fits_to_the_end_and_not_a_step_further(case: str, host_gib: float) -> None:
+def test_it_fits_to_the_end_and_not_a_step_further(case, host_gib):
     longest = ends(case, 135.0, host_gib)
     assert [(end.config.recompute, end.config.offload_ratio > 0) for end in longest] == [
         (recompute, offload) for recompute in RECOMPUTE for offload in (False, True)
@@ -327,7 +318,7 @@ def test_it_fits_to_the_end_and_not_a_step_further(case: str, host_gib: float) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_keeps_less_goes_further(case: str) -> None:
+def test_who_keeps_less_goes_further(case):
     far = {(end.config.recompute, end.config.offload_ratio > 0): end.seq_len for end in ends(case)}
     for recompute in RECOMPUTE:
         assert far[recompute, True] >= far[recompute, False]
@@ -340,9 +331,7 @@ def test_who_keeps_less_goes_further(case: str) -> None:
     assert all(more[way] > far[way] for way in far if not way[1])
 
 
-def test_without_degrees_those_that_go_furthest_are_found(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_degrees_those_that_go_furthest_are_found(capsys):
     """As asking for each of them alone finds them."""
     line = "longest --model llama3-8b --zero 3 --gpus 4 --json"
     assert main(line.split()) == 0
@@ -363,7 +352,7 @@ def test_without_degrees_those_that_go_furthest_are_found(
         assert row["tp"] * row["ulysses"] * row["ring"] * row["pp"] == 4
 
 
-def test_searched_degrees_leave_those_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_searched_degrees_leave_those_that_are_given(capsys):
     def rows(more: str) -> list[dict[str, object]]:
         assert main(f"longest --model gpt-1.3b --zero 3 --json {more}".split()) == 0
         return json.loads(capsys.readouterr().out)
@@ -383,9 +372,7 @@ def test_searched_degrees_leave_those_that_are_given(capsys: pytest.CaptureFixtu
         ("--states-on-host", {"none", "gemm-last", "attention-only", "attention", "full"}),
     ],
 )
-def test_rows_are_those_that_a_given_setting_goes_with(
-    capsys: pytest.CaptureFixture[str], setting: str, modes: set[str], where: str
-) -> None:
+def test_rows_are_those_that_a_given_setting_goes_with(capsys, setting, modes, where):
     line = f"max-length --model llama3-8b --cluster h200 {where} {setting} --json"
     assert main(line.split()) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -1,7 +1,5 @@
 """Model shapes: built in, from files, and refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -28,17 +26,17 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_built_in_models_have_their_size(name: str) -> None:
+def test_built_in_models_have_their_size(name):
     assert load_model(name).parameters() == pytest.approx(PARAMETERS[name], rel=0.01)
 
 
 @pytest.mark.parametrize("given", ["65B", "models.json:65B", "Llama-65B", "LLAMA-65b"])
-def test_names(given: str) -> None:
+def test_names(given):
     assert load_model(given) is MODELS["llama-65b"]
 
 
 @pytest.mark.parametrize("row", rows("models.csv"), ids=lambda row: row["model"])
-def test_shapes_behind_the_published_tables(row: dict[str, str]) -> None:
+def test_shapes_behind_the_published_tables(row):
     shape = load_model(row.pop("model"))
     for field, value in row.items():
         assert getattr(shape, field) == int(value), field
@@ -61,7 +59,7 @@ ENTRY = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "voca
         {"models": [{"name": "mine", **ENTRY}, {"name": "other"}]},
     ],
 )
-def test_a_file_of_models(tmp_path: Path, content: object) -> None:
+def test_a_file_of_models(tmp_path, content):
     file = write(tmp_path / "models.json", content)
     assert load_model(f"{file}:mine") == ModelShape("mine", 2, 64, 128, 4, 2, 100)
     with pytest.raises(ConfigError, match="has no model 'yours'; it has mine"):
@@ -81,7 +79,7 @@ LLAMA = {
 }
 
 
-def test_a_huggingface_config(tmp_path: Path) -> None:
+def test_a_huggingface_config(tmp_path):
     file = write(tmp_path / "config.json", LLAMA)
     assert load_model(file).parameters() == MODELS["llama3-8b"].parameters()
     assert load_model(str(tmp_path)) == load_model(file)
@@ -89,7 +87,7 @@ def test_a_huggingface_config(tmp_path: Path) -> None:
     assert load_model(wide).q_width == 32 * 256
 
 
-def test_facts_that_flags_are_written_from(tmp_path: Path) -> None:
+def test_facts_that_flags_are_written_from(tmp_path):
     """As the published configurations say them, and as HuggingFace's defaults."""
     for name, theta, epsilon in (
         ("llama3-8b", 500000, 1e-5),
@@ -128,7 +126,7 @@ def test_facts_that_flags_are_written_from(tmp_path: Path) -> None:
     ("key", "field"),
     [("kv_hedds", "kv_heads"), ("n_kv_heads", "kv_heads"), ("rope_thetta", "rope_theta")],
 )
-def test_a_misspelt_field_is_no_default(tmp_path: Path, key: str, field: str) -> None:
+def test_a_misspelt_field_is_no_default(tmp_path, key, field):
     sizes = {name: value for name, value in ENTRY.items() if name != "kv_heads"}
     path = tmp_path / "model.json"
     with pytest.raises(ConfigError, match=f"{key}', which is no field.* write '{field}'"):
@@ -136,7 +134,7 @@ def test_a_misspelt_field_is_no_default(tmp_path: Path, key: str, field: str) ->
     load_model(write(path, {**sizes, field: 2, "max_position_embeddings": 8192}))
 
 
-def test_gpt2s_config(tmp_path: Path) -> None:
+def test_gpt2s_config(tmp_path):
     gpt2 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257}
     shape = load_model(write(tmp_path / "config.json", gpt2))
     assert not shape.gated and shape.tied and shape.ffn == 6400
@@ -176,14 +174,12 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("content", "parameters"), PUBLISHED)
-def test_published_configurations_have_their_size(
-    tmp_path: Path, content: dict[str, object], parameters: float
-) -> None:
+def test_published_configurations_have_their_size(tmp_path, content, parameters):
     shape = load_model(write(tmp_path / "config.json", content))
     assert shape.parameters() == pytest.approx(parameters, rel=0.005)
 
 
-def test_windows_are_refused_where_they_matter(tmp_path: Path) -> None:
+def test_windows_are_refused_where_they_matter(tmp_path):
     windowed = load_model(write(tmp_path / "config.json", PUBLISHED[0][0]))
     assert Workload(windowed, 4096).seq_len == 4096
     with pytest.raises(ConfigError, match=r"looks back 4096 tokens .* set its sliding_window"):
@@ -213,12 +209,12 @@ def test_windows_are_refused_where_they_matter(tmp_path: Path) -> None:
         ([1, 2], "must be an object"),
     ],
 )
-def test_impossible_models(tmp_path: Path, content: object, says: str) -> None:
+def test_impossible_models(tmp_path, content, says):
     with pytest.raises(ConfigError, match=says):
         load_model(write(tmp_path / "config.json", content))
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     for given, says in (
         (str(tmp_path / "none.json"), "cannot read"),

@@ -1,7 +1,5 @@
 """The price of projections under the exchanges: the schedule that runs, beside measured layers."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,13 +11,7 @@ import pytest
 
 from ds_usp.experimental.projected_schedule import ProjectedOp
 from ds_usp.geometry.pipeline_schedule import Op
-from ds_usp.planner import (
-    Cluster,
-    ModelShape,
-    ParallelConfig,
-    Workload,
-    load_cluster,
-)
+from ds_usp.planner import Cluster, ModelShape, ParallelConfig, Workload, load_cluster
 from ds_usp.planner.attention_schedule import (
     OFF,
     PROJECTIONS,
@@ -49,7 +41,7 @@ def seconds(backward: bool) -> PassSeconds:
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize("projections", PROJECTIONS)
-def test_every_product_and_byte_is_priced_once(chunks: int, ring: int, projections: str) -> None:
+def test_every_product_and_byte_is_priced_once(chunks, ring, projections):
     """4 chunks of 2 KV heads: K and V come with the first chunk of their group."""
     for backward in (False, True):
         costs, _ = mean_costs(
@@ -115,7 +107,7 @@ def measured(file: str, *, slow: bool = False) -> Iterator[tuple[str, Row]]:
         yield path, Row(*of_row, *forecast, 1 - of_row[1] / plain, shorter / layer)
 
 
-def test_the_forecast_beside_measured_layers() -> None:
+def test_the_forecast_beside_measured_layers():
     """Errors as docs/planner.md states them."""
     rows = list(measured("projected.csv"))
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
@@ -135,7 +127,7 @@ def test_the_forecast_beside_measured_layers() -> None:
         assert text in page, f"docs/planner.md states other errors than: {text}"
 
 
-def test_the_forecast_beside_layers_over_a_slow_link() -> None:
+def test_the_forecast_beside_layers_over_a_slow_link():
     rows = [row for _, row in measured("projected_slow_link.csv", slow=True)]
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     for name, (plain, again) in (("Ulysses 2", rows[:2]), ("ring 2", rows[2:])):

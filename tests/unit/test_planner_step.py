@@ -1,7 +1,5 @@
 """What a step communicates and what of it is exposed: the model, and measured steps beside it."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -45,7 +43,7 @@ def two_gpus() -> Cluster:
         ([(2.0, 5.0), (4.0, 2.0), (10.0, 1.0)], 4.0),
     ],
 )
-def test_what_buckets_hide(buckets: list[tuple[float, float]], exposed: float) -> None:
+def test_what_buckets_hide(buckets, exposed):
     cluster = load_cluster("h200")
     time = in_buckets(cluster, buckets, 10.0)
     assert time.seconds == sum(seconds for _, seconds in buckets)
@@ -57,7 +55,7 @@ def test_what_buckets_hide(buckets: list[tuple[float, float]], exposed: float) -
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt-1.3b"])
 @pytest.mark.parametrize("tp", [1, 4])
-def test_buckets_hold_every_matrix_once_and_none_is_cut(name: str, tp: int) -> None:
+def test_buckets_hold_every_matrix_once_and_none_is_cut(name, tp):
     model = load_model(name)
     elements = bucket_elements(model, tp, 1)
     filled = full_buckets(model, tp, model.layers, elements)
@@ -74,7 +72,7 @@ def test_buckets_hold_every_matrix_once_and_none_is_cut(name: str, tp: int) -> N
     assert bucket_elements(model, tp, 3) == LEAST_BUCKET_ELEMENTS  # it is there all the time
 
 
-def test_the_forecast_beside_reported_steps() -> None:
+def test_the_forecast_beside_reported_steps():
     """8 layers of hidden 4096 on 2 H200; as docs/planner.md has them."""
     model, cluster = ModelShape("8 layers", 8, 4096, 10880, 32, 32, 257), two_gpus()
     for zero in (1, 2):
@@ -94,7 +92,7 @@ def test_the_forecast_beside_reported_steps() -> None:
         assert text in PAGE, f"docs/planner.md lacks: {text}"
 
 
-def test_the_forecast_beside_layers_with_sharded_tokens() -> None:
+def test_the_forecast_beside_layers_with_sharded_tokens():
     """With all-reduces and with sharded tokens, on 2 H200."""
     rows = measured_rows("tp_overlap.csv")
     for hidden, tokens, ffn in (
@@ -121,7 +119,7 @@ def test_the_forecast_beside_layers_with_sharded_tokens() -> None:
     assert tensor_parallel_time(two_gpus(), work, ParallelConfig())[0].seconds == 0
 
 
-def test_nothing_is_hidden_longer_than_it_takes() -> None:
+def test_nothing_is_hidden_longer_than_it_takes():
     work, cluster = Workload(load_model("llama3-8b"), 131072, 4), load_cluster("a800")
     for config in (
         ParallelConfig(ulysses=4, ring=2, dp=2, zero=3, recompute="full"),

@@ -1,7 +1,5 @@
 """The planner on runs of 4 H200 that its profile has not seen, as docs/planner.md has them."""
 
-from __future__ import annotations
-
 import csv
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -85,7 +83,7 @@ def fastest(runs: list[Run]) -> dict[Named, tuple[int, int]]:
     return places
 
 
-def test_time_memory_and_the_fastest(runs: list[Run]) -> None:
+def test_time_memory_and_the_fastest(runs):
     assert len(runs) == 19
     times = [abs(run.time_error) for run in runs]
     assert fmean(times) < 0.03
@@ -94,13 +92,13 @@ def test_time_memory_and_the_fastest(runs: list[Run]) -> None:
     assert all(place <= 3 for _, place in fastest(runs).values())
 
 
-def test_memory_without_what_was_fitted(runs: list[Run]) -> None:
+def test_memory_without_what_was_fitted(runs):
     for run in runs:
         formula = memory(run.work, run.config).formula
         assert formula == pytest.approx(run.memory_bytes, rel=0.002)
 
 
-def test_the_table_is_what_is_predicted(runs: list[Run]) -> None:
+def test_the_table_is_what_is_predicted(runs):
     times, sizes = ([abs(getattr(r, f"{x}_error")) for r in runs] for x in ("time", "memory"))
     close, worst = sum(error <= 0.05 for error in times), max(times)
     fitting = sum(error <= 0.03 for error in sizes)
@@ -123,7 +121,7 @@ def test_the_table_is_what_is_predicted(runs: list[Run]) -> None:
     assert f"{close} of 19 within 5 %, the worst {100 * worst:.1f} %" in text
 
 
-def test_the_runs_are_possible_and_held_out(runs: list[Run]) -> None:
+def test_the_runs_are_possible_and_held_out(runs):
     """No length is in the profile; what a step costs is, for every tensor-parallel degree."""
     for run in runs:
         require_feasible(run.work, run.config, 4)

@@ -1,9 +1,6 @@
 """Where products stand between the exchanges of an attention call: printed, and for any call."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,7 +53,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("mode", PRINTED, ids=str)
-def test_products_stand_before_their_post_or_under_an_exchange(mode: tuple[Any, ...]) -> None:
+def test_products_stand_before_their_post_or_under_an_exchange(mode):
     ring, chunks, ulysses, backward = mode
     _, schedule = schedules(ring, chunks, ulysses=ulysses, backward=backward)
     assert render(schedule) == PRINTED[mode]
@@ -64,15 +61,12 @@ def test_products_stand_before_their_post_or_under_an_exchange(mode: tuple[Any, 
 
 
 @given(
-    ring=st.integers(1, 3),
-    chunks=st.integers(1, 5),
-    ulysses=st.booleans(),
-    backward=st.booleans(),
+    ring=st.integers(1, 3), chunks=st.integers(1, 5), ulysses=st.booleans(), backward=st.booleans()
 )
 @examples(100)
 def test_every_product_is_made_once_and_attention_stays_in_its_order(
-    ring: int, chunks: int, ulysses: bool, backward: bool
-) -> None:
+    ring, chunks, ulysses, backward
+):
     attention, schedule = schedules(ring, chunks, ulysses=ulysses, backward=backward)
     assert tuple(x for x in schedule if not isinstance(x.op, ProjectedOp)) == attention
     at = {instr: index for index, instr in enumerate(schedule)}
@@ -91,6 +85,6 @@ def test_every_product_is_made_once_and_attention_stays_in_its_order(
     assert Counter(x.op for x in schedule if x.op.value.startswith("mm")) == wanted
 
 
-def test_a_return_that_covers_no_product_is_known_to_be_exposed() -> None:
+def test_a_return_that_covers_no_product_is_known_to_be_exposed():
     _, schedule = schedules(1, 1, ulysses=True, backward=True)
     assert {str(instr) for instr in exposed_posts(schedule)} == {"0ret"}

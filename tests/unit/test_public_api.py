@@ -22,7 +22,7 @@ ROOT = reference_pages.ROOT
 NAMES = set(ds_usp.__all__)  # frozen by the rows of test_door_table.py
 
 
-def test_public_names_are_documented() -> None:
+def test_public_names_are_documented():
     """Not by what dataclass writes where there is no docstring."""
     pytest.importorskip("diffusers")  # which needs Python 3.11
     for module in reference_pages.MODULES:
@@ -32,7 +32,7 @@ def test_public_names_are_documented() -> None:
                 assert doc and not doc.startswith(f"{name}("), f"{module}.{name}"
 
 
-def test_names_arguments_defaults_and_flags_are_frozen() -> None:
+def test_names_arguments_defaults_and_flags_are_frozen():
     pytest.importorskip("diffusers")  # which needs Python 3.11
     frozen = reference_pages.SIGNATURES.read_text(encoding="utf-8").splitlines()
     lines = reference_pages.signatures().splitlines()
@@ -43,7 +43,7 @@ def test_names_arguments_defaults_and_flags_are_frozen() -> None:
     )
 
 
-def test_a_frozen_line_has_what_a_caller_may_write() -> None:
+def test_a_frozen_line_has_what_a_caller_may_write():
     class Door:
         def __init__(self, mesh: object, *, layout: str = "zigzag") -> None: ...
         @classmethod
@@ -64,7 +64,7 @@ def test_a_frozen_line_has_what_a_caller_may_write() -> None:
     ]
 
 
-def test_every_error_is_public_and_a_value_error() -> None:
+def test_every_error_is_public_and_a_value_error():
     own = {n: e for n, e in vars(errors).items() if getattr(e, "__module__", "") == errors.__name__}
     kinds = {n: e for n, e in own.items() if isinstance(e, type)}
     assert set(kinds) == {name for name in NAMES if name.endswith("Error")}
@@ -89,13 +89,13 @@ print(sorted(heads & {"deepspeed", "megatron", "flash_attn", "matplotlib", "eino
 """
 
 
-def test_import_has_no_side_effects_and_needs_no_framework() -> None:
+def test_import_has_no_side_effects_and_needs_no_framework():
     done = python("-W", "error::DeprecationWarning:ds_usp", "-c", PROBE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "[]"]
 
 
-def test_names_that_need_torch_are_imported_on_access() -> None:
+def test_names_that_need_torch_are_imported_on_access():
     """And submodules without an import of their own."""
     modules = ["memory", "planner", "profiling", "training"]
     probe = (

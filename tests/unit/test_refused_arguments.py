@@ -1,7 +1,5 @@
 """Arguments of public functions that are not what they take: ConfigError, with what would fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -75,23 +73,23 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_refused(name: str) -> None:
+def test_refused(name):
     call, message = CASES[name]
     with pytest.raises(ConfigError, match=message):
         call()
 
 
-def test_input_ids_are_whole_numbers() -> None:
+def test_input_ids_are_whole_numbers():
     batches = [{"input_ids": torch.ones(1, 8)}]
     with pytest.raises(DataError, match=r"torch.float32, expected whole numbers"):
         next(iter(training.SequenceParallelDataLoader(batches, MESH)))
 
 
-def test_an_offload_takes_the_name_of_a_device() -> None:
+def test_an_offload_takes_the_name_of_a_device():
     assert memory.Offload(0.5, "cpu").copier.device == torch.device("cpu")
 
 
-def test_a_bias_on_some_layers_takes_the_plain_path() -> None:
+def test_a_bias_on_some_layers_takes_the_plain_path():
     layers = [Linear(16, 32), Linear(16, 32, bias=False), Linear(16, 32)]  # as Whisper has them
     plain, overlapped = attention(layers, overlap=False), attention(layers, overlap=True)
     assert isinstance(plain, torch.Tensor) and plain.shape == overlapped.shape

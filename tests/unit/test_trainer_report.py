@@ -1,7 +1,5 @@
 """The quickstart's verdict, the plot and the metrics, without ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -32,14 +30,7 @@ from usp_trainer.validate_args import model_parallel_size, validate_and_derive  
         (float("nan"), 1, "4 ranks and one rank DO NOT AGREE"),
     ],
 )
-def test_the_proof_fails_above_its_limit(
-    error: float,
-    code: int,
-    verdict: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_the_proof_fails_above_its_limit(error, code, verdict, monkeypatch, capsys, tmp_path):
     def spawn_ranks(main: Any, args: Namespace, processes: int) -> int:
         assert processes == model_parallel_size(args)
         factor = 1.0 + error if processes == 1 and args.optimizer == "sgd" else 1.0
@@ -53,7 +44,7 @@ def test_the_proof_fails_above_its_limit(
     assert verdict in capsys.readouterr().out
 
 
-def test_a_failed_run_fails_the_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_fails_the_quickstart(monkeypatch):
     monkeypatch.setattr(quickstart, "spawn_ranks", lambda main, args, processes: 1)
     assert quickstart.quickstart(parse(["--quickstart"]), print) == 1
 
@@ -70,9 +61,7 @@ def row(step: int) -> dict[str, float]:
     }
 
 
-def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(tmp_path, capsys):
     argv = ["--output-dir", str(tmp_path), "--train-iters", "3"]
     first = progress.ProgressReporter(validate_and_derive(parse(argv), 1), 0)
     for step in (1, 2, 3):
@@ -91,7 +80,7 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
     ) in printed
 
 
-def test_smoothing_is_centred() -> None:
+def test_smoothing_is_centred():
     line = [float(i) for i in range(20)]
     assert progress.moving_average(line) == pytest.approx(line)
     assert progress.moving_average([0.0, 3.0, 0.0], max_half_width=9) == pytest.approx(
@@ -99,7 +88,7 @@ def test_smoothing_is_centred() -> None:
     )
 
 
-def test_validation_and_speed_are_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_and_speed_are_on_the_line(monkeypatch):
     """By hand: 2 layers of 4 h^2 + 2 h f matrices, a vocabulary of 100, 64 tokens, 4 GPUs."""
     peak = SimpleNamespace(peak_flop_per_s=1e9)
     monkeypatch.setattr(progress, "this_cluster", lambda given, ranks, on_gpu: peak)
@@ -126,13 +115,13 @@ def test_validation_and_speed_are_on_the_line(monkeypatch: pytest.MonkeyPatch) -
     assert progress.StepLine(args).speed(row(1)) == {}
 
 
-def test_the_first_step_does_not_count_for_the_time_left() -> None:
+def test_the_first_step_does_not_count_for_the_time_left():
     line = progress.StepLine(validate_and_derive(parse(["--train-iters", "101"]), 1))
     assert line.time_left(row(1) | {"seconds": 60.0}) == "1:40:00"
     assert line.time_left(row(2) | {"seconds": 2.0}) == "0:03:18"
 
 
-def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     run_files.check_packages(parse([]))
     for flag, package in (("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")):
@@ -142,7 +131,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         run_files.check_packages(parse(["--wandb-exp-name", "x"]))
 
 
-def test_trackers_get_what_the_file_gets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trackers_get_what_the_file_gets(monkeypatch, tmp_path):
     calls: list[Any] = []
 
     class SummaryWriter:
@@ -177,7 +166,7 @@ def test_trackers_get_what_the_file_gets(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert calls[-3] == (numbers, 5)
 
 
-def test_a_run_stops_by_steps_and_by_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stops_by_steps_and_by_minutes(monkeypatch):
     times = iter((0.0, 60.0, 119.0, 120.0))
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(loop.dist, "all_reduce", lambda x, op: None)
@@ -218,7 +207,7 @@ class WaitingLayer(torch.nn.Module):
         return Waits.apply(x, self.wait)
 
 
-def test_a_long_first_step_says_where_it_is() -> None:
+def test_a_long_first_step_says_where_it_is():
     lines: list[str] = []
     printed = threading.Semaphore(0)
 
@@ -247,14 +236,11 @@ def test_a_long_first_step_says_where_it_is() -> None:
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
 
 
-def test_a_short_first_step_prints_nothing() -> None:
+def test_a_short_first_step_prints_nothing():
     layer, lines, threads = torch.nn.Linear(2, 2), [], threading.active_count()
     with progress.first_step_lines([(1, layer)], 1, lines.append, 60.0):
         layer(torch.ones(1, 2)).sum().backward()
     assert not lines
-    with (
-        pytest.raises(ConfigError),
-        progress.first_step_lines([(1, layer)], 1, lines.append, 60.0),
-    ):
+    with pytest.raises(ConfigError), progress.first_step_lines([(1, layer)], 1, lines.append, 60.0):
         raise ConfigError("a step that fails")
     assert not layer._forward_hooks and threading.active_count() == threads

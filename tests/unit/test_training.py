@@ -1,9 +1,5 @@
 """What surrounds attention in training, without processes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -26,7 +22,7 @@ LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_batch_is_cut_as_its_positions_say(kind: str) -> None:
+def test_a_batch_is_cut_as_its_positions_say(kind):
     layout = TokenLayout(kind, seq_len=22, ulysses=2, ring=2)
     tokens = torch.arange(44).view(2, 22)
     mask = torch.arange(22).remainder(3).eq(0).expand(2, 22)
@@ -39,7 +35,7 @@ def test_a_batch_is_cut_as_its_positions_say(kind: str) -> None:
         assert torch.equal(batch.loss_mask, mask[:, positions].float())
 
 
-def test_a_batch_of_unequal_shapes_is_refused() -> None:
+def test_a_batch_of_unequal_shapes_is_refused():
     layout = TokenLayout("zigzag", seq_len=8, ulysses=1, ring=2)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.raises(LayoutError, match="must have one shape"):
@@ -48,7 +44,7 @@ def test_a_batch_of_unequal_shapes_is_refused() -> None:
         shard_batch(*[tokens[:, 1:]] * 3, layout=layout, rank=0)
 
 
-def test_rotary_frequencies_follow_the_positions() -> None:
+def test_rotary_frequencies_follow_the_positions():
     full = rotary_frequencies(torch.arange(16), dim=8, base=100.0)
     assert full.shape == (16, 1, 1, 8)
     assert torch.equal(full[..., :4], full[..., 4:])
@@ -58,7 +54,7 @@ def test_rotary_frequencies_follow_the_positions() -> None:
     assert torch.equal(rotary_frequencies(some, dim=8, base=100.0), full[some])
 
 
-def test_the_weighted_losses_of_all_ranks_sum_to_the_scaled_mean() -> None:
+def test_the_weighted_losses_of_all_ranks_sum_to_the_scaled_mean():
     losses, mask = torch.rand(3, 10), torch.rand(3, 10).gt(0.3).float()
     rule = GradientRule("sp_dp", divisor=5)
     scale = rule.loss_scale(micro_batches=2)
@@ -68,7 +64,7 @@ def test_the_weighted_losses_of_all_ranks_sum_to_the_scaled_mean() -> None:
     torch.testing.assert_close(sum(parts) / scale, mean)
 
 
-def test_a_step_without_loss_tokens_is_refused() -> None:
+def test_a_step_without_loss_tokens_is_refused():
     with pytest.raises(DataError, match="no token to learn from"):
         loss_token_weight(0.0, 1.0)
 
@@ -76,7 +72,7 @@ def test_a_step_without_loss_tokens_is_refused() -> None:
 @pytest.mark.parametrize(
     ("stage", "stages", "bf16"), [(2, 2, False), (3, 2, False), (3, 4, True), (0, 1, True)]
 )
-def test_what_deepspeed_trains_wrongly_is_refused(stage: int, stages: int, bf16: bool) -> None:
+def test_what_deepspeed_trains_wrongly_is_refused(stage, stages, bf16):
     with pytest.raises(ConfigError, match="--zero-stage 1"):
         check_zero_stage(stage, stages=stages, bf16=bf16)
 
@@ -84,12 +80,12 @@ def test_what_deepspeed_trains_wrongly_is_refused(stage: int, stages: int, bf16:
 @pytest.mark.parametrize(
     ("stage", "stages", "bf16"), [(0, 1, False), (3, 1, True), (1, 4, True), (0, 2, False)]
 )
-def test_what_deepspeed_trains_rightly_is_not(stage: int, stages: int, bf16: bool) -> None:
+def test_what_deepspeed_trains_rightly_is_not(stage, stages, bf16):
     check_zero_stage(stage, stages=stages, bf16=bf16)
 
 
 @pytest.mark.parametrize("documents", [(), ((0, 3, 8),)])
-def test_the_kernel_is_known_before_the_first_call(documents: tuple[tuple[int, ...], ...]) -> None:
+def test_the_kernel_is_known_before_the_first_call(documents):
     q = torch.zeros(1, 8, 2, 4)
     layout = ds_usp.TokenLayout("contiguous", 8)
     for kernel in ("auto", "eager"):
@@ -120,9 +116,7 @@ OVERLAPPED = {"stage": 2, "overlap_comm": True}
         ({**OVERLAPPED, "reduce_bucket_size": 11, "contiguous_gradients": False}, 11),
     ],
 )
-def test_overlapped_buckets_hold_the_largest_gradient(
-    zero: dict[str, Any], expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlapped_buckets_hold_the_largest_gradient(zero, expected, monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     frozen = nn.Parameter(torch.zeros(50), requires_grad=False)
     parameters = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5)), frozen]

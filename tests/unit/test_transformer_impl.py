@@ -13,12 +13,7 @@ from usp_trainer.validate_args import check_start
 from ds_usp import ConfigError
 from megatron_patches import transformer_engine
 
-GPU = {
-    "device": "cuda",
-    "bf16": True,
-    "zero_stage": 1,
-    "transformer_impl": None,
-}
+GPU = {"device": "cuda", "bf16": True, "zero_stage": 1, "transformer_impl": None}
 INSTALLED = "2.20.2"
 # Installed version, other values, and the refusal of TransformerEngine's layers.
 OBSTACLES = {

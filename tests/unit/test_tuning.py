@@ -280,7 +280,7 @@ def test_a_chunk_is_worth_launching():
         assert chunks == 1 or flop / chunks > 1.6e11, (seq_len, chunks)
 
 
-def test_kv_is_gathered_where_that_takes_no_more_memory() -> None:
+def test_kv_is_gathered_where_that_takes_no_more_memory():
     def gathered(
         chunks: int | None = 1, seq_len: int = 1024 * K, inner: int | None = None, **options: Any
     ) -> bool:
@@ -355,7 +355,7 @@ def test_copy_engines_are_refused_in_a_graph_where_all_streams_share_a_queue(mon
     assert copies()
 
 
-def test_blocks_are_relayed_where_the_caller_asks_for_it() -> None:
+def test_blocks_are_relayed_where_the_caller_asks_for_it():
     def inner(tuning: Tuning = AUTO_TUNING, **options: Any) -> int | None:
         sizes: dict[str, Any] = {"seq_len": 64 * K, "heads": 8, "kv_heads": 1, "ring": 8, "node": 4}
         return resolve(tuning, **sizes | options, device="cpu").inner_ring

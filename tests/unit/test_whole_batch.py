@@ -1,7 +1,5 @@
 """What is derived from a loader's batch before it is sharded, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +30,7 @@ def batches(*given: Any, layout: str = "contiguous", **settings: Any) -> list[Sh
     return list(SequenceParallelDataLoader(given, SequenceMesh.single(), layout, **settings))
 
 
-def test_labels_are_the_next_tokens_and_the_last_has_none() -> None:
+def test_labels_are_the_next_tokens_and_the_last_has_none():
     (batch,) = batches({"input_ids": TOKENS})
     assert torch.equal(batch.tokens, TOKENS)
     assert batch.labels.tolist() == [[6, 7, 8, 9, 4, -100], [2, 3, 4, 5, 6, -100]]
@@ -40,7 +38,7 @@ def test_labels_are_the_next_tokens_and_the_last_has_none() -> None:
     assert batch.documents == () and batch.loss_tokens == 10
 
 
-def test_labels_that_do_not_count_stay_out() -> None:
+def test_labels_that_do_not_count_stay_out():
     labels = TOKENS.clone()
     labels[:, :3] = -100
     (batch,) = batches({"input_ids": TOKENS, "labels": labels})
@@ -48,12 +46,12 @@ def test_labels_that_do_not_count_stay_out() -> None:
     assert batch.loss_tokens == 6
 
 
-def test_shifted_labels_are_taken_as_they_are() -> None:
+def test_shifted_labels_are_taken_as_they_are():
     (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1})
     assert torch.equal(batch.labels, TOKENS + 1)
 
 
-def test_the_shifted_label_of_the_last_token_before_padding_counts() -> None:
+def test_the_shifted_label_of_the_last_token_before_padding_counts():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1, "attention_mask": mask})
     assert batch.labels.tolist()[0] == [6, 7, 8, 9, -100, -100]
@@ -68,21 +66,21 @@ PACKED = {
 
 
 @pytest.mark.parametrize("given", PACKED.values(), ids=PACKED)
-def test_documents_end_labels_and_restart_positions(given: dict[str, Any]) -> None:
+def test_documents_end_labels_and_restart_positions(given):
     (batch,) = batches({"input_ids": TOKENS, **given})
     assert batch.documents == ((0, 2, 6), (0, 4, 6))
     assert torch.equal(batch.positions, POSITIONS)
     assert batch.labels.tolist() == [[6, -100, 8, 9, 4, -100], [2, 3, 4, -100, 6, -100]]
 
 
-def test_one_list_of_borders_is_for_all_samples() -> None:
+def test_one_list_of_borders_is_for_all_samples():
     borders = torch.tensor([[0, 4, 6]], dtype=torch.int32)
     (batch,) = batches({"input_ids": TOKENS, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders})
     assert batch.documents == ((0, 4, 6),)
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
 
 
-def test_padding_is_a_document_without_labels() -> None:
+def test_padding_is_a_document_without_labels():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask})
     assert batch.documents == ((0, 4, 6), (0, 6))
@@ -92,21 +90,21 @@ def test_padding_is_a_document_without_labels() -> None:
     assert batch.documents == ()
 
 
-def test_padding_of_packed_documents() -> None:
+def test_padding_of_packed_documents():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)
     positions = torch.tensor([[0, 1, 0, 1, 7, 7]] * 2)  # those of padding do not matter
     (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask, "position_ids": positions})
     assert batch.documents == ((0, 2, 4, 6),)
 
 
-def test_other_entries_are_sharded_or_whole() -> None:
+def test_other_entries_are_sharded_or_whole():
     given = {"input_ids": TOKENS, "weights": TOKENS.float(), "image": torch.ones(3), "ids": "a"}
     (batch,) = batches(given, whole=("image",))
     assert torch.equal(batch.others["weights"], TOKENS.float())
     assert batch.others["image"].shape == (3,) and batch.others["ids"] == "a"
 
 
-def test_a_balanced_layout_is_made_from_each_batchs_documents() -> None:
+def test_a_balanced_layout_is_made_from_each_batchs_documents():
     first, second = batches(
         {"input_ids": TOKENS, "cu_seqlens": [0, 2, 6]}, {"input_ids": TOKENS}, layout="balanced"
     )
@@ -114,7 +112,7 @@ def test_a_balanced_layout_is_made_from_each_batchs_documents() -> None:
     assert second.layout.documents == (0, 6)
 
 
-def test_a_length_is_the_wrapped_loaders() -> None:
+def test_a_length_is_the_wrapped_loaders():
     assert len(SequenceParallelDataLoader([{}, {}], SequenceMesh.single())) == 2
     with pytest.raises(TypeError):
         len(SequenceParallelDataLoader(iter([]), SequenceMesh.single()))
@@ -164,31 +162,31 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_batch_that_cannot_be_used_is_refused(given: Any, message: str) -> None:
+def test_a_batch_that_cannot_be_used_is_refused(given, message):
     with pytest.raises(DataError, match=message):
         batches(given)
 
 
-def test_borders_that_end_elsewhere_are_refused() -> None:
+def test_borders_that_end_elsewhere_are_refused():
     with pytest.raises(ConfigError, match="end at 5, the sequence has 6"):
         batches({"input_ids": TOKENS, "cu_seqlens": [0, 5]})
 
 
-def test_settings_are_checked_at_once() -> None:
+def test_settings_are_checked_at_once():
     with pytest.raises(LayoutError, match="unknown token layout 'zigzig'"):
         SequenceParallelDataLoader([], SequenceMesh.single(), "zigzig")
     with pytest.raises(ConfigError, match="loader=None on rank 0"):
         SequenceParallelDataLoader(None, SequenceMesh.single())
 
 
-def test_helpers_by_hand() -> None:
+def test_helpers_by_hand():
     assert next_token_labels(TOKENS, [0, 2, 6])[0].tolist() == [6, -100, 8, 9, 4, -100]
     with pytest.raises(ConfigError, match="the batch has 2"):
         next_token_labels(TOKENS, [[0, 6]] * 3)
     assert borders_of_positions(POSITIONS) == [[0, 2, 6], [0, 4, 6]]
 
 
-def test_labels_that_are_not_shifted_are_refused_before_sharding() -> None:
+def test_labels_that_are_not_shifted_are_refused_before_sharding():
     layout = SequenceMesh.single().layout("contiguous", 6)
     ones = torch.ones_like(TOKENS)
     with pytest.raises(DataError, match="all 12 labels are the tokens at their own positions"):
@@ -237,7 +235,7 @@ def sample() -> torch.Tensor:
     return tokens
 
 
-def test_a_shard_needs_no_index_of_the_whole_sample(sample: torch.Tensor) -> None:
+def test_a_shard_needs_no_index_of_the_whole_sample(sample):
     layout = TokenLayout("zigzag", LONG, ulysses=2, ring=2)
     labels, mask = sample.roll(-1), torch.ones(sample.shape)
 
@@ -252,7 +250,7 @@ def test_a_shard_needs_no_index_of_the_whole_sample(sample: torch.Tensor) -> Non
     assert whole_tensors(prepare) == 0
 
 
-def test_a_full_batch_makes_the_shifted_labels_alone(sample: torch.Tensor) -> None:
+def test_a_full_batch_makes_the_shifted_labels_alone(sample):
     borders = (0, 4096, LONG)
     assert whole_tensors(lambda: read_batch({"input_ids": sample})) == 1
     assert whole_tensors(lambda: read_batch({"input_ids": sample, "cu_seqlens": borders})) == 1
@@ -260,7 +258,7 @@ def test_a_full_batch_makes_the_shifted_labels_alone(sample: torch.Tensor) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_positions_of_a_rank_are_its_shard(kind: str) -> None:
+def test_positions_of_a_rank_are_its_shard(kind):
     layout = TokenLayout(kind, 96, ulysses=2, ring=2)
     borders = [[0, 5, 6, 96], [0, 96]]
     whole = document_positions(borders)
@@ -271,7 +269,7 @@ def test_positions_of_a_rank_are_its_shard(kind: str) -> None:
         assert torch.equal(own, layout.shard(whole, dim=1, rank=rank))
 
 
-def test_positions_beyond_32_bits_are_exact() -> None:
+def test_positions_beyond_32_bits_are_exact():
     layout = TokenLayout("striped", 2**33, ring=2**13)
     positions = local_positions(layout, 5)
     assert len(positions) == 2**20 and positions[-1] == 2**33 - 2**13 + 5
