@@ -20,7 +20,7 @@ from ds_usp.planner.hardware import (
     launch_seconds,
     seconds_at,
 )
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.models import ModelShape, layer_matrices
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 
@@ -107,12 +107,12 @@ def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
 
 def mlp_share(model: ModelShape) -> float:
     """The MLP's part of a layer's matrix products."""
-    return (model.matrices.fc1 + model.matrices.fc2) / model.matrix_elements
+    return (layer_matrices(model).fc1 + layer_matrices(model).fc2) / model.matrix_elements
 
 
 def qkv_share(model: ModelShape) -> float:
     """The part of a layer's matrix products that makes queries, keys and values."""
-    return model.matrices.qkv / model.matrix_elements
+    return layer_matrices(model).qkv / model.matrix_elements
 
 
 # ------------------------------------------------------------------ parameters
@@ -425,7 +425,7 @@ def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
     """
     if zero == 3:
         return LEAST_BUCKET_ELEMENTS
-    largest = model.matrices.fc1 // tp
+    largest = layer_matrices(model).fc1 // tp
     table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
     return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)
 
@@ -459,7 +459,7 @@ def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
         yield 0.0, table
     for layer in range(layers):
         before = 0.0
-        for size in reversed(model.matrices):
+        for size in reversed(layer_matrices(model)):
             before += size
             yield (layer + before / model.matrix_elements) / layers, size / tp
     yield 1.0, table

@@ -17,6 +17,7 @@ from ds_usp.planner.formulas import (
     saved_virtual_stages,
     stage_elements,
 )
+from ds_usp.planner.models import layer_matrices
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import call_size, kv_features
 
@@ -477,7 +478,7 @@ def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> 
     elements = stage_elements(work, config, 0)
     if not at_loss:
         elements -= head_elements(work, config)
-    largest = max(_table_elements(work, config), max(work.model.matrices) / config.tp)
+    largest = max(_table_elements(work, config), max(layer_matrices(work.model)) / config.tp)
     return min(elements, LIVE_ELEMENTS + largest) * config.param_bytes
 
 
@@ -506,7 +507,7 @@ def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float
 def _matrices(work: Workload, config: ParallelConfig) -> Iterator[float]:
     """Elements of the matrices of a stage on one tensor-parallel rank, in the order of
     megatron-core's ``parameters()``, in which a layer's output projection is the first."""
-    qkv, out, fc1, fc2 = work.model.matrices
+    qkv, out, fc1, fc2 = layer_matrices(work.model)
     yield _table_elements(work, config)
     for _ in range(config.layers_per_stage(work.model)):
         yield from (size / config.tp for size in (out, qkv, fc1, fc2))

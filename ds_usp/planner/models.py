@@ -99,25 +99,9 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @cached_property
-    def qkv_width(self) -> int:
-        """Features of the product that makes queries, keys and values."""
-        return self.q_width + 2 * self.kv_width
-
-    @cached_property
-    def fc1_width(self) -> int:
-        """Features of the first product of the MLP: with a gate, twice its width."""
-        return self.ffn * (2 if self.gated else 1)
-
-    @cached_property
-    def matrices(self) -> LayerMatrices:
-        """Elements of one layer's matrices."""
-        h = self.hidden
-        return LayerMatrices(h * self.qkv_width, h * self.q_width, h * self.fc1_width, h * self.ffn)
-
-    @cached_property
     def matrix_elements(self) -> int:
         """Elements of one layer's matrices: each multiplies every token once."""
-        return sum(self.matrices)
+        return sum(layer_matrices(self))
 
     @cached_property
     def vector_elements(self) -> int:
@@ -128,8 +112,8 @@ class ModelShape:
         norms = 2 * self.hidden * (2 if self.biases else 1)
         norms += 2 * self.head_dim if self.qk_norm else 0
         if not self.biases:
-            return norms + (self.qkv_width if self.qkv_bias else 0)
-        return norms + self.qkv_width + self.hidden + self.fc1_width + self.hidden
+            return norms + (qkv_width(self) if self.qkv_bias else 0)
+        return norms + qkv_width(self) + self.hidden + fc1_width(self) + self.hidden
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of the embedding: a multiple of 128 on every rank (Megatron)."""
@@ -141,6 +125,22 @@ class ModelShape:
         positions = seq_len_tokens * self.hidden if self.learned_positions else 0
         layer = self.matrix_elements + self.vector_elements
         return self.layers * layer + tables + positions + self.hidden
+
+
+def qkv_width(model: ModelShape) -> int:
+    """Features of the product that makes queries, keys and values."""
+    return model.q_width + 2 * model.kv_width
+
+
+def fc1_width(model: ModelShape) -> int:
+    """Features of the first product of the MLP: with a gate, twice its width."""
+    return model.ffn * (2 if model.gated else 1)
+
+
+def layer_matrices(model: ModelShape) -> LayerMatrices:
+    """Elements of one layer's matrices."""
+    widths = qkv_width(model), model.q_width, fc1_width(model), model.ffn
+    return LayerMatrices(*(model.hidden * width for width in widths))
 
 
 _GPT: Mapping[str, bool] = MappingProxyType(

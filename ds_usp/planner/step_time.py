@@ -38,6 +38,7 @@ from ds_usp.planner.hardware import (
     select_rows,
 )
 from ds_usp.planner.memory import states_bytes
+from ds_usp.planner.models import fc1_width, qkv_width
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import (
     COLLECTIVE,
@@ -260,7 +261,7 @@ def tensor_parallel_time(
     tokens, model = work.rank_tokens(config), work.model
     one = exchange_s(cluster, group, traffic.tp_forward / 2, COLLECTIVE, 2)
     hidden = HiddenExchange()
-    for width in (model.qkv_width, model.fc1_width):
+    for width in (qkv_width(model), fc1_width(model)):
         product = gemm_s(cluster, tokens, tokens * model.hidden * width / config.tp)
         hidden += under(cluster, one, product)
     return exposed(2 * one), hidden

@@ -38,7 +38,7 @@ from ds_usp.planner.hardware import (
     MeasuredLayer,
     load_cluster,
 )
-from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.models import ModelShape, fc1_width, load_model, qkv_width
 from ds_usp.profiling.step_timer import Step, StepTimer
 
 Group = dist.ProcessGroup
@@ -578,9 +578,9 @@ class _ReferenceLayer:
         self.model, self.tp, self.group = model, tp, group
         h = model.hidden
         shapes: dict[str, tuple[int, ...]] = {
-            "qkv": (model.qkv_width // tp, h),
+            "qkv": (qkv_width(model) // tp, h),
             "out": (h, model.q_width // tp),
-            "fc1": (model.fc1_width // tp, h),
+            "fc1": (fc1_width(model) // tp, h),
             "fc2": (h, model.ffn // tp),
             "norm1": (h,),
             "norm2": (h,),
