@@ -115,6 +115,23 @@ def test_env_survives_missing_and_broken_libraries(monkeypatch: pytest.MonkeyPat
     assert environment.as_text(facts)
 
 
+def test_env_says_the_version_that_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first on the path, also beside what a broken installation has left."""
+    for folder, text in (
+        ("1/trl-2.5.dist-info", "Name: trl\nVersion: 2.5\n"),
+        ("1/~rl-2.dist-info", ""),
+        ("2/trl-1.5.dist-info", "Name: trl\nVersion: 1.5\n"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        if text:
+            (tmp_path / folder / "METADATA").write_text(f"Metadata-Version: 2.1\n{text}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "1"), str(tmp_path / "2"), *sys.path])
+    versions = environment.collect()["versions"]
+    assert versions["trl"] == "2.5" and versions["torch"] == metadata.version("torch")
+
+
 def test_env_shows_the_variables_that_change_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("A_SECRET_TOKEN", "x")
