@@ -110,8 +110,12 @@ def _system() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    names = {found.metadata["Name"]: found.version for found in metadata.distributions()}
-    versions = {name: names[name] for name in sorted(names) if _DISTRIBUTIONS.fullmatch(name)}
+    """Of installed distributions, and of the libraries that torch has loaded."""
+    versions: dict[str, str] = {}
+    for found in metadata.distributions():
+        name = found.metadata["Name"] or ""  # "": a folder that an installation left half done
+        if _DISTRIBUTIONS.fullmatch(name):
+            versions.setdefault(name, found.version)  # the first on the path is imported
 
     def loaded() -> str:
         import torch
@@ -119,7 +123,7 @@ def _versions() -> dict[str, str]:
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
         return f"NCCL {nccl}, cuDNN {torch.backends.cudnn.version() or 'none'}"
 
-    return {**versions, "loaded by torch": _attempt(loaded)}
+    return {**dict(sorted(versions.items())), "loaded by torch": _attempt(loaded)}
 
 
 def _gpus() -> dict[str, str]:

@@ -153,7 +153,7 @@ def test_less_is_saved(pool):
 
 @pytest.mark.parametrize("backward", [True, False], ids=["trained", "dropped"])
 @pytest.mark.parametrize("switch", CHECKPOINTS)
-def test_a_pass_is_freed_with_its_loss(switch: str, backward: bool) -> None:
+def test_a_pass_is_freed_with_its_loss(switch, backward):
     """Checkpoints keep a layer's arguments, and what these refer to must not refer to the graph."""
     model = llama()
     CHECKPOINTS[switch](model)

@@ -24,7 +24,7 @@ from ds_usp import ConfigError
 from usp_trainer import launch
 
 def main(args):
-    if args.mode == "refused":
+    if args.mode in ("refused", "full"):
         raise ConfigError("on every rank")
     if dist.get_rank() == 1:
         if args.mode == "killed":
@@ -33,11 +33,12 @@ def main(args):
     dist.barrier()
 
 device = launch.select_device("cpu")
-for mode in ("killed", "raises", "refused"):
+for mode in ("killed", "raises", "refused", "full"):
     os.makedirs(f"{mode}/step_7")
     open(f"{mode}/latest", "w").write("step_7")
     open(f"{mode}/step_7/usp_metadata.json", "w").write('{"progress": {"step": 7}}')
-    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{mode}.json"  # torchrun's agent names it
+    # torchrun's agent names it; a full disk takes nothing.
+    os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/full" if mode == "full" else f"{mode}.json"
     args = Namespace(device=device, mode=mode, output_dir=mode, save=mode)
     print(mode, launch.spawn_ranks(main, args, 3), file=sys.stderr)
 """
@@ -47,9 +48,11 @@ def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_pa
     done = command(["-c", DIE], tmp_path)
     killed, rest = done.stderr.split("killed 1\n")
     raised, refused = rest.split("raises 1\n")
+    refused, full = refused.split("refused 1\n")
     assert "[rank 1] ended with exit code -9 (SIGKILL: killed, by the system if" in killed
     assert "[rank 1] KeyError: 'a defect'" in raised
-    assert refused == "[on all 3 ranks] ConfigError: on every rank\nrefused 1\n"
+    assert refused == "[on all 3 ranks] ConfigError: on every rank\n"
+    assert full == f"{refused}full 1\n"
     for text in (killed, raised):
         assert "[ranks 0, 2] lost contact with another rank" in text
         assert "the last checkpoint is of step 7: continue with --load" in text

@@ -88,7 +88,7 @@ def test_env_prints_what_a_bug_report_needs():
     assert environment.main(["--json"], lines.append) == 0
     facts = json.loads(lines[0])
     assert facts["ds_usp"]["version"] == ds_usp.__version__
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] in torch.__version__
     assert facts["kernels"]["eager"] == "can run"
     if not torch.cuda.is_available():
         assert "needs a GPU of compute capability 9.0" in facts["kernels"]["flash4"]
@@ -112,6 +112,21 @@ def test_env_survives_missing_and_broken_libraries(monkeypatch):
     for section in ("gpus", "links", "kernels", "copy_engines"):
         assert facts[section].startswith("cannot be read: ")
     assert environment.as_text(facts)
+
+
+def test_env_says_the_version_that_is_imported(tmp_path, monkeypatch):
+    """The first on the path, also beside what a broken installation has left."""
+    for folder, text in (
+        ("1/trl-2.5.dist-info", "Name: trl\nVersion: 2.5\n"),
+        ("1/~rl-2.dist-info", ""),
+        ("2/trl-1.5.dist-info", "Name: trl\nVersion: 1.5\n"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        if text:
+            (tmp_path / folder / "METADATA").write_text(f"Metadata-Version: 2.1\n{text}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "1"), str(tmp_path / "2"), *sys.path])
+    versions = environment.collect()["versions"]
+    assert versions["trl"] == "2.5" and versions["torch"] == metadata.version("torch")
 
 
 def test_env_shows_the_variables_that_change_what_runs(monkeypatch):

@@ -441,9 +441,7 @@ def test_the_planner_reads_the_run():
     assert (virtual.layers_per_virtual_stage, virtual.recompute) == (2, "attention-only")
 
 
-def test_projections_need_several_ranks_and_unedited_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_projections_need_several_ranks_and_unedited_layers(monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr(projections, "verify_flag", asked.append)
     off, again, alone = arguments(), arguments(), arguments(context_parallel_size=1)

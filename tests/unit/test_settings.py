@@ -70,7 +70,7 @@ def actions(program: str) -> dict[str, Action]:
 
 
 @pytest.mark.parametrize("program", settings.MEGATRON)
-def test_the_flags_of_a_program_are_its_rows(program: str) -> None:
+def test_the_flags_of_a_program_are_its_rows(program):
     rows, made = list(settings.settings_of(program)), actions(program)
     assert {row.flag for row in rows} == set(made)
     for row in rows:
@@ -82,7 +82,7 @@ def test_the_flags_of_a_program_are_its_rows(program: str) -> None:
         assert row.default is None or kind.accepts(row.default)
 
 
-def test_a_row_is_whole() -> None:
+def test_a_row_is_whole():
     assert len({row.name for row in SETTINGS}) == len(SETTINGS)
     for row in SETTINGS:
         assert row.help and row.programs and set(row.programs) <= set(settings.PROGRAMS)
@@ -93,7 +93,7 @@ def test_a_row_is_whole() -> None:
         assert f"`{row.flag}`" in settings.table()
 
 
-def test_the_planner_and_enable_take_what_the_rows_say() -> None:
+def test_the_planner_and_enable_take_what_the_rows_say():
     config = ParallelConfig()
     for row in settings.settings_of("planner"):
         assert getattr(config, row.name) == row.default
@@ -123,7 +123,7 @@ NAMED_IN = {
 
 
 @pytest.mark.parametrize("name", NAMED_IN)
-def test_few_files_name_a_setting(name: str) -> None:
+def test_few_files_name_a_setting(name):
     row = settings.setting(name)
     word = re.compile(rf"\b({row.name}|{row.dest})\b")
     folders = ("ds_usp", "megatron_patches", "examples_deepspeed")
@@ -133,7 +133,7 @@ def test_few_files_name_a_setting(name: str) -> None:
     assert len(naming) - 1 <= NAMED_IN[name], sorted(naming)
 
 
-def test_a_value_that_a_function_does_not_take() -> None:
+def test_a_value_that_a_function_does_not_take():
     row = settings.setting("loss_chunks")
     for value in (-1, True, 1.5, None, "2"):
         with pytest.raises(ds_usp.ConfigError, match=r"whole number of 0 .not in chunks. or more"):
@@ -156,9 +156,7 @@ PROGRAMS: dict[str, list[Callable[..., object]]] = {
 
 
 @pytest.mark.parametrize(("setting", "value"), [key for key in REMOVED if key[0] in PROGRAMS])
-def test_a_program_refuses_what_it_had(
-    setting: str, value: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_refuses_what_it_had(setting, value, capsys):
     text = removal(setting, value)
     assert text is not None and "The last commit that has it is" in text
     for program in PROGRAMS[setting]:
@@ -170,7 +168,7 @@ def test_a_program_refuses_what_it_had(
             assert text in printed.err, printed
 
 
-def test_the_module_refuses_what_it_had() -> None:
+def test_the_module_refuses_what_it_had():
     linear, mesh = torch.nn.Linear(8, 8), ds_usp.SequenceMesh.single()
     options: dict[str, Any] = {"mesh": mesh, "layout": "contiguous", "mask": ds_usp.MaskSpec.full()}
     of_module = {key for key in REMOVED if key[0].islower() and not key[0].startswith("-")}
@@ -181,9 +179,7 @@ def test_the_module_refuses_what_it_had() -> None:
 
 
 @pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
-def test_a_removed_variable_is_refused(
-    value: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_variable_is_refused(value, refused, monkeypatch):
     """By the trainer's checks, and where the library reads a framework's arguments."""
     monkeypatch.setenv("USP_TP_FUSED", value)
     for read in (environment.check, lambda: ds_usp.USPConfig.from_args(Namespace())):
@@ -194,9 +190,7 @@ def test_a_removed_variable_is_refused(
             read()
 
 
-def test_nothing_else_is_refused_and_nothing_removed_is_suggested(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nothing_else_is_refused_and_nothing_removed_is_suggested(capsys):
     assert removal("--usp-projection-overlap", "off") is None and removal("--usp-kernel") is None
     for program, near in ((trainer, "--usp-tp-shard-token"), (explain, "--tp-shart-tokens")):
         with pytest.raises(SystemExit):

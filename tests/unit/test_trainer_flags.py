@@ -71,7 +71,7 @@ def accepts(flag: str, value: str) -> bool:
 
 
 @pytest.mark.parametrize("flag", ACTIONS)
-def test_every_flag_has_a_range(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_has_a_range(flag, capsys):
     action = ACTIONS[flag]
     if action.choices is None and not isinstance(action.type, (*NUMBERS, settings.Text)):
         assert isinstance(action.type, command_line.Ratios), f"{flag} accepts any value"
@@ -88,7 +88,7 @@ def test_every_flag_has_a_range(flag: str, capsys: pytest.CaptureFixture[str]) -
         assert action.type is not None
 
 
-def test_ranges_end_where_they_should(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranges_end_where_they_should(capsys):
     for flag in ("--adam-beta1", "--adam-beta2", "--sgd-momentum", "--hidden-dropout"):
         assert not accepts(flag, "1") and not accepts(flag, "1.5")
     assert accepts("--usp-offload-ratio", "1") and not accepts("--usp-offload-ratio", "1.01")
@@ -110,12 +110,12 @@ def test_ranges_end_where_they_should(capsys: pytest.CaptureFixture[str]) -> Non
         assert message in capsys.readouterr().err
 
 
-def test_names_come_from_one_place() -> None:
+def test_names_come_from_one_place():
     assert settings.Choices((AUTO, *(row.name for row in KERNELS))) == setting("kernel").kind
     assert settings.Choices(RECOMPUTE) == setting("recompute").kind
 
 
-def test_a_help_text_states_one_default() -> None:
+def test_a_help_text_states_one_default():
     formatter = PARSER._get_formatter()
     for action in PARSER._actions:
         if action.help != argparse.SUPPRESS:
@@ -137,12 +137,12 @@ MISSPELT = {
 
 
 @pytest.mark.parametrize("flag", MISSPELT)
-def test_a_misspelt_flag_has_a_suggestion(flag: str) -> None:
+def test_a_misspelt_flag_has_a_suggestion(flag):
     known = [name for action in PARSER._actions for name in action.option_strings]
     assert closest_name(flag, known) == MISSPELT[flag]
 
 
-def test_the_quickstart_sets_known_flags_which_the_command_line_overrides() -> None:
+def test_the_quickstart_sets_known_flags_which_the_command_line_overrides():
     known = vars(parse([]))
     assert known.keys() >= QUICKSTART.keys()
     args = parse(["--quickstart", "--train-iters", "7", "--no-swiglu"])
@@ -151,7 +151,7 @@ def test_the_quickstart_sets_known_flags_which_the_command_line_overrides() -> N
     assert validate_and_derive(args, 4).ring_degree == 2
 
 
-def test_values_derived_from_the_flags() -> None:
+def test_values_derived_from_the_flags():
     argv = "--ds-sequence-parallel-size 4 --tensor-model-parallel-size 2 --global-batch-size 8"
     args = validate_and_derive(parse(argv.split()), 16)
     assert (args.ulysses_degree, args.ring_degree) == (4, 1)
@@ -190,18 +190,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_contradictions_are_refused_with_the_numbers_and_the_fix(flags: str) -> None:
+def test_contradictions_are_refused_with_the_numbers_and_the_fix(flags):
     with pytest.raises(USPError) as refused:
         validate_and_derive(parse(flags.split()), 8)
     assert REFUSED[flags] in str(refused.value)
 
 
-def test_the_check_before_the_start_includes_zero_stages() -> None:
+def test_the_check_before_the_start_includes_zero_stages():
     with pytest.raises(ConfigError, match="Use --zero-stage 1"):
         check_start(parse(["--pipeline-model-parallel-size", "2", "--zero-stage", "2"]))
 
 
-def test_auto_offloads_what_does_not_fit() -> None:
+def test_auto_offloads_what_does_not_fit():
     flags = "--hidden-size 1024 --num-layers 24 --num-attention-heads 8 --seq-length 65536 --bf16"
     args = validate_and_derive(parse([*flags.split(), "--usp-loss-chunks", "8"]), 1)
     args.padded_vocab_size = 32000
@@ -233,7 +233,7 @@ def chosen(cluster: str, flags: str = "", world: int = 8) -> tuple[int, str]:
     return choice.ulysses, "\n".join(choice.why)
 
 
-def test_auto_follows_the_cluster() -> None:
+def test_auto_follows_the_cluster():
     """NVLink carries the heads anywhere; on PCIe only the ring, which hides, leaves a switch."""
     nvlink, why = chosen("a100")
     assert nvlink == 8 and why.startswith("planner: ulysses 8 x ring 1 on a100")
@@ -245,7 +245,7 @@ def test_auto_follows_the_cluster() -> None:
     assert chosen("l20")[0] == 2
 
 
-def test_auto_counts_recomputation_and_loss_chunks() -> None:
+def test_auto_counts_recomputation_and_loss_chunks():
     """Half a million tokens fit if layers save their inputs alone and there are no logits."""
     long = "--seq-length 524288 --num-layers 32 --ffn-hidden-size 14336 --vocab-size 128256"
     with pytest.raises(ConfigError, match="lacks"):
@@ -255,37 +255,37 @@ def test_auto_counts_recomputation_and_loss_chunks() -> None:
     assert chosen("h200", f"{long} --zero-stage 3 {saving} --usp-offload-ratio auto")[0] <= 4
 
 
-def test_more_chunks_of_the_mlp_than_tokens_are_refused() -> None:
+def test_more_chunks_of_the_mlp_than_tokens_are_refused():
     flags = "--seq-length 64 --ds-sequence-parallel-size 4 --usp-mlp-chunks"
     assert validate_and_derive(parse(f"{flags} 16".split()), 4).usp_mlp_chunks == 16
     with pytest.raises(ConfigError, match="--usp-mlp-chunks 17: a rank has 16 of a sequence's 64"):
         validate_and_derive(parse(f"{flags} 17".split()), 4)
 
 
-def test_groups_of_layers_without_checkpoints_are_refused() -> None:
+def test_groups_of_layers_without_checkpoints_are_refused():
     grouped = "--usp-checkpoint-layers 3 --usp-recompute"
     assert validate_and_derive(parse(f"{grouped} full".split()), 1).usp_checkpoint_layers == 3
     with pytest.raises(ConfigError, match="with --usp-recompute gemm-last: no layer's input"):
         validate_and_derive(parse(f"{grouped} gemm-last".split()), 1)
 
 
-def test_states_on_the_host_need_states() -> None:
+def test_states_on_the_host_need_states():
     flags = "--usp-states-on-host --optimizer sgd"
     assert validate_and_derive(parse(f"{flags} --zero-stage 1".split()), 1).usp_states_on_host
     with pytest.raises(ConfigError, match="SGD without momentum has no states"):
         validate_and_derive(parse(f"{flags} --zero-stage 0 --sgd-momentum 0".split()), 1)
 
 
-def test_auto_of_one_rank_a_sequence() -> None:
+def test_auto_of_one_rank_a_sequence():
     assert chosen("h200", "--ds-sequence-parallel-size 1")[0] == 1
 
 
-def test_auto_refuses_what_does_not_fit() -> None:
+def test_auto_refuses_what_does_not_fit():
     with pytest.raises(ConfigError, match=r"nothing fits into 46.1 GiB.*lacks .* GiB.*is taken"):
         chosen("l20", "--seq-length 4194304")
 
 
-def test_the_planner_has_the_trainers_model() -> None:
+def test_the_planner_has_the_trainers_model():
     args = parse(["--num-key-value-heads", "2", "--swiglu", "--vocab-size", "500"])
     shape = planned_run(validate_and_derive(args, 1)).model_shape()
     assert (shape.kv_heads, shape.vocab) == (2, 500)
@@ -300,7 +300,7 @@ def test_the_planner_has_the_trainers_model() -> None:
         ("cosine", [0.5, 1.0, 1.0, 0.882843, 0.6, 0.317157, 0.2]),
     ],
 )
-def test_warm_up_then_decay_to_the_end_and_no_further(style: str, expected: list[float]) -> None:
+def test_warm_up_then_decay_to_the_end_and_no_further(style, expected):
     flags = f"--lr 1 --min-lr 0.2 --lr-warmup-iters 2 --lr-decay-iters 6 --lr-decay-style {style}"
     args = validate_and_derive(parse(flags.split()), 1)
     rates = [learning_rate(args, step) for step in range(9)]
@@ -308,7 +308,7 @@ def test_warm_up_then_decay_to_the_end_and_no_further(style: str, expected: list
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_weight_decay_is_for_matrices(optimizer: str) -> None:
+def test_weight_decay_is_for_matrices(optimizer):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     args = validate_and_derive(parse(["--weight-decay", "0.3", "--optimizer", optimizer]), 1)
     decay = {
@@ -366,7 +366,7 @@ EARLY: list[tuple[str, dict[str, str], int, str]] = [
 ]
 
 
-def test_flags_are_checked_without_torch(tmp_path: Path) -> None:
+def test_flags_are_checked_without_torch(tmp_path):
     cases = [(flags.split(), variables) for flags, variables, *_ in EARLY]
     path = os.pathsep.join([str(TRAINER), str(ROOT)])
     launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -194,7 +194,8 @@ def _train(main: Main, args: Namespace, store: dist.Store) -> Failure | None:
         main(args)
         dist.destroy_process_group()
     except Exception as error:
-        get_error_handler().record_exception(error)
+        with contextlib.suppress(OSError):  # of a full disk, which may be why this rank fails
+            get_error_handler().record_exception(error)
         return describe(error, args, rank)
     return None
 
