@@ -390,6 +390,8 @@ def plan_call(
 def _new_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[Signature, AttentionPlan]:
+    """Check a call and plan it, on integers: nothing is sent. What decides messages must be in the
+    signature, which ranks compare before they use the plan."""
     mesh, _, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, _ = options
     check_tuning(tuning)
     parts: list[Signature | str] = [check_tensors(q, k, v)]
@@ -414,7 +416,7 @@ def _new_plan(
     _warn_slow_path(q, mesh, tuning, missing, _imbalance(layout, mask))
     sinks, grad = scores.sinks, torch.is_grad_enabled()
     trainable = grad and sinks is not None and sinks.requires_grad
-    # The same on all ranks: the signature has these flags.
+    # The same on all ranks: the signature says "with gradients" and "learned sinks".
     backward = trainable or (grad and (q.requires_grad or k.requires_grad or v.requires_grad))
     resolved = tuning.resolve(
         split,
@@ -505,8 +507,8 @@ def _staging_bytes(
     *,
     backward: bool,
 ) -> dict[str, int]:
-    """Bytes of one staging slot of this rank, by kind of exchange: its largest exchange of a kind
-    in either pass.
+    """Bytes of one staging slot, by kind of exchange: the largest exchange of a kind in either pass.
+    The same on every rank, as reserving is collective: all numbers of tokens are maxima over ranks.
 
     Args:
         q, v: before the head exchange: ``[B, tokens of this rank, H, D]``, ``[B, ..., G, E]``.

@@ -158,7 +158,15 @@ def _feature_strides(
 
 
 class Channel(Protocol):
-    """Exchanges of tensors between the ranks of a group, one in flight: :class:`P2PChannel`."""
+    """Exchanges of tensors between the ranks of a group, one in flight.
+
+    All ranks of the group call ``acquire_staging`` and ``post`` in the same order. ``post`` starts
+    an exchange of what was packed into the buffer of the last ``acquire_staging``; one buffer may
+    be posted several times without packing again, as a ring posts one KV block for each of its
+    exchanges. ``packed`` is that buffer's tensor: P2P sends from it, copy engines read its strides
+    alone, for the readers pull from the slot. Until ``wait`` nothing that is sent may be written,
+    and nothing that is received read. ``drain`` is ``wait`` after an error, if one is in flight.
+    """
 
     in_flight: bool
 
@@ -226,14 +234,13 @@ class P2PChannel:
         *,
         overlapped: bool = True,
     ) -> None:
-        """Start an exchange; either side may be empty. What is sent may not be written, and what is
-        received not read, until :meth:`wait`.
+        """Start an exchange (:class:`Channel`); either side may be empty.
 
         Args:
             packed: the tensor of the staging buffer, dense.
             sends: what each rank receives of it.
-            recvs: dense tensors; two ranks name the slices between them in the same order. Those
-                from this rank itself are copied.
+            recvs: dense tensors. Two ranks name the slices between them in the same order, as
+                messages have no tags. Those from this rank itself are copied.
             overlapped: work follows before :meth:`wait`. If none does, copy engines pull in the
                 current stream, which costs no events.
 

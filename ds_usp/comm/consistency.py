@@ -214,7 +214,8 @@ class ConsistencyChecker:
         self._compare(signature, Kind.CALL, signature, error, True, 0)
 
     def check(self) -> None:
-        """Compare how many calls and backward passes each rank has made.
+        """Compare how many calls and backward passes each rank has made. Collective; it takes a
+        number of the comparisons, as a call does, and reads those in flight first.
 
         Raises:
             MeshError: other numbers, or a rank is about to do something else; on every rank.

@@ -155,8 +155,12 @@ def plan_to_sequence(
     tensors: tuple[Strided, ...],
     outs: tuple[Strided, ...],
 ) -> PackPlan:
-    """How tensors ``[B, S, h, D]`` are packed; a rank's own tokens go to ``outs``
-    ``[B, s, H, D]``."""
+    """How tensors ``[B, S, h, D]`` are packed for copy engines; over NCCL and gloo
+    :meth:`UniformAllToAll.post_to_sequence` packs by itself.
+
+    The buffer is one piece ``[1, S, B, features]``. A rank's own tokens are not packed: they are
+    written to its heads of ``outs`` ``[B, s, H, D]``, and their place in the buffer is undefined.
+    """
     sizes = buffer_sizes(slices, heads, *[shape for shape, _ in outs])
     views = []
     for head_range, (shape, stride), (out_shape, out_stride) in zip(
@@ -195,7 +199,8 @@ def recvs_to_sequence(
 
 @lru_cache(maxsize=4096)
 def own_in_order(slices: TokenSlices, rank: int) -> OwnTokens:
-    """A rank's own tokens among the ring rank's."""
+    """A rank's own tokens: of piece 0, the only one, runs ``start : stop`` in the ring rank's order,
+    and the first row of each in the rank's output."""
     return OwnTokens(0, slices.by_rank[rank])
 
 

@@ -38,7 +38,8 @@ class MaskSpec:
             own alone. Their cumulative borders in tokens (``[0, 5, 17, seq_len]``), the same for
             every sample of a batch, or a list of them for each sample; tensors and arrays will do.
             A border that is repeated, as packers write it for an empty slot, is
-            a document without tokens and is dropped. Empty: the sequence is one document.
+            a document without tokens and is dropped. ``()`` or None: the sequence is one
+            document; an empty list is refused.
         prefix: every query sees the first so many keys too, whatever the window is.
 
     Raises:

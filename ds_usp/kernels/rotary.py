@@ -228,8 +228,18 @@ class RotaryPositions(NamedTuple):
     def rotate_in_place(
         self, tensors: Sequence[torch.Tensor], token_dim: int, *, transposed: bool = False
     ) -> None:
-        """Rotate queries and keys of one dtype in place, as :func:`rotate_in_place`."""
+        """Rotate queries and keys of one dtype in place, as :func:`rotate_in_place`.
+
+        Raises:
+            ConfigError: another number of tokens than of positions.
+        """
         tokens, dim = len(self.positions), 2 * len(self.inverse_frequencies)
+        for x in tensors:
+            if x.shape[token_dim] != tokens:
+                raise ConfigError(
+                    f"{x.shape[token_dim]} tokens along dim {token_dim} of {list(x.shape)}, but "
+                    f"{tokens} rotary positions: give a position for each token of this rank"
+                )
         step = max(1, _TABLE_ELEMENTS // dim)
         for start in range(0, tokens, step):
             count = min(step, tokens - start)

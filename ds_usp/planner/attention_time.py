@@ -145,7 +145,12 @@ def attention_s(
 def _closest_profiled_degrees(
     cluster: Cluster, ulysses: int, ring: int, launch_known: bool = False
 ) -> tuple[int, int] | None:
-    """The (ulysses, ring) with profiled calls that is closest to one, inside of a node."""
+    """Of the pairs (ulysses, ring) with profiled calls inside a node, the closest to these degrees by
+    the sum of ``|log(ratio)|``; (1, 1) only if it is asked for or there is no other.
+
+    Args:
+        launch_known: pairs all of whose rows have host times.
+    """
     degrees = ulysses, ring
     pairs = {(row.ulysses, row.ring) for row in _calls_within_node(cluster)}
     if launch_known:

@@ -169,6 +169,9 @@ def test_a_projection_of_other_sizes_is_refused():
         rotate_projected(torch.zeros(4, 1, 100), rotary, 3, 16)
     with pytest.raises(ConfigError, match="4 tokens"):
         rotary.rotate_in_place([torch.zeros(1, 4, 2, 8)], 1)
+    for tokens in (2, 6):  # else those beyond the last position would keep their direction
+        with pytest.raises(ConfigError, match=f"{tokens} tokens .* but 4 rotary positions"):
+            rotate_projected(torch.zeros(tokens, 1, 96), rotary, 2, 16)
 
 
 def test_inverse_frequencies_that_are_trained_are_refused():
