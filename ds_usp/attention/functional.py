@@ -80,9 +80,9 @@ class UnifiedAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :func:`ds_usp.attention.passes.attention_forward` for the shapes; ``sinks`` are
-        those of ``scores``, which autograd sees as an argument only; ``grad_enabled`` is the
-        caller's grad mode, in which it is off here."""
+        """See :class:`ds_usp.attention.passes.ForwardPass` for the shapes; ``sinks`` are those of
+        ``scores``, which autograd sees as an argument only; ``grad_enabled`` is the caller's grad
+        mode, in which it is off here."""
         save = grad_enabled and any(ctx.needs_input_grad)
         run = ForwardPass(plan, scores, (q, k, v), save=save)
         run.execute(plan.forward)
