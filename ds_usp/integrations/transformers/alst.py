@@ -501,6 +501,7 @@ class UlyssesSPDataLoaderAdapter:
 
     def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This rank's shard of one batch, with shifted labels."""
+        batch = dict(batch)  # of a group of one rank it is the loader's own
         if "input_ids" not in batch:
             raise DataError(f"a batch needs input_ids; it has {', '.join(batch)}")
         seq_len = batch["input_ids"].shape[1]
