@@ -105,8 +105,10 @@ class ShmMailbox:
         return not any(memory[self._abort_flags : self._abort_flags + self.ranks])
 
     def read(self, seq: int, rank: int) -> bytes | None:
-        """A rank's record; None: not written yet, not completely, or overwritten. Does not wait, and
-        ignores abort flags."""
+        """A rank's record; None: not written yet, not completely, or overwritten.
+
+        Does not wait, and ignores abort flags.
+        """
         offset = self._offset(seq, rank)
         written, length, checksum = _HEADER.unpack_from(self._memory, offset)
         if written != seq or length > RECORD_BYTES:

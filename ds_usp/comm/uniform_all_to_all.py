@@ -199,8 +199,8 @@ def recvs_to_sequence(
 
 @lru_cache(maxsize=4096)
 def own_in_order(slices: TokenSlices, rank: int) -> OwnTokens:
-    """A rank's own tokens: of piece 0, the only one, runs ``start : stop`` in the ring rank's order,
-    and the first row of each in the rank's output."""
+    """A rank's own tokens: of piece 0, the only one, runs ``start : stop`` in the ring rank's
+    order, and the first row of each in the rank's output."""
     return OwnTokens(0, slices.by_rank[rank])
 
 

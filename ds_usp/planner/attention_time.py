@@ -145,8 +145,8 @@ def attention_s(
 def _closest_profiled_degrees(
     cluster: Cluster, ulysses: int, ring: int, launch_known: bool = False
 ) -> tuple[int, int] | None:
-    """Of the pairs (ulysses, ring) with profiled calls inside a node, the closest to these degrees by
-    the sum of ``|log(ratio)|``; (1, 1) only if it is asked for or there is no other.
+    """Of the pairs (ulysses, ring) with profiled calls inside a node, the closest to these degrees
+    by the sum of ``|log(ratio)|``; (1, 1) only if it is asked for or there is no other.
 
     Args:
         launch_known: pairs all of whose rows have host times.

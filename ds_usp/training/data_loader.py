@@ -327,8 +327,10 @@ class SequenceParallelDataLoader:
             name: layout.shard(x, dim=1, rank=self.mesh.rank).to(self._device)
             for name, x in batch.sharded.items()
         }
+        # Copied where it was read: the loader may hold on to its own. Shards are copies already.
+        reads = self.mesh.rank == 0
         whole = {
-            name: x.to(self._device) if isinstance(x, Tensor) else x
+            name: x.to(self._device, copy=reads) if isinstance(x, Tensor) else x
             for name, x in batch.whole.items()
         }
         if POSITIONS not in shards:

@@ -137,8 +137,8 @@ def p2p_ops(original: Callable[..., Any], **kwargs: Any) -> Any:
     """``_p2p_ops``: sends hold the memory of their tensors until they are complete.
 
     The interleaved schedule replaces ``output.data`` while the send is in flight. CUDA's allocator
-    reuses such memory in stream order only, the CPU's at once. The Work that ``isend`` returns holds
-    the detached alias. ``_batched_p2p_ops`` needs nothing: Megatron waits there before it returns.
+    reuses such memory in stream order only, the CPU's at once. The Work that ``isend`` returns
+    holds the detached alias. ``_batched_p2p_ops`` waits before it returns and needs nothing.
     """
     for name in ("tensor_send_prev", "tensor_send_next"):
         if kwargs[name] is not None:

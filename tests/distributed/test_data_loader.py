@@ -75,6 +75,20 @@ def test_every_rank_gets_its_shard_of_its_groups_batch(ulysses, ring, layout, po
             assert batch.loss_tokens == replicas * 2 * (tokens.shape[1] - 1)
 
 
+def changed_in_place(ctx: RankContext) -> tuple[Any, Any]:
+    kept = torch.ones(3)
+    batches = [{"input_ids": torch.arange(8)[None], "scales": kept}] * 2
+    seen = []
+    for batch in SequenceParallelDataLoader(batches, mesh_of(2, 2), whole=("scales",)):
+        seen.append(batch.others["scales"].tolist())
+        batch.others["scales"].zero_()
+    return seen, kept.tolist()
+
+
+def test_whole_tensors_are_not_the_loaders_own(pool):
+    assert pool.run(changed_in_place, WORLD) == [([[1.0] * 3] * 2, [1.0] * 3)] * WORLD
+
+
 def something() -> dict[str, Any]:
     """A batch with whatever loaders put into one."""
     draw = torch.Generator().manual_seed(0)

@@ -3,6 +3,7 @@
 import functools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hf_trainer_runs import restored_environment, tiny_model, weights_of
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_usp import TokenLayout
 from ds_usp.errors import DataError, USPError
 from ds_usp.integrations.transformers import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from ds_usp.training import prepare_deepspeed
@@ -170,6 +172,17 @@ def adapter_without_registration() -> None:
 def other_size() -> None:
     register()
     UlyssesSPAttentionHF.register_with_transformers("tiny", "sdpa", 4, 1)
+
+
+def test_a_loaders_batch_stays_as_it_is():
+    """A group of one rank sends nothing: its batches are the loader's own."""
+    adapter = object.__new__(UlyssesSPDataLoaderAdapter)
+    adapter.sp_rank = 0
+    adapter._registration = SimpleNamespace(layout=lambda n: TokenLayout("contiguous", n))  # type: ignore[assignment]
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    given = dict(batch)
+    assert adapter._shard(batch)["shift_labels"].tolist() == [[*range(1, 8), -100]]
+    assert batch.keys() == given.keys() and all(batch[name] is given[name] for name in given)
 
 
 def engine_with(stage: int, **zero: Any) -> Any:

@@ -63,6 +63,23 @@ def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_pa
         assert (tmp_path / log).read_text().startswith("Traceback (")
 
 
+BESIDE = """
+import multiprocessing, time
+from argparse import Namespace
+from usp_trainer import launch
+
+launch.select_device("cpu")
+other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+other.start()
+print(launch.spawn_ranks(lambda args: None, Namespace(device="cpu"), 2), other.is_alive())
+"""
+
+
+def test_other_children_of_the_process_go_on(tmp_path):
+    done = command(["-c", BESIDE], tmp_path)
+    assert done.stdout == "0 True\n", done.stderr
+
+
 PARENT_ENDS = """
 import os, signal, time
 from argparse import Namespace

@@ -454,6 +454,7 @@ class UlyssesSPDataLoaderAdapter:
         self.micro_batches.extend(self._shard(batch) for batch in batches)
 
     def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        batch = dict(batch)  # of a group of one rank it is the loader's own
         if "input_ids" not in batch:
             raise DataError(f"a batch needs input_ids; it has {', '.join(batch)}")
         seq_len = batch["input_ids"].shape[1]

@@ -104,7 +104,7 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
     SystemExit on SIGTERM, SIGHUP or SIGQUIT, with the exit code of a shell.
     """
     prepare_deepspeed()
-    previous = {}
+    previous, others = {}, multiprocessing.active_children()
     with tempfile.TemporaryDirectory(prefix="usp_ranks_") as folder:
         store = f"{folder}/store"
         try:
@@ -128,9 +128,11 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         finally:
+            # A signal may have come between a fork and the return of start_processes.
             for process in multiprocessing.active_children():
-                process.kill()
-                process.join()
+                if process not in others:
+                    process.kill()
+                    process.join()
             for number, handler in previous.items():
                 signal.signal(number, handler)
     return 0
