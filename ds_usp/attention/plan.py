@@ -507,8 +507,8 @@ def _staging_bytes(
     *,
     backward: bool,
 ) -> dict[str, int]:
-    """Bytes of one staging slot, by kind of exchange: the largest of a kind in either pass. The same
-    on every rank, as reserving is collective: all numbers of tokens are maxima over ranks.
+    """Bytes of one staging slot, by kind of exchange: the largest of a kind in either pass. The
+    same on every rank, as reserving is collective: all numbers of tokens are maxima over ranks.
 
     Args:
         q, v: before the head exchange: ``[B, tokens of this rank, H, D]``, ``[B, ..., G, E]``.
