@@ -210,8 +210,10 @@ def _prepare_data_loader(
     device_placement: bool | None = None,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
 ) -> DataLoader[Any]:
-    """``Accelerator.prepare_data_loader`` of accelerate 1.15, except that replicas are its
-    processes and that none dispatches batches to others, as one does by default of iterable data sets."""
+    """``Accelerator.prepare_data_loader`` of accelerate 1.15, except that replicas are its processes.
+
+    None dispatches batches to others either, as one does by default of iterable data sets.
+    """
     from accelerate.data_loader import prepare_data_loader
 
     if getattr(data_loader, "_is_accelerate_prepared", False):
