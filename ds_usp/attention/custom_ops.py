@@ -271,6 +271,8 @@ def attention_values(
 
 def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: OptionalTensor) -> OpCall:
     call: OpCall = attention_call(iter(values))
+    if sinks is None and slopes is None:
+        return call
     if sinks is not None:
         sinks = sinks.detach().requires_grad_(call.sinks_require_grad)
     scores = replace(call.options.scores, alibi_slopes=slopes, sinks=sinks)

@@ -52,13 +52,14 @@ class Signature(NamedTuple):
     @classmethod
     def of_text(cls, text: str) -> Signature:
         """Of a text with ``", "`` between its fields; commas in brackets separate none."""
-        fields, depth, start = [], 0, 0
-        for index, character in enumerate(text) if ", " in text else ():
-            depth += (character in "([{") - (character in ")]}")
-            if depth <= 0 and text.startswith(", ", index):
-                fields.append(text[start:index])
-                start = index + 2
-        return cls((*fields, text[start:]))
+        fields, depth = list[str](), 0
+        for piece in text.split(", "):  # by piece: texts of a forward pass's arguments are long
+            if depth > 0:
+                fields[-1] += f", {piece}"
+            else:
+                fields.append(piece)
+            depth += sum(map(piece.count, "([{")) - sum(map(piece.count, ")]}"))
+        return cls(tuple(fields))
 
     def __str__(self) -> str:
         return ", ".join(self.fields)
