@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -47,24 +47,22 @@ class _Pickler(pickle.Pickler):
         super().__init__(file)
         self.tensors: list[Tensor] = []
 
-    # Plain tensors are left out of the pickle, with their shapes and dtypes in their places, and
-    # are sent as their bytes.
+    # Plain tensors are left out of the pickle, with their numbers in their places, and are sent as
+    # their bytes: a pickle of a tensor names the device that it was on.
     def persistent_id(self, x: Any) -> Any:
-        if type(x) is not Tensor or x.layout is not torch.strided or x.is_complex():
-            return None
-        if x.requires_grad:
+        if type(x) is not Tensor or x.layout is not torch.strided:
             return None
         self.tensors.append(x)
-        return x.shape, x.dtype
+        return len(self.tensors) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, header: bytes, receive: Callable[[Any], Tensor]) -> None:
-        super().__init__(io.BytesIO(header))
-        self._receive = receive
+    def __init__(self, pickled: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
 
     def persistent_load(self, pid: Any) -> Tensor:
-        return self._receive(pid)
+        return self._tensors[pid]
 
 
 class BatchBroadcast:
@@ -89,7 +87,9 @@ class BatchBroadcast:
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(value)
-        return Message(value, file.getvalue(), pickler.tensors)
+        kinds = [(x.shape, x.dtype, x.requires_grad) for x in pickler.tensors]
+        tensors = [x.detach() for x in pickler.tensors]
+        return Message(value, pickle.dumps((kinds, file.getvalue())), tensors)
 
     def send(self, message: Message | None, source: int = 0) -> Any:
         """What rank ``source`` has packed, on every rank; ``message`` is None on the others.
@@ -105,20 +105,22 @@ class BatchBroadcast:
         else:
             header = byte_tensor(message.header, group)
         dist.broadcast(header, from_rank, group)
-        tensors = iter(() if message is None else message.tensors)
-
-        def receive(shape_and_dtype: tuple[torch.Size, torch.dtype]) -> Tensor:
-            shape, dtype = shape_and_dtype
+        kinds, pickled = pickle.loads(header.cpu().numpy().tobytes())
+        # All of them before the rest is unpickled, which may raise on one rank alone: the others
+        # would wait for it in the next broadcast.
+        received = []
+        for index, (shape, dtype, requires_grad) in enumerate(kinds):
             if message is None:
                 x = torch.empty(shape, dtype=dtype, device=device)
             else:
-                x = next(tensors).contiguous().to(device)
+                x = message.tensors[index].contiguous().to(device)
             if x.numel():  # as bytes: not every backend sends every type
-                dist.broadcast(x.view(-1).view(torch.uint8), from_rank, group)
+                real = torch.view_as_real(x) if x.is_complex() else x
+                dist.broadcast(real.view(-1).view(torch.uint8), from_rank, group)
             # A copy where it was read: the loader may hold on to its own.
-            return x if self._device is None else x.to(self._device, copy=message is not None)
-
-        return _Unpickler(header.cpu().numpy().tobytes(), receive).load()
+            x = x if self._device is None else x.to(self._device, copy=message is not None)
+            received.append(x.requires_grad_(requires_grad))
+        return _Unpickler(pickled, received).load()
 
     def next_of(self, batches: Iterator[Any] | None, source: int = 0) -> tuple[Any] | None:
         """The next batch of rank ``source``, in a tuple, on every rank; None at the end.

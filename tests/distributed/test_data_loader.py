@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import RankContext, logged_lines
 
 from ds_usp import ConfigError, DataError, LayoutError, MeshError, RankGrid, SequenceMesh
@@ -240,3 +241,31 @@ def test_meshes_of_different_sizes_are_refused(pool):
     for error in pool.errors(uneven, WORLD):
         assert isinstance(error, ConfigError)
         assert "hold 3 sequence meshes of 1 and 2 ranks" in str(error)
+
+
+def unpickled_but_on_rank_1():
+    if dist.get_rank() == 1:
+        raise ValueError("not here")
+    return Fussy()
+
+
+class Fussy:
+    def __reduce__(self):
+        return unpickled_but_on_rank_1, ()
+
+
+def sent_twice(ctx: RankContext) -> tuple[str, list[int]]:
+    broadcast, first = BatchBroadcast(ctx.group), ctx.rank == 0
+    seen = "received"
+    try:
+        broadcast.send(broadcast.pack((Fussy(), torch.ones(3))) if first else None)
+    except ValueError:
+        seen = "raised"
+    numbers = torch.arange(4.0).to(torch.complex64).requires_grad_()
+    number = broadcast.send(broadcast.pack(numbers) if first else None)
+    return seen, number.real.tolist() * number.requires_grad
+
+
+def test_a_batch_that_one_rank_cannot_unpickle_leaves_no_message_behind(pool):
+    others = ("received", [0, 1, 2, 3])
+    assert pool.run(sent_twice, 3) == [others, ("raised", others[1]), others]

@@ -260,6 +260,8 @@ def test_ranks_with_other_tokens_draw_other_masks(monkeypatch):
     parallel_state = pytest.importorskip("megatron.core.parallel_state")
     from megatron.core import tensor_parallel
 
+    from megatron_patches.megatron_lm import step as training_step
+
     seeds: list[int] = []
     monkeypatch.setattr(
         tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed, *_: seeds.append(seed)
@@ -272,7 +274,7 @@ def test_ranks_with_other_tokens_draw_other_masks(monkeypatch):
         args = SimpleNamespace(
             seed=1234, curr_iteration=step, te_rng_tracker=False, inference_rng_tracker=False
         )
-        step._seed(args)
+        training_step._seed(args)
     assert len(set(seeds)) == len(seeds) == 16
 
 

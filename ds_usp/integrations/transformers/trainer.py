@@ -210,7 +210,7 @@ def _prepare_data_loader(
     device_placement: bool | None = None,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
 ) -> DataLoader[Any]:
-    """``Accelerator.prepare_data_loader`` of accelerate 1.15, except that replicas are its processes.
+    """``Accelerator.prepare_data_loader`` of accelerate 1.15, but replicas are its processes.
 
     None dispatches batches to others either, as one does by default of iterable data sets.
     """
