@@ -72,7 +72,7 @@ class Checkout:
                     f"{name} is loaded already, from {', '.join(loaded)}, and not from {root}. "
                     f"Start {self.name} in a process of its own: python -m megatron_patches.run"
                 )
-        if str(root) not in sys.path:
+        if sys.path[:1] != [str(root)]:  # behind site-packages it would come second
             sys.path.insert(0, str(root))
 
     def _is_root(self, folder: Path) -> bool:

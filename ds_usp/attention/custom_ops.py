@@ -511,7 +511,12 @@ def _fresh_contiguous(
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    """Save q, k, v and the results without Ulysses, else the saved chunks; the call number last."""
+    """Save what :func:`attention_backward` takes as ``saved``: without Ulysses q, k, v, the output
+    and the log-sum-exp, else the chunks; the call number last.
+
+    Only the output ever has a gradient: ``usp_attention`` detaches the log-sum-exp, and the rest
+    never leaves the op. So gradients are not materialized: each chunk would get zeros of its size.
+    """
     q, k, v, sinks, slopes, *ctx.values = inputs
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     ctx.keys = k.shape[1], k.shape[2]

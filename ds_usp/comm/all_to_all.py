@@ -203,8 +203,7 @@ class HeadAllToAll:
         ]
 
     def _exchange(self, sends: Slices, recvs: Slices) -> tuple[dist.Work, torch.Tensor]:
-        """Post an all-to-all of any slices, as many for each rank; the work, and what is
-        received."""
+        """Post an all-to-all of any slices; the work, and what is received."""
         sent = [sum(x.numel() for x in slices) for slices in sends]
         received = [sum(x.numel() for x in slices) for slices in recvs]
         send_buffer = sends[0][0].new_empty(sum(sent))

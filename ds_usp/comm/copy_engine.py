@@ -389,13 +389,17 @@ class CopyEngine:
 
     def abort_waits(self) -> bool:
         """Set all of this rank's flags, so that its streams stop waiting: after an error, when no
-        peer will set them. What the streams then pull is garbage. Returns whether one was still
-        busy."""
+        peer will set them. What the streams then pull is garbage, and the flags are inconsistent,
+        which does no harm: every later call over the mesh raises.
+
+        Returns whether a stream was still busy: then it is to be called again, for streams clear a
+        flag that they waited for, and the next exchange in flight waits anew.
+        """
         streams = self._stream, self._current
         try:
             if all(stream is None or stream.query() for stream in streams):
                 return False
-        except RuntimeError:  # it is being captured, and cannot be queried
+        except RuntimeError:  # it is being captured and cannot be queried: taken as busy
             pass
         with torch.cuda.stream(self._abort_stream):
             self._flags.local.fill_(1)

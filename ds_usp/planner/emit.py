@@ -193,9 +193,7 @@ def _refuse_zero(config: ParallelConfig) -> None:
 
 def megatron_lm(work: Workload, config: ParallelConfig) -> str:
     """Flags of ``python -m megatron_patches.run`` for ``pretrain_gpt.py`` of Megatron-LM."""
-    flags = _megatron_lm("megatron-lm", work, config, {"ulysses-degree": config.ulysses})
-    # A dense mask of 128K tokens is 16 GiB a sequence; the causal rule needs none.
-    return _shell({**flags, "no-create-attention-mask-in-dataloader": True})
+    return _shell(_megatron_lm("megatron-lm", work, config, {"ulysses-degree": config.ulysses}))
 
 
 def megatron_core(work: Workload, config: ParallelConfig) -> str:
@@ -212,7 +210,8 @@ def megatron_core(work: Workload, config: ParallelConfig) -> str:
 def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees: Flags) -> Flags:
     """Megatron-LM's own flags, with ``degrees`` where a sequence has several ranks.
 
-    Megatron-LM fuses SwiGLU by default.
+    A plan's ``fused_activation`` needs no flag: Megatron-LM fuses SwiGLU by default, and a plan
+    without it counts more memory than the run takes.
 
     Raises:
         ConfigError: a plan or a model for which it has no flag.
@@ -253,6 +252,8 @@ def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees
         "position-embedding-type": rotary and "rope",
         "rotary-base": rotary and int(model.rope_theta),
         **_recompute_flags(config),
+        # A dense mask of 128K tokens is 16 GiB a sequence; the causal rule needs none.
+        "no-create-attention-mask-in-dataloader": True,
     }
 
 

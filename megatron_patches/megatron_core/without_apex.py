@@ -85,7 +85,8 @@ def router_gating_linear(
     bias: Tensor | None,
     router_dtype: torch.dtype,
 ) -> Tensor:
-    """``router_gating_linear``: torch's product in ``router_dtype``.
+    """``router_gating_linear``: torch's product in ``router_dtype``, where the module has no
+    ``te_general_gemm``: it tests the name, but the import that failed has left it undefined.
 
     Shapes:
         inp ``[..., hidden]``, weight ``[experts, hidden]``, the result ``[..., experts]``.

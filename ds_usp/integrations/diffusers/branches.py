@@ -148,8 +148,9 @@ _MADE: WeakKeyDictionary[SequenceMesh, dict[int, Branches]] = WeakKeyDictionary(
 
 
 def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
-    """The parts of a mesh, each a block of its ranks: half of the ring if that is even, else half
-    of the Ulysses axis. Collective at the first call for a mesh, as it creates groups."""
+    """The parts of a mesh, each a block of its ranks: of 1 / degree of the ring where the degree
+    divides it, else of the Ulysses axis. Collective at the first call for a mesh, as it creates
+    groups."""
     if degree == 1:
         return Branches(1, 0, mesh)
     ulysses, ring = degrees_of_branch(mesh, degree)
@@ -176,6 +177,9 @@ def degrees_of_branch(mesh: SequenceMesh, degree: int) -> tuple[int, int]:
 
 
 def _create(mesh: SequenceMesh, degree: int, ulysses: int, ring: int) -> Branches:
+    # Collective over the mesh: each rank creates the group of its part, then the one across parts.
+    # torch names groups that only their members create by how many the process has, so these
+    # numbers are aligned first. A part of one rank has no group; across parts there is always one.
     sp_group = mesh.sp_group
     if sp_group is None:
         raise ConfigError(f"cfg_degree={degree}: the mesh has no process group")
