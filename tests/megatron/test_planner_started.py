@@ -152,6 +152,7 @@ CONFIG = {
 # What Megatron-LM makes of its other flags, which this test does by hand.
 OTHERS = {
     "--hierarchical-context-parallel-sizes",
+    "--no-create-attention-mask-in-dataloader",
     "--swiglu",
     "--disable-bias-linear",
     "--group-query-attention",
