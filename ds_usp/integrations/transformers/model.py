@@ -21,9 +21,9 @@ from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.replicas import (
+    ModelComparison,
     Reduction,
     SumOfShards,
-    WeightsComparison,
     check_mesh,
     join_shards,
     same_on_all_ranks,
@@ -47,6 +47,10 @@ from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
+_SAME_BATCH = (
+    "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a Trainer, "
+    "replicate_batches(loader, mesh) for a data loader"
+)
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
 
@@ -115,9 +119,10 @@ def enable(
             f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
         )
     refusals.check_model(inner)
-    mesh.agree(f"enable {type(inner).__name__} with {options}")
+    compared = ModelComparison(mesh, model)
+    compared.begin(f"enable {type(inner).__name__}", f"with {options}")
     register()
-    return EnabledModel(model, inner, mesh, options)
+    return EnabledModel(model, inner, mesh, options, compared)
 
 
 def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | None:
@@ -149,13 +154,18 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     """
 
     def __init__(
-        self, model: nn.Module, inner: PreTrainedModel, mesh: SequenceMesh, options: Options
+        self,
+        model: nn.Module,
+        inner: PreTrainedModel,
+        mesh: SequenceMesh,
+        options: Options,
+        compared: ModelComparison,
     ) -> None:
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
-        self._weights = WeightsComparison(mesh.sp_group is not None)
+        self._compared = compared
         self._enabled = True
         self._running = RunningPass()
         head = refusals.find_head(inner) if options.loss_chunks else None
@@ -201,6 +211,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if not self._enabled:
             return
         self._enabled = False
+        self._compared.leave()
         self._inner.set_attn_implementation(self._previous)
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
@@ -226,9 +237,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         # are read as transformers reads them on one rank, labels are shifted before they are cut,
         # and loss tokens are counted of all. A shard tells none of these.
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        compared = dict(arguments)
-        with same_on_all_ranks(self.mesh, "a batch of", compared):
-            compared.update(self._weights.of(self.model))
+        model = self._compared
+        with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             refusals.check_arguments(arguments)
             batch = WholeArguments.read(arguments)
             self._check_positions(batch)
@@ -239,7 +249,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             batch.check_tokens(embeddings, targets, outputs)
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
-        self._weights.end()
         self._forward_passes += 1
         options = self._options
         call = AttentionOptions(
