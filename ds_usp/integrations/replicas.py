@@ -287,8 +287,8 @@ _NO_SETTINGS = frozenset(
         *("cache", "checkpointing", "architectures", "features"),
     }
 )
-# Lists and mappings of modules that change after they were made: PEFT's.
-_OF_ADAPTERS = frozenset({"scaling", "merged_adapters", "_active_adapter"})
+# What PEFT changes in its layers. Lists and mappings of other modules are read once.
+_OF_ADAPTERS = frozenset({"scaling", "merged_adapters", "_active_adapter", "_disable_adapters"})
 _TO_LOAD = (
     "Load checkpoints and adapters on every rank of the mesh, between the same two passes, or seed "
     "alike before the model is made. DistributedDataParallel and deepspeed.initialize broadcast "
@@ -543,7 +543,8 @@ class _Weight:
         """Evenly spaced elements, others in each turn; in the first up to the last one, where a
         table that was enlarged has its new ones. How a weight lies in memory makes no difference.
         """
-        first = self._first - turn * 0x9E3779B1 % self._spacing
+        shift = (turn * 0x9E3779B97F4A7C15 % 2**64 >> 32) % self._spacing
+        first = self._first - shift
         if self._is_contiguous:  # a view takes a microsecond
             return x.as_strided(*self._view, self._offset + first)
         indices = torch.arange(self._view[0][0]) * self._spacing + first

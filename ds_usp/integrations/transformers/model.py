@@ -48,8 +48,8 @@ from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
 _SAME_BATCH = (
-    "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a Trainer, "
-    "replicate_batches(loader, mesh) for a data loader"
+    "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a "
+    "Trainer, replicate_batches(loader, mesh) for a data loader"
 )
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
