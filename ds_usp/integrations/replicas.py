@@ -325,7 +325,7 @@ class ModelComparison:
         self._digest = ""  # of settings, and of the weights' shapes and dtypes
         self._addresses: list[int] = []
         self._versions: list[int] = []
-        self._seen: list[tuple[int, int, int]] = []  # in the last pass that no rank has refused
+        self._seen: tuple[list[int], ...] = ()  # marks in the last pass that no rank has refused
         self._changed: list[int] = []
         self._turn = self._false_alarms = 0
 
@@ -357,10 +357,7 @@ class ModelComparison:
     def of_pass(self, every_weight: bool = False) -> dict[str, Any]:
         """What the forward pass that begins compares of the model."""
         tensors = self._read()
-        self._changed = list(range(len(tensors)))
-        if len(self._seen) == len(tensors):
-            now = self._marks()
-            self._changed = [i for i in self._changed if now[i] != self._seen[i]]
+        self._changed = self._changed_since(self._seen)
         turns = 1 if every_weight or not self._turn else max(1, -(-len(tensors) // _IN_A_PASS))
         sampled = slice(self._turn % turns, None, turns)
         pairs = zip(self._weights[sampled], tensors[sampled], strict=True)
@@ -488,9 +485,26 @@ class ModelComparison:
             self._versions = [0 if x.is_inference() else x._version for x in whole]
         return whole
 
-    def _marks(self) -> list[tuple[int, int, int]]:
-        identities = [self._identities[weight.place] for weight in self._weights]
-        return list(zip(identities, self._addresses, self._versions, strict=True))
+    def _marks(self) -> tuple[list[int], ...]:
+        """Of each weight; other ones where a tensor was replaced, moved or written."""
+        return self._identities, self._addresses, self._versions
+
+    def _changed_since(self, before: tuple[list[int], ...]) -> list[int]:
+        marks, whole = self._marks(), range(len(self._weights))
+        if marks == before:
+            return []
+        if not before or any(len(x) != len(y) for x, y in zip(marks, before, strict=True)):
+            return list(whole)
+        places = [weight.place for weight in self._weights]
+        pairs = list(zip(marks, before, strict=True))
+        (ids, old_ids), (addresses, old_addresses), (versions, old_versions) = pairs
+        return [
+            i
+            for i in whole
+            if versions[i] != old_versions[i]
+            or addresses[i] != old_addresses[i]
+            or ids[places[i]] != old_ids[places[i]]
+        ]
 
     def _lay_out(self, configs: list[tuple[str, Any]]) -> None:
         named = dict(self._model.named_modules())

@@ -71,7 +71,8 @@ def enable(
             where exchanges are by NCCL.
         UnsupportedAttentionError: a class without a plan, an option of the configuration that
             treats tokens by their index, an IP-Adapter, a cache or an attention backend.
-        MeshError: on every rank, if their options differ; collective over the mesh.
+        MeshError: on every rank, if their options or configurations differ; collective over the
+            mesh.
     """
     check_mesh(mesh)
     named = type(model_or_pipeline).__name__

@@ -98,7 +98,8 @@ def enable(
             layers that an option does not fit.
         UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
         LayoutError: an unknown layout.
-        MeshError: on every rank, if their options differ; collective over the mesh.
+        MeshError: on every rank, if their options or configurations differ; collective over the
+            mesh.
     """
     refusals.check_version()
     check_mesh(mesh)
