@@ -232,7 +232,7 @@ class SequenceMesh:
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
-    checks: dict[str, Any] = field(default_factory=dict, repr=False)
+    checks: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -232,13 +232,14 @@ def same_on_all_ranks(
     values = ValuesComparison()
     try:
         yield values
+        if mesh.sp_group is None:
+            return
+        arguments, held = ArgumentsDigest(given), ArgumentsDigest(model.of_pass())
     except Exception as refused:
         error = refused
     if error is not None:
-        mesh.agree(what, error)  # which raises it; without a group too
-    if mesh.sp_group is None:
-        return
-    arguments, held = ArgumentsDigest(given), ArgumentsDigest(model.of_pass())
+        mesh.agree(what, error)
+        raise error
     known = not deferred or (arguments.is_known and held.is_known)
     model.agree(what, arguments.text(known), held.text(known), advice)
     if known:
@@ -458,7 +459,8 @@ class ModelComparison:
         configs = list(_configs("config", getattr(self._model, "config", None)))
         children = list(chain.from_iterable(map(dict.values, self._children_of)))
         keys = list(chain.from_iterable(self._tensors_of))
-        changed = (configs, children, keys) != (self._configs, self._children, self._keys)
+        same = [id(x) for _, x in configs] == [id(x) for _, x in self._configs]
+        changed = not same or (children, keys) != (self._children, self._keys)
         if changed or not self._attributes:
             self._lay_out(configs)
             changed = True
@@ -594,7 +596,7 @@ class _Settings:
         self._fixed, self._scalars, self._lists = {}, [], []
         for i, (path, config) in enumerate(configs):
             values = _attributes(config)
-            names = self._first_of_configs.setdefault(path, _names_of_settings(values))
+            names = self._first_of_configs.setdefault(path, _names_of_settings(values, none=True))
             lists = [name for name in names if _is_list(values.get(name))]
             self._add(i, path, names, lists)
         for i, (path, module) in enumerate(modules.items(), len(configs)):
@@ -603,9 +605,8 @@ class _Settings:
             names = self._first.setdefault(module, _names_of_settings(values))
             lists = [name for name in names if _is_list(values.get(name))]
             # Modules have many, which do not change, but for PEFT's.
-            self._fixed |= {
-                f"{path}.{x}": [_text(values[x])] for x in lists if x not in _OF_ADAPTERS
-            }
+            fixed = {x: [_text(values[x])] for x in lists if x not in _OF_ADAPTERS}
+            self._fixed |= {f"{path}.{x}".removeprefix("."): text for x, text in fixed.items()}
             names = [x for x in names if x in _OF_ADAPTERS or x not in lists]
             if names != ["training"]:
                 self._add(i, path, names, [x for x in names if x in _OF_ADAPTERS])
@@ -639,13 +640,13 @@ class _Settings:
         return {path: x for path, x in entries.items() if not f".{path}".endswith(last)}
 
 
-def _names_of_settings(values: Mapping[str, Any]) -> list[str]:
-    # What is None may be a tensor later, and is no setting of a module.
+def _names_of_settings(values: Mapping[str, Any], none: bool = False) -> list[str]:
+    # What is None in a module may be a tensor later.
     return sorted(
         name
         for name, value in values.items()
         if (not name.startswith("_") or name in _OF_ADAPTERS)
-        and value is not None
+        and (none or value is not None)
         and _NO_SETTINGS.isdisjoint(name.lower().split("_"))
         and _is_plain(value)
     )
@@ -685,7 +686,7 @@ def _text(value: Any) -> str:
 
 def _configs(path: str, config: Any) -> Iterator[tuple[str, Any]]:
     """A configuration, and those of its parts."""
-    if hasattr(config, "to_dict") or isinstance(config, Mapping):
+    if hasattr(config, "to_dict") or isinstance(config, dict):
         yield path, config
         for name, inner in _attributes(config).items():
             if hasattr(inner, "to_dict") and not name.startswith("_"):

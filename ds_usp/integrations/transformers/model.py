@@ -120,10 +120,8 @@ def enable(
             f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
         )
     refusals.check_model(inner)
-    compared = ModelComparison(mesh, model)
-    compared.begin(f"enable {type(inner).__name__}", f"with {options}")
     register()
-    return EnabledModel(model, inner, mesh, options, compared)
+    return EnabledModel(model, inner, mesh, options)
 
 
 def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | None:
@@ -155,18 +153,14 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        inner: PreTrainedModel,
-        mesh: SequenceMesh,
-        options: Options,
-        compared: ModelComparison,
+        self, model: nn.Module, inner: PreTrainedModel, mesh: SequenceMesh, options: Options
     ) -> None:
+        self._compared = ModelComparison(mesh, model)
+        self._compared.begin(f"enable {type(inner).__name__}", f"with {options}")
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
-        self._compared = compared
         self._enabled = True
         self._running = RunningPass()
         head = refusals.find_head(inner) if options.loss_chunks else None
