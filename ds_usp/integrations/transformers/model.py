@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from hashlib import blake2b
 from typing import Any
@@ -208,6 +208,23 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             self._head.remove()
         if self._loss is not None:
             self._inner.loss_function = self._loss.original
+
+    @contextmanager
+    def paused(self) -> Iterator[nn.Module]:
+        """The model as it was before :func:`enable`, in a ``with`` block between two steps.
+
+        Every rank runs it alone, on inputs of its own: to generate, above all. It may be wrapped by
+        DistributedDataParallel; engines that shard weights need the same calls on all ranks, as
+        ever.
+        """
+        was_enabled, forward_passes = self._enabled, self._forward_passes
+        self.disable()
+        try:
+            yield self.model
+        finally:
+            if was_enabled:
+                EnabledModel.__init__(self, self.model, self._inner, self.mesh, self._options)
+                self._forward_passes = forward_passes  # dropout goes on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnabledModel:
         copied = memo[id(self)] = object.__new__(EnabledModel)
