@@ -25,6 +25,7 @@ from ds_usp.attention.validation import (
     check_tensors,
     exchange_label,
     plan_local_attention,
+    returned_text,
 )
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
@@ -529,7 +530,14 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
 
 
 def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, ...]:
-    sinks, slopes, *saved = ctx.saved_tensors
+    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
+    consistency = MESH_REGISTRY.lookup(given["mesh"]).consistency
+    num_raised = consistency.num_raised
+    try:
+        sinks, slopes, *saved = ctx.saved_tensors
+    except Exception as error:
+        consistency.raise_everywhere(error, num_raised)
+        raise
     dq, dk, dv, *dsinks = attention_backward(grads[0], saved, sinks, slopes, *ctx.keys, *ctx.values)
     return dq, dk, dv, dsinks[0] if dsinks else None, None, *(None for _ in ctx.values)
 
@@ -571,11 +579,12 @@ def exchange(
         exchanges = check_on_all_ranks(mesh, check, tensors[0])
         number = torch.tensor(mesh.consistency.number, device="cpu")
         return [*_fresh_contiguous(exchanges.qkv.to_heads(tensors), tensors), number]
-    if call.backward and call_number is not None:
+    on_cpu = tensors[0].device.type == "cpu"
+    if not call.backward:  # the local attention is done
+        mesh.consistency.check_part(returned_text(tensors[0]), wait=on_cpu)
+    elif call_number is not None:
         label = exchange_label(not call.to_heads)
-        mesh.consistency.check_backward(
-            int(call_number), label, wait=tensors[0].device.type == "cpu"
-        )
+        mesh.consistency.check_backward(int(call_number), label, wait=on_cpu)
     _, exchanges = _plan_exchange(call, tensors)
     head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
     if call.to_heads:

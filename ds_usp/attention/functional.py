@@ -86,6 +86,8 @@ class UnifiedAttention(torch.autograd.Function):
         run.execute(plan.forward)
         out, lse, saved = run.out, run.lse, run.saved
         ctx.set_materialize_grads(False)  # the log-sum-exp never has one
+        if out._is_view():  # of a kernel's result. torch would refuse changes in place here only,
+            out = out.data  # and other ranks, whose result is merged, would wait in backward
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         if not save:
@@ -106,10 +108,17 @@ class UnifiedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-        refuse_second_derivative("attention", UnsupportedAttentionError)
         plan: AttentionPlan = ctx.plan
-        ctx.mesh.consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
-        sinks, *saved = ctx.saved_tensors
+        consistency = ctx.mesh.consistency
+        num_raised = consistency.num_raised
+        try:
+            refuse_second_derivative("attention", UnsupportedAttentionError)
+            # May recompute, which is compared, or raise: before this rank says that it is ready.
+            sinks, *saved = ctx.saved_tensors
+        except Exception as error:
+            consistency.raise_everywhere(error, num_raised)
+            raise
+        consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
         chunks = plan.unpack_saved(saved)
         if dout is None:  # the other ranks wait for this one's exchanges
             dout = saved[0].new_zeros(ctx.out_shape)

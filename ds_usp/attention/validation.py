@@ -23,6 +23,11 @@ def exchange_label(to_heads: bool) -> str:
     return " (q, k, v)" if to_heads else " (output)"
 
 
+def returned_text(out: torch.Tensor) -> str:
+    """What a local attention has returned, ``[b, s, h, e]``, as far as messages depend on it."""
+    return f"a local attention that returned head dim {out.shape[3]} of {out.dtype}"
+
+
 @dataclass(frozen=True)
 class ChunkExchanges:
     """The head exchanges (all-to-all) of one head chunk.

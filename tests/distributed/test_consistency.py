@@ -147,7 +147,7 @@ def test_any_order_that_all_ranks_share_is_right(pool, mode):
 def go_on_after_an_error(ctx: RankContext) -> tuple[str, str]:
     """What is said where ranks use two meshes over one group in another order, and by a backward
     pass after it, which all ranks run alike."""
-    meshes = [ds_usp.SequenceMesh.from_group(None, 2) for _ in range(2)]
+    meshes = [ds_usp.SequenceMesh.from_group(None, degree) for degree in (2, 4)]
     messages = []
     try:
         meshes[ctx.rank % 2].check()
