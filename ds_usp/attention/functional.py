@@ -159,6 +159,7 @@ if TYPE_CHECKING:
         tuning: Tuning
         scores: Scores
         kv_layout: TokenLayout | str | None
+        label: str
 
 
 @overload
@@ -198,6 +199,7 @@ def usp_attention(
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORE_MOD,
     kv_layout: TokenLayout | str | None = None,
+    label: str = "",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence whose tokens are sharded over the ranks of a mesh.
 
@@ -224,6 +226,9 @@ def usp_attention(
         scores: soft cap, ALiBi, sinks, the seed of dropout.
         kv_layout: where the tokens of k and v are, if they are another sequence than q's
             (cross-attention); each rank then holds its shard of both. The mask must be full.
+        label: compared on all ranks, as ``f"layer {i}, step {n}"``. Calls that are alike cannot be
+            told apart otherwise: a rank that leaves one out meets the others' in its next one.
+            Under ``torch.compile`` each label is compiled anew.
 
     Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
     are used. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph; with
@@ -240,7 +245,17 @@ def usp_attention(
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
     options = AttentionOptions(
-        mesh, layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, kv_layout
+        mesh,
+        layout,
+        mask,
+        softmax_scale,
+        dropout_p,
+        kernel,
+        return_lse,
+        tuning,
+        scores,
+        kv_layout,
+        label,
     )
     if torch.compiler.is_compiling():
         traced = traced_attention(q, k, v, options)

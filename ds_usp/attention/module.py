@@ -29,6 +29,7 @@ from ds_usp.attention.validation import (
     check_dims,
     check_layout_kind,
     check_tensors,
+    module_text,
     plan_local_attention,
     returned_text,
     token_layout,
@@ -204,6 +205,10 @@ class USPAttention(torch.nn.Module):
         self.local_attn = local_attention
         self._overrides = mask, softmax_scale, dropout_p
         self._framework = check_on_all_ranks(mesh, check)
+        # Modules are made on all ranks at once, so it is the same there. A tensor, which is no
+        # constant in a graph: layers share compiled code.
+        number = next(mesh.module_numbers)
+        self._number, self._text = torch.tensor(number, device="cpu"), module_text(number)
         if self._framework is not None:
             warn_not_called(local_attention, self._framework.attention, "with a ring")
         self.mesh = mesh
@@ -269,7 +274,9 @@ class USPAttention(torch.nn.Module):
         out: torch.Tensor | None = None
         if self._framework is None:
             layout = self._layout
-            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix)
+            exchange_fn = traced_exchange(
+                q, k, v, self.mesh, layout, named, prefix, self._number
+            )
             if exchange_fn is not None:
                 q, k, v = exchange_fn(True, q, k, v)
                 out, flat = self._attend_locally(q, k, v, dim == 1, None, arguments)
@@ -278,7 +285,9 @@ class USPAttention(torch.nn.Module):
         elif not arguments.args and not arguments.kwargs:
             attention, prefix = self._framework.attention, "\n".join((prefix, *NO_ARGUMENTS.fields))
             options = self._options(attention, q.device)
-            outs = traced_attention(q, k, v, options, named=named, prefix=prefix)
+            outs = traced_attention(
+                q, k, v, options, self._number, named=named, prefix=prefix
+            )
             if outs is not None:
                 out = outs[0].flatten(2) if attention.flat_output else outs[0]
         return out.transpose(0, 1) if dim and out is not None else out
@@ -380,7 +389,7 @@ class USPAttention(torch.nn.Module):
             text, call = plan_call(q, k, v, self._options(framework.attention, q.device))
             signature.append(text)
         attention = None if framework is None else framework.attention
-        return Signature.of(*signature), DropInPlan(
+        return Signature.of(*signature, self._text), DropInPlan(
             batch_second, layout, args, rotary, call, attention
         )
 
@@ -425,13 +434,19 @@ class USPAttention(torch.nn.Module):
         ``[b, s, h, e]``, and whether it has returned ``h * e`` as one dim."""
         if rotary is not None:
             q, k = apply_rotary((q, k), *rotary, token_dim=1)
-        heads = q.shape[2]
+        heads, want = q.shape[2], q.shape[:3]
         if batch_second:
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        out = self.local_attn(q, k, v, *arguments.args, **arguments.kwargs)
-        flat = out.ndim == 3
-        out = out.unflatten(2, (heads, -1)) if flat else out
-        return out.transpose(0, 1) if batch_second else out, flat
+        returned = self.local_attn(q, k, v, *arguments.args, **arguments.kwargs)
+        flat = returned.ndim == 3
+        out = returned.unflatten(2, (heads, -1)) if flat else returned
+        out = out.transpose(0, 1) if batch_second and out.ndim == 4 else out
+        if out.ndim != 4 or out.shape[:3] != want:
+            raise ConfigError(
+                f"the local attention returned {list(returned.shape)} for queries "
+                f"{list(q.shape)}: it must keep their first three dims, or join the last two"
+            )
+        return out, flat
 
     def _ring(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -237,6 +237,7 @@ class SequenceMesh:
         plans: validated calls over this mesh, by their arguments.
         batch_layouts: the layout of the last batch of each length from a data loader; meshes over
             one process group share it.
+        module_numbers: of the modules that are made on the mesh, which their calls are named by.
         name: key in :data:`MESH_REGISTRY`, for compiled code. Meshes that ever have the same name
             have equal degrees, order and rank, so code compiled for one is right for the other.
     """
@@ -260,11 +261,14 @@ class SequenceMesh:
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
+    module_numbers: Iterator[int] = field(
+        default_factory=partial(count, 1), init=False, repr=False
+    )
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # torch keeps compiled graphs on disk: versions, of ops' results too, tell old ones apart.
-        text = f"{self}, {self.order}, ds_usp {__version__}, ops 4"
+        text = f"{self}, {self.order}, ds_usp {__version__}, ops 5"
         object.__setattr__(self, "name", MESH_REGISTRY.register(self, text))
 
     def __deepcopy__(self, _: dict[int, Any]) -> SequenceMesh:

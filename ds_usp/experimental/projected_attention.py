@@ -882,7 +882,7 @@ class USPSelfAttention(nn.Module):
                 warn_plain(reason, options.mesh)
             return plain()
         call = options._asdict()
-        for name in ("return_lse", "kv_layout"):
+        for name in ("return_lse", "kv_layout", "label"):
             del call[name]
         return projected_attention(x, self._projection(), rotary=rotary, plain=plain, **call)
 
