@@ -274,9 +274,7 @@ class USPAttention(torch.nn.Module):
         out: torch.Tensor | None = None
         if self._framework is None:
             layout = self._layout
-            exchange_fn = traced_exchange(
-                q, k, v, self.mesh, layout, named, prefix, self._number
-            )
+            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix, self._number)
             if exchange_fn is not None:
                 q, k, v = exchange_fn(True, q, k, v)
                 out, flat = self._attend_locally(q, k, v, dim == 1, None, arguments)
@@ -285,9 +283,7 @@ class USPAttention(torch.nn.Module):
         elif not arguments.args and not arguments.kwargs:
             attention, prefix = self._framework.attention, "\n".join((prefix, *NO_ARGUMENTS.fields))
             options = self._options(attention, q.device)
-            outs = traced_attention(
-                q, k, v, options, self._number, named=named, prefix=prefix
-            )
+            outs = traced_attention(q, k, v, options, self._number, named=named, prefix=prefix)
             if outs is not None:
                 out = outs[0].flatten(2) if attention.flat_output else outs[0]
         return out.transpose(0, 1) if dim and out is not None else out
@@ -325,9 +321,7 @@ class USPAttention(torch.nn.Module):
             consistency, arguments = self.mesh.consistency, arguments._replace(args=plan.args)
             num_raised = consistency.num_raised
             try:
-                out, flat = self._attend_locally(
-                    q, k, v, plan.batch_second, plan.rotary, arguments
-                )
+                out, flat = self._attend_locally(q, k, v, plan.batch_second, plan.rotary, arguments)
                 returned = returned_text(out)
             except Exception as error:
                 consistency.raise_everywhere(error, num_raised)

@@ -261,9 +261,7 @@ class SequenceMesh:
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
-    module_numbers: Iterator[int] = field(
-        default_factory=partial(count, 1), init=False, repr=False
-    )
+    module_numbers: Iterator[int] = field(default_factory=partial(count, 1), init=False, repr=False)
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

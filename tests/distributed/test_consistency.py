@@ -293,7 +293,10 @@ def test_a_local_attention_that_differs_on_one_rank_raises_everywhere(pool, kept
     """Between two exchanges, and all can continue."""
     texts = {
         "raises": ("OutOfMemoryError", MESSAGE),
-        "dims": ("ConfigError", "the local attention returned [16, 1, 8] for queries [1, 16, 1, 8]"),
+        "dims": (
+            "ConfigError",
+            "the local attention returned [16, 1, 8] for queries [1, 16, 1, 8]",
+        ),
         "dtype": ("MeshError", "torch.float32 on ranks 0, 2-3, torch.float64 on rank 1"),
         "head dim": ("MeshError", "8 on ranks 0, 2-3, 4 on rank 1"),
     }
