@@ -77,8 +77,9 @@ class AttentionOptions(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """All of it but mesh, label and the values of the scores' tensors and seed: calls with equal
-        keys and alike tensors share a plan. An argument of a wrong type may not be hashable."""
+        """All of it but mesh, label and the values of the scores' tensors and seed: calls with
+        equal keys and alike tensors share a plan. An argument of a wrong type may not be
+        hashable."""
         scores: object = self.scores
         if scores is not NO_SCORE_MOD and isinstance(scores, Scores):
             scores = scores.plan_key

@@ -50,7 +50,7 @@ def test_an_op_has_every_argument():
 @pytest.mark.parametrize(
     ("op", "tensors", "args"),
     [
-        ("attention", 5, ATTENTION_ARGS),
+        ("attention", 6, ATTENTION_ARGS),
         ("attention_backward", 6, ATTENTION_ARGS),
         ("exchange", 2, EXCHANGE_ARGS),
     ],
