@@ -39,6 +39,7 @@ from ds_usp.errors import MeshError
 _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
 _encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)
+_CALL = Kind.CALL  # an enum's lookup takes longer
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
 _GROUP_EXIT_TIMEOUT_S = 5.0  # and for the all-gathers of one group
 _THREAD_TIMEOUT_S, _THREAD_POLL_S = 10.0, 1e-3  # of a wait for another thread's call to end
@@ -161,10 +162,10 @@ class ConsistencyChecker:
         self._in_pass, self._aborted_passes, self._exchanges_at_abort = False, 0, 0
         self._failure: MeshError | None = None
         self.num_raised = 0
-        self._lock = threading.RLock()  # not Lock: a signal's handler may compare in a comparison
+        self._lock = threading.Lock()  # of the comparisons of other threads than the last one's
         self._thread, self._thread_name = 0, ""  # whose calls these are, by ident; 0: nobody's
         self._thread_field: tuple[str, ...] = ()
-        self._former_threads: dict[int, str] = {}  # that live; ident and name
+        self._former_threads: set[int] = set()
         self._transport: _Transport | None = mailbox
         if group is not None:
             if mailbox is None:
@@ -324,40 +325,25 @@ class ConsistencyChecker:
             if error is not None:
                 raise error
             return
-        with self._lock:
-            # A backward pass is of its call, whichever of autograd's threads runs it.
-            if kind is Kind.CALL:
-                if get_ident() != self._thread:
-                    error = self._take_thread() or error
-                if self._thread_field:
-                    signature = Signature.of(signature, *self._thread_field)
-            try:
-                self._compare_in_turn(
-                    self._transport, signature, kind, key, error, wait, max_pending
-                )
-            except Exception:
-                self.num_raised += 1
-                raise
-
-    def _compare_in_turn(
-        self,
-        transport: _Transport,
-        signature: Signature,
-        kind: Kind,
-        key: Signature | str,
-        error: Exception | None,
-        wait: bool,
-        max_pending: int,
-    ) -> None:
+        if kind is _CALL:  # a backward pass is of its call, whichever of autograd's threads runs it
+            if get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
+                self._compare_in_other_thread(signature, key, error, wait, max_pending)
+                return
+            if self._thread_field:
+                signature = Signature.of(signature, *self._thread_field)
         wait = wait or error is not None or key not in self._verified
-        if self._pending or self._failure is not None:
-            self.drain(0 if wait else max_pending)
-        record = self._record(signature, kind, deferred=not wait)
-        if not wait:
-            self.number += 1
-            self._pending.append((transport, transport.post(_encode(record))))
-            return
-        self._compare_and_wait(transport, record, error)
+        try:
+            if self._pending or self._failure is not None:
+                self.drain(0 if wait else max_pending)
+            record = self._record(signature, kind, deferred=not wait)
+            if not wait:
+                self.number += 1
+                self._pending.append((self._transport, self._transport.post(_encode(record))))
+                return
+            self._compare_and_wait(self._transport, record, error)
+        except Exception:
+            self.num_raised += 1
+            raise
         # Not if it failed: over a group the record may have met another mesh's, and ranks that
         # catch the error and continue would give equal calls different numbers.
         self.number += 1
@@ -405,32 +391,49 @@ class ConsistencyChecker:
     #     belong together. A thread that stands for the main threads of others takes their name.
     #   - Backward passes are compared by the number of their call, and what they recompute runs in
     #     autograd's threads, so these are left alone.
-    def _take_thread(self) -> MeshError | None:
-        """Give the mesh to this thread; the error if another one has it. Under the lock, so that no
-        other thread's comparison comes in between."""
-        if torch._C._current_graph_task_id() != -1:
-            return None
-        thread, owner, frames = threading.current_thread(), self._thread, sys._current_frames()
-        self._former_threads = {x: y for x, y in self._former_threads.items() if x in frames}
-        if owner in frames:
-            deadline = time.monotonic() + _THREAD_TIMEOUT_S
-            # Its exchanges first, or ranks would post them and this error in different orders.
-            in_call = waits = _is_in_call(frames[owner])
-            while waits and time.monotonic() < deadline:
-                time.sleep(_THREAD_POLL_S)
-                waits = _is_in_call(sys._current_frames().get(owner))
-            same_name = self._thread_name == thread.name != MAIN_THREAD
-            if in_call or same_name or thread.ident in self._former_threads:
-                return MeshError(
-                    f"thread {thread.name!r} calls on a mesh whose calls run in thread "
-                    f"{self._thread_name!r}, which has not ended. {ONE_THREAD}"
-                )
-            self._former_threads[owner] = self._thread_name
-        self._former_threads.pop(get_ident(), None)
-        self._thread, self._thread_name = get_ident(), thread.name
-        is_main = thread.name == MAIN_THREAD
-        self._thread_field = () if is_main else (f"{THREAD_FIELD}{thread.name!r}",)
-        return None
+    def _compare_in_other_thread(
+        self,
+        signature: Signature,
+        key: Signature | str,
+        error: Exception | None,
+        wait: bool,
+        max_pending: int,
+    ) -> None:
+        """Compare a call of another thread than the last one's, with an error if it may not."""
+        with self._lock:  # here the last one waits, too, if it calls again
+            thread, owner, name = threading.current_thread(), self._thread, self._thread_name
+            self._thread = get_ident()
+            refusal = None
+            if self._thread != owner:
+                frames = sys._current_frames()
+                self._former_threads &= frames.keys()
+                if owner in frames:
+                    in_call = self._wait_for_call_of(owner)
+                    same_name = name == thread.name != MAIN_THREAD
+                    if in_call or same_name or self._thread in self._former_threads:
+                        refusal = MeshError(
+                            f"thread {thread.name!r} calls on a mesh whose calls run in thread "
+                            f"{name!r}, which has not ended. {ONE_THREAD}"
+                        )
+            if refusal is None and self._thread != owner:
+                self._former_threads = (self._former_threads | {owner}) - {self._thread}
+                self._thread_name, is_main = thread.name, thread.name == MAIN_THREAD
+                self._thread_field = () if is_main else (f"{THREAD_FIELD}{thread.name!r}",)
+            try:
+                self._compare(signature, _CALL, key, refusal or error, wait, max_pending)
+            finally:
+                if refusal is not None:
+                    self._thread = owner
+
+    def _wait_for_call_of(self, thread: int) -> bool:
+        """Whether a thread is in a call; waits for the call's end. Its exchanges come first: ranks
+        would post them and the comparison that follows in different orders."""
+        deadline = time.monotonic() + _THREAD_TIMEOUT_S
+        in_call = False
+        while _is_in_call(sys._current_frames().get(thread)) and time.monotonic() < deadline:
+            in_call = True
+            time.sleep(_THREAD_POLL_S)
+        return in_call
 
     def _record(
         self, signature: Signature, kind: Kind = Kind.CALL, *, deferred: bool = False
@@ -472,11 +475,10 @@ class ConsistencyChecker:
 
 
 def _is_in_call(frame: FrameType | None) -> bool:
-    """Whether the thread of a frame runs code of ds_usp; not where it waits for its turn to
-    compare."""
+    """Whether the thread of a frame runs code of ds_usp; not where it waits for another thread."""
     inside = False
     while frame is not None:
-        if frame.f_code is ConsistencyChecker._compare.__code__:
+        if frame.f_code is ConsistencyChecker._compare_in_other_thread.__code__:
             return False
         inside = inside or frame.f_code.co_filename.startswith(_PACKAGE)
         frame = frame.f_back
