@@ -180,10 +180,11 @@ _BATCH_LAYOUTS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, TokenLayout
 # Note [one mesh for equal arguments]
 #
 # A mesh has communicators of its own, and torch keeps every group until the end of the program:
-# with gloo 15 file descriptors and 9 threads a mesh. Destroying them with the mesh is no way out.
-# torch names a group by how many there are, so that a later one would get a name that exists; and
-# with NCCL it is collective, while ranks collect garbage when each likes. So meshes live as long as
-# the group they were made over, and who asks again gets the one that is there.
+# with gloo 15 file descriptors and 9 threads a mesh. Destroying them with the mesh is no way out,
+# also of one that failed: torch names a group by how many there are, so that a later one would get
+# a name that exists; and with NCCL it is collective, while ranks collect garbage when each likes.
+# So meshes live as long as the group they were made over, and who asks again gets the one that is
+# there. It keeps staging memory of copy engines, which `release` frees.
 #
 # By the group; within it by the degree and order, or by what a group of all ranks was made for: a
 # grid of the world, the second axis of a DeviceMesh. Groups that were destroyed are forgotten.
@@ -314,9 +315,10 @@ class SequenceMesh:
         check_same(sp_group, f"ulysses_degree {ulysses}, {order}", refusal)
         meshes, key = _meshes_over(sp_group), (ulysses, order)
         made = meshes.get(key)
-        # A failure is not noticed by all ranks at once.
         usable = made is not None and not made.consistency.has_failed
-        if made is None or not all(map(any, all_gather_bytes(bytes([usable]), sp_group))):
+        # All ranks must take it: a failure is not noticed by all at once.
+        flags = all_gather_bytes(bytes([usable]), sp_group)
+        if made is None or flags.count(b"\1") < size:
             align_group_counters(sp_group)
             meshes[key] = made = cls._from_grid(sp_group, ulysses, size // ulysses, order)
         return made
