@@ -332,21 +332,20 @@ class ConsistencyChecker:
             if self._thread_field:
                 signature = Signature.of(signature, *self._thread_field)
         wait = wait or error is not None or key not in self._verified
-        try:
-            if self._pending or self._failure is not None:
-                self.drain(0 if wait else max_pending)
-            record = self._record(signature, kind, deferred=not wait)
-            if not wait:
-                self.number += 1
-                self._pending.append((self._transport, self._transport.post(_encode(record))))
-                return
-            self._compare_and_wait(self._transport, record, error)
-        except Exception:
-            self.num_raised += 1
-            raise
+        self.num_raised += 1  # until it has not
+        if self._pending or self._failure is not None:
+            self.drain(0 if wait else max_pending)
+        record = self._record(signature, kind, deferred=not wait)
+        if not wait:
+            self.number += 1
+            self.num_raised -= 1
+            self._pending.append((self._transport, self._transport.post(_encode(record))))
+            return
+        self._compare_and_wait(self._transport, record, error)
         # Not if it failed: over a group the record may have met another mesh's, and ranks that
         # catch the error and continue would give equal calls different numbers.
         self.number += 1
+        self.num_raised -= 1
         if len(self._verified) >= _MAX_VERIFIED:  # at the same call on every rank
             self._verified.clear()
         self._verified.add(key)
