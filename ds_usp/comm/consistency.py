@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from threading import get_ident
 from types import FrameType
 from typing import Protocol
 
@@ -163,9 +162,11 @@ class ConsistencyChecker:
         self._failure: MeshError | None = None
         self.num_raised = 0
         self._lock = threading.Lock()  # of the comparisons of other threads than the last one's
-        self._thread, self._thread_name = 0, ""  # whose calls these are, by ident; 0: nobody's
-        self._thread_field: tuple[str, ...] = ()
-        self._former_threads: set[int] = set()
+        # Whose calls these are. By a token that only that thread has: idents are used again.
+        self._thread: weakref.ref[threading.Thread] | None = None
+        self._turn, self._thread_turn = _Turn(), object()
+        self._thread_name, self._thread_field = "", tuple[str, ...]()
+        self._former_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._transport: _Transport | None = mailbox
         if group is not None:
             if mailbox is None:
@@ -326,7 +327,8 @@ class ConsistencyChecker:
                 raise error
             return
         if kind is _CALL:  # a backward pass is of its call, whichever of autograd's threads runs it
-            if get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
+            is_other = self._turn.token is not self._thread_turn
+            if is_other and torch._C._current_graph_task_id() == -1:
                 self._compare_in_other_thread(signature, key, error, wait, max_pending)
                 return
             if self._thread_field:
@@ -400,39 +402,30 @@ class ConsistencyChecker:
     ) -> None:
         """Compare a call of another thread than the last one's, with an error if it may not."""
         with self._lock:  # here the last one waits, too, if it calls again
-            thread, owner, name = threading.current_thread(), self._thread, self._thread_name
-            self._thread = get_ident()
-            refusal = None
-            if self._thread != owner:
-                frames = sys._current_frames()
-                self._former_threads &= frames.keys()
-                if owner in frames:
-                    in_call = self._wait_for_call_of(owner)
-                    same_name = name == thread.name != MAIN_THREAD
-                    if in_call or same_name or self._thread in self._former_threads:
+            thread, turn, refusal = threading.current_thread(), self._thread_turn, None
+            owner = None if self._thread is None else self._thread()
+            if self._turn.token is not turn:
+                self._turn.token = self._thread_turn = object()
+                if owner is not None and _frame_of(owner) is not None:
+                    in_call = _wait_for_call_of(owner)
+                    same_name = self._thread_name == thread.name != MAIN_THREAD
+                    if in_call or same_name or thread in self._former_threads:
                         refusal = MeshError(
                             f"thread {thread.name!r} calls on a mesh whose calls run in thread "
-                            f"{name!r}, which has not ended. {ONE_THREAD}"
+                            f"{self._thread_name!r}, which has not ended. {ONE_THREAD}"
                         )
-            if refusal is None and self._thread != owner:
-                self._former_threads = (self._former_threads | {owner}) - {self._thread}
-                self._thread_name, is_main = thread.name, thread.name == MAIN_THREAD
+                    else:
+                        self._former_threads.add(owner)
+            if refusal is None:
+                self._former_threads.discard(thread)
+                self._thread, self._thread_name = weakref.ref(thread), thread.name
+                is_main = thread.name == MAIN_THREAD
                 self._thread_field = () if is_main else (f"{THREAD_FIELD}{thread.name!r}",)
             try:
                 self._compare(signature, _CALL, key, refusal or error, wait, max_pending)
             finally:
                 if refusal is not None:
-                    self._thread = owner
-
-    def _wait_for_call_of(self, thread: int) -> bool:
-        """Whether a thread is in a call; waits for the call's end. Its exchanges come first: ranks
-        would post them and the comparison that follows in different orders."""
-        deadline = time.monotonic() + _THREAD_TIMEOUT_S
-        in_call = False
-        while _is_in_call(sys._current_frames().get(thread)) and time.monotonic() < deadline:
-            in_call = True
-            time.sleep(_THREAD_POLL_S)
-        return in_call
+                    self._thread_turn = turn
 
     def _record(
         self, signature: Signature, kind: Kind = Kind.CALL, *, deferred: bool = False
@@ -471,6 +464,28 @@ class ConsistencyChecker:
         """Every later call raises this error; streams that wait for other ranks are released."""
         self._failure = error
         self.on_failure()
+
+
+class _Turn(threading.local):
+    """Each thread's token of its turn on a mesh."""
+
+    token: object = None
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    """Where a thread is; None if it has ended, also one that Python has not started."""
+    return sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+
+
+def _wait_for_call_of(thread: threading.Thread) -> bool:
+    """Whether a thread is in a call; waits for the call's end. Its exchanges come first: ranks
+    would post them and the comparison that follows in different orders."""
+    deadline = time.monotonic() + _THREAD_TIMEOUT_S
+    in_call = False
+    while _is_in_call(_frame_of(thread)) and time.monotonic() < deadline:
+        in_call = True
+        time.sleep(_THREAD_POLL_S)
+    return in_call
 
 
 def _is_in_call(frame: FrameType | None) -> bool:
