@@ -139,6 +139,8 @@ def usp_attention_forward(
         seed = (usp.dropout_seed + layer) % 2**63 if dropout else None
         scores = Scores(softcap or None, None, s_aux, seed)
         call = usp.call._replace(mask=mask, softmax_scale=scaling, dropout_p=dropout, scores=scores)
+        if not torch.compiler.is_compiling():  # which would compile each layer anew
+            call = call._replace(label=f"{type(module).__name__} {layer}")
         out: Tensor = usp_attention(q, k, v, **call._asdict())
     return out, None
 
