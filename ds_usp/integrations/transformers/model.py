@@ -146,7 +146,7 @@ def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | Non
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, EnabledModel):
                 return owner
-    if inner.config._attn_implementation == IMPLEMENTATION:
+    if text_model(inner).config._attn_implementation == IMPLEMENTATION:
         raise ConfigError(
             f"the configuration of {type(inner).__name__} says attention {IMPLEMENTATION!r}, but "
             "the model was not enabled: give each model a configuration of its own "
@@ -385,9 +385,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
         shard = cast(Shard, self._running.shard)
         name = type(self._inner).__name__
-        if self._inner.config._attn_implementation != IMPLEMENTATION:
+        implementation = text_model(self._inner).config._attn_implementation
+        if implementation != IMPLEMENTATION:
             raise ConfigError(
-                f"attention of {name} was set to {self._inner.config._attn_implementation!r} after "
+                f"attention of {name} was set to {implementation!r} after "
                 "enable: disable() it first, or leave its attn_implementation"
             )
         if not shard.layers:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.memory import Options
-from ds_usp.integrations.transformers.text_model import has_towers, text_model, text_modules
+from ds_usp.integrations.transformers.text_model import text_model, text_modules
 from ds_usp.integrations.transformers.whole_arguments import BORDERS, TOKEN_DIM, holds_tensor
 from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
 from ds_usp.training.whole_batch import IGNORE_INDEX
@@ -158,9 +158,7 @@ def check_whole_head(model: PreTrainedModel, options: Options) -> None:
             "out, and let the engine average gradients over all ranks"
         )
     if options.logits == "shard":
-        raise ConfigError(
-            f"{name}, so outputs are of whole sequences: leave logits='shard' out"
-        )
+        raise ConfigError(f"{name}, so outputs are of whole sequences: leave logits='shard' out")
     if model.get_output_embeddings() is not None and options.logits != "whole":
         raise ConfigError(
             f"{name}. enable(..., logits='whole') computes head and loss of whole sequences on "
@@ -226,9 +224,7 @@ def positions_follow_padding(model: PreTrainedModel) -> bool:
 
 def others_than_tokens(arguments: Mapping[str, Any]) -> list[str]:
     """The names of arguments that hold tensors which are not known to have a value a token."""
-    return [
-        name for name, x in arguments.items() if name not in _KNOWN_TENSORS and holds_tensor(x)
-    ]
+    return [name for name, x in arguments.items() if name not in _KNOWN_TENSORS and holds_tensor(x)]
 
 
 def check_arguments(arguments: Mapping[str, Any], takes_others: bool) -> None:

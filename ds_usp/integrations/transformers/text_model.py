@@ -1,7 +1,7 @@
 """The text model inside of a model: the part whose tokens are sharded, and what runs whole beside it.
 
-Towers for images and sounds, projectors, draft models and heads other than the output embeddings
-are given whole inputs, or none: what ``enable`` changes of modules and configurations is changed in
+Towers for images and sounds, projectors, draft models and heads other than output embeddings are
+given whole inputs, or none: what ``enable`` changes of modules and configurations is changed in
 the text model only.
 """
 
