@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from cases import mesh_of
 from harness import RankContext
 from model_runs import (
@@ -19,10 +20,12 @@ from model_runs import (
     padded_batch,
     plain_batch,
     reference,
+    take_gradients,
     whole_model,
 )
 from tiny_models import build
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import ds_usp
 from ds_usp import DataError
@@ -114,6 +117,100 @@ def test_positions_that_follow_padding_are_exact_or_refused(pool):
     for error, refusal in pool.run(padded_opt, WORLD):
         assert error < BOUND
         assert "counts positions from the first real token" in refusal
+
+
+# ------------------------------------------------------------------ heads and losses of whole rows
+
+
+def no_sum(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """A loss of one's own: no sum over tokens, and of labels that it shifts itself."""
+    each = cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return each.mean(1).square().sum()
+
+
+def with_a_loss_of_its_own() -> Any:
+    model = build("llama")
+    model.loss_function = no_sum
+    return model
+
+
+def headed(name: str, model_type: str = "llama") -> Callable[[], Any]:
+    def make() -> Any:
+        base = build(model_type)
+        torch.manual_seed(3)
+        base.config.num_labels, base.config.pad_token_id = 3, 0
+        cls = getattr(transformers, type(base.base_model).__name__.removesuffix("Model") + name)
+        model = cls._from_config(base.config, attn_implementation="eager")
+        model.base_model.load_state_dict(base.base_model.state_dict())
+        return model.train()
+
+    return make
+
+
+def rewards(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    """A loss of pairs, computed from what the model returns (TRL's RewardTrainer)."""
+    scores = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
+    loss = -torch.nn.functional.logsigmoid(scores[0, 0] - scores[1, 0])
+    loss.backward()
+    return Result(loss.detach(), scores.detach())
+
+
+def labeled(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    out = model(**batch)
+    out.loss.backward()
+    logits = out.logits if "logits" in out else torch.stack([out.start_logits, out.end_logits], -1)
+    return Result(out.loss.detach(), logits.detach())
+
+
+def answers() -> dict[str, Tensor]:
+    ids = plain_batch()["input_ids"]
+    at = {"start_positions": torch.tensor([3, 30]), "end_positions": torch.tensor([7, 40])}
+    return {"input_ids": ids, **at}
+
+
+def of_rows(side: str | None = None) -> dict[str, Tensor]:
+    batch = plain_batch() if side is None else padded_batch(side)
+    ids = batch["input_ids"]
+    if side is not None:
+        ids[batch["attention_mask"] == 0] = 0
+    return batch | {"labels": torch.tensor([2, 1])}
+
+
+def of_tokens() -> dict[str, Tensor]:
+    batch = padded_batch("right")
+    return batch | {"labels": (batch["labels"] % 3).where(batch["labels"] >= 0, -100)}
+
+
+Run = Callable[[Any, Mapping[str, Tensor]], Result]
+WHOLE_HEADS: Mapping[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]], Run]] = {
+    "rows": (headed("ForSequenceClassification"), of_rows, labeled),
+    "rows padded": (headed("ForSequenceClassification"), lambda: of_rows("right"), labeled),
+    "rows padded left": (headed("ForSequenceClassification"), lambda: of_rows("left"), labeled),
+    "pairs": (headed("ForSequenceClassification"), lambda: of_rows("right"), rewards),
+    "tokens": (headed("ForTokenClassification"), of_tokens, labeled),
+    "tokens of bert": (headed("ForTokenClassification", "bert"), of_tokens, labeled),
+    "answers": (headed("ForQuestionAnswering"), answers, labeled),
+    "own loss": (with_a_loss_of_its_own, plain_batch, labeled),
+}
+
+
+def whole_heads(ctx: RankContext) -> Errors:
+    errors = {}
+    for name, (make, batch, run) in WHOLE_HEADS.items():
+        model = make()
+        want = run(model, batch())
+        want.gradients = take_gradients(model)
+        for ulysses in ULYSSES:
+            with enable(model, mesh_of(ulysses), logits="whole"):
+                have = run(model, batch())
+            have.gradients = mean_gradients(model)
+            errors[f"{name}, ulysses {ulysses}"] = have.error(want)
+    return errors
+
+
+def test_heads_and_losses_of_whole_rows_are_exact(pool):
+    for errors in pool.run(whole_heads, WORLD):
+        all_exact([errors], len(WHOLE_HEADS))
 
 
 # ------------------------------------------------------------------ scaled rotary embeddings

@@ -142,7 +142,8 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
 def needs_whole_head(model: PreTrainedModel) -> bool:
     """Whether head and loss are computed of whole sequences on every rank: a loss that is no sum
     over tokens, as those of heads for classification and rewards are, has no shares to sum."""
-    return has_head(model) and model.loss_function not in SUMS_OVER_TOKENS
+    takes_targets = {"labels", "start_positions"} & inspect.signature(model.forward).parameters.keys()
+    return bool(takes_targets) and model.loss_function not in SUMS_OVER_TOKENS
 
 
 def check_whole_head(model: PreTrainedModel, options: Options) -> None:

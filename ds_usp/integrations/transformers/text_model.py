@@ -1,4 +1,4 @@
-"""The text model inside of a model: the part whose tokens are sharded, and what runs whole beside it.
+"""The text model inside of a model: the part whose tokens are sharded, and what runs whole.
 
 Towers for images and sounds, projectors, draft models and heads other than output embeddings are
 given whole inputs, or none: what ``enable`` changes of modules and configurations is changed in
