@@ -139,6 +139,7 @@ def headed(name: str, model_type: str = "llama") -> Callable[[], Any]:
         base = build(model_type)
         torch.manual_seed(3)
         base.config.num_labels, base.config.pad_token_id = 3, 0
+        base.config.classifier_dropout = 0.0
         cls = getattr(transformers, type(base.base_model).__name__.removesuffix("Model") + name)
         model = cls._from_config(base.config, attn_implementation="eager")
         model.base_model.load_state_dict(base.base_model.state_dict())
@@ -159,6 +160,8 @@ def labeled(model: Any, batch: Mapping[str, Tensor]) -> Result:
     out = model(**batch)
     out.loss.backward()
     logits = out.logits if "logits" in out else torch.stack([out.start_logits, out.end_logits], -1)
+    if "attention_mask" in batch and logits.ndim == 3:  # what padding gives is nobody's
+        logits = logits * batch["attention_mask"][..., None]
     return Result(out.loss.detach(), logits.detach())
 
 

@@ -261,6 +261,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             self._check_positions(batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
+            if self._whole_head:
+                refusals.check_padding(self._inner, batch, arguments.get("labels"))
             embeddings = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
             if others and not self._whole_head:  # every rank embeds all tokens, and fails alike
                 embeddings = None

@@ -10,15 +10,22 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
-from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.memory import Options
 from ds_usp.integrations.transformers.text_model import text_model, text_modules
-from ds_usp.integrations.transformers.whole_arguments import BORDERS, TOKEN_DIM, holds_tensor
+from ds_usp.integrations.transformers.whole_arguments import (
+    BORDERS,
+    TOKEN_DIM,
+    WholeArguments,
+    holds_tensor,
+)
 from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
@@ -142,7 +149,9 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
 def needs_whole_head(model: PreTrainedModel) -> bool:
     """Whether head and loss are computed of whole sequences on every rank: a loss that is no sum
     over tokens, as those of heads for classification and rewards are, has no shares to sum."""
-    takes_targets = {"labels", "start_positions"} & inspect.signature(model.forward).parameters.keys()
+    takes_targets = {"labels", "start_positions"} & inspect.signature(
+        model.forward
+    ).parameters.keys()
     return bool(takes_targets) and model.loss_function not in SUMS_OVER_TOKENS
 
 
@@ -165,6 +174,41 @@ def check_whole_head(model: PreTrainedModel, options: Options) -> None:
             f"{name}. enable(..., logits='whole') computes head and loss of whole sequences on "
             "every rank, and its logits take tokens x vocabulary there; or keep the model's own "
             "loss, which is computed of shards"
+        )
+
+
+def check_padding(model: PreTrainedModel, batch: WholeArguments, labels: Any) -> None:
+    """DataError for padding that a head of whole rows would read: transformers' kernels differ in
+    what padding sees, so that its outputs are nobody's."""
+    mask = batch.arguments.get("attention_mask")
+    if mask is None or not batch.documents:
+        return
+    if isinstance(labels, Tensor) and tuple(labels.shape) == (batch.size, batch.seq_len):
+        batch.check_targets(labels)
+    name = type(model).__name__
+    if "start_positions" in inspect.signature(model.forward).parameters:
+        raise DataError(
+            f"{name} compares all tokens of a row, padding too: give rows without padding, as one "
+            "row in a batch, and leave attention_mask out"
+        )
+    if "SequenceClassification" not in name:
+        return
+    if batch.left_padded and not isinstance(model, GenericForSequenceClassification):
+        raise DataError(
+            f"{name} may score the first token of a row, and the batch is padded on the left: pad "
+            "on the right (tokenizer.padding_side='right')"
+        )
+    ids, pad = batch.arguments.get("input_ids"), model.config.get_text_config().pad_token_id
+    scored = torch.full((batch.size,), batch.seq_len - 1, device=mask.device)
+    if ids is not None and pad is not None:  # the last that is no padding, as the model chooses it
+        index = torch.arange(batch.seq_len, device=ids.device)
+        scored = (index * (ids != pad)).argmax(1).to(mask.device)
+    rows = (mask.gather(1, scored[:, None]) == 0).flatten().nonzero().flatten().tolist()
+    if rows:
+        raise DataError(
+            f"{name} scores the last token of a row that is not config.pad_token_id={pad}, and in "
+            f"rows {rows[:8]} that token is padding: set config.pad_token_id to the tokenizer's, "
+            "or pad on the left (tokenizer.padding_side='left')"
         )
 
 
