@@ -252,7 +252,7 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: blocks_of_images("gemma3", "llava"),
     ),
     "prefixes": (
-        "computes with its attention mask",
+        "masks by blocks",
         lambda: blocks_of_images("paligemma"),
         lambda: blocks_of_images("", "internvl"),
     ),

@@ -210,9 +210,9 @@ def features(model: Any, extra: Batch) -> list[Tensor]:
     return list(out.last_hidden_state if out.pooler_output is None else out.pooler_output)
 
 
-def batch_with_images(model: Any, extra: Batch) -> Batch:
+def batch_with_images(model: Any, extra: Batch, rows: Mapping[str, Tensor] | None = None) -> Batch:
     """Two rows of tokens, an image in each: not in the same place."""
-    batch: Batch = plain_batch()
+    batch: Batch = dict(rows or plain_batch())
     with torch.no_grad():
         counts = [len(x) for x in features(model, extra)]
     for row, count in enumerate(counts):
