@@ -202,7 +202,7 @@ def whole_rows(**options: Any) -> Any:
 
 def version(installed: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers, "__version__", installed)
+        patch.setattr(refusals.transformers, "__version__", installed)
         refusals.check_version()
 
 

@@ -171,8 +171,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._whole_head = refusals.needs_whole_head(inner)
+        self._trunk = text_model(inner)
         # Where shards begin in passes that need whole inputs before them, or whole outputs after.
-        self._text = text_model(inner) if self._whole_head or has_towers(inner) else inner
+        self._text = self._trunk if self._whole_head or has_towers(inner) else inner
         self._whole_batch: WholeArguments | None = None
         self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
@@ -389,7 +390,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
         shard = cast(Shard, self._running.shard)
         name = type(self._inner).__name__
-        implementation = text_model(self._inner).config._attn_implementation
+        implementation = self._trunk.config._attn_implementation
         if implementation != IMPLEMENTATION:
             raise ConfigError(
                 f"attention of {name} was set to {implementation!r} after "
