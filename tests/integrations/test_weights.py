@@ -268,7 +268,8 @@ def from_the_start(ctx: RankContext, known: bool) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    with enable(model, mesh_of(2)), patch.object(ArgumentsDigest, "is_known", known):
+    mesh = mesh_of(2)
+    with enable(model, mesh), patch.object(ArgumentsDigest, "is_known", known):
         for failing in (False, True, False):
             if failing:
                 handle = layer.register_forward_pre_hook(fail)
@@ -279,8 +280,9 @@ def from_the_start(ctx: RankContext, known: bool) -> None:
                 layer.weight[-1] += ctx.rank
             with pytest.raises(ds_usp.MeshError, match=r"to_q\.weight: .* on rank 0, .* on rank 1"):
                 model(**given)
-            with torch.no_grad():
-                layer.weight.copy_(equal)
+            for x in (*model.parameters(), *model.buffers()):  # as the error advises
+                torch.distributed.broadcast(x.data, group=mesh.sp_group, group_src=0)
+            assert torch.equal(layer.weight, equal)
         model(**given)
 
 
