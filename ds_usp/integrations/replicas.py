@@ -257,11 +257,11 @@ def same_on_all_ranks(
 #
 # Each rank computes its tokens with its own copy of the model, so a copy that differs gives every
 # rank the same wrong loss or picture: a checkpoint, adapter, scale or average that one rank alone
-# has loaded, or a configuration file of another version. So each forward pass compares, besides its
-# arguments,
+# has loaded, or a configuration file of another version. So `enable` compares configurations, and
+# each forward pass, besides its arguments,
 #
-# - settings: the configuration, and of each module its class and its plain attributes (eps, p,
-#   scaling, active and merged adapters, train or eval mode), with shapes and dtypes of the weights;
+# - settings: of each module its class and its plain attributes (eps, p, scaling, active and merged
+#   adapters, train or eval mode), with shapes and dtypes of the weights;
 # - which weights have changed since the pass before, by identity, address and version, with all of
 #   their elements if those are few: a change in place on one rank shows, however small it is;
 # - a few elements of each weight, others in each pass: `weight.data.mul_()` leaves no other trace.
@@ -285,7 +285,7 @@ _MANY = 64  # entries of a list or mapping that is no setting
 _NO_SETTINGS = frozenset(
     {
         *("rank", "device", "devices", "path", "dir", "file", "version", "warnings", "issued"),
-        *("cache", "checkpointing", "architectures", "features"),
+        *("cache", "checkpointing", "architectures", "dtype", "features"),
     }
 )
 # What PEFT changes in its layers. Lists and mappings of other modules are read once.
@@ -343,7 +343,7 @@ class ModelComparison:
         """
         if self._mesh.sp_group is None:
             return
-        self._read()
+        self._read(start=True)
         held = _digest(self._settings.entries(without="training"))
         self.agree(what, text, f"settings {held}", weights=False)
         models = self._mesh.checks.setdefault("models", _ModelsOfMesh())
@@ -411,7 +411,7 @@ class ModelComparison:
     def difference(self, weights: bool = True) -> MeshError | None:
         """The first setting or weight that differs; None if none does. Collective over the mesh:
         every rank comes to the same result."""
-        tensors = self._read()
+        tensors = self._read(start=not weights)
         held = {
             "settings": self._settings.entries(without="" if weights else "training"),
             "weights": self._elements(tensors) if weights else {},
@@ -451,12 +451,14 @@ class ModelComparison:
 
     # ------------------------------------------------------------------ what this rank holds
 
-    def _read(self) -> list[Tensor]:
+    def _read(self, start: bool = False) -> list[Tensor]:
         """Bring up to date what is noted of settings and weights. Those that this rank holds whole.
 
         It runs in each pass: about a microsecond a module and weight.
         """
-        configs = list(_configs("config", getattr(self._model, "config", None)))
+        # Configurations are read once. Modules compute with attributes of their own, and the rank
+        # that saves a model changes its configuration.
+        configs = list(_configs("config", getattr(self._model, "config", None))) if start else []
         children = list(chain.from_iterable(map(dict.values, self._children_of)))
         keys = list(chain.from_iterable(self._tensors_of))
         same = [id(x) for _, x in configs] == [id(x) for _, x in self._configs]
@@ -468,7 +470,7 @@ class ModelComparison:
             changed |= self._settings.read(self._attributes)
         except KeyError:  # an attribute was deleted
             self._settings, self._attributes = _Settings(), []
-            return self._read()
+            return self._read(start)
         tensors: list[Any] = list(chain.from_iterable(map(dict.values, self._tensors_of)))
         identities = list(map(id, tensors))
         whole = [tensors[weight.place] for weight in self._weights]
