@@ -13,7 +13,12 @@ from ds_usp.attention.passes import BackwardPass, ForwardPass
 from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.attention.validation import check_layout, exchange_label, token_layout
+from ds_usp.attention.validation import (
+    cast_by_autocast,
+    check_layout,
+    exchange_label,
+    token_layout,
+)
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
@@ -216,6 +221,9 @@ def usp_attention(
         kv_layout: where the tokens of k and v are, if they are another sequence than q's
             (cross-attention); each rank then holds its shard of both. The mask must be full.
 
+    Under autocast q, k and v are cast to its dtype, as by torch's ``scaled_dot_product_attention``:
+    all but fp64. Elsewhere they must have one dtype.
+
     Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
     are used. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph; with
     documents it breaks the graph.
@@ -233,6 +241,7 @@ def usp_attention(
     options = AttentionOptions(
         mesh, layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, kv_layout
     )
+    q, k, v = cast_by_autocast(q, k, v)
     if torch.compiler.is_compiling():
         traced = traced_attention(q, k, v, options)
         if traced is not None:
@@ -330,6 +339,8 @@ def usp_joint_attention(
     Raises:
         LayoutError: fewer joint tokens than ranks.
     """
+
+    q, k, v, joint_q, joint_k, joint_v = cast_by_autocast(q, k, v, joint_q, joint_k, joint_v)
 
     def check() -> tuple[Signature, JointLayout]:
         """Check the call on this rank; returns its signature, compared on all ranks, and the layout

@@ -25,6 +25,7 @@ from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
+    cast_by_autocast,
     check_default_layout,
     check_dims,
     check_layout_kind,
@@ -230,6 +231,10 @@ class USPAttention(torch.nn.Module):
             ``batch_dim_idx`` 0, or ``[s_local, b, ...]`` with 1 -> the same order of dims, 4-D or
             3-D (``h * d``) as the local attention returns.
 
+        Under autocast query, key and value are cast to its dtype, as by torch's attention, before
+        they are exchanged; not where they have one dtype and the local attention is called, which
+        is under autocast itself.
+
         Args:
             batch_dim_idx: dim of the batch; it may be left out where ``gather_idx`` was given. A
                 tensor here is an attention mask, as Megatron-DeepSpeed's path without flash
@@ -241,6 +246,10 @@ class USPAttention(torch.nn.Module):
                 the ring computes.
         """
         arguments = CallArguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
+        dtypes = {getattr(x, "dtype", None) for x in (query, key, value)}
+        if self._framework is not None or documents is not None or len(dtypes) > 1:
+            query, key, value = cast_by_autocast(query, key, value)
+        # Else the local attention is called, and does itself what it does under autocast.
         if torch.compiler.is_compiling():
             out = self._forward_traced(query, key, value, arguments)
             if out is not None:

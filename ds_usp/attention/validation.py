@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -94,6 +95,30 @@ def plan_local_attention(
     split = head_split(q.shape[2], k.shape[2], mesh)
     (traffic,) = plan_head_exchanges(split, mesh, layout, kv_layout)
     return signature, traffic
+
+
+# Note [autocast]
+#
+# Norms and rotary embeddings leave queries and keys in fp32 beside values in bf16. torch's own
+# attention takes part in autocast: it casts all of them, fp64 excepted. So does every door here,
+# before anything is checked, compared or sent: ranks exchange the cast tensors, and gradients
+# return through the casts, to each tensor in its own dtype. The kernels see autocast no more.
+
+
+def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors as torch's attention takes them: under autocast of their device, floating ones
+    but fp64 in its dtype. What is no tensor stays, to be refused."""
+    return tuple(_cast_by_autocast(x) for x in tensors)
+
+
+def _cast_by_autocast(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    casts = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
