@@ -246,10 +246,8 @@ class USPAttention(torch.nn.Module):
                 the ring computes.
         """
         arguments = CallArguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
-        dtypes = {getattr(x, "dtype", None) for x in (query, key, value)}
-        if self._framework is not None or documents is not None or len(dtypes) > 1:
-            query, key, value = cast_by_autocast(query, key, value)
-        # Else the local attention is called, and does itself what it does under autocast.
+        called = self._framework is None and documents is None
+        query, key, value = cast_by_autocast(query, key, value, only_mixed=called)
         if torch.compiler.is_compiling():
             out = self._forward_traced(query, key, value, arguments)
             if out is not None:

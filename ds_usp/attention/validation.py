@@ -105,20 +105,27 @@ def plan_local_attention(
 # return through the casts, to each tensor in its own dtype. The kernels see autocast no more.
 
 
-def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
+def cast_by_autocast(*tensors: Any, only_mixed: bool = False) -> tuple[Any, ...]:
     """The tensors as torch's attention takes them: under autocast of their device, floating ones
-    but fp64 in its dtype. What is no tensor stays, to be refused."""
+    but fp64 in its dtype.
+
+    Args:
+        only_mixed: those of one dtype stay as they are, for a local attention that is called.
+    """
+    if not torch._C._is_any_autocast_enabled():  # 0.1 us of each call
+        return tensors
+    if only_mixed and len({getattr(x, "dtype", None) for x in tensors}) == 1:
+        return tensors
     return tuple(_cast_by_autocast(x) for x in tensors)
 
 
 def _cast_by_autocast(x: Any) -> Any:
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, torch.Tensor) or not torch.amp.is_autocast_available(x.device.type):
+        return x  # to be refused
+    casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+    if not casts or x.dtype == torch.float64:
         return x
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return x
-    casts = x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(kind)) if casts else x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
