@@ -17,6 +17,7 @@ from ds_usp.attention.validation import (
     cast_by_autocast,
     check_layout,
     exchange_label,
+    same_ranks,
     token_layout,
 )
 from ds_usp.comm.all_to_all import HeadAllToAll
@@ -257,7 +258,8 @@ def _usp_attention(
     scores = options.scores if isinstance(options.scores, Scores) else NO_SCORE_MOD
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
     if current_run() is not None:  # under keep_attention
-        key = options._replace(scores=NO_SCORE_MOD), scores.static_values
+        of_call = {"mesh": same_ranks(options.mesh), "scores": scores.static_values}
+        key = options._asdict() | of_call
         outputs = compute_or_replay(partial(_attend, options), inputs, key)
     else:
         outputs = _attend(options, *inputs)

@@ -31,6 +31,7 @@ from ds_usp.attention.validation import (
     check_layout_kind,
     check_tensors,
     plan_local_attention,
+    same_ranks,
     token_layout,
 )
 from ds_usp.comm.call_record import Signature
@@ -40,7 +41,11 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec, normalize_documents
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.kernels.rotary import Rotary, apply_rotary
-from ds_usp.memory.saved_attention import check_only_inputs_require_grad, compute_or_replay
+from ds_usp.memory.saved_attention import (
+    check_only_inputs_require_grad,
+    compute_or_replay,
+    is_saving,
+)
 
 
 class CallArguments(NamedTuple):
@@ -297,11 +302,22 @@ class USPAttention(torch.nn.Module):
 
         extra = (*arguments.args, *arguments.kwargs.values(), arguments.batch_dim_idx)
         check_only_inputs_require_grad(self.local_attn, extra)
-        dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
-        comparable = dim, hashable_documents(arguments.documents)
+        comparable = self._computed(arguments) if is_saving() else None
         _wait_for_stream(self.sp_stream, query, key, value)
-        (out,) = compute_or_replay(compute, (query, key, value), (self, *comparable))
+        (out,) = compute_or_replay(compute, (query, key, value), comparable)
         return out
+
+    def _computed(self, arguments: CallArguments) -> dict[str, object]:
+        """What a call computes of its tensors: a module that is made anew does the same."""
+        dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
+        names = "_overrides", "_layout", "_names_layout", "_batch_dim_required"
+        own = {name: getattr(self, name) for name in (*names, "gather_idx", "kernel", "tuning")}
+        return own | {
+            "local_attn": self.local_attn,
+            "mesh": same_ranks(self.mesh),
+            "batch_dim_idx": dim,
+            "documents": hashable_documents(arguments.documents),
+        }
 
     def _run_checked(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments

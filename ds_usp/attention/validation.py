@@ -185,6 +185,11 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
 # for this.
 
 
+def same_ranks(mesh: SequenceMesh) -> tuple[object, ...]:
+    """What meshes over the same ranks have in common, if one is made anew."""
+    return getattr(mesh, "sp_group", None), getattr(mesh, "order", None), str(mesh)
+
+
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
     """LayoutError if the last batch of this length from a data loader has another layout."""
     batch = mesh.batch_layouts.get(layout.seq_len)
