@@ -238,10 +238,14 @@ def check_layout(
     return Signature((str(layout), layout.order), ((layout.kind, layout.seq_len),))
 
 
+# As a user writes them, in messages.
+MASKS = "MaskSpec.causal(), .full(), .window(left, right) or .prefix_lm(prefix)"
+
+
 def no_mask_error(mask: object) -> ConfigError:
     """For a mask that is no :class:`MaskSpec`; of a tensor with its shape only."""
     given = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
-    return ConfigError(f"mask={given} must be a MaskSpec: MaskSpec.causal(), .full(), .window()")
+    return ConfigError(f"mask={given} must be a MaskSpec: {MASKS}")
 
 
 def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
@@ -286,10 +290,15 @@ def check_kv(
                 "of another sequence a layout of their own (kv_layout=)"
             )
         if len(layouts[0].documents) > 2 and not mask.documents:
+            fix = f"Give them to the mask, {mask.call('borders')}"
+            if mask.prefix:
+                fix = (
+                    "A prefix is the whole sequence's: lay the tokens out as one document, "
+                    f"mesh.layout('zigzag', {layouts[0].seq_len})"
+                )
             raise ConfigError(
                 f"the tokens are laid out for documents, {layouts[0]}, and the mask {mask} has "
-                "none: tokens would attend across their borders. Give them to the mask, "
-                "MaskSpec.causal(documents=borders)"
+                f"none: tokens would attend across their borders. {fix}"
             )
         return Signature(("self-attention",))
     if not mask.is_full:

@@ -249,7 +249,19 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         lambda ctx: ds_usp.USPAttention(lambda q, k, v: q, ctx.group, 1, 2),
         "scatter_idx=1, gather_idx=2.* Transpose q, k, v",
     ),
-    "a mask in words": (lambda ctx: ring_around(ctx, mask="causal"), "must be a MaskSpec"),
+    "a mask in words": (
+        lambda ctx: ring_around(ctx, mask="causal"),
+        r"mask='causal' must be a MaskSpec: MaskSpec.causal\(\), .full\(\), "
+        r".window\(left, right\) or .prefix_lm\(prefix\)",
+    ),
+    "a ring around no causal attention": (
+        lambda ctx: ring_around(ctx, NotCausal(), mask=None, dropout_p=None),
+        r"for example mask=MaskSpec.full\(\) and dropout_p=0.0 ",
+    ),
+    "a ring around dropout": (
+        lambda ctx: ring_around(ctx, Dropping(), dropout_p=None),
+        r"for example dropout_p=0.1 \(",
+    ),
     "a mask tensor": (
         lambda ctx: function_on(ctx, mesh=mesh(ctx, ALL_ORDERS[0])["mesh"], mask=torch.ones(8, 8)),
         r"mask=a tensor \[8, 8\] must be a MaskSpec",
@@ -261,10 +273,19 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
     ),
     "a group as the mesh": (lambda ctx: ring_around(ctx, mesh=ctx.group), "must be a SequenceMesh"),
     "no mesh": (lambda ctx: function_on(ctx, mesh=None), "mesh=None must be a SequenceMesh"),
-    "documents only in the layout": (
-        lambda ctx: documents_for(ctx, MaskSpec.causal()),
-        "tokens would attend across their borders",
-    ),
+    **{
+        f"documents only in the layout, {mask}": (
+            lambda ctx, mask=mask: documents_for(ctx, mask),
+            f"tokens would attend across their borders.*{re.escape(advice)}$",
+        )
+        for mask, advice in (
+            (MaskSpec.causal(), "mask, MaskSpec.causal(documents=borders)"),
+            (MaskSpec.full(), "mask, MaskSpec.full(documents=borders)"),
+            (MaskSpec.window(3), "mask, MaskSpec.window(3, 0, documents=borders)"),
+            (MaskSpec(None, 2), "mask, MaskSpec.window(None, 2, documents=borders)"),
+            (MaskSpec.prefix_lm(3), f"as one document, mesh.layout('zigzag', {TOKENS})"),
+        )
+    },
     "uneven, function": (lambda ctx: named(ctx, last=9), f"^LayoutError: .*{UNEVEN}"),
     "uneven, joint": (
         lambda ctx: named(ctx, ds_usp.usp_joint_attention, last=9, joint=4),
