@@ -10,7 +10,13 @@ import torch
 
 from ds_usp.attention.custom_ops import graph_break, traced_attention
 from ds_usp.attention.passes import BackwardPass, ForwardPass
-from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
+from ds_usp.attention.plan import (
+    AttentionOptions,
+    AttentionPlan,
+    check_on_all_ranks,
+    explain_keywords,
+    plan_call,
+)
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import (
@@ -180,6 +186,7 @@ def usp_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@explain_keywords
 def usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -292,6 +299,7 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # are one sequence of a layout of their own (JointLayout); only the text's output is gathered.
 
 
+@explain_keywords
 @graph_break
 def usp_joint_attention(
     q: torch.Tensor,

@@ -94,13 +94,11 @@ def resolve_ring_attention(
     if detected is not None:
         return detected
     if mask is None or dropout_p is None:
-        # What its attributes contradict would be refused next.
+        # A causal mask would be refused next where an attribute contradicts it.
         causal = all(getattr(module, name, True) is not False for name in _CAUSAL)
-        examples = (
-            ("mask", mask, "MaskSpec.causal()" if causal else "MaskSpec.full()"),
-            ("dropout_p", dropout_p, max(_dropouts(module), default=0.0)),
-        )
-        missing = [f"{name}={example}" for name, value, example in examples if value is None]
+        kind = "causal" if causal else "full"
+        given = {f"mask=MaskSpec.{kind}()": mask, "dropout_p=0.0": dropout_p}
+        missing = [example for example, value in given.items() if value is None]
         raise UnsupportedAttentionError(
             f"with a ring the attention of {type(module).__name__} must be known, and it is no "
             "class whose attributes can be read. Give what it computes too, for example "
@@ -144,7 +142,7 @@ def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: fl
             "without calling it: they would have no effect and no gradient. Apply them outside of "
             "the local attention, or use ulysses_degree = sequence-parallel size (ring 1)"
         )
-    drops = _dropouts(module)
+    drops = {x.p for x in module.modules() if isinstance(x, torch.nn.Dropout)} - {0.0}
     if drops - {dropout_p}:
         raise ConfigError(
             f"dropout_p={dropout_p} was given, but {name} has a Dropout of {max(drops)}. Give "
@@ -157,12 +155,6 @@ def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: fl
                 f"mask={mask} was given, but {name} has {attribute}={causal}. Give the mask that "
                 "it computes, or change the local attention"
             )
-
-
-def _dropouts(module: object) -> set[float]:
-    """The probabilities above 0 of its Dropout modules."""
-    modules = module.modules() if isinstance(module, torch.nn.Module) else ()
-    return {x.p for x in modules if isinstance(x, torch.nn.Dropout)} - {0.0}
 
 
 def check_overrides(

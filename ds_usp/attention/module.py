@@ -21,7 +21,13 @@ from ds_usp.attention.local_attention import (
     detect_local_attention,
     resolve_ring_attention,
 )
-from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
+from ds_usp.attention.plan import (
+    AttentionOptions,
+    AttentionPlan,
+    check_on_all_ranks,
+    explain_keywords,
+    plan_call,
+)
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
@@ -161,6 +167,7 @@ class USPAttention(torch.nn.Module):
     Source: the interface is DeepSpeed's (deepspeed.sequence.layer, 0.19).
     """
 
+    @explain_keywords
     def __init__(
         self,
         local_attention: Callable[..., torch.Tensor],

@@ -120,7 +120,7 @@ def cast_by_autocast(*tensors: Any, only_mixed: bool = False) -> tuple[Any, ...]
 
 
 def _cast_by_autocast(x: Any) -> Any:
-    if not isinstance(x, torch.Tensor) or not torch.amp.is_autocast_available(x.device.type):
+    if not isinstance(x, torch.Tensor) or x.is_meta:
         return x  # to be refused
     casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
     if not casts or x.dtype == torch.float64:
@@ -290,7 +290,10 @@ def check_kv(
                 "of another sequence a layout of their own (kv_layout=)"
             )
         if len(layouts[0].documents) > 2 and not mask.documents:
-            fix = f"Give them to the mask, {mask.call('borders')}"
+            band = f"window({mask.left}, {mask.right}, "
+            if mask.left is None and mask.right in (0, None):
+                band = "causal(" if mask.right == 0 else "full("
+            fix = f"Give them to the mask, MaskSpec.{band}documents=borders)"
             if mask.prefix:
                 fix = (
                     "A prefix is the whole sequence's: lay the tokens out as one document, "

@@ -148,12 +148,6 @@ class MaskSpec:
             self.right is None or distance <= self.right
         )
 
-    def call(self, documents: str) -> str:
-        """How a user writes this band with documents: ``MaskSpec.window(3, 0, documents=...)``."""
-        if self.left is None and self.right in (0, None):
-            return f"MaskSpec.{'full' if self.right is None else 'causal'}(documents={documents})"
-        return f"MaskSpec.window({self.left}, {self.right}, documents={documents})"
-
     def __str__(self) -> str:
         text = f"window({self.left}, {self.right})"
         if self.left is None and self.right in (0, None):

@@ -250,7 +250,7 @@ class RotaryPositions(NamedTuple):
             parts = [x.narrow(token_dim, start, count) for x in tensors]
             rotate_in_place(parts, *table, token_dim, transposed=transposed, rounded=True)
 
-    def rotated(self, x: torch.Tensor, token_dim: int) -> torch.Tensor:
+    def _rotated(self, x: torch.Tensor, token_dim: int) -> torch.Tensor:
         """As by :meth:`rotate_in_place`, a new tensor, by operators that autograd knows."""
         # For graphs of torch.compile: they hold no function of autograd that works in place, and
         # need none, as a compiler fuses the table and the products.
@@ -303,8 +303,8 @@ def rotate_projected(
         )
     heads = qkv.shape[1] * kv_heads, qkv.shape[2] // (kv_heads * head_dim), head_dim
     if torch.compiler.is_compiling():
-        *turned, value = qkv.reshape(len(qkv), *heads).split([heads[1] - 1, 1], dim=2)
-        return torch.cat((rotary.rotated(*turned, 0), value), dim=2).view(qkv.shape)
+        turned, value = qkv.reshape(len(qkv), *heads).split([heads[1] - 1, 1], dim=2)
+        return torch.cat((rotary._rotated(turned, 0), value), dim=2).view(qkv.shape)
     qkv = qkv.clone() if qkv._is_view() else qkv  # autograd forbids to change some views
     out: torch.Tensor = RotationInPlace.apply(qkv, *rotary, 0, heads, False)
     return out
@@ -315,7 +315,7 @@ def rotated(x: torch.Tensor, rotary: RotaryPositions, token_dim: int) -> torch.T
     tensor."""
     rotary.check()
     if torch.compiler.is_compiling():
-        return rotary.rotated(x, token_dim)
+        return rotary._rotated(x, token_dim)
     copy = x.clone(memory_format=torch.contiguous_format)
     out: torch.Tensor = RotationInPlace.apply(copy, *rotary, token_dim, None, False)
     return out

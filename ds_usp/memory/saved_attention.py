@@ -50,7 +50,8 @@ def keep_attention(run: Callable[Params, Result]) -> Callable[Params, Result]:
     Raises:
         RecomputeError: later, in the backward pass: the second run calls attention otherwise than
             the first, an output was changed in place, or backward runs twice
-            (``retain_graph=True``).
+            (``retain_graph=True``). In the call: attention in a checkpoint inside, not reentrant,
+            that has no ``keep_attention`` of its own.
 
     Source: selective recomputation (Korthikanti et al., 2205.05198) turned around: attention is
     what is not recomputed.
@@ -206,7 +207,7 @@ def _parts(x: Any) -> dict[str, object]:
         return {str(key): value for key, value in x.items()}
     if isinstance(x, (tuple, list)):
         return dict(zip(getattr(x, "_fields", map(str, range(len(x)))), x, strict=True))
-    is_plain = type(x).__eq__ is object.__eq__ and not isinstance(x, type)
+    is_plain = not isinstance(x, type) and type(x).__eq__ is object.__eq__
     return {"class": type(x), **vars(x)} if is_plain and hasattr(x, "__dict__") else {}
 
 
@@ -482,7 +483,10 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 # Whose hooks for saved tensors mean that a function will run again.
-_CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
+_CHECKPOINTS = (
+    "torch.utils.checkpoint",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+)
 
 
 def _top_hooks() -> Any:

@@ -258,10 +258,6 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         lambda ctx: ring_around(ctx, NotCausal(), mask=None, dropout_p=None),
         r"for example mask=MaskSpec.full\(\) and dropout_p=0.0 ",
     ),
-    "a ring around dropout": (
-        lambda ctx: ring_around(ctx, Dropping(), dropout_p=None),
-        r"for example dropout_p=0.1 \(",
-    ),
     "a mask tensor": (
         lambda ctx: function_on(ctx, mesh=mesh(ctx, ALL_ORDERS[0])["mesh"], mask=torch.ones(8, 8)),
         r"mask=a tensor \[8, 8\] must be a MaskSpec",
@@ -287,6 +283,30 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         )
     },
     "uneven, function": (lambda ctx: named(ctx, last=9), f"^LayoutError: .*{UNEVEN}"),
+    "no mask": (
+        lambda ctx: ds_usp.usp_attention(*tensors(8, 0), mesh=mesh_of(2), layout="zigzag"),
+        r"^ConfigError: .*usp_attention needs mask=: who sees whom, MaskSpec.causal\(\), .full",
+    ),
+    "no mask, mesh or layout": (
+        lambda ctx: ds_usp.usp_joint_attention(*tensors(8, 4)),
+        "usp_joint_attention needs mesh=: the ranks, .*; layout=: .*; mask=: who sees whom",
+    ),
+    "a misspelt keyword": (
+        lambda ctx: named(ctx, layuot="zigzag"),
+        "^ConfigError: .*usp_attention has no argument 'layuot'; did you mean layout",
+    ),
+    "a misspelt keyword, joint": (
+        lambda ctx: named(ctx, ds_usp.usp_joint_attention, joint=4, joint_frnt=True),
+        "usp_joint_attention has no argument 'joint_frnt'; did you mean joint_front",
+    ),
+    "a misspelt keyword, drop-in": (
+        lambda ctx: USPAttention(Dense(), ulyses_degree=2),
+        "USPAttention has no argument 'ulyses_degree'; did you mean ulysses_degree",
+    ),
+    "a misspelt keyword on one rank": (
+        lambda ctx: named(ctx, **({"layuot": 1} if ctx.rank == 1 else {})),
+        "has no argument 'layuot'; did you mean layout",
+    ),
     "uneven, joint": (
         lambda ctx: named(ctx, ds_usp.usp_joint_attention, last=9, joint=4),
         f"^LayoutError: .*{UNEVEN}",

@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "padding that numbers documents": (
         {"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 2, 2, 0, 0]] * 2)},
-        "sample 0 has numbers other than 0 and 1.*by position_ids that start anew, or by cu_seqlens",
+        "sample 0 has numbers other than 0 and 1.*by position_ids that start anew, or by cu_seq",
     ),
     "borders that end elsewhere beside padding": (
         {
