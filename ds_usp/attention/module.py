@@ -258,8 +258,6 @@ class USPAttention(torch.nn.Module):
                 the ring computes.
         """
         arguments = CallArguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
-        called = self._framework is None and documents is None
-        query, key, value = cast_by_autocast(query, key, value, only_mixed=called)
         if torch.compiler.is_compiling():
             out = self._forward_traced(query, key, value, arguments)
             if out is not None:
@@ -270,6 +268,7 @@ class USPAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor | None:
         """:meth:`forward` in a graph; None if it cannot be there."""
+        query, key, value = self._cast(query, key, value, arguments)
         dim: Any = arguments.batch_dim_idx
         if dim is None and not self._batch_dim_required:
             dim = 1 - self.gather_idx
@@ -311,8 +310,15 @@ class USPAttention(torch.nn.Module):
         check_only_inputs_require_grad(self.local_attn, extra)
         comparable = self._computed(arguments) if is_saving() else None
         _wait_for_stream(self.sp_stream, query, key, value)
+        query, key, value = self._cast(query, key, value, arguments)
         (out,) = compute_or_replay(compute, (query, key, value), comparable)
         return out
+
+    def _cast(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: CallArguments
+    ) -> tuple[torch.Tensor, ...]:
+        called = self._framework is None and arguments.documents is None
+        return cast_by_autocast(q, k, v, only_mixed=called)
 
     def _computed(self, arguments: CallArguments) -> dict[str, object]:
         """What a call computes of its tensors: a module that is made anew does the same."""

@@ -24,6 +24,11 @@ def exchange_label(to_heads: bool) -> str:
     return " (q, k, v)" if to_heads else " (output)"
 
 
+def same_ranks(mesh: SequenceMesh) -> tuple[object, ...]:
+    """What meshes over the same ranks have in common, if one is made anew."""
+    return getattr(mesh, "sp_group", None), getattr(mesh, "order", None), str(mesh)
+
+
 @dataclass(frozen=True)
 class ChunkExchanges:
     """The head exchanges (all-to-all) of one head chunk.
@@ -183,11 +188,6 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
 # package shards by zigzag unless told otherwise; nothing in the tensors would show the difference,
 # and the result would be attention of permuted tokens. The loader leaves its layouts in the mesh
 # for this.
-
-
-def same_ranks(mesh: SequenceMesh) -> tuple[object, ...]:
-    """What meshes over the same ranks have in common, if one is made anew."""
-    return getattr(mesh, "sp_group", None), getattr(mesh, "order", None), str(mesh)
 
 
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ds_usp
+import ds_usp.attention.module as drop_in
 from ds_usp import MeshError, SequenceMesh
 from ds_usp.attention.custom_ops import (
     ATTENTION_ARGS,
@@ -275,3 +276,22 @@ def test_what_torch_refuses_under_autocast_is_refused():
             assert call(x, x, x).dtype == torch.float32
         with pytest.raises(ds_usp.ConfigError, match="must be tensors"):
             call(None, x, x)
+
+
+def test_tensors_of_another_stream_are_cast_after_it(monkeypatch):
+    waited = []
+    monkeypatch.setattr(drop_in, "_wait_for_stream", lambda _, *tensors: waited.extend(tensors))
+    x, seen = torch.randn(1, 8, 2, 8), []
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        seen.extend(qkv)
+        return qkv[2]
+
+    local = ds_usp.USPAttention(attend, mesh=SequenceMesh.single())
+    with torch.autocast("cpu", torch.bfloat16):
+        local(x, x, x.bfloat16(), 0)
+        assert [y.dtype for y in waited] == [torch.float32, torch.float32, torch.bfloat16]
+        assert [y.dtype for y in seen] == [torch.bfloat16] * 3
+        seen.clear()
+        local(x, x, x, 0)  # a local attention that is called is under autocast itself
+        assert [y.dtype for y in seen] == [torch.float32] * 3
