@@ -20,7 +20,6 @@ from ds_usp.attention.plan import (
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import (
-    cast_by_autocast,
     check_layout,
     exchange_label,
     same_ranks,
@@ -146,6 +145,37 @@ def head_exchange(
         exchange, to_heads, call_number, *tensors
     )
     return exchanged
+
+
+# Note [autocast]
+#
+# Norms and rotary embeddings leave queries and keys in fp32 beside values in bf16. torch's own
+# attention takes part in autocast: it casts all of them, fp64 excepted. So does every door here,
+# before anything is checked, compared or sent: ranks exchange the cast tensors, and gradients
+# return through the casts, to each tensor in its own dtype. The kernels see autocast no more.
+
+
+def cast_by_autocast(*tensors: Any, only_mixed: bool = False) -> tuple[Any, ...]:
+    """The tensors as torch's attention takes them: under autocast of their device, floating ones
+    but fp64 in its dtype.
+
+    Args:
+        only_mixed: those of one dtype stay as they are, for a local attention that is called.
+    """
+    if not torch._C._is_any_autocast_enabled():  # 0.1 us of each call
+        return tensors
+    if only_mixed and len({getattr(x, "dtype", None) for x in tensors}) == 1:
+        return tensors
+    return tuple(_cast_by_autocast(x) for x in tensors)
+
+
+def _cast_by_autocast(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or x.is_meta:
+        return x  # to be refused
+    casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+    if not casts or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 if TYPE_CHECKING:

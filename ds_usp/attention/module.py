@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.attention.custom_ops import graph_break, traced_attention, traced_exchange
-from ds_usp.attention.functional import UnifiedAttention, head_exchange
+from ds_usp.attention.functional import UnifiedAttention, cast_by_autocast, head_exchange
 from ds_usp.attention.local_attention import (
     NO_ARGUMENTS,
     FrameworkArguments,
@@ -31,7 +31,6 @@ from ds_usp.attention.plan import (
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
-    cast_by_autocast,
     check_default_layout,
     check_dims,
     check_layout_kind,
