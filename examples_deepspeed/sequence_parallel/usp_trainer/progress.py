@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import resource
-import shutil
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from ds_usp import ConfigError
 from ds_usp.planner import model_flop_per_token
 from ds_usp.training import this_cluster
 from usp_trainer.auto_args import planned_run
+from usp_trainer.run_files import not_written, replace_file
 from usp_trainer.validate_args import model_parallel_size
 
 METRICS = "metrics.jsonl"
@@ -199,9 +199,7 @@ class MetricsFile:
                 self.notes.append(f"the earlier {METRICS} is kept as {folder / EARLIER}")
             else:
                 self.rows = [row for row in self._read() if row["step"] <= resumed_at]
-        new = folder / f"{METRICS}.new"
-        new.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        os.replace(new, self._path)
+        replace_file(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = self._path.open("ab", buffering=0)
 
     def _read(self) -> list[dict[str, Any]]:
@@ -210,10 +208,11 @@ class MetricsFile:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-                complete = isinstance(row["step"], int)
-            except (ValueError, TypeError, LookupError):
-                complete = False
-            if complete:
+                losses = [row["loss"], row.get("valid_loss", 0.0)]  # what is read of it: the plot
+                whole = type(row["step"]) is int and {*map(type, losses)} == {float}
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                whole = False
+            if whole:
                 rows.append(row)
             else:
                 dropped.append(str(number))
@@ -234,11 +233,7 @@ class MetricsFile:
                 self._file.write(line[written:])
         except OSError as error:
             self._file.truncate(end)
-            free = shutil.disk_usage(self._path.parent).free
-            raise OSError(
-                f"{self._path}: {error.strerror} at step {row['step']} ({free / 2**20:,.0f} MiB "
-                "free there). Free space, then start again with --load"
-            ) from error
+            raise not_written(self._path, error, row["step"]) from error
 
     def close(self) -> None:
         self._file.close()
@@ -361,7 +356,7 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    replace_file(path, partial(figure.savefig, format="png"))
     pyplot.close(figure)
 
 
