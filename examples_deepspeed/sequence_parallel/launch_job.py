@@ -234,6 +234,9 @@ class Job:
     def create_files(self) -> None:
         for folder in (Path(self.log).parent, Path(self.config).parent, Path(self.checkpoint)):
             folder.mkdir(parents=True, exist_ok=True)
+        for path in (Path(self.config), Path(self.log)):
+            if path.is_symlink():  # left by another user of the folder, it may lead anywhere
+                path.unlink(missing_ok=True)
         if self.config_text():
             Path(self.config).write_text(self.config_text())
         with Path(self.log).open("a") as log:  # logs of earlier starts are kept

@@ -80,6 +80,31 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(tmp_path, capsys):
     ) in printed
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 3}',
+        '{"step": true}',
+        '{"step": true, "loss": 1.0}',
+        '{"step": 3.0, "loss": 1.0}',
+        '{"step": 3, "loss": "1"}',
+        '{"step": 3, "loss": null}',
+        '{"step": 3, "loss": 1.0, "valid_loss": []}',
+        "[3]",
+        '"step"',
+        "[" * 100_000,
+        "",
+        "\0",
+    ],
+)
+def test_a_line_that_no_run_wrote_is_dropped(line, tmp_path):
+    first = json.dumps(row(1))
+    (tmp_path / progress.METRICS).write_text(f"{first}\n{line}\n{json.dumps(row(2))}\n")
+    file = progress.MetricsFile(tmp_path, 5)
+    assert [r["step"] for r in file.rows] == [1, 2]
+    assert "dropped line 2 of 3, which cannot be read" in file.notes[0]
+
+
 def test_smoothing_is_centred():
     line = [float(i) for i in range(20)]
     assert progress.moving_average(line) == pytest.approx(line)

@@ -320,8 +320,8 @@ def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
         )
     elif metadata.get("checksum") != _metadata_checksum(metadata):
         raise CheckpointError(f"{folder / METADATA} was changed since it was saved")
-    parts = {"progress", "model", "cut", "data", "files", *(["sha256"] if version == FORMAT else [])}
-    wrong = sorted(part for part in parts if not isinstance(metadata.get(part), dict))
+    parts = ["model", "cut", "data", "files"] + (["sha256"] if version == FORMAT else [])
+    wrong = [part for part in parts if not isinstance(metadata.get(part), dict)]
     wrong += sorted({*PARALLEL_CONFIG} - {*metadata["cut"]}) if not wrong else []
     if wrong:
         raise CheckpointError(f"{folder / METADATA} has no {', '.join(wrong)}: copy it again")

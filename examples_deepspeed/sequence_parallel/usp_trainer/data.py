@@ -254,7 +254,9 @@ def _check_cached_indexes(folder: Path) -> None:
                 raise ValueError("it is a symbolic link")
             numpy.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{path} is no whole index: {error}. Remove it: it is made again") from error
+            raise DataError(
+                f"{path} is no whole index: {error}. Remove it: it is made again"
+            ) from error
 
 
 def _sizes(prefixes: Sequence[str]) -> list[int]:
@@ -278,7 +280,10 @@ def check_pair(prefix: str) -> None:
         header = file.read(_HEADER.size)
     magic, version, code, sequences, documents = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     if len(header) < _HEADER.size or (magic, version) != (_INDEX_HEADER, 1):
-        raise DataError(f"{path} has no header of an index of version 1: megatron-core cannot read it")
+        raise DataError(
+            f"megatron-core cannot read {path}, which does not begin as an index of version 1. "
+            f"{_AGAIN}"
+        )
     if code not in {kind.value for kind in DType}:
         raise DataError(f"{path}: unknown dtype {code} of token ids. {_AGAIN}")
     needed = _HEADER.size + 12 * sequences + 8 * documents

@@ -194,10 +194,10 @@ class MetricsFile:
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
         if self._path.is_file():
-            if resumed_at is None:
+            if resumed_at is None and not self._path.is_symlink():
                 os.replace(self._path, folder / EARLIER)
                 self.notes.append(f"the earlier {METRICS} is kept as {folder / EARLIER}")
-            else:
+            elif resumed_at is not None:
                 self.rows = [row for row in self._read() if row["step"] <= resumed_at]
         replace_file(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = self._path.open("ab", buffering=0)

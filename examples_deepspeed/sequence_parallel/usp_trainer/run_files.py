@@ -143,10 +143,10 @@ def not_written(path: Path, error: OSError, step: int | None = None) -> OSError:
     """The error of a write with the path, which the system leaves out, the free space and a fix."""
     free = shutil.disk_usage(path.parent).free
     when = "" if step is None else f" at step {step}"
-    fix = "raise the limit of file sizes (ulimit -f)" if error.errno == errno.EFBIG else "free space"
     return OSError(
-        f"{path}: {error.strerror or error}{when} ({free / 2**20:,.0f} MiB free there): {fix}, then "
-        "start again, with --load if a checkpoint was saved"
+        f"{path}: {error.strerror or error}{when} ({free / 2**20:,.0f} MiB free there). Free "
+        "space, or raise the limit of file sizes (ulimit -f), then start again, with --load if a "
+        "checkpoint was saved"
     )
 
 
