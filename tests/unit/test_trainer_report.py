@@ -105,12 +105,18 @@ def test_a_line_that_no_run_wrote_is_dropped(line, tmp_path):
     assert "dropped line 2 of 3, which cannot be read" in file.notes[0]
 
 
-def test_smoothing_is_centred():
-    line = [float(i) for i in range(20)]
-    assert progress.moving_average(line) == pytest.approx(line)
-    assert progress.moving_average([0.0, 3.0, 0.0], max_half_width=9) == pytest.approx(
-        [0.0, 1.0, 0.0]
-    )
+def test_the_smooth_curve_knows_nothing_of_later_steps(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    losses = [2.0] * 17
+    losses[12] = 20.0
+    assert progress.trailing_mean(losses[:3]) == [2.0] * 3
+    assert progress.trailing_mean(losses)[11:13] == [2.0, 4.0]
+    seen = []
+    monkeypatch.setattr(Axes, "legend", lambda axes, **_: seen.extend(axes.get_xticks()))
+    rows = [{"step": n, "loss": loss} for n, loss in enumerate(losses, 1)]
+    progress.plot_loss(rows, "title", tmp_path / "plot.png")
+    assert seen and all(tick == int(tick) for tick in seen), seen
 
 
 def test_validation_and_speed_are_on_the_line(monkeypatch):

@@ -33,6 +33,7 @@ from usp_trainer.validate_args import model_parallel_size
 METRICS = "metrics.jsonl"
 EARLIER = "metrics.jsonl.old"
 PLOT = "loss.png"
+STEPS_OF_CURVE = 9  # last steps whose mean loss is a point of the smooth curve
 STEPS_OF_MEAN = 20  # last steps whose mean time predicts that of the remaining ones
 FIRST_STEP_S = 10.0  # before the first line about where the first step is, and between two
 
@@ -345,11 +346,13 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
     steps, losses = [r["step"] for r in rows], [r["loss"] for r in rows]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes.plot(steps, losses, color="#9db8d9", linewidth=1.0, label="each step")
-    axes.plot(steps, moving_average(losses), color="#1f4e8c", linewidth=2.2, label="smoothed")
+    label = f"mean of the last {STEPS_OF_CURVE}"
+    axes.plot(steps, trailing_mean(losses), color="#1f4e8c", linewidth=2.2, label=label)
     validation = [(r["step"], r["valid_loss"]) for r in rows if "valid_loss" in r]
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", color="#d1495b", label="validation")
     axes.set_xlabel("optimizer step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("mean loss per token (nats)")
     axes.set_title(title, fontsize=10, loc="left")
     axes.grid(alpha=0.25)
@@ -360,11 +363,7 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
     pyplot.close(figure)
 
 
-def moving_average(values: Sequence[float], max_half_width: int = 4) -> list[float]:
-    """Centred, of up to ``max_half_width`` neighbours on each side."""
-    means = []
-    for i in range(len(values)):
-        half_width = min(max_half_width, i, len(values) - 1 - i)
-        window = values[i - half_width : i + half_width + 1]
-        means.append(sum(window) / len(window))
-    return means
+def trailing_mean(values: Sequence[float], count: int = STEPS_OF_CURVE) -> list[float]:
+    """Of each value and those before it, ``count`` at most: a spike shows at its step and after."""
+    windows = (values[max(0, end - count) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
