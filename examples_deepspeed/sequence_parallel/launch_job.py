@@ -238,8 +238,8 @@ class Job:
         others = sorted(Path(self.checkpoint).parent.glob(f"{name}/{self.latest}"))
         if others and not any(flag.partition("=")[0] == "--load" for flag in self.flags):
             print(
-                f"{self.checkpoint} is new and starts at step 1. The same run of other degrees has a "
-                f"checkpoint: continue it with --load {others[0].parent}"
+                f"{self.checkpoint} is new and starts at step 1. The same run of other degrees has "
+                f"a checkpoint: continue it with --load {others[0].parent}"
             )
         for path in (Path(self.config), Path(self.log)):
             if path.is_symlink():  # left by another user of the folder, it may lead anywhere

@@ -123,10 +123,13 @@ def test_a_damaged_metrics_file_is_repaired_and_what_is_done_is_said(saved, tmp_
     del facts["sha256"], facts["checksum"]
     metadata.write_text(json.dumps(facts | {"format": 1}))
     resume = f"{SP2} --load {folder}/save"
-    (error, printed), (no_error, done) = outcomes(
-        f"{resume} --train-iters 4 --save {folder}/save", f"{resume} --train-iters 4", folder=folder
+    first_run, *others = (f"{resume} --train-iters {steps}" for steps in (4, 4, 1))
+    (error, printed), (no_error, done), (_, beyond) = outcomes(
+        f"{first_run} --save {folder}/save", *others, folder=folder
     )[0]
     assert error is no_error is None
+    said = "the checkpoint is of step 4, beyond --train-iters 1: nothing is left to train. More"
+    assert said in beyond and "steps are done" not in beyond
     assert "metrics.jsonl: dropped line 3 of 3, which cannot be read" in printed
     assert f"resumed from step 2 of {folder}/save" in printed
     assert "was saved without checksums" in printed

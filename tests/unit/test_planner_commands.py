@@ -495,17 +495,18 @@ def test_an_explanation_beside_what_is_emitted(capsys):
     assert "% MFU" in explained.err and "because" in explained.err
 
 
+PLAN, OF_8B = "plan --model llama3-8b --seq-len 128K", "--model llama3-8b --seq-len 1M"
 HUGE = {
-    "plan --model llama3-8b --seq-len 128K --gpus 1000000000": "--gpus 1000000000 must be at most 13",
-    "plan --model llama3-8b --seq-len 4K --gpus 8 --global-batch 99999999": "must be at most 32,768",
+    f"{PLAN} --gpus 1000000000": "--gpus 1000000000 must be at most 131,072",
+    f"{PLAN} --gpus 8 --global-batch 999999999": "must be at most 32,768",
     "plan --model llama3-8b --seq-len 1T --gpus 8": "'1T' must be a whole number",
-    "plan --model llama3-8b --seq-len 9999999999999M --gpus 8": "must be at most 1,125,899,906,842",
+    "plan --model llama3-8b --seq-len 9999999999999M --gpus 8": "must be at most 1,125,899,",
     "max-length --model llama3-8b --gpus 131073": "--gpus 131073 must be at most 131,072",
-    "memory --model llama3-8b --seq-len 4K --dp 131072 --tp 8": "1,048,576 GPUs are more than the 13",
-    "comm --model llama3-8b --seq-len 1M --ring 1000000": "--ring 1000000 must be at most 131,072",
-    "comm --model llama3-8b --seq-len 1M --ring 8192": "are 8,192 ranks, and each has a row: at most",
-    "explain --heads 8 --seq-len 1M --ring-degree 1024": "more than the 512 steps that are simulated",
-    "explain --heads 8 --seq-len 1M --chunks 999999999": "more than the 512 steps that are simulated",
+    f"memory {OF_8B} --dp 131072 --tp 8": "1,048,576 GPUs are more than the 131,072",
+    f"comm {OF_8B} --ring 1000000": "--ring 1000000 must be at most 131,072",
+    f"comm {OF_8B} --ring 8192": "are 8,192 ranks, and each has a row: at most 4,096",
+    "explain --heads 8 --seq-len 1M --ring-degree 1024": "more than the 512 steps that are",
+    "explain --heads 8 --seq-len 1M --chunks 999999999": "more than the 512 steps that are",
 }
 
 
