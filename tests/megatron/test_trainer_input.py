@@ -178,6 +178,9 @@ def test_a_limit_of_file_sizes_is_named_with_the_file(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"/text-\w+.bin: Not a directory$"):
+        encode_text(tmp_path / "file" / "data", [b"some text"])
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path):

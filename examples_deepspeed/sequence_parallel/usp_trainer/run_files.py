@@ -140,13 +140,17 @@ def replace_file(path: Path, content: str | Callable[[Any], object]) -> None:
 
 
 def not_written(path: Path, error: OSError, step: int | None = None) -> OSError:
-    """The error of a write with the path, which the system leaves out, the free space and a fix."""
-    free = shutil.disk_usage(path.parent).free
+    """The error of a write with its path, which the system leaves out, and a fix where the disk is
+    full or files are limited; numpy's has no number."""
     when = "" if step is None else f" at step {step}"
+    text = f"{path}: {error.strerror or error}{when}"
+    if error.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return OSError(text)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
     return OSError(
-        f"{path}: {error.strerror or error}{when} ({free / 2**20:,.0f} MiB free there). Free "
-        "space, or raise the limit of file sizes (ulimit -f), then start again, with --load if a "
-        "checkpoint was saved"
+        f"{text} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB free there). Free space, or "
+        "raise the limit of file sizes (ulimit -f), then start again, with --load if a checkpoint "
+        "was saved"
     )
 
 
