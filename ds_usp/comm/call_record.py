@@ -23,6 +23,15 @@ _HEADER = struct.Struct("<BIQ?B")  # kind, aborted passes, exchanges, deferred, 
 _LAYOUT = struct.Struct("<BQ")  # number of its kind, tokens
 _SEPARATOR = "\x1f"  # of fields: ASCII's unit separator, which no field has
 _MAX_VALUES = 4  # shown of a field; 64 ranks may have 64
+MAIN_THREAD = "MainThread"  # as Python names it
+THREAD_FIELD = "thread "  # begins the field of a call in another thread
+ONE_THREAD = (
+    "The calls of a mesh run in one thread, as ranks would pair those of different threads: use an "
+    "executor of one worker, or give each thread a mesh over a group of its own, "
+    "SequenceMesh.from_group(dist.new_group(ranks), ...). It has one name on all ranks: set "
+    f"threading.current_thread().name before its first call, {MAIN_THREAD!r} where other ranks "
+    "call in their main thread"
+)
 _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
 
 
@@ -146,6 +155,8 @@ def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = 
             "\nAll ranks must run the backward passes of a mesh in one order, each as often as "
             "the others do: gradients would be wrong otherwise"
         )
+    if any(field.startswith(THREAD_FIELD) for row in differing for field in row):
+        message += f"\n{ONE_THREAD}"
     return MeshError(message, texts, layouts)
 
 
