@@ -239,7 +239,7 @@ class SequenceParallelDataLoader:
     * ``position_ids [b, seq_len]``, which start anew at 0 in every packed document; or
       ``cu_seqlens``: cumulative borders, for all samples or a list for each. Absent: one document.
     * ``attention_mask [b, seq_len]``: 0 where a sequence is padded, on the right. Padding becomes
-      a document of its own, without labels.
+      a document of its own, without labels, whatever positions and borders say of it.
     * any other tensor ``[b, seq_len, ...]`` is sharded too, other values are copied.
 
     All ranks end with the loader that ends first; batches that others have read by then are

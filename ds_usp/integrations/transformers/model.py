@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ds_usp.attention.plan import AttentionOptions
+from ds_usp.attention.plan import AttentionOptions, explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
@@ -63,6 +63,7 @@ from ds_usp.training.whole_batch import IGNORE_INDEX
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
 
+@explain_keywords
 def enable(
     model: nn.Module,
     mesh: SequenceMesh,
