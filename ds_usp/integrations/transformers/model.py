@@ -87,8 +87,8 @@ def enable(
 
     Args:
         model: a ``PreTrainedModel``, or a PEFT model around one. Of a model with towers for images
-            or sounds the text model is sharded, and nothing else is changed; a head whose loss is no
-            sum over tokens is computed of whole rows on every rank.
+            or sounds the text model is sharded, and nothing else is changed; a head whose loss is
+            no sum over tokens is computed of whole rows on every rank.
         layout: a kind of :class:`ds_usp.TokenLayout`. ``auto``: ``balanced`` for batches whose rows
             have the same packed documents, else ``zigzag``.
         kernel, tuning: as of :func:`ds_usp.usp_attention`.
