@@ -9,6 +9,7 @@ import diffusers
 from diffusers import DiffusionPipeline, ModelMixin
 from packaging.version import Version
 
+from ds_usp.attention.plan import explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
@@ -28,6 +29,7 @@ OLDEST, BEFORE = "0.42", "1"
 _OF_A_PIPELINE = ("transformer", "transformer_2")
 
 
+@explain_keywords
 def enable(
     model_or_pipeline: ModelMixin | DiffusionPipeline,
     mesh: SequenceMesh,

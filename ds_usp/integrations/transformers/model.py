@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ds_usp.attention.plan import AttentionOptions
+from ds_usp.attention.plan import AttentionOptions, explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
@@ -67,6 +67,7 @@ _SAME_BATCH = (
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
 
+@explain_keywords
 def enable(
     model: nn.Module,
     mesh: SequenceMesh,
@@ -90,8 +91,8 @@ def enable(
 
     Args:
         model: a ``PreTrainedModel``, or a PEFT model around one. Of a model with towers for images
-            or sounds the text model is sharded, and nothing else is changed; a head whose loss is no
-            sum over tokens is computed of whole rows on every rank.
+            or sounds the text model is sharded, and nothing else is changed; a head whose loss is
+            no sum over tokens is computed of whole rows on every rank.
         layout: a kind of :class:`ds_usp.TokenLayout`. ``auto``: ``balanced`` for batches whose rows
             have the same packed documents, else ``zigzag``.
         kernel, tuning: as of :func:`ds_usp.usp_attention`.
