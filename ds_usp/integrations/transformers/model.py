@@ -22,9 +22,9 @@ from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.replicas import (
+    ModelComparison,
     Reduction,
     SumOfShards,
-    WeightsComparison,
     check_mesh,
     join_shards,
     same_on_all_ranks,
@@ -60,6 +60,10 @@ from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
+_SAME_BATCH = (
+    "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a "
+    "Trainer, replicate_batches(loader, mesh) for a data loader"
+)
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
 
@@ -110,7 +114,8 @@ def enable(
             layers that an option does not fit.
         UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
         LayoutError: an unknown layout.
-        MeshError: on every rank, if their options differ; collective over the mesh.
+        MeshError: on every rank, if their options or configurations differ; collective over the
+            mesh.
     """
     refusals.check_version()
     check_mesh(mesh)
@@ -133,7 +138,6 @@ def enable(
     refusals.check_model(inner)
     if refusals.needs_whole_head(inner):
         refusals.check_whole_head(inner, options)
-    mesh.agree(f"enable {type(inner).__name__} with {options}")
     register()
     return EnabledModel(model, inner, mesh, options)
 
@@ -169,6 +173,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def __init__(
         self, model: nn.Module, inner: PreTrainedModel, mesh: SequenceMesh, options: Options
     ) -> None:
+        self._compared = ModelComparison(mesh, model)
+        self._compared.begin(f"enable {type(inner).__name__}", f"with {options}")
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._whole_head = refusals.needs_whole_head(inner)
@@ -178,7 +184,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._whole_batch: WholeArguments | None = None
         self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
-        self._weights = WeightsComparison(mesh.sp_group is not None)
         self._enabled = True
         self._running = RunningPass()
         head = refusals.find_head(inner) if options.loss_chunks else None
@@ -231,6 +236,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if not self._enabled:
             return
         self._enabled = False
+        self._compared.leave()
         self._attention.restore()
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
@@ -273,9 +279,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         # are read as transformers reads them on one rank, labels are shifted before they are cut,
         # and loss tokens are counted of all. A shard tells none of these.
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        compared = dict(arguments)
-        with same_on_all_ranks(self.mesh, "a batch of", compared):
-            compared.update(self._weights.of(self.model))
+        model = self._compared
+        with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             others = refusals.others_than_tokens(arguments)
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
             batch = self._read(arguments)
@@ -291,7 +296,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             batch.check_tokens(embeddings, targets, outputs)
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
-        self._weights.end()
         self._forward_passes += 1
         options = self._options
         call = AttentionOptions(
