@@ -6,33 +6,50 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind, Signature, mismatch_error
+from ds_usp.comm.call_record import (
+    LAST_TURN,
+    RECORD_BYTES,
+    CallRecord,
+    Kind,
+    Signature,
+    mismatch_error,
+)
 from ds_usp.comm.process_groups import all_gather_bytes, subgroup, transport_device
-from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, ShmMailbox, open_mailbox
+from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, MAX_LEFT, ShmMailbox, open_mailbox
+from ds_usp.comm.watchdog import Status, watchdog
 from ds_usp.errors import MeshError
 
 # Signatures may differ from step to step, by the seed of dropout or by documents.
 _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
 _encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)
+_WARN_AFTER_S = 60.0
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
 _GROUP_EXIT_TIMEOUT_S = 5.0  # and for the all-gathers of one group
 
 
 class _Transport(Protocol):
-    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`GroupTransport`."""
+    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`GroupTransport`.
+
+    Attributes:
+        posted: the number of this rank's last record.
+    """
+
+    posted: int
 
     def post(self, data: bytes) -> int:
         """Start the exchange of this rank's next record; its sequence number."""
@@ -47,22 +64,22 @@ class GroupTransport:
     """Records by asynchronous all-gathers over a process group of a CPU backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks, self._seq = group, group.size(), 0
+        self._group, self._ranks, self.posted = group, group.size(), 0
         self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
         # torch aborts a process that ends and leaves a collective behind. Not when the transport is
         # garbage collected, which may be in mid-training.
         atexit.register(_wait_for, self._works)
 
     def post(self, data: bytes) -> int:
-        self._seq += 1
+        self.posted += 1
         local = torch.frombuffer(bytearray(data.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
         received, out = [], []
         for _ in range(self._ranks):
             buffer = bytearray(RECORD_BYTES)
             received.append(buffer)
             out.append(torch.frombuffer(buffer, dtype=torch.uint8))
-        self._works[self._seq] = self._group.allgather([out], [local]), received
-        return self._seq
+        self._works[self.posted] = self._group.allgather([out], [local]), received
+        return self.posted
 
     def all_equal(self, seq: int) -> bool:
         return False
@@ -109,15 +126,27 @@ def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
 # The price: if ranks differ and one of them had started its call, streams wait for exchanges that
 # never come, and the mesh is unusable: it raises at every call on every rank. After any other
 # difference all ranks can continue.
+#
+# Note [a rank that leaves]
+#
+#   rank 0    call 6 | loss of pass 1: compare 7 ...... MeshError | pass 2: compare 8
+#   rank 1    call 6 | out of memory: declares as 7 that it left  | pass 2: read 7, compare 8
+#
+# A rank that an exception takes out of a forward pass declares at once, in the place of its next
+# comparison, that it has left, and does not wait. The others read that in theirs, and raise. The
+# rank reads their records of that number before it compares again, so all are in step. Its
+# watchdog declares the same where it is blocked in a collective that the others will not join.
+#
+# Ranks that left at different places may begin different passes next. So a record has its turn:
+# ended requests, forward passes begun. Where turns differ, the ranks behind raise, and those ahead
+# compare the same call again, until the others have come.
 class ConsistencyChecker:
     """Compares the ranks' signatures of each call and each backward pass, on the CPU.
 
     Args:
         group: the ranks, over a CPU backend; None is one process alone.
-        mailbox: shared memory of all of them, which is faster; None: all-gathers over the group.
-        name: of the mesh, the same on all ranks, where others compare over the same group.
-        exit_mailbox: shared memory for ranks without a mailbox, in which a process that ends writes
-            how many calls it made: a collective that nobody answers would abort it.
+        mailbox: shared memory of all of them, which is faster; None: all-gathers over the group, in
+            which nothing else may come between them.
 
     Attributes:
         number: comparisons so far, less failed ones; after :meth:`check_call`, that call's number.
@@ -130,20 +159,25 @@ class ConsistencyChecker:
         self,
         group: dist.ProcessGroup | None = None,
         mailbox: ShmMailbox | None = None,
-        name: str = "",
-        exit_mailbox: ShmMailbox | None = None,
     ) -> None:
-        self.group, self.mailbox, self._exit_mailbox = group, mailbox, exit_mailbox
+        self.group, self.mailbox = group, mailbox
         self.number = 0
-        self._name = (name,) if name else ()
+        self.thread = threading.get_ident()
         self._calls = self._passes = 0  # compared: forward calls, backward passes
         self._passes_since_call = 0
         self._verified: set[Signature | str] = set()  # signatures that were equal on all ranks
         self._pending: deque[tuple[_Transport, int]] = deque()
+        self._requests = self._forward_passes = 0  # this rank's turn
+        self._posting = threading.Lock()  # this rank's thread and the watchdog's
+        # Comparisons in whose place this rank has declared that it left, and why it must raise when
+        # it comes there; None: it has raised.
+        self._left: deque[tuple[int, str | None]] = deque()
+        self._all_know = False  # that this rank raises: its last comparison failed on all
         self.on_failure: Callable[[], object] = lambda: None
         self.num_exchanges: Callable[[], int] = lambda: 0
         self.refuse_backward: Callable[[], Exception | None] = lambda: None
         self._in_pass, self._aborted_passes, self._exchanges_at_abort = False, 0, 0
+        self.warn_at_s = _WARN_AFTER_S
         self._failure: MeshError | None = None
         self._transport: _Transport | None = mailbox
         if group is not None:
@@ -152,20 +186,22 @@ class ConsistencyChecker:
             at_exit = partial(_at_exit, weakref.ref(self), os.getpid())
             atexit.register(at_exit)
             weakref.finalize(self, atexit.unregister, at_exit).atexit = False
+            if mailbox is not None:
+                mailbox.while_waiting = partial(_while_waiting, weakref.ref(self))
+                watchdog().add(self)
 
     @classmethod
     def for_mesh(cls, group: dist.ProcessGroup, nodes: Sequence[bytes]) -> ConsistencyChecker:
         """The checker of a mesh's group, by its backends; ``nodes``: each rank's. Collective over
         it."""
+        # Nothing else may come between comparisons, of which several are in flight, and a rank that
+        # left must not answer them by another collective: a mailbox, or a group of its own.
         backends = {type(group._get_backend(device)) for device in group._device_types}
-        if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
-            # Other meshes may compare over the same group; their calls have the same numbers.
-            name = all_gather_bytes(os.urandom(2), group)[0].hex()
-            return cls(group, None, f"mesh {name}", open_mailbox(group, nodes))
-        # Several comparisons are in flight where tensors may be on GPUs, and nothing else may come
-        # between them: a mailbox, or a group of its own.
+        gloo = transport_device(group).type == "cpu" and len(backends) == 1  # which is for both
+        if gloo and (mailbox := open_mailbox(group, nodes)) is not None:
+            return cls(group, mailbox)
         control = subgroup(group, dist.get_process_group_ranks(group), backend="gloo")
-        return cls(control, open_mailbox(control, nodes))
+        return cls(control, None if gloo else open_mailbox(control, nodes))
 
     def check_call(
         self, signature: Signature | str, *, error: Exception | None = None, wait: bool = True
@@ -200,7 +236,7 @@ class ConsistencyChecker:
         Raises:
             MeshError: the ranks differ in this pass or in an earlier call; on every rank.
         """
-        signature = Signature((*self._name, f"backward pass of call {call}{part}"))
+        signature = Signature((f"backward pass of call {call}{part}",))
         # The call's number is new each time: verified is that passes were compared before.
         key = f"backward pass{part}"
         max_pending = min(self._passes_since_call, MAX_IN_FLIGHT - 1)
@@ -220,8 +256,81 @@ class ConsistencyChecker:
         Raises:
             MeshError: other numbers, or a rank is about to do something else; on every rank.
         """
-        signature = Signature((*self._name, "a check of the mesh", *self._counts()))
+        signature = Signature(("a check of the mesh", *self._counts()))
         self._compare(signature, Kind.CALL, signature, None, True, 0)
+
+    def begin_forward_pass(self) -> None:
+        """Of an enabled model: what is compared from here on belongs to it."""
+        self._forward_passes += 1
+
+    @contextlib.contextmanager
+    def forward_pass_of(self, name: str) -> Iterator[None]:
+        """A part of the forward pass that has begun; an error in it is declared to the others."""
+        try:
+            yield
+        except Exception as error:
+            self.leave_forward_pass(name, error)
+            raise
+
+    def leave_forward_pass(self, name: str, error: BaseException | None) -> None:
+        """:meth:`leave` the forward pass of a model that has begun."""
+        reason = f": {type(error).__name__}: {error}" if error is not None else ""
+        self.leave(f"it has left forward pass {self._forward_passes}, of {name}{reason}")
+
+    def end_request(self, text: str, error: Exception | None = None) -> None:
+        """Compare how a request ended, with an error or without; ranks that are still in it fail
+        what they do there.
+
+        Raises:
+            MeshError: another rank has an error, or has ended another request.
+            Exception: ``error`` itself, on the rank that passed it.
+        """
+        self._requests, self._forward_passes = self._requests + 1, 0
+        self.check_now(f"the end of {text}", error)
+
+    def leave(self, reason: str) -> None:
+        """Declare in the place of this rank's next comparison that it has left what the others do,
+        without waiting; nothing if they raise too, by the last comparison."""
+        if self._transport is None or self._failure is not None or self._all_know or self._left:
+            return
+        with self._posting:
+            record = self._record(Signature((reason,)), Kind.ERROR)
+            self._left.append((self._transport.post(record.encode()), None))
+
+    # What the watchdog needs (Watched).
+
+    @property
+    def name(self) -> str:
+        return "" if self.mailbox is None else self.mailbox.name
+
+    @property
+    def posted(self) -> int:
+        return 0 if self._transport is None else self._transport.posted
+
+    def waiting_ranks(self) -> list[int]:
+        mailbox = self.mailbox
+        if mailbox is None or self._failure is not None:
+            return []
+        seq = mailbox.posted + 1
+        return [rank for rank in range(mailbox.ranks) if mailbox.has_posted(seq, rank)]
+
+    def status(self, seq: int, rank: int) -> bytes:
+        return b"" if self.mailbox is None else self.mailbox.status(seq, rank)
+
+    def publish(self, seq: int, data: bytes) -> None:
+        if self.mailbox is not None:
+            self.mailbox.publish(seq, data)
+
+    def give_away(self, seq: int, reason: str) -> None:
+        with self._posting:
+            if self.mailbox is None or self.mailbox.posted + 1 != seq:
+                return
+            if len(self._left) == MAX_LEFT:  # the others go on and on without this rank
+                self.mailbox.abort()
+                return
+            # Who is ahead must not wait for this rank, which waits for it.
+            record = CallRecord(Signature((reason,)), Kind.ERROR, 0, 0, False, *LAST_TURN)
+            self._left.append((self.mailbox.post(record.encode()), reason))
 
     def begin_pass(self) -> None:
         """Exchanges by copy engines follow."""
@@ -252,12 +361,14 @@ class ConsistencyChecker:
         at most, and ignores ranks that do not answer."""
         if self.group is None or self._failure is not None:
             return ""
-        mailbox = self.mailbox or self._exit_mailbox
+        mailbox = self.mailbox
         try:
             difference = self._pending_difference(MAX_IN_FLIGHT - 1)
             if mailbox is not None and difference is None:
                 record = self._record(Signature(("the end of the process", *self._counts())))
-                self._pending.append((mailbox, mailbox.post(record.encode())))
+                record = record._replace(requests=LAST_TURN[0], forward_passes=LAST_TURN[1])
+                with self._posting:
+                    self._pending.append((mailbox, mailbox.post(record.encode())))
             return str(difference or self._pending_difference(0) or "")
         except (MeshError, RuntimeError):  # other ranks have ended, or continue
             return ""
@@ -288,12 +399,15 @@ class ConsistencyChecker:
                 raise error
             return
         wait = wait or error is not None or key not in self._verified
+        if kind is Kind.CALL:
+            self.thread = threading.get_ident()
         if self._pending or self._failure is not None:
-            self.drain(0 if wait else max_pending)
+            self.drain(0 if wait or self._left else max_pending)
         record = self._record(signature, kind, deferred=not wait)
         if not wait:
+            seq = self._post(self._transport, record)
             self.number += 1
-            self._pending.append((self._transport, self._transport.post(_encode(record))))
+            self._pending.append((self._transport, seq))
             return
         self._compare_and_wait(self._transport, record, error)
         # Not if it failed: over a group the record may have met another mesh's, and ranks that
@@ -306,29 +420,57 @@ class ConsistencyChecker:
     def _compare_and_wait(
         self, transport: _Transport, record: CallRecord, error: Exception | None
     ) -> None:
-        """Gather and compare all ranks' records of this call; blocks until each has posted one.
+        """Gather and compare all ranks' records of this call; blocks until each has posted one, and
+        where this rank is ahead, until the others have come.
 
         Raises:
             MeshError: records differ, a rank has ended, or one cannot be reached.
             Exception: ``error``, this rank's own, where it has one.
         """
-        try:
-            declared = record if error is None else _error_record(error)
-            data = transport.gather(transport.post(_encode(declared)))
-        except MeshError as unreachable:
-            self._fail(unreachable)
-            raise
-        except RuntimeError as lost:
-            if error is None and (ended := self._ended_ranks_error()):
-                raise ended from lost
-            raise
-        if error is None and data.count(data[0]) == len(data):
-            return
-        try:
-            _raise_on_mismatch(data, error)
-        except Exception:
+        declared = record if error is None else _error_record(error, record.turn)
+        while True:
+            data = self._gather(transport, self._post(transport, declared))
+            if error is None and data.count(data[0]) == len(data):
+                return
+            self._all_know = True
             if (reason := _unusable_reason(data)) is not None:
                 self._fail(reason)  # streams wait for exchanges that never come
+            elif record.turn > min(CallRecord.decode(x).turn for x in data):
+                continue
+            _raise_on_mismatch(data, error)
+
+    def _post(self, transport: _Transport, record: CallRecord) -> int:
+        """Post the record, after what others declared where this rank had left is read.
+
+        Raises:
+            MeshError: the watchdog has declared that it left.
+        """
+        while True:
+            with self._posting:
+                if not self._left:
+                    self._all_know = False
+                    return transport.post(_encode(record))
+            self._come_back(transport)
+
+    def _come_back(self, transport: _Transport) -> None:
+        raises: str | None = None
+        while self._left:
+            seq, reason = self._left[0]
+            data = self._gather(transport, seq)
+            self._left.popleft()
+            raises = raises or reason
+            if (unusable := _unusable_reason(data)) is not None:
+                self._fail(unusable)
+                raise unusable
+        self._all_know = True
+        if raises is not None:
+            raise MeshError(f"the other ranks have refused the call without this rank: {raises}")
+
+    def _gather(self, transport: _Transport, seq: int) -> Sequence[bytes | bytearray]:
+        try:
+            return transport.gather(seq)
+        except MeshError as unreachable:
+            self._fail(unreachable)
             raise
 
     def _record(
@@ -338,7 +480,8 @@ class ConsistencyChecker:
         others."""
         if self._in_pass:
             self._record_aborted_pass()
-        return CallRecord(signature, kind, self._aborted_passes, self._exchanges_at_abort, deferred)
+        aborted = self._aborted_passes, self._exchanges_at_abort
+        return CallRecord(signature, kind, *aborted, deferred, self._requests, self._forward_passes)
 
     def _record_aborted_pass(self) -> None:
         """Count a pass that began and did not end, and the exchanges before its end."""
@@ -346,20 +489,6 @@ class ConsistencyChecker:
             self._in_pass = False
             self._aborted_passes += 1
             self._exchanges_at_abort = self.num_exchanges()
-
-    def _ended_ranks_error(self) -> MeshError | None:
-        """For a lost comparison: which ranks' processes have ended, after how many calls, by the
-        records that they left in the exit mailbox; None without any."""
-        if self._exit_mailbox is None or self.group is None:
-            return None
-        data = {rank: self._exit_mailbox.read(1, rank) for rank in range(self.group.size())}
-        records = {rank: CallRecord.decode(x) for rank, x in data.items() if x is not None}
-        if not records:
-            return None
-        ours = Signature(("one call or pass more", *self._counts()))
-        records[self._exit_mailbox.rank] = CallRecord(ours)
-        ranks = sorted(records)
-        return mismatch_error([records[rank] for rank in ranks], ranks)
 
     def _counts(self) -> tuple[str, str]:
         return f"after {self._calls} calls", f"after {self._passes} backward passes"
@@ -390,8 +519,9 @@ def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | No
     _raise_on_mismatch([] if group is None else all_gather_bytes(data, group), error)
 
 
-def _error_record(error: Exception) -> CallRecord:
-    return CallRecord(Signature((str(error) or type(error).__name__,)), Kind.ERROR)
+def _error_record(error: Exception, turn: tuple[int, int] = (0, 0)) -> CallRecord:
+    signature = Signature((str(error) or type(error).__name__,))
+    return CallRecord(signature, Kind.ERROR, 0, 0, False, *turn)
 
 
 def _raise_on_mismatch(data: Sequence[bytes | bytearray], error: Exception | None = None) -> None:
@@ -415,6 +545,25 @@ def _unusable_reason(data: Sequence[bytes | bytearray]) -> MeshError | None:
     if len(aborts) > 1 or any(record.deferred for record in records):
         return mismatch_error(records)
     return None
+
+
+def _while_waiting(
+    reference: weakref.ref[ConsistencyChecker], seq: int, rank: int, seconds: float
+) -> None:
+    """Publish for the watchdogs of the ranks that are waited for; for people log where these are,
+    after a minute, two, four ..."""
+    checker = reference()
+    if checker is None:
+        return
+    checker.publish(seq, watchdog().status_of_waiting(checker).encode())
+    if seconds < _WARN_AFTER_S:
+        checker.warn_at_s = _WARN_AFTER_S
+    elif seconds >= checker.warn_at_s:
+        checker.warn_at_s *= 2
+        late = Status.decode(checker.status(seq, rank))
+        text = f"a call has waited for rank {rank} of the sequence-parallel group for"
+        where = "" if late is None else f"; there {late.where}"
+        logging.getLogger("ds_usp").warning("%s %.0f s%s", text, seconds, where)
 
 
 def _at_exit(reference: weakref.ref[ConsistencyChecker], process: int) -> None:

@@ -12,7 +12,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,9 +27,11 @@ from ds_usp.comm.process_groups import all_gather_bytes, transport_device
 from ds_usp.errors import MeshError
 
 MAX_IN_FLIGHT = 4  # records that a rank may post before it has read the others' first
-_SLOTS = 2 * MAX_IN_FLIGHT  # records of a rank that are not overwritten
+MAX_LEFT = 3  # in whose place a rank declares that it has left
+_SLOTS = 2 * (MAX_IN_FLIGHT + MAX_LEFT)  # records of a rank that are not overwritten
 _HEADER = struct.Struct("<QII")  # sequence number, length of the data, checksum
 _SLOT_BYTES = _HEADER.size + RECORD_BYTES
+_STATUS_BYTES = 8192  # with its header; of some 300 process groups
 _SHARED_MEMORY = Path("/dev/shm")
 _PATH_BYTES = 256
 _MIN_POLL_S, _MAX_POLL_S = 2e-5, 2e-3
@@ -38,38 +40,51 @@ _LIVENESS_CHECK_S = 1.0
 
 # The file that the ranks of a node map, for 2 ranks:
 #
-#     rank 0: slot 0 .. slot 7 | rank 1: slot 0 .. slot 7 | abort flags
-#     a slot: sequence number, length, checksum | data
+#     rank 0: slot 0 .. slot 13 | rank 1: slot 0 .. slot 13 | status of each rank | abort flags
+#     a slot, a status: sequence number, length, checksum | data
 #
-# Record n lies in slot n % 8. There is no lock: each slot has one writer, who writes the data
+# Record n lies in slot n % 14. There is no lock: each slot has one writer, who writes the data
 # before the header, and a reader takes a record only if number, length and checksum all fit. So a
 # record that is half written reads as "not there yet".
 #
 # No record is overwritten that a rank has still to read: a rank posts record n after it has read
-# record n - 4 of every other rank, and who posted that one had read record n - 8, in whose slot n
+# record n - 7 of every other rank, and who posted that one had read record n - 14, in whose slot n
 # is written. A rank whose wait fails sets an abort flag that stays, so that no other continues
 # without it.
+#
+# A status is no record: it is overwritten at any time and nobody waits for it. A rank that waits
+# longer than a second writes what the watchdogs of the others must know (watchdog.py).
 class ShmMailbox:
-    """Numbered records of every rank, of which the last eight stay readable.
+    """Numbered records of every rank, of which the last fourteen stay readable.
 
     Args:
         path: a file of :meth:`size` zeros.
         timeout_s: how long to wait for a rank's record.
 
+    Attributes:
+        name: the same on all ranks.
+        posted: the number of this rank's last record.
+        while_waiting: called every second of a wait with the record's number, the rank that has not
+            posted it, and the seconds so far.
+
     Raises:
         OSError: the file cannot be opened, mapped or locked.
     """
 
+    max_status = _STATUS_BYTES - _HEADER.size
+
     def __init__(self, path: str, rank: int, ranks: int, timeout_s: float) -> None:
-        self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
+        self.name, self.rank, self.ranks, self.timeout_s = path, rank, ranks, timeout_s
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 # the lock lives as long as it
         # Death is noticed by a lock, not by a heartbeat: a rank that computes for minutes without
         # a call is alive, one that was killed is not, and the kernel tells them apart at once.
         # The operating system releases the lock of a process that ends, however it ends.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         self._memory = mmap.mmap(self._file.fileno(), self.size(ranks))
-        self._abort_flags = ranks * _SLOTS * _SLOT_BYTES
-        self._seq = 0
+        self._statuses = ranks * _SLOTS * _SLOT_BYTES
+        self._abort_flags = self._statuses + ranks * _STATUS_BYTES
+        self.posted = 0
+        self.while_waiting: Callable[[int, int, float], None] = lambda *_: None
         self._posted = [b""] * _SLOTS  # this rank's last records, as they stand in memory
         self._peer_offsets = [
             [self._offset(slot, peer) for peer in range(ranks) if peer != rank]
@@ -78,19 +93,14 @@ class ShmMailbox:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes of the file: the slots, and an abort flag of each rank."""
-        return ranks * (_SLOTS * _SLOT_BYTES + 1)
+        """Bytes of the file: the slots, a status and an abort flag of each rank."""
+        return ranks * (_SLOTS * _SLOT_BYTES + _STATUS_BYTES + 1)
 
     def post(self, data: bytes) -> int:
         """Write this rank's next record; its sequence number, from 1 on."""
-        self._seq += 1
-        header_at = self._offset(self._seq, self.rank)
-        data_at = header_at + _HEADER.size
-        header = _HEADER.pack(self._seq, len(data), _checksum(self._seq, data))
-        self._memory[data_at : data_at + len(data)] = data
-        self._memory[header_at:data_at] = header
-        self._posted[self._seq % _SLOTS] = header + data
-        return self._seq
+        self.posted = seq = self.posted + 1
+        self._posted[seq % _SLOTS] = self._write(self._offset(seq, self.rank), seq, data)
+        return seq
 
     def all_equal(self, seq: int) -> bool:
         """Whether every rank's record of this number is there and equals this rank's own, and no
@@ -109,12 +119,21 @@ class ShmMailbox:
 
         Does not wait, and ignores abort flags.
         """
-        offset = self._offset(seq, rank)
-        written, length, checksum = _HEADER.unpack_from(self._memory, offset)
-        if written != seq or length > RECORD_BYTES:
-            return None
-        data = self._memory[offset + _HEADER.size : offset + _HEADER.size + length]
-        return data if _checksum(seq, data) == checksum else None
+        written, data = self._read(self._offset(seq, rank))
+        return data if written == seq else None
+
+    def publish(self, seq: int, data: bytes) -> None:
+        """Write this rank's status, while others wait for its record of this number or it for
+        theirs."""
+        self._write(self._statuses + self.rank * _STATUS_BYTES, seq, data[: self.max_status])
+
+    def status(self, seq: int, rank: int) -> bytes:
+        """A rank's status of this number; empty: none."""
+        written, data = self._read(self._statuses + rank * _STATUS_BYTES)
+        return data if written == seq and data is not None else b""
+
+    def has_posted(self, seq: int, rank: int) -> bool:
+        return _HEADER.unpack_from(self._memory, self._offset(seq, rank))[0] == seq
 
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytes]:
         """The record of every rank, once all are written.
@@ -132,7 +151,7 @@ class ShmMailbox:
             self._check_abort_flags()
         except MeshError:
             if timeout_s is None:
-                self._memory[self._abort_flags + self.rank] = 1
+                self.abort()
             raise
         return records
 
@@ -151,6 +170,7 @@ class ShmMailbox:
                         f"waited for it for {now - start:.1f} s"
                     )
                 self._check_abort_flags()
+                self.while_waiting(seq, rank, now - start)
             # A tenth of the time waited so far: neither late nor busy.
             time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
         return data
@@ -174,6 +194,25 @@ class ShmMailbox:
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
+
+    def abort(self) -> None:
+        """Let every wait of every rank fail from here on."""
+        self._memory[self._abort_flags + self.rank] = 1
+
+    def _write(self, offset: int, seq: int, data: bytes) -> bytes:
+        header = _HEADER.pack(seq, len(data), _checksum(seq, data))
+        data_at = offset + _HEADER.size
+        self._memory[data_at : data_at + len(data)] = data
+        self._memory[offset:data_at] = header
+        return header + data
+
+    def _read(self, offset: int) -> tuple[int, bytes | None]:
+        """Number and data; None: not written completely."""
+        seq, length, checksum = _HEADER.unpack_from(self._memory, offset)
+        if length > _STATUS_BYTES:
+            return seq, None
+        data = self._memory[offset + _HEADER.size : offset + _HEADER.size + length]
+        return seq, data if _checksum(seq, data) == checksum else None
 
     def _offset(self, seq: int, rank: int) -> int:
         return (rank * _SLOTS + seq % _SLOTS) * _SLOT_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -174,7 +175,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._handles: list[RemovableHandle] = [
             *LargestPosition(self._running).register(inner),
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after, with_kwargs=True, prepend=True),
+            model.register_forward_hook(
+                self._after, with_kwargs=True, prepend=True, always_call=True
+            ),
         ]
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
@@ -241,6 +244,13 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             self._memory.prepare(layout)
         self._weights.end()
         self._forward_passes += 1
+        with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
+            return (), self._sharded(batch, layout, targets)
+
+    def _sharded(
+        self, batch: WholeArguments, layout: TokenLayout, targets: Tensor | None
+    ) -> dict[str, Any]:
+        """The arguments with this rank's shard of the batch."""
         options = self._options
         call = AttentionOptions(
             self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
@@ -252,7 +262,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         local = batch.shard(layout, self.mesh.rank)
         self._set_targets(targets, shard, local)
         self._running.begin(shard)
-        return (), {**local, "use_cache": False, "usp": shard}
+        return {**local, "use_cache": False, "usp": shard}
 
     def _check_positions(self, batch: WholeArguments) -> None:
         if "position_ids" in batch.arguments:
@@ -297,8 +307,16 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
-        shard: Shard = kwargs["usp"]
         name = type(self._inner).__name__
+        if out is None:  # the pass has raised
+            self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
+            return None
+        with self.mesh.consistency.forward_pass_of(name):
+            return self._joined(name, kwargs, out)
+
+    def _joined(self, name: str, kwargs: dict[str, Any], out: Any) -> Any:
+        """The outputs of the whole batch."""
+        shard: Shard = kwargs["usp"]
         if self._inner.config._attn_implementation != IMPLEMENTATION:
             raise ConfigError(
                 f"attention of {name} was set to {self._inner.config._attn_implementation!r} after "
