@@ -23,7 +23,8 @@ RECORD_BYTES = 2048
 _HEADER = struct.Struct("<BIQ?IIB")
 _LAYOUT = struct.Struct("<BQ")  # number of its kind, tokens
 _SEPARATOR = "\x1f"  # of fields: ASCII's unit separator, which no field has
-LAST_TURN = 2**32 - 1, 0  # of who will not come to the calls of others
+# Of who will not come to the calls of others; and of who waits in a call over another mesh.
+LAST_TURN, OTHER_MESH_TURN = (2**32 - 1, 0), (2**32 - 1, 1)
 _MAX_VALUES = 4  # shown of a field; 64 ranks may have 64
 _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
 
@@ -132,6 +133,12 @@ def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = 
     errors = {rank: record for rank, record in by_rank.items() if record.kind is Kind.ERROR}
     if errors:
         lines = [f"{_name(group)}: {record.signature}" for record, group in _group_equal(errors)]
+        if any(record.turn in (LAST_TURN, OTHER_MESH_TURN) for record in errors.values()):
+            waiting = {rank: by_rank[rank] for rank in by_rank.keys() - errors.keys()}
+            lines += [
+                f"{_name(group)}: {_shorten(str(record.signature))}"
+                for record, group in _group_equal(waiting)
+            ]
         header = "the call is refused by ranks of the sequence-parallel group:"
         return MeshError("\n  ".join([header, *lines]), texts, layouts)
     groups = _group_equal(by_rank)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ds_usp.comm.call_record import (
     LAST_TURN,
+    OTHER_MESH_TURN,
     RECORD_BYTES,
     CallRecord,
     Kind,
@@ -321,7 +322,7 @@ class ConsistencyChecker:
         if self.mailbox is not None:
             self.mailbox.publish(seq, data)
 
-    def give_away(self, seq: int, reason: str) -> None:
+    def give_away(self, seq: int, reason: str, in_comparison: bool) -> None:
         with self._posting:
             if self.mailbox is None or self.mailbox.posted + 1 != seq:
                 return
@@ -329,8 +330,15 @@ class ConsistencyChecker:
                 self.mailbox.abort()
                 return
             # Who is ahead must not wait for this rank, which waits for it.
-            record = CallRecord(Signature((reason,)), Kind.ERROR, 0, 0, False, *LAST_TURN)
+            turn = OTHER_MESH_TURN if in_comparison else LAST_TURN
+            record = CallRecord(Signature((reason,)), Kind.ERROR, 0, 0, False, *turn)
             self._left.append((self.mailbox.post(record.encode()), reason))
+
+    def settle(self) -> None:
+        with self._posting:
+            self._left = deque((seq, None) for seq, _ in self._left)
+        if self.waiting_ranks():
+            self.leave("it was in a call over another mesh, which was refused")
 
     def begin_pass(self) -> None:
         """Exchanges by copy engines follow."""
@@ -404,12 +412,17 @@ class ConsistencyChecker:
         if self._pending or self._failure is not None:
             self.drain(0 if wait or self._left else max_pending)
         record = self._record(signature, kind, deferred=not wait)
+        declared = record if error is None else _error_record(error, record.turn)
+        with self._posting:
+            seq = 0 if self._left else self._transport.post(_encode(declared))
+        if not seq:
+            seq = self._come_back_and_post(self._transport, declared)
+        self._all_know = False
         if not wait:
-            seq = self._post(self._transport, record)
             self.number += 1
             self._pending.append((self._transport, seq))
             return
-        self._compare_and_wait(self._transport, record, error)
+        self._compare_and_wait(self._transport, seq, declared, error)
         # Not if it failed: over a group the record may have met another mesh's, and ranks that
         # catch the error and continue would give equal calls different numbers.
         self.number += 1
@@ -418,45 +431,56 @@ class ConsistencyChecker:
         self._verified.add(key)
 
     def _compare_and_wait(
-        self, transport: _Transport, record: CallRecord, error: Exception | None
+        self, transport: _Transport, seq: int, record: CallRecord, error: Exception | None
     ) -> None:
-        """Gather and compare all ranks' records of this call; blocks until each has posted one, and
-        where this rank is ahead, until the others have come.
+        """Gather and compare all ranks' records of this call, of which this rank has posted its
+        own; blocks until each has, and where this rank is ahead, until the others have come.
 
         Raises:
             MeshError: records differ, a rank has ended, or one cannot be reached.
             Exception: ``error``, this rank's own, where it has one.
         """
-        declared = record if error is None else _error_record(error, record.turn)
         while True:
-            data = self._gather(transport, self._post(transport, declared))
+            try:
+                data = transport.gather(seq)
+            except MeshError as unreachable:
+                self._fail(unreachable)
+                raise
             if error is None and data.count(data[0]) == len(data):
                 return
             self._all_know = True
             if (reason := _unusable_reason(data)) is not None:
                 self._fail(reason)  # streams wait for exchanges that never come
-            elif record.turn > min(CallRecord.decode(x).turn for x in data):
-                continue
+            else:
+                turns = [CallRecord.decode(x).turn for x in data]
+                if record.turn > min(turns):
+                    seq = self._come_back_and_post(transport, record)
+                    continue
+                if OTHER_MESH_TURN in turns:
+                    watchdog().settle(self)
             _raise_on_mismatch(data, error)
 
-    def _post(self, transport: _Transport, record: CallRecord) -> int:
-        """Post the record, after what others declared where this rank had left is read.
+    def _come_back_and_post(self, transport: _Transport, record: CallRecord) -> int:
+        """Post a record after those of the others are read where this rank had left.
 
         Raises:
             MeshError: the watchdog has declared that it left.
         """
         while True:
+            self._come_back(transport)
             with self._posting:
                 if not self._left:
-                    self._all_know = False
                     return transport.post(_encode(record))
-            self._come_back(transport)
 
     def _come_back(self, transport: _Transport) -> None:
         raises: str | None = None
         while self._left:
             seq, reason = self._left[0]
-            data = self._gather(transport, seq)
+            try:
+                data = transport.gather(seq)
+            except MeshError as unreachable:
+                self._fail(unreachable)
+                raise
             self._left.popleft()
             raises = raises or reason
             if (unusable := _unusable_reason(data)) is not None:
@@ -465,13 +489,6 @@ class ConsistencyChecker:
         self._all_know = True
         if raises is not None:
             raise MeshError(f"the other ranks have refused the call without this rank: {raises}")
-
-    def _gather(self, transport: _Transport, seq: int) -> Sequence[bytes | bytearray]:
-        try:
-            return transport.gather(seq)
-        except MeshError as unreachable:
-            self._fail(unreachable)
-            raise
 
     def _record(
         self, signature: Signature, kind: Kind = Kind.CALL, *, deferred: bool = False

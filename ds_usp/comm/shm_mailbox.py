@@ -71,8 +71,6 @@ class ShmMailbox:
         OSError: the file cannot be opened, mapped or locked.
     """
 
-    max_status = _STATUS_BYTES - _HEADER.size
-
     def __init__(self, path: str, rank: int, ranks: int, timeout_s: float) -> None:
         self.name, self.rank, self.ranks, self.timeout_s = path, rank, ranks, timeout_s
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 # the lock lives as long as it
@@ -86,9 +84,8 @@ class ShmMailbox:
         self.posted = 0
         self.while_waiting: Callable[[int, int, float], None] = lambda *_: None
         self._posted = [b""] * _SLOTS  # this rank's last records, as they stand in memory
-        self._peer_offsets = [
-            [self._offset(slot, peer) for peer in range(ranks) if peer != rank]
-            for slot in range(_SLOTS)
+        self._offsets = [
+            [self._offset(slot, peer) for peer in range(ranks)] for slot in range(_SLOTS)
         ]
 
     @staticmethod
@@ -98,8 +95,14 @@ class ShmMailbox:
 
     def post(self, data: bytes) -> int:
         """Write this rank's next record; its sequence number, from 1 on."""
-        self.posted = seq = self.posted + 1
-        self._posted[seq % _SLOTS] = self._write(self._offset(seq, self.rank), seq, data)
+        seq = self.posted + 1
+        header_at = self._offsets[seq % _SLOTS][self.rank]
+        data_at = header_at + _HEADER.size
+        header = _HEADER.pack(seq, len(data), zlib.crc32(data, seq & 0xFFFFFFFF))
+        self._memory[data_at : data_at + len(data)] = data
+        self._memory[header_at:data_at] = header
+        self._posted[seq % _SLOTS] = header + data
+        self.posted = seq
         return seq
 
     def all_equal(self, seq: int) -> bool:
@@ -109,7 +112,7 @@ class ShmMailbox:
         own = self._posted[slot]
         size = len(own)
         # Header and checksum are compared too: a record half written differs.
-        for offset in self._peer_offsets[slot]:
+        for offset in self._offsets[slot]:
             if memory[offset : offset + size] != own:
                 return False
         return not any(memory[self._abort_flags : self._abort_flags + self.ranks])
@@ -125,7 +128,13 @@ class ShmMailbox:
     def publish(self, seq: int, data: bytes) -> None:
         """Write this rank's status, while others wait for its record of this number or it for
         theirs."""
-        self._write(self._statuses + self.rank * _STATUS_BYTES, seq, data[: self.max_status])
+        if len(data) > _STATUS_BYTES - _HEADER.size:
+            return
+        header_at = self._statuses + self.rank * _STATUS_BYTES
+        data_at = header_at + _HEADER.size
+        self._memory[data_at : data_at + len(data)] = data
+        header = _HEADER.pack(seq, len(data), zlib.crc32(data, seq & 0xFFFFFFFF))
+        self._memory[header_at:data_at] = header
 
     def status(self, seq: int, rank: int) -> bytes:
         """A rank's status of this number; empty: none."""
@@ -136,7 +145,7 @@ class ShmMailbox:
         return _HEADER.unpack_from(self._memory, self._offset(seq, rank))[0] == seq
 
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytes]:
-        """The record of every rank, once all are written.
+        """The record of every rank, once all are written; this rank has posted its own.
 
         Args:
             timeout_s: how long to wait for a rank, for a process that ends: it sets no abort flag.
@@ -146,34 +155,44 @@ class ShmMailbox:
             MeshError: a rank has ended, has posted nothing in time, or has aborted itself.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
+        memory, own, records = self._memory, self._posted[seq % _SLOTS], list[bytes]()
         try:
-            records = [self._wait_for(seq, rank, limit) for rank in range(self.ranks)]
-            self._check_abort_flags()
+            for rank, offset in enumerate(self._offsets[seq % _SLOTS]):
+                start = time.monotonic()
+                next_check = start + min(_LIVENESS_CHECK_S, limit)
+                # Ranks mostly agree, and equal bytes need no parsing.
+                while memory[offset : offset + len(own)] != own:
+                    written = _HEADER.unpack_from(memory, offset)[0]
+                    if written == seq and (data := self.read(seq, rank)) is not None:
+                        records.append(data)
+                        break
+                    now = time.monotonic()
+                    if now > next_check:
+                        next_check = now + _LIVENESS_CHECK_S
+                        self._check_on(seq, rank, now - start, limit)
+                    # A tenth of the time waited so far: neither late nor busy.
+                    time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
+                else:
+                    records.append(own[_HEADER.size :])
+            if any(memory[self._abort_flags : self._abort_flags + self.ranks]):
+                self._check_abort_flags()
         except MeshError:
             if timeout_s is None:
                 self.abort()
             raise
         return records
 
-    def _wait_for(self, seq: int, rank: int, timeout_s: float) -> bytes:
-        start = time.monotonic()
-        next_check = start + min(_LIVENESS_CHECK_S, timeout_s)
-        while (data := self.read(seq, rank)) is None:
-            now = time.monotonic()
-            if now > next_check:
-                next_check = now + _LIVENESS_CHECK_S
-                dead = self._owner_is_dead(rank) and self.read(seq, rank) is None
-                if dead or now - start > timeout_s:
-                    raise MeshError(
-                        f"rank {rank} of the sequence-parallel group "
-                        f"{'has ended' if dead else 'has made no call'}, while rank {self.rank} "
-                        f"waited for it for {now - start:.1f} s"
-                    )
-                self._check_abort_flags()
-                self.while_waiting(seq, rank, now - start)
-            # A tenth of the time waited so far: neither late nor busy.
-            time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
-        return data
+    def _check_on(self, seq: int, rank: int, waited_s: float, timeout_s: float) -> None:
+        """MeshError where it is no use to wait longer for a rank's record."""
+        dead = self._owner_is_dead(rank) and self.read(seq, rank) is None
+        if dead or waited_s > timeout_s:
+            raise MeshError(
+                f"rank {rank} of the sequence-parallel group "
+                f"{'has ended' if dead else 'has made no call'}, while rank {self.rank} waited for "
+                f"it for {waited_s:.1f} s"
+            )
+        self._check_abort_flags()
+        self.while_waiting(seq, rank, waited_s)
 
     def _check_abort_flags(self) -> None:
         flags = self._memory[self._abort_flags : self._abort_flags + self.ranks]
@@ -199,20 +218,13 @@ class ShmMailbox:
         """Let every wait of every rank fail from here on."""
         self._memory[self._abort_flags + self.rank] = 1
 
-    def _write(self, offset: int, seq: int, data: bytes) -> bytes:
-        header = _HEADER.pack(seq, len(data), _checksum(seq, data))
-        data_at = offset + _HEADER.size
-        self._memory[data_at : data_at + len(data)] = data
-        self._memory[offset:data_at] = header
-        return header + data
-
     def _read(self, offset: int) -> tuple[int, bytes | None]:
         """Number and data; None: not written completely."""
         seq, length, checksum = _HEADER.unpack_from(self._memory, offset)
         if length > _STATUS_BYTES:
             return seq, None
         data = self._memory[offset + _HEADER.size : offset + _HEADER.size + length]
-        return seq, data if _checksum(seq, data) == checksum else None
+        return seq, data if zlib.crc32(data, seq & 0xFFFFFFFF) == checksum else None
 
     def _offset(self, seq: int, rank: int) -> int:
         return (rank * _SLOTS + seq % _SLOTS) * _SLOT_BYTES
@@ -254,7 +266,3 @@ def _create_file(size: int) -> str:
     if path:
         os.unlink(path)
     return ""
-
-
-def _checksum(seq: int, data: bytes) -> int:
-    return zlib.crc32(data, seq & 0xFFFFFFFF)

@@ -75,8 +75,13 @@ class Watched(Protocol):
 
     def publish(self, seq: int, data: bytes) -> None: ...
 
-    def give_away(self, seq: int, reason: str) -> None:
-        """Post an error as this rank's comparison of this number, unless it has posted another."""
+    def give_away(self, seq: int, reason: str, in_comparison: bool) -> None:
+        """Post an error as this rank's comparison of this number, unless it has posted another.
+        ``in_comparison``: this rank waits in one over another mesh."""
+
+    def settle(self) -> None:
+        """This rank raises, out of step with ranks of several meshes: ranks that wait for it here
+        may not wait longer, and it need not raise here again."""
 
 
 class Status(NamedTuple):
@@ -86,13 +91,11 @@ class Status(NamedTuple):
         waits: it waits, and so will start no collective.
         where: it is, for people.
         started: collectives and comparisons, by :class:`Counter`'s key.
-        rank: in the world.
     """
 
     waits: bool
     where: str
     started: Mapping[str, int]
-    rank: int
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
@@ -215,7 +218,7 @@ class Watchdog:
         before = self._seen.get(watched.name)
         if before is None or before[:2] != (seq, stack.place):
             self._seen[watched.name] = before = seq, stack.place, now
-        watched.publish(seq, Status(False, stack.where, {}, dist.get_rank()).encode())
+        watched.publish(seq, Status(False, stack.where, {}).encode())
         patience = _PATIENCE_IN_COMPARISON_S if stack.in_comparison else _PATIENCE_S
         if now - before[2] < patience or self._another_thread(watched, frames):
             return
@@ -227,7 +230,8 @@ class Watchdog:
                 if found:
                     watched.give_away(
                         seq,
-                        f"{stack.where} ({found}), and did not come to this call in "
+                        in_comparison=stack.in_comparison,
+                        reason=f"{stack.where} ({found}), and did not come to this call in "
                         f"{now - before[2]:.0f} s. All ranks must run the same passes and "
                         "collectives in one order, backward passes too: what calls the model "
                         "(validation, a request, a batch) runs on all ranks of the mesh or on none",
@@ -240,7 +244,13 @@ class Watchdog:
         where = Stack.of(frames.get(threading.get_ident())).where
         certain = not self._another_thread(watched, frames)
         started = {x.key: x.number for x in self.counters()} if certain else {}
-        return Status(True, where, started, dist.get_rank())
+        return Status(True, where, started)
+
+    def settle(self, raising: Watched) -> None:
+        """The comparisons over all meshes but one, where this rank raises."""
+        for watched in list(self._watched):
+            if watched is not raising:
+                watched.settle()
 
     def counters(self) -> Iterator[Counter]:
         """Of the meshes' comparisons and of the process groups' collectives."""
@@ -281,9 +291,9 @@ def _unmatched(stack: Stack, counters: Sequence[Counter], rank: int, status: Sta
         theirs = status.started.get(counter.key)
         if theirs is None or theirs >= counter.number:
             continue
-        if counter.comparisons:  # of two ranks that wait for each other one gives its place away
-            if stack.in_comparison and dist.get_rank() > status.rank:
-                return f"{counter.what}, of which rank {rank} has made none"
+        if counter.comparisons:
+            if stack.in_comparison:
+                return f"{counter.what}, which rank {rank} has not made"
         elif not stack.in_comparison and (stack.in_collective or not counter.blocks):
             return (
                 f"collective {counter.number} of {counter.what}, of which rank {rank} has started "
