@@ -48,8 +48,9 @@ _P2P = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 # looked. So its watchdog posts an error in the place of that comparison: the others read it as a
 # call that rank 1 refuses, and rank 1 raises when it comes there. Ranks stay in step.
 #
-# Not certain, and so no reason: a rank that still moves; point-to-point messages, which gloo counts
-# as collectives and of which ranks may have sent different numbers; another thread in a collective.
+# Not certain, and so no reason: a rank that still moves; a rank in a collective of a group that the
+# waiting rank is not in; another thread in a collective; point-to-point messages, which gloo counts
+# as collectives and of which ranks may have sent different numbers.
 class Watched(Protocol):
     """What a watchdog needs of a rank's comparisons over one mesh.
 
@@ -113,15 +114,15 @@ class Counter(NamedTuple):
 
     Attributes:
         what: they are, for people.
+        group: whose collectives they are; None: comparisons of a mesh.
         blocks: its ranks wait on the CPU, and sends and receives count too, as of gloo.
-        comparisons: of a mesh.
     """
 
     key: str
     number: int
     what: str
-    blocks: bool
-    comparisons: bool = False
+    group: dist.ProcessGroup | None = None
+    blocks: bool = False
 
 
 class Stack(NamedTuple):
@@ -133,6 +134,7 @@ class Stack(NamedTuple):
         in_comparison: it waits in one.
         in_collective: it is in torch.distributed, DDP or a backward pass, or has work to wait for.
         in_p2p: it sends or receives.
+        group: of the collective it is in; None: not known.
     """
 
     place: int
@@ -140,6 +142,7 @@ class Stack(NamedTuple):
     in_comparison: bool = False
     in_collective: bool = False
     in_p2p: bool = False
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, frame: FrameType | None) -> Stack:
@@ -161,6 +164,7 @@ class Stack(NamedTuple):
             in_comparison=files[0].startswith(_COMPARISON_FILES),
             in_collective=files[0].startswith(_BLOCKING_FILES) or _has_work(frames[0]),
             in_p2p=bool(_P2P.intersection(names[:inner])),
+            group=next(filter(None, map(_group_of, frames[:inner])), None),
         )
 
 
@@ -173,6 +177,15 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _group_of(frame: FrameType) -> dist.ProcessGroup | None:
+    """The group of a function of c10d's, or of a module such as DDP."""
+    if frame.f_code.co_filename == c10d.__file__ and "group" in frame.f_locals:
+        group = frame.f_locals["group"] or dist.group.WORLD
+    else:
+        group = getattr(frame.f_locals.get("self"), "process_group", None)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _has_work(frame: FrameType) -> bool:
@@ -255,7 +268,7 @@ class Watchdog:
     def counters(self) -> Iterator[Counter]:
         """Of the meshes' comparisons and of the process groups' collectives."""
         for watched in list(self._watched):
-            yield Counter(watched.name, watched.posted, "a call over another mesh", False, True)
+            yield Counter(watched.name, watched.posted, "a call over another mesh")
         for group, name in list(c10d._world.pg_names.items())[:_MAX_GROUPS]:
             ranks = c10d._world.pg_group_ranks.get(group, {})
             seen = []
@@ -270,7 +283,7 @@ class Watchdog:
                     continue
                 key = hashlib.sha256(f"{name} {sorted(ranks)} {device}".encode()).hexdigest()[:10]
                 what = f"the group {group.group_desc or name!r} of {len(ranks)} ranks"
-                yield Counter(key, number, what, device.type == "cpu")
+                yield Counter(key, number, what, group, device.type == "cpu")
 
     def _another_thread(self, watched: Watched, frames: Mapping[int, FrameType]) -> bool:
         """Whether one is in torch.distributed: collectives may be its."""
@@ -291,10 +304,12 @@ def _unmatched(stack: Stack, counters: Sequence[Counter], rank: int, status: Sta
         theirs = status.started.get(counter.key)
         if theirs is None or theirs >= counter.number:
             continue
-        if counter.comparisons:
+        if counter.group is None:
             if stack.in_comparison:
                 return f"{counter.what}, which rank {rank} has not made"
-        elif not stack.in_comparison and (stack.in_collective or not counter.blocks):
+        elif stack.in_comparison or stack.group not in (None, counter.group):
+            continue
+        elif stack.in_collective or not counter.blocks:
             return (
                 f"collective {counter.number} of {counter.what}, of which rank {rank} has started "
                 f"{theirs}"
