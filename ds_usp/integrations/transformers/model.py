@@ -97,26 +97,34 @@ def enable(
         LayoutError: an unknown layout.
         MeshError: on every rank, if their options differ; collective over the mesh.
     """
-    refusals.check_version()
     check_mesh(mesh)
-    options = Options(
-        layout=layout,
-        kernel=kernel,
-        gradients=gradients,
-        logits=logits,
-        tuning=tuning,
-        recompute=recompute,
-        offload_ratio=offload_ratio,
-        loss_chunks=loss_chunks,
-        mlp_chunks=mlp_chunks,
-    )
-    inner = refusals.find_model(model)
-    if find_enabled(model, inner) is not None:
-        raise ConfigError(
-            f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
+    named, error = "", None
+    try:  # what one rank refuses every rank refuses
+        refusals.check_version()
+        options = Options(
+            layout=layout,
+            kernel=kernel,
+            gradients=gradients,
+            logits=logits,
+            tuning=tuning,
+            recompute=recompute,
+            offload_ratio=offload_ratio,
+            loss_chunks=loss_chunks,
+            mlp_chunks=mlp_chunks,
         )
-    refusals.check_model(inner)
-    mesh.agree(f"enable {type(inner).__name__} with {options}")
+        inner = refusals.find_model(model)
+        if find_enabled(model, inner) is not None:
+            raise ConfigError(
+                f"{type(inner).__name__} is enabled already: disable() it before you enable it "
+                "again"
+            )
+        refusals.check_model(inner)
+        named = f"{type(inner).__name__} with {options}"
+    except Exception as refused:
+        error = refused
+    mesh.agree(f"enable {named}", error)
+    if error is not None:
+        raise error
     register()
     return EnabledModel(model, inner, mesh, options)
 
