@@ -15,10 +15,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.comm.call_record import (
     LAST_TURN,
@@ -39,18 +40,25 @@ _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
 _encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)
 _WARN_AFTER_S = 60.0
+_STATUS_S, _MIN_POLL_S, _MAX_POLL_S = 1.0, 2e-5, 2e-3  # of a wait over a group
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
 _GROUP_EXIT_TIMEOUT_S = 5.0  # and for the all-gathers of one group
 
 
 class _Transport(Protocol):
-    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`GroupTransport`.
+    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`GroupTransport`. And
+    what watchdogs exchange beside them, without any collective.
 
     Attributes:
+        name: the same on all ranks, other ones for other meshes.
         posted: the number of this rank's last record.
+        while_waiting: called every second of a wait with the record's number, a rank that has not
+            posted it (-1: not known), and the seconds so far.
     """
 
+    name: str
     posted: int
+    while_waiting: Callable[[int, int, float], None]
 
     def post(self, data: bytes) -> int:
         """Start the exchange of this rank's next record; its sequence number."""
@@ -60,12 +68,33 @@ class _Transport(Protocol):
 
     def gather(self, seq: int, timeout_s: float | None = None) -> Sequence[bytes | bytearray]: ...
 
+    def waiting_ranks(self, seq: int) -> list[int]:
+        """Ranks that have posted this record, which this rank has not."""
+
+    def publish(self, seq: int, data: bytes) -> None:
+        """Write this rank's status, while others wait for its record of this number or it for
+        theirs."""
+
+    def status(self, seq: int, rank: int) -> bytes:
+        """A rank's status of this number; empty: none."""
+
+    def abort(self) -> None:
+        """Let every wait of every rank fail from here on, where that can be."""
+
 
 class GroupTransport:
-    """Records by asynchronous all-gathers over a process group of a CPU backend."""
+    """Records by asynchronous all-gathers over a process group of a CPU backend.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        store: of the job, in which ranks that wait longer than a second publish their status; None:
+            no watchdog knows of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store | None = None) -> None:
         self._group, self._ranks, self.posted = group, group.size(), 0
+        self.name, self._store = f"ds_usp {group.group_name}", store
+        self._count, self._found = 0, list[int]()
+        self.while_waiting: Callable[[int, int, float], None] = lambda *_: None
         self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
         # torch aborts a process that ends and leaves a collective behind. Not when the transport is
         # garbage collected, which may be in mid-training.
@@ -87,8 +116,44 @@ class GroupTransport:
 
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
         work, received = self._works.pop(seq)
-        work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
+        if timeout_s is not None:
+            work.wait(datetime.timedelta(seconds=timeout_s))
+            return received
+        start = time.monotonic()
+        next_status = start + _STATUS_S
+        while self._store is not None and not work.is_completed():
+            now = time.monotonic()
+            if now > next_status:
+                next_status = now + _STATUS_S
+                with contextlib.suppress(RuntimeError):  # the store is gone: wait without it
+                    self.while_waiting(seq, -1, now - start)
+                    self._store.add(self.name, 1)
+            time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
+        work.wait()
         return received
+
+    def waiting_ranks(self, seq: int) -> list[int]:
+        if self._store is None:
+            return []
+        count = self._store.add(self.name, 0)  # one small request a look, while nobody waits
+        if count != self._count or self._found:
+            others = (rank for rank in range(self._ranks) if rank != self._group.rank())
+            self._found = [rank for rank in others if self.status(seq, rank)]
+        self._count = count
+        return self._found
+
+    def publish(self, seq: int, data: bytes) -> None:
+        if self._store is not None:
+            self._store.set(f"{self.name} {self._group.rank()}", f"{seq} {data.decode()}")
+
+    def status(self, seq: int, rank: int) -> bytes:
+        key = f"{self.name} {rank}"
+        if self._store is None or not self._store.check([key]):
+            return b""
+        number, _, data = self._store.get(key).partition(b" ")
+        return data if int(number) == seq else b""
+
+    def abort(self) -> None: ...
 
 
 def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
@@ -148,6 +213,7 @@ class ConsistencyChecker:
         group: the ranks, over a CPU backend; None is one process alone.
         mailbox: shared memory of all of them, which is faster; None: all-gathers over the group, in
             which nothing else may come between them.
+        store: what watchdogs exchange goes through it, where there is no mailbox.
 
     Attributes:
         number: comparisons so far, less failed ones; after :meth:`check_call`, that call's number.
@@ -160,6 +226,7 @@ class ConsistencyChecker:
         self,
         group: dist.ProcessGroup | None = None,
         mailbox: ShmMailbox | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         self.group, self.mailbox = group, mailbox
         self.number = 0
@@ -183,12 +250,14 @@ class ConsistencyChecker:
         self._transport: _Transport | None = mailbox
         if group is not None:
             if mailbox is None:
-                self._transport = GroupTransport(group)
+                self._transport = GroupTransport(group, store)
             at_exit = partial(_at_exit, weakref.ref(self), os.getpid())
             atexit.register(at_exit)
             weakref.finalize(self, atexit.unregister, at_exit).atexit = False
-            if mailbox is not None:
-                mailbox.while_waiting = partial(_while_waiting, weakref.ref(self))
+            if mailbox is not None or store is not None:
+                cast(_Transport, self._transport).while_waiting = partial(
+                    _while_waiting, weakref.ref(self)
+                )
                 watchdog().add(self)
 
     @classmethod
@@ -202,7 +271,8 @@ class ConsistencyChecker:
         if gloo and (mailbox := open_mailbox(group, nodes)) is not None:
             return cls(group, mailbox)
         control = subgroup(group, dist.get_process_group_ranks(group), backend="gloo")
-        return cls(control, None if gloo else open_mailbox(control, nodes))
+        mailbox = None if gloo else open_mailbox(control, nodes)
+        return cls(control, mailbox, _store_of_watchdogs() if mailbox is None else None)
 
     def check_call(
         self, signature: Signature | str, *, error: Exception | None = None, wait: bool = True
@@ -302,37 +372,36 @@ class ConsistencyChecker:
 
     @property
     def name(self) -> str:
-        return "" if self.mailbox is None else self.mailbox.name
+        return "" if self._transport is None else self._transport.name
 
     @property
     def posted(self) -> int:
         return 0 if self._transport is None else self._transport.posted
 
     def waiting_ranks(self) -> list[int]:
-        mailbox = self.mailbox
-        if mailbox is None or self._failure is not None:
+        if self._transport is None or self._failure is not None:
             return []
-        seq = mailbox.posted + 1
-        return [rank for rank in range(mailbox.ranks) if mailbox.has_posted(seq, rank)]
+        return self._transport.waiting_ranks(self._transport.posted + 1)
 
     def status(self, seq: int, rank: int) -> bytes:
-        return b"" if self.mailbox is None else self.mailbox.status(seq, rank)
+        return b"" if self._transport is None else self._transport.status(seq, rank)
 
     def publish(self, seq: int, data: bytes) -> None:
-        if self.mailbox is not None:
-            self.mailbox.publish(seq, data)
+        if self._transport is not None:
+            self._transport.publish(seq, data)
 
     def give_away(self, seq: int, reason: str, in_comparison: bool) -> None:
         with self._posting:
-            if self.mailbox is None or self.mailbox.posted + 1 != seq:
+            transport = self._transport
+            if transport is None or transport.posted + 1 != seq:
                 return
             if len(self._left) == MAX_LEFT:  # the others go on and on without this rank
-                self.mailbox.abort()
+                transport.abort()
                 return
             # Who is ahead must not wait for this rank, which waits for it.
             turn = OTHER_MESH_TURN if in_comparison else LAST_TURN
             record = CallRecord(Signature((reason,)), Kind.ERROR, 0, 0, False, *turn)
-            self._left.append((self.mailbox.post(record.encode()), reason))
+            self._left.append((transport.post(record.encode()), reason))
 
     def settle(self) -> None:
         with self._posting:
@@ -564,6 +633,16 @@ def _unusable_reason(data: Sequence[bytes | bytearray]) -> MeshError | None:
     return None
 
 
+def _store_of_watchdogs() -> dist.Store | None:
+    """The job's store, by a connection of its own: on others a rank may wait for a key."""
+    try:
+        store: Any = c10d._get_default_store()
+        clone: dist.Store = store.clone()
+        return clone
+    except (AttributeError, RuntimeError):  # an older torch, a store of one process
+        return None
+
+
 def _while_waiting(
     reference: weakref.ref[ConsistencyChecker], seq: int, rank: int, seconds: float
 ) -> None:
@@ -577,8 +656,9 @@ def _while_waiting(
         checker.warn_at_s = _WARN_AFTER_S
     elif seconds >= checker.warn_at_s:
         checker.warn_at_s *= 2
-        late = Status.decode(checker.status(seq, rank))
-        text = f"a call has waited for rank {rank} of the sequence-parallel group for"
+        late = None if rank < 0 else Status.decode(checker.status(seq, rank))
+        name = "other ranks" if rank < 0 else f"rank {rank}"
+        text = f"a call has waited for {name} of the sequence-parallel group for"
         where = "" if late is None else f"; there {late.where}"
         logging.getLogger("ds_usp").warning("%s %.0f s%s", text, seconds, where)
 

@@ -141,8 +141,13 @@ class ShmMailbox:
         written, data = self._read(self._statuses + rank * _STATUS_BYTES)
         return data if written == seq and data is not None else b""
 
-    def has_posted(self, seq: int, rank: int) -> bool:
-        return _HEADER.unpack_from(self._memory, self._offset(seq, rank))[0] == seq
+    def waiting_ranks(self, seq: int) -> list[int]:
+        """Ranks that have posted this record, which this rank has not."""
+        return [
+            rank
+            for rank, offset in enumerate(self._offsets[seq % _SLOTS])
+            if _HEADER.unpack_from(self._memory, offset)[0] == seq
+        ]
 
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytes]:
         """The record of every rank, once all are written; this rank has posted its own.

@@ -273,13 +273,12 @@ class Watchdog:
             ranks = c10d._world.pg_group_ranks.get(group, {})
             seen = []
             for device in sorted(group._device_types, key=str):  # the CPU first
-                backend: Any = group._get_backend(device)
+                backend = group._get_backend(device)
                 if backend in seen:
                     continue
                 seen.append(backend)
-                try:
-                    number = backend._get_sequence_number_for_group()
-                except RuntimeError:  # has none, or none yet
+                number = _sequence_number(backend, group)
+                if number is None:
                     continue
                 key = hashlib.sha256(f"{name} {sorted(ranks)} {device}".encode()).hexdigest()[:10]
                 what = f"the group {group.group_desc or name!r} of {len(ranks)} ranks"
@@ -294,6 +293,16 @@ class Watchdog:
         }
         folder = _BLOCKING_FILES[0] + os.sep
         return any(frame.f_code.co_filename.startswith(folder) for frame in others.values())
+
+
+def _sequence_number(*sources: Any) -> int | None:
+    """Of the first that has one: an older torch has it of groups of one backend only."""
+    for source in sources:
+        try:
+            return int(source._get_sequence_number_for_group())
+        except (AttributeError, RuntimeError):
+            continue
+    return None
 
 
 def _unmatched(stack: Stack, counters: Sequence[Counter], rank: int, status: Status) -> str:

@@ -92,9 +92,13 @@ def test_ranks_that_are_ahead_wait_for_those_that_left_another_pass(pool):
         )
 
 
-def in_another_collective(ctx: RankContext, freed: bool) -> list[str]:
-    """What calls say where rank 1 is in an all-reduce that the others call later; times of them."""
+def in_another_collective(ctx: RankContext, nodes: int) -> list[str]:
+    """What calls say where rank 1 is in an all-reduce that the others call later."""
     checker, texts = checker_of(ctx), list[str]()
+    if nodes > 1:
+        each = [b"%d" % (rank % nodes) for rank in range(ctx.world)]
+        checker = ConsistencyChecker.for_mesh(ctx.group, each)
+        assert checker.mailbox is None
     with short_patience():
         checker.check_now("together")
         if ctx.rank == 1:
@@ -108,8 +112,9 @@ def in_another_collective(ctx: RankContext, freed: bool) -> list[str]:
         return [*texts, str(checker.number)]
 
 
-def test_a_rank_in_another_collective_is_found_and_named(pool):
-    results = pool.run(in_another_collective, WORLD, timeout=TIMEOUT_S, freed=True)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_in_another_collective_is_found_and_named(pool, nodes):
+    results = pool.run(in_another_collective, WORLD, timeout=TIMEOUT_S, nodes=nodes)
     for rank, (first, *later) in enumerate(results):
         assert later == ["", "2"]
         assert "all_reduce" in first and "test_leaving.py" in first
