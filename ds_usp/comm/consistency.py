@@ -78,9 +78,6 @@ class _Transport(Protocol):
     def status(self, seq: int, rank: int) -> bytes:
         """A rank's status of this number; empty: none."""
 
-    def abort(self) -> None:
-        """Let every wait of every rank fail from here on, where that can be."""
-
 
 class GroupTransport:
     """Records by asynchronous all-gathers over a process group of a CPU backend.
@@ -152,8 +149,6 @@ class GroupTransport:
             return b""
         number, _, data = self._store.get(key).partition(b" ")
         return data if int(number) == seq else b""
-
-    def abort(self) -> None: ...
 
 
 def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
@@ -395,8 +390,8 @@ class ConsistencyChecker:
             transport = self._transport
             if transport is None or transport.posted + 1 != seq:
                 return
-            if len(self._left) == MAX_LEFT:  # the others go on and on without this rank
-                transport.abort()
+            if self.mailbox is not None and len(self._left) == MAX_LEFT:
+                self.mailbox.abort()  # the others go on and on without this rank
                 return
             # Who is ahead must not wait for this rank, which waits for it.
             turn = OTHER_MESH_TURN if in_comparison else LAST_TURN
@@ -517,7 +512,6 @@ class ConsistencyChecker:
                 raise
             if error is None and data.count(data[0]) == len(data):
                 return
-            self._all_know = True
             if (reason := _unusable_reason(data)) is not None:
                 self._fail(reason)  # streams wait for exchanges that never come
             else:
@@ -527,6 +521,7 @@ class ConsistencyChecker:
                     continue
                 if OTHER_MESH_TURN in turns:
                     watchdog().settle(self)
+            self._all_know = True
             _raise_on_mismatch(data, error)
 
     def _come_back_and_post(self, transport: _Transport, record: CallRecord) -> int:

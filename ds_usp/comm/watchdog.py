@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -132,9 +133,8 @@ class Stack(NamedTuple):
         place: equal as long as the thread does not move.
         where: for people.
         in_comparison: it waits in one.
-        in_collective: it is in torch.distributed, DDP or a backward pass, or has work to wait for.
+        in_collective: it is in torch.distributed, DDP or a backward pass.
         in_p2p: it sends or receives.
-        group: of the collective it is in; None: not known.
     """
 
     place: int
@@ -142,7 +142,6 @@ class Stack(NamedTuple):
     in_comparison: bool = False
     in_collective: bool = False
     in_p2p: bool = False
-    group: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, frame: FrameType | None) -> Stack:
@@ -162,9 +161,8 @@ class Stack(NamedTuple):
             hash(tuple((id(frame.f_code), frame.f_lasti) for frame in frames)),
             f"it is in {called}, called at {line}" if called else f"it is at {line}",
             in_comparison=files[0].startswith(_COMPARISON_FILES),
-            in_collective=files[0].startswith(_BLOCKING_FILES) or _has_work(frames[0]),
+            in_collective=files[0].startswith(_BLOCKING_FILES),
             in_p2p=bool(_P2P.intersection(names[:inner])),
-            group=next(filter(None, map(_group_of, frames[:inner])), None),
         )
 
 
@@ -179,8 +177,12 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+# What looks at local variables keeps them alive, as long as the function runs: these two are called
+# where the order of collectives is known to differ.
 def _group_of(frame: FrameType) -> dist.ProcessGroup | None:
-    """The group of a function of c10d's, or of a module such as DDP."""
+    """The group of a function of c10d's, or of a module such as DDP; None for other functions."""
+    if not frame.f_code.co_filename.startswith(_BLOCKING_FILES):
+        return None
     if frame.f_code.co_filename == c10d.__file__ and "group" in frame.f_locals:
         group = frame.f_locals["group"] or dist.group.WORLD
     else:
@@ -210,12 +212,13 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             time.sleep(_TICK_S)
-            for watched in list(self._watched):
-                try:
+            watched = None
+            try:
+                for watched in list(self._watched):
                     self._look(watched)
-                except Exception:  # a group that is being destroyed; the next look may succeed
-                    logging.getLogger("ds_usp").debug("watchdog", exc_info=True)
-            watched = None  # type: ignore[assignment] # keeps no mesh alive
+            except Exception:  # of a group that is being destroyed; the next look may succeed
+                logging.getLogger("ds_usp").debug("watchdog", exc_info=True)
+            del watched  # it keeps no mesh alive
 
     def _look(self, watched: Watched) -> None:
         """At what this rank does while others wait for it."""
@@ -226,7 +229,8 @@ class Watchdog:
             return
         frames = sys._current_frames()
         main = threading.main_thread().ident or 0
-        stack = Stack.of(frames.get(watched.thread) or frames.get(main))
+        frame = frames.get(watched.thread) or frames.get(main)
+        stack = Stack.of(frame)
         now = time.monotonic()
         before = self._seen.get(watched.name)
         if before is None or before[:2] != (seq, stack.place):
@@ -239,7 +243,7 @@ class Watchdog:
         for rank in ranks:
             status = Status.decode(watched.status(seq, rank))
             if status is not None and status.waits:
-                found = _unmatched(stack, counters, rank, status)
+                found = _unmatched(stack, frame, counters, rank, status)
                 if found:
                     watched.give_away(
                         seq,
@@ -305,23 +309,25 @@ def _sequence_number(*sources: Any) -> int | None:
     return None
 
 
-def _unmatched(stack: Stack, counters: Sequence[Counter], rank: int, status: Status) -> str:
+def _unmatched(
+    stack: Stack, frame: FrameType | None, counters: Sequence[Counter], rank: int, status: Status
+) -> str:
     """What this rank has started and a rank that waits for it has not; "" without any."""
-    if stack.in_p2p:
+    ahead = [x for x in counters if x.number > status.started.get(x.key, x.number)]
+    if stack.in_p2p or not ahead:
         return ""
-    for counter in counters:
-        theirs = status.started.get(counter.key)
-        if theirs is None or theirs >= counter.number:
+    if stack.in_comparison:
+        calls = (counter for counter in ahead if counter.group is None)
+        return next((f"{x.what}, which rank {rank} has not made" for x in calls), "")
+    inner = takewhile(lambda x: x.f_code.co_filename.startswith(f"{_TORCH}"), _outward(frame))
+    group = next(filter(None, map(_group_of, inner)), None)
+    for counter in ahead:
+        if counter.group is None or group not in (None, counter.group):
             continue
-        if counter.group is None:
-            if stack.in_comparison:
-                return f"{counter.what}, which rank {rank} has not made"
-        elif stack.in_comparison or stack.group not in (None, counter.group):
-            continue
-        elif stack.in_collective or not counter.blocks:
+        if not counter.blocks or stack.in_collective or (frame and _has_work(frame)):
             return (
                 f"collective {counter.number} of {counter.what}, of which rank {rank} has started "
-                f"{theirs}"
+                f"{status.started[counter.key]}"
             )
     return ""
 
