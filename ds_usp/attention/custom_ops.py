@@ -24,7 +24,9 @@ from ds_usp.attention.validation import (
     check_default_layout,
     check_tensors,
     exchange_label,
+    module_text,
     plan_local_attention,
+    returned_text,
 )
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
@@ -320,7 +322,10 @@ _TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
 @torch.library.custom_op(
     "ds_usp::attention",
     mutates_args=(),
-    schema=op_schema("Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes", ATTENTION_ARGS),
+    schema=op_schema(
+        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor? module",
+        ATTENTION_ARGS,
+    ),
     **_TAGS,
 )
 def attention(
@@ -329,6 +334,7 @@ def attention(
     v: torch.Tensor,
     sinks: OptionalTensor,
     slopes: OptionalTensor,
+    module: OptionalTensor,
     *values: Any,
 ) -> list[torch.Tensor]:
     """Attention of this rank's tokens with the whole sequence; collective over the mesh.
@@ -340,6 +346,10 @@ def attention(
         (:class:`ds_usp.attention.plan.SavedChunk`); where there is a backward pass, last the
         call number ``[]``, on the CPU.
 
+    Args:
+        module: the number ``[]`` of the module that calls, on the CPU: as a number it would be one
+            of the graph, and each layer compiled anew.
+
     Raises:
         USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
     """
@@ -350,13 +360,13 @@ def attention(
     no_grad = {"requires_grad": False, "sinks_require_grad": False}
     key = "attention in a graph", _changed(ATTENTION_ARGS, values, **no_grad)
     run = call._replace(requires_grad=True) if is_saving() else call
-    results = results_or_replay(lambda: _attention(run, q, k, v), inputs, key, num_visible)
+    results = results_or_replay(lambda: _attention(run, q, k, v, module), inputs, key, num_visible)
     needs_backward = call.requires_grad or call.sinks_require_grad
     return list(results if needs_backward else results[:num_visible])
 
 
 def _attention(
-    call: OpCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    call: OpCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: OptionalTensor
 ) -> list[torch.Tensor]:
     """:func:`attention`, never replayed."""
     mesh, save = call.options.mesh, call.requires_grad or call.sinks_require_grad
@@ -364,7 +374,8 @@ def _attention(
     def check() -> tuple[Signature, AttentionPlan]:
         if not call.named:  # when the op runs, as batches change after tracing
             check_default_layout(mesh, cast(TokenLayout, call.options.layout))
-        return _plan_attention(call, q, (q.shape, k.shape, v.shape))
+        signature, plan = _plan_attention(call, q, (q.shape, k.shape, v.shape))
+        return Signature.of(signature, *_module_text(module)), plan
 
     plan = check_on_all_ranks(mesh, check, q)
     call_number = mesh.consistency.number
@@ -388,7 +399,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     A call that the op will refuse gets a result too: the error is raised when the op runs, on
     every rank.
     """
-    q, k, v, sinks, slopes, *values = args
+    q, k, v, sinks, slopes, _, *values = args
     # By name, as symbols: rebuilt, a call would guard all its numbers, its seed of dropout too.
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
     needs_backward = given["requires_grad"] or given["sinks_require_grad"]
@@ -517,7 +528,7 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
     Only the output ever has a gradient: ``usp_attention`` detaches the log-sum-exp, and the rest
     never leaves the op. So gradients are not materialized: each chunk would get zeros of its size.
     """
-    q, k, v, sinks, slopes, *ctx.values = inputs
+    q, k, v, sinks, slopes, _, *ctx.values = inputs
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     ctx.keys = k.shape[1], k.shape[2]
     if MESH_REGISTRY.lookup(given["mesh"]).ulysses_degree == 1:
@@ -529,9 +540,16 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
 
 
 def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, ...]:
-    sinks, slopes, *saved = ctx.saved_tensors
+    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
+    consistency = MESH_REGISTRY.lookup(given["mesh"]).consistency
+    num_raised = consistency.num_raised
+    try:
+        sinks, slopes, *saved = ctx.saved_tensors
+    except Exception as error:
+        consistency.raise_everywhere(error, num_raised)
+        raise
     dq, dk, dv, *dsinks = attention_backward(grads[0], saved, sinks, slopes, *ctx.keys, *ctx.values)
-    return dq, dk, dv, dsinks[0] if dsinks else None, None, *(None for _ in ctx.values)
+    return dq, dk, dv, dsinks[0] if dsinks else None, None, None, *(None for _ in ctx.values)
 
 
 attention.register_autograd(_backward_of_attention, setup_context=_setup_attention)
@@ -540,11 +558,11 @@ attention.register_autograd(_backward_of_attention, setup_context=_setup_attenti
 @torch.library.custom_op(
     "ds_usp::exchange",
     mutates_args=(),
-    schema=op_schema("Tensor[] tensors, Tensor? call_number", EXCHANGE_ARGS),
+    schema=op_schema("Tensor[] tensors, Tensor? number", EXCHANGE_ARGS),
     **_TAGS,
 )
 def exchange(
-    tensors: list[torch.Tensor], call_number: OptionalTensor, *values: Any
+    tensors: list[torch.Tensor], number: OptionalTensor, *values: Any
 ) -> list[torch.Tensor]:
     """A head exchange of q, k, v, or of the output; collective over the mesh.
 
@@ -553,7 +571,7 @@ def exchange(
         the call number ``[]``, on the CPU.
 
     Args:
-        call_number: of any that does not start a call.
+        number: of the call; of one that starts a call, of the module, as of :func:`attention`.
 
     Raises:
         USPError: as :class:`ds_usp.USPAttention`, on every rank, when it runs.
@@ -565,17 +583,19 @@ def exchange(
         refuse_saving("a local attention in a graph")
         if not call.named:
             check_default_layout(mesh, call.layout)
-        return _plan_exchange(call, tensors)
+        signature, exchanges = _plan_exchange(call, tensors)
+        return Signature.of(signature, *_module_text(number)), exchanges
 
     if call.starts_call:
         exchanges = check_on_all_ranks(mesh, check, tensors[0])
-        number = torch.tensor(mesh.consistency.number, device="cpu")
-        return [*_fresh_contiguous(exchanges.qkv.to_heads(tensors), tensors), number]
-    if call.backward and call_number is not None:
+        call_number = torch.tensor(mesh.consistency.number, device="cpu")
+        return [*_fresh_contiguous(exchanges.qkv.to_heads(tensors), tensors), call_number]
+    on_cpu = tensors[0].device.type == "cpu"
+    if not call.backward:  # the local attention is done
+        mesh.consistency.check_part(returned_text(tensors[0]), wait=on_cpu)
+    elif number is not None:
         label = exchange_label(not call.to_heads)
-        mesh.consistency.check_backward(
-            int(call_number), label, wait=tensors[0].device.type == "cpu"
-        )
+        mesh.consistency.check_backward(int(number), label, wait=on_cpu)
     _, exchanges = _plan_exchange(call, tensors)
     head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
     if call.to_heads:
@@ -586,26 +606,26 @@ def exchange(
 
 
 @exchange.register_fake
-def _(tensors: list[torch.Tensor], call_number: OptionalTensor, *values: Any) -> list[torch.Tensor]:
+def _(tensors: list[torch.Tensor], number: OptionalTensor, *values: Any) -> list[torch.Tensor]:
     """Meta function of :func:`exchange`: empty results of the shapes that the op returns."""
     call: OpExchange = exchange_call(iter(guard_ints(values)))
-    number = [torch.empty((), dtype=torch.int64, device="cpu")] if call.starts_call else []
+    call_number = [torch.empty((), dtype=torch.int64, device="cpu")] if call.starts_call else []
     try:
         _, exchanges = _plan_exchange(call, tensors)
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
         wrong = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-        return wrong + number
+        return wrong + call_number
     head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
     if not call.to_heads:
         return list(head_exchange.alloc_outputs(tensors))
-    return _exchanged(head_exchange, tensors, call.mesh) + number
+    return _exchanged(head_exchange, tensors, call.mesh) + call_number
 
 
 def _setup_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    _, call_number, *ctx.values = inputs
+    _, number, *ctx.values = inputs
     given = {arg.name: x for arg, x in zip(EXCHANGE_ARGS, ctx.values, strict=True)}
     ctx.starts_call, ctx.to_heads = given["starts_call"], given["to_heads"]
-    ctx.save_for_backward(output[-1] if ctx.starts_call else call_number)
+    ctx.save_for_backward(output[-1] if ctx.starts_call else number)
 
 
 def _backward_of_exchange(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -620,15 +640,26 @@ def _backward_of_exchange(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...
 exchange.register_autograd(_backward_of_exchange, setup_context=_setup_exchange)
 
 
+def _module_text(number: OptionalTensor) -> tuple[str, ...]:
+    return () if number is None else (module_text(int(number)),)
+
+
 def traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, **caller: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    module: OptionalTensor = None,
+    **caller: Any,
 ) -> list[torch.Tensor] | None:
     """The results of :func:`attention` in a graph; None if no op can compute the call. ``caller``:
     ``named`` and ``prefix`` of :class:`OpCall`."""
     values, scores = attention_values(q, k, v, options, **caller), options.scores
     if values is None:
         return None
-    results: list[torch.Tensor] = attention(q, k, v, scores.sinks, scores.alibi_slopes, *values)
+    results: list[torch.Tensor] = attention(
+        q, k, v, scores.sinks, scores.alibi_slopes, module, *values
+    )
     return results
 
 
@@ -640,6 +671,7 @@ def traced_exchange(
     layout: TokenLayout | str,
     named: bool,
     prefix: str,
+    module: torch.Tensor,
 ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
     """A function ``(to_heads, *tensors)`` that exchanges q, k and v to heads, and the output back;
     None if no op can."""
@@ -654,7 +686,7 @@ def traced_exchange(
     heads = q.shape[2], k.shape[2]
     call: Any = OpExchange(mesh, queries, keys, *heads, *flags, prefix)  # type: ignore[arg-type]
     values = plain_values(EXCHANGE_ARGS, call)
-    return None if values is None else _TracedExchange(values)
+    return None if values is None else _TracedExchange(values, module)
 
 
 def _is_valid_qkv(
@@ -679,13 +711,12 @@ def _is_valid_qkv(
 class _TracedExchange:
     """The two exchanges of one call; the second takes the call number of the first."""
 
-    def __init__(self, values: list[Any]) -> None:
-        self._values = values
-        self._call_number: OptionalTensor = None
+    def __init__(self, values: list[Any], module: torch.Tensor) -> None:
+        self._values, self._number = values, module
 
     def __call__(self, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if to_heads:
-            *exchanged, self._call_number = exchange(list(tensors), None, *self._values)
+            *exchanged, self._number = exchange(list(tensors), self._number, *self._values)
             return tuple(exchanged)
         reverse = _changed(EXCHANGE_ARGS, self._values, to_heads=False, starts_call=False)
-        return tuple(exchange(list(tensors), self._call_number, *reverse))
+        return tuple(exchange(list(tensors), self._number, *reverse))

@@ -86,6 +86,8 @@ class UnifiedAttention(torch.autograd.Function):
         run.execute(plan.forward)
         out, lse, saved = run.out, run.lse, run.saved
         ctx.set_materialize_grads(False)  # the log-sum-exp never has one
+        if out._is_view():  # of a kernel's result. torch would refuse changes in place here only,
+            out = out.data  # and other ranks, whose result is merged, would wait in backward
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         if not save:
@@ -106,10 +108,17 @@ class UnifiedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-        refuse_second_derivative("attention", UnsupportedAttentionError)
         plan: AttentionPlan = ctx.plan
-        ctx.mesh.consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
-        sinks, *saved = ctx.saved_tensors
+        consistency = ctx.mesh.consistency
+        num_raised = consistency.num_raised
+        try:
+            refuse_second_derivative("attention", UnsupportedAttentionError)
+            # May recompute, which is compared, or raise: before this rank says that it is ready.
+            sinks, *saved = ctx.saved_tensors
+        except Exception as error:
+            consistency.raise_everywhere(error, num_raised)
+            raise
+        consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
         chunks = plan.unpack_saved(saved)
         if dout is None:  # the other ranks wait for this one's exchanges
             dout = saved[0].new_zeros(ctx.out_shape)
@@ -150,6 +159,7 @@ if TYPE_CHECKING:
         tuning: Tuning
         scores: Scores
         kv_layout: TokenLayout | str | None
+        label: str
 
 
 @overload
@@ -189,6 +199,7 @@ def usp_attention(
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORE_MOD,
     kv_layout: TokenLayout | str | None = None,
+    label: str = "",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence whose tokens are sharded over the ranks of a mesh.
 
@@ -215,6 +226,9 @@ def usp_attention(
         scores: soft cap, ALiBi, sinks, the seed of dropout.
         kv_layout: where the tokens of k and v are, if they are another sequence than q's
             (cross-attention); each rank then holds its shard of both. The mask must be full.
+        label: compared on all ranks, as ``f"layer {i}, step {n}"``. Calls that are alike cannot be
+            told apart otherwise: a rank that leaves one out meets the others' in its next one.
+            Under ``torch.compile`` each label is compiled anew.
 
     Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
     are used. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph; with
@@ -231,7 +245,17 @@ def usp_attention(
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
     options = AttentionOptions(
-        mesh, layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, kv_layout
+        mesh,
+        layout,
+        mask,
+        softmax_scale,
+        dropout_p,
+        kernel,
+        return_lse,
+        tuning,
+        scores,
+        kv_layout,
+        label,
     )
     if torch.compiler.is_compiling():
         traced = traced_attention(q, k, v, options)

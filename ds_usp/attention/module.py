@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,7 +28,9 @@ from ds_usp.attention.validation import (
     check_dims,
     check_layout_kind,
     check_tensors,
+    module_text,
     plan_local_attention,
+    returned_text,
     token_layout,
 )
 from ds_usp.comm.call_record import Signature
@@ -203,6 +204,10 @@ class USPAttention(torch.nn.Module):
         self.local_attn = local_attention
         self._overrides = mask, softmax_scale, dropout_p
         self._framework = check_on_all_ranks(mesh, check)
+        # Modules are made on all ranks at once, so it is the same there. A tensor, which is no
+        # constant in a graph: layers share compiled code.
+        number = next(mesh.module_numbers)
+        self._number, self._text = torch.tensor(number, device="cpu"), module_text(number)
         if self._framework is not None:
             warn_not_called(local_attention, self._framework.attention, "with a ring")
         self.mesh = mesh
@@ -268,15 +273,16 @@ class USPAttention(torch.nn.Module):
         out: torch.Tensor | None = None
         if self._framework is None:
             layout = self._layout
-            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix)
+            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix, self._number)
             if exchange_fn is not None:
-                out = self._local(
-                    q, k, v, exchange_fn, dim == 1, None, arguments.args, arguments.kwargs
-                )
+                q, k, v = exchange_fn(True, q, k, v)
+                out, flat = self._attend_locally(q, k, v, dim == 1, None, arguments)
+                (out,) = exchange_fn(False, out)
+                out = out.flatten(2) if flat else out
         elif not arguments.args and not arguments.kwargs:
             attention, prefix = self._framework.attention, "\n".join((prefix, *NO_ARGUMENTS.fields))
             options = self._options(attention, q.device)
-            outs = traced_attention(q, k, v, options, named=named, prefix=prefix)
+            outs = traced_attention(q, k, v, options, self._number, named=named, prefix=prefix)
             if outs is not None:
                 out = outs[0].flatten(2) if attention.flat_output else outs[0]
         return out.transpose(0, 1) if dim and out is not None else out
@@ -308,10 +314,20 @@ class USPAttention(torch.nn.Module):
         call = self.mesh.consistency.number
         q, k, v = (x.transpose(0, 1) if plan.batch_second else x for x in (query, key, value))
         if isinstance(plan.call, ChunkExchanges):
-            exchange_fn = partial(exchange_heads, plan.call, call)
-            out = self._local(
-                q, k, v, exchange_fn, plan.batch_second, plan.rotary, plan.args, arguments.kwargs
-            )
+            q, k, v = exchange_heads(plan.call, call, True, q, k, v)
+            # The caller's code may run out of memory here, or return another dtype, on one rank;
+            # the others must not wait for it in the exchange that follows.
+            consistency, arguments = self.mesh.consistency, arguments._replace(args=plan.args)
+            num_raised = consistency.num_raised
+            try:
+                out, flat = self._attend_locally(q, k, v, plan.batch_second, plan.rotary, arguments)
+                returned = returned_text(out)
+            except Exception as error:
+                consistency.raise_everywhere(error, num_raised)
+                raise
+            consistency.check_part(returned, wait=out.device.type == "cpu")
+            (out,) = exchange_heads(plan.call, call, False, out)
+            out = out.flatten(2) if flat else out
         else:
             out = self._ring(q, k, v, plan)
         return out.transpose(0, 1) if plan.batch_second else out
@@ -366,7 +382,7 @@ class USPAttention(torch.nn.Module):
             text, call = plan_call(q, k, v, self._options(framework.attention, q.device))
             signature.append(text)
         attention = None if framework is None else framework.attention
-        return Signature.of(*signature), DropInPlan(
+        return Signature.of(*signature, self._text), DropInPlan(
             batch_second, layout, args, rotary, call, attention
         )
 
@@ -398,30 +414,32 @@ class USPAttention(torch.nn.Module):
     def _layout_of(self, x: torch.Tensor) -> TokenLayout:
         return token_layout(self._layout, x, self.mesh)
 
-    def _local(
+    def _attend_locally(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        exchange_fn: Callable[..., tuple[torch.Tensor, ...]],
         batch_second: bool,
         rotary: Rotary | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        """Ring 1: the local attention between two exchanges, as DeepSpeed does it."""
-        q, k, v = exchange_fn(True, q, k, v)
+        arguments: CallArguments,
+    ) -> tuple[torch.Tensor, bool]:
+        """Ring 1: the local attention, as DeepSpeed calls it between two exchanges. The output
+        ``[b, s, h, e]``, and whether it has returned ``h * e`` as one dim."""
         if rotary is not None:
             q, k = apply_rotary((q, k), *rotary, token_dim=1)
-        heads = q.shape[2]
+        heads, want = q.shape[2], q.shape[:3]
         if batch_second:
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        out = self.local_attn(q, k, v, *args, **kwargs)
-        flat = out.ndim == 3
-        out = out.unflatten(2, (heads, -1)) if flat else out
-        out = out.transpose(0, 1) if batch_second else out
-        (out,) = exchange_fn(False, out)
-        return out.flatten(2) if flat else out
+        returned = self.local_attn(q, k, v, *arguments.args, **arguments.kwargs)
+        flat = returned.ndim == 3
+        out = returned.unflatten(2, (heads, -1)) if flat else returned
+        out = out.transpose(0, 1) if batch_second and out.ndim == 4 else out
+        if out.ndim != 4 or out.shape[:3] != want:
+            raise ConfigError(
+                f"the local attention returned {list(returned.shape)} for queries "
+                f"{list(q.shape)}: it must keep their first three dims, or join the last two"
+            )
+        return out, flat
 
     def _ring(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan

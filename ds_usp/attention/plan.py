@@ -73,11 +73,13 @@ class AttentionOptions(NamedTuple):
     tuning: Tuning = AUTO_TUNING
     scores: Scores = NO_SCORE_MOD
     kv_layout: TokenLayout | str | None = None
+    label: str = ""
 
     @property
     def key(self) -> Hashable:
-        """All of it but the mesh and the values of the scores' tensors and seed: calls with equal
-        keys and alike tensors share a plan. An argument of a wrong type may not be hashable."""
+        """All of it but mesh, label and the values of the scores' tensors and seed: calls with
+        equal keys and alike tensors share a plan. An argument of a wrong type may not be
+        hashable."""
         scores: object = self.scores
         if scores is not NO_SCORE_MOD and isinstance(scores, Scores):
             scores = scores.plan_key
@@ -384,6 +386,8 @@ def plan_call(
     signature, plan = cached
     if plan.score_mod.dropout_p:  # the key has no seed: another one needs no new plan
         signature = Signature.of(signature, f"dropout seed {scores.dropout_seed}")
+    if options.label:
+        signature = Signature.of(signature, f"label {options.label}")
     return signature, plan
 
 
@@ -392,7 +396,7 @@ def _new_plan(
 ) -> tuple[Signature, AttentionPlan]:
     """Check a call and plan it, on integers: nothing is sent. What decides messages must be in the
     signature, which ranks compare before they use the plan."""
-    mesh, _, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, _ = options
+    mesh, _, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, *_ = options
     check_tuning(tuning)
     parts: list[Signature | str] = [check_tensors(q, k, v)]
     layout = token_layout(options.layout, q, mesh)

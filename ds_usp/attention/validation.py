@@ -23,6 +23,17 @@ def exchange_label(to_heads: bool) -> str:
     return " (q, k, v)" if to_heads else " (output)"
 
 
+def module_text(number: int) -> str:
+    """The module of a call in its signature: which of those on the mesh, in order of their making.
+    Layers' calls are alike otherwise, and a rank that leaves one out would go unnoticed."""
+    return f"USPAttention {number}"
+
+
+def returned_text(out: torch.Tensor) -> str:
+    """What a local attention has returned, ``[b, s, h, e]``, as far as messages depend on it."""
+    return f"a local attention that returned head dim {out.shape[3]} of {out.dtype}"
+
+
 @dataclass(frozen=True)
 class ChunkExchanges:
     """The head exchanges (all-to-all) of one head chunk.

@@ -26,6 +26,15 @@ _SEPARATOR = "\x1f"  # of fields: ASCII's unit separator, which no field has
 # Of who will not come to the calls of others; and of who waits in a call over another mesh.
 LAST_TURN, OTHER_MESH_TURN = (2**32 - 1, 0), (2**32 - 1, 1)
 _MAX_VALUES = 4  # shown of a field; 64 ranks may have 64
+MAIN_THREAD = "MainThread"  # as Python names it
+THREAD_FIELD = "thread "  # begins the field of a call in another thread
+ONE_THREAD = (
+    "The calls of a mesh run in one thread, as ranks would pair those of different threads: use an "
+    "executor of one worker, or give each thread a mesh over a group of its own, "
+    "SequenceMesh.from_group(dist.new_group(ranks), ...). It has one name on all ranks: set "
+    f"threading.current_thread().name before its first call, {MAIN_THREAD!r} where other ranks "
+    "call in their main thread"
+)
 _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
 
 
@@ -166,6 +175,8 @@ def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = 
             "\nAll ranks must run the backward passes of a mesh in one order, each as often as "
             "the others do: gradients would be wrong otherwise"
         )
+    if any(field.startswith(THREAD_FIELD) for row in differing for field in row):
+        message += f"\n{ONE_THREAD}"
     return MeshError(message, texts, layouts)
 
 

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,8 +24,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.comm.call_record import (
     LAST_TURN,
+    MAIN_THREAD,
+    ONE_THREAD,
     OTHER_MESH_TURN,
     RECORD_BYTES,
+    THREAD_FIELD,
     CallRecord,
     Kind,
     Signature,
@@ -39,10 +43,13 @@ from ds_usp.errors import MeshError
 _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
 _encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)
+_CALL = Kind.CALL  # an enum's lookup takes longer
 _WARN_AFTER_S = 60.0
 _STATUS_S, _MIN_POLL_S, _MAX_POLL_S = 1.0, 2e-5, 2e-3  # of a wait over a group
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
 _GROUP_EXIT_TIMEOUT_S = 5.0  # and for the all-gathers of one group
+_THREAD_TIMEOUT_S, _THREAD_POLL_S = 10.0, 1e-3  # of a wait for another thread's call to end
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class _Transport(Protocol):
@@ -212,6 +219,7 @@ class ConsistencyChecker:
 
     Attributes:
         number: comparisons so far, less failed ones; after :meth:`check_call`, that call's number.
+        num_raised: comparisons that raised, on every rank or as other ranks could not be reached.
         num_exchanges: returns how many exchanges this rank's copy engines have started.
         on_failure: called once when the ranks differ for good.
         refuse_backward: returns why no gradient could be right; asked at each backward pass.
@@ -242,6 +250,13 @@ class ConsistencyChecker:
         self._in_pass, self._aborted_passes, self._exchanges_at_abort = False, 0, 0
         self.warn_at_s = _WARN_AFTER_S
         self._failure: MeshError | None = None
+        self.num_raised = 0
+        self._lock = threading.Lock()  # of the comparisons of other threads than the last one's
+        # Whose calls these are. By a token that only that thread has: idents are used again.
+        self._thread: weakref.ref[threading.Thread] | None = None
+        self._turn, self._thread_turn = _Turn(), object()
+        self._thread_name, self._thread_field = "", tuple[str, ...]()
+        self._former_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._transport: _Transport | None = mailbox
         if group is not None:
             if mailbox is None:
@@ -289,6 +304,18 @@ class ConsistencyChecker:
         self._compare(signature, Kind.CALL, signature, error, wait, MAX_IN_FLIGHT - 1)
         self._calls += 1
         self._passes_since_call = 0
+
+    def check_part(self, text: str, *, wait: bool = True) -> None:
+        """:meth:`check_call` in the middle of a call, which it is part of."""
+        signature = Signature((text,))
+        self._compare(signature, Kind.CALL, text, None, wait, MAX_IN_FLIGHT - 1)
+
+    def raise_everywhere(self, error: Exception, num_raised: int) -> None:
+        """Raise on every rank what this one has raised right before a comparison: pass it to that
+        comparison, in which the others wait or will. Returns where the others know: a comparison
+        has raised since ``num_raised`` was :attr:`num_raised`."""
+        if self.num_raised == num_raised:
+            self.check_call("", error=error)
 
     def check_backward(self, call: int, part: str = "", *, wait: bool = True) -> None:
         """Compare the backward pass that begins with the other ranks'; calls before it have been
@@ -399,10 +426,18 @@ class ConsistencyChecker:
             self._left.append((transport.post(record.encode()), reason))
 
     def settle(self) -> None:
+        reason = "it was in a call over another mesh, which was refused"
+        record = CallRecord(Signature((reason,)), Kind.ERROR, 0, 0, False, *OTHER_MESH_TURN)
         with self._posting:
-            self._left = deque((seq, None) for seq, _ in self._left)
-        if self.waiting_ranks():
-            self.leave("it was in a call over another mesh, which was refused")
+            if self._left:
+                self._left = deque((seq, None) for seq, _ in self._left)
+            elif self._transport is not None and self.waiting_ranks():
+                self._left.append((self._transport.post(record.encode()), None))
+
+    @property
+    def has_failed(self) -> bool:
+        """Every later call raises."""
+        return self._failure is not None
 
     def begin_pass(self) -> None:
         """Exchanges by copy engines follow."""
@@ -470,9 +505,15 @@ class ConsistencyChecker:
             if error is not None:
                 raise error
             return
+        if kind is _CALL:  # a backward pass is of its call, whichever of autograd's threads runs it
+            is_other = self._turn.token is not self._thread_turn
+            if is_other and torch._C._current_graph_task_id() == -1:
+                self._compare_in_other_thread(signature, key, error, wait, max_pending)
+                return
+            if self._thread_field:
+                signature = Signature.of(signature, *self._thread_field)
         wait = wait or error is not None or key not in self._verified
-        if kind is Kind.CALL:
-            self.thread = threading.get_ident()
+        self.num_raised += 1  # until it has not
         if self._pending or self._failure is not None:
             self.drain(0 if wait or self._left else max_pending)
         record = self._record(signature, kind, deferred=not wait)
@@ -484,12 +525,14 @@ class ConsistencyChecker:
         self._all_know = False
         if not wait:
             self.number += 1
+            self.num_raised -= 1
             self._pending.append((self._transport, seq))
             return
         self._compare_and_wait(self._transport, seq, declared, error)
         # Not if it failed: over a group the record may have met another mesh's, and ranks that
         # catch the error and continue would give equal calls different numbers.
         self.number += 1
+        self.num_raised -= 1
         if len(self._verified) >= _MAX_VERIFIED:  # at the same call on every rank
             self._verified.clear()
         self._verified.add(key)
@@ -554,6 +597,54 @@ class ConsistencyChecker:
         if raises is not None:
             raise MeshError(f"the other ranks have refused the call without this rank: {raises}")
 
+    # Note [one thread]
+    #
+    # Two threads that call come in another order on each rank. Their calls look alike, so that
+    # ranks would take each other's tensors for the wrong call. Hence:
+    #
+    #   - A mesh belongs to the thread that calls first. Another one takes it over if that one is in
+    #     no call (a server that warms up in the main thread), and it may not come back before the
+    #     other has ended: it would be luck in which order ranks see the two.
+    #   - Which thread calls is compared, by name: nothing else tells which threads of two processes
+    #     belong together. A thread that stands for the main threads of others takes their name.
+    #   - Backward passes are compared by the number of their call, and what they recompute runs in
+    #     autograd's threads, so these are left alone.
+    def _compare_in_other_thread(
+        self,
+        signature: Signature,
+        key: Signature | str,
+        error: Exception | None,
+        wait: bool,
+        max_pending: int,
+    ) -> None:
+        """Compare a call of another thread than the last one's, with an error if it may not."""
+        with self._lock:  # here the last one waits, too, if it calls again
+            thread, turn, refusal = threading.current_thread(), self._thread_turn, None
+            owner = None if self._thread is None else self._thread()
+            if self._turn.token is not turn:
+                self._turn.token = self._thread_turn = object()
+                if owner is not None and _frame_of(owner) is not None:
+                    in_call = _wait_for_call_of(owner)
+                    same_name = self._thread_name == thread.name != MAIN_THREAD
+                    if in_call or same_name or thread in self._former_threads:
+                        refusal = MeshError(
+                            f"thread {thread.name!r} calls on a mesh whose calls run in thread "
+                            f"{self._thread_name!r}, which has not ended. {ONE_THREAD}"
+                        )
+                    else:
+                        self._former_threads.add(owner)
+            if refusal is None:
+                self._former_threads.discard(thread)
+                self._thread, self._thread_name = weakref.ref(thread), thread.name
+                self.thread = threading.get_ident()
+                is_main = thread.name == MAIN_THREAD
+                self._thread_field = () if is_main else (f"{THREAD_FIELD}{thread.name!r}",)
+            try:
+                self._compare(signature, _CALL, key, refusal or error, wait, max_pending)
+            finally:
+                if refusal is not None:
+                    self._thread_turn = turn
+
     def _record(
         self, signature: Signature, kind: Kind = Kind.CALL, *, deferred: bool = False
     ) -> CallRecord:
@@ -578,6 +669,39 @@ class ConsistencyChecker:
         """Every later call raises this error; streams that wait for other ranks are released."""
         self._failure = error
         self.on_failure()
+
+
+class _Turn(threading.local):
+    """Each thread's token of its turn on a mesh."""
+
+    token: object = None
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    """Where a thread is; None if it has ended, also one that Python has not started."""
+    return sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+
+
+def _wait_for_call_of(thread: threading.Thread) -> bool:
+    """Whether a thread is in a call; waits for the call's end. Its exchanges come first: ranks
+    would post them and the comparison that follows in different orders."""
+    deadline = time.monotonic() + _THREAD_TIMEOUT_S
+    in_call = False
+    while _is_in_call(_frame_of(thread)) and time.monotonic() < deadline:
+        in_call = True
+        time.sleep(_THREAD_POLL_S)
+    return in_call
+
+
+def _is_in_call(frame: FrameType | None) -> bool:
+    """Whether the thread of a frame runs code of ds_usp; not where it waits for another thread."""
+    inside = False
+    while frame is not None:
+        if frame.f_code is ConsistencyChecker._compare_in_other_thread.__code__:
+            return False
+        inside = inside or frame.f_code.co_filename.startswith(_PACKAGE)
+        frame = frame.f_back
+    return inside
 
 
 def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:

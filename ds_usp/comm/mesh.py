@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
 from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_usp._version import __version__
@@ -29,6 +30,7 @@ from ds_usp.comm.copy_engine import (
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
 from ds_usp.comm.process_groups import (
     align_group_counters,
+    all_gather_bytes,
     count_ring_ranks_per_node,
     node_ids,
     subgroup,
@@ -128,6 +130,9 @@ def group_of_device_mesh(
             "ranks"
         )
     groups = [device_mesh.get_group(name) for name in names]
+    known = _meshes_over(groups[0]).get(groups[1])  # another group over them would stay open
+    if known is not None and known.sp_group is not None:
+        return known.sp_group, degree, mesh_order
     for group in groups:  # first along one axis, then along the other: then all ranks are even
         align_group_counters(group)
     sp_group = subgroup(groups[0], ranks) if min(device_mesh.shape) > 1 else None
@@ -173,6 +178,29 @@ MESH_REGISTRY: Final[WeakRegistry[SequenceMesh]] = WeakRegistry()
 _BATCH_LAYOUTS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, TokenLayout]]] = (
     WeakKeyDictionary()
 )
+# Note [one mesh for equal arguments]
+#
+# A mesh has communicators of its own, and torch keeps every group until the end of the program:
+# with gloo 15 file descriptors and 9 threads a mesh. Destroying them with the mesh is no way out,
+# also of one that failed: torch names a group by how many there are, so that a later one would get
+# a name that exists; and with NCCL it is collective, while ranks collect garbage when each likes.
+# So meshes live as long as the group they were made over, and who asks again gets the one that is
+# there. It keeps staging memory of copy engines, which `release` frees.
+#
+# By the group; within it by the degree and order, or by what a group of all ranks was made for: a
+# grid of the world, the second axis of a DeviceMesh. Groups that were destroyed are forgotten.
+_MESHES: Final[dict[dist.ProcessGroup, dict[Hashable, SequenceMesh]]] = {}
+
+
+def _meshes_over(group: dist.ProcessGroup) -> dict[Hashable, SequenceMesh]:
+    """The meshes that this process has made over a group."""
+    is_open = c10d._world.pg_map
+    for other, meshes in list(_MESHES.items()):
+        for key in [key for key, mesh in meshes.items() if mesh.sp_group not in is_open]:
+            del meshes[key]
+        if not meshes:
+            del _MESHES[other]
+    return _MESHES.setdefault(group, {})
 
 
 # The two axes, sp = 4 as ulysses 2 x ring 2 in the default order "ulysses-ring":
@@ -191,6 +219,8 @@ class SequenceMesh:
 
     Frozen: any number of them exist in one process. Build it with :meth:`from_group`, :meth:`build`
     or :meth:`single`, at start, on every rank; it creates communicators of its own for the ring.
+    Equal arguments give the same mesh. Its calls run in one thread of each rank; a second thread
+    needs a mesh over a group of its own, ``dist.new_group(ranks)``.
 
     Attributes:
         ulysses_degree, ring_degree: sizes of the two axes.
@@ -209,6 +239,7 @@ class SequenceMesh:
         plans: validated calls over this mesh, by their arguments.
         batch_layouts: the layout of the last batch of each length from a data loader; meshes over
             one process group share it.
+        module_numbers: of the modules that are made on the mesh, which their calls are named by.
         name: key in :data:`MESH_REGISTRY`, for compiled code. Meshes that ever have the same name
             have equal degrees, order and rank, so code compiled for one is right for the other.
     """
@@ -232,11 +263,12 @@ class SequenceMesh:
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
+    module_numbers: Iterator[int] = field(default_factory=partial(count, 1), init=False, repr=False)
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # torch keeps compiled graphs on disk: versions, of ops' results too, tell old ones apart.
-        text = f"{self}, {self.order}, ds_usp {__version__}, ops 4"
+        text = f"{self}, {self.order}, ds_usp {__version__}, ops 5"
         object.__setattr__(self, "name", MESH_REGISTRY.register(self, text))
 
     def __deepcopy__(self, _: dict[int, Any]) -> SequenceMesh:
@@ -262,7 +294,8 @@ class SequenceMesh:
     ) -> SequenceMesh:
         """Lay a ulysses x ring grid over an existing sequence-parallel group.
 
-        Collective over the group: every rank of it calls this with the same arguments.
+        Collective over the group: every rank of it calls this with the same arguments. If they have
+        done so before, it is the same mesh, unless that has failed for good.
 
         Args:
             group: the sequence-parallel group; None is the default group.
@@ -281,8 +314,15 @@ class SequenceMesh:
         # Before any group is created: with ranks that see another grid that would hang.
         refusal = grid_refusal(dist.get_process_group_ranks(sp_group), ulysses, order)
         check_same(sp_group, f"ulysses_degree {ulysses}, {order}", refusal)
-        align_group_counters(sp_group)
-        return cls._from_grid(sp_group, ulysses, size // ulysses, order)
+        meshes, key = _meshes_over(sp_group), (ulysses, order)
+        made = meshes.get(key)
+        usable = made is not None and not made.consistency.has_failed
+        # All ranks must take it: a failure is not noticed by all at once.
+        flags = all_gather_bytes(bytes([usable]), sp_group)
+        if made is None or flags.count(b"\1") < size:
+            align_group_counters(sp_group)
+            meshes[key] = made = cls._from_grid(sp_group, ulysses, size // ulysses, order)
+        return made
 
     @classmethod
     def from_device_mesh(
@@ -304,14 +344,24 @@ class SequenceMesh:
             ConfigError: other dims, or a degree or an order that two dims contradict.
         """
         group, degree, order = group_of_device_mesh(device_mesh, ulysses_degree, order)
-        return cls.from_group(group, degree, order)
+        mesh = cls.from_group(group, degree, order)
+        if device_mesh.ndim == 2:
+            first, second = map(device_mesh.get_group, device_mesh.mesh_dim_names or ())
+            _meshes_over(first)[second] = mesh
+        return mesh
 
     @classmethod
     def shared(
         cls, group: dist.ProcessGroup | None, ulysses_degree: int | None, order: str
     ) -> SequenceMesh:
-        """:meth:`from_group`, but one mesh for all equal calls: the layers of a model share it."""
-        return _shared_mesh(group or dist.group.WORLD, ulysses_degree, order)
+        """:meth:`from_group`, but collective only where this process has no such mesh yet: the
+        layers of a model share one."""
+        sp_group = resolve_group(group)
+        degree = dist.get_world_size(sp_group) if ulysses_degree is None else ulysses_degree
+        mesh = _meshes_over(sp_group).get((degree, order))
+        if mesh is None or mesh.consistency.has_failed:
+            return cls.from_group(group, ulysses_degree, order)
+        return mesh
 
     @classmethod
     def build(cls, grid: RankGrid) -> SequenceMesh:
@@ -334,11 +384,16 @@ class SequenceMesh:
             )
         order = "-".join(axis for axis in grid.order if axis in ("ulysses", "ring"))
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")
-        world = cast(dist.ProcessGroup, dist.group.WORLD)
-        check_same(world, f"grid {grid}")
-        align_group_counters(world)
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-        return cls.from_group(group, grid.size("ulysses"), order)
+        world, key = cast(dist.ProcessGroup, dist.group.WORLD), f"grid {grid}"
+        check_same(world, key)
+        known = _meshes_over(world).get(key)
+        group = None if known is None else known.sp_group
+        if group is None:
+            align_group_counters(world)
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
+        mesh = cls.from_group(group, grid.size("ulysses"), order)
+        _meshes_over(world)[key] = mesh
+        return mesh
 
     @classmethod
     def _from_grid(
@@ -555,8 +610,3 @@ class SequenceMesh:
             f"rank {self.rank} of {self.sp_degree}: ulysses {self.ulysses_rank} of "
             f"{self.ulysses_degree}, ring {self.ring_rank} of {self.ring_degree}"
         )
-
-
-@lru_cache(maxsize=64)
-def _shared_mesh(group: dist.ProcessGroup, ulysses_degree: int | None, order: str) -> SequenceMesh:
-    return SequenceMesh.from_group(group, ulysses_degree, order)

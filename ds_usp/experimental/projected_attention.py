@@ -547,10 +547,16 @@ class ProjectedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivative("projected_attention", UnsupportedAttentionError)
         call: _Call = ctx.call
-        call.mesh.consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
-        sinks, *saved = ctx.saved_tensors  # once, or hooks would unpack them again
+        consistency = call.mesh.consistency
+        num_raised = consistency.num_raised
+        try:
+            refuse_second_derivative("projected_attention", UnsupportedAttentionError)
+            sinks, *saved = ctx.saved_tensors  # once, or hooks would unpack them again
+        except Exception as error:
+            consistency.raise_everywhere(error, num_raised)
+            raise
+        consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
         tensors, (out, *lses) = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
         inputs, scores = call.inputs(*tensors), replace(call.scores, sinks=sinks)
         x, out_weight, out_bias, _, _, *qkv = ctx.needs_input_grad[2:]
@@ -876,7 +882,7 @@ class USPSelfAttention(nn.Module):
                 warn_plain(reason, options.mesh)
             return plain()
         call = options._asdict()
-        for name in ("return_lse", "kv_layout"):
+        for name in ("return_lse", "kv_layout", "label"):
             del call[name]
         return projected_attention(x, self._projection(), rotary=rotary, plain=plain, **call)
 

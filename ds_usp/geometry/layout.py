@@ -170,7 +170,7 @@ class TokenLayout:
         if min(self._lengths) < 1:
             raise LayoutError(
                 f"{self.seq_len} tokens leave a rank of ulysses {self.ulysses} x ring {self.ring} "
-                f"({self.kind}) without any. Use a sequence of at least {2 * self.degree} tokens "
+                f"({self.kind}) without any. Use a sequence of at least {self.degree} tokens "
                 "or smaller degrees."
             )
 

@@ -1,9 +1,12 @@
 """Ranks that differ are refused everywhere; an error in a call leaves no exchange in flight."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,9 +47,9 @@ class Local(torch.nn.Module):
         return out.transpose(1, 2)
 
 
-def attention_of(mode: str) -> Attend:
+def attention_of(mode: str, mesh: SequenceMesh | None = None) -> Attend:
     kind, degree = mode.split()
-    mesh = mesh_of(int(degree))
+    mesh = mesh or mesh_of(int(degree))
     layout = mesh.layout("contiguous", TOKENS)
     mask = ds_usp.MaskSpec.causal()
     if kind == "local":
@@ -65,9 +68,10 @@ def attention_of(mode: str) -> Attend:
     attend: Attend = lambda q, k, v: ds_usp.usp_attention(  # noqa: E731
         q, k, v, mesh=mesh, layout=layout, mask=mask
     )
-    if kind == "compiled":
+    if kind in ("compiled", "graph"):  # the op's backward in torch's graph, or in autograd's
         torch._dynamo.reset()
-        return torch.compile(attend, backend="aot_eager", fullgraph=True)
+        backend = "aot_eager" if kind == "compiled" else "eager"
+        return torch.compile(attend, backend=backend, fullgraph=True)
     if kind == "compiled-local":
         torch._dynamo.reset()
         module = ds_usp.USPAttention(Local(), gather_idx=1, mesh=mesh, layout="contiguous")
@@ -144,10 +148,240 @@ def test_any_order_that_all_ranks_share_is_right(pool, mode):
             assert not text and error <= 1e-5, (order, text, error)
 
 
+Error = tuple[str, str]  # the class of what was raised, and its text
+
+
+def raised(run: Callable[[], Any]) -> Error:
+    try:
+        run()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def qkv_of(mesh: SequenceMesh, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """This rank's shards of q, k and v, and of their causal attention."""
+    generator = torch.Generator().manual_seed(seed)
+    full = [torch.randn(1, TOKENS, HEADS, DIM, generator=generator) for _ in range(3)]
+    want, _ = dense_attention(*(x.double() for x in full), causal(range(TOKENS), range(TOKENS)))
+    layout = mesh.layout("contiguous", TOKENS)
+    q, k, v, want = (layout.shard(x, 1, mesh.rank) for x in (*full, want))
+    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()], want
+
+
+def good_call(mesh: SequenceMesh, attend: Attend) -> float:
+    """The error of a call that all ranks make, with its backward pass."""
+    qkv, want = qkv_of(mesh, 5)
+    out = attend(*qkv)
+    out.sum().backward()
+    return relative_error(out, want)
+
+
+def layers_of(kind: str) -> tuple[SequenceMesh, list[Attend]]:
+    """Three layers whose calls are alike."""
+    mesh = mesh_of(2 if "ring" in kind or "label" in kind else WORLD)
+    given: dict[str, Any] = {"mesh": mesh, "layout": "contiguous"}
+    mask = ds_usp.MaskSpec.causal()
+    if "label" in kind:
+        usp = partial(ds_usp.usp_attention, mask=mask, **given)
+        return mesh, [partial(usp, label=f"layer {i}") for i in range(3)]
+    if "ring" in kind:
+        given |= {"mask": mask, "dropout_p": 0.0}
+    return mesh, [ds_usp.USPAttention(Local(), gather_idx=1, **given) for _ in range(3)]
+
+
+def skip_a_layer(ctx: RankContext, kind: str) -> tuple[Error, int, float]:
+    """What is said where rank 1 leaves out the second of three layers, at which of its calls, and
+    the error of a call after it."""
+    mesh, layers = layers_of(kind)
+    (q, k, v), _ = qkv_of(mesh, 0)
+    calls = 0
+
+    def run() -> None:
+        nonlocal calls
+        for index, layer in enumerate(layers):
+            if index != 1 or ctx.rank != 1:
+                layer(q, k, v)
+                calls += 1
+
+    with torch.no_grad():
+        said = raised(run)
+    return said, calls, good_call(mesh, layers[0])
+
+
+@pytest.mark.parametrize("kind", ["module", "ring module", "label"])
+def test_a_rank_that_leaves_out_a_layer_is_found_in_the_next_one(pool, kind):
+    shown = "label layer: 1 on ranks 0, 2-3, 2 on rank 1" if kind == "label" else "USPAttention: "
+    for (name, text), calls, error in pool.run(skip_a_layer, WORLD, timeout=TIMEOUT_S, kind=kind):
+        assert name == "MeshError" and shown in text and "on rank 1\n" in text, text
+        assert calls == 1 and error <= 1e-5
+
+
+def leave_before_backward(ctx: RankContext, mode: str, how: str) -> tuple[Error, float]:
+    """What each rank says where rank 1 (with "all": every rank) does something else before the
+    backward pass compares; and the error of the next call."""
+    mesh, attend = mesh_of(int(mode.split()[1])), attention_of(mode)
+    odd, attended = ctx.rank == 1 or "all" in how, attend
+    if odd and "recomputes" in how:
+        attended = attention_of(mode.replace("usp", "again"))
+    qkv, _ = qkv_of(mesh, 0)
+
+    def run() -> None:
+        out = attended(*qkv)
+        if odd and "changes" in how:
+            with torch.no_grad():
+                out.mul_(-3.0)
+        torch.autograd.grad(out.sum(), qkv, create_graph=odd and "twice" in how)
+
+    return raised(run), good_call(mesh, attend)
+
+
+@pytest.mark.parametrize("mode", ["usp 1", "usp 2", "usp 4", "graph 1"])
+def test_a_backward_pass_that_one_rank_cannot_begin_raises_everywhere(pool, mode):
+    hows = {}
+    if mode.startswith("usp"):
+        hows["recomputes"] = "MeshError", ["backward pass of call", "rank 1: batch 1, "]
+        hows["derives twice"] = "UnsupportedAttentionError", ["create_graph", "rank 1: "]
+    if mode.endswith("1"):
+        hows["changes in place"] = "RuntimeError", ["inplace operation", "rank 1: "]
+    for how, (kind, (text, others)) in hows.items():
+        case = {"mode": mode, "how": how}
+        results = pool.run(leave_before_backward, WORLD, timeout=TIMEOUT_S, **case)
+        for rank, ((name, message), error) in enumerate(results):
+            assert name == (kind if rank == 1 else "MeshError"), (how, name, message)
+            assert text in message and (rank == 1 or others in message), (how, message)
+            assert error <= 1e-5, (how, error)
+
+
+def test_an_output_is_no_view_on_some_ranks_only(pool):
+    """Of a contiguous causal ring the first rank's output is its only kernel's."""
+    case = {"mode": "usp 1", "how": "all changes"}
+    for (name, text), error in pool.run(leave_before_backward, WORLD, timeout=TIMEOUT_S, **case):
+        assert name == "RuntimeError" and "modified by an inplace operation" in text
+        assert error <= 1e-5
+
+
+class Wrong(Local):
+    """A local attention that does something else on one rank, once."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        how, self.how = self.how, ""
+        if how == "raises":
+            raise torch.OutOfMemoryError(MESSAGE)
+        out = super().forward(q, k, v)
+        changed = {"dtype": out.double(), "head dim": out[..., :4], "dims": out[0]}
+        return changed.get(how, out)
+
+
+def wrong_local_attention(ctx: RankContext, how: str, kept: bool) -> tuple[Error, float]:
+    mesh = mesh_of(WORLD)
+    local = Wrong(how if ctx.rank == 1 else "")
+    module = ds_usp.USPAttention(local, gather_idx=1, mesh=mesh, layout="contiguous")
+    qkv, _ = qkv_of(mesh, 0)
+    first = keep_attention(module) if kept else module
+    return raised(lambda: first(*qkv)), good_call(mesh, module)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_local_attention_that_differs_on_one_rank_raises_everywhere(pool, kept):
+    """Between two exchanges, and all can continue."""
+    texts = {
+        "raises": ("OutOfMemoryError", MESSAGE),
+        "dims": (
+            "ConfigError",
+            "the local attention returned [16, 1, 8] for queries [1, 16, 1, 8]",
+        ),
+        "dtype": ("MeshError", "torch.float32 on ranks 0, 2-3, torch.float64 on rank 1"),
+        "head dim": ("MeshError", "8 on ranks 0, 2-3, 4 on rank 1"),
+    }
+    for how, (kind, text) in texts.items():
+        case = {"how": how, "kept": kept}
+        results = pool.run(wrong_local_attention, WORLD, timeout=TIMEOUT_S, **case)
+        for rank, ((name, message), error) in enumerate(results):
+            assert name == (kind if rank == 1 else "MeshError"), (how, name, message)
+            assert text in message and ("rank 1" in message or rank == 1), (how, message)
+            assert error <= 1e-5, (how, error)
+
+
+def in_thread(name: str, run: Callable[[], Any]) -> Any:
+    """The result of ``run`` in a thread that ends with it."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run()), name=name)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def two_threads(ctx: RankContext, names: tuple[str, str]) -> tuple[list[Error], list[float], float]:
+    """What two threads of a rank say and compute, whose calls come in another order on each rank;
+    and the error of a call in the main thread when they have ended."""
+    mesh = SequenceMesh.from_group(dist.new_group(), 2)
+    layout, errors, worst = mesh.layout("contiguous", TOKENS), list[Error](), list[float]()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = ds_usp.MaskSpec.causal()
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask)
+
+    def work(seed: int) -> None:
+        for turn in range(6):
+            time.sleep(0.002 * seed * ((ctx.rank * 7 + turn * 3) % 5))
+            qkv, want = qkv_of(mesh, seed)
+            said = raised(lambda: worst.append(relative_error(attend(*qkv), want)))  # noqa: B023
+            errors.append(said)
+
+    threads = [threading.Thread(target=work, args=(x,), name=names[x]) for x in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors, worst, good_call(mesh, attend)
+
+
+@pytest.mark.parametrize("names", [("one", "two"), ("MainThread", "two")])
+def test_two_threads_on_a_mesh_are_refused_and_never_mixed(pool, names):
+    for errors, worst, last in pool.run(two_threads, WORLD, timeout=TIMEOUT_S, names=names):
+        texts = [text for kind, text in errors if kind]
+        assert {kind for kind, _ in errors} <= {"MeshError", ""} and texts
+        assert any(names[1] in x and "executor of one worker" in x for x in texts), texts
+        assert max([0.0, *worst]) <= 1e-5 and last <= 1e-5, (worst, last)
+
+
+def one_thread_after_the_other(ctx: RankContext) -> tuple[list[float], list[Error]]:
+    """Errors of calls in threads that follow each other, alike on all ranks, and of what a thread
+    recomputes in its backward pass; what is said where a thread comes back, and other ranks' has
+    another name."""
+    mesh = SequenceMesh.from_group(dist.new_group(), 2)
+    attend = attention_of("usp 2", mesh)
+    again = attention_of("again 2", mesh)
+    right = [good_call(mesh, attend), in_thread("first", lambda: good_call(mesh, attend))]
+    right += [good_call(mesh, again), in_thread("main", lambda: good_call(mesh, again))]
+    qkv, want = qkv_of(mesh, 1)
+    out = again(*qkv)
+    in_thread("backward", lambda: out.sum().backward())
+    with ThreadPoolExecutor(1, "worker") as pool:
+        right.append(pool.submit(good_call, mesh, attend).result())
+        back = raised(lambda: attend(*qkv))
+    right.append(good_call(mesh, attend))
+    other = in_thread(f"rank{ctx.rank}", lambda: raised(lambda: attend(*qkv)))
+    return [*right, good_call(mesh, attend), relative_error(out, want)], [back, other]
+
+
+def test_a_mesh_is_handed_from_thread_to_thread(pool):
+    for right, (back, other) in pool.run(one_thread_after_the_other, WORLD, timeout=TIMEOUT_S):
+        assert max(right) <= 1e-5
+        assert back[0] == other[0] == "MeshError"
+        assert "thread 'MainThread' calls" in back[1] and "'worker_0', which has not" in back[1]
+        assert "thread: 'rank0' on rank 0, " in other[1] and "new_group" in other[1]
+
+
 def go_on_after_an_error(ctx: RankContext) -> tuple[str, str]:
     """What is said where ranks use two meshes over one group in another order, and by a backward
     pass after it, which all ranks run alike."""
-    meshes = [ds_usp.SequenceMesh.from_group(None, 2) for _ in range(2)]
+    meshes = [ds_usp.SequenceMesh.from_group(None, degree) for degree in (2, 4)]
     messages = []
     try:
         meshes[ctx.rank % 2].check()

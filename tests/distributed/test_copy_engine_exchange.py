@@ -297,7 +297,7 @@ def test_gradients_are_not_packed_where_a_kernel_writes_them_to_their_place(pool
 def abort_pass(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, int]:
     """Each rank's pass by copy engines ends well, or after so many exchanges; what the next call
     says, on every rank."""
-    mesh = SequenceMesh.from_group(None, 2)
+    mesh = SequenceMesh.from_group(dist.new_group(), 2)  # no other test's passes
     abort_waits = mock.Mock()
     mesh.consistency.on_failure = abort_waits
     mesh.consistency.check_call("a call")

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import ALL_LAYOUTS, RESULTS, Case, mesh_of, run_cases
 from harness import RankContext, WorkerPool
 from test_attention import mean_errors
@@ -104,8 +105,9 @@ def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     """What meshes find of 8 ranks on hosts of 4, and how a call with large blocks is cut."""
     hosts = [bytes([rank // 4]) for rank in range(ctx.world)]
     with mock.patch("ds_usp.comm.mesh.node_ids", lambda group: hosts):
-        ring, both = (SequenceMesh.from_group(None, ulysses) for ulysses in (1, 2))
-        turned = SequenceMesh.from_group(None, 2, "ring-ulysses")
+        group = dist.new_group()  # no other test's meshes
+        ring, both = (SequenceMesh.from_group(group, ulysses) for ulysses in (1, 2))
+        turned = SequenceMesh.from_group(group, 2, "ring-ulysses")
     mesh = both
     layout = mesh.layout("zigzag", 4 * 2048)
     q = torch.empty(1, layout.length(mesh.rank), 2, 64)

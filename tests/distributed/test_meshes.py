@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import random
 import re
 import time
@@ -79,6 +80,59 @@ def test_a_mesh_is_built_from_a_grid_in_any_order(pool, order):
     for rank, (ranks, error) in enumerate(pool.run(built_from_grid, 8, order=order)):
         assert ranks == grid.group_of(rank, "ulysses", "ring")
         assert error <= 1e-5
+
+
+def opened() -> tuple[int, int]:
+    """File descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def made_again(ctx: RankContext) -> tuple[list[bool], list[bool], int]:
+    """Which meshes of equal arguments are the same one, which of other arguments are, and by how
+    many files and threads 40 more have grown the process."""
+    group = dist.new_group()
+    grid = ds_usp.RankGrid({"ulysses": 2, "dp": 2})
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    makers: list[Callable[[], SequenceMesh]] = [
+        lambda: SequenceMesh.from_group(group, 2),
+        lambda: SequenceMesh.from_group(group, 2, "ring-ulysses"),
+        lambda: SequenceMesh.from_group(group),
+        lambda: SequenceMesh.from_group(dist.new_group(), 2),
+        lambda: SequenceMesh.build(grid),
+        lambda: SequenceMesh.from_device_mesh(device_mesh),
+    ]
+    meshes = [make() for make in makers]
+    del makers[3]  # which has another group each time
+    same = [make() in meshes for make in makers]
+    same += [SequenceMesh.shared(group, degree, "ulysses-ring") in meshes for degree in (2, None)]
+    before = opened()
+    for make in 10 * [*makers[:2], *makers[-2:]]:
+        make()
+    grown = max(after - old for after, old in zip(opened(), before, strict=True))
+    return same, [meshes.count(mesh) > 1 for mesh in meshes], grown
+
+
+def test_equal_arguments_give_one_mesh(pool):
+    for same, others, grown in pool.run(made_again, 4):
+        assert all(same) and not any(others)
+        assert grown <= 0
+
+
+def after_a_failure(ctx: RankContext) -> tuple[bool, bool, float]:
+    """Whether a mesh that fails for good on one rank is replaced, by one mesh, that computes."""
+    group = dist.new_group()
+    failed = SequenceMesh.from_group(group, 2)
+    if ctx.rank == 1:
+        failed.consistency._fail(ds_usp.MeshError("for good"))
+    mesh = SequenceMesh.from_group(group, 2)
+    case = Case(batch=1)
+    worst = max(errors_of(mesh, case, attend(mesh, case)).values())
+    return mesh is not failed, SequenceMesh.from_group(group, 2) is mesh, worst
+
+
+def test_a_mesh_that_failed_is_not_given_again(pool):
+    for is_new, is_kept, error in pool.run(after_a_failure, 4):
+        assert is_new and is_kept and error <= 1e-5
 
 
 def say(ctx: RankContext, texts: list[str]) -> None:

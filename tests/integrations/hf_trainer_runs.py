@@ -294,34 +294,69 @@ def train_sft(ctx: RankContext, split: Split = Split(), lora: bool = False, **op
     return finish(ctx, trainer, split, record, evaluate)
 
 
-def run_dpo(ctx: RankContext, split: Split = Split(), **options: Any) -> list[tuple[float, ...]]:
-    """Loss, gradient norm and margin of each step of TRL's DPOTrainer, with a reference model."""
+def preference_rows(name: str) -> list[dict[str, Any]]:
+    """What a trainer of preferences reads: for TPO a third answer, for KTO one alone."""
+    items = Documents().items
+    rows: list[dict[str, Any]] = []
+    for index, (x, y) in enumerate(pairwise(items)):
+        row = {"prompt": text(x[:4]), "chosen": text(x[4:20]), "rejected": text(y[:12])}
+        if name == "kto":
+            row = {"prompt": row["prompt"], "completion": row["chosen"], "label": index % 2 == 0}
+        rows.append(row | {"reference": text(y[2:15])} if name == "tpo" else row)
+    return rows
+
+
+def trl_trainer(name: str, arguments: dict[str, Any], record: Record) -> Any:
+    """One of TRL's trainers of a tiny model, with a second model where it has one."""
     import datasets
     import trl
+    from trl.experimental import cpo, gkd, orpo, tpo
 
     datasets.disable_progress_bars()
-    items = Documents().items
-    rows = [
-        {"prompt": text(x[:4]), "chosen": text(x[4:20]), "rejected": text(y[:12])}
-        for x, y in pairwise(items)
-    ]
+    kinds = {
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
+        "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig),
+        "cpo": (cpo.CPOTrainer, cpo.CPOConfig),
+        "tpo": (tpo.TPOTrainer, tpo.TPOConfig),
+        "gkd": (gkd.GKDTrainer, gkd.GKDConfig),
+    }
+    trainer, config = kinds[name]
+    model, other = tiny_model(), tiny_model(2)
+    model.config._name_or_path = other.config._name_or_path = "tiny"
+    second = {"dpo": "ref_model", "kto": "ref_model", "gkd": "teacher_model"}.get(name)
+    made: dict[str, Any] = {second: other} if second else {}
+    rows = preference_rows(name)
+    if name == "gkd":
+        rows = [dict(Documents()[index]) for index in range(64)]
+        made["data_collator"] = transformers.DataCollatorForSeq2Seq(tokenizer())
+        arguments = {"lmbda": 0.0, **arguments}
+    return trainer(
+        model=model,
+        args=config(**arguments, bf16=False, max_length=64),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        callbacks=[record],
+        **made,
+    )
+
+
+def run_trl(
+    ctx: RankContext, name: str, split: Split = Split(), **options: Any
+) -> tuple[list[dict[str, float]], int]:
+    """What a trainer has logged of each step, and the most tokens that its second model was given
+    at once."""
     with restored_environment():
         replicas = ctx.world // (split.ulysses * split.ring)
-        args = trl.DPOConfig(**arguments(split, replicas, **options), bf16=False, max_length=64)
-        model, reference = tiny_model(), tiny_model(2)
-        model.config._name_or_path = reference.config._name_or_path = "tiny"
         record = Record()
-        trainer = trl.DPOTrainer(
-            model=model,
-            ref_model=reference,
-            args=args,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer(),
-            callbacks=[record],
-        )
+        trainer = trl_trainer(name, arguments(split, replicas, **options), record)
+        tokens = [0]
+        for second in ("ref_model", "teacher_model"):
+            if hasattr(trainer, second):
+                embed = getattr(trainer, second).get_input_embeddings()
+                embed.register_forward_pre_hook(lambda _, x: tokens.append(x[0].shape[1]))
         finish(ctx, trainer, split, record)
-    steps = [log for log in record.logs if "grad_norm" in log]
-    return [(log["loss"], log["grad_norm"], log["rewards/margins"]) for log in steps]
+    return [log for log in record.logs if "grad_norm" in log], max(tokens)
 
 
 def text(ids: list[int]) -> str:

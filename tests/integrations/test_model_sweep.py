@@ -1,4 +1,5 @@
-"""Every causal language model of transformers: exact on two ranks, or refused in our words.
+"""Every causal language model of transformers, and models with towers: exact on two ranks, or
+refused in our words.
 
 scripts/test.sh transformers -k sweep --write-support-table     # write the table in docs anew
 """
@@ -13,6 +14,7 @@ import transformers
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, sweep_case
 from tiny_models import FP64, NOT_BUILT, model_types
+from tiny_towers import TOWERS, tower_case
 
 from ds_usp import MaskSpec
 from ds_usp.integrations.transformers import attention
@@ -45,6 +47,21 @@ def test_the_model_is_exact_or_refused(pool, outcomes, model_type):
         assert len(on_each_mesh) == 1, f"{model_type}: refused on one mesh only: {found}"
 
 
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_images_and_sounds_are_exact_or_refused(pool, outcomes, model_type):
+    found = run_tower(pool, outcomes, model_type)
+    wrong = {name: x for name, x in found.items() if isinstance(x, float) and not x <= BOUND}
+    assert not wrong, f"{model_type} is neither exact nor refused: {found}"
+
+
+def run_tower(pool: WorkerPool, outcomes: dict[str, Outcome], model_type: str) -> Outcome:
+    name = f"{model_type} with its tower"
+    if name not in outcomes:
+        first, second = pool.run(tower_case, 2, model_type=model_type)
+        outcomes[name] = {**first, **{f"{mesh}, rank 1": x for mesh, x in second.items()}}
+    return outcomes[name]
+
+
 def causal_masks(ctx: RankContext, model_type: str) -> Outcome:
     """The sweep with an attention that knows neither documents nor windows."""
     right = attention.mask_of
@@ -63,7 +80,10 @@ def test_the_sweep_sees_a_wrong_mask(pool, model_type, wrong):
 
 
 def test_the_page_lists_what_is_exact_and_what_is_refused(pool, outcomes, pytestconfig):
-    text = page({name: run(pool, outcomes, name) for name in TYPES})
+    text = page(
+        {name: run(pool, outcomes, name) for name in TYPES},
+        {name: run_tower(pool, outcomes, name) for name in TOWERS},
+    )
     if pytestconfig.getoption("--write-support-table"):
         PAGE.write_text(text, encoding="utf-8")
         return
@@ -78,7 +98,7 @@ def test_the_page_lists_what_is_exact_and_what_is_refused(pool, outcomes, pytest
     )
 
 
-def page(outcomes: dict[str, Outcome]) -> str:
+def page(outcomes: dict[str, Outcome], with_towers: dict[str, Outcome]) -> str:
     """The page: counts, then model types by outcome."""
     exact, with_positions = [], []
     refused: dict[str, list[str]] = defaultdict(list)
@@ -124,6 +144,17 @@ def page(outcomes: dict[str, Outcome]) -> str:
         "|---|---|",
         *(f"| {why} | {listed(names)} |" for why, names in sorted(refused.items(), key=by_count)),
         "",
+        "## Images and sounds",
+        "",
+        "Models with a tower, given a batch that has an image or a sound in each row "
+        "(`pixel_values`, `input_features` and what the processor makes beside them): every rank "
+        "runs the tower whole, the text model is sharded. The gradients of the tower are compared "
+        "too. Of types that are in no table the text model decides: ask the command.",
+        "",
+        "| outcome | model types |",
+        "|---|---|",
+        *(f"| {outcome} | {listed(names)} |" for outcome, names in by_outcome(with_towers)),
+        "",
         "## Not tried",
         "",
         "| model type | |",
@@ -131,6 +162,15 @@ def page(outcomes: dict[str, Outcome]) -> str:
         *(f"| `{name}` | {why} |" for name, why in NOT_BUILT.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def by_outcome(outcomes: dict[str, Outcome]) -> Any:
+    """Exact first, then refusals by their reasons."""
+    rows: dict[str, list[str]] = {"exact": []}
+    for name, found in outcomes.items():
+        refusals = [x for x in found.values() if isinstance(x, str)]
+        rows.setdefault(f"refused: {reason(refusals[0])}" if refusals else "exact", []).append(name)
+    return rows.items()
 
 
 def reason(message: str) -> str:

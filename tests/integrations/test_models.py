@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from cases import mesh_of
 from harness import RankContext
 from model_runs import (
@@ -19,13 +20,16 @@ from model_runs import (
     padded_batch,
     plain_batch,
     reference,
+    take_gradients,
     whole_model,
 )
 from tiny_models import build
+from tiny_towers import TOWERS, batch_with_images, build_with_tower
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import ds_usp
-from ds_usp import DataError
+from ds_usp import DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import attention, enable
 
 WORLD = 4
@@ -114,6 +118,160 @@ def test_positions_that_follow_padding_are_exact_or_refused(pool):
     for error, refusal in pool.run(padded_opt, WORLD):
         assert error < BOUND
         assert "counts positions from the first real token" in refusal
+
+
+# ------------------------------------------------------------------ batches with images
+
+
+def images(model: Any, model_type: str, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {**batch_with_images(model, TOWERS[model_type][1](), batch)}
+
+
+def every_batch_with_images(ctx: RankContext) -> Errors:
+    """Padding and packed documents, beside images that some ranks have no token of."""
+    errors = {}
+    for model_type, name, batch in (
+        ("qwen3_vl", "padded", padded_batch("right")),
+        ("llava", "padded", padded_batch("right")),
+        ("llava", "packed", packed_batch((9, 21, 11), (30, 1, 10))),
+    ):
+        model = build_with_tower(model_type)
+        given = images(model, model_type, batch)
+        real = given.get("attention_mask", torch.ones_like(given["input_ids"]))[..., None]
+        want = whole_model(model, given)
+        want.logits *= real
+        with enable(model, mesh_of(2), logits="whole"):
+            have = on_the_mesh(model, mesh_of(2), given)
+        errors[f"{model_type}, {name}"] = have.error(want)
+    return errors
+
+
+def test_batches_with_images_are_exact(pool):
+    for errors in pool.run(every_batch_with_images, WORLD):
+        assert max(errors.values()) < BOUND, errors
+
+
+def test_enable_changes_the_text_model_only():
+    model = build_with_tower("qwen2_5_vl")
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
+    tower, states = model.model.visual, [model.model.visual.config]
+    hooks = [len(m._forward_pre_hooks) for m in tower.modules()]
+    before = model.config.text_config._attn_implementation, states[0]._attn_implementation
+    with enable(model, ds_usp.SequenceMesh.single(), recompute="full", mlp_chunks=2) as enabled:
+        assert states[0]._attn_implementation == "eager"
+        added = [len(m._forward_pre_hooks) for m in tower.modules()]
+        assert added == [hooks[0] + 1, *hooks[1:]]  # which refuses it on shards
+        assert not any("forward" in vars(m) for m in tower.modules())
+        enabled._running.is_sharded = True
+        with pytest.raises(UnsupportedAttentionError, match="on shards of the tokens"):
+            model.model.get_image_features(**TOWERS["qwen2_5_vl"][1]())
+        enabled._running.is_sharded = False
+        with pytest.raises(
+            (RuntimeError, TypeError)
+        ):  # a pass that fails leaves the tower as it is
+            model(
+                **plain_batch(),
+                pixel_values=torch.ones(3, 5),
+                image_grid_thw=torch.ones(1, 3).long(),
+            )
+        model.model.get_image_features(**TOWERS["qwen2_5_vl"][1]())
+    assert (model.config.text_config._attn_implementation, states[0]._attn_implementation) == before
+
+
+# ------------------------------------------------------------------ heads and losses of whole rows
+
+
+def no_sum(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """A loss of one's own: no sum over tokens, and of labels that it shifts itself."""
+    each = cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return each.mean(1).square().sum()
+
+
+def with_a_loss_of_its_own() -> Any:
+    model = build("llama")
+    model.loss_function = no_sum
+    return model
+
+
+def headed(name: str, model_type: str = "llama") -> Callable[[], Any]:
+    def make() -> Any:
+        base = build(model_type)
+        torch.manual_seed(3)
+        base.config.num_labels, base.config.pad_token_id = 3, 0
+        base.config.classifier_dropout = 0.0
+        cls = getattr(transformers, type(base.base_model).__name__.removesuffix("Model") + name)
+        model = cls._from_config(base.config, attn_implementation="eager")
+        model.base_model.load_state_dict(base.base_model.state_dict())
+        return model.train()
+
+    return make
+
+
+def rewards(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    """A loss of pairs, computed from what the model returns (TRL's RewardTrainer)."""
+    scores = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
+    loss = -torch.nn.functional.logsigmoid(scores[0, 0] - scores[1, 0])
+    loss.backward()
+    return Result(loss.detach(), scores.detach())
+
+
+def labeled(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    out = model(**batch)
+    out.loss.backward()
+    logits = out.logits if "logits" in out else torch.stack([out.start_logits, out.end_logits], -1)
+    if "attention_mask" in batch and logits.ndim == 3:  # what padding gives is nobody's
+        logits = logits * batch["attention_mask"][..., None]
+    return Result(out.loss.detach(), logits.detach())
+
+
+def answers() -> dict[str, Tensor]:
+    ids = plain_batch()["input_ids"]
+    at = {"start_positions": torch.tensor([3, 30]), "end_positions": torch.tensor([7, 40])}
+    return {"input_ids": ids, **at}
+
+
+def of_rows(side: str | None = None) -> dict[str, Tensor]:
+    batch = plain_batch() if side is None else padded_batch(side)
+    ids = batch["input_ids"]
+    if side is not None:
+        ids[batch["attention_mask"] == 0] = 0
+    return batch | {"labels": torch.tensor([2, 1])}
+
+
+def of_tokens() -> dict[str, Tensor]:
+    batch = padded_batch("right")
+    return batch | {"labels": (batch["labels"] % 3).where(batch["labels"] >= 0, -100)}
+
+
+Run = Callable[[Any, Mapping[str, Tensor]], Result]
+WHOLE_HEADS: Mapping[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]], Run]] = {
+    "rows": (headed("ForSequenceClassification"), of_rows, labeled),
+    "rows padded": (headed("ForSequenceClassification"), lambda: of_rows("right"), labeled),
+    "rows padded left": (headed("ForSequenceClassification"), lambda: of_rows("left"), labeled),
+    "pairs": (headed("ForSequenceClassification"), lambda: of_rows("right"), rewards),
+    "tokens": (headed("ForTokenClassification"), of_tokens, labeled),
+    "tokens of bert": (headed("ForTokenClassification", "bert"), of_tokens, labeled),
+    "answers": (headed("ForQuestionAnswering"), answers, labeled),
+    "own loss": (with_a_loss_of_its_own, plain_batch, labeled),
+}
+
+
+def whole_heads(ctx: RankContext) -> Errors:
+    errors = {}
+    for name, (make, batch, run) in WHOLE_HEADS.items():
+        model = make()
+        want = run(model, batch())
+        want.gradients = take_gradients(model)
+        with enable(model, mesh_of(2), logits="whole"):
+            have = run(model, batch())
+        have.gradients = mean_gradients(model)
+        errors[name] = have.error(want)
+    return errors
+
+
+def test_heads_and_losses_of_whole_rows_are_exact(pool):
+    for errors in pool.run(whole_heads, WORLD):
+        assert max(errors.values()) < BOUND, errors
 
 
 # ------------------------------------------------------------------ scaled rotary embeddings

@@ -204,6 +204,12 @@ def test_ranks_with_other_batches_raise_everywhere(pool):
     assert isinstance(second, Exception)
 
 
+def with_another_loss() -> Any:
+    model = build("llama")
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    return model
+
+
 MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "two sequences": (
         lambda: transformers.T5ForConditionalGeneration(
@@ -228,11 +234,7 @@ MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
         Unsupported,
         "position_ids",
     ),
-    "a head of single tokens": (
-        lambda: transformers.LlamaForSequenceClassification(build("llama").config),
-        Unsupported,
-        "sum over tokens",
-    ),
+    "a loss that is no sum": (with_another_loss, ConfigError, "sum over tokens"),
     "a router's loss": (
         lambda: build("mixtral", output_router_logits=True),
         Unsupported,

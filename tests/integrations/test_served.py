@@ -29,7 +29,7 @@ def test_the_command_refuses_what_the_sweep_finds_refused(pool):
     page = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}:" not in page:
         pytest.skip("the page is of another transformers")
-    refused = set(re.findall(r"`([\w-]+)`", page.split("## Refused")[1].split("## Not tried")[0]))
+    refused = set(re.findall(r"`([\w-]+)`", page.split("## Refused")[1].split("\n## ")[0]))
     (decided,) = pool.run(verdicts, 1)
     wrong = [
         name
@@ -49,6 +49,13 @@ def test_the_command_refuses_what_the_sweep_finds_refused(pool):
         ("mamba", 1, r"MambaForCausalLM .*: refused\n  its layers \(linear_attention\)"),
         ("doge", 1, r"refused\n  the model computes with its attention mask"),
         ("t5", 1, r"refused\n  encoder-decoder"),
+        (
+            "qwen2_5_vl",
+            0,
+            r"^Qwen2_5_VLForConditionalGeneration .*: served\n  text; images and sounds: "
+            r"Qwen2_5_VisionTransformerPretrainedModel runs whole on every rank",
+        ),
+        ("phi4_multimodal", 0, r"served\n  text; images and sounds of .* as inputs_embeds"),
     ],
 )
 def test_the_command_says_what_is_served(name, code, text, capsys):
@@ -62,6 +69,24 @@ def test_a_folder_is_read(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     assert main([str(tmp_path / "config.json")]) == 0
     assert capsys.readouterr().out.count("Gemma3ForCausalLM") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("lama", "llama"), ("qwen2.5_vl", "qwen2_5_vl"), ("Mistrall", "mistral")]
+)
+def test_a_misspelled_type_is_known_without_asking_the_hub(name, near, capsys, monkeypatch):
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_: pytest.fail("hub"))
+    assert main([name]) == 2
+    assert f"no model type {name!r}: did you mean {near}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "xlm-roberta-base", "someone/lama"])
+def test_a_name_that_the_hub_may_have_is_asked_for(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda x: asked.append(x))
+    with pytest.raises(Exception, match=r"\w"):
+        main([name])
+    assert asked == [name]
 
 
 def test_a_name_of_nothing_ends_with_code_2(capsys):

@@ -1,7 +1,13 @@
 """Trainer and SFTTrainer on ulysses x ring against one process: losses, norms, weights, metrics."""
 
+import contextlib
 import functools
 import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,20 +16,28 @@ import transformers
 from harness import RankContext, WorkerPool
 from hf_trainer_runs import (
     Documents,
+    Record,
     Run,
     Split,
+    arguments,
+    finish,
     mesh_of,
     restored_environment,
-    run_dpo,
     run_sft,
     run_trainer,
+    run_trl,
     tiny_model,
+    tokenizer,
 )
 
 import ds_usp
-from ds_usp.errors import ConfigError, DataError
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import attach, enable, replicate_batches, share_batches
+from ds_usp.integrations.transformers.model import find_enabled
+from ds_usp.training import prepare_deepspeed
 
+PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "transformers.md"
+ALONE = Split()
 CLIP = {"max_grad_norm": 0.5}
 SPLITS = [
     (Split(2, 1, "ddp"), {}),
@@ -109,13 +123,79 @@ def test_lora_made_by_the_sft_trainer_trains_as_one_process_does(pool):
     assert run.evaluation["eval_loss"] == pytest.approx(want.evaluation["eval_loss"], rel=1e-5)
 
 
-def test_a_dpo_trainer_trains_as_one_process_does(pool):
-    """Its loss is made of per-token log-probabilities; the reference model is not enabled."""
-    want = pool.run(run_dpo, 1, micro=2)[0]
-    run = pool.run(run_dpo, 4, split=Split(2, 1))[0]
-    assert len(run) == len(want) == 4
-    for step, expected in zip(run, want, strict=True):
-        assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+def assert_same_logs(logs: Any, want: Any, without: tuple[str, ...] = ()) -> None:
+    assert len(logs) == len(want) > 0
+    for log, expected in zip(logs, want, strict=True):
+        assert log.keys() == expected.keys()
+        for name in expected.keys() - set(without):
+            assert log[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-6), name
+
+
+# The page's table of TRL's trainers: what is exact.
+EXACT = ["dpo", "kto", "orpo", "cpo", "tpo", "gkd"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_trls_trainers_train_as_one_process_does(pool, name):
+    """Everything that they log. A reference or a teacher is given shards too."""
+    options = {"name": name, "micro": 2, "max_steps": 1}
+    want, tokens = pool.run(run_trl, 1, **options)[0]
+    engine = "zero3" if name == "dpo" else "ddp"  # where the reference is in an engine too
+    logs, local_tokens = pool.run(run_trl, 2, split=Split(2, 1, engine), **options)[0]
+    # These average logits of padding too, which is a document of its own.
+    logits = ("logits/chosen", "logits/rejected") if name in ("orpo", "cpo") else ()
+    assert_same_logs(logs, want, without=logits)
+    assert (tokens > 0) == (name in ("dpo", "kto", "gkd"))
+    assert local_tokens == (tokens + 1) // 2
+
+
+def test_dpo_of_two_replicas_trains_as_one_process_does(pool):
+    want, _ = pool.run(run_trl, 1, name="dpo", micro=2, max_steps=2)[0]
+    logs, _ = pool.run(run_trl, 4, name="dpo", split=Split(2, 1), max_steps=2)[0]
+    of_micro_batches = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected")
+    assert_same_logs(logs, want, without=of_micro_batches)
+
+
+class OwnLoss(transformers.Trainer):
+    """Sums token losses and divides them by ``num_items_in_batch`` itself, as many examples do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return loss / kwargs["num_items_in_batch"]
+
+
+def run_own_loss(ctx: RankContext, split: Split = ALONE, **options: Any) -> Run:
+    with restored_environment():
+        replicas = ctx.world // (split.ulysses * split.ring)
+        record = Record()
+        trainer = OwnLoss(
+            tiny_model(),
+            transformers.TrainingArguments(**arguments(split, replicas, **options)),
+            train_dataset=Documents(),
+            data_collator=transformers.DataCollatorForSeq2Seq(tokenizer()),
+            callbacks=[record],
+        )
+        return finish(ctx, trainer, split, record)
+
+
+@pytest.mark.parametrize(("world", "share"), [(2, 1.0), (4, 0.5)])
+def test_a_loss_that_a_trainer_divides_itself_is_that_of_one_process(pool, world, share):
+    """With two replicas it is half, as DistributedDataParallel over two processes has it."""
+    want = one_process(pool, run_own_loss, (("max_steps", 2),))
+    run = pool.run(run_own_loss, world, split=Split(2, 1), micro=4 // world, max_steps=2)[0]
+    # Of the first step: the second has moved half as far.
+    assert run.losses[0] == pytest.approx(want.losses[0] * share, rel=1e-5)
+    assert run.norms[0] == pytest.approx(want.norms[0] * share, rel=1e-5)
+
+
+def test_token_counts_of_each_rank_train_one_mesh_as_one_process(pool):
+    options = {"average_tokens_across_devices": False, "max_steps": 2, "learning_rate": 0.05}
+    options |= {"lr_scheduler_type": "cosine", "warmup_steps": 1}
+    want = one_process(pool, run_trainer, tuple(options.items()))
+    run = pool.run(run_trainer, 2, split=Split(2, 1), micro=2, **options)[0]
+    assert_same_logs(run.state["logs"], want.state["logs"])
 
 
 @pytest.mark.parametrize("split", [Split(2, 1), Split(2, 2)], ids=str)
@@ -146,6 +226,68 @@ def test_predictions_are_the_whole_batchs(pool):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
         assert got_labels == labels
         assert got_loss == pytest.approx(loss, rel=1e-5)
+
+
+def evaluated_steps(ctx: RankContext) -> list[float]:
+    """Steps of an evaluation and of a prediction of 7 rows, one a mesh, by their speed."""
+    with restored_environment():
+        args = transformers.TrainingArguments(**arguments(Split(), 1, micro=1))
+        trainer = transformers.Trainer(
+            tiny_model(), args, data_collator=transformers.DataCollatorWithFlattening()
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        attach(trainer, mesh_of(ctx, Split(2, 1)))
+        loss = trainer.evaluate(Documents(7), metric_key_prefix="train")
+        predicted = trainer.predict(Documents(7)).metrics
+        found = [(loss, "train"), (predicted, "test"), (trainer.state.log_history[-1], "train")]
+        return [x[f"{name}_steps_per_second"] * x[f"{name}_runtime"] for x, name in found]
+
+
+@pytest.mark.parametrize(("world", "steps"), [(2, 7), (4, 4)])
+def test_the_speed_of_an_evaluation_is_that_of_its_steps(pool, world, steps):
+    assert pool.run(evaluated_steps, world)[0] == pytest.approx([steps] * 3, rel=0.01)
+
+
+class Sampler(transformers.TrainerCallback):
+    """Generates after each step."""
+
+    def __init__(self, ctx: RankContext) -> None:
+        self.texts: list[list[int]] = []
+        self._rank = ctx.rank
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        enabled = find_enabled(model, model)
+        prompt = torch.tensor([Documents().items[self._rank][:4]])
+        with enabled.paused() if enabled else contextlib.nullcontext(model) as whole:
+            ids = whole.generate(prompt, max_new_tokens=6, do_sample=False)
+        self.texts.append(ids[0].tolist())
+
+
+def sampled(ctx: RankContext, split: Split) -> Any:
+    """Training with samples between steps, then predictions."""
+    with restored_environment():
+        sampler, record = Sampler(ctx), Record()
+        trainer = transformers.Trainer(
+            tiny_model(),
+            transformers.TrainingArguments(**arguments(split, 1, max_steps=2, learning_rate=1.0)),
+            train_dataset=Documents(),
+            data_collator=transformers.DataCollatorWithFlattening(),
+            callbacks=[record, sampler],
+        )
+        run = finish(ctx, trainer, split, record)
+        predictions = trainer.predict(Documents(2)).predictions
+        return run.losses, torch.from_numpy(predictions), sampler.texts
+
+
+def test_a_model_generates_between_steps(pool):
+    """Each rank by itself, with a prompt of its own; training and evaluation go on sharded."""
+    losses, predictions, texts = pool.run(sampled, 1, split=Split())[0]
+    ranks = pool.run(sampled, 2, split=Split(1, 2))
+    assert ranks[0][2] == texts
+    assert ranks[1][2] != texts
+    for got_losses, got, _ in ranks:
+        assert got_losses == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(got, predictions, rtol=1e-4, atol=1e-5)
 
 
 def test_ranks_of_a_mesh_read_a_stream_alike(pool):
@@ -214,6 +356,128 @@ def test_options_that_would_not_train_alike_are_refused(options, text):
         attach(trainer_with(**options), ds_usp.SequenceMesh.single())
 
 
+GENERATING = [
+    "A2POTrainer",
+    "AsyncDistillationTrainer",
+    "AsyncGRPOTrainer",
+    "DistillationTrainer",
+    "GMPOTrainer",
+    "GOLDTrainer",
+    "GRPOTrainer",
+    "IWOPDTrainer",
+    "OnlineDPOTrainer",
+    "RLOOTrainer",
+    "SDFTTrainer",
+    "SDPOTrainer",
+    "ServerDistillationTrainer",
+]
+
+
+def test_every_trainer_of_trl_is_exact_or_refused_by_name():
+    """Those of the installed version; the page says which."""
+    from trl.trainer.base_trainer import _TELEMETRY_TRAINERS
+
+    exact = {f"{name.upper()}Trainer" for name in EXACT} | {"SFTTrainer"}
+    assert exact | set(GENERATING) | {"RewardTrainer"} == _TELEMETRY_TRAINERS
+    page = PAGE.read_text(encoding="utf-8")
+    for name in _TELEMETRY_TRAINERS:
+        assert re.search(rf"\b{name.removesuffix('Trainer')}\b", page), name
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_trainers_that_generate_are_refused_by_name(name):
+    # The class's name only: most are slow to import and to make.
+    parent = {"GMPOTrainer": "GRPOTrainer", "ServerDistillationTrainer": "DistillationTrainer"}
+    base: Any = transformers.Trainer
+    if name in parent:
+        base = type(parent[name], (base,), {})
+    trainer = trainer_with()
+    trainer.__class__ = type(name, (base,), {})
+    with pytest.raises(ConfigError, match=rf"{name} generates completions.*enabled\.paused"):
+        attach(trainer, ds_usp.SequenceMesh.single())
+
+
+def test_grpo_is_refused_by_attach():
+    import datasets
+    import trl
+
+    args = trl.GRPOConfig(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )
+    model = tiny_model()
+    model.config._name_or_path = "tiny"
+    trainer = trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+        args=args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "w5 w9"}] * 4),
+        processing_class=tokenizer(),
+    )
+    with pytest.raises(ConfigError, match="GRPOTrainer generates completions"):
+        attach(trainer, ds_usp.SequenceMesh.single())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lmbda", 0.5),  # GKD's default
+        ("seq_kd", True),
+        ("predict_with_generate", True),
+        ("generate_during_eval", True),
+        ("num_generations", 8),
+    ],
+)
+def test_options_that_let_a_trainer_generate_are_refused(option, value):
+    trainer = trainer_with()
+    setattr(trainer.args, option, value)
+    with pytest.raises(ConfigError, match="no generation over a mesh"):
+        attach(trainer, ds_usp.SequenceMesh.single())
+
+
+def test_callbacks_that_generate_are_refused():
+    trainer = trainer_with()
+    trainer.add_callback(type("LogCompletionsCallback", (transformers.TrainerCallback,), {}))
+    with pytest.raises(ConfigError, match="LogCompletionsCallback generates completions"):
+        attach(trainer, ds_usp.SequenceMesh.single())
+
+
+def test_a_reference_that_has_run_already_is_refused():
+    trainer = trainer_with()
+    trainer.args.precompute_ref_log_probs = True
+    with pytest.raises(ConfigError, match=r"precompute_ref_log_probs=True.*shards ref_model too"):
+        attach(trainer, ds_usp.SequenceMesh.single())
+
+
+def test_a_second_model_that_is_not_served_is_named():
+    trainer = trainer_with()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+    trainer.value_model = transformers.MambaModel(transformers.MambaConfig(**sizes))
+    with pytest.raises(
+        UnsupportedAttentionError, match="the trainer's value_model would run whole"
+    ):
+        attach(trainer, ds_usp.SequenceMesh.single())
+
+
+def test_a_second_model_of_another_mesh_is_refused():
+    trainer = trainer_with()
+    trainer.ref_model = tiny_model(2)
+    enable(trainer.ref_model, ds_usp.SequenceMesh.single())
+    with pytest.raises(ConfigError, match="the trainer's ref_model is enabled for another mesh"):
+        attach(trainer, ds_usp.SequenceMesh.single())
+
+
+def test_stateful_data_loaders_are_refused():
+    trainer = trainer_with()
+    trainer.accelerator.dataloader_config.use_stateful_dataloader = True
+    with pytest.raises(ConfigError, match="use_stateful_dataloader=True"):
+        share_batches(trainer.accelerator, ds_usp.SequenceMesh.single())
+
+
 def test_accelerates_own_parallel_axes_are_refused():
     from accelerate import ParallelismConfig
 
@@ -230,6 +494,13 @@ def test_loaders_that_were_prepared_before_are_refused():
         share_batches(trainer.accelerator, ds_usp.SequenceMesh.single())
 
 
+def test_a_trainer_is_attached_once():
+    trainer, mesh = trainer_with(), ds_usp.SequenceMesh.single()
+    attach(trainer, mesh)
+    with pytest.raises(ConfigError, match="attach was called for this trainer before"):
+        attach(trainer, mesh)
+
+
 def test_a_model_of_another_mesh_is_refused():
     trainer = trainer_with()
     enable(trainer.model, ds_usp.SequenceMesh.single())
@@ -241,6 +512,214 @@ def test_a_model_that_is_enabled_before_keeps_its_options():
     trainer, mesh = trainer_with(), ds_usp.SequenceMesh.single()
     enabled = enable(trainer.model, mesh, layout="striped")
     assert attach(trainer, mesh) is enabled
+
+
+def run_page(ctx: RankContext) -> list[str]:
+    """Its programs, one after the other, in one process."""
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"torch": torch}
+    for program in programs:
+        exec(program, names)
+    return sorted(names)
+
+
+def test_the_programs_of_the_page_run(pool):
+    for names in pool.run(run_page, 2):
+        assert {"loss", "sampler", "whole"} <= set(names)
+
+
+# ------------------------------------------------------------------ share_batches
+
+
+def accelerator_of(ctx: RankContext, split: Split, **options: Any) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, **options)
+    if split.ulysses * split.ring > 1:
+        assert share_batches(accelerator, mesh_of(ctx, split)).size == accelerator.num_processes
+    return accelerator
+
+
+Scheduler = Callable[[torch.optim.Optimizer, Any, int], Any]
+
+
+def linear(optimizer: Any, loader: Any, processes: int) -> Any:
+    """Of the loader's length before it is prepared, as Accelerate's pages say."""
+    steps = len(loader)
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+
+
+def by_processes(optimizer: Any, loader: Any, processes: int) -> Any:
+    """Of steps that each process takes, times the processes, as transformers' examples say."""
+    total = len(loader) // processes * processes
+    return transformers.get_cosine_schedule_with_warmup(optimizer, processes, total)
+
+
+def one_cycle(optimizer: Any, loader: Any, processes: int) -> Any:
+    """Raises an error where it steps on after its end."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=len(loader))
+
+
+def plateau(optimizer: Any, loader: Any, processes: int) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def rates(
+    ctx: RankContext, split: Split, schedule: Scheduler, accumulation: int = 1, **options: Any
+) -> list[float]:
+    """The learning rates after each batch of a loop on Accelerate."""
+    with restored_environment():
+        accelerator = accelerator_of(
+            ctx, split, gradient_accumulation_steps=accumulation, **options
+        )
+        model = torch.nn.Linear(4, 4)
+        loader = torch.utils.data.DataLoader([torch.ones(4)] * 16, batch_size=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = schedule(optimizer, loader, accelerator.num_processes)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        found = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found.append(scheduler.get_last_lr()[0])
+        return found
+
+
+@pytest.mark.parametrize("schedule", [linear, by_processes, one_cycle, plateau])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_schedulers_step_once_for_each_mesh(pool, schedule, accumulation):
+    """As of Accelerate with as many processes as there are meshes."""
+    options = {"schedule": schedule, "accumulation": accumulation}
+    for replicas in (1, 2):
+        want = pool.run(rates, replicas, split=Split(), **options)[0]
+        assert len(want) == 8 // replicas
+        for got in pool.run(rates, 2 * replicas, split=Split(1, 2), **options):
+            assert got == pytest.approx(want)
+
+
+@pytest.mark.parametrize("option", ["split_batches", "step_scheduler_with_optimizer"])
+def test_schedulers_that_step_once_step_once(pool, option):
+    from accelerate import DataLoaderConfiguration
+
+    options: dict[str, Any] = {"schedule": linear, "step_scheduler_with_optimizer": False}
+    if option == "split_batches":
+        config = DataLoaderConfiguration(split_batches=True)
+        options = {"schedule": linear, "dataloader_config": config}
+    want = pool.run(rates, 2, split=Split(), **options)[0]
+    assert pool.run(rates, 4, split=Split(2, 1), **options)[3] == pytest.approx(want)
+
+
+def counts(ctx: RankContext, split: Split) -> Any:
+    """What a program makes of an accelerator's count of a batch that its replica has."""
+    with restored_environment():
+        accelerator = accelerator_of(ctx, split)
+        replica = ctx.rank // (split.ulysses * split.ring)
+        tokens = torch.tensor(5 + replica)
+        rows = torch.full((2, 3), float(replica))
+        return {
+            "processes": accelerator.num_processes,
+            "tokens": accelerator.gather(tokens).sum().item(),
+            "sum": accelerator.reduce({"x": rows})["x"].tolist(),
+            "mean": accelerator.reduce(rows, "mean").tolist(),
+            "max": accelerator.reduce(tokens, "max").item(),
+            "rows": accelerator.gather((rows, tokens))[0].tolist(),
+            "texts": accelerator.gather_for_metrics([f"of {replica}"]),
+            "bfloat16": accelerator.gather(rows.bfloat16()).dtype,
+        }
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_program_counts_is_counted_once_for_each_mesh(pool, replicas):
+    want = pool.run(counts, replicas, split=Split())[0]
+    want["tokens"] = sum(5 + x for x in range(replicas))  # one process gathers a number as it is
+    assert pool.run(counts, 2 * replicas, split=Split(2, 1)) == [want] * 2 * replicas
+
+
+def gathered_shards(ctx: RankContext) -> list[str]:
+    with restored_environment():
+        accelerator = accelerator_of(ctx, Split(2, 1))
+        shard = torch.full((2,), 1.0 + 0.1 * ctx.rank)
+        texts = []
+        for call in (accelerator.gather, accelerator.reduce, accelerator.gather_for_metrics):
+            with pytest.raises(DataError) as error:
+                call({"loss": shard})
+            texts.append(str(error.value))
+        gradient = accelerator.reduce(shard, "mean")  # of all ranks, as DistributedDataParallel's
+        assert gradient.tolist() == pytest.approx([1 + 0.1 * (ctx.world - 1) / 2] * 2)
+        # Kernels may add in any order.
+        rounded = torch.tensor([1.0, float("nan"), 1e-3 * ctx.rank])
+        assert len(accelerator.gather(rounded)) == 3 * ctx.world // 2
+        return texts
+
+
+def test_shards_are_no_numbers_of_a_replica(pool):
+    for texts in pool.run(gathered_shards, 4):
+        for text in texts:
+            assert "[1, 2] torch.float32 differs between ranks 0 and 1" in text or "[2]" in text
+            assert "enabled.whole(x); accelerate.utils.gather" in text
+
+
+def local_sgd(ctx: RankContext) -> str:
+    from accelerate.local_sgd import LocalSGD
+
+    with restored_environment():
+        accelerator = accelerator_of(ctx, Split(2, 1))
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=1)
+        with pytest.raises(ConfigError) as error, local:
+            local.step()
+        return str(error.value)
+
+
+def test_local_sgd_is_refused(pool):
+    assert all("LocalSGD lets ranks step" in text for text in pool.run(local_sgd, 2))
+
+
+def total_steps(ctx: RankContext, split: Split) -> Any:
+    """Of a scheduler that DeepSpeed makes, of 8 batches in all."""
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DummyScheduler
+
+    with restored_environment():
+        prepare_deepspeed()
+        import deepspeed.comm
+
+        deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(cpu=True, backend="gloo")
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        auto = dict.fromkeys(
+            ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"
+        )
+        config = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "train_batch_size": "auto",
+            "zero_optimization": {"stage": 0},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "scheduler": {"type": "WarmupDecayLR", "params": auto},
+        }
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        replicas = share_batches(accelerator, mesh_of(ctx, split))
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dummy = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2)
+        loader = torch.utils.data.DataLoader([torch.ones(4)] * 16, batch_size=2)
+        *_, loader, scheduler = accelerator.prepare(model, optimizer, loader, dummy)
+        made = scheduler.scheduler.total_num_steps
+        return replicas.size, len(loader), made, dummy.total_num_steps
+
+
+def test_schedulers_of_deepspeed_end_with_the_loader(pool):
+    assert pool.run(total_steps, 4, split=Split(2, 1)) == [(2, 4, 4, 8)] * 4
 
 
 # ------------------------------------------------------------------ replicate_batches

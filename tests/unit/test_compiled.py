@@ -50,7 +50,7 @@ def test_an_op_has_every_argument():
 @pytest.mark.parametrize(
     ("op", "tensors", "args"),
     [
-        ("attention", 5, ATTENTION_ARGS),
+        ("attention", 6, ATTENTION_ARGS),
         ("attention_backward", 6, ATTENTION_ARGS),
         ("exchange", 2, EXCHANGE_ARGS),
     ],
@@ -148,6 +148,7 @@ OTHER_VALUES: dict[str, Any] = {
     "tuning": ds_usp.Tuning(chunks=2),
     "scores": ds_usp.Scores(softcap=3.0),
     "kv_layout": ds_usp.TokenLayout("striped", 16),
+    "label": "layer 1",
 }
 
 
@@ -159,7 +160,7 @@ def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name):
     if name == "mesh":  # which has the plans, and the name in the graph
         assert changed.mesh.plans is not mesh.plans and changed.mesh.name != mesh.name
         return
-    assert changed.key != options.key
+    assert (changed.key == options.key) == (name == "label")  # layers share a plan
     values = attention_values(x, x, x, options)
     assert values is not None and attention_values(x, x, x, changed) != values
 
@@ -181,7 +182,8 @@ def test_torch_finds_no_fault_with_the_op():
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
     values = values_of(mesh, q)
     assert values is not None
-    torch.library.opcheck(torch.ops.ds_usp.attention.default, (q, k, v, None, None, *values))
+    given = q, k, v, None, None, torch.tensor(1)
+    torch.library.opcheck(torch.ops.ds_usp.attention.default, (*given, *values))
 
 
 def test_a_mesh_is_found_by_its_name_as_long_as_it_lives():

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -44,6 +47,7 @@ from ds_usp.integrations.transformers.refusals import (
     positions_are_offset,
     reasons_against,
 )
+from ds_usp.integrations.transformers.text_model import has_towers, towers
 
 SERVED, REFUSED, UNKNOWN = 0, 1, 2
 _TOKENS = 16
@@ -57,12 +61,14 @@ class Verdict:
         model: the name of its class.
         reasons: why it is refused; () if it is served.
         needs_positions: only batches with position_ids are served.
+        others: what of a model with towers is served beside text; "" for one without.
         undecided: why the trial forward pass has ended, where it could not run without values.
     """
 
     model: str
     reasons: tuple[str, ...] = ()
     needs_positions: bool = False
+    others: str = ""
     undecided: str = ""
 
 
@@ -73,23 +79,37 @@ def judge(config: PreTrainedConfig) -> Verdict:
     reasons = tuple(reasons_against(model))
     if reasons:
         return Verdict(name, reasons)
-    needs_positions = positions_are_offset(model)
+    served = Verdict(name, (), positions_are_offset(model), _beside_text(model))
     try:
-        _forward(model, needs_positions)
+        _forward(model, served.needs_positions)
     except USPError as refusal:
         return Verdict(name, (str(refusal),))
     except Exception as error:  # whatever a model does that needs values
-        return Verdict(name, (), needs_positions, f"{type(error).__name__}: {error}")
-    return Verdict(name, (), needs_positions)
+        return replace(served, undecided=f"{type(error).__name__}: {error}")
+    return served
+
+
+def _beside_text(model: PreTrainedModel) -> str:
+    names = ", ".join(type(tower).__name__ for tower in towers(model))
+    if has_towers(model):
+        return (
+            f"text; images and sounds: {names or 'what places them'} runs whole on every rank. The "
+            "first forward pass with them is exact or refused; the table of model types says what "
+            "was tried"
+        )
+    return f"text; images and sounds of {names} as inputs_embeds that hold them" if names else ""
 
 
 def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     """A model on the meta device: of the class that the configuration names, else a causal or
-    masked language model, else the model without a head."""
+    masked language model, one of images or sounds and text, else the model without a head."""
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     makers = [getattr(transformers, name)._from_config for name in names]
     if not makers:
-        autos = (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel)
+        autos = (
+            *(AutoModelForCausalLM, AutoModelForMaskedLM),
+            *(AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModel),
+        )
         makers = [auto.from_config for auto in autos if type(config) in auto._model_mapping]
     if not makers:
         raise ConfigError(f"transformers has no text model of type {config.model_type!r}")
@@ -175,7 +195,10 @@ def _read_config(name: str) -> PreTrainedConfig:
     try:
         if name in CONFIG_MAPPING and not Path(name).exists():
             return CONFIG_MAPPING[name]()
+        _refuse_misspelled(name)
         return AutoConfig.from_pretrained(name)
+    except ConfigError:
+        raise
     except Exception as error:  # of the hub, of JSON, of the configuration's own checks
         first = str(error).strip().split("\n")[0].rstrip(".")
         raise ConfigError(
@@ -184,11 +207,23 @@ def _read_config(name: str) -> PreTrainedConfig:
         ) from error
 
 
+def _refuse_misspelled(name: str) -> None:
+    """ConfigError for a name that is nearly a model type and cannot be one on the hub, which would
+    be asked for long. Old names there have no owner either: a type, a dash, a size."""
+    if "/" in name or Path(name).exists() or any(name.startswith(f"{x}-") for x in CONFIG_MAPPING):
+        return
+    near = get_close_matches(name.lower(), CONFIG_MAPPING, n=3, cutoff=0.8)
+    if near:
+        raise ConfigError(f"no model type {name!r}: did you mean {' or '.join(near)}?")
+
+
 def _report(verdict: Verdict) -> list[str]:
     title = f"{verdict.model} (transformers {transformers.__version__})"
     if verdict.reasons:
         return [f"{title}: refused", *(f"  {reason}" for reason in verdict.reasons)]
     lines = [f"{title}: served"]
+    if verdict.others:
+        lines.append(f"  {verdict.others}")
     if verdict.needs_positions:
         lines.append("  where position_ids are given: it does not count positions from 0")
     if verdict.undecided:

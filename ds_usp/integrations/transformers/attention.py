@@ -93,14 +93,17 @@ class RunningPass:
         targets: of the pass that runs; None after it, when calls are the caller's own.
         loss: what the model's loss function has returned in it. Not of the shard, which checkpoints
             keep: the loss's graph refers to these, and would never be freed.
+        is_sharded: modules are given shards, from the model's or the text model's inputs on.
     """
 
     shard: Shard | None = None
     targets: Targets | None = None
     loss: Tensor | None = None
+    is_sharded = False
 
-    def begin(self, shard: Shard) -> None:
+    def begin(self, shard: Shard, is_sharded: bool) -> None:
         self.shard, self.targets, self.loss = shard, shard.targets, None
+        self.is_sharded = is_sharded
 
     def __deepcopy__(self, _: dict[int, Any]) -> RunningPass:
         return RunningPass()
@@ -139,6 +142,8 @@ def usp_attention_forward(
         seed = (usp.dropout_seed + layer) % 2**63 if dropout else None
         scores = Scores(softcap or None, None, s_aux, seed)
         call = usp.call._replace(mask=mask, softmax_scale=scaling, dropout_p=dropout, scores=scores)
+        if not torch.compiler.is_compiling():  # which would compile each layer anew
+            call = call._replace(label=f"{type(module).__name__} {layer}")
         out: Tensor = usp_attention(q, k, v, **call._asdict())
     return out, None
 
@@ -285,6 +290,12 @@ class LayerMask(StandIn):
         if all(isinstance(i, slice) and i in _WHOLE for i in indices):
             return self
         raise self.refusal(f"mask[{index!r}]")
+
+
+def is_layer_mask(x: Any) -> bool:
+    """Whether masks were made by transformers' functions: one, or one for each kind of layers."""
+    masks = x.values() if isinstance(x, dict) else (x,)
+    return bool(masks) and all(isinstance(mask, LayerMask) for mask in masks)
 
 
 def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> MaskSpec:

@@ -24,6 +24,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.replicas import Reduction, check_reduction
+from ds_usp.integrations.transformers.text_model import text_modules
 from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, check_layout_kind
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory import LayerMemory, Offload, in_chunks
@@ -174,13 +175,13 @@ class _LayerPolicy:
         return memory.run(self._number, run, *inputs)
 
 
-def _layers(module: nn.Module) -> Iterator[Any]:
-    """The outermost layers that transformers can checkpoint, in order."""
-    for child in module.children():
-        if isinstance(child, GradientCheckpointingLayer):
-            yield child
-        else:
-            yield from _layers(child)
+def _layers(model: PreTrainedModel) -> Iterator[Any]:
+    """The outermost layers of the text model that transformers can checkpoint, in order."""
+    inside: set[nn.Module] = set()
+    for module in text_modules(model):
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            inside.update(module.modules())
+            yield module
 
 
 def _tokenwise_mlps(model: PreTrainedModel) -> list[nn.Module]:

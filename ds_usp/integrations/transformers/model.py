@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from hashlib import blake2b
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +36,22 @@ from ds_usp.integrations.transformers.attention import (
     RunningPass,
     Shard,
     Targets,
+    is_layer_mask,
     register,
 )
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
-from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, WholeArguments
+from ds_usp.integrations.transformers.text_model import (
+    TextAttention,
+    has_towers,
+    text_model,
+    text_modules,
+    towers,
+)
+from ds_usp.integrations.transformers.whole_arguments import (
+    AUTO_LAYOUT,
+    WholeArguments,
+    holds_tensor,
+)
 from ds_usp.integrations.transformers.whole_batch_loss import (
     ChunkedHead,
     ChunkedLogits,
@@ -73,7 +86,9 @@ def enable(
     ``fully_shard``, ``deepspeed.initialize`` or a Trainer takes the model.
 
     Args:
-        model: a ``PreTrainedModel``, or a PEFT model around one.
+        model: a ``PreTrainedModel``, or a PEFT model around one. Of a model with towers for images
+            or sounds the text model is sharded, and nothing else is changed; a head whose loss is
+            no sum over tokens is computed of whole rows on every rank.
         layout: a kind of :class:`ds_usp.TokenLayout`. ``auto``: ``balanced`` for batches whose rows
             have the same packed documents, else ``zigzag``.
         kernel, tuning: as of :func:`ds_usp.usp_attention`.
@@ -119,6 +134,8 @@ def enable(
                 "again"
             )
         refusals.check_model(inner)
+        if refusals.needs_whole_head(inner):
+            refusals.check_whole_head(inner, options)
         named = f"{type(inner).__name__} with {options}"
     except Exception as refused:
         error = refused
@@ -140,7 +157,7 @@ def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | Non
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, EnabledModel):
                 return owner
-    if inner.config._attn_implementation == IMPLEMENTATION:
+    if text_model(inner).config._attn_implementation == IMPLEMENTATION:
         raise ConfigError(
             f"the configuration of {type(inner).__name__} says attention {IMPLEMENTATION!r}, but "
             "the model was not enabled: give each model a configuration of its own "
@@ -162,6 +179,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     ) -> None:
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
+        self._whole_head = refusals.needs_whole_head(inner)
+        self._trunk = text_model(inner)
+        # Where shards begin in passes that need whole inputs before them, or whole outputs after.
+        self._text = self._trunk if self._whole_head or has_towers(inner) else inner
+        self._whole_batch: WholeArguments | None = None
         self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
         self._weights = WeightsComparison(mesh.sp_group is not None)
@@ -171,26 +193,31 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._memory = LayersMemory(inner, options)
         self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
         self._loss: WholeBatchLoss | None = None
-        if refusals.has_head(inner):
+        if refusals.has_head(inner) and not self._whole_head:
             stock = inner.loss_function
             self._loss = WholeBatchLoss(stock, mesh, options.gradients, self._running)
             inner.loss_function = self._loss
-        self._previous = inner.config._attn_implementation
-        inner.set_attn_implementation(IMPLEMENTATION)
+        self._attention = TextAttention(inner, IMPLEMENTATION)
         inner.generate = refusals.refuse_generate(type(inner).__name__)
         # The first of the hooks before and the first of those after: users' own see this rank's
         # shard on the way in, as the layers do, and whole outputs on the way out.
         self._handles: list[RemovableHandle] = [
-            *LargestPosition(self._running).register(inner),
+            *LargestPosition(self._running).register(text_modules(inner)),
+            *(x.register_forward_pre_hook(self._before_tower) for x in towers(inner)),
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(
-                self._after, with_kwargs=True, prepend=True, always_call=True
-            ),
+            model.register_forward_hook(self._after, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._end, always_call=True),
         ]
+        if self._text is not inner:
+            before, after = self._before_text, self._after_text
+            self._handles += [
+                self._text.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                self._text.register_forward_hook(after, with_kwargs=True, prepend=True),
+            ]
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
         """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
-        return WholeArguments.read(batch).layout(self.mesh, self._options.layout)
+        return self._read(batch).layout(self.mesh, self._options.layout)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor from the ranks' shards of the last forward pass, along ``dim``.
@@ -212,13 +239,30 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if not self._enabled:
             return
         self._enabled = False
-        self._inner.set_attn_implementation(self._previous)
+        self._attention.restore()
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
         if self._head is not None:
             self._head.remove()
         if self._loss is not None:
             self._inner.loss_function = self._loss.original
+
+    @contextmanager
+    def paused(self) -> Iterator[nn.Module]:
+        """The model as it was before :func:`enable`, in a ``with`` block between two steps.
+
+        Every rank runs it alone, on inputs of its own: to generate, above all. It may be wrapped by
+        DistributedDataParallel; engines that shard weights need the same calls on all ranks, as
+        ever.
+        """
+        was_enabled, forward_passes = self._enabled, self._forward_passes
+        self.disable()
+        try:
+            yield self.model
+        finally:
+            if was_enabled:
+                EnabledModel.__init__(self, self.model, self._inner, self.mesh, self._options)
+                self._forward_passes = forward_passes  # dropout goes on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnabledModel:
         copied = memo[id(self)] = object.__new__(EnabledModel)
@@ -240,12 +284,17 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         compared = dict(arguments)
         with same_on_all_ranks(self.mesh, "a batch of", compared):
             compared.update(self._weights.of(self.model))
-            refusals.check_arguments(arguments)
-            batch = WholeArguments.read(arguments)
+            others = refusals.others_than_tokens(arguments)
+            refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
+            batch = self._read(arguments)
             self._check_positions(batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
+            if self._whole_head:
+                refusals.check_padding(self._inner, batch, arguments.get("labels"))
             embeddings = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
+            if others and not self._whole_head:  # every rank embeds all tokens, and fails alike
+                embeddings = None
             outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
             batch.check_tokens(embeddings, targets, outputs)
             layout = batch.layout(self.mesh, self._options.layout)
@@ -253,24 +302,78 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._weights.end()
         self._forward_passes += 1
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
-            return (), self._sharded(batch, layout, targets)
+            options = self._options
+            call = AttentionOptions(
+                self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
+            )
+            shard = Shard(call, batch.documents, self._dropout_seed())
+            shard.drop_last = "shift_labels" not in batch.arguments
+            at_text = self._whole_head or bool(others)
+            local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
+            self._set_targets(targets, shard, local)
+            self._whole_batch = batch if at_text else None
+            self._running.begin(shard, is_sharded=not at_text)
+            return (), local
 
-    def _sharded(
-        self, batch: WholeArguments, layout: TokenLayout, targets: Tensor | None
-    ) -> dict[str, Any]:
-        """The arguments with this rank's shard of the batch."""
-        options = self._options
-        call = AttentionOptions(
-            self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
-        )
-        shard = Shard(call, batch.documents, self._dropout_seed())
+    def _read(self, arguments: Mapping[str, Any]) -> WholeArguments:
+        """The batch; labels of whole sequences, which no shard is made of, are no part of it."""
+        kept = {x: value for x, value in arguments.items() if x != "labels" or not self._whole_head}
+        return WholeArguments.read(kept)
+
+    def _shard_of(self, batch: WholeArguments, shard: Shard) -> dict[str, Any]:
+        """What is given to the module at which shards begin, and to the layers in it."""
         positions = batch.arguments.get("position_ids")
         shard.largest_position = batch.seq_len - 1 if positions is None else positions.max()
-        shard.drop_last = "shift_labels" not in batch.arguments
-        local = batch.shard(layout, self.mesh.rank)
-        self._set_targets(targets, shard, local)
-        self._running.begin(shard)
+        local = batch.shard(shard.layout, self.mesh.rank)
         return {**local, "use_cache": False, "usp": shard}
+
+    # Note [where shards begin]
+    # Images, sounds and what else a batch has beside its tokens are placed by the whole sequence,
+    # and a head for classification chooses tokens of it. In such a pass the model itself is given
+    # whole arguments, the same on every rank, and its own code embeds the tokens, runs the towers
+    # and places what they give; the text model's inputs are sharded. Each rank's gradients of
+    # towers and embeddings are those of its tokens alone, as those of layers are. Before a head of
+    # whole sequences the text model's outputs are joined: then each rank has the whole gradient of
+    # the head. The mean over the ranks is the gradient in both.
+    @disable_in_compile("the text model's inputs are sharded before its forward pass")
+    def _before_text(
+        self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        whole, self._whole_batch = self._whole_batch, None
+        shard = self._running.shard
+        if whole is None or shard is None:  # sharded already, or called without its model
+            return None
+        given = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
+        batch = whole.handed_to_text(given, type(self._inner).__name__)
+        local = self._shard_of(batch, shard)
+        if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
+            local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
+        self._running.is_sharded = True
+        return (), local
+
+    @disable_in_compile("the text model's outputs are joined over the ranks")
+    def _after_text(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        shard = kwargs.get("usp")
+        if not self._whole_head or shard is None:
+            return out
+        self._join(shard, len(kwargs["attention_mask"]), out, join_all=True)
+        self._running.is_sharded = False
+        return out
+
+    def _before_tower(self, tower: nn.Module, _: Any) -> None:
+        if self._running.is_sharded:
+            raise UnsupportedAttentionError(
+                f"{type(self._inner).__name__} calls {type(tower).__name__} on shards of the "
+                "tokens, which is a model of its own and runs on whole inputs: not served"
+            )
+
+    def _end(self, _: nn.Module, __: Any, out: Any) -> None:
+        """After a forward pass, also one that has failed: what is called next is a caller's own."""
+        if out is None:
+            name = type(self._inner).__name__
+            self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
+        self._whole_batch, self._running.targets = None, None
+        self._running.is_sharded = False
 
     def _check_positions(self, batch: WholeArguments) -> None:
         if "position_ids" in batch.arguments:
@@ -316,18 +419,16 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
         name = type(self._inner).__name__
-        if out is None:  # the pass has raised
-            self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
-            return None
         with self.mesh.consistency.forward_pass_of(name):
             return self._joined(name, kwargs, out)
 
     def _joined(self, name: str, kwargs: dict[str, Any], out: Any) -> Any:
         """The outputs of the whole batch."""
-        shard: Shard = kwargs["usp"]
-        if self._inner.config._attn_implementation != IMPLEMENTATION:
+        shard = cast(Shard, self._running.shard)
+        implementation = self._trunk.config._attn_implementation
+        if implementation != IMPLEMENTATION:
             raise ConfigError(
-                f"attention of {name} was set to {self._inner.config._attn_implementation!r} after "
+                f"attention of {name} was set to {implementation!r} after "
                 "enable: disable() it first, or leave its attn_implementation"
             )
         if not shard.layers:
@@ -335,11 +436,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 f"{name}: no layer has called transformers' attention interface; the model "
                 "computes attention, or mixes tokens, in its own way and is not served"
             )
-        if not isinstance(out, dict):
-            raise UnsupportedAttentionError(
-                f"{name} returns a {type(out).__name__} instead of outputs with names; set "
-                "config.return_dict=True"
-            )
+        if self._whole_head:
+            return out
+        self._check_has_names(out)
         self._running.targets = None  # later calls are the caller's own
         self._finish_loss(shard, kwargs, out)
         if any(isinstance(value, ChunkedLogits) for value in out.values()):
@@ -348,10 +447,20 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         labeled = "labels" in kwargs or "shift_labels" in kwargs
         choice = self._options.logits
         whole = choice == "whole" or (choice == "auto" and not labeled)
-        tokens = len(kwargs["attention_mask"]), shard.length
-        check_outputs(out, name, tokens)
-        join_outputs(out, self.whole, join_all=whole, drop_last=shard.drop_last)
+        self._join(shard, len(kwargs["attention_mask"]), out, join_all=whole)
         return out
+
+    def _join(self, shard: Shard, rows: int, out: dict[str, Any], *, join_all: bool) -> None:
+        self._check_has_names(out)
+        check_outputs(out, type(self._inner).__name__, (rows, shard.length))
+        join_outputs(out, self.whole, join_all=join_all, drop_last=shard.drop_last)
+
+    def _check_has_names(self, out: Any) -> None:
+        if not isinstance(out, dict):
+            raise UnsupportedAttentionError(
+                f"{type(self._inner).__name__} returns a {type(out).__name__} instead of outputs "
+                "with names; set config.return_dict=True"
+            )
 
     def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
         loss, computed = out.get("loss"), self._running.loss
@@ -377,6 +486,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 _LOG_PROBABILITIES = frozenset(
     {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
 )
+# What towers have made, and positions of generation: of whole inputs, the same on every rank.
+_WHOLE = frozenset({f"{kind}_hidden_states" for kind in ("image", "video", "audio")})
+_WHOLE |= {"rope_deltas"}
 _PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", *_LOG_PROBABILITIES})
 
 
@@ -390,7 +502,7 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
     Raises:
         UnsupportedAttentionError: which one.
     """
-    for key in out.keys() - {"loss"}:
+    for key in out.keys() - {"loss"} - _WHOLE:
         value = out[key]
         tensors = value if isinstance(value, tuple) else (value,)
         ndim = 2 if key in _LOG_PROBABILITIES else 3
@@ -398,7 +510,7 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
             x is None or (isinstance(x, Tensor) and x.ndim == ndim and tuple(x.shape[:2]) == shape)
             for x in tensors
         )
-        if not has_tokens and refusals.holds_tensor(value):
+        if not has_tokens and holds_tensor(value):
             raise UnsupportedAttentionError(
                 f"{model} returns {key}, which is not known to have a value for each of this "
                 f"rank's tokens {list(shape)} and may be made of single ones, of which each rank "
@@ -441,8 +553,8 @@ class LargestPosition:
     def __init__(self, running: RunningPass) -> None:
         self._running = running
 
-    def register(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        for module in model.modules():
+    def register(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
+        for module in modules:
             kinds = getattr(module, "rope_type", None)
             kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
             if any(isinstance(kind, str) and kind != "default" for kind in kinds):

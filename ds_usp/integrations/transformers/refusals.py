@@ -10,13 +10,22 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
-from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.transformers.whole_arguments import BORDERS, TOKEN_DIM
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.integrations.transformers.memory import Options
+from ds_usp.integrations.transformers.text_model import text_model, text_modules
+from ds_usp.integrations.transformers.whole_arguments import (
+    BORDERS,
+    TOKEN_DIM,
+    WholeArguments,
+    holds_tensor,
+)
 from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
@@ -27,8 +36,8 @@ _KNOWN_TENSORS = frozenset({*TOKEN_DIM, *BORDERS, "attention_mask", "num_items_i
 # Flags that ask for something that a shard does not have, and what to do instead.
 _FLAGS = MappingProxyType(
     {
-        "use_cache": "there is no KV cache over a mesh: leave use_cache out; generate with the "
-        "model before enable, or after disable()",
+        "use_cache": "there is no KV cache over a mesh: leave use_cache and past_key_values out; "
+        "to generate, call generate before enable or after disable()",
         "output_attentions": "weights of tokens x tokens are never made; use one rank for them",
         "output_router_logits": "the router's auxiliary loss is no sum over tokens; leave it out",
         "logits_to_keep": "a shard has other last tokens than the sequence; leave it out",
@@ -114,7 +123,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
     forwards = model.forward, model.base_model.forward  # the latter without the head
     if not all("position_ids" in inspect.signature(x).parameters for x in forwards):
         yield "it takes no position_ids: each rank would count its tokens from 0"
-    for module in model.modules():
+    for module in text_modules(model):
         if _counts_tokens(module):
             yield (
                 f"{type(module).__name__} counts the tokens that it is given instead of reading "
@@ -130,12 +139,81 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
         yield "config.output_attentions: " + _FLAGS["output_attentions"]
     if getattr(model.config, "return_dict", True) is False:
         yield "config.return_dict is False, and ds_usp takes outputs by their names: set it to True"
-    if has_head(model) and model.loss_function not in SUMS_OVER_TOKENS:
-        name = getattr(model.loss_function, "__name__", repr(model.loss_function))
+    if needs_whole_head(model) and text_model(model) is model:
         yield (
-            f"its loss ({name}) is not known to be a sum over tokens; causal and masked language "
-            "models are served, and models without a head"
+            f"its loss ({_name_of_loss(model)}) is not known to be a sum over tokens, and it is no "
+            "head around a model whose outputs could be joined before it"
         )
+
+
+def needs_whole_head(model: PreTrainedModel) -> bool:
+    """Whether head and loss are computed of whole sequences on every rank: a loss that is no sum
+    over tokens, as those of heads for classification and rewards are, has no shares to sum."""
+    takes_targets = {"labels", "start_positions"} & inspect.signature(
+        model.forward
+    ).parameters.keys()
+    return bool(takes_targets) and model.loss_function not in SUMS_OVER_TOKENS
+
+
+def check_whole_head(model: PreTrainedModel, options: Options) -> None:
+    """ConfigError for options that a head of whole sequences cannot have."""
+    loss = f"its loss ({_name_of_loss(model)}) is not known to be a sum over tokens"
+    name = f"{type(model).__name__}: {loss}"
+    if options.loss_chunks:
+        raise ConfigError(f"{name}: leave loss_chunks={options.loss_chunks} out")
+    if options.gradients != "mean":
+        raise ConfigError(
+            f"{name}, so each rank computes its head and its loss of whole sequences, and "
+            f"gradients={options.gradients!r} would count the head's once for each rank: leave it "
+            "out, and let the engine average gradients over all ranks"
+        )
+    if options.logits == "shard":
+        raise ConfigError(f"{name}, so outputs are of whole sequences: leave logits='shard' out")
+    if model.get_output_embeddings() is not None and options.logits != "whole":
+        raise ConfigError(
+            f"{name}. enable(..., logits='whole') computes head and loss of whole sequences on "
+            "every rank, and its logits take tokens x vocabulary there; or keep the model's own "
+            "loss, which is computed of shards"
+        )
+
+
+def check_padding(model: PreTrainedModel, batch: WholeArguments, labels: Any) -> None:
+    """DataError for padding that a head of whole rows would read: transformers' kernels differ in
+    what padding sees, so that its outputs are nobody's."""
+    mask = batch.arguments.get("attention_mask")
+    if mask is None or not batch.documents:
+        return
+    if isinstance(labels, Tensor) and tuple(labels.shape) == (batch.size, batch.seq_len):
+        batch.check_targets(labels)
+    name = type(model).__name__
+    if "start_positions" in inspect.signature(model.forward).parameters:
+        raise DataError(
+            f"{name} compares all tokens of a row, padding too: give rows without padding, as one "
+            "row in a batch, and leave attention_mask out"
+        )
+    if "SequenceClassification" not in name:
+        return
+    if batch.left_padded and not isinstance(model, GenericForSequenceClassification):
+        raise DataError(
+            f"{name} may score the first token of a row, and the batch is padded on the left: pad "
+            "on the right (tokenizer.padding_side='right')"
+        )
+    ids, pad = batch.arguments.get("input_ids"), model.config.get_text_config().pad_token_id
+    scored = torch.full((batch.size,), batch.seq_len - 1, device=mask.device)
+    if ids is not None and pad is not None:  # the last that is no padding, as the model chooses it
+        index = torch.arange(batch.seq_len, device=ids.device)
+        scored = (index * (ids != pad)).argmax(1).to(mask.device)
+    rows = (mask.gather(1, scored[:, None]) == 0).flatten().nonzero().flatten().tolist()
+    if rows:
+        raise DataError(
+            f"{name} scores the last token of a row that is not config.pad_token_id={pad}, and in "
+            f"rows {rows[:8]} that token is padding: set config.pad_token_id to the tokenizer's, "
+            "or pad on the left (tokenizer.padding_side='left')"
+        )
+
+
+def _name_of_loss(model: PreTrainedModel) -> str:
+    return getattr(model.loss_function, "__name__", repr(model.loss_function))
 
 
 def positional_arguments(model: nn.Module, inner: PreTrainedModel) -> tuple[str, ...]:
@@ -179,7 +257,7 @@ _WHEN_COUNTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 
 def positions_are_offset(model: PreTrainedModel) -> bool:
     """Whether positions do not begin at 0 where none are given (RoBERTa's begin after padding)."""
-    return any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
+    return any(hasattr(m, "create_position_ids_from_input_ids") for m in text_modules(model))
 
 
 def positions_follow_padding(model: PreTrainedModel) -> bool:
@@ -189,8 +267,17 @@ def positions_follow_padding(model: PreTrainedModel) -> bool:
     return re.search(r"mask\S*\.cumsum|cumsum\(\w*mask|mask\.long\(\)\.cumsum", source) is not None
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """UnsupportedAttentionError for arguments of a forward pass that a shard cannot serve."""
+def others_than_tokens(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of arguments that hold tensors which are not known to have a value a token."""
+    return [name for name, x in arguments.items() if name not in _KNOWN_TENSORS and holds_tensor(x)]
+
+
+def check_arguments(arguments: Mapping[str, Any], takes_others: bool) -> None:
+    """UnsupportedAttentionError for arguments of a forward pass that a shard cannot serve.
+
+    Args:
+        takes_others: the text model is another one than the model, which is given whole tensors.
+    """
     if arguments.get("past_key_values") is not None:
         raise UnsupportedAttentionError(f"past_key_values: {_FLAGS['use_cache']}")
     for name, advice in _FLAGS.items():
@@ -206,28 +293,22 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise UnsupportedAttentionError(
             "return_dict=False, and ds_usp takes outputs by their names: leave it out"
         )
-    for name, value in arguments.items():
-        if name not in _KNOWN_TENSORS and holds_tensor(value):
-            raise UnsupportedAttentionError(
-                f"{name}: a tensor that is not known here. Tokens are sharded over the ranks; "
-                "images, audio and other inputs that are placed by the whole sequence are not "
-                "served. Give inputs_embeds that hold them already"
-            )
-
-
-def holds_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, or holds one."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(holds_tensor(x) for x in value)
-    return isinstance(value, Tensor)
+    for name in others_than_tokens(arguments) if not takes_others else ():
+        raise UnsupportedAttentionError(
+            f"{name}: a tensor that is not known here. Tokens are sharded over the ranks; "
+            "images, audio and other inputs that are placed by the whole sequence are not "
+            "served by this model, which has no text model of its own that takes embeddings. Give "
+            "inputs_embeds that hold them already"
+        )
 
 
 def refuse_generate(name: str) -> Callable[..., Any]:
     """What stands in the place of ``model.generate``: it always raises."""
 
     def generate(*_: Any, **__: Any) -> Any:
-        raise UnsupportedAttentionError(f"{name}.generate: {_FLAGS['use_cache']}")
+        raise UnsupportedAttentionError(
+            f"{name}.generate: a new token's forward pass is too short to be sharded, and there is "
+            "no KV cache over a mesh: call generate before enable or after disable()"
+        )
 
     return generate

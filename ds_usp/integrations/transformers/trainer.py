@@ -1,31 +1,39 @@
 """transformers' Trainer and TRL's trainers on a mesh.
 
-Trainers count every rank as a data-parallel replica. That stays true for losses and gradients,
-which are means over all ranks (see :mod:`ds_usp.integrations.replicas`); what else they derive from
-the number of ranks is set right here.
+Trainers count every rank as a data-parallel replica, and a mesh is one. Losses and gradients need
+nothing: they are means over all ranks (see :mod:`ds_usp.integrations.replicas`). What else is
+derived from the number of ranks comes from what an ``Accelerator`` counts, gathers and sums: there
+ranks become replicas. What a trainer takes from its arguments instead, :func:`attach` sets right.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sized
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
 from ds_usp.integrations.transformers.refusals import find_model
 from ds_usp.training.data_loader import BatchBroadcast, DataParallelRanks, data_parallel_ranks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+else:
+    Accelerator = object  # which enable can do without
 
 
 def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
@@ -34,7 +42,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     Collective over the world, which is a whole number of meshes. Call it after the trainer is
     made and before ``train``, ``evaluate`` or ``predict``. All ranks of a mesh then get the same
     batches: ``per_device_train_batch_size`` is the number of sequences of a *mesh*, and the total
-    batch is that times accumulation times the number of meshes.
+    batch is that times accumulation times the number of meshes. Other models that the trainer
+    holds, such as ``ref_model`` and ``teacher_model``, are enabled too.
 
     Args:
         trainer: its model is enabled here if it is not yet; enable it before with other options
@@ -44,8 +53,10 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
         The enabled model.
 
     Raises:
-        ConfigError: an option of the trainer that would not train as one process does; a model
-            that is enabled for another mesh; meshes of different sizes. On every rank.
+        ConfigError: an option of the trainer that would not train as one process does; a trainer
+            or a callback that generates; a model that is enabled for another mesh; meshes of
+            different sizes. On every rank.
+        UnsupportedAttentionError: a model that is not served, which is named.
     """
     _check_trainer(trainer)
     share_batches(trainer.accelerator, mesh)
@@ -54,14 +65,66 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
         use_gather_object=trainer.args.eval_use_gather_object,
     )
     enabled = find_enabled(trainer.model, find_model(trainer.model)) or enable(trainer.model, mesh)
+    _check_mesh_of(enabled, mesh, "model")
+    _enable_others(trainer, enabled)
+    _count_replicas(trainer, mesh.sp_degree)
+    _join_logits(trainer)
+    return enabled
+
+
+def _check_mesh_of(enabled: EnabledModel, mesh: SequenceMesh, name: str) -> None:
     if enabled.mesh is not mesh:
         raise ConfigError(
-            f"the trainer's model is enabled for another mesh ({enabled.mesh}) than that given "
+            f"the trainer's {name} is enabled for another mesh ({enabled.mesh}) than that given "
             f"here ({mesh}): pass the same mesh to enable and attach"
         )
-    _count_replicas(trainer, mesh.sp_degree)
-    _join_logits(trainer, enabled)
-    return enabled
+
+
+def _enable_others(trainer: Trainer, policy: EnabledModel) -> None:
+    """Enable the models that a trainer runs beside its own: on whole sequences they would need the
+    memory that sharding has saved."""
+    options = policy._options
+    for name, model in _models_of(trainer):
+        inner = find_model(model)
+        if inner is policy._inner:
+            continue
+        enabled = find_enabled(model, inner)
+        try:
+            enabled = enabled or enable(
+                model,
+                policy.mesh,
+                layout=options.layout,
+                kernel=options.kernel,
+                tuning=options.tuning,
+                mlp_chunks=options.mlp_chunks,
+            )
+        except UnsupportedAttentionError as reason:
+            raise UnsupportedAttentionError(
+                f"the trainer's {name} would run whole sequences on every rank. {reason}. Where it "
+                "may run whole, hold it elsewhere than in the trainer"
+            ) from None
+        _check_mesh_of(enabled, policy.mesh, name)
+
+
+def _models_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
+    """The transformers and PEFT models that a trainer holds, by the names of its attributes."""
+    for name, value in vars(trainer).items():
+        if name in ("train_dataset", "eval_dataset"):  # lists of rows
+            continue
+        values = value.values() if isinstance(value, Mapping) else value
+        for module in values if isinstance(value, (Mapping, list, tuple)) else [value]:
+            yield from ((name, model) for model in _models_in(module))
+
+
+def _models_in(module: Any) -> Iterator[nn.Module]:
+    """The outermost ones: DistributedDataParallel, FSDP and engines are around them."""
+    if not isinstance(module, nn.Module):
+        return
+    if isinstance(module, PreTrainedModel) or hasattr(module, "peft_config"):
+        yield module
+    else:
+        for child in module.children():
+            yield from _models_in(child)
 
 
 def _check_trainer(trainer: Trainer) -> None:
@@ -71,6 +134,8 @@ def _check_trainer(trainer: Trainer) -> None:
             "serves models in a loop of your own"
         )
     args = trainer.args
+    if "prediction_step" in vars(trainer):
+        raise ConfigError("attach was called for this trainer before: it would count meshes twice")
     if trainer.model_wrapped is not trainer.model:
         raise ConfigError(
             "the trainer has wrapped its model already: call attach before train and evaluate"
@@ -95,33 +160,101 @@ def _check_trainer(trainer: Trainer) -> None:
             "train_sampling_strategy='batch_rebalance' deals batches out to all ranks: use "
             "'random', 'sequential' or 'group_by_length'"
         )
+    if getattr(args, "precompute_ref_log_probs", False):
+        raise ConfigError(
+            "precompute_ref_log_probs=True: the trainer has run its reference on whole sequences "
+            "on every rank, before attach could shard it; leave it out, attach shards ref_model too"
+        )
+    for reason in _reasons_it_generates(trainer):
+        raise ConfigError(
+            f"{reason}, and there is no generation over a mesh. Train on completions that were "
+            "made before, by SFT, DPO, KTO, ORPO, CPO or TPO; or generate between steps, where "
+            "enabled.paused() gives the model back as it was"
+        )
+
+
+# Of TRL 1.16; their subclasses too. GKD generates by its option lmbda.
+_GENERATING = frozenset(
+    {
+        "A2POTrainer",
+        "AsyncDistillationTrainer",
+        "AsyncGRPOTrainer",
+        "DistillationTrainer",
+        "GOLDTrainer",
+        "GRPOTrainer",
+        "IWOPDTrainer",
+        "OnlineDPOTrainer",
+        "RLOOTrainer",
+        "SDFTTrainer",
+        "SDPOTrainer",
+        "LogCompletionsCallback",
+        "WeaveCallback",
+    }
+)
+_GENERATING_OPTIONS = ("lmbda", "seq_kd", "predict_with_generate", "generate_during_eval")
+
+
+def _reasons_it_generates(trainer: Trainer) -> Iterator[str]:
+    for option in _GENERATING_OPTIONS:
+        value = getattr(trainer.args, option, None)
+        if value:
+            yield f"{option}={value} lets {type(trainer).__name__} generate"
+    for part in (trainer, *trainer.callback_handler.callbacks):
+        names = [kind.__name__ for kind in type(part).__mro__]
+        # Trainers of others: what they make of a prompt, they say in these options.
+        many = part is trainer and getattr(trainer.args, "num_generations", None) is not None
+        if many or _GENERATING.intersection(names):
+            yield f"{names[0]} generates completions"
 
 
 def _count_replicas(trainer: Trainer, sp_degree: int) -> None:
-    """Set right what the trainer sums over all ranks, of which ``sp_degree`` have one batch."""
-    # Losses and gradients need nothing: they are means over all ranks.
+    """Set right what a trainer takes from the ranks that its arguments count, ``sp_degree`` of
+    which have one batch."""
     total, flos = trainer.get_total_train_batch_size, trainer.floating_point_ops
     trainer.get_total_train_batch_size = lambda args: total(args) // sp_degree
     trainer.floating_point_ops = lambda inputs: flos(inputs) / sp_degree
-    track = trainer._track_num_input_tokens
+    # Of an evaluation only its speed counts steps: samples by those of all ranks in a step.
+    loop, log = trainer.evaluation_loop, trainer.log
+    handler = trainer.callback_handler
+    on_predict = handler.on_predict
+    samples: dict[str, int] = {}
 
-    def track_num_input_tokens(inputs: dict[str, Any]) -> None:
-        before = trainer.state.num_input_tokens_seen
-        track(inputs)
-        counted = trainer.state.num_input_tokens_seen - before
-        trainer.state.num_input_tokens_seen = before + counted // sp_degree
+    def evaluation_loop(*args: Any, **kwargs: Any) -> Any:
+        out = loop(*args, **kwargs)
+        samples[kwargs.get("metric_key_prefix", "eval")] = out.num_samples
+        return out
 
-    trainer._track_num_input_tokens = track_num_input_tokens
+    def count_steps(metrics: dict[str, float]) -> None:
+        in_a_step = trainer.args.eval_batch_size * trainer.args.world_size // sp_degree
+        for prefix in [x for x in samples if metrics.get(f"{x}_runtime")]:
+            steps = math.ceil(samples.pop(prefix) / in_a_step)
+            speed = steps / metrics[f"{prefix}_runtime"]
+            metrics[f"{prefix}_steps_per_second"] = round(speed, 3)
+
+    def log_steps(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        count_steps(logs)
+        log(logs, *args, **kwargs)
+
+    def predicted(args: Any, state: Any, control: Any, metrics: dict[str, float]) -> Any:
+        count_steps(metrics)
+        return on_predict(args, state, control, metrics)
+
+    trainer.evaluation_loop, trainer.log = evaluation_loop, log_steps
+    handler.on_predict = predicted
 
 
-def _join_logits(trainer: Trainer, enabled: EnabledModel) -> None:
+def _join_logits(trainer: Trainer) -> None:
     """Give metrics and predictions the logits of the whole batch."""
     step = trainer.prediction_step
 
     def prediction_step(
         model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, **kwargs: Any
     ) -> Any:
-        with _whole_logits(enabled, not prediction_loss_only):
+        # A callback may have disabled the model, and enabled it again since.
+        enabled = find_enabled(trainer.model, find_model(trainer.model))
+        if enabled is None or prediction_loss_only:
+            return step(model, inputs, prediction_loss_only, **kwargs)
+        with _whole_logits(enabled):
             return step(model, inputs, prediction_loss_only, **kwargs)
 
     trainer.prediction_step = prediction_step
@@ -129,10 +262,9 @@ def _join_logits(trainer: Trainer, enabled: EnabledModel) -> None:
 
 # Logits of all tokens are made in such a pass, so its head is not in chunks.
 @contextmanager
-def _whole_logits(enabled: EnabledModel, wanted: bool) -> Iterator[None]:
+def _whole_logits(enabled: EnabledModel) -> Iterator[None]:
     before = enabled._options
-    if wanted:
-        enabled._options = replace(before, logits="whole", loss_chunks=0)
+    enabled._options = replace(before, logits="whole", loss_chunks=0)
     try:
         yield
     finally:
@@ -146,8 +278,11 @@ _OTHER_AXES = ("tp", "cp", "sp")
 
 
 def share_batches(accelerator: Any, mesh: SequenceMesh) -> DataParallelRanks:
-    """Make the data loaders that an ``Accelerator`` prepares give all ranks of a mesh the same
-    batches, and ``gather_for_metrics`` gather from one rank of each mesh.
+    """Let an ``Accelerator`` take each mesh for one process.
+
+    The data loaders that it prepares give all ranks of a mesh the same batches;
+    ``num_processes``, ``gather``, ``gather_for_metrics`` and ``reduce`` count each mesh once; the
+    schedulers that it prepares step once for each mesh.
 
     For loops of one's own; :func:`attach` calls it. Collective over the world. Call it before
     ``accelerator.prepare``, and ``enable`` for the model.
@@ -156,14 +291,16 @@ def share_batches(accelerator: Any, mesh: SequenceMesh) -> DataParallelRanks:
         The data-parallel axis: one replica for each mesh.
 
     Raises:
-        ConfigError: a parallel axis of Accelerate's own, dispatched batches, or data loaders that
-            were prepared before. On every rank.
+        ConfigError: a parallel axis of Accelerate's own, dispatched batches, stateful data loaders,
+            or data loaders that were prepared before. On every rank.
     """
     _check_accelerator(accelerator)
     replicas = data_parallel_ranks(mesh)
-    firsts = _first_ranks(mesh, replicas)
-    accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator, replicas)
-    accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, firsts)
+    kind = type(accelerator)
+    if not isinstance(accelerator, _OfReplicas):
+        accelerator.__class__ = type(kind.__name__, (_OfReplicas, kind), {})
+    accelerator._usp_replicas = replicas
+    accelerator._usp_first_ranks = _first_ranks(mesh, replicas)
     return replicas
 
 
@@ -182,67 +319,214 @@ def _check_accelerator(accelerator: Any) -> None:
             "dispatch_batches=True sends other batches to every rank: leave it out. Every rank "
             "reads the data set itself"
         )
+    if accelerator.use_stateful_dataloader:
+        raise ConfigError(
+            "use_stateful_dataloader=True: Accelerate counts the batches that a loader is ahead in "
+            "ranks, so that it would resume at another one; leave it out, and skip batches "
+            "(accelerator.skip_first_batches, as Trainer does)"
+        )
     if accelerator._dataloaders:
         raise ConfigError(
             f"{len(accelerator._dataloaders)} data loaders were prepared before: their ranks read "
             "different batches. Call this before accelerator.prepare and before trainer.train"
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if accelerator.num_processes != world:
+    if accelerator.state.num_processes != world:
         raise ConfigError(
-            f"Accelerate knows {accelerator.num_processes} processes, torch.distributed {world}"
+            f"Accelerate knows {accelerator.state.num_processes} processes, torch.distributed "
+            f"{world}"
         )
 
 
 def _first_ranks(mesh: SequenceMesh, replicas: DataParallelRanks) -> list[int]:
+    """Of each rank of the world the first rank of its mesh."""
     if not dist.is_initialized():
         return [0]
     world: Any = dist.group.WORLD
     gathered = all_gather_bytes(_RANK.pack(replicas.rank, mesh.rank), world)
     places = [_RANK.unpack(data) for data in gathered]
-    return [places.index((replica, 0)) for replica in range(replicas.size)]
+    return [places.index((replica, 0)) for replica, _ in places]
 
 
-def _prepare_data_loader(
-    accelerator: Any,
-    replicas: DataParallelRanks,
-    data_loader: DataLoader[Any],
-    device_placement: bool | None = None,
-    slice_fn_for_dispatch: Callable[..., Any] | None = None,
-) -> DataLoader[Any]:
-    """``Accelerator.prepare_data_loader`` of accelerate 1.15, but replicas are its processes.
+class _OfReplicas(Accelerator):
+    """An ``Accelerator`` of accelerate 1.15 whose processes are replicas.
 
-    None dispatches batches to others either, as one does by default of iterable data sets.
+    It is put before the class of one that a program has made. Ranks stay ranks in
+    ``process_index``, ``is_main_process``, ``split_between_processes`` and ``accelerate.utils``.
     """
-    from accelerate.data_loader import prepare_data_loader
 
-    if getattr(data_loader, "_is_accelerate_prepared", False):
-        return data_loader
-    _seed_alike(accelerator, replicas, data_loader)
-    placement = accelerator.device_placement if device_placement is None else device_placement
-    prepared = prepare_data_loader(
-        data_loader,
-        accelerator.device,
-        num_processes=replicas.size,
-        process_index=replicas.rank,
-        split_batches=accelerator.split_batches,
-        put_on_device=placement,
-        rng_types=accelerator.rng_types.copy() if accelerator.rng_types else None,
-        dispatch_batches=False,
-        even_batches=accelerator.even_batches,
-        slice_fn_for_dispatch=slice_fn_for_dispatch,
-        use_seedable_sampler=accelerator.use_seedable_sampler,
-        data_seed=accelerator.dataloader_config.data_seed,
-        non_blocking=accelerator.non_blocking,
-        use_stateful_dataloader=accelerator.use_stateful_dataloader,
-    )
-    accelerator._dataloaders.append(prepared)
-    return prepared
+    _usp_replicas: DataParallelRanks
+    _usp_first_ranks: list[int]
+
+    @property
+    def num_processes(self) -> int:
+        # Programs multiply and divide by it what is counted of batches, and a scheduler's steps.
+        # But Accelerate itself asks how many ranks hold a state or are in an engine.
+        ranks: int = self.state.num_processes
+        return ranks if _caller().startswith("accelerate.") else self._usp_replicas.size
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
+        """None dispatches batches to others either, as one does by default of iterable data
+        sets."""
+        from accelerate.data_loader import prepare_data_loader
+
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return data_loader
+        _seed_alike(self._usp_replicas, data_loader)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self._usp_replicas.size,
+            process_index=self._usp_replicas.rank,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy() if self.rng_types else None,
+            dispatch_batches=False,
+            even_batches=self.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        prepared = super().prepare_scheduler(scheduler)
+        _step_for_replicas(prepared, self._usp_replicas.size)
+        return prepared
+
+    def _prepare_deepspeed(self, *args: Any) -> Any:
+        # Total steps of a scheduler that DeepSpeed makes are divided by the ranks.
+        from accelerate.utils import DummyScheduler
+
+        dummies = [x for x in args if isinstance(x, DummyScheduler) and x.total_num_steps]
+        totals = [x.total_num_steps for x in dummies]
+        for x in dummies:
+            x.total_num_steps *= self.state.num_processes // self._usp_replicas.size
+        try:
+            prepared = super()._prepare_deepspeed(*args)
+        finally:
+            for x, total in zip(dummies, totals, strict=True):
+                x.total_num_steps = total
+        for x in prepared:
+            _step_for_replicas(x, self._usp_replicas.size)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """Of each mesh once, in the order of ranks.
+
+        Raises:
+            DataError: values that are not the same on all ranks of a mesh; on every rank.
+        """
+        from accelerate.utils import recursively_apply
+
+        return recursively_apply(self._of_replicas, super().gather(tensor))
+
+    def _of_replicas(self, gathered: Tensor) -> Tensor:
+        first_ranks = self._usp_first_ranks
+        if self._usp_replicas.size == len(first_ranks):
+            return gathered
+        parts = gathered.reshape(len(first_ranks), -1, *gathered.shape[1:])
+        for rank, first in enumerate(first_ranks):
+            if not _are_same(parts[rank], parts[first]):
+                raise DataError(
+                    f"gather: {list(parts.shape[1:])} {gathered.dtype} differs between ranks "
+                    f"{first} and {rank}, which are one replica: it is of a shard, of a number of "
+                    "each rank, or of another batch. Join shards by enabled.whole(x); "
+                    "accelerate.utils.gather and reduce take every rank's"
+                )
+        return parts[sorted(set(first_ranks))].flatten(0, 1)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """``mean``: of all ranks, and so of gradients too; ``sum``: of each mesh once.
+
+        Raises:
+            DataError: as :meth:`gather`, of a sum.
+            ConfigError: weights of LocalSGD, at its first mean.
+        """
+        from accelerate.utils import recursively_apply
+
+        if _caller() == "accelerate.local_sgd":
+            raise ConfigError(
+                "LocalSGD lets ranks step by gradients of their own, and those of a mesh have "
+                "shares of one: leave it out"
+            )
+        is_same = self._usp_replicas.size == len(self._usp_first_ranks)
+        if is_same or reduction in ("mean", "max"):
+            return super().reduce(tensor, reduction, scale)
+        return recursively_apply(
+            lambda x: self.gather(x[None]).sum(0, dtype=x.dtype),
+            tensor,
+            error_on_other_type=True,
+        )
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        from accelerate.utils import gather_object, recursively_apply
+
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        data: Any
+        if use_gather_object:
+            parts = gather_object([input_data])
+            data = [x for rank in sorted(set(self._usp_first_ranks)) for x in parts[rank]]
+        else:
+            data = self.gather(input_data)
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return data
+        # The last batch was filled up with samples that were there before.
+        if use_gather_object:
+            return data[: state.remainder]
+        return recursively_apply(lambda x: x[: state.remainder], data)
 
 
-def _seed_alike(
-    accelerator: Any, replicas: DataParallelRanks, data_loader: DataLoader[Any]
-) -> None:
+def _caller() -> str:
+    """The module whose code has called the method that calls this."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name
+
+
+_ROUNDING = 1e-2  # of the largest: kernels that add in any order, in bf16 too
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point():
+        return False
+    largest = float(other.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(one, other, rtol=0.0, atol=_ROUNDING * largest, equal_nan=True)
+
+
+def _step_for_replicas(scheduler: Any, replicas: int) -> None:
+    """Let ``AcceleratedScheduler`` step once for each replica. For each rank it would be done when
+    ``1 / sp_degree`` of the training is, since the loader was divided by the replicas alone."""
+    from accelerate.scheduler import AcceleratedScheduler
+
+    is_stock = type(scheduler) is AcceleratedScheduler and "step" not in vars(scheduler)
+    if not is_stock or scheduler.split_batches or not scheduler.step_with_optimizer:
+        return
+    scheduler.split_batches = True  # which it takes for: one step
+    once, state = scheduler.step, scheduler.gradient_state
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        for _ in range(replicas if state.sync_gradients else 1):
+            total = getattr(scheduler.scheduler, "total_steps", None)  # of OneCycleLR
+            if total is None or scheduler.scheduler._step_count <= total:
+                once(*args, **kwargs)
+
+    scheduler.step = step
+
+
+def _seed_alike(replicas: DataParallelRanks, data_loader: DataLoader[Any]) -> None:
     """Let what is random in a data loader be the same on the ranks of a mesh."""
     from accelerate.data_loader import get_sampler
 
@@ -258,37 +542,6 @@ def _seed_alike(
         generator = torch.Generator()
         generator.manual_seed(torch.initial_seed())
         sampler.generator = generator
-
-
-def _gather_for_metrics(
-    accelerator: Any, firsts: list[int], input_data: Any, use_gather_object: bool = False
-) -> Any:
-    """``Accelerator.gather_for_metrics`` over one rank of each mesh: the others have the same."""
-    from accelerate.utils import gather_object, recursively_apply
-
-    world = accelerator.num_processes
-
-    def of_firsts(x: Tensor) -> Tensor:
-        parts = x.reshape(world, -1, *x.shape[1:])
-        return parts[firsts].flatten(0, 1)
-
-    try:
-        recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-    except TypeError:
-        use_gather_object = True
-    data: Any
-    if use_gather_object:
-        parts = gather_object([input_data])
-        data = [x for rank in firsts for x in parts[rank]]
-    else:
-        data = recursively_apply(of_firsts, accelerator.gather(input_data))
-    state = accelerator.gradient_state
-    if not state.end_of_dataloader or state.remainder <= 0:
-        return data
-    # The last batch was filled up with samples that were there before.
-    if use_gather_object:
-        return data[: state.remainder]
-    return recursively_apply(lambda x: x[: state.remainder], data)
 
 
 def replicate_batches(loader: Iterable[Any] | None, mesh: SequenceMesh) -> ReplicatedBatches:

@@ -8,7 +8,7 @@ those of :mod:`ds_usp.training.whole_batch`; the rules here are transformers'.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +40,9 @@ TOKEN_DIM = MappingProxyType(
         "position_ids": -1,
     }
 )
+# Those that a model with towers hands its text model beside the embeddings: which tokens are an
+# image's, one more embedding of each layer.
+PLACED_DIM = MappingProxyType({"visual_pos_masks": 1, "per_layer_inputs": 1})
 # Arguments of FlashAttention's packed sequences, which the layout and documents replace.
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -178,13 +181,60 @@ class WholeArguments:
                     "before enable"
                 )
 
+    def unsharded(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a model whose text model's inputs are sharded: all that were given, but
+        without borders."""
+        out = {name: x for name, x in arguments.items() if x is not None and name not in BORDERS}
+        # With a mask transformers looks for no documents in positions: the layers know them.
+        device = next(iter(self.tensors.values())).device
+        ones = torch.ones((self.size, self.seq_len), dtype=torch.long, device=device)
+        return {"attention_mask": ones, **out, "use_cache": False}
+
+    def handed_to_text(self, given: Mapping[str, Any], model: str) -> WholeArguments:
+        """This batch with what a model hands its text model.
+
+        Args:
+            model: its name.
+
+        Raises:
+            UnsupportedAttentionError: tensors that are not known to have a value a token.
+        """
+        arguments = {name: x for name, x in given.items() if x is not None}
+        tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
+        known = {*TOKEN_DIM, *PLACED_DIM, "deepstack_visual_embeds", "attention_mask"}
+        strange = [name for name, x in arguments.items() if name not in known and holds_tensor(x)]
+        if strange or tokens is None or tuple(tokens.shape[:2]) != (self.size, self.seq_len):
+            raise UnsupportedAttentionError(
+                f"{model} hands its text model "
+                f"{', '.join(strange) or 'other tokens than it was given'} beside the embeddings "
+                f"of its tokens, and no rank has all tokens: served are {', '.join(sorted(known))}"
+            )
+        self._check_mask(arguments.get("attention_mask"), model)
+        return replace(self, arguments=arguments)
+
+    def _check_mask(self, mask: Any, model: str) -> None:
+        """UnsupportedAttentionError for a mask tensor that says other than the batch's."""
+        given = self.arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask is given:
+            return
+        same = tuple(mask.shape) == (self.size, self.seq_len) and bool(
+            mask.bool().all() if given is None else torch.equal(mask != 0, given != 0)
+        )
+        if not same:
+            raise UnsupportedAttentionError(
+                f"{model} hands its text model a mask of its own {list(mask.shape)}: masks are "
+                "served as transformers' mask functions make them, not as tensors"
+            )
+
     def shard(self, layout: TokenLayout, rank: int) -> dict[str, Any]:
         """The arguments of this rank, without borders; positions are always given."""
         out = {name: x for name, x in self.arguments.items() if name not in BORDERS}
         device = next(iter(self.tensors.values())).device
         if "position_ids" not in out:
             out["position_ids"] = torch.arange(self.seq_len, device=device)[None]
-        for name, dim in TOKEN_DIM.items():
+        if "deepstack_visual_embeds" in out:
+            out["deepstack_visual_embeds"] = self._of_images(out, layout, rank)
+        for name, dim in {**TOKEN_DIM, **PLACED_DIM}.items():
             if name in out:
                 out[name] = layout.shard(out[name], dim, rank)
         # With a mask transformers looks for no documents in the positions of a shard, which jump.
@@ -192,6 +242,22 @@ class WholeArguments:
             (self.size, layout.length(rank)), dtype=torch.bool, device=device
         )
         return out
+
+    def _of_images(self, given: Mapping[str, Any], layout: TokenLayout, rank: int) -> list[Tensor]:
+        # A row for each token of an image, in the order of the sequence (Qwen3-VL's DeepStack).
+        of_image: Tensor = given["visual_pos_masks"]
+        rows = (of_image.flatten().cumsum(0) - 1).view_as(of_image)
+        mine = layout.shard(rows, 1, rank)[layout.shard(of_image, 1, rank)]
+        return [x[mine.to(x.device)] for x in given["deepstack_visual_embeds"]]
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or holds one."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(holds_tensor(x) for x in value)
+    return isinstance(value, Tensor)
 
 
 def check_layout_kind(kind: str) -> None:
