@@ -19,9 +19,12 @@ from ds_usp.geometry.layout import KINDS
 # has one size, so that a slot of shared memory and an all-gather hold any; longer ones are cut off,
 # with a digest of all of it, so that they still differ where the rest does.
 RECORD_BYTES = 2048
-_HEADER = struct.Struct("<BIQ?B")  # kind, aborted passes, exchanges, deferred, number of layouts
+# kind, aborted passes, exchanges, deferred, requests, forward passes, number of layouts
+_HEADER = struct.Struct("<BIQ?IIB")
 _LAYOUT = struct.Struct("<BQ")  # number of its kind, tokens
 _SEPARATOR = "\x1f"  # of fields: ASCII's unit separator, which no field has
+# Of who will not come to the calls of others; and of who waits in a call over another mesh.
+LAST_TURN, OTHER_MESH_TURN = (2**32 - 1, 0), (2**32 - 1, 1)
 _MAX_VALUES = 4  # shown of a field; 64 ranks may have 64
 MAIN_THREAD = "MainThread"  # as Python names it
 THREAD_FIELD = "thread "  # begins the field of a call in another thread
@@ -91,6 +94,8 @@ class CallRecord(NamedTuple):
         aborted_passes: copy-engine passes of this rank that an error ended.
         exchanges: copy-engine exchanges that it had started when the last of them ended.
         deferred: the rank starts the operation before it knows whether the others declare it too.
+        requests: that the rank has ended (:meth:`SequenceMesh.together`).
+        forward_passes: of enabled models that it has begun since.
     """
 
     signature: Signature
@@ -98,6 +103,13 @@ class CallRecord(NamedTuple):
     aborted_passes: int = 0
     exchanges: int = 0
     deferred: bool = False
+    requests: int = 0
+    forward_passes: int = 0
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """How far the rank is: those of lower turns have to leave what they do to catch up."""
+        return self.requests, self.forward_passes
 
     def encode(self) -> bytes:
         """At most ``RECORD_BYTES``; longer fields are cut off, with a digest of all at the end."""
@@ -130,11 +142,19 @@ def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = 
     errors = {rank: record for rank, record in by_rank.items() if record.kind is Kind.ERROR}
     if errors:
         lines = [f"{_name(group)}: {record.signature}" for record, group in _group_equal(errors)]
+        if any(record.turn in (LAST_TURN, OTHER_MESH_TURN) for record in errors.values()):
+            waiting = {rank: by_rank[rank] for rank in by_rank.keys() - errors.keys()}
+            lines += [
+                f"{_name(group)}: {_shorten(str(record.signature))}"
+                for record, group in _group_equal(waiting)
+            ]
         header = "the call is refused by ranks of the sequence-parallel group:"
         return MeshError("\n  ".join([header, *lines]), texts, layouts)
     groups = _group_equal(by_rank)
     aborted = any(record.aborted_passes for record in records)
-    fields = [_fields(record, aborted=aborted) for record, _ in groups]
+    turns = {record.turn for record in records}
+    differ = len(turns) > 1 and LAST_TURN not in turns
+    fields = [_fields(record, aborted=aborted, turns=differ) for record, _ in groups]
     common = [field for field in fields[0] if all(field in others for others in fields[1:])]
     differing = [[field for field in row if field not in common] for row in fields]
     group_ranks = [group for _, group in groups]
@@ -168,9 +188,12 @@ def _group_equal(records: dict[int, CallRecord]) -> list[tuple[CallRecord, list[
     return sorted(groups.items(), key=lambda item: -len(item[1]))
 
 
-def _fields(record: CallRecord, *, aborted: bool) -> list[str]:
-    """The fields of a record, with those of aborted passes where any rank has some."""
+def _fields(record: CallRecord, *, aborted: bool, turns: bool) -> list[str]:
+    """The fields of a record, with those of aborted passes where any rank has some, and with its
+    turn where the ranks differ in it."""
     fields = list(record.signature.fields)
+    if turns:
+        fields.append(f"after {record.requests} requests, in forward pass {record.forward_passes}")
     if aborted:
         last = f", the last after {record.exchanges} exchanges" if record.aborted_passes else ""
         fields.append(f"aborted copy-engine passes: {record.aborted_passes}{last}")

@@ -6,23 +6,27 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import logging
 import os
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.comm.call_record import (
+    LAST_TURN,
     MAIN_THREAD,
     ONE_THREAD,
+    OTHER_MESH_TURN,
     RECORD_BYTES,
     THREAD_FIELD,
     CallRecord,
@@ -31,7 +35,8 @@ from ds_usp.comm.call_record import (
     mismatch_error,
 )
 from ds_usp.comm.process_groups import all_gather_bytes, subgroup, transport_device
-from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, ShmMailbox, open_mailbox
+from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, MAX_LEFT, ShmMailbox, open_mailbox
+from ds_usp.comm.watchdog import Status, watchdog
 from ds_usp.errors import MeshError
 
 # Signatures may differ from step to step, by the seed of dropout or by documents.
@@ -39,6 +44,8 @@ _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
 _encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)
 _CALL = Kind.CALL  # an enum's lookup takes longer
+_WARN_AFTER_S = 60.0
+_STATUS_S, _MIN_POLL_S, _MAX_POLL_S = 1.0, 2e-5, 2e-3  # of a wait over a group
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
 _GROUP_EXIT_TIMEOUT_S = 5.0  # and for the all-gathers of one group
 _THREAD_TIMEOUT_S, _THREAD_POLL_S = 10.0, 1e-3  # of a wait for another thread's call to end
@@ -46,7 +53,19 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class _Transport(Protocol):
-    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`GroupTransport`."""
+    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`GroupTransport`. And
+    what watchdogs exchange beside them, without any collective.
+
+    Attributes:
+        name: the same on all ranks, other ones for other meshes.
+        posted: the number of this rank's last record.
+        while_waiting: called every second of a wait with the record's number, a rank that has not
+            posted it (-1: not known), and the seconds so far.
+    """
+
+    name: str
+    posted: int
+    while_waiting: Callable[[int, int, float], None]
 
     def post(self, data: bytes) -> int:
         """Start the exchange of this rank's next record; its sequence number."""
@@ -56,35 +75,87 @@ class _Transport(Protocol):
 
     def gather(self, seq: int, timeout_s: float | None = None) -> Sequence[bytes | bytearray]: ...
 
+    def waiting_ranks(self, seq: int) -> list[int]:
+        """Ranks that have posted this record, which this rank has not."""
+
+    def publish(self, seq: int, data: bytes) -> None:
+        """Write this rank's status, while others wait for its record of this number or it for
+        theirs."""
+
+    def status(self, seq: int, rank: int) -> bytes:
+        """A rank's status of this number; empty: none."""
+
 
 class GroupTransport:
-    """Records by asynchronous all-gathers over a process group of a CPU backend."""
+    """Records by asynchronous all-gathers over a process group of a CPU backend.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks, self._seq = group, group.size(), 0
+    Args:
+        store: of the job, in which ranks that wait longer than a second publish their status; None:
+            no watchdog knows of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store | None = None) -> None:
+        self._group, self._ranks, self.posted = group, group.size(), 0
+        self.name, self._store = f"ds_usp {group.group_name}", store
+        self._count, self._found = 0, list[int]()
+        self.while_waiting: Callable[[int, int, float], None] = lambda *_: None
         self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
         # torch aborts a process that ends and leaves a collective behind. Not when the transport is
         # garbage collected, which may be in mid-training.
         atexit.register(_wait_for, self._works)
 
     def post(self, data: bytes) -> int:
-        self._seq += 1
+        self.posted += 1
         local = torch.frombuffer(bytearray(data.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
         received, out = [], []
         for _ in range(self._ranks):
             buffer = bytearray(RECORD_BYTES)
             received.append(buffer)
             out.append(torch.frombuffer(buffer, dtype=torch.uint8))
-        self._works[self._seq] = self._group.allgather([out], [local]), received
-        return self._seq
+        self._works[self.posted] = self._group.allgather([out], [local]), received
+        return self.posted
 
     def all_equal(self, seq: int) -> bool:
         return False
 
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
         work, received = self._works.pop(seq)
-        work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
+        if timeout_s is not None:
+            work.wait(datetime.timedelta(seconds=timeout_s))
+            return received
+        start = time.monotonic()
+        next_status = start + _STATUS_S
+        while self._store is not None and not work.is_completed():
+            now = time.monotonic()
+            if now > next_status:
+                next_status = now + _STATUS_S
+                with contextlib.suppress(RuntimeError):  # the store is gone: wait without it
+                    self.while_waiting(seq, -1, now - start)
+                    self._store.add(self.name, 1)
+            time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
+        work.wait()
         return received
+
+    def waiting_ranks(self, seq: int) -> list[int]:
+        if self._store is None:
+            return []
+        count = self._store.add(self.name, 0)  # one small request a look, while nobody waits
+        if count != self._count or self._found:
+            others = (rank for rank in range(self._ranks) if rank != self._group.rank())
+            self._found = [rank for rank in others if self.status(seq, rank)]
+        self._count = count
+        return self._found
+
+    def publish(self, seq: int, data: bytes) -> None:
+        if self._store is not None:
+            self._store.set(f"{self.name} {self._group.rank()}", f"{seq} {data.decode()}")
+
+    def status(self, seq: int, rank: int) -> bytes:
+        key = f"{self.name} {rank}"
+        if self._store is None or not self._store.check([key]):
+            return b""
+        number, _, data = self._store.get(key).partition(b" ")
+        return data if int(number) == seq else b""
 
 
 def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
@@ -123,15 +194,28 @@ def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
 # The price: if ranks differ and one of them had started its call, streams wait for exchanges that
 # never come, and the mesh is unusable: it raises at every call on every rank. After any other
 # difference all ranks can continue.
+#
+# Note [a rank that leaves]
+#
+#   rank 0    call 6 | loss of pass 1: compare 7 ...... MeshError | pass 2: compare 8
+#   rank 1    call 6 | out of memory: declares as 7 that it left  | pass 2: read 7, compare 8
+#
+# A rank that an exception takes out of a forward pass declares at once, in the place of its next
+# comparison, that it has left, and does not wait. The others read that in theirs, and raise. The
+# rank reads their records of that number before it compares again, so all are in step. Its
+# watchdog declares the same where it is blocked in a collective that the others will not join.
+#
+# Ranks that left at different places may begin different passes next. So a record has its turn:
+# ended requests, forward passes begun. Where turns differ, the ranks behind raise, and those ahead
+# compare the same call again, until the others have come.
 class ConsistencyChecker:
     """Compares the ranks' signatures of each call and each backward pass, on the CPU.
 
     Args:
         group: the ranks, over a CPU backend; None is one process alone.
-        mailbox: shared memory of all of them, which is faster; None: all-gathers over the group.
-        name: of the mesh, the same on all ranks, where others compare over the same group.
-        exit_mailbox: shared memory for ranks without a mailbox, in which a process that ends writes
-            how many calls it made: a collective that nobody answers would abort it.
+        mailbox: shared memory of all of them, which is faster; None: all-gathers over the group, in
+            which nothing else may come between them.
+        store: what watchdogs exchange goes through it, where there is no mailbox.
 
     Attributes:
         number: comparisons so far, less failed ones; after :meth:`check_call`, that call's number.
@@ -145,20 +229,26 @@ class ConsistencyChecker:
         self,
         group: dist.ProcessGroup | None = None,
         mailbox: ShmMailbox | None = None,
-        name: str = "",
-        exit_mailbox: ShmMailbox | None = None,
+        store: dist.Store | None = None,
     ) -> None:
-        self.group, self.mailbox, self._exit_mailbox = group, mailbox, exit_mailbox
+        self.group, self.mailbox = group, mailbox
         self.number = 0
-        self._name = (name,) if name else ()
+        self.thread = threading.get_ident()
         self._calls = self._passes = 0  # compared: forward calls, backward passes
         self._passes_since_call = 0
         self._verified: set[Signature | str] = set()  # signatures that were equal on all ranks
         self._pending: deque[tuple[_Transport, int]] = deque()
+        self._requests = self._forward_passes = 0  # this rank's turn
+        self._posting = threading.Lock()  # this rank's thread and the watchdog's
+        # Comparisons in whose place this rank has declared that it left, and why it must raise when
+        # it comes there; None: it has raised.
+        self._left: deque[tuple[int, str | None]] = deque()
+        self._all_know = False  # that this rank raises: its last comparison failed on all
         self.on_failure: Callable[[], object] = lambda: None
         self.num_exchanges: Callable[[], int] = lambda: 0
         self.refuse_backward: Callable[[], Exception | None] = lambda: None
         self._in_pass, self._aborted_passes, self._exchanges_at_abort = False, 0, 0
+        self.warn_at_s = _WARN_AFTER_S
         self._failure: MeshError | None = None
         self.num_raised = 0
         self._lock = threading.Lock()  # of the comparisons of other threads than the last one's
@@ -170,24 +260,29 @@ class ConsistencyChecker:
         self._transport: _Transport | None = mailbox
         if group is not None:
             if mailbox is None:
-                self._transport = GroupTransport(group)
+                self._transport = GroupTransport(group, store)
             at_exit = partial(_at_exit, weakref.ref(self), os.getpid())
             atexit.register(at_exit)
             weakref.finalize(self, atexit.unregister, at_exit).atexit = False
+            if mailbox is not None or store is not None:
+                cast(_Transport, self._transport).while_waiting = partial(
+                    _while_waiting, weakref.ref(self)
+                )
+                watchdog().add(self)
 
     @classmethod
     def for_mesh(cls, group: dist.ProcessGroup, nodes: Sequence[bytes]) -> ConsistencyChecker:
         """The checker of a mesh's group, by its backends; ``nodes``: each rank's. Collective over
         it."""
+        # Nothing else may come between comparisons, of which several are in flight, and a rank that
+        # left must not answer them by another collective: a mailbox, or a group of its own.
         backends = {type(group._get_backend(device)) for device in group._device_types}
-        if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
-            # Other meshes may compare over the same group; their calls have the same numbers.
-            name = all_gather_bytes(os.urandom(2), group)[0].hex()
-            return cls(group, None, f"mesh {name}", open_mailbox(group, nodes))
-        # Several comparisons are in flight where tensors may be on GPUs, and nothing else may come
-        # between them: a mailbox, or a group of its own.
+        gloo = transport_device(group).type == "cpu" and len(backends) == 1  # which is for both
+        if gloo and (mailbox := open_mailbox(group, nodes)) is not None:
+            return cls(group, mailbox)
         control = subgroup(group, dist.get_process_group_ranks(group), backend="gloo")
-        return cls(control, open_mailbox(control, nodes))
+        mailbox = None if gloo else open_mailbox(control, nodes)
+        return cls(control, mailbox, _store_of_watchdogs() if mailbox is None else None)
 
     def check_call(
         self, signature: Signature | str, *, error: Exception | None = None, wait: bool = True
@@ -212,7 +307,7 @@ class ConsistencyChecker:
 
     def check_part(self, text: str, *, wait: bool = True) -> None:
         """:meth:`check_call` in the middle of a call, which it is part of."""
-        signature = Signature((*self._name, text))
+        signature = Signature((text,))
         self._compare(signature, Kind.CALL, text, None, wait, MAX_IN_FLIGHT - 1)
 
     def raise_everywhere(self, error: Exception, num_raised: int) -> None:
@@ -234,7 +329,7 @@ class ConsistencyChecker:
         Raises:
             MeshError: the ranks differ in this pass or in an earlier call; on every rank.
         """
-        signature = Signature((*self._name, f"backward pass of call {call}{part}"))
+        signature = Signature((f"backward pass of call {call}{part}",))
         # The call's number is new each time: verified is that passes were compared before.
         key = f"backward pass{part}"
         max_pending = min(self._passes_since_call, MAX_IN_FLIGHT - 1)
@@ -254,8 +349,90 @@ class ConsistencyChecker:
         Raises:
             MeshError: other numbers, or a rank is about to do something else; on every rank.
         """
-        signature = Signature((*self._name, "a check of the mesh", *self._counts()))
+        signature = Signature(("a check of the mesh", *self._counts()))
         self._compare(signature, Kind.CALL, signature, None, True, 0)
+
+    def begin_forward_pass(self) -> None:
+        """Of an enabled model: what is compared from here on belongs to it."""
+        self._forward_passes += 1
+
+    @contextlib.contextmanager
+    def forward_pass_of(self, name: str) -> Iterator[None]:
+        """A part of the forward pass that has begun; an error in it is declared to the others."""
+        try:
+            yield
+        except Exception as error:
+            self.leave_forward_pass(name, error)
+            raise
+
+    def leave_forward_pass(self, name: str, error: BaseException | None) -> None:
+        """:meth:`leave` the forward pass of a model that has begun."""
+        reason = f": {type(error).__name__}: {error}" if error is not None else ""
+        self.leave(f"it has left forward pass {self._forward_passes}, of {name}{reason}")
+
+    def end_request(self, text: str, error: Exception | None = None) -> None:
+        """Compare how a request ended, with an error or without; ranks that are still in it fail
+        what they do there.
+
+        Raises:
+            MeshError: another rank has an error, or has ended another request.
+            Exception: ``error`` itself, on the rank that passed it.
+        """
+        self._requests, self._forward_passes = self._requests + 1, 0
+        self.check_now(f"the end of {text}", error)
+
+    def leave(self, reason: str) -> None:
+        """Declare in the place of this rank's next comparison that it has left what the others do,
+        without waiting; nothing if they raise too, by the last comparison."""
+        if self._transport is None or self._failure is not None or self._all_know or self._left:
+            return
+        with self._posting:
+            record = self._record(Signature((reason,)), Kind.ERROR)
+            self._left.append((self._transport.post(record.encode()), None))
+
+    # What the watchdog needs (Watched).
+
+    @property
+    def name(self) -> str:
+        return "" if self._transport is None else self._transport.name
+
+    @property
+    def posted(self) -> int:
+        return 0 if self._transport is None else self._transport.posted
+
+    def waiting_ranks(self) -> list[int]:
+        if self._transport is None or self._failure is not None:
+            return []
+        return self._transport.waiting_ranks(self._transport.posted + 1)
+
+    def status(self, seq: int, rank: int) -> bytes:
+        return b"" if self._transport is None else self._transport.status(seq, rank)
+
+    def publish(self, seq: int, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.publish(seq, data)
+
+    def give_away(self, seq: int, reason: str, in_comparison: bool) -> None:
+        with self._posting:
+            transport = self._transport
+            if transport is None or transport.posted + 1 != seq:
+                return
+            if self.mailbox is not None and len(self._left) == MAX_LEFT:
+                self.mailbox.abort()  # the others go on and on without this rank
+                return
+            # Who is ahead must not wait for this rank, which waits for it.
+            turn = OTHER_MESH_TURN if in_comparison else LAST_TURN
+            record = CallRecord(Signature((reason,)), Kind.ERROR, 0, 0, False, *turn)
+            self._left.append((transport.post(record.encode()), reason))
+
+    def settle(self) -> None:
+        reason = "it was in a call over another mesh, which was refused"
+        record = CallRecord(Signature((reason,)), Kind.ERROR, 0, 0, False, *OTHER_MESH_TURN)
+        with self._posting:
+            if self._left:
+                self._left = deque((seq, None) for seq, _ in self._left)
+            elif self._transport is not None and self.waiting_ranks():
+                self._left.append((self._transport.post(record.encode()), None))
 
     @property
     def has_failed(self) -> bool:
@@ -291,12 +468,14 @@ class ConsistencyChecker:
         at most, and ignores ranks that do not answer."""
         if self.group is None or self._failure is not None:
             return ""
-        mailbox = self.mailbox or self._exit_mailbox
+        mailbox = self.mailbox
         try:
             difference = self._pending_difference(MAX_IN_FLIGHT - 1)
             if mailbox is not None and difference is None:
                 record = self._record(Signature(("the end of the process", *self._counts())))
-                self._pending.append((mailbox, mailbox.post(record.encode())))
+                record = record._replace(requests=LAST_TURN[0], forward_passes=LAST_TURN[1])
+                with self._posting:
+                    self._pending.append((mailbox, mailbox.post(record.encode())))
             return str(difference or self._pending_difference(0) or "")
         except (MeshError, RuntimeError):  # other ranks have ended, or continue
             return ""
@@ -336,14 +515,20 @@ class ConsistencyChecker:
         wait = wait or error is not None or key not in self._verified
         self.num_raised += 1  # until it has not
         if self._pending or self._failure is not None:
-            self.drain(0 if wait else max_pending)
+            self.drain(0 if wait or self._left else max_pending)
         record = self._record(signature, kind, deferred=not wait)
+        declared = record if error is None else _error_record(error, record.turn)
+        with self._posting:
+            seq = 0 if self._left else self._transport.post(_encode(declared))
+        if not seq:
+            seq = self._come_back_and_post(self._transport, declared)
+        self._all_know = False
         if not wait:
             self.number += 1
             self.num_raised -= 1
-            self._pending.append((self._transport, self._transport.post(_encode(record))))
+            self._pending.append((self._transport, seq))
             return
-        self._compare_and_wait(self._transport, record, error)
+        self._compare_and_wait(self._transport, seq, declared, error)
         # Not if it failed: over a group the record may have met another mesh's, and ranks that
         # catch the error and continue would give equal calls different numbers.
         self.number += 1
@@ -353,32 +538,64 @@ class ConsistencyChecker:
         self._verified.add(key)
 
     def _compare_and_wait(
-        self, transport: _Transport, record: CallRecord, error: Exception | None
+        self, transport: _Transport, seq: int, record: CallRecord, error: Exception | None
     ) -> None:
-        """Gather and compare all ranks' records of this call; blocks until each has posted one.
+        """Gather and compare all ranks' records of this call, of which this rank has posted its
+        own; blocks until each has, and where this rank is ahead, until the others have come.
 
         Raises:
             MeshError: records differ, a rank has ended, or one cannot be reached.
             Exception: ``error``, this rank's own, where it has one.
         """
-        try:
-            declared = record if error is None else _error_record(error)
-            data = transport.gather(transport.post(_encode(declared)))
-        except MeshError as unreachable:
-            self._fail(unreachable)
-            raise
-        except RuntimeError as lost:
-            if error is None and (ended := self._ended_ranks_error()):
-                raise ended from lost
-            raise
-        if error is None and data.count(data[0]) == len(data):
-            return
-        try:
-            _raise_on_mismatch(data, error)
-        except Exception:
+        while True:
+            try:
+                data = transport.gather(seq)
+            except MeshError as unreachable:
+                self._fail(unreachable)
+                raise
+            if error is None and data.count(data[0]) == len(data):
+                return
             if (reason := _unusable_reason(data)) is not None:
                 self._fail(reason)  # streams wait for exchanges that never come
-            raise
+            else:
+                turns = [CallRecord.decode(x).turn for x in data]
+                if record.turn > min(turns):
+                    seq = self._come_back_and_post(transport, record)
+                    continue
+                if OTHER_MESH_TURN in turns:
+                    watchdog().settle(self)
+            self._all_know = True
+            _raise_on_mismatch(data, error)
+
+    def _come_back_and_post(self, transport: _Transport, record: CallRecord) -> int:
+        """Post a record after those of the others are read where this rank had left.
+
+        Raises:
+            MeshError: the watchdog has declared that it left.
+        """
+        while True:
+            self._come_back(transport)
+            with self._posting:
+                if not self._left:
+                    return transport.post(_encode(record))
+
+    def _come_back(self, transport: _Transport) -> None:
+        raises: str | None = None
+        while self._left:
+            seq, reason = self._left[0]
+            try:
+                data = transport.gather(seq)
+            except MeshError as unreachable:
+                self._fail(unreachable)
+                raise
+            self._left.popleft()
+            raises = raises or reason
+            if (unusable := _unusable_reason(data)) is not None:
+                self._fail(unusable)
+                raise unusable
+        self._all_know = True
+        if raises is not None:
+            raise MeshError(f"the other ranks have refused the call without this rank: {raises}")
 
     # Note [one thread]
     #
@@ -419,6 +636,7 @@ class ConsistencyChecker:
             if refusal is None:
                 self._former_threads.discard(thread)
                 self._thread, self._thread_name = weakref.ref(thread), thread.name
+                self.thread = threading.get_ident()
                 is_main = thread.name == MAIN_THREAD
                 self._thread_field = () if is_main else (f"{THREAD_FIELD}{thread.name!r}",)
             try:
@@ -434,7 +652,8 @@ class ConsistencyChecker:
         others."""
         if self._in_pass:
             self._record_aborted_pass()
-        return CallRecord(signature, kind, self._aborted_passes, self._exchanges_at_abort, deferred)
+        aborted = self._aborted_passes, self._exchanges_at_abort
+        return CallRecord(signature, kind, *aborted, deferred, self._requests, self._forward_passes)
 
     def _record_aborted_pass(self) -> None:
         """Count a pass that began and did not end, and the exchanges before its end."""
@@ -442,20 +661,6 @@ class ConsistencyChecker:
             self._in_pass = False
             self._aborted_passes += 1
             self._exchanges_at_abort = self.num_exchanges()
-
-    def _ended_ranks_error(self) -> MeshError | None:
-        """For a lost comparison: which ranks' processes have ended, after how many calls, by the
-        records that they left in the exit mailbox; None without any."""
-        if self._exit_mailbox is None or self.group is None:
-            return None
-        data = {rank: self._exit_mailbox.read(1, rank) for rank in range(self.group.size())}
-        records = {rank: CallRecord.decode(x) for rank, x in data.items() if x is not None}
-        if not records:
-            return None
-        ours = Signature(("one call or pass more", *self._counts()))
-        records[self._exit_mailbox.rank] = CallRecord(ours)
-        ranks = sorted(records)
-        return mismatch_error([records[rank] for rank in ranks], ranks)
 
     def _counts(self) -> tuple[str, str]:
         return f"after {self._calls} calls", f"after {self._passes} backward passes"
@@ -519,8 +724,9 @@ def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | No
     _raise_on_mismatch([] if group is None else all_gather_bytes(data, group), error)
 
 
-def _error_record(error: Exception) -> CallRecord:
-    return CallRecord(Signature((str(error) or type(error).__name__,)), Kind.ERROR)
+def _error_record(error: Exception, turn: tuple[int, int] = (0, 0)) -> CallRecord:
+    signature = Signature((str(error) or type(error).__name__,))
+    return CallRecord(signature, Kind.ERROR, 0, 0, False, *turn)
 
 
 def _raise_on_mismatch(data: Sequence[bytes | bytearray], error: Exception | None = None) -> None:
@@ -544,6 +750,36 @@ def _unusable_reason(data: Sequence[bytes | bytearray]) -> MeshError | None:
     if len(aborts) > 1 or any(record.deferred for record in records):
         return mismatch_error(records)
     return None
+
+
+def _store_of_watchdogs() -> dist.Store | None:
+    """The job's store, by a connection of its own: on others a rank may wait for a key."""
+    try:
+        store: Any = c10d._get_default_store()
+        clone: dist.Store = store.clone()
+        return clone
+    except (AttributeError, RuntimeError):  # an older torch, a store of one process
+        return None
+
+
+def _while_waiting(
+    reference: weakref.ref[ConsistencyChecker], seq: int, rank: int, seconds: float
+) -> None:
+    """Publish for the watchdogs of the ranks that are waited for; for people log where these are,
+    after a minute, two, four ..."""
+    checker = reference()
+    if checker is None:
+        return
+    checker.publish(seq, watchdog().status_of_waiting(checker).encode())
+    if seconds < _WARN_AFTER_S:
+        checker.warn_at_s = _WARN_AFTER_S
+    elif seconds >= checker.warn_at_s:
+        checker.warn_at_s *= 2
+        late = None if rank < 0 else Status.decode(checker.status(seq, rank))
+        name = "other ranks" if rank < 0 else f"rank {rank}"
+        text = f"a call has waited for {name} of the sequence-parallel group for"
+        where = "" if late is None else f"; there {late.where}"
+        logging.getLogger("ds_usp").warning("%s %.0f s%s", text, seconds, where)
 
 
 def _at_exit(reference: weakref.ref[ConsistencyChecker], process: int) -> None:

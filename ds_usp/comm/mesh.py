@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -587,6 +588,27 @@ class SequenceMesh:
         """Check now that every rank passes the same text
         (:func:`ds_usp.comm.consistency.check_same`)."""
         self.consistency.check_now(text, error)
+
+    @contextmanager
+    def together(self, text: str) -> Iterator[None]:
+        """A request that all ranks of the mesh serve, or none: an error in the body on one rank
+        raises on every rank, and the next request finds all of them in step. Collective.
+
+        Args:
+            text: which request, the same on all ranks.
+
+        Raises:
+            MeshError: another rank has an error, which it quotes, or ends another request.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        except BaseException as ended:  # Ctrl-C, sys.exit: do not wait for the others
+            self.consistency.leave(f"it has left {text}: {type(ended).__name__}")
+            raise
+        self.consistency.end_request(text, error)
 
     def __str__(self) -> str:
         return (

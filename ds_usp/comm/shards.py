@@ -20,6 +20,7 @@ from ds_usp.errors import LayoutError
 from ds_usp.geometry.layout import TokenLayout
 
 _SHARD = struct.Struct("qqI")  # tokens, whether it requires grad, a checksum of the rest
+_Buffers = tuple[torch.Tensor, list[torch.Tensor]]
 _GRADIENT = (
     "the shard of rank {} has a gradient, which does not go back through a gather: give "
     "local.detach()"
@@ -43,7 +44,7 @@ def gather_shards(
         MeshError: another rank does, or the shards differ in more than their tokens.
     """
     error: Exception | None = None
-    signature = ""
+    signature, buffers = "", None
     try:
         if group.size() != layout.degree:
             raise LayoutError(f"the mesh has {group.size()} ranks, {layout} is for {layout.degree}")
@@ -53,10 +54,12 @@ def gather_shards(
             raise LayoutError(_GRADIENT.format(rank))
         shape = *local.shape[:dim], "...", *local.shape[dim + 1 :]
         signature = f"a gather over {layout!r}, dim {dim} of {shape}, {local.dtype}"
-    except LayoutError as refused:
+        # Before the comparison: a rank that had no memory after it would leave the others waiting.
+        buffers = _gather_buffers(layout, local, dim)
+    except (LayoutError, RuntimeError) as refused:
         error = refused
     consistency.check_now(signature, error)
-    return layout.gather(all_gather_shards(layout, local, dim, group), dim)
+    return layout.gather(all_gather_shards(layout, local, dim, group, buffers), dim)
 
 
 def shards_of_group(layout: TokenLayout, local: Any, dim: int, group: Any) -> list[torch.Tensor]:
@@ -104,17 +107,26 @@ def shards_of_group(layout: TokenLayout, local: Any, dim: int, group: Any) -> li
 
 
 def all_gather_shards(
-    layout: TokenLayout, local: torch.Tensor, dim: int, group: dist.ProcessGroup
+    layout: TokenLayout,
+    local: torch.Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+    buffers: _Buffers | None = None,
 ) -> list[torch.Tensor]:
     """Every rank's shard, where the ranks know that each holds its own; ``dim`` from the front."""
-    # All-gathers take equal sizes: shorter shards are padded by the token or two that they lack.
-    longest = max(layout.length(rank) for rank in range(layout.degree))
-    padded = local.new_zeros((*local.shape[:dim], longest, *local.shape[dim + 1 :]))
-    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    sent = padded.view(torch.uint8) if local.dtype == torch.bool else padded  # as all backends can
-    gathered = [torch.empty_like(sent) for _ in range(layout.degree)]
+    sent, gathered = buffers or _gather_buffers(layout, local, dim)
     dist.all_gather(gathered, sent, group=group)
     return [
         shard.view(local.dtype).narrow(dim, 0, layout.length(rank))
         for rank, shard in enumerate(gathered)
     ]
+
+
+def _gather_buffers(layout: TokenLayout, local: torch.Tensor, dim: int) -> _Buffers:
+    """What an all-gather of shards sends, and where it receives."""
+    # All-gathers take equal sizes: shorter shards are padded by the token or two that they lack.
+    longest = max(layout.length(rank) for rank in range(layout.degree))
+    padded = local.new_zeros((*local.shape[:dim], longest, *local.shape[dim + 1 :]))
+    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
+    sent = padded.view(torch.uint8) if local.dtype == torch.bool else padded  # as all backends can
+    return sent, [torch.empty_like(sent) for _ in range(layout.degree)]

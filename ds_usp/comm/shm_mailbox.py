@@ -12,7 +12,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,9 +27,11 @@ from ds_usp.comm.process_groups import all_gather_bytes, transport_device
 from ds_usp.errors import MeshError
 
 MAX_IN_FLIGHT = 4  # records that a rank may post before it has read the others' first
-_SLOTS = 2 * MAX_IN_FLIGHT  # records of a rank that are not overwritten
+MAX_LEFT = 3  # in whose place a rank declares that it has left
+_SLOTS = 2 * (MAX_IN_FLIGHT + MAX_LEFT)  # records of a rank that are not overwritten
 _HEADER = struct.Struct("<QII")  # sequence number, length of the data, checksum
 _SLOT_BYTES = _HEADER.size + RECORD_BYTES
+_STATUS_BYTES = 8192  # with its header; of some 300 process groups
 _SHARED_MEMORY = Path("/dev/shm")
 _PATH_BYTES = 256
 _MIN_POLL_S, _MAX_POLL_S = 2e-5, 2e-3
@@ -38,59 +40,70 @@ _LIVENESS_CHECK_S = 1.0
 
 # The file that the ranks of a node map, for 2 ranks:
 #
-#     rank 0: slot 0 .. slot 7 | rank 1: slot 0 .. slot 7 | abort flags
-#     a slot: sequence number, length, checksum | data
+#     rank 0: slot 0 .. slot 13 | rank 1: slot 0 .. slot 13 | status of each rank | abort flags
+#     a slot, a status: sequence number, length, checksum | data
 #
-# Record n lies in slot n % 8. There is no lock: each slot has one writer, who writes the data
+# Record n lies in slot n % 14. There is no lock: each slot has one writer, who writes the data
 # before the header, and a reader takes a record only if number, length and checksum all fit. So a
 # record that is half written reads as "not there yet".
 #
 # No record is overwritten that a rank has still to read: a rank posts record n after it has read
-# record n - 4 of every other rank, and who posted that one had read record n - 8, in whose slot n
+# record n - 7 of every other rank, and who posted that one had read record n - 14, in whose slot n
 # is written. A rank whose wait fails sets an abort flag that stays, so that no other continues
 # without it.
+#
+# A status is no record: it is overwritten at any time and nobody waits for it. A rank that waits
+# longer than a second writes what the watchdogs of the others must know (watchdog.py).
 class ShmMailbox:
-    """Numbered records of every rank, of which the last eight stay readable.
+    """Numbered records of every rank, of which the last fourteen stay readable.
 
     Args:
         path: a file of :meth:`size` zeros.
         timeout_s: how long to wait for a rank's record.
+
+    Attributes:
+        name: the same on all ranks.
+        posted: the number of this rank's last record.
+        while_waiting: called every second of a wait with the record's number, the rank that has not
+            posted it, and the seconds so far.
 
     Raises:
         OSError: the file cannot be opened, mapped or locked.
     """
 
     def __init__(self, path: str, rank: int, ranks: int, timeout_s: float) -> None:
-        self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
+        self.name, self.rank, self.ranks, self.timeout_s = path, rank, ranks, timeout_s
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 # the lock lives as long as it
         # Death is noticed by a lock, not by a heartbeat: a rank that computes for minutes without
         # a call is alive, one that was killed is not, and the kernel tells them apart at once.
         # The operating system releases the lock of a process that ends, however it ends.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         self._memory = mmap.mmap(self._file.fileno(), self.size(ranks))
-        self._abort_flags = ranks * _SLOTS * _SLOT_BYTES
-        self._seq = 0
+        self._statuses = ranks * _SLOTS * _SLOT_BYTES
+        self._abort_flags = self._statuses + ranks * _STATUS_BYTES
+        self.posted = 0
+        self.while_waiting: Callable[[int, int, float], None] = lambda *_: None
         self._posted = [b""] * _SLOTS  # this rank's last records, as they stand in memory
-        self._peer_offsets = [
-            [self._offset(slot, peer) for peer in range(ranks) if peer != rank]
-            for slot in range(_SLOTS)
+        self._offsets = [
+            [self._offset(slot, peer) for peer in range(ranks)] for slot in range(_SLOTS)
         ]
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes of the file: the slots, and an abort flag of each rank."""
-        return ranks * (_SLOTS * _SLOT_BYTES + 1)
+        """Bytes of the file: the slots, a status and an abort flag of each rank."""
+        return ranks * (_SLOTS * _SLOT_BYTES + _STATUS_BYTES + 1)
 
     def post(self, data: bytes) -> int:
         """Write this rank's next record; its sequence number, from 1 on."""
-        self._seq += 1
-        header_at = self._offset(self._seq, self.rank)
+        seq = self.posted + 1
+        header_at = self._offsets[seq % _SLOTS][self.rank]
         data_at = header_at + _HEADER.size
-        header = _HEADER.pack(self._seq, len(data), _checksum(self._seq, data))
+        header = _HEADER.pack(seq, len(data), zlib.crc32(data, seq & 0xFFFFFFFF))
         self._memory[data_at : data_at + len(data)] = data
         self._memory[header_at:data_at] = header
-        self._posted[self._seq % _SLOTS] = header + data
-        return self._seq
+        self._posted[seq % _SLOTS] = header + data
+        self.posted = seq
+        return seq
 
     def all_equal(self, seq: int) -> bool:
         """Whether every rank's record of this number is there and equals this rank's own, and no
@@ -99,7 +112,7 @@ class ShmMailbox:
         own = self._posted[slot]
         size = len(own)
         # Header and checksum are compared too: a record half written differs.
-        for offset in self._peer_offsets[slot]:
+        for offset in self._offsets[slot]:
             if memory[offset : offset + size] != own:
                 return False
         return not any(memory[self._abort_flags : self._abort_flags + self.ranks])
@@ -109,15 +122,35 @@ class ShmMailbox:
 
         Does not wait, and ignores abort flags.
         """
-        offset = self._offset(seq, rank)
-        written, length, checksum = _HEADER.unpack_from(self._memory, offset)
-        if written != seq or length > RECORD_BYTES:
-            return None
-        data = self._memory[offset + _HEADER.size : offset + _HEADER.size + length]
-        return data if _checksum(seq, data) == checksum else None
+        written, data = self._read(self._offset(seq, rank))
+        return data if written == seq else None
+
+    def publish(self, seq: int, data: bytes) -> None:
+        """Write this rank's status, while others wait for its record of this number or it for
+        theirs."""
+        if len(data) > _STATUS_BYTES - _HEADER.size:
+            return
+        header_at = self._statuses + self.rank * _STATUS_BYTES
+        data_at = header_at + _HEADER.size
+        self._memory[data_at : data_at + len(data)] = data
+        header = _HEADER.pack(seq, len(data), zlib.crc32(data, seq & 0xFFFFFFFF))
+        self._memory[header_at:data_at] = header
+
+    def status(self, seq: int, rank: int) -> bytes:
+        """A rank's status of this number; empty: none."""
+        written, data = self._read(self._statuses + rank * _STATUS_BYTES)
+        return data if written == seq and data is not None else b""
+
+    def waiting_ranks(self, seq: int) -> list[int]:
+        """Ranks that have posted this record, which this rank has not."""
+        return [
+            rank
+            for rank, offset in enumerate(self._offsets[seq % _SLOTS])
+            if _HEADER.unpack_from(self._memory, offset)[0] == seq
+        ]
 
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytes]:
-        """The record of every rank, once all are written.
+        """The record of every rank, once all are written; this rank has posted its own.
 
         Args:
             timeout_s: how long to wait for a rank, for a process that ends: it sets no abort flag.
@@ -127,33 +160,44 @@ class ShmMailbox:
             MeshError: a rank has ended, has posted nothing in time, or has aborted itself.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
+        memory, own, records = self._memory, self._posted[seq % _SLOTS], list[bytes]()
         try:
-            records = [self._wait_for(seq, rank, limit) for rank in range(self.ranks)]
-            self._check_abort_flags()
+            for rank, offset in enumerate(self._offsets[seq % _SLOTS]):
+                start = time.monotonic()
+                next_check = start + min(_LIVENESS_CHECK_S, limit)
+                # Ranks mostly agree, and equal bytes need no parsing.
+                while memory[offset : offset + len(own)] != own:
+                    written = _HEADER.unpack_from(memory, offset)[0]
+                    if written == seq and (data := self.read(seq, rank)) is not None:
+                        records.append(data)
+                        break
+                    now = time.monotonic()
+                    if now > next_check:
+                        next_check = now + _LIVENESS_CHECK_S
+                        self._check_on(seq, rank, now - start, limit)
+                    # A tenth of the time waited so far: neither late nor busy.
+                    time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
+                else:
+                    records.append(own[_HEADER.size :])
+            if any(memory[self._abort_flags : self._abort_flags + self.ranks]):
+                self._check_abort_flags()
         except MeshError:
             if timeout_s is None:
-                self._memory[self._abort_flags + self.rank] = 1
+                self.abort()
             raise
         return records
 
-    def _wait_for(self, seq: int, rank: int, timeout_s: float) -> bytes:
-        start = time.monotonic()
-        next_check = start + min(_LIVENESS_CHECK_S, timeout_s)
-        while (data := self.read(seq, rank)) is None:
-            now = time.monotonic()
-            if now > next_check:
-                next_check = now + _LIVENESS_CHECK_S
-                dead = self._owner_is_dead(rank) and self.read(seq, rank) is None
-                if dead or now - start > timeout_s:
-                    raise MeshError(
-                        f"rank {rank} of the sequence-parallel group "
-                        f"{'has ended' if dead else 'has made no call'}, while rank {self.rank} "
-                        f"waited for it for {now - start:.1f} s"
-                    )
-                self._check_abort_flags()
-            # A tenth of the time waited so far: neither late nor busy.
-            time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
-        return data
+    def _check_on(self, seq: int, rank: int, waited_s: float, timeout_s: float) -> None:
+        """MeshError where it is no use to wait longer for a rank's record."""
+        dead = self._owner_is_dead(rank) and self.read(seq, rank) is None
+        if dead or waited_s > timeout_s:
+            raise MeshError(
+                f"rank {rank} of the sequence-parallel group "
+                f"{'has ended' if dead else 'has made no call'}, while rank {self.rank} waited for "
+                f"it for {waited_s:.1f} s"
+            )
+        self._check_abort_flags()
+        self.while_waiting(seq, rank, waited_s)
 
     def _check_abort_flags(self) -> None:
         flags = self._memory[self._abort_flags : self._abort_flags + self.ranks]
@@ -174,6 +218,18 @@ class ShmMailbox:
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
+
+    def abort(self) -> None:
+        """Let every wait of every rank fail from here on."""
+        self._memory[self._abort_flags + self.rank] = 1
+
+    def _read(self, offset: int) -> tuple[int, bytes | None]:
+        """Number and data; None: not written completely."""
+        seq, length, checksum = _HEADER.unpack_from(self._memory, offset)
+        if length > _STATUS_BYTES:
+            return seq, None
+        data = self._memory[offset + _HEADER.size : offset + _HEADER.size + length]
+        return seq, data if zlib.crc32(data, seq & 0xFFFFFFFF) == checksum else None
 
     def _offset(self, seq: int, rank: int) -> int:
         return (rank * _SLOTS + seq % _SLOTS) * _SLOT_BYTES
@@ -215,7 +271,3 @@ def _create_file(size: int) -> str:
     if path:
         os.unlink(path)
     return ""
-
-
-def _checksum(seq: int, data: bytes) -> int:
-    return zlib.crc32(data, seq & 0xFFFFFFFF)

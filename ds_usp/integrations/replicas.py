@@ -53,6 +53,9 @@ class SumOfShards(torch.autograd.Function):
         ctx.factor = mesh.sp_degree if gradients == "mean" else 1
         total = x.detach().clone()
         if mesh.sp_group is not None:
+            # Waited for on GPUs too: a rank whose head had no memory can leave, and the next pass
+            # is computed. A sum that it does not answer would take the next pass's for its own.
+            mesh.agree("the sum of the ranks' losses")
             dist.all_reduce(total, group=mesh.sp_group)
         return total
 
@@ -80,6 +83,7 @@ class JoinShards(torch.autograd.Function):
         grad = grad.clone(memory_format=torch.contiguous_format)
         if mesh.sp_group is not None:
             refuse_second_derivative("an output that is joined over the ranks")
+            mesh.agree("the gradient of an output that is joined over the ranks")
             dist.all_reduce(grad, group=mesh.sp_group)
         shard = layout.shard(grad, dim, mesh.rank)
         return (shard if gradients == "mean" else shard / mesh.sp_degree), None, None, None, None
@@ -230,6 +234,7 @@ def same_on_all_ranks(
     # the exchanges of a pass that this one never begins.
     error: Exception | None = None
     values = ValuesComparison()
+    mesh.consistency.begin_forward_pass()
     try:
         yield values
         if mesh.sp_group is None:

@@ -25,7 +25,8 @@ BUDGETS = [  # world, Ulysses degree, Python calls forward and backward
     (4, 4, 60, 80),
     (2, 2, 60, 80),
 ]
-MAX_FILES, MAX_DEPTH = 14, 10  # of a forward pass: what a reader opens, and how far down
+# Of a forward pass: what a reader opens (the mailbox too, as on GPUs), and how far down.
+MAX_FILES, MAX_DEPTH = 15, 10
 
 
 class Calls(Counter[str]):

@@ -502,22 +502,21 @@ def at_the_end(ctx: RankContext, mode: str) -> str:
     """What a rank prints when its process ends, where rank 1 has run a pass fewer than the
     others."""
     shared = open_mailbox(ctx.group, [b"node"] * ctx.world)
-    mailboxes = (shared, "", None) if mode == "mailbox" else (None, "", shared)
-    checker = ConsistencyChecker(ctx.group, *mailboxes)
+    checker = ConsistencyChecker(ctx.group, shared)
     for _ in range(2):
-        checker.check_call("a call", wait=mode == "group")
-        checker.check_backward(1, wait=mode == "group")
-    if mode == "mailbox" and ctx.rank != 1:
+        checker.check_call("a call", wait=mode == "waiting")
+        checker.check_backward(1, wait=mode == "waiting")
+    if mode == "deferred" and ctx.rank != 1:
         checker.check_backward(1, wait=False)  # nobody waits for what was verified before
-    if mode == "group":
+    if mode == "waiting":
         checker._passes -= ctx.rank == 1
     return checker.compare_at_exit()
 
 
 def test_processes_that_end_print_what_differs(pool):
-    for text in pool.run(at_the_end, 3, mode="mailbox"):
+    for text in pool.run(at_the_end, 3, mode="deferred"):
         assert "backward pass of call 1" in text and "rank 1: the end of the process" in text
-    for text in pool.run(at_the_end, 3, mode="group"):
+    for text in pool.run(at_the_end, 3, mode="waiting"):
         assert "after backward passes: 2 on ranks 0, 2, 1 on rank 1" in text
 
 

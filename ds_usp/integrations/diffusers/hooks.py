@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_cap
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
-from ds_usp.integrations.replicas import ModelComparison, same_on_all_ranks
+from ds_usp.integrations.replicas import ModelComparison, ValuesComparison, same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
 # Hooks of diffusers that move or cast weights and leave tokens alone; others may compare, blur or
@@ -204,12 +206,33 @@ class ShardedTransformer:
             given = self._branches.split(name, arguments, self._plan)
             if self._graphs is not None:
                 mode, compared["the pass is"] = self._graphs.choose(given)
+        with self._declared_to_ranks():
+            return (), self._begin_pass(name, values, mode, given)
+
+    def _begin_pass(
+        self, name: str, values: ValuesComparison, mode: Mode, given: dict[str, Any]
+    ) -> dict[str, Any]:
+        if self._branches.degree > 1:  # attention is compared in a part of the mesh
+            self._branches.mesh.consistency.begin_forward_pass()
+            self._branches.mesh.agree(f"a forward pass of {name}, some samples of the batch")
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, self._branches.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
         if torch.is_grad_enabled():
             self._wrap_checkpoints(self.state)
-        return (), _sharded(self.state, given, self._plan.inputs.get("", {}))
+        return _sharded(self.state, given, self._plan.inputs.get("", {}))
+
+    @contextmanager
+    def _declared_to_ranks(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._leave(error)
+            raise
+
+    def _leave(self, error: BaseException | None) -> None:
+        for mesh in (self._branches.mesh, self._mesh):
+            mesh.consistency.leave_forward_pass(type(self.transformer).__name__, error)
 
     @disable_in_compile("a forward pass ends")
     def _end(self, _: nn.Module, __: Any, out: Any) -> Any:
@@ -217,14 +240,18 @@ class ShardedTransformer:
         self._restore_checkpoints()
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
-        if out is not None and state is not None:
-            state.values.finish()
-        if out is not None and state is not None and not state.joined:
-            raise UnsupportedAttentionError(
-                f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
-                "output its plan joins: what it returns is a shard"
-            )
-        return None if out is None else self._branches.join(out, self._mesh)
+        if out is None:
+            self._leave(sys.exc_info()[1])
+            return None
+        with self._declared_to_ranks():
+            if state is not None:
+                state.values.finish()
+            if state is not None and not state.joined:
+                raise UnsupportedAttentionError(
+                    f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
+                    "output its plan joins: what it returns is a shard"
+                )
+            return self._branches.join(out, self._mesh)
 
     def _check_unchanged(self) -> None:
         # Hooks are on modules and processors that the plan named: new ones would have none, and

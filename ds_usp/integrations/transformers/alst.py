@@ -387,6 +387,7 @@ class MeanOfGradients(torch.autograd.Function):
         # mean over the ranks is 1 either way.
         refuse_second_derivative("the loss of a whole batch")
         grad = grad.clone()
+        ctx.mesh.agree("the gradient of the whole batch's loss")
         dist.all_reduce(grad, group=ctx.mesh.sp_group)
         return grad / ctx.mesh.sp_degree, None
 

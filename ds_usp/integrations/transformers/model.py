@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -117,27 +118,36 @@ def enable(
         MeshError: on every rank, if their options or configurations differ; collective over the
             mesh.
     """
-    refusals.check_version()
     check_mesh(mesh)
-    options = Options(
-        layout=layout,
-        kernel=kernel,
-        gradients=gradients,
-        logits=logits,
-        tuning=tuning,
-        recompute=recompute,
-        offload_ratio=offload_ratio,
-        loss_chunks=loss_chunks,
-        mlp_chunks=mlp_chunks,
-    )
-    inner = refusals.find_model(model)
-    if find_enabled(model, inner) is not None:
-        raise ConfigError(
-            f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
+    named, error = "", None
+    try:  # what one rank refuses every rank refuses
+        refusals.check_version()
+        options = Options(
+            layout=layout,
+            kernel=kernel,
+            gradients=gradients,
+            logits=logits,
+            tuning=tuning,
+            recompute=recompute,
+            offload_ratio=offload_ratio,
+            loss_chunks=loss_chunks,
+            mlp_chunks=mlp_chunks,
         )
-    refusals.check_model(inner)
-    if refusals.needs_whole_head(inner):
-        refusals.check_whole_head(inner, options)
+        inner = refusals.find_model(model)
+        if find_enabled(model, inner) is not None:
+            raise ConfigError(
+                f"{type(inner).__name__} is enabled already: disable() it before you enable it "
+                "again"
+            )
+        refusals.check_model(inner)
+        if refusals.needs_whole_head(inner):
+            refusals.check_whole_head(inner, options)
+        named = f"{type(inner).__name__} with {options}"
+    except Exception as refused:
+        error = refused
+    mesh.agree(f"enable {named}", error)
+    if error is not None:
+        raise error
     register()
     return EnabledModel(model, inner, mesh, options)
 
@@ -297,18 +307,19 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         self._forward_passes += 1
-        options = self._options
-        call = AttentionOptions(
-            self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
-        )
-        shard = Shard(call, batch.documents, self._dropout_seed())
-        shard.drop_last = "shift_labels" not in batch.arguments
-        at_text = self._whole_head or bool(others)
-        local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
-        self._set_targets(targets, shard, local)
-        self._whole_batch = batch if at_text else None
-        self._running.begin(shard, is_sharded=not at_text)
-        return (), local
+        with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
+            options = self._options
+            call = AttentionOptions(
+                self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
+            )
+            shard = Shard(call, batch.documents, self._dropout_seed())
+            shard.drop_last = "shift_labels" not in batch.arguments
+            at_text = self._whole_head or bool(others)
+            local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
+            self._set_targets(targets, shard, local)
+            self._whole_batch = batch if at_text else None
+            self._running.begin(shard, is_sharded=not at_text)
+            return (), local
 
     def _read(self, arguments: Mapping[str, Any]) -> WholeArguments:
         """The batch; labels of whole sequences, which no shard is made of, are no part of it."""
@@ -362,8 +373,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 "tokens, which is a model of its own and runs on whole inputs: not served"
             )
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, _: nn.Module, __: Any, out: Any) -> None:
         """After a forward pass, also one that has failed: what is called next is a caller's own."""
+        if out is None:
+            name = type(self._inner).__name__
+            self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
         self._whole_batch, self._running.targets = None, None
         self._running.is_sharded = False
 
@@ -410,8 +424,13 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
-        shard = cast(Shard, self._running.shard)
         name = type(self._inner).__name__
+        with self.mesh.consistency.forward_pass_of(name):
+            return self._joined(name, kwargs, out)
+
+    def _joined(self, name: str, kwargs: dict[str, Any], out: Any) -> Any:
+        """The outputs of the whole batch."""
+        shard = cast(Shard, self._running.shard)
         implementation = self._trunk.config._attn_implementation
         if implementation != IMPLEMENTATION:
             raise ConfigError(

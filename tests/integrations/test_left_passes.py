@@ -1,0 +1,103 @@
+"""Forward passes that one rank leaves: the others raise at once, and the next pass is exact."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_diffusers
+import tiny_models
+import torch
+from cases import mesh_of
+from harness import RankContext
+from model_runs import BOUND, plain_batch, relative
+
+import ds_usp
+from ds_usp.integrations import diffusers, transformers
+
+WORLD, TIMEOUT_S = 4, 60.0
+MESSAGE = "CUDA out of memory"
+WAN, SD3 = "WanTransformer3DModel", "SD3Transformer2DModel"
+
+
+def no_memory(*_: Any) -> None:
+    raise RuntimeError(MESSAGE)
+
+
+def said_and_next(run: Callable[[], Any], layer: Any, fails: bool) -> tuple[str, torch.Tensor]:
+    """What a pass says whose ``layer`` has no memory on one rank, and the result of the next."""
+    handle = layer.register_forward_hook(no_memory) if fails else None
+    text = ""
+    try:
+        run()
+    except (RuntimeError, ds_usp.MeshError) as error:
+        text = str(error)
+    if handle is not None:
+        handle.remove()
+    return text, run()
+
+
+def llama_left(ctx: RankContext) -> list[tuple[str, float]]:
+    """In a layer before attention's exchanges of the next one, at the head, after the loss."""
+    model, batch = tiny_models.build("llama"), plain_batch()
+    want = float(model(**batch).loss.detach())
+    results = []
+    with transformers.enable(model, mesh_of(2)):
+        for layer in (model.model.layers[0].mlp, model.lm_head, model):
+
+            def run() -> float:
+                loss = model(**batch).loss
+                loss.backward()
+                return float(loss.detach())
+
+            text, have = said_and_next(run, layer, ctx.rank == 1)
+            results.append((text, abs(have - want)))
+    return results
+
+
+def test_a_llama_goes_on_after_a_pass_that_one_rank_left(pool):
+    results = pool.run(llama_left, WORLD, timeout=TIMEOUT_S)
+    for rank, each in enumerate(results):
+        for place, (text, error) in enumerate(each):
+            assert MESSAGE in text if rank == 1 or place < 2 else "forward pass" in text, text
+            assert error < BOUND, (place, error)
+        if rank != 1:
+            assert "rank 1: it has left forward pass 1, of LlamaForCausalLM" in each[0][0]
+
+
+def wan_left(ctx: RankContext, name: str, cfg_degree: int) -> list[tuple[str, float]]:
+    model, given = tiny_diffusers.build(name).eval(), tiny_diffusers.arguments(name)
+    with torch.no_grad():
+        want = tiny_diffusers.output_of(model, given)
+        blocks = model.blocks if name == WAN else model.transformer_blocks
+        results = []
+        with diffusers.enable(model, mesh_of(2), cfg_degree=cfg_degree):
+            for layer in (blocks[0], blocks[1], model.proj_out):
+                text, have = said_and_next(
+                    lambda: tiny_diffusers.output_of(model, given), layer, ctx.rank == 1
+                )
+                results.append((text, relative(have, want)))
+    return results
+
+
+@pytest.mark.parametrize(("name", "cfg_degree"), [(WAN, 1), (SD3, 2)])
+def test_a_diffusion_transformer_goes_on_after_a_pass_that_one_rank_left(pool, name, cfg_degree):
+    results = pool.run(wan_left, WORLD, timeout=TIMEOUT_S, name=name, cfg_degree=cfg_degree)
+    for rank, each in enumerate(results):
+        for place, (text, error) in enumerate(each):
+            assert error < BOUND, (place, error)
+            # When the output has been joined the others have their results, and keep them.
+            if rank == 1:
+                assert MESSAGE in text
+            elif text or place < 2:
+                assert "rank 1: it has left forward pass" in text
+
+
+def enabled_wrongly(ctx: RankContext) -> None:
+    layout = "nonsense" if ctx.rank == 1 else "auto"
+    transformers.enable(tiny_models.build("llama"), mesh_of(2), layout=layout)
+
+
+def test_what_enable_refuses_on_one_rank_it_refuses_on_all(pool):
+    for rank, error in enumerate(pool.errors(enabled_wrongly, WORLD, timeout=TIMEOUT_S)):
+        assert isinstance(error, ds_usp.USPError)
+        assert isinstance(error, ds_usp.MeshError) == (rank != 1)
