@@ -61,6 +61,7 @@ graph_break = disable_in_compile(
 # An op takes tensors, strings, numbers and bools, so a call goes through the graph as the fields of
 # its parts. Dynamo guards each that it reads: a call with another mask or layout is compiled again
 # and cannot meet the plan of this one, as it could if the graph held a plan or an index of one.
+# Lengths alone may be in a tensor, whose values are not guarded: the op plans the call of each run.
 # What it must not see: the plan (it has process groups, kernels and caches), the comparison of the
 # ranks (it has to happen each time the graph runs, not once while it is traced), and borders of
 # documents (new in every batch: a graph for each). A mesh goes by its name, by which a weak
@@ -200,7 +201,7 @@ def plain_values(args: tuple[OpArg, ...], call: Any) -> list[Any] | None:
     return values
 
 
-def _changed(args: tuple[OpArg, ...], values: Sequence[Any], **changes: bool) -> tuple[Any, ...]:
+def _changed(args: tuple[OpArg, ...], values: Sequence[Any], **changes: int) -> tuple[Any, ...]:
     return tuple(changes.get(arg.name, value) for arg, value in zip(args, values, strict=True))
 
 
@@ -218,9 +219,13 @@ class PlainLayout(NamedTuple):
 
 
 def plain_layout(
-    layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh
+    layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh, by_value: bool = False
 ) -> PlainLayout | None:
-    """The layout of ``x [b, s, h, d]``; None if it is of another mesh, or of documents."""
+    """The layout of ``x [b, s, h, d]``; None if it is of another mesh, or of documents.
+
+    Args:
+        by_value: the op is told its length by a tensor: 0 here, as what is read is guarded.
+    """
     if type(layout) is str:
         return PlainLayout(layout, x.shape[1] * mesh.sp_degree)
     is_plain = (
@@ -231,7 +236,7 @@ def plain_layout(
         and layout.order == mesh.order
     )
     if is_plain and type(layout) is TokenLayout:
-        return PlainLayout(layout.kind, layout.seq_len)
+        return PlainLayout(layout.kind, 0 if by_value else layout.seq_len)
     return None
 
 
@@ -243,16 +248,19 @@ def attention_values(
     *,
     named: bool = True,
     prefix: str = "",
+    by_value: bool = False,
 ) -> list[Any] | None:
     """The plain values of a call that torch.compile traces; None, for a graph break, if the call
-    has documents (which differ from batch to batch) or arguments that are refused."""
+    has documents (which differ from batch to batch) or arguments that are refused. ``by_value``: as
+    of :func:`plain_layout`."""
     mesh, mask, scores = options.mesh, options.mask, options.scores
     if type(mesh) is not SequenceMesh or type(mask) is not MaskSpec:
         return None
     if type(scores) is not Scores or type(options.tuning) is not Tuning:
         return None
-    queries = plain_layout(options.layout, q, mesh)
-    keys = queries if options.kv_layout is None else plain_layout(options.kv_layout, k, mesh)
+    queries = keys = plain_layout(options.layout, q, mesh, by_value)
+    if options.kv_layout is not None:
+        keys = plain_layout(options.kv_layout, k, mesh, by_value)
     slopes, sinks = scores.alibi_slopes, scores.sinks
     trained_slopes = slopes is not None and slopes.requires_grad
     if queries is None or keys is None or mask.documents or trained_slopes:
@@ -269,6 +277,14 @@ def attention_values(
         prefix,
     )
     return plain_values(ATTENTION_ARGS, call)
+
+
+def _with_lengths(values: Sequence[Any], seq_lens: OptionalTensor) -> Sequence[Any]:
+    """The plain values with the layouts' lengths, if a tensor has them."""
+    if seq_lens is None:
+        return values
+    queries, keys = seq_lens.tolist()
+    return _changed(ATTENTION_ARGS, values, layout_seq_len=queries, kv_layout_seq_len=keys)
 
 
 def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: OptionalTensor) -> OpCall:
@@ -323,7 +339,8 @@ _TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
     "ds_usp::attention",
     mutates_args=(),
     schema=op_schema(
-        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor? module",
+        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor? module, "
+        "Tensor? seq_lens",
         ATTENTION_ARGS,
     ),
     **_TAGS,
@@ -335,6 +352,7 @@ def attention(
     sinks: OptionalTensor,
     slopes: OptionalTensor,
     module: OptionalTensor,
+    seq_lens: OptionalTensor,
     *values: Any,
 ) -> list[torch.Tensor]:
     """Attention of this rank's tokens with the whole sequence; collective over the mesh.
@@ -349,10 +367,13 @@ def attention(
     Args:
         module: the number ``[]`` of the module that calls, on the CPU: as a number it would be one
             of the graph, and each layer compiled anew.
+        seq_lens: ``[2]`` integers on the CPU, the lengths of the layouts of queries and keys, in
+            place of those among the values; for a graph that serves any.
 
     Raises:
         USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
     """
+    values = tuple(_with_lengths(values, seq_lens))
     call = _attention_call(values, sinks, slopes)
     inputs = [x for x in (q, k, v, sinks, slopes) if x is not None]
     num_visible = 2 if call.options.return_lse else 1
@@ -399,7 +420,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     A call that the op will refuse gets a result too: the error is raised when the op runs, on
     every rank.
     """
-    q, k, v, sinks, slopes, _, *values = args
+    q, k, v, sinks, slopes, _, _, *values = args
     # By name, as symbols: rebuilt, a call would guard all its numbers, its seed of dropout too.
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
     needs_backward = given["requires_grad"] or given["sinks_require_grad"]
@@ -434,8 +455,8 @@ def _(*args: Any) -> list[torch.Tensor]:
     "ds_usp::attention_backward",
     mutates_args=(),
     schema=op_schema(
-        "Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, SymInt kv_length, "
-        "SymInt kv_heads",
+        "Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, Tensor? seq_lens, "
+        "SymInt kv_length, SymInt kv_heads",
         ATTENTION_ARGS,
     ),
     **_TAGS,
@@ -445,6 +466,7 @@ def attention_backward(
     saved: list[torch.Tensor],
     sinks: OptionalTensor,
     slopes: OptionalTensor,
+    seq_lens: OptionalTensor,
     kv_length: int,
     kv_heads: int,
     *values: Any,
@@ -458,9 +480,10 @@ def attention_backward(
     Args:
         saved: without Ulysses q, k, v, out and the log-sum-exp; else each chunk's. Last the call
             number.
+        seq_lens: as of :func:`attention`.
         kv_length, kv_heads: t and g.
     """
-    call = _attention_call(values, sinks, slopes)
+    call = _attention_call(_with_lengths(values, seq_lens), sinks, slopes)
     *saved, call_number = saved
     call.options.mesh.consistency.check_backward(int(call_number), wait=dout.device.type == "cpu")
     shapes = _qkv_shapes(dout, saved, kv_length, kv_heads)
@@ -478,7 +501,14 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(
-    dout: torch.Tensor, saved: Any, sinks: Any, _: Any, kv_length: int, kv_heads: int, *values: Any
+    dout: torch.Tensor,
+    saved: Any,
+    sinks: Any,
+    _: Any,
+    __: Any,
+    kv_length: int,
+    kv_heads: int,
+    *values: Any,
 ) -> list[torch.Tensor]:
     grads = [dout.new_empty(shape) for shape in _qkv_shapes(dout, saved, kv_length, kv_heads)]
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
@@ -528,14 +558,14 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
     Only the output ever has a gradient: ``usp_attention`` detaches the log-sum-exp, and the rest
     never leaves the op. So gradients are not materialized: each chunk would get zeros of its size.
     """
-    q, k, v, sinks, slopes, _, *ctx.values = inputs
+    q, k, v, sinks, slopes, _, seq_lens, *ctx.values = inputs
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     ctx.keys = k.shape[1], k.shape[2]
     if MESH_REGISTRY.lookup(given["mesh"]).ulysses_degree == 1:
         saved = (q, k, v, *output)
     else:
         saved = tuple(output[2 if given["return_lse"] else 1 :])
-    ctx.save_for_backward(sinks, slopes, *saved)
+    ctx.save_for_backward(sinks, slopes, seq_lens, *saved)
     ctx.set_materialize_grads(False)
 
 
@@ -544,12 +574,15 @@ def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, 
     consistency = MESH_REGISTRY.lookup(given["mesh"]).consistency
     num_raised = consistency.num_raised
     try:
-        sinks, slopes, *saved = ctx.saved_tensors
+        sinks, slopes, seq_lens, *saved = ctx.saved_tensors
     except Exception as error:
         consistency.raise_everywhere(error, num_raised)
         raise
-    dq, dk, dv, *dsinks = attention_backward(grads[0], saved, sinks, slopes, *ctx.keys, *ctx.values)
-    return dq, dk, dv, dsinks[0] if dsinks else None, None, None, *(None for _ in ctx.values)
+    dq, dk, dv, *dsinks = attention_backward(
+        grads[0], saved, sinks, slopes, seq_lens, *ctx.keys, *ctx.values
+    )
+    without = None, None, None, *(None for _ in ctx.values)
+    return dq, dk, dv, dsinks[0] if dsinks else None, *without
 
 
 attention.register_autograd(_backward_of_attention, setup_context=_setup_attention)
@@ -650,15 +683,26 @@ def traced_attention(
     v: torch.Tensor,
     options: AttentionOptions,
     module: OptionalTensor = None,
+    seq_lens: OptionalTensor = None,
     **caller: Any,
 ) -> list[torch.Tensor] | None:
-    """The results of :func:`attention` in a graph; None if no op can compute the call. ``caller``:
-    ``named`` and ``prefix`` of :class:`OpCall`."""
-    values, scores = attention_values(q, k, v, options, **caller), options.scores
+    """The results of :func:`attention` in a graph; None if no op can compute the call.
+
+    Args:
+        module, seq_lens: as of :func:`attention`. With ``seq_lens`` the graph serves layouts of
+            other lengths too, but where there is a backward pass with Ulysses, whose chunks' shapes
+            depend on them.
+        caller: ``named`` and ``prefix`` of :class:`OpCall`.
+    """
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if needs_grad and options.mesh.ulysses_degree > 1:
+        seq_lens = None
+    by_value, scores = seq_lens is not None, options.scores
+    values = attention_values(q, k, v, options, by_value=by_value, **caller)
     if values is None:
         return None
     results: list[torch.Tensor] = attention(
-        q, k, v, scores.sinks, scores.alibi_slopes, module, *values
+        q, k, v, scores.sinks, scores.alibi_slopes, module, seq_lens, *values
     )
     return results
 

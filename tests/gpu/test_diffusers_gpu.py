@@ -327,9 +327,15 @@ def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
             want, mesh = output_of(transformer, given), ds_usp.SequenceMesh.from_group(None, 2)
             with enable(transformer, mesh, cuda_graphs=True):
                 error = relative(output_of(transformer, given), want)  # before the capture
+                # Of the same kind, with return_dict=False too: else it is another's first pass.
                 with pytest.raises(ds_usp.UnsupportedAttentionError, match="between CPU and CUDA"):
-                    transformer(**given)
+                    output_of(transformer, given)
             yield f"{name}, refused by name", error
+        for ulysses in MESHES:
+            yield (
+                f"SD3, cfg_degree 2 of ulysses {ulysses}, CUDA graphs",
+                of_branches(device, ulysses),
+            )
         transformer, given = model_on(device, "WanTransformer3DModel")
         want = transformer(**given).sample
         mesh = ds_usp.SequenceMesh.from_group(None, 2)
@@ -341,6 +347,20 @@ def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
             with pytest.raises(ds_usp.MeshError, match="replayed from a CUDA graph"):
                 transformer(**given)
             yield "after ranks that differ", of_turns(transformer, [given], [want])
+
+
+def of_branches(device: torch.device, ulysses: int) -> float:
+    """Of two samples in turns with the first, which all ranks compute: of the same shapes."""
+    from tiny_diffusers import output_of
+
+    from ds_usp.integrations.diffusers import enable
+
+    transformer, given = model_on(device, "SD3Transformer2DModel")
+    batches = [given, {name: x[:1] for name, x in given.items()}]
+    wants = [output_of(transformer, batch) for batch in batches]
+    mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+    with enable(transformer, mesh, cfg_degree=2, cuda_graphs=True):
+        return of_turns(transformer, batches, wants)
 
 
 def of_turns(transformer: Any, batches: list[Any], wants: list[Tensor]) -> float:

@@ -2,6 +2,7 @@
 lengths that ranks share unevenly, padded text; checkpointing; pipelines."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import further_diffusers
@@ -287,6 +288,67 @@ def test_adapters_are_trained(pool):
     check(pool.run(adapted, WORLD), WORLD)
 
 
+def add_lora(transformer: Any) -> None:
+    from peft import LoraConfig
+
+    torch.manual_seed(1)
+    options = {"r": 4, "init_lora_weights": False, "target_modules": "all-linear"}
+    transformer.add_adapter(LoraConfig(**options), "style")
+
+
+def widened(transformer: Any) -> None:
+    """As a Control LoRA does, which takes twice the channels."""
+    old = transformer.pos_embed.proj
+    new = torch.nn.Conv2d(2 * old.in_channels, old.out_channels, old.kernel_size, old.stride)
+    weight = torch.cat([old.weight, torch.zeros_like(old.weight)], dim=1)
+    new.load_state_dict({"weight": weight.detach(), "bias": old.bias.detach()})
+    transformer.pos_embed.proj = new
+
+
+def wrapped(transformer: Any) -> None:
+    transformer.context_embedder = torch.nn.Sequential(transformer.context_embedder)
+
+
+SWITCHES: dict[str, Callable[[Any], None]] = {
+    "unloaded": lambda transformer: transformer.unload_lora(),
+    "loaded again": add_lora,
+    "wrapped": wrapped,
+    "widened": widened,
+}
+
+
+def switched(ctx: RankContext) -> tuple[Errors, str]:
+    """Errors after each switch of modules that the plan names, of which LoRA wraps two, and what is
+    said of one on one rank."""
+    name = "SD3Transformer2DModel"
+    transformer, twin, given, errors = build(name), build(name), arguments(name), {}
+    for each in (transformer, twin):
+        add_lora(each)
+    with enable(transformer, mesh_of(2)):
+        on_the_mesh(transformer, given)
+        for what, switch in SWITCHES.items():
+            for each in (transformer, twin):
+                switch(each)
+                each.requires_grad_(True)  # PEFT has frozen the weights
+            if what == "widened":
+                latents = given["hidden_states"]
+                given["hidden_states"] = torch.cat([latents, torch.ones_like(latents)], dim=1)
+            errors[f"{what}, rank {ctx.rank}"] = on_the_mesh(transformer, given).error(
+                alone(twin, given)
+            )
+        if ctx.rank == 1:
+            transformer.proj_out = torch.nn.Sequential(transformer.proj_out)
+        with pytest.raises(ds_usp.MeshError) as error, torch.no_grad():
+            transformer(**given)
+    return errors, str(error.value)
+
+
+def test_modules_of_the_plan_may_be_switched(pool):
+    errors, messages = zip(*pool.run(switched, WORLD), strict=True)
+    check(list(errors), WORLD * len(SWITCHES))
+    assert all("types of the plan's modules" in message for message in messages)
+
+
 def compiled(ctx: RankContext, name: str) -> Errors:
     """Two passes of other lengths, so that nothing of one is compiled into the next."""
     torch._dynamo.reset()
@@ -347,3 +409,27 @@ def test_pipelines_give_one_rank_s_latents_on_every_rank(pool, kind):
     for index in range(len(ULYSSES)):
         assert max(results[index][0] for results in by_rank) <= BOUND
         assert all(torch.equal(results[index][1], by_rank[0][index][1]) for results in by_rank)
+
+
+def with_cache_dit(ctx: RankContext) -> tuple[float, list[int], list[int]]:
+    """The error, and the steps whose blocks it left out on one rank and on the mesh."""
+    import cache_dit
+
+    config = cache_dit.DBCacheConfig(
+        Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=0.85
+    )
+    outputs, steps = [], []
+    for mesh in (ds_usp.SequenceMesh.single(), mesh_of(2)):
+        pipeline, sample = flux_pipeline()
+        cache_dit.enable_cache(pipeline, cache_config=config)
+        with enable(pipeline, mesh):
+            outputs.append(sample(pipeline, num_inference_steps=6))
+        steps.append(cache_dit.summary(pipeline, logging=False)[0].cached_steps)
+    return relative(outputs[1], outputs[0]), *steps
+
+
+@pytest.mark.skipif(find_spec("cache_dit") is None, reason="cache-dit is not installed")
+def test_cache_dit_decides_alike_on_all_ranks(pool):
+    for error, alone, on_the_mesh in pool.run(with_cache_dit, WORLD):
+        assert error <= BOUND
+        assert alone == on_the_mesh and 0 < len(alone) < 5

@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from model_runs import BOUND, relative
 from tiny_diffusers import arguments, build, output_of, sd3_pipeline
 
 import ds_usp
-from ds_usp.integrations.diffusers import enable
+from ds_usp.integrations.diffusers import enable, pass_state
 
 WORLD = 4
 SPLIT = (
@@ -58,18 +59,73 @@ def test_parts_with_other_dtypes_are_refused(pool):
         assert "outputs of a part" in str(error) and "float16" in str(error)
 
 
-def sampled(ctx: RankContext) -> tuple[float, torch.Tensor]:
+def end_guidance(pipeline: Any, step: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """After the first step, as diffusers' documentation of dynamic guidance has it."""
+    if step:
+        return {}
+    pipeline._guidance_scale = 0.0
+    return {name: x.chunk(2)[-1] for name, x in tensors.items()}
+
+
+TEXTS = ["prompt_embeds", "pooled_prompt_embeds"]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "both branches": {},
+    "guidance ends": {
+        "callback_on_step_end": end_guidance,
+        "callback_on_step_end_tensor_inputs": TEXTS,
+    },
+    "no guidance": {"guidance_scale": 1.0},
+    "a branch without a layer": {"skip_guidance_layers": [1], "skip_layer_guidance_stop": 1.0},
+}
+
+
+def sampled(ctx: RankContext) -> dict[str, tuple[float, torch.Tensor]]:
     pipeline, sample = sd3_pipeline()
-    want = sample(pipeline)
+    wants = {what: sample(pipeline, **options) for what, options in REQUESTS.items()}
     with enable(pipeline, mesh_of(4), cfg_degree=2):
-        have = sample(pipeline)
-    return relative(have, want), have
+        haves = {what: sample(pipeline, **options) for what, options in REQUESTS.items()}
+    return {what: (relative(haves[what], want), haves[what]) for what, want in wants.items()}
 
 
 def test_a_pipeline_s_guidance_is_one_rank_s(pool):
+    """Also where a pass has one branch, which all ranks compute then."""
     by_rank = pool.run(sampled, WORLD)
-    assert max(error for error, _ in by_rank) <= BOUND
-    assert all(torch.equal(have, by_rank[0][1]) for _, have in by_rank)
+    for what in REQUESTS:
+        assert max(results[what][0] for results in by_rank) <= BOUND, what
+        have = by_rank[0][what][1]
+        assert all(torch.equal(results[what][1], have) for results in by_rank), what
+
+
+def of_other_batches(ctx: RankContext) -> dict[str, tuple[float, int]]:
+    """By class and samples: the error, and the ranks that compute a sample."""
+    results, attention = {}, mock.Mock(wraps=pass_state.usp_attention)
+    for name in ("WanTransformer3DModel", "ZImageTransformer2DModel"):
+        transformer, given = build(name).eval(), arguments(name)
+        with (
+            torch.no_grad(),
+            enable(transformer, mesh_of(2), cfg_degree=2),
+            mock.patch.object(pass_state, "usp_attention", attention),
+        ):
+            for batch in (2, 3, 1):
+                batched = {key: repeated(value, batch) for key, value in given.items()}
+                have = output_of(transformer, batched)
+                want = output_of(build(name).eval(), batched)
+                ranks = attention.call_args.kwargs["mesh"].sp_degree
+                results[f"{name}, {batch}"] = relative(have, want), ranks
+    return results
+
+
+def repeated(value: Any, batch: int) -> Any:
+    """So many samples, the two that are given in turns."""
+    if isinstance(value, list):
+        return [value[i % 2] for i in range(batch)]
+    return value[[i % 2 for i in range(batch)]] if isinstance(value, torch.Tensor) else value
+
+
+def test_all_ranks_compute_a_batch_that_the_parts_cannot_share(pool):
+    for results in pool.run(of_other_batches, WORLD):
+        assert max(error for error, _ in results.values()) <= BOUND, results
+        assert [ranks for _, ranks in results.values()] == 2 * [2, WORLD, WORLD], results
 
 
 def refusals(ctx: RankContext) -> list[str]:
@@ -87,14 +143,17 @@ def refusals(ctx: RankContext) -> list[str]:
     with enable(transformer, mesh_of(4), cfg_degree=2):
         refused(transformer, **given)  # under autograd
         with torch.no_grad():
-            one = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-            refused(transformer, **one)
             refused(transformer, **given | {"timestep": torch.zeros(3)})
             want = copy.deepcopy(transformer)(**given).sample  # which is enabled too
             assert torch.equal(transformer(**given).sample, want)
     transformer, given = build("ZImageTransformer2DModel"), arguments("ZImageTransformer2DModel")
     with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
         refused(transformer, **given | {"cap_feats": given["cap_feats"][:1]})
+    name = "FluxTransformer2DModel"
+    transformer, given = build(name, num_attention_heads=2), arguments(name)
+    with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
+        one = {k: v if k.endswith("ids") else v[:1] for k, v in given.items()}
+        refused(transformer, **one)
     name = "HunyuanVideo15Transformer3DModel"
     transformer, given = build(name), arguments(name)
     given["image_embeds"] = given["image_embeds"].clone()
@@ -112,9 +171,10 @@ def test_what_cannot_be_split_is_refused_on_every_rank(pool):
                 "divides neither the ring degree 1 nor the Ulysses degree 4",
                 "cfg_degree=0 must be",
                 "under torch.no_grad()",
-                "does not divide a batch of 1",
                 "timestep [3] has 3 samples, where the batch has 2",
                 "cap_feats has 1 samples, where the batch has 2",
+                "2 heads, fewer than the Ulysses degree 4 of the whole mesh, which computes a "
+                "batch of 1 with cfg_degree=2",
                 "image_embeds is zero for some samples and not for others",
             ],
             strict=True,

@@ -267,8 +267,12 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
         transformer._parallel_config = diffusers.ParallelConfig()
     elif what == "backend":
         set_backend(transformer, "_native_math")
-    elif what == "module":  # as LoRA does
-        transformer.proj_out = nn.Sequential(transformer.proj_out)
+    elif what == "module":
+        block = transformer.transformer_blocks[0]
+        block.attn = copy.deepcopy(block.attn)
+    elif what == "wrapped block":
+        blocks = transformer.transformer_blocks
+        blocks[0] = nn.Sequential(blocks[0])
     elif what == "block":
         transformer.transformer_blocks.append(build(FLUX).transformer_blocks[0])
     elif what == "skipped layer":
@@ -285,6 +289,7 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
         ("processors", "were replaced since enable"),
         ("module", "modules of FluxTransformer2DModel were replaced since enable"),
         ("block", "modules of FluxTransformer2DModel were replaced since enable"),
+        ("wrapped block", "no module transformer_blocks"),
         ("skipped layer", "layer_skip_hook"),
         ("cache", "disable_cache"),
         ("parallelism", "enable_parallelism"),

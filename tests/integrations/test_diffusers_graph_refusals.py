@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from test_diffusers_graphs import MESH, QWEN, WAN, passes
+from test_diffusers_graphs import BOUND, MESH, QWEN, WAN, errors, passes
 from tiny_diffusers import arguments, build
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -71,6 +71,19 @@ def test_what_a_graph_would_not_repeat_is_refused(tapes, change, text, late):
         change(transformer)
         with pytest.raises(Unsupported, match=text):
             transformer(**given)
+
+
+def test_a_lora_of_a_module_of_the_plan_may_be_unloaded(tapes):
+    transformer, given = build(WAN).eval(), arguments(WAN)
+    with enable(transformer, MESH, cuda_graphs=True):
+        want = passes(transformer, given)[0]
+        transformer.add_adapter(LoraConfig(r=2, target_modules=["proj_out"]))
+        with pytest.raises(Unsupported, match="fuse_lora"):
+            transformer(**given)
+        transformer.unload_lora()
+        captured = len(tapes)
+        assert errors(passes(transformer, given), want) < BOUND
+        assert len(tapes) == captured + 2
 
 
 def test_hooks_and_compilers_around_the_transformer_are_refused(tapes):

@@ -179,6 +179,14 @@ def test_an_argument_that_is_none_makes_no_other_kind(tapes):
     assert len(tapes) == 2
 
 
+def test_passes_of_part_of_the_mesh_and_of_all_of_it_are_two_kinds(tapes):
+    """With cfg_degree a part's sample, and one sample of all ranks, have the same shapes."""
+    transformer, given = build(WAN).eval(), arguments(WAN)
+    chosen: Any = graphs.ForwardGraphs(transformer)
+    texts = {chosen.choose(given, mock.Mock(sp_degree=ranks))[1] for ranks in (1, 2, 4, 2)}
+    assert len(texts) == 3
+
+
 def test_casts_of_autocast_belong_to_the_graph(tapes):
     """Its cache is dropped when the context ends, and has no other values within."""
     with graphed(WAN) as (transformer, given, _):
@@ -209,6 +217,11 @@ def other_processor(transformer: Any) -> None:
     attention.processor = Twice(attention.processor)
 
 
+def other_module(transformer: Any) -> None:
+    """That the plan names, as LoRA and quantization replace it; the weights stay where they are."""
+    transformer.proj_out = torch.nn.Sequential(transformer.proj_out, torch.nn.Tanh())
+
+
 def other_weight(transformer: Any) -> None:
     weight = transformer.proj_out.weight
     transformer.proj_out.weight.data = 2 * weight.data
@@ -228,7 +241,7 @@ def test_a_replay_is_compared_and_its_stream_is_known(tapes):
     assert engine.note_replay.call_count == 4  # that of the captured pass too
 
 
-@pytest.mark.parametrize("change", [other_processor, other_weight])
+@pytest.mark.parametrize("change", [other_processor, other_module, other_weight])
 def test_what_was_replaced_is_captured_again(tapes, change):
     with graphed(WAN) as (transformer, given, _):
         before = passes(transformer, given)[-1]

@@ -266,7 +266,7 @@ def _flux_arguments(name: str, rows: int, columns: int, text: int) -> dict[str, 
 
 # ------------------------------------------------------------------ pipelines
 
-Sample = Callable[[Any], Tensor]
+Sample = Callable[..., Tensor]
 _NUMBERS = ("", "_2", "_3")
 
 
@@ -287,9 +287,10 @@ def _image_vae(channels: int) -> Any:
 
 
 def _sampler(output: str, given: dict[str, Any], **sizes: int) -> Sample:
-    def sample(pipeline: Any) -> Tensor:
+    def sample(pipeline: Any, **options: Any) -> Tensor:
         generator = torch.Generator().manual_seed(5)
-        made = pipeline(**given, **sizes, output_type="latent", generator=generator)
+        options = {**given, **sizes, "output_type": "latent", **options}
+        made = pipeline(**options, generator=generator)
         latents: Tensor = getattr(made, output)
         return latents
 

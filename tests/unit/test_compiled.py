@@ -52,8 +52,8 @@ def test_an_op_has_every_argument():
 @pytest.mark.parametrize(
     ("op", "tensors", "args"),
     [
-        ("attention", 6, ATTENTION_ARGS),
-        ("attention_backward", 6, ATTENTION_ARGS),
+        ("attention", 7, ATTENTION_ARGS),
+        ("attention_backward", 7, ATTENTION_ARGS),
         ("exchange", 2, EXCHANGE_ARGS),
     ],
 )
@@ -184,8 +184,12 @@ def test_torch_finds_no_fault_with_the_op():
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
     values = values_of(mesh, q)
     assert values is not None
-    given = q, k, v, None, None, torch.tensor(1)
-    torch.library.opcheck(torch.ops.ds_usp.attention.default, (*given, *values))
+    op, given = torch.ops.ds_usp.attention.default, (q, k, v, None, None, torch.tensor(1))
+    torch.library.opcheck(op, (*given, None, *values))
+    options = AttentionOptions(mesh, mesh.layout("zigzag", 16), ds_usp.MaskSpec.causal())
+    values = attention_values(q, k, v, options, by_value=True)
+    assert values is not None and 16 not in values
+    torch.library.opcheck(op, (*given, torch.tensor([16, 16]), *values))
 
 
 def test_a_mesh_is_found_by_its_name_as_long_as_it_lives():

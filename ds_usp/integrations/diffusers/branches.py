@@ -35,14 +35,17 @@ class Branches:
     mesh: SequenceMesh
     group: dist.ProcessGroup | None = None
 
-    def split(self, name: str, arguments: dict[str, Any], plan: Plan) -> Any:
-        """The arguments for this part's samples, of those that the plan says have a batch.
+    def of_batch(
+        self, name: str, arguments: dict[str, Any], plan: Plan, whole: SequenceMesh
+    ) -> Branches:
+        """These parts of ``whole``, or all of it as one part for a batch that they cannot share: an
+        odd one, and one branch by itself, as where guidance has ended or layers are skipped.
 
         Raises:
-            UnsupportedAttentionError: autograd is on, or a batch that the parts cannot share.
+            UnsupportedAttentionError: autograd is on, or nothing says how large the batch is.
         """
         if self.degree == 1:
-            return arguments
+            return self
         if torch.is_grad_enabled():
             raise UnsupportedAttentionError(
                 f"{name}: cfg_degree={self.degree} is for sampling, and autograd is on: call it "
@@ -54,14 +57,18 @@ class Branches:
                 f"{name}: cfg_degree={self.degree} splits the batch, and {batched} is not given: "
                 "name an argument that has it (batched= of the plan), or use cfg_degree=1"
             )
+        return Branches(1, 0, whole) if len(arguments[batched]) % self.degree else self
+
+    def split(self, name: str, arguments: dict[str, Any], plan: Plan) -> dict[str, Any]:
+        """The arguments for this part's samples, of those that the plan says have a batch.
+
+        Raises:
+            UnsupportedAttentionError: an argument that the parts cannot share.
+        """
+        if self.degree == 1:
+            return arguments
+        batched = plan.batched
         batch = len(arguments[batched])
-        if batch % self.degree:
-            raise UnsupportedAttentionError(
-                f"{name}: cfg_degree={self.degree} does not divide a batch of {batch}. It serves "
-                "pipelines that give both branches of the guidance in one batch; those of Wan, "
-                "Flux and QwenImage call the transformer once for each branch: enable them with "
-                "cfg_degree=1"
-            )
         for key in plan.zero_or_not:
             _refuse_some_zero(f"{name}: {key}", arguments.get(key))
         listed = isinstance(arguments[batched], list)

@@ -155,26 +155,26 @@ class ForwardGraphs:
 
     The first pass of a kind runs without a graph, which allocates staging buffers and compiles
     kernels; the second is captured, and it and those after it are replayed. A kind is the shapes of
-    the tensors among the arguments and the values of the others; all are dropped where modules or
-    weights were replaced. With autograd nothing is captured.
+    the tensors among the arguments, the values of the others and the ranks that compute a sample;
+    all are dropped where modules or weights were replaced. With autograd nothing is captured.
 
     Args:
         transformer: whose ``forward`` it is; the arguments are this rank's shards by then.
-        mesh: the ranks that compute a sample.
 
     Attributes:
         own_hooks: the ids of the hooks on its modules that a replay may leave out.
     """
 
-    def __init__(self, transformer: nn.Module, mesh: SequenceMesh) -> None:
-        self._transformer, self._mesh = transformer, mesh
+    def __init__(self, transformer: nn.Module) -> None:
+        self._transformer = transformer
         self.own_hooks: frozenset[int] = frozenset()
         self._name = type(transformer).__name__
         self._graphs = CudaGraphs()
         self._modules: Key = ()  # what the recorded passes were captured with
         self._recorded: dict[Key, RecordedPass | None] = {}  # None: one pass has run
         self._refused: dict[Key, str] = {}  # why kinds cannot be captured
-        self._kind: Key | None = None  # of the pass that has begun; None: it is not captured
+        # Kind and mesh of the pass that has begun; None: it is not captured.
+        self._begun: tuple[Key, SequenceMesh] | None = None
         self._recording: RecordedPass | None = None
         # diffusers reads it.
         self.__signature__ = inspect.signature(type(transformer).forward.__get__(transformer))
@@ -182,27 +182,30 @@ class ForwardGraphs:
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGraphs:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        ForwardGraphs.__init__(twin, copy.deepcopy(self._transformer, memo), self._mesh)
+        ForwardGraphs.__init__(twin, copy.deepcopy(self._transformer, memo))
         twin.own_hooks = self.own_hooks
         return twin
 
     def clear(self) -> None:
         """Drop all graphs; those in flight end, as do replays that wait for a rank that does not
         come, once the mesh's consistency check has failed."""
-        self._kind = None
+        self._begun = None
         if self._recorded:
             self._recorded.clear()
             self._graphs.renew()
 
-    def choose(self, arguments: Mapping[str, Any]) -> tuple[Mode, str]:
+    def choose(self, arguments: Mapping[str, Any], mesh: SequenceMesh) -> tuple[Mode, str]:
         """Decide how the pass that begins will run: the mode, and a text that differs for other
         modes and kinds, which ranks compare.
+
+        Args:
+            mesh: the ranks that compute a sample, of whose exchanges a graph is.
 
         Raises:
             ConfigError: weights on another device.
             UnsupportedAttentionError: arguments, or changes of modules, that no graph repeats.
         """
-        self._kind = None
+        self._begun = None
         if torch.is_grad_enabled():
             return Mode.GRADIENTS, Mode.GRADIENTS.value
         modules = tuple(identities(self._transformer))
@@ -212,7 +215,7 @@ class ForwardGraphs:
             self.clear()
             self._refused.clear()
             self._modules = modules
-        kind = self._kind_of(arguments)
+        kind = mesh.sp_degree, *self._kind_of(arguments)
         if kind in self._refused:
             raise UnsupportedAttentionError(self._refused[kind])
         mode = Mode.FIRST
@@ -220,7 +223,7 @@ class ForwardGraphs:
             mode = Mode.CAPTURE if self._recorded[kind] is None else Mode.REPLAY
         if mode is not Mode.REPLAY:
             check_compiled(self._transformer)
-        self._kind = kind
+        self._begun = kind, mesh
         return mode, f"{mode.value} ({zlib.crc32(repr(kind).encode()):08x})"
 
     def _kind_of(self, arguments: Mapping[str, Any]) -> Key:
@@ -250,12 +253,13 @@ class ForwardGraphs:
     @disable_in_compile("forward passes are captured in CUDA graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(type(self._transformer).forward, self._transformer)
-        kind, self._kind = self._kind, None
-        if kind is None:
+        begun, self._begun = self._begun, None
+        if begun is None:
             return forward(*args, **kwargs)
+        kind, mesh = begun
         if kind not in self._recorded:
             out = forward(*args, **kwargs)
-            self._drop_oldest()
+            self._drop_oldest(mesh.rank)
             self._recorded[kind] = None
             return out
         leaves, structure = _pytree.tree_flatten((args, kwargs))
@@ -269,11 +273,11 @@ class ForwardGraphs:
             self._capture(kind, recorded, partial(forward, *args, **kwargs))
             self._recorded[kind] = recorded
         # As for attention calls: a rank that does not come is noticed, and waits for it are ended.
-        self._mesh.consistency.check_call(f"a replayed pass of {self._name}", wait=False)
-        note_replay(self._mesh.copy_engines)
+        mesh.consistency.check_call(f"a replayed pass of {self._name}", wait=False)
+        note_replay(mesh.copy_engines)
         return recorded.replay(tensors)
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest(self, rank: int) -> None:
         if len(self._recorded) < _MAX_KINDS:
             return
         warn_once(
@@ -281,7 +285,7 @@ class ForwardGraphs:
             "is dropped for each further one. Numbers among the arguments make kinds by their "
             "values, tensors by their shapes: give a number that changes with each step as a "
             "tensor, and pad text to few lengths",
-            rank=self._mesh.rank,
+            rank=rank,
         )
         del self._recorded[next(iter(self._recorded))]
         if not any(self._recorded.values()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -66,12 +66,23 @@ def check_attention(transformer: nn.Module, plan: Plan, ulysses: int) -> None:
     for path in plan.attention:
         for module in modules_at(transformer, path):
             check_processor(module)
+    check_heads(transformer, plan, ulysses)
+
+
+def check_heads(transformer: nn.Module, plan: Plan, ulysses: int, why: str = "") -> None:
+    """UnsupportedAttentionError for fewer heads than Ulysses ranks.
+
+    Args:
+        why: that many ranks share them, if not by the mesh alone.
+    """
+    for path in plan.attention:
+        for module in modules_at(transformer, path):
             heads = getattr(module, "heads", ulysses)
             if heads < ulysses:
                 raise UnsupportedAttentionError(
                     f"{type(transformer).__name__} has {heads} heads, fewer than the Ulysses "
-                    f"degree {ulysses}: use a Ulysses degree of {heads} or less, and the ring for "
-                    "the other ranks"
+                    f"degree {ulysses}{why}: use a Ulysses degree of {heads} or less, and the ring "
+                    "for the other ranks"
                 )
 
 
@@ -89,6 +100,7 @@ class ShardedTransformer:
     ) -> None:
         self.transformer, self._model = transformer, model
         self._mesh, self._branches = mesh, branches
+        self._parts = branches  # of the pass that runs, or has run last
         self._plan, self._options = plan, options
         self.state: PassState | None = None
         self._removed = False
@@ -101,17 +113,15 @@ class ShardedTransformer:
                 module.processor = processor
         self._graphs: ForwardGraphs | None = None
         if options.cuda_graphs:
-            transformer.forward = self._graphs = ForwardGraphs(transformer, branches.mesh)
-        self._handles = list(self._register())
-        self._modules = list(self._modules_of_plan())
-        if self._graphs is not None:
-            self._graphs.own_hooks = frozenset(handle.id for handle in self._handles)
+            transformer.forward = self._graphs = ForwardGraphs(transformer)
+        self._handles, self._inner_handles = list(self._register()), list[RemovableHandle]()
+        self._hook_modules()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in vars(self).items():
-            same = name in ("_mesh", "_branches", "_plan", "_options")
+            same = name in ("_mesh", "_branches", "_parts", "_plan", "_options")
             setattr(twin, name, value if same else copy.deepcopy(value, memo))
         return twin
 
@@ -123,9 +133,22 @@ class ShardedTransformer:
 
     def _modules_of_plan(self) -> Iterator[nn.Module]:
         plan = self._plan
-        named = (*plan.inputs, *plan.outputs, *plan.masks, *plan.attention, *plan.gathered)
-        for path in (*named, *plan.also_joined, plan.joined):
+        named = (*plan.inputs, *plan.outputs, *plan.masks, *plan.gathered, *plan.also_joined)
+        for path in (*named, plan.joined):
             yield from modules_at(self.transformer, path)
+
+    def _attention_modules(self) -> list[nn.Module]:
+        return [x for path in self._plan.attention for x in modules_at(self.transformer, path)]
+
+    def _hook_modules(self) -> None:
+        """Put the hooks on the modules that are at the plan's paths now, and on no others."""
+        for handle in self._inner_handles:
+            handle.remove()
+        self._inner_handles = list(self._register_inside())
+        self._modules = list(self._modules_of_plan())
+        if self._graphs is not None:
+            handles = (*self._handles, *self._inner_handles)
+            self._graphs.own_hooks = frozenset(handle.id for handle in handles)
 
     def check_idle(self) -> None:
         """ConfigError within a forward pass, which would return a shard if hooks were removed."""
@@ -144,15 +167,16 @@ class ShardedTransformer:
             self._graphs.clear()
             if vars(self.transformer).get("forward") is self._graphs:  # else it was replaced
                 del self.transformer.forward
-        for handle in self._handles:
+        for handle in (*self._handles, *self._inner_handles):
             handle.remove()
         self._handles.clear()
+        self._inner_handles.clear()
         for module, original, processor in self._processors:
             if module.processor is processor:  # else it was replaced since
                 module.processor = original
         self._processors.clear()
 
-    def _register(self) -> Iterator[RemovableHandle]:
+    def _register_inside(self) -> Iterator[RemovableHandle]:
         plan, transformer = self._plan, self.transformer
         for path, argument in plan.masks.items():
             order = plan.order_of_mask(path)
@@ -178,9 +202,12 @@ class ShardedTransformer:
         for path, kind in ((plan.joined, plan.joined_kind), *plan.also_joined.items()):
             for module in modules_at(transformer, path):
                 yield module.register_forward_hook(partial(self._join, kind, True))
+
+    def _register(self) -> Iterator[RemovableHandle]:
         # Around the transformer it is the last hook before and the first after: other hooks, if
         # they were there before, see whole tensors. _end runs after an error too: a pass that
         # failed must not be taken for one that runs.
+        transformer = self.transformer
         yield transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
         yield transformer.register_forward_hook(self._end, always_call=True, prepend=True)
 
@@ -203,20 +230,23 @@ class ShardedTransformer:
         with same_on_all_ranks(self._mesh, call, compared, self._model, deferred=True) as values:
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, arguments)
-            given = self._branches.split(name, arguments, self._plan)
+            self._parts = parts = self._parts_of(arguments)
+            compared["parts of the mesh"] = parts.degree
+            given = parts.split(name, arguments, self._plan)
             if self._graphs is not None:
-                mode, compared["the pass is"] = self._graphs.choose(given)
+                mode, compared["the pass is"] = self._graphs.choose(given, parts.mesh)
         with self._declared_to_ranks():
             return (), self._begin_pass(name, values, mode, given)
 
     def _begin_pass(
         self, name: str, values: ValuesComparison, mode: Mode, given: dict[str, Any]
     ) -> dict[str, Any]:
-        if self._branches.degree > 1:  # attention is compared in a part of the mesh
-            self._branches.mesh.consistency.begin_forward_pass()
-            self._branches.mesh.agree(f"a forward pass of {name}, some samples of the batch")
+        parts = self._parts
+        if parts.degree > 1:  # attention is compared in a part of the mesh
+            parts.mesh.consistency.begin_forward_pass()
+            parts.mesh.agree(f"a forward pass of {name}, some samples of the batch")
         tokens = frozenset(self._plan.tokens.values())
-        self.state = PassState(name, self._branches.mesh, self._options, tokens, values)
+        self.state = PassState(name, parts.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
         if torch.is_grad_enabled():
             self._wrap_checkpoints(self.state)
@@ -231,7 +261,7 @@ class ShardedTransformer:
             raise
 
     def _leave(self, error: BaseException | None) -> None:
-        for mesh in (self._branches.mesh, self._mesh):
+        for mesh in (self._parts.mesh, self._mesh):
             mesh.consistency.leave_forward_pass(type(self.transformer).__name__, error)
 
     @disable_in_compile("a forward pass ends")
@@ -251,19 +281,32 @@ class ShardedTransformer:
                     f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
                     "output its plan joins: what it returns is a shard"
                 )
-            return self._branches.join(out, self._mesh)
+            return self._parts.join(out, self._mesh)
+
+    def _parts_of(self, arguments: dict[str, Any]) -> Branches:
+        """What computes the samples of a batch: the branches' parts of the mesh, or all of it."""
+        name, degree = type(self.transformer).__name__, self._branches.degree
+        parts = self._branches.of_batch(name, arguments, self._plan, self._mesh)
+        if parts is not self._branches:
+            batch, ulysses = len(arguments[self._plan.batched]), self._mesh.ulysses_degree
+            why = f" of the whole mesh, which computes a batch of {batch} with cfg_degree={degree}"
+            check_heads(self.transformer, self._plan, ulysses, why)
+        return parts
 
     def _check_unchanged(self) -> None:
-        # Hooks are on modules and processors that the plan named: new ones would have none, and
-        # would compute with a shard as if it were all tokens.
+        # Attention of a new module would not be sharded, and would compute with a shard as if it
+        # were all tokens. Others that the plan names, as LoRA and quantization wrap and replace
+        # them, have their hooks by its paths: those on the old module may run within the new one.
         check_transformer(self.transformer)
-        name, now = type(self.transformer).__name__, list(self._modules_of_plan())
-        same = len(now) == len(self._modules)
-        if not same or any(x is not y for x, y in zip(now, self._modules, strict=True)):
+        name = type(self.transformer).__name__
+        if not _same(self._attention_modules(), [module for module, *_ in self._processors]):
             raise ConfigError(
-                f"modules of {name} were replaced since enable, as LoRA, quantization or changed "
-                "blocks do (those that its plan names): disable(), change them, and enable again"
+                f"modules of {name} were replaced since enable, as changed blocks do (attention, "
+                "or what is around it): disable(), change them, and enable again"
             )
+        if not _same(list(self._modules_of_plan()), self._modules):
+            self._plan.check(self.transformer)
+            self._hook_modules()
         for module, _, processor in self._processors:
             if module.processor is not processor:
                 raise ConfigError(
@@ -364,6 +407,10 @@ class ShardedTransformer:
     def _join(self, kind: Kind, last: bool, module: nn.Module, _: Any, out: Tensor) -> Tensor:
         join = partial(self._active(module).join, kind=kind, last=last)
         return join(out) if self._graphs is None else self._graphs.outside(join, out)
+
+
+def _same(some: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
+    return len(some) == len(others) and all(x is y for x, y in zip(some, others, strict=True))
 
 
 def _is_running(transformer: nn.Module) -> bool:

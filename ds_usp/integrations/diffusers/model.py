@@ -61,7 +61,8 @@ def enable(
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
         cfg_degree: 2 splits the batch in two halves, as classifier-free guidance makes them, each
             over half of the mesh's ranks: half of the ring if its degree is even, else half of the
-            Ulysses axis. Any divisor of an axis, and of every batch; sampling only.
+            Ulysses axis. Any divisor of an axis; sampling only. All ranks compute a batch that it
+            does not divide, as of one branch.
         cuda_graphs: capture forward passes without gradients in CUDA graphs: of arguments of the
             same shapes the first pass runs without, the second is captured, all others are
             replayed. For calls that are launch-bound, as at a few thousand tokens. Needs GPUs that

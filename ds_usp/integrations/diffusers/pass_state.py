@@ -11,6 +11,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from ds_usp.attention.custom_ops import traced_attention
 from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
@@ -23,6 +24,7 @@ from ds_usp.geometry.segments import Segment
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, Tokens, parameters_of
 from ds_usp.integrations.replicas import Reduction, ValuesComparison, check_reduction, join_shards
 from ds_usp.kernels.registry import AUTO, check_kernel_name
+from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import real_tokens
 
 LAYOUT = "contiguous"
@@ -45,13 +47,22 @@ class Options:
         check_reduction(self.gradients)
 
 
-def mesh_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """:func:`usp_attention` of ``[b, s_local, h, d]``, in the dtype that torch's own would have."""
+def mesh_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seq_lens: Tensor | None = None
+) -> Tensor:
+    """:func:`usp_attention` of ``[b, s_local, h, d]``, in the dtype that torch's own would have.
+
+    Args:
+        seq_lens: of the layouts, for a graph that serves others, see :func:`traced_attention`.
+    """
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     with torch.autocast(device, enabled=False):
-        out: Tensor = usp_attention(q, k, v, **options._asdict())
+        traced = None
+        if seq_lens is not None and torch.compiler.is_compiling():
+            traced = traced_attention(q, k, v, options, seq_lens=seq_lens)
+        out: Tensor = usp_attention(q, k, v, **options._asdict()) if traced is None else traced[0]
     return out
 
 
@@ -59,19 +70,21 @@ def mesh_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -
 class AttentionCall:
     """What attention of tokens in one order takes, known before a block runs.
 
-    Plain values: ``torch.compile`` reads them as constants of its graph, and compiles again when
-    they change, as they do with the number of tokens.
+    Plain values: those that ``torch.compile`` reads are constants of its graph, which it compiles
+    again when they change. So it reads no number of tokens but in ``seq_lens``.
 
     Args:
         lengths, kv_lengths: of this rank's shards of the queries and keys, in their order.
         options: of the attention, without its scale.
         moved: tokens at the front that attention takes last: text, whose padding is at the end.
+        seq_lens: of the layouts of queries and keys; None for a call that no graph can hold.
     """
 
     lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
     options: AttentionOptions
     moved: int
+    seq_lens: Tensor | None
 
 
 class PassState:
@@ -239,15 +252,20 @@ class PassState:
         # Padding is at the end only if text is.
         moved = lengths[0] if documents and order[0] == "text" else 0
         mask = MaskSpec.full(documents)
+        layout = self._attention_layout(order, bool(moved))
         options = AttentionOptions(
             self._mesh,
-            self._attention_layout(order, bool(moved)),
+            layout,
             mask,
             kernel=self._options.kernel,
             tuning=self._options.tuning,
             kv_layout=kv_layout,
         )
-        return AttentionCall(lengths, kv_lengths, options, moved)
+        layouts = layout, layout if kv_layout is None else kv_layout
+        seq_lens = None
+        if not documents and all(type(layout) is TokenLayout for layout in layouts):
+            seq_lens = torch.tensor([layout.seq_len for layout in layouts], device="cpu")
+        return AttentionCall(lengths, kv_lengths, options, moved, seq_lens)
 
     def _documents_of(self, order: tuple[Kind, ...]) -> tuple[Borders, ...]:
         return (self._documents or ()) if self._masked == frozenset(order) else ()
@@ -267,6 +285,22 @@ class PassState:
             for kind in (*tokens.queries, *tokens.keys):
                 self.layout(kind)  # raises for the one that is not known
         call = self._calls[tokens]
+        if not torch.compiler.is_compiling():
+            return self._attend(q, k, v, call, tokens, scale)
+        if call.seq_lens is None:
+            return self._attend_outside(q, k, v, call, tokens, scale)
+        options = call.options._replace(softmax_scale=scale)
+        return mesh_attention(q, k, v, options, call.seq_lens)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: AttentionCall,
+        tokens: Tokens,
+        scale: float | None,
+    ) -> Tensor:
         if q.shape[1] != sum(call.lengths) or k.shape[1] != sum(call.kv_lengths):
             each = zip(tokens, (call.lengths, call.kv_lengths), strict=True)
             have = [f"{' + '.join(map(str, n))} tokens ({' + '.join(kinds)})" for kinds, n in each]
@@ -278,6 +312,10 @@ class PassState:
             q, k, v = (x.roll(-call.moved, 1) for x in (q, k, v))
         out = mesh_attention(q, k, v, call.options._replace(softmax_scale=scale))
         return out.roll(call.moved, 1) if call.moved else out
+
+    _attend_outside = disable_in_compile("no graph has attention over padded or joint tokens")(
+        _attend
+    )
 
     def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
         # Without padding only the number of a rank's tokens matters: where these numbers are those

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.pass_state import PassState
 from ds_usp.integrations.diffusers.plans import Tokens
+from ds_usp.memory.compile_guard import disable_in_compile
 
 _BACKEND = "_attention_backend"
 _MARK, _TOKENS = "_sharded_by_ds_usp", "_tokens_of_ds_usp"
@@ -283,6 +284,9 @@ def _names_any(call: object, *names: str) -> bool:
     return code is not None and not set(names).isdisjoint(code.co_names)
 
 
+# Dynamo keeps what it compiles among the globals of a function, and finds it by its code: those of
+# the next call are others. It gets here where attention has broken the graph of a block.
+@disable_in_compile("a function with globals of its own")
 def run_with(attention: MeshAttention, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call what :meth:`ReplacedAttention.with_current_globals` has made."""
     before = _CURRENT.set(attention)
