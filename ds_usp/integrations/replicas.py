@@ -478,9 +478,10 @@ class ModelComparison:
             return self._read(start)
         tensors: list[Any] = list(chain.from_iterable(map(dict.values, self._tensors_of)))
         identities = list(map(id, tensors))
-        whole = [tensors[weight.place] for weight in self._weights]
-        moved = identities != self._identities or [x.data_ptr() for x in whole] != self._addresses
-        if moved:
+        whole: list[Tensor] = []
+        if identities == self._identities:  # else places may be others'
+            whole = [tensors[weight.place] for weight in self._weights]
+        if not whole or [x.data_ptr() for x in whole] != self._addresses:
             texts, self._identities = self._texts, identities
             self._note_weights(tensors)
             whole = [tensors[weight.place] for weight in self._weights]
