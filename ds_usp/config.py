@@ -121,6 +121,11 @@ def torchrun_env() -> TorchrunEnv:
     return TorchrunEnv(*(int(value) for value in values if value is not None))
 
 
+def is_first_on_node() -> bool:
+    """Whether this process speaks for the ranks of its node, whose errors are the same."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
     """The environment variables whose names begin so, by name."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}

@@ -305,7 +305,8 @@ def check_memory(case: VerifyCase, local_ranks: int, host: float, gpu: float | N
     length = length // 256 * 256 or length
     use = "fewer ranks or --heads"
     if length > 1:
-        use = f"--seq-len {length} or less, {use}"
+        flag = "--documents of" if case.documents else "--seq-len"
+        use = f"{flag} {length} {'tokens ' if case.documents else ''}or less, {use}"
     raise ConfigError(
         f"{case.short_name}, {case.batch} x {case.seq_len} tokens, {case.heads} heads of "
         f"{case.head_dim}, {case.dtype}: every rank keeps the whole tensors for the comparison, "

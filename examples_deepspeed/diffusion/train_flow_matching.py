@@ -21,6 +21,7 @@ from diffusers import FluxPipeline
 from samples import sample_of
 from torch.nn.functional import mse_loss
 
+from ds_usp import one_line_errors
 from ds_usp.integrations.diffusers import enable
 from ds_usp.training import prepare_deepspeed
 
@@ -147,4 +148,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    with one_line_errors():
+        raise SystemExit(leave(main()))

@@ -10,7 +10,7 @@ from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, leave, op
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ds_usp import training
+from ds_usp import one_line_errors, training
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,4 +52,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    with one_line_errors():
+        raise SystemExit(leave(main()))

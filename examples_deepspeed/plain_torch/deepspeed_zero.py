@@ -9,7 +9,7 @@ from deepspeed.utils import safe_get_full_grad
 from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, leave, optimizer_of, start
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ds_usp import training
+from ds_usp import one_line_errors, training
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,4 +57,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    with one_line_errors():
+        raise SystemExit(leave(main()))

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ds_usp import training
+from ds_usp import one_line_errors, training
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,4 +57,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    with one_line_errors():
+        raise SystemExit(leave(main()))
