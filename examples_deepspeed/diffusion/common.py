@@ -89,7 +89,9 @@ def mesh_of(heads: int, ulysses_degree: int, ranks: int = 0) -> ds_usp.SequenceM
     size = ranks or world
     ulysses = ulysses_degree or math.gcd(size, heads)
     if world % size or size % ulysses:
-        raise ds_usp.ConfigError(f"{world} ranks are no multiple of {size} = ulysses {ulysses} x ring")
+        raise ds_usp.ConfigError(
+            f"{world} ranks are no multiple of {size} = ulysses {ulysses} x ring"
+        )
     axes = {"ulysses": ulysses, "ring": size // ulysses, "dp": world // size}
     return ds_usp.SequenceMesh.build(ds_usp.RankGrid(axes))
 

@@ -7,7 +7,6 @@ arguments. A variable of the environment with a setting's name in capitals overr
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 import shutil

@@ -562,7 +562,8 @@ LAUNCHER = """
 import os, signal, subprocess, sys, time
 role, folder = sys.argv[1:]
 def started(name, **variables):
-    return subprocess.Popen([sys.executable, "-S", __file__, name, folder], env={**os.environ, **variables})
+    command = [sys.executable, "-S", __file__, name, folder]
+    return subprocess.Popen(command, env={**os.environ, **variables})
 def note(name):
     open(f"{folder}/{name}_", "w").write(str(os.getpid()))
     os.rename(f"{folder}/{name}_", f"{folder}/{name}")
@@ -581,7 +582,7 @@ def stop(number, _):
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGUSR1, stop)
 note("rank_" + os.environ["RANK"])
-print("rank", flush=True)
+os.write(1, b"rank\\n")
 time.sleep(60)
 """
 SUPERVISE = """
@@ -628,7 +629,9 @@ def test_a_signal_to_a_script_or_its_launcher(number, target, code, noted, line,
     assert line in errors and errors.count("\n") == bool(line), errors
     noted_by = {path.name for path in tmp_path.glob("SIG*")}
     assert noted_by == ({f"{noted}_{rank}" for rank in range(2)} if noted else set())
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    for pid in pids.values():  # ended, if perhaps not waited for by what adopted it
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_task_of_srun_is_a_rank():

@@ -225,9 +225,9 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(monkeypatch, capsys):
     assert 8192 < length < 16384
     verify.check_memory(replace(case, seq_len=length), 8, 20.0 * 2**30, None)
     gpu = replace(case, dtype="bf16", seq_len=1 << 20, heads=64, kv_heads=64)
-    with pytest.raises(ds_usp.ConfigError, match="of a GPU, of which 70.0 GiB are free. Use --seq"):
+    with pytest.raises(ds_usp.ConfigError, match=r"of which 70.0 GiB are free. Use --seq-len"):
         verify.check_memory(gpu, 8, math.inf, 70.0 * 2**30)
-    with pytest.raises(ds_usp.ConfigError, match="8 ranks x .* GiB of host memory"):
+    with pytest.raises(ds_usp.ConfigError, match=r"8 ranks x .* GiB of host memory"):
         verify.check_memory(gpu, 8, 2.0**36, math.inf)
 
 

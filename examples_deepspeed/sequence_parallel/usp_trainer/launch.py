@@ -94,7 +94,7 @@ def run_on_gpus(script: str, argv: list[str], processes: int | None) -> int:
     processes = processes or torch.cuda.device_count()
     flags = ["--standalone", f"--nproc-per-node={processes}"]
     if "signals_to_handle" in LaunchConfig.__dataclass_fields__:
-        # torchrun kills ranks 30 seconds after it has passed a signal on: a checkpoint takes longer.
+        # torchrun kills ranks 30 s after it has passed a signal on: a checkpoint may take longer.
         flags.append(f"--signals-to-handle={','.join(number.name for number in _AT_ONCE)}")
         for number in ASKING:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -149,24 +149,14 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
             context = multiprocessing.start_processes(
                 _forked_rank, arguments, processes, join=False, start_method="fork"
             )
-            # A signal that arrives just before the call that waits is handled after it.
-            passed_on = False
-            while not context.join(_POLL_S, SHUTDOWN_TIMEOUT_S):
-                if asked and not passed_on:
-                    number = asked[0][0]  # ranks ignore SIGINT: Ctrl-C would reach them twice
-                    send(signal.SIGTERM if number == signal.SIGINT else number, context.pids())
-                    passed_on = True
+            _join(context, asked)
         except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException):
             codes = {rank: process.exitcode for rank, process in enumerate(context.processes)}
             if set(codes.values()) == {STOPPED}:
                 return STOPPED
-            # One that still waits at the end of that time was terminated and has no report.
-            ended = {r: c for r, c in codes.items() if c not in (0, *_TERMINATED)}
-            if asked and not ended:  # before the first step
+            if asked and set(codes.values()) <= {0, *_TERMINATED}:  # before the first step
                 return 128 + asked[0][0]
-            failed = {rank: exit_failure(code) for rank, code in (ended or codes).items() if code}
-            failures = failed | _posted_failures(dist.FileStore(store), processes)
-            print(*summary(failures, processes, args), sep="\n", file=sys.stderr)
+            print(*summary(_failures(codes, store), processes, args), sep="\n", file=sys.stderr)
             return 1
         finally:
             # A signal may have come between a fork and the return of start_processes.
@@ -177,6 +167,23 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
             for number, handler in previous.items():
                 signal.signal(number, handler)
     return 0
+
+
+def _join(context: multiprocessing.ProcessContext, asked: list[tuple[int, float]]) -> None:
+    passed_on = False
+    # A signal that arrives just before the call that waits is handled after it.
+    while not context.join(_POLL_S, SHUTDOWN_TIMEOUT_S):
+        if asked and not passed_on:
+            number = asked[0][0]  # ranks ignore SIGINT: Ctrl-C would reach them twice
+            send(signal.SIGTERM if number == signal.SIGINT else number, context.pids())
+            passed_on = True
+
+
+def _failures(codes: Mapping[int, int], store: str) -> dict[int, Failure]:
+    # One that still waits when the others have ended is terminated, and has no report.
+    failed = {r: c for r, c in codes.items() if c not in (0, *_TERMINATED)} or codes
+    ended = {rank: exit_failure(code) for rank, code in failed.items() if code}
+    return ended | _posted_failures(dist.FileStore(store), len(codes))
 
 
 def _forked_rank(

@@ -174,19 +174,9 @@ def _pretrain(args: Namespace, signals: StopSignals) -> int:
 def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) -> int:
     args, reporter, reason = loop.args, None, None
     saved, code = loop.progress.step, 0
-
-    def save() -> None:
-        folder = loop.save()
-        if reporter:
-            reporter.print_above(f"saved    {folder}")
-
     if dist.get_rank() == 0:
         reporter = _build_reporter(loop, explanation)
-    watch: AbstractContextManager[None] = nullcontext()
-    if reporter and not args.quiet:
-        modules = loop.trainer.engine.module.modules()
-        layers = [(layer.number, layer) for layer in modules if isinstance(layer, Layer)]
-        watch = progress.first_step_lines(layers, args.num_layers, reporter.print_above)
+    watch = _first_step_lines(loop, reporter)
     while loop.progress.step < args.train_iters and not reason:
         is_reported = loop.progress.step + 1 == args.usp_report_communication
         try:
@@ -203,12 +193,11 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
         if reporter:
             reporter.step(row)
         due = args.save_interval and row["step"] % args.save_interval == 0
-        if args.save and (last or due):
-            save()
-            saved = row["step"]
+        if last or due:
+            saved = _save(loop, reporter)
     step = loop.progress.step
-    if code and args.save and step > saved:
-        save()
+    if code and step > saved:
+        _save(loop, reporter)
     if reporter:
         if reason and step < args.train_iters:
             reporter.print_above(f"stopped  at step {step} of {args.train_iters}: {reason}")
@@ -216,6 +205,25 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
     if code:  # a launcher ends the others as soon as one rank has ended with it
         dist.barrier()
     return code
+
+
+def _save(loop: TrainingLoop, reporter: progress.ProgressReporter | None) -> int:
+    """Write a checkpoint, if there is a folder for it; the step that it is of."""
+    if loop.args.save:
+        folder = loop.save()
+        if reporter:
+            reporter.print_above(f"saved    {folder}")
+    return loop.progress.step
+
+
+def _first_step_lines(
+    loop: TrainingLoop, reporter: progress.ProgressReporter | None
+) -> AbstractContextManager[None]:
+    if reporter is None or loop.args.quiet:
+        return nullcontext()
+    modules = loop.trainer.engine.module.modules()
+    layers = [(layer.number, layer) for layer in modules if isinstance(layer, Layer)]
+    return progress.first_step_lines(layers, loop.args.num_layers, reporter.print_above)
 
 
 def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.ProgressReporter:

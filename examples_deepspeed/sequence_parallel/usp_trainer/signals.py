@@ -9,6 +9,7 @@ process that started them (``launch.py``). Does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -150,9 +151,7 @@ def processes_below(process: int) -> tuple[list[int], list[int]]:
                 ranks.append(child)
             else:
                 launchers.append(child)
-                for below, found in zip(
-                    processes_below(child), (launchers, ranks), strict=True
-                ):
+                for below, found in zip(processes_below(child), (launchers, ranks), strict=True):
                     found.extend(below)
     return launchers, ranks
 
@@ -191,9 +190,6 @@ def supervise(
             signal.signal(number, lambda number, _: asked.append(number))
     if sys.platform == "linux":  # a rank whose launcher has ended becomes a child of this process
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    launchers: set[int] = set()
-    ranks: set[int] = set()
-    code = None
     with tempfile.TemporaryDirectory(prefix="usp_job_") as folder:
         stopped = Path(folder, "stopped")
         # In a session of its own: Ctrl-C must not end it before those that write to it.
@@ -208,44 +204,49 @@ def supervise(
         )
         if tee.stdin:
             tee.stdin.close()
-        while code is None:
-            below = processes_below(launcher.pid)
-            launchers.update(below[0])
-            ranks.update(below[1])
-            while asked:
-                _hand_on(asked.pop(0), [launcher.pid, *below[0]], below[1], on_signal)
-            time.sleep(_POLL_S)
-            code = launcher.poll()
+        code, launchers, ranks = _watch(launcher, asked, on_signal)
         adopted = list(filter(_is_adopted, ranks))
         if code or adopted:
             _end(launchers | ranks)
-        lines = []
-        if code == 0 and adopted:
+        error = ""
+        if code == -signal.SIGKILL:
+            error = f"error: {name} was killed (SIGKILL), by the system if memory ran out"
+        elif code == 0 and adopted:
             # DeepSpeed's launcher answers 0 where the process that started its ranks was killed.
-            lines.append(
+            code = 1
+            error = (
                 f"error: {name} left {len(adopted)} ranks behind, which were ended: one of its own "
                 "processes was killed, by the system if memory ran out"
             )
-        elif code == -signal.SIGKILL:
-            lines.append(f"error: {name} was killed (SIGKILL), by the system if memory ran out")
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # of a service that still writes
             tee.wait(_END_S)
-        except subprocess.TimeoutExpired:  # a service that a rank has started still writes
-            pass
-        for line in lines:
-            print(line, file=sys.stderr)
+        if error:
+            print(error, file=sys.stderr)
             with Path(log).open("a") as file:
-                print(line, file=file)
+                print(error, file=file)
         if stopped.exists():
             return STOPPED
-    if adopted and code == 0:
-        return 1
     return code if code >= 0 else 128 - code
 
 
-def _hand_on(
-    number: int, launchers: Sequence[int], ranks: Sequence[int], on_signal: str
-) -> None:
+def _watch(
+    launcher: subprocess.Popen[bytes], asked: list[int], on_signal: str
+) -> tuple[int, set[int], set[int]]:
+    """Hand on what is asked until the launcher has ended; its exit code, and the launchers and the
+    ranks that were seen below it."""
+    launchers: set[int] = set()
+    ranks: set[int] = set()
+    while launcher.poll() is None:
+        below = processes_below(launcher.pid)
+        launchers.update(below[0])
+        ranks.update(below[1])
+        while asked:
+            _hand_on(asked.pop(0), [launcher.pid, *below[0]], below[1], on_signal)
+        time.sleep(_POLL_S)
+    return launcher.returncode, launchers, ranks
+
+
+def _hand_on(number: int, launchers: Sequence[int], ranks: Sequence[int], on_signal: str) -> None:
     """Send a signal to the ranks. A launcher would give them 30 seconds, which may be less than a
     step and a checkpoint take; it gets the signal where the ranks are not to be seen: not started
     yet, or on other machines."""
