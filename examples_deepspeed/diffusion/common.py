@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,11 @@ def start(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def leave(code: int) -> int:
-    """End torch.distributed: without it a process with gloo may abort at exit (SIGABRT)."""
-    dist.destroy_process_group()
+def run(main: Callable[[], int]) -> int:
+    """The exit code of ``main``; an error that the user can mend is one line, not one a rank."""
+    with ds_usp.one_line_errors():
+        code = main()
+    dist.destroy_process_group()  # without it a process with gloo may abort at exit (SIGABRT)
     return code
 
 

@@ -10,10 +10,10 @@ Rank 0 encodes the prompt, shows the progress, decodes, and writes ``latents.saf
 import diffusers
 import torch
 import torch.distributed as dist
-from common import flags, leave, mesh_of, print0, start, tiny_pipeline, write
+from common import flags, mesh_of, print0, run, start, tiny_pipeline, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ds_usp import ConfigError, one_line_errors
+from ds_usp import ConfigError
 from ds_usp.integrations.diffusers import enable
 
 LIMIT = 1e-5  # relative difference in fp32; in bf16 twice what another kernel makes
@@ -140,5 +140,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        raise SystemExit(leave(main()))
+    raise SystemExit(run(main))

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from check import matches_one_process, print_rank0
 from deepspeed.utils import safe_get_full_grad
-from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, leave, optimizer_of, start
+from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, optimizer_of, run, start
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ds_usp import one_line_errors, training
+from ds_usp import training
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,5 +57,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        raise SystemExit(leave(main()))
+    raise SystemExit(run(main))

@@ -7,12 +7,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from check import matches_one_process, print_rank0
-from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, leave, optimizer_of, start
+from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, optimizer_of, run, start
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ds_usp import one_line_errors, training
+from ds_usp import training
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,5 +57,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        raise SystemExit(leave(main()))
+    raise SystemExit(run(main))

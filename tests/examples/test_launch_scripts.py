@@ -25,6 +25,7 @@ from programs import (
     ROOT,
     SCRIPTS,
     bash,
+    environment,
     free_port,
     python,
     start,
@@ -600,6 +601,7 @@ sys.exit(supervise("torchrun", command, "log", dict(os.environ)))
         ("INT", "script", 75, "SIGTERM", "SIGTERM: passed on to 2 ranks"),
         ("USR1", "script", 75, "SIGUSR1", "SIGUSR1: passed on to 2 ranks"),
         ("HUP", "script", 129, None, ""),
+        ("USR1", "other script", 75, "SIGTERM", "SIGTERM: passed on to 2 ranks"),
         ("KILL", "agent", 75, "SIGTERM", "error: torchrun left 2 ranks behind, which were ended"),
         ("KILL", "outer", 75, "SIGTERM", "error: torchrun was killed (SIGKILL)"),
     ],
@@ -607,10 +609,17 @@ sys.exit(supervise("torchrun", command, "log", dict(os.environ)))
 def test_a_signal_to_a_script_or_its_launcher(number, target, code, noted, line, tmp_path):
     """No rank goes on without its launcher, and no launcher that was killed has succeeded."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
+    command = [sys.executable, "-c", SUPERVISE, "launcher.py"]
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
+    if target == "other script":
+        command = ["bash", str(ROOT / "examples_deepspeed/diffusion/generate_tiny_usp_cpu.sh")]
+        launcher = f"exec {sys.executable} -S {tmp_path}/launcher.py torchrun {tmp_path}"
+        executable(tmp_path / "torchrun", launcher)
+        settings = environment(PATH=f"{tmp_path}{os.pathsep}{environment()['PATH']}")
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISE, "launcher.py"],
+        command,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])},
+        env=settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -620,12 +629,14 @@ def test_a_signal_to_a_script_or_its_launcher(number, target, code, noted, line,
     while not all((tmp_path / name).exists() for name in names):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    pids = {name: int((tmp_path / name).read_text()) for name in names} | {"script": process.pid}
+    pids = {name: int((tmp_path / name).read_text()) for name in names}
+    pids |= {"script": process.pid, "other script": process.pid}
     time.sleep(0.5)  # the script has seen its ranks
     os.kill(pids[target], signal.Signals[f"SIG{number}"])
     out, errors = process.communicate(timeout=30)
     assert process.returncode == code, errors
-    assert out == "rank\n" * 2 and (tmp_path / "log").read_text().startswith(out)
+    assert out == "rank\n" * 2
+    assert target == "other script" or (tmp_path / "log").read_text().startswith(out)
     assert line in errors and errors.count("\n") == bool(line), errors
     noted_by = {path.name for path in tmp_path.glob("SIG*")}
     assert noted_by == ({f"{noted}_{rank}" for rank in range(2)} if noted else set())

@@ -124,8 +124,8 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
 
     After the first failure the others have ``SHUTDOWN_TIMEOUT_S`` to fail and report. What they
     report is printed on stderr, equal errors once. They end when this process ends for any reason.
-    The first of SIGTERM, SIGINT and SIGUSR1 is passed on to the ranks. SystemExit on the second, on
-    SIGHUP and on SIGQUIT, with the exit code of a shell.
+    The first of SIGTERM, SIGINT and SIGUSR1 is passed on to the ranks. SystemExit on a second, on
+    one that finds them not training yet, and on SIGHUP and SIGQUIT, with the exit code of a shell.
 
     Returns:
         0, ``STOPPED`` if a signal stopped the ranks, or 1 if one failed.
@@ -155,7 +155,7 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
             if set(codes.values()) == {STOPPED}:
                 return STOPPED
             if asked and set(codes.values()) <= {0, *_TERMINATED}:  # before the first step
-                return 128 + asked[0][0]
+                raise SystemExit(128 + asked[0][0]) from None
             print(*summary(_failures(codes, store), processes, args), sep="\n", file=sys.stderr)
             return 1
         finally:

@@ -168,7 +168,7 @@ def send(number: int, processes: Iterable[int]) -> None:
 def supervise(
     name: str,
     command: Sequence[str],
-    log: str,
+    log: str | None,
     environment: Mapping[str, str],
     on_signal: str = "",
 ) -> int:
@@ -177,6 +177,7 @@ def supervise(
 
     Args:
         name: of the launcher.
+        log: the file; None: there is none.
         environment: its variables.
         on_signal: what the ranks do then, for the user.
 
@@ -192,18 +193,8 @@ def supervise(
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory(prefix="usp_job_") as folder:
         stopped = Path(folder, "stopped")
-        # In a session of its own: Ctrl-C must not end it before those that write to it.
-        tee = subprocess.Popen(
-            ["tee", "-a", log], stdin=subprocess.PIPE, start_new_session=True, env=environment
-        )
-        launcher = subprocess.Popen(
-            command,
-            env={**environment, STOPPED_FILE: str(stopped)},
-            stdout=tee.stdin,
-            stderr=subprocess.STDOUT,
-        )
-        if tee.stdin:
-            tee.stdin.close()
+        variables = {**environment, STOPPED_FILE: str(stopped)}
+        launcher, tee = _launch(command, log, variables)
         code, launchers, ranks = _watch(launcher, asked, on_signal)
         adopted = list(filter(_is_adopted, ranks))
         if code or adopted:
@@ -222,11 +213,25 @@ def supervise(
             tee.wait(_END_S)
         if error:
             print(error, file=sys.stderr)
-            with Path(log).open("a") as file:
+            with Path(log or os.devnull).open("a") as file:
                 print(error, file=file)
         if stopped.exists():
             return STOPPED
     return code if code >= 0 else 128 - code
+
+
+def _launch(
+    command: Sequence[str], log: str | None, variables: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+    """Start a launcher, and what copies its output to the log."""
+    copying = ["tee", "-a", log] if log else ["true"]
+    # In a session of its own: Ctrl-C must not end it before those that write to it.
+    tee = subprocess.Popen(copying, stdin=subprocess.PIPE, start_new_session=True)
+    pipe = tee.stdin if log else None
+    launcher = subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe)
+    if tee.stdin:
+        tee.stdin.close()
+    return launcher, tee
 
 
 def _watch(
