@@ -43,7 +43,7 @@ _ROW_DIM: Mapping[str, int] = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 _FEW_KEYS, _MIN_FRACTION_OF_DOUT = 16, 0.05
 _BLOCK_ELEMENTS: Mapping[str, int] = {"cpu": 1 << 22, "cuda": 1 << 25}  # scores of the oracle
 _BLOCK_COPIES = 12  # of a block's scores that are in memory at once
-# Beside tensors, measured: libraries and buffers of a rank.
+# Beside tensors: libraries and buffers of a rank, measured on CPUs; a CUDA context and NCCL.
 _CPU_RANK_BYTES, _GPU_RANK_HOST_BYTES = 2**28, 3 * 2**30
 
 Progress = Callable[[str], None]
@@ -167,7 +167,7 @@ class RankMemory:
     @classmethod
     def of(cls, case: VerifyCase, device: str) -> RankMemory:
         """Of the whole tensors, which every rank has, not of shards: call, dense call and reference
-        are compared on all of them. An estimate: on CPUs 1 to 1.2 times what was measured at 2K and
+        are compared on all of them. An estimate: on CPUs 1 to 1.3 times what was measured at 2K and
         4K tokens."""
         tokens, size = case.batch * case.seq_len, DTYPES[case.dtype].itemsize
         drawn = max(size, 4)

@@ -153,7 +153,10 @@ def pretrain(args: Namespace) -> int:
         machines = [("", 0)] * dist.get_world_size()
         dist.all_gather_object(machines, (machine(), os.getpid()))
         signals.siblings = tuple(number for name, number in machines if name == machine())
-        return _pretrain(args, signals)
+        code = _pretrain(args, signals)
+        if code:  # a launcher ends the others as soon as one rank has ended with it
+            dist.barrier()
+        return code
 
 
 def _pretrain(args: Namespace, signals: StopSignals) -> int:
@@ -202,8 +205,6 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
         if reason and step < args.train_iters:
             reporter.print_above(f"stopped  at step {step} of {args.train_iters}: {reason}")
         reporter.finish()
-    if code:  # a launcher ends the others as soon as one rank has ended with it
-        dist.barrier()
     return code
 
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -195,10 +195,10 @@ def supervise(
         stopped = Path(folder, "stopped")
         variables = {**environment, STOPPED_FILE: str(stopped)}
         launcher, tee = _launch(command, log, variables)
-        code, launchers, ranks = _watch(launcher, asked, on_signal)
-        adopted = list(filter(_is_adopted, ranks))
+        launchers, ranks, is_told = _watch(launcher, asked, on_signal)
+        code, adopted = launcher.returncode, list(filter(_is_adopted, ranks))
         if code or adopted:
-            _end(launchers | ranks)
+            _end(launchers | ranks, is_told or bool(asked))
         error = ""
         if code == -signal.SIGKILL:
             error = f"error: {name} was killed (SIGKILL), by the system if memory ran out"
@@ -236,19 +236,21 @@ def _launch(
 
 def _watch(
     launcher: subprocess.Popen[bytes], asked: list[int], on_signal: str
-) -> tuple[int, set[int], set[int]]:
-    """Hand on what is asked until the launcher has ended; its exit code, and the launchers and the
-    ranks that were seen below it."""
+) -> tuple[set[int], set[int], bool]:
+    """Hand on what is asked until the launcher has ended; the launchers and the ranks that were
+    seen below it, and whether they were sent a signal."""
     launchers: set[int] = set()
     ranks: set[int] = set()
+    is_told = False
     while launcher.poll() is None:
         below = processes_below(launcher.pid)
         launchers.update(below[0])
         ranks.update(below[1])
         while asked:
             _hand_on(asked.pop(0), [launcher.pid, *below[0]], below[1], on_signal)
+            is_told = True
         time.sleep(_POLL_S)
-    return launcher.returncode, launchers, ranks
+    return launchers, ranks, is_told
 
 
 def _hand_on(number: int, launchers: Sequence[int], ranks: Sequence[int], on_signal: str) -> None:
@@ -277,11 +279,16 @@ def _is_adopted(process: int) -> bool:
     return True
 
 
-def _end(processes: Iterable[int]) -> None:
-    """End those of the processes that are left below this one."""
+def _end(processes: Collection[int], is_told: bool) -> None:
+    """End those of the processes that are left below this one.
+
+    Args:
+        is_told: they were sent a signal already, as by Ctrl-C, which may end a launcher first;
+            a second one would keep ranks from saving.
+    """
     for number, seconds in ((signal.SIGTERM, _END_S), (signal.SIGKILL, 1.0)):
         deadline = time.monotonic() + seconds
-        told: set[int] = set()
+        told = set(processes) if is_told and number == signal.SIGTERM else set()
         while time.monotonic() < deadline:
             below = processes_below(os.getpid())
             left = {p for p in (*below[0], *below[1]) if p in processes}
