@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ds_usp.attention.tuning import Tuning
     from ds_usp.comm.channel import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
+    from ds_usp.comm.process_groups import one_line_errors
     from ds_usp.experimental.projected_attention import USPSelfAttention, projected_attention
     from ds_usp.experimental.projection import Projection
 else:
@@ -48,6 +49,7 @@ else:
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",
             "USPSelfAttention": "ds_usp.experimental.projected_attention",
+            "one_line_errors": "ds_usp.comm.process_groups",
             "projected_attention": "ds_usp.experimental.projected_attention",
             "usp_attention": "ds_usp.attention.functional",
             "usp_joint_attention": "ds_usp.attention.functional",
@@ -93,6 +95,7 @@ __all__ = [
     "UnsupportedAttentionError",
     "__version__",
     "allocator_variables",
+    "one_line_errors",
     "projected_attention",
     "usp_attention",
     "usp_joint_attention",

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from ds_usp._version import __version__, commit
+from ds_usp.config import is_first_on_node
 from ds_usp.errors import USPError
 
 _COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(command, rest)
     except USPError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if is_first_on_node():
+            print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

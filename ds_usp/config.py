@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,39 @@ def torchrun_env() -> TorchrunEnv:
     return TorchrunEnv(*(int(value) for value in values if value is not None))
 
 
+def is_first_on_node() -> bool:
+    """Whether this process speaks for the ranks of its node, whose errors are the same."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
     """The environment variables whose names begin so, by name."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
+def free_memory() -> float:
+    """Bytes of host memory that this process and its ranks can still take: of the machine, and of
+    the container's limit. Infinite where neither is known."""
+    free = [math.inf]
+    with suppress(OSError):
+        text = Path("/proc/meminfo").read_text()
+        free += [1024.0 * int(kib) for kib in re.findall(r"^MemAvailable:\s+(\d+)", text, re.M)]
+    # Of cgroup 2 and 1; what is cached from files is given back when it is needed.
+    for limit, used, cached, folder in (
+        ("memory.max", "memory.current", "inactive_file", "/sys/fs/cgroup"),
+        (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+            "/sys/fs/cgroup/memory",
+        ),
+    ):
+        with suppress(OSError, ValueError):  # "max": there is no limit
+            in_use = int(Path(folder, used).read_text()) - int(Path(folder, limit).read_text())
+            text = Path(folder, "memory.stat").read_text()
+            files = sum(map(int, re.findall(rf"^{cached} (\d+)", text, re.M)))
+            free.append(float(files - in_use))
+    return min(free)
 
 
 def p2p_disabled_reason() -> str | None:

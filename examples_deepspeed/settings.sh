@@ -55,5 +55,17 @@ start() {
     options="$(python -c "$options")"
     [[ -z "$options" ]] || export "${options?}"
   fi
-  "${command[@]}" "$@"
+  # Bash hands no signal on: the ranks would go on without the script.
+  local status=0 code="import os, sys; sys.path.insert(0, sys.argv[1])
+from usp_trainer.signals import supervise
+sys.exit(supervise('torchrun', sys.argv[2:], None, os.environ))"
+  python -c "$code" "$here/../sequence_parallel" "${command[@]}" "$@" &
+  trap 'kill -TERM $!' TERM INT HUP USR1
+  wait $! || status=$?
+  while kill -0 $! 2>/dev/null; do # the signal has ended wait
+    status=0
+    wait $! || status=$?
+  done
+  trap - TERM INT HUP USR1
+  return "$status"
 }

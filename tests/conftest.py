@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,17 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-durations"):
         config.pluginmanager.register(fast_tier.Durations())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a case of the fast tier that is not fast."""
-    report = yield
-    if item.config.getoption("-m") == fast_tier.MARK:
-        fast_tier.fail_if_slow(report)
-    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,8 +3,10 @@
 Every test function outside of the framework and GPU folders is in the fast tier, with as many of
 its cases as fit ``FUNCTION_S`` seconds, spread evenly over them; a function whose single case is
 slower than ``CASE_S`` is not. ``durations.json`` holds the seconds of each function's cases, from a
-run of all tests with ``--write-durations``; a function without an entry is fast, until a case of it
-takes longer than ``CASE_S``: then it fails, in the fast tier.
+run of all tests with ``--write-durations``; a function without an entry is fast. Seconds that have
+passed say nothing of a test on a machine with other work: no case fails for them. Whoever adds a
+slow test sees it in the durations that ``scripts/test.sh --durations 20`` prints, and writes the
+file anew.
 """
 
 import json
@@ -44,17 +46,6 @@ def mark_fast(items: Iterable[pytest.Item]) -> None:
             chosen = max(1, int(FUNCTION_S / case_s)) if case_s else len(cases)
             for index in spread(len(cases), chosen):
                 cases[index].add_marker(MARK)
-
-
-def fail_if_slow(report: pytest.TestReport) -> None:
-    """Have a case that passed fail if it took longer than ``CASE_S``."""
-    if report.passed and report.when == "call" and report.duration > CASE_S:
-        report.outcome = "failed"
-        report.longrepr = (
-            f"{report.nodeid} took {report.duration:.1f} s in the fast tier, at most {CASE_S:g} "
-            "are allowed: make it faster, or record what all tests take "
-            "(scripts/test.sh --write-durations)"
-        )
 
 
 class Durations:

@@ -23,6 +23,7 @@ from ds_usp.cli.verify_run import (
     DTYPES,
     ENTRY_POINTS,
     RankError,
+    RankMemory,
     Report,
     TensorErrors,
     VerifyCase,
@@ -31,11 +32,12 @@ from ds_usp.cli.verify_run import (
     run_forked,
     run_launched,
 )
-from ds_usp.config import environment, torchrun_env
+from ds_usp.config import environment, free_memory, torchrun_env
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import Degrees, divisors
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner.arguments import OneLineParser, positive, tokens
+from ds_usp.planner.search import GIB
 
 EXACT, WRONG, REFUSED = 0, 1, 2
 _VERDICTS = ("exact", "WRONG", "refused")
@@ -81,6 +83,10 @@ def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
             f"{torch.cuda.device_count()} GPUs: start at most as many, or give --device cpu"
         )
     cases = cases_of(args, env.world if started else None, cuda)
+    local_ranks = env.local_world if started else cases[0].ulysses * cases[0].ring
+    free_gpu = torch.cuda.mem_get_info(env.local_rank)[0] if cuda else None
+    for case in cases:
+        check_memory(case, local_ranks, free_memory(), free_gpu)
 
     def progress(line: str) -> None:
         if env.rank == 0:
@@ -268,6 +274,44 @@ def _sweep(world: int, gpu: bool, seed: int) -> list[VerifyCase]:
         for layout in ("contiguous", "zigzag")
         for mask in ((None, 0, 0), (None, None, 0), (window, 0, 0))
     ]
+
+
+def check_memory(case: VerifyCase, local_ranks: int, host: float, gpu: float | None) -> None:
+    """ConfigError for a case that does not fit, with the numbers and the length that does.
+
+    Args:
+        local_ranks: of this node.
+        host, gpu: free bytes of its host memory, and of this rank's GPU; None: it has none.
+    """
+
+    def lacking(case: VerifyCase) -> str:
+        needs = RankMemory.of(case, "cpu" if gpu is None else "cuda")
+        on_host = local_ranks * (needs.device + needs.host if gpu is None else needs.host)
+        if gpu is not None and needs.device > gpu:
+            return f"{needs.device / GIB:.1f} GiB of a GPU, of which {gpu / GIB:.1f} GiB are free"
+        if on_host > host:
+            return (
+                f"{local_ranks} ranks x {on_host / local_ranks / GIB:.1f} GiB = "
+                f"{on_host / GIB:.1f} GiB of host memory, of which {host / GIB:.1f} GiB are free"
+            )
+        return ""
+
+    reason = lacking(case)
+    if not reason:
+        return
+    length = case.seq_len
+    while length > 1 and lacking(replace(case, seq_len=length)):
+        length = int(0.9 * length)
+    length = length // 256 * 256 or length
+    use = "fewer ranks or --heads"
+    if length > 1:
+        flag = "--documents of" if case.documents else "--seq-len"
+        use = f"{flag} {length} {'tokens ' if case.documents else ''}or less, {use}"
+    raise ConfigError(
+        f"{case.short_name}, {case.batch} x {case.seq_len} tokens, {case.heads} heads of "
+        f"{case.head_dim}, {case.dtype}: every rank keeps the whole tensors for the comparison, "
+        f"which takes {reason}. Use {use}"
+    )
 
 
 def verdict(report: Report) -> int:

@@ -42,6 +42,9 @@ _ROW_DIM: Mapping[str, int] = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 # Gradients of a query that sees one key are 0: they are compared with a fraction of dout then.
 _FEW_KEYS, _MIN_FRACTION_OF_DOUT = 16, 0.05
 _BLOCK_ELEMENTS: Mapping[str, int] = {"cpu": 1 << 22, "cuda": 1 << 25}  # scores of the oracle
+_BLOCK_COPIES = 12  # of a block's scores that are in memory at once
+# Beside tensors: libraries and buffers of a rank, measured on CPUs; a CUDA context and NCCL.
+_CPU_RANK_BYTES, _GPU_RANK_HOST_BYTES = 2**28, 3 * 2**30
 
 Progress = Callable[[str], None]
 Work = Callable[[TorchrunEnv, torch.device, Progress], Any]  # what every rank runs
@@ -71,6 +74,19 @@ class VerifyCase:
     entry_point: str = ENTRY_POINTS[0]
     backward: bool = True
     seed: int = 0
+
+    def selected_kernel(self, device: str) -> str:
+        """The name of the kernel that runs; UnsupportedAttentionError where none does."""
+        request = KernelRequest(
+            device=device,
+            dtype=DTYPES[self.dtype],
+            head_dim=self.head_dim,
+            mask=self.mask_spec().band,
+            documents=bool(self.documents),
+            value_dim=self.value_dim,
+            score_mod=ScoreMod(softcap=self.softcap, alibi=self.alibi),
+        )
+        return select_kernel(request, self.kernel).name
 
     @property
     def borders(self) -> tuple[tuple[int, ...], ...]:
@@ -142,6 +158,36 @@ class VerifyCase:
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """Bytes that a rank allocates for a case: of its device, and of host memory besides."""
+
+    device: float
+    host: float
+
+    @classmethod
+    def of(cls, case: VerifyCase, device: str) -> RankMemory:
+        """Of the whole tensors, which every rank has, not of shards: call, dense call and reference
+        are compared on all of them. An estimate: on CPUs 1 to 1.3 times what was measured at 2K and
+        4K tokens."""
+        tokens, size = case.batch * case.seq_len, DTYPES[case.dtype].itemsize
+        drawn = max(size, 4)
+        keys = tokens * case.kv_heads * (case.head_dim + case.value_dim)
+        out = tokens * case.heads * case.value_dim
+        inputs = tokens * case.heads * case.head_dim + keys + out
+        results = inputs if case.backward else out  # dq, dk and dv are as large as q, k and v
+        dense = 2.0 * inputs * size
+        with contextlib.suppress(ds_usp.USPError):  # which the ranks report
+            if case.selected_kernel(device) == "eager":  # scores, and their exponentials
+                dense += 2.5 * case.batch * case.heads * case.seq_len**2 * drawn
+        # In fp64, half of it again while it is reduced; and the blocks' scores.
+        reference = 12.0 * results + _BLOCK_COPIES * 8 * _BLOCK_ELEMENTS[device]
+        peak = inputs * size + max(dense, results * size + reference)
+        if device == "cpu":
+            return cls(peak + _CPU_RANK_BYTES, 0.0)
+        return cls(peak, inputs * drawn + _GPU_RANK_HOST_BYTES)
+
+
+@dataclass(frozen=True)
 class TensorErrors:
     """One result's relative errors, each the largest of all ranks.
 
@@ -202,16 +248,7 @@ def _run(case: VerifyCase, env: TorchrunEnv, device: torch.device, stage: Progre
         layout = mesh.layout(case.layout, case.seq_len, documents)
         # Fields that change no tensor are blanked: cases share what _tensors and _reference keep.
         tensors = _tensors(replace(case, layout=""), device)
-        request = KernelRequest(
-            device=device.type,
-            dtype=DTYPES[case.dtype],
-            head_dim=case.head_dim,
-            mask=case.mask_spec().band,
-            documents=bool(case.documents),
-            value_dim=case.value_dim,
-            score_mod=ScoreMod(softcap=case.softcap, alibi=case.alibi),
-        )
-        kernel = select_kernel(request, case.kernel).name
+        kernel = case.selected_kernel(device.type)
         results = _attend(mesh, layout, case, tensors)
         single = ds_usp.SequenceMesh.single()
         dense = _attend(single, single.layout("contiguous", case.seq_len), case, tensors)

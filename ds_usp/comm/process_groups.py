@@ -1,11 +1,12 @@
-"""Process groups: sub-groups that only their members create, a few bytes from every rank, and which
-ranks are on one node."""
+"""Process groups: sub-groups that only their members create, a few bytes from every rank, which
+ranks are on one node, and an error that all ranks of a program raise, printed once."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ds_usp.config import environment
+from ds_usp.errors import USPError
 from ds_usp.geometry.ranks import RankGrid
 
 
@@ -71,6 +74,37 @@ def transport_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End a program with one line where the user can mend what it reports, instead of a traceback
+    for each rank:
+
+        with ds_usp.one_line_errors():
+            main()
+
+    Every rank exits with code 1. One of them prints a line that several have, those that differ are
+    all printed; before there are process groups rank 0 prints.
+
+    Raises:
+        SystemExit: for a :class:`~ds_usp.USPError`. Other errors pass, with their tracebacks.
+    """
+    try:
+        yield
+    except USPError as error:
+        text = f"{type(error).__name__}: {error}"
+        raise SystemExit(text if _is_speaker(text) else 1) from error
+
+
+def _is_speaker(text: str) -> bool:
+    if not dist.is_initialized():
+        return environment(("RANK",)).get("RANK", "0") == "0"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    try:
+        return bool(c10d._get_default_store().add(f"usp error {digest}", 1) == 1)
+    except RuntimeError:  # the rank that hosts the store has ended
+        return True
 
 
 def node_ids(group: dist.ProcessGroup) -> list[bytes]:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ds_usp.config import is_first_on_node
 from ds_usp.errors import USPError
 from ds_usp.planner.arguments import OneDefault, OneLineParser, add_flags, command_from
 from ds_usp.planner.commands import ALIASES, COMMANDS
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         sys.stdout.flush()
         return status
     except USPError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if is_first_on_node():  # of those that torchrun started for `profile`
+            print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

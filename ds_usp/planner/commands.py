@@ -151,7 +151,8 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
     stage: int = flag("pipeline stage; -1: the fullest one", 0)
 
     def result(self) -> Result:
-        """The memory of one pipeline stage, and how much more the fullest needs."""
+        """The memory of one pipeline stage, and how much more the fullest needs; exit status 1 if
+        that is more than a GPU has."""
         config = self.training_config()
         global_batch = self.global_batch or 2 * config.pp * config.dp * self.micro_batch
         work = Workload(load_model(self.model), self.seq_len, global_batch)
@@ -169,7 +170,15 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
         if fullest.total > shown.total:
             more = (fullest.total - shown.total) / GIB
             text.append(f"the fullest stage, {fullest.stage}, needs {more:.2f} GiB more")
-        return Result(content, text)
+        budget = cluster.budget_bytes
+        content["budget_bytes"] = round(budget)
+        lacking = fullest.total - budget
+        if lacking <= 0:
+            text.append(f"fits: a GPU has {budget / GIB:.1f} GiB")
+            return Result(content, text)
+        shortage = report.Shortage.of(work, config, lacking, workspace)
+        text += [f"does not fit: a GPU has {budget / GIB:.1f} GiB, {lacking / GIB:.1f} are lacking"]
+        return Result(content | shortage.row(), [*text, *shortage.lines()], 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,11 @@ def longest_workload(model: ModelShape, config: ParallelConfig) -> tuple[Workloa
     return _workload(model, config, _MAX_TOKENS), config.replace(recompute="full")
 
 
+def shortest_workload(model: ModelShape, config: ParallelConfig) -> Workload:
+    """The shortest sequence that is tried: where it does not fit, none does."""
+    return _workload(model, config, STEP)
+
+
 def _workload(model: ModelShape, config: ParallelConfig, seq_len: int) -> Workload:
     return Workload(model, seq_len, 2 * config.pp * config.dp * config.micro_batch)
 

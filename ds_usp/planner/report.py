@@ -22,7 +22,7 @@ from ds_usp.planner.hardware import (
     layer_rows,
     load_cluster,
 )
-from ds_usp.planner.max_length import MaxLength, needs_at
+from ds_usp.planner.max_length import STEP, MaxLength, needs_at, shortest_workload
 from ds_usp.planner.memory import Memory, memory
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
@@ -278,7 +278,20 @@ def length_steps_text(
     length of the last one would take."""
     last = steps[-1]
     if not last.seq_len:
-        yield ""
+        work, needs = shortest_workload(model, last.config), last.memory_needed
+        yield (
+            f"\nnothing fits: {STEP} tokens need {needs.total / GIB:.1f} GiB of a GPU that has "
+            f"{budget_bytes / GIB:.1f}, with {last.config}"
+        )
+        lacking = needs.total - budget_bytes
+        if lacking > 0:
+            yield from Shortage.of(work, last.config, lacking, workspace_bytes).lines()
+        else:
+            host = cluster.host_budget_bytes(last.config.gpus)
+            yield (
+                f"{last.limit} ends it: {needs.host / GIB:.1f} GiB of host memory for each GPU, "
+                f"which has {host / GIB:.1f}"
+            )
         return
     yield "\nsettings that make it longer, each kept in the rows below it"
     yield _lengths(steps, {"+ setting": "{added}"})
@@ -422,12 +435,9 @@ def search_result_json(result: SearchResult, top: int) -> Json:
         "too_large": [plan_row(result, plan) for plan in result.over_memory[:3]],
     }
     if not result.plans and closest:
-        changes = what_would_help(result, closest)
         content["nearest"] = plan_row(result, closest)
-        content["lacks_gib"] = closest.over_budget_bytes / GIB
-        content["would_help"] = [
-            {"change": change, "saves_bytes": round(saved)} for change, saved in changes
-        ]
+        workspace = result.cluster.workspace_bytes
+        content |= Shortage.of(work, closest.config, closest.over_budget_bytes, workspace).row()
     return content
 
 
@@ -536,15 +546,42 @@ def infeasibility_report(result: SearchResult) -> list[str]:
             f"nor does host memory hold the {host / GIB:.1f} GiB that a GPU offloads: "
             f"{cluster.host_budget_bytes(result.gpus) / GIB:.1f} GiB a GPU"
         )
-    for change, saved in what_would_help(result, closest):
-        enough = "enough" if saved >= closest.over_budget_bytes else "not enough alone"
-        lines.append(f"would help: {change} saves {saved / GIB:.1f} GiB ({enough})")
-    return lines
+    workspace = cluster.workspace_bytes
+    shortage = Shortage.of(result.work, closest.config, closest.over_budget_bytes, workspace)
+    return [*lines, *shortage.lines()]
 
 
-def what_would_help(result: SearchResult, closest: Plan) -> list[tuple[str, float]]:
+class Shortage(NamedTuple):
+    """What a configuration lacks of a GPU's memory, and what would help.
+
+    Attributes:
+        lacking: bytes of a GPU.
+        changes: settings that save memory, with the bytes that each saves, the most helpful first.
+    """
+
+    lacking: float
+    changes: Sequence[tuple[str, float]]
+
+    @classmethod
+    def of(
+        cls, work: Workload, config: ParallelConfig, lacking: float, workspace_bytes: float
+    ) -> Shortage:
+        return cls(lacking, what_would_help(work, config, workspace_bytes))
+
+    def row(self) -> Json:
+        changes = [{"change": text, "saves_bytes": round(saved)} for text, saved in self.changes]
+        return {"lacks_gib": self.lacking / GIB, "would_help": changes}
+
+    def lines(self) -> Iterator[str]:
+        for change, saved in self.changes:
+            enough = "enough" if saved >= self.lacking else "not enough alone"
+            yield f"would help: {change} saves {saved / GIB:.1f} GiB ({enough})"
+
+
+def what_would_help(
+    work: Workload, config: ParallelConfig, workspace_bytes: float
+) -> list[tuple[str, float]]:
     """Changes that save memory, with the bytes that each saves, the most helpful first."""
-    config, work = closest.config, result.work
     changes: list[tuple[str, ParallelConfig]] = [
         (f"twice the GPUs, ring {2 * config.ring}", config.replace(ring=2 * config.ring)),
         (f"four times the GPUs, ring {4 * config.ring}", config.replace(ring=4 * config.ring)),
@@ -561,9 +598,9 @@ def what_would_help(result: SearchResult, closest: Plan) -> list[tuple[str, floa
     ]
     if config.micro_batch > 1:
         changes.append(("micro batch 1", config.replace(micro_batch=1)))
-    needs = closest.memory.total
+    needs = memory(work, config, workspace_bytes).total
     saved = [
-        (what, needs - memory(work, changed, result.cluster.workspace_bytes).total)
+        (what, needs - memory(work, changed, workspace_bytes).total)
         for what, changed in changes
         if changed != config and infeasible_reason(work, changed) is None
     ]

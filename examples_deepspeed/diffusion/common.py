@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,10 @@ def start(args: argparse.Namespace) -> torch.device:
     """This rank's device; the ranks know each other.
 
     Raises:
-        SystemExit: neither or both of ``--model`` and ``--tiny``.
+        ConfigError: neither or both of ``--model`` and ``--tiny``.
     """
     if bool(args.model) == bool(args.tiny):
-        raise SystemExit("give either --model (a folder, or an id of the hub) or --tiny")
+        raise ds_usp.ConfigError("give either --model (a folder, or an id of the hub) or --tiny")
     device = torch.device(args.device)
     if args.device == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank())
@@ -77,9 +77,11 @@ def start(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def leave(code: int) -> int:
-    """End torch.distributed: without it a process with gloo may abort at exit (SIGABRT)."""
-    dist.destroy_process_group()
+def run(main: Callable[[], int]) -> int:
+    """The exit code of ``main``; an error that the user can mend is one line, not one a rank."""
+    with ds_usp.one_line_errors():
+        code = main()
+    dist.destroy_process_group()  # without it a process with gloo may abort at exit (SIGABRT)
     return code
 
 
@@ -89,7 +91,9 @@ def mesh_of(heads: int, ulysses_degree: int, ranks: int = 0) -> ds_usp.SequenceM
     size = ranks or world
     ulysses = ulysses_degree or math.gcd(size, heads)
     if world % size or size % ulysses:
-        raise SystemExit(f"{world} ranks are no multiple of {size} = ulysses {ulysses} x ring")
+        raise ds_usp.ConfigError(
+            f"{world} ranks are no multiple of {size} = ulysses {ulysses} x ring"
+        )
     axes = {"ulysses": ulysses, "ring": size // ulysses, "dp": world // size}
     return ds_usp.SequenceMesh.build(ds_usp.RankGrid(axes))
 

@@ -10,9 +10,10 @@ Rank 0 encodes the prompt, shows the progress, decodes, and writes ``latents.saf
 import diffusers
 import torch
 import torch.distributed as dist
-from common import flags, leave, mesh_of, print0, start, tiny_pipeline, write
+from common import flags, mesh_of, print0, run, start, tiny_pipeline, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ds_usp import ConfigError
 from ds_usp.integrations.diffusers import enable
 
 LIMIT = 1e-5  # relative difference in fp32; in bf16 twice what another kernel makes
@@ -31,7 +32,7 @@ def load(args, device):
         dtypes = {"vae": torch.float32, "default": torch.bfloat16}
         pipeline = diffusers.DiffusionPipeline.from_pretrained(args.model, dtype=dtypes, **left_out)
     if not isinstance(pipeline, diffusers.FluxPipeline | diffusers.WanPipeline):
-        raise SystemExit(f"{type(pipeline).__name__} is neither FluxPipeline nor WanPipeline")
+        raise ConfigError(f"{type(pipeline).__name__} is neither FluxPipeline nor WanPipeline")
     given = [embeddings(pipeline, args, device) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(given)
     options |= {name: x.to(device) for name, x in given[0].items() if x is not None}
@@ -117,7 +118,7 @@ def main(argv=None):
                         help="compare the latents after so many steps with one rank's")  # fmt: skip
     args = parser.parse_args(argv)
     if not 0 <= args.check <= args.steps:
-        raise SystemExit(f"--check {args.check} is no number of steps up to --steps {args.steps}")
+        raise ConfigError(f"--check {args.check} is no number of steps up to --steps {args.steps}")
     device = start(args)
     pipeline, options = load(args, device)
     mesh = mesh_of(pipeline.transformer.config.num_attention_heads, args.ulysses_degree)
@@ -139,4 +140,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    raise SystemExit(run(main))

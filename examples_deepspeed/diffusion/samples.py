@@ -10,17 +10,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ds_usp import ConfigError
+
 
 def sample_of(args: argparse.Namespace, config: Any, index: int) -> dict[str, Tensor]:
     """A sample: ``latents`` and ``text``, and what Flux has besides, ``pooled``.
 
     Raises:
-        SystemExit: there are no files in the folder ``--latents``.
+        ConfigError: there are no files in the folder ``--latents``.
     """
     if args.latents:
         files = sorted(Path(args.latents).glob("*.safetensors"))
         if not files:
-            raise SystemExit(f"--latents {args.latents}: there are no *.safetensors")
+            raise ConfigError(f"--latents {args.latents}: there are no *.safetensors")
         return load_file(files[index % len(files)])
     draw = torch.Generator().manual_seed(index % args.samples)
     is_flux = "axes_dims_rope" in config

@@ -16,7 +16,7 @@ import deepspeed
 import diffusers
 import torch
 import torch.distributed as dist
-from common import flags, leave, mesh_of, print0, same_losses, start, tiny_transformer
+from common import flags, mesh_of, print0, run, same_losses, start, tiny_transformer
 from diffusers import FluxPipeline
 from samples import sample_of
 from torch.nn.functional import mse_loss
@@ -147,4 +147,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    raise SystemExit(run(main))

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from check import matches_one_process, print_rank0
-from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, leave, optimizer_of, start
+from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, optimizer_of, run, start
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -52,4 +52,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    raise SystemExit(run(main))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from check import matches_one_process, print_rank0
 from deepspeed.utils import safe_get_full_grad
-from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, leave, optimizer_of, start
+from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, optimizer_of, run, start
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ds_usp import training
@@ -57,4 +57,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    raise SystemExit(run(main))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from check import matches_one_process, print_rank0
-from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, leave, optimizer_of, start
+from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, optimizer_of, run, start
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
@@ -57,4 +57,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(leave(main()))
+    raise SystemExit(run(main))

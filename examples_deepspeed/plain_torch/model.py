@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ds_usp import MaskSpec, RankGrid, SequenceMesh, usp_attention
+from ds_usp import ConfigError, MaskSpec, RankGrid, SequenceMesh, one_line_errors, usp_attention
 from ds_usp.training import ShardedBatch
 
 VOCAB, HIDDEN, HEADS, LAYERS = 64, 64, 4, 2
@@ -129,14 +129,14 @@ def start(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Sequence
         dist.init_process_group("nccl" if on_gpu else "gloo")
     world, sp = dist.get_world_size(), args.ulysses * args.ring
     if world % sp:
-        raise SystemExit(
+        raise ConfigError(
             f"--ulysses {args.ulysses} x --ring {args.ring} = {sp} must divide the {world} ranks "
             "that torchrun started"
         )
     replicas = world // sp
     max_steps = SAMPLES // (BATCH * replicas)
     if not 1 <= args.steps <= max_steps:
-        raise SystemExit(
+        raise ConfigError(
             f"--steps {args.steps}: {replicas} replicas have data for 1 to {max_steps}"
         )
     grid = RankGrid({"ulysses": args.ulysses, "ring": args.ring, "dp": replicas})
@@ -145,12 +145,11 @@ def start(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Sequence
     return device, dtype, SequenceMesh.build(grid)
 
 
-def leave(code: int) -> int:
-    """End torch.distributed: without it a process with gloo may abort at exit (SIGABRT).
-
-    Returns the exit code.
-    """
-    dist.destroy_process_group()
+def run(main: Callable[[], int]) -> int:
+    """The exit code of ``main``; an error that the user can mend is one line, not one a rank."""
+    with one_line_errors():
+        code = main()
+    dist.destroy_process_group()  # without it a process with gloo may abort at exit (SIGABRT)
     return code
 
 

@@ -7,7 +7,6 @@ arguments. A variable of the environment with a setting's name in capitals overr
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 import shutil
@@ -26,6 +25,7 @@ from pretrain_gpt_usp import main as check_trainer
 from usp_trainer.arguments import build_parser
 from usp_trainer.environment import variables
 from usp_trainer.run_files import check_packages, find_data
+from usp_trainer.signals import supervise
 from usp_trainer.validate_args import validate_flags
 
 from ds_usp import ConfigError, DataError, USPError, allocator_variables
@@ -55,6 +55,7 @@ class Job:
     Attributes:
         suffix: end of a run's name; the programs write other checkpoints.
         launchers: values of LAUNCHER that start the program.
+        on_signal: what its ranks do when a signal asks them to end; empty: it is not ours to say.
         latest: file of the checkpoint folder that names the newest checkpoint.
         checkout_setting, checkout: of the framework's checkout, name and path; empty for none.
 
@@ -62,7 +63,7 @@ class Job:
         USPError: settings that contradict each other, or files that do not exist.
     """
 
-    title = suffix = checkout_setting = ""
+    title = suffix = checkout_setting = on_signal = ""
     launchers: tuple[str, ...] = ("deepspeed", "torchrun", "srun")
     latest = "latest"
 
@@ -366,6 +367,7 @@ class Trainer(Job):
     """
 
     title = "the trainer"
+    on_signal = ", which save after their current step and end; a second one ends them at once"
 
     def _default_data(self) -> list[str]:
         if not (self.is_on_cpu or self.is_dry_run):
@@ -535,7 +537,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         argv: the script's variables as NAME=VALUE, ``--``, and the script's arguments.
 
     Returns:
-        2 if a setting is refused, or the exit code of the trainer's own checks.
+        2 if a setting is refused, the exit code of the trainer's own checks, or that of
+        :func:`supervise`.
     """
     count = argv.index("--")
     script = dict(assignment.split("=", 1) for assignment in argv[:count])
@@ -548,19 +551,19 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         encode = f". {ENCODE}" if isinstance(error, DataError) else ""
         print(f"error: {in_settings_names(str(error))}{encode}", file=sys.stderr)
         return 2
-    if job.is_dry_run:
-        print(job.text())
-        return 0
     launcher = job.settings["launcher"]
-    if not shutil.which(launcher, path=environment.get("PATH")):
+    if not job.is_dry_run and not shutil.which(launcher, path=environment.get("PATH")):
         print(f"error: there is no {launcher} on PATH. Run: . scripts/env.sh", file=sys.stderr)
         return 2
     code = job.check_flags()
     if code:
         return code
+    if job.is_dry_run:
+        print(job.text())
+        return 0
     job.create_files()
-    teed = ["bash", "-c", 'set -o pipefail; "$@" 2>&1 | tee -a "$0"', job.log, *job.command]
-    return os.execvpe("bash", teed, {**environment, **job.exports()})
+    variables = {**environment, **job.exports()}
+    return supervise(launcher, job.command, job.log, variables, job.on_signal)
 
 
 if __name__ == "__main__":

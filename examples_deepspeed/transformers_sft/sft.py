@@ -72,7 +72,9 @@ def mesh_of(flags: Flags, heads: int) -> ds_usp.SequenceMesh:
     world = dist.get_world_size() if dist.is_initialized() else 1
     ulysses = flags.ulysses_degree or math.gcd(size, heads)
     if world % size or size % ulysses:
-        raise SystemExit(f"{world} ranks are no multiple of {size} = ulysses {ulysses} x ring")
+        raise ds_usp.ConfigError(
+            f"{world} ranks are no multiple of {size} = ulysses {ulysses} x ring"
+        )
     if world == 1:
         return ds_usp.SequenceMesh.single()
     axes = {"ulysses": ulysses, "ring": size // ulysses, "dp": world // size}
@@ -101,4 +103,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with ds_usp.one_line_errors():
+        raise SystemExit(main())

@@ -434,6 +434,25 @@ def long_texts(ctx: RankContext) -> Any:
     return outcome(ctx, lambda: mesh_of(2).agree("x" * 5000 + str(ctx.rank % 2)))
 
 
+def line_of_program(ctx: RankContext, *, texts: list[str]) -> Any:
+    """The argument with which a program ends on this rank: what Python prints, or a code."""
+    with pytest.raises(SystemExit) as end, ds_usp.one_line_errors():
+        raise ds_usp.ConfigError(texts[ctx.rank])
+    with pytest.raises(KeyError), ds_usp.one_line_errors():
+        raise KeyError("a defect keeps its traceback")
+    return end.value.code
+
+
+def test_a_program_says_an_error_of_all_ranks_once(pool, monkeypatch):
+    said = pool.run(line_of_program, 3, texts=["a", "b", "a"])
+    assert sorted(map(str, said)) == ["1", "ConfigError: a", "ConfigError: b"]
+    for rank, code in (("0", "ConfigError: x"), ("2", 1)):  # before there are process groups
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end, ds_usp.one_line_errors():
+            raise ds_usp.ConfigError("x")
+        assert end.value.code == code
+
+
 def test_texts_that_differ_late_differ(pool):
     results = pool.run(long_texts, WORLD, timeout=TIMEOUT_S)
     check(results, ["MeshError"] * WORLD, ["on ranks 0, 2, xxx", "on ranks 1, 3", "sha256"])

@@ -18,7 +18,7 @@ def check_refused(
         for name in ("data.bin", "data.idx"):
             Path(name).write_text("tokens")
         given = {k: v.replace("@data@", str(tmp_path / "data")) for k, v in settings.items()}
-        monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("it was started"))
+        monkeypatch.setattr("launch_job.supervise", lambda *_: pytest.fail("it was started"))
         assert start(size, **given) == 2
         out, errors = capsys.readouterr()
         assert out == "" and errors.startswith("error: ") and message in errors, errors

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from programs import (
     ROOT,
     SCRIPTS,
     bash,
+    environment,
     free_port,
     python,
     start,
@@ -286,7 +289,7 @@ def test_gpus_are_counted(tmp_path, dry_run):
     assert f"--hostfile {nodes}" in start and "--num_gpus" not in start and "_g16_" in text
 
 
-def test_every_setting_can_be_overridden(dry_run):
+def test_every_setting_can_be_overridden(dry_run, monkeypatch):
     settings = {"SEQ_LENGTH": "65536", "ULYSSES_DEGREE": "1", "MP_SIZE": "2", "NUM_GPUS": "16"}
     start, flags, _ = dry_run("1.3B", "trainer", "--eod-mask-loss", LR="0.5", **settings)
     assert "--num_gpus 16" in start and flags[-1] == "--eod-mask-loss"
@@ -298,6 +301,7 @@ def test_every_setting_can_be_overridden(dry_run):
         ("--lr", "0.5"),
     }
     logs = {"TENSORBOARD_DIR": "tb", "WANDB_PROJECT": "p", "EXIT_INTERVAL": "7"}
+    monkeypatch.setattr("usp_trainer.run_files.importlib.util.find_spec", lambda name: name)
     for program in PROGRAMS:
         flags = dry_run("1.3B", program, **logs)[1]
         expected = {("--tensorboard-dir", "tb"), ("--wandb-project", "p"), ("--exit-interval", "7")}
@@ -451,7 +455,7 @@ def test_megatron_deepspeed_without_tensorboard_is_refused(tmp_path, monkeypatch
     for suffix in (".bin", ".idx"):
         (tmp_path / "data").with_suffix(suffix).write_text("tokens")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr("launch_job.supervise", lambda *_: pytest.fail("it was started"))
     settings = {"TENSORBOARD_DIR": "tb", "DATA_PATH": str(tmp_path / "data"), **MDS}
     assert start("tiny", **settings) == 2
     assert "TENSORBOARD_DIR tb needs the package tensorboard" in capsys.readouterr().err
@@ -463,10 +467,11 @@ def started(monkeypatch: pytest.MonkeyPatch):
 
     def run(size: str, **settings: str) -> tuple[str, dict[str, str]]:
         calls = []
-        monkeypatch.setattr("os.execvpe", lambda *call: calls.append(call) or 0)
+        monkeypatch.setattr("launch_job.supervise", lambda *call: calls.append(call) or 0)
         assert start(size, **settings) == 0
-        ((_, words, variables),) = calls
-        return words[4], variables
+        ((launcher, command, _, variables, _),) = calls
+        assert command[0] == launcher
+        return launcher, variables
 
     return run
 
@@ -569,6 +574,102 @@ def test_a_second_start_keeps_the_log_of_the_first(tmp_path):
         assert done.returncode == 7, done.stderr  # the launcher's
     (log,) = output.glob("log/*.log")
     assert [line[:4] for line in log.read_text().splitlines()] == ["=== ", "star"] * 2
+
+
+def test_a_dry_run_refuses_what_the_start_refuses(capsys):
+    """By the trainer's own checks, which know more than the settings."""
+    settings = {"PRECISION": "bf16", "ZERO_STAGE": "0", **DRY_RUN}
+    assert start("tiny", **settings) == 1
+    out, errors = capsys.readouterr()
+    assert out == "" and errors.startswith("ConfigError: bf16 with ZeRO-0"), errors
+
+
+# A launcher as DeepSpeed's: a process that answers 0 where its child was killed, and that child,
+# which starts the ranks.
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+role, folder = sys.argv[1:]
+def started(name, **variables):
+    command = [sys.executable, "-S", __file__, name, folder]
+    return subprocess.Popen(command, env={**os.environ, **variables})
+def note(name):
+    open(f"{folder}/{name}_", "w").write(str(os.getpid()))
+    os.rename(f"{folder}/{name}_", f"{folder}/{name}")
+if role == "torchrun":
+    note("outer")
+    child = started("agent")
+    sys.exit(max(child.wait(), 0))
+elif role == "agent":
+    note("agent")
+    ranks = [started("rank", RANK=str(rank)) for rank in range(2)]
+    sys.exit(max(rank.wait() for rank in ranks) and 1)
+def stop(number, _):
+    note(f"{signal.Signals(number).name}_{os.environ['RANK']}")
+    open(os.environ["USP_STOPPED_FILE"], "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGUSR1, stop)
+note("rank_" + os.environ["RANK"])
+os.write(1, b"rank\\n")
+time.sleep(60)
+"""
+SUPERVISE = """
+import os, sys
+from usp_trainer.signals import supervise
+command = [sys.executable, "-S", sys.argv[1], "torchrun", "."]
+sys.exit(supervise("torchrun", command, "log", dict(os.environ)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "target", "code", "noted", "line"),
+    [
+        ("TERM", "script", 75, "SIGTERM", "SIGTERM: passed on to 2 ranks"),
+        ("INT", "script", 75, "SIGTERM", "SIGTERM: passed on to 2 ranks"),
+        ("USR1", "script", 75, "SIGUSR1", "SIGUSR1: passed on to 2 ranks"),
+        ("HUP", "script", 129, None, ""),
+        ("USR1", "other script", 75, "SIGTERM", "SIGTERM: passed on to 2 ranks"),
+        ("KILL", "agent", 75, "SIGTERM", "error: torchrun left 2 ranks behind, which were ended"),
+        ("KILL", "outer", 75, "SIGTERM", "error: torchrun was killed (SIGKILL)"),
+    ],
+)
+def test_a_signal_to_a_script_or_its_launcher(number, target, code, noted, line, tmp_path):
+    """No rank goes on without its launcher, and no launcher that was killed has succeeded."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    command = [sys.executable, "-c", SUPERVISE, "launcher.py"]
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
+    if target == "other script":
+        command = ["bash", str(ROOT / "examples_deepspeed/diffusion/generate_tiny_usp_cpu.sh")]
+        launcher = f"exec {sys.executable} -S {tmp_path}/launcher.py torchrun {tmp_path}"
+        executable(tmp_path / "torchrun", launcher)
+        settings = environment(PATH=f"{tmp_path}{os.pathsep}{environment()['PATH']}")
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    names = ("outer", "agent", "rank_0", "rank_1")
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / name).exists() for name in names):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = {name: int((tmp_path / name).read_text()) for name in names}
+    pids |= {"script": process.pid, "other script": process.pid}
+    time.sleep(0.5)  # the script has seen its ranks
+    os.kill(pids[target], signal.Signals[f"SIG{number}"])
+    out, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert out == "rank\n" * 2
+    assert target == "other script" or (tmp_path / "log").read_text().startswith(out)
+    assert line in errors and errors.count("\n") == bool(line), errors
+    noted_by = {path.name for path in tmp_path.glob("SIG*")}
+    assert noted_by == ({f"{noted}_{rank}" for rank in range(2)} if noted else set())
+    for pid in pids.values():  # ended, if perhaps not waited for by what adopted it
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_task_of_srun_is_a_rank():

@@ -10,6 +10,8 @@ import pytest
 from harness import RankContext
 from programs import torchrun
 
+from ds_usp import ConfigError
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples_deepspeed" / "plain_torch"
 EXAMPLES = ("ddp", "fsdp2", "deepspeed_zero")
@@ -66,7 +68,7 @@ def steps_that_are_none(ctx: RankContext, *, saved: str) -> Any:
     sys.path.insert(0, str(FOLDER))
     import ddp
 
-    with pytest.raises(SystemExit, match="--steps 17: 2 replicas have data for 1 to 16"):
+    with pytest.raises(ConfigError, match="--steps 17: 2 replicas have data for 1 to 16"):
         ddp.main(["--steps", "17"])
     with contextlib.redirect_stdout(io.StringIO()) as out:
         ddp.main(["--steps", "1", "--save", saved])

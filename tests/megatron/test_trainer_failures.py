@@ -3,14 +3,20 @@
 import contextlib
 import io
 import json
+import os
+import signal
+import time
 from argparse import Namespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from harness import RankContext
+from harness import RankContext, fork_world
 from test_trainer_start import command
-from trainer_runs import TRAINER
+from trainer_runs import ADAM, TRAINER, arguments, degrees, relative_difference, rows, train
 
+import megatron_patches
 from ds_usp import ConfigError
 
 assert TRAINER.is_dir()  # trainer_runs has put it on the path
@@ -61,6 +67,143 @@ def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_pa
     assert error["message"] == "ConfigError: on every rank"
     for log in ("killed/errors/rank_0.log", "raises/errors/rank_1.log"):
         assert (tmp_path / log).read_text().startswith("Traceback (")
+
+
+ASKED = """
+import os, signal, sys, time
+from argparse import Namespace
+
+import torch.distributed as dist
+from usp_trainer import launch, signals
+
+def main(args):
+    with signals.StopSignals() as noted:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(os.getppid(), args.number)
+        if args.stuck:
+            # In a collective, where no Python runs: as a rank that waits for others.
+            if dist.get_rank() == 0:
+                time.sleep(0.7)
+                os.kill(os.getppid(), args.number)
+                time.sleep(60)
+            dist.barrier()
+        while not any(noted.flags()):
+            time.sleep(0.01)
+        print(signals.stop_text(noted.flags(), 1), flush=True)
+        return signals.STOPPED
+
+device = launch.select_device("cpu")
+for number in (signal.SIGINT, signal.SIGUSR1):
+    args = Namespace(device=device, number=number, stuck=False)
+    print(launch.spawn_ranks(main, args, 2), flush=True)
+start = time.monotonic()
+try:
+    launch.spawn_ranks(main, Namespace(device=device, number=signal.SIGTERM, stuck=True), 2)
+except SystemExit as end:
+    print(end.code, time.monotonic() - start < 20)
+"""
+
+
+def test_a_signal_stops_the_ranks_and_a_second_one_ends_them(tmp_path):
+    done = command(["-c", ASKED], tmp_path)
+    ctrl_c, warning = ([f"{name} on 1 of 1 ranks"] * 2 for name in ("SIGTERM", "SIGUSR1"))
+    expected = [*ctrl_c, "75", *warning, "75", "143 True"]
+    assert done.stdout.splitlines() == expected, done.stderr
+    assert done.stderr == ""
+
+
+TEARDOWN = """
+import os, signal, sys, time
+from usp_trainer import signals
+
+signals._REPORT_S = 0.1
+gone = os.fork()
+if not gone:
+    os._exit(0)
+for siblings in ([gone], []):
+    if not (rank := os.fork()):
+        with signals.StopSignals(siblings) as noted:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+            os._exit(9 if any(noted.flags()) else 8)
+    print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
+"""
+
+
+def test_a_rank_whose_neighbour_has_ended_does_not_wait_for_a_step(tmp_path):
+    """Launchers end the ranks beside one that failed by SIGTERM, and some wait 30 s for each."""
+    done = command(["-c", TEARDOWN], tmp_path)
+    assert done.stdout.split() == ["143", "9"], done.stderr
+
+
+def steps_until_signals(
+    ctx: RankContext, *, flags: str, output_dir: str, runs: list[dict[int, tuple[int, int]]]
+) -> list[tuple[int, str]]:
+    """Exit code and last lines of runs, in each of which the ranks signal themselves.
+
+    Args:
+        runs: of each run, rank -> the step before which it gets a signal, and the signal.
+    """
+    from megatron.core import parallel_state
+    from usp_trainer import loop
+
+    from ds_usp.training import prepare_deepspeed
+
+    ended = []
+    for number, signals in enumerate(runs):
+        prepare_deepspeed()
+        parallel_state.destroy_model_parallel()
+        megatron_patches.restore()
+        step_of = loop.TrainingLoop.step
+        for received in (signal.SIGTERM, signal.SIGUSR1):  # which a rank that has stopped ignores
+            signal.signal(received, signal.SIG_DFL)
+
+        def step(self: loop.TrainingLoop, signals=signals, step_of=step_of) -> dict[str, Any]:
+            before, signal_number = signals.get(ctx.rank, (0, 0))
+            if before == self.progress.step + 1:
+                os.kill(os.getpid(), signal_number)
+                time.sleep(0.1)  # for the thread that reads it
+            return step_of(self)
+
+        printed = io.StringIO()
+        with (
+            contextlib.redirect_stdout(printed),
+            mock.patch.object(loop.TrainingLoop, "step", step),
+        ):
+            args = arguments(flags + (f" --load {output_dir}/saved" if number else ""), output_dir)
+            args.quiet = False
+            code = loop.pretrain(args)
+        ended.append((code, printed.getvalue()))
+    return ended
+
+
+def test_ranks_stop_at_one_step_whichever_of_them_a_signal_reaches(tmp_path):
+    """And a resumed run goes on as if it had not been stopped."""
+    flags = ADAM + degrees(tp=2, sp=2) + f" --train-iters 5 --save {tmp_path}/saved"
+    term, user = signal.SIGTERM, signal.SIGUSR1
+    runs = [
+        {3: (3, user)},  # one rank only, that holds other weights than rank 0
+        {0: (4, term), 1: (4, term), 2: (5, user)},  # a later one finds no step to stop
+        {1: (4, term)},  # before the first step of this start: there is nothing new to save
+        {},
+    ]
+    ranks = fork_world(
+        steps_until_signals, 4, flags=flags, output_dir=str(tmp_path), runs=runs, timeout=240
+    )
+    assert all([code for code, _ in rank] == [75, 75, 75, 0] for rank in ranks), ranks
+    first, second, third, last = (text for _, text in ranks[0])
+    assert "stopped  at step 2 of 5: SIGUSR1 on 1 of 4 ranks\n" in first
+    assert "saved/step_2\n" in first and "trained  2 steps" in first
+    assert "stopped  at step 3 of 5: SIGTERM on 2 of 4 ranks\n" in second
+    assert "saved/step_3\n" in second
+    assert "stopped  at step 3 of 5: SIGTERM on 1 of 4 ranks\n" in third
+    assert "saved    " not in third
+    assert "saved/step_5\n" in last and "stopped" not in last
+    steps = rows(tmp_path)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    (expected,) = train(1, ADAM + degrees(), output_dir=tmp_path / "one", steps=5)
+    assert relative_difference([(r["loss"], r["grad_norm"]) for r in steps], expected) < 1e-5
 
 
 BESIDE = """

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -201,6 +202,35 @@ def test_bad_flags_are_one_line(argv, world, message):
 def test_bad_flags_exit_with_2(capsys):
     assert program.main(["verify", "--sek-len", "64"]) == 2
     assert capsys.readouterr().err.startswith("error: ds-usp verify: unknown argument --sek-len")
+
+
+def test_one_rank_of_a_node_says_the_error(monkeypatch, capsys):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        for argv in (["verify", "--hedas", "4"], ["plan", "--gpsu", "4"]):
+            assert program.main(argv) == 2
+            assert capsys.readouterr().err.count("\n") == lines
+
+
+def test_what_does_not_fit_is_refused_before_it_is_taken(monkeypatch, capsys):
+    """With the numbers, and the length that fits; README's command took all of a machine's
+    memory."""
+    monkeypatch.setattr(verify, "free_memory", lambda: 20.0 * 2**30)
+    monkeypatch.setattr(verify, "run_forked", lambda *_: pytest.fail("it was started"))
+    command = ["verify", "--ulysses", "4", "--ring", "2", "--seq-len", "32K", "--heads", "32"]
+    assert program.main(command) == 2
+    line = capsys.readouterr().err
+    assert "8 ranks x 5.6 GiB = 45.0 GiB of host memory, of which 20.0 GiB are free" in line
+    case = VerifyCase(4, 2, seq_len=32768, heads=32, kv_heads=32)
+    verify.check_memory(replace(case, seq_len=256), 8, 8.0 * 2**30, None)
+    length = int(re.search(r"--seq-len (\d+) or less", line)[1])
+    assert 8192 < length < 16384
+    verify.check_memory(replace(case, seq_len=length), 8, 20.0 * 2**30, None)
+    gpu = replace(case, dtype="bf16", seq_len=1 << 20, heads=64, kv_heads=64)
+    with pytest.raises(ds_usp.ConfigError, match=r"of which 70.0 GiB are free. Use --seq-len"):
+        verify.check_memory(gpu, 8, math.inf, 70.0 * 2**30)
+    with pytest.raises(ds_usp.ConfigError, match=r"8 ranks x .* GiB of host memory"):
+        verify.check_memory(gpu, 8, 2.0**36, math.inf)
 
 
 def test_a_launch_without_a_gpu_refuses_device_cuda(monkeypatch, capsys):

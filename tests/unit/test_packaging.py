@@ -254,18 +254,6 @@ def test_cases_are_spread_over_their_function():
 
 
 @pytest.mark.parametrize(
-    ("when", "seconds", "outcome"),
-    [("call", 9.0, "failed"), ("call", 4.9, "passed"), ("setup", 9.0, "passed")],
-)
-def test_a_case_that_is_too_slow_fails_the_tier(when, seconds, outcome):
-    report = pytest.TestReport("a", ("", 0, ""), {}, "passed", None, when, duration=seconds)
-    fast_tier.fail_if_slow(report)
-    assert report.outcome == outcome
-    if report.failed:
-        assert "a took 9.0 s in the fast tier, at most 5 are allowed" in str(report.longrepr)
-
-
-@pytest.mark.parametrize(
     ("library", "names"),
     [
         ("transformers", ("test_weights.py", "test_diffusers_pipelines.py")),

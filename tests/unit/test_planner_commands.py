@@ -95,7 +95,7 @@ def test_bytes_of_attention_by_hand(capsys):
 
 
 def test_lengths_in_powers_of_1024(capsys):
-    line = "memory --model 7b --ring 4 --seq-len {} --json"
+    line = "memory --model 7b --ring 4 --recompute full --zero 3 --seq-len {} --json"
     written = [run(capsys, line.format(length)) for length in ("131072", "128K", "128k")]
     assert written[0] == written[1] == written[2]
 

@@ -194,7 +194,7 @@ def test_help_is_true():
     result = find("llama3-8b", 1048576, 1, 8, how="megatron-deepspeed", budget_gib=40)
     near = result.closest_to_fitting
     assert near is not None
-    promised = dict(what_would_help(result, near))
+    promised = dict(what_would_help(result.work, near.config, result.cluster.workspace_bytes))
     larger = replace(near.config, ring=2 * near.config.ring)
     what = f"twice the GPUs, ring {larger.ring}"
     after = memory(result.work, larger, result.cluster.workspace_bytes).total

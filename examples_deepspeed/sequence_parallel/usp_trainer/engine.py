@@ -23,6 +23,7 @@ from ds_usp.training import (
 )
 from usp_trainer.auto_args import planned_run
 from usp_trainer.data import TrainingBatch
+from usp_trainer.signals import ASKING, StopRequested, StopSignals, stop_text
 
 
 class Trainer:
@@ -40,7 +41,9 @@ class Trainer:
         groups: ParallelGroups,
         device: torch.device,
         vocab_size: int,
+        signals: StopSignals | None = None,
     ) -> None:
+        self._signals = signals
         self._groups, self._device, self._vocab_size = groups, device, vocab_size
         self.engine, rule = initialize_deepspeed(
             model, make_optimizer(args, model), deepspeed_config(args), groups
@@ -53,10 +56,16 @@ class Trainer:
 
     def train(self, batches: Sequence[TrainingBatch], lr: float) -> tuple[float, float]:
         """One optimizer step over this rank's micro batches; the mean loss over the global batch
-        before it, and the gradient norm."""
+        before it, and the gradient norm.
+
+        Raises:
+            StopRequested: on every rank, before the step; a rank has received a signal.
+        """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        weighted = self._with_loss_weights(batches)
+        weighted, asked = self._with_loss_weights(batches)
+        if asked:
+            raise StopRequested(asked)
         self.engine.train()
         if self._groups.stages > 1:
             loss = self.engine.train_batch(_pipeline_batches(weighted)).item()
@@ -71,22 +80,31 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[TrainingBatch]) -> float:
-        weighted = self._with_loss_weights(batches)
+        weighted, _ = self._with_loss_weights(batches)
         self.engine.eval()
         if self._groups.stages > 1:
             return self.engine.eval_batch(_pipeline_batches(weighted)).item()
         losses = [self.engine(*batch) for batch in weighted]
         return mean_loss(losses, self._scale, self._groups.sp_dp)
 
-    def _with_loss_weights(self, batches: Sequence[TrainingBatch]) -> list[tuple[Any, ...]]:
+    def _with_loss_weights(
+        self, batches: Sequence[TrainingBatch]
+    ) -> tuple[list[tuple[Any, ...]], str]:
+        """The batches as the engine takes them, and which signals ask the run to stop, by the one
+        exchange that a step begins with."""
         local_batches = [batch.local for batch in batches]
         largest = max(int(torch.maximum(b.tokens.max(), b.labels.max())) for b in local_batches)
         count = sum(float(b.loss_mask.sum()) for b in local_batches)
+        flags = self._signals.flags() if self._signals else [False] * len(ASKING)
         totals = torch.tensor(
-            [count, largest >= self._vocab_size], dtype=torch.float64, device=self._device
+            [count, largest >= self._vocab_size, *flags], dtype=torch.float64, device=self._device
         )
-        dist.all_reduce(totals, group=self._groups.sp_dp)
-        loss_tokens, ranks_beyond = totals.tolist()
+        # A signal may reach any rank, and all have to know: also those that hold other weights, and
+        # the same tokens.
+        copies = dist.get_world_size(self._groups.model)
+        dist.all_reduce(totals, group=self._groups.sp_dp if copies == 1 else None)
+        tokens_of_copies, ranks_beyond, *asked = totals.tolist()
+        loss_tokens = tokens_of_copies / copies
         if ranks_beyond:
             raise DataError(
                 f"{ranks_beyond:.0f} ranks read token ids of {self._vocab_size} or more (here up "
@@ -99,7 +117,7 @@ class Trainer:
             tensors = local.tokens, local.labels, local.loss_mask * weight, batch.positions
             moved = [None if x is None else x.to(self._device) for x in tensors]
             rows.append((*moved, batch.documents))
-        return rows
+        return rows, stop_text(asked, dist.get_world_size())
 
 
 def _pipeline_batches(weighted: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, Any]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 from ds_usp import ConfigError
 from ds_usp.settings import refuse_removed_variables
+
+STOPPED_FILE = "USP_STOPPED_FILE"  # set by launch_job.py, not by users
 
 
 def variables() -> dict[str, str]:
@@ -23,6 +27,15 @@ def launcher_is_parent() -> bool:
     torchrun's, or DeepSpeed's (``CROSS_RANK``). Under srun and in user shells it is not.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_RANK" in os.environ
+
+
+def note_stop() -> None:
+    """Tell the script that started the launcher that a signal stopped this rank: torchrun hides its
+    exit code."""
+    file = os.environ.get(STOPPED_FILE)
+    if file:
+        with contextlib.suppress(OSError):  # of another machine
+            Path(file).touch()
 
 
 def rank() -> int:

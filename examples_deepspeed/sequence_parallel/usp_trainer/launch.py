@@ -27,14 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+from torch.distributed.launcher.api import LaunchConfig
 
 from ds_usp import ConfigError, USPError, allocator_variables
 from ds_usp.settings import keeps_host_memory
 from ds_usp.training import prepare_deepspeed
 from usp_trainer import environment
 from usp_trainer.run_files import replace_file, saved_step
+from usp_trainer.signals import ASKING, DUPLICATE_S, STOPPED, processes_below, send
 
-Main = Callable[[Namespace], None]
+Main = Callable[[Namespace], int | None]  # its exit code; None: 0
 
 USER_ERRORS = (USPError, OSError)  # the message has the fix; other errors get a traceback
 LOGS = "errors"  # folder of tracebacks in the output folder
@@ -43,7 +45,8 @@ SHUTDOWN_TIMEOUT_S = 10.0  # time for forked ranks to fail and report after the 
 ON_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 0.5
-_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_AT_ONCE = (signal.SIGHUP, signal.SIGQUIT)  # signals that end a run; the others ask it to stop
+_TERMINATED = tuple(code for number in ASKING for code in (-number, 128 + number))
 _LOST_CONTACT = ("gloo", "NCCL", "ncclSystemError", "Connection closed by peer", "Connection reset")
 
 
@@ -70,15 +73,18 @@ def set_allocator_options(args: Namespace) -> None:
 
 
 def run_rank(main: Main, args: Namespace) -> int:
-    """Run ``main`` as one rank of a launcher's world; 0, or 1 if it failed."""
+    """Run ``main`` as one rank of a launcher's world; its exit code, or 1 if it failed."""
     if environment.launcher_is_parent():
         end_with_parent(os.getppid())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, *_ = next(dist.rendezvous("env://", rank, world))
-    failure = _train(main, args, store)
-    if failure:
-        report(dist.PrefixStore("failures", store), rank, world, failure, args)
-    return int(failure is not None)
+    outcome = _train(main, args, store)
+    if isinstance(outcome, Failure):
+        report(dist.PrefixStore("failures", store), rank, world, outcome, args)
+        return 1
+    if outcome == STOPPED:
+        environment.note_stop()
+    return outcome
 
 
 def run_on_gpus(script: str, argv: list[str], processes: int | None) -> int:
@@ -86,47 +92,72 @@ def run_on_gpus(script: str, argv: list[str], processes: int | None) -> int:
     from torch.distributed.run import main as torchrun
 
     processes = processes or torch.cuda.device_count()
+    flags = ["--standalone", f"--nproc-per-node={processes}"]
+    if "signals_to_handle" in LaunchConfig.__dataclass_fields__:
+        # torchrun kills ranks 30 s after it has passed a signal on: a checkpoint may take longer.
+        flags.append(f"--signals-to-handle={','.join(number.name for number in _AT_ONCE)}")
+        for number in ASKING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _pass_on)
     try:
-        torchrun(["--standalone", f"--nproc-per-node={processes}", script, *argv])
+        torchrun([*flags, script, *argv])
     except ChildFailedError as error:  # ranks that were not killed have printed their error
         cause, failed = error.get_first_failure()
+        if failed.exitcode == STOPPED:
+            return STOPPED
         if failed.exitcode < 0:
             print(f"[rank {cause}] {exit_failure(failed.exitcode).text}", file=sys.stderr)
         return 1
     return 0
 
 
+def _pass_on(number: int, _: object) -> None:
+    """Hand a signal on to torchrun's ranks; SystemExit where there are none yet."""
+    _, ranks = processes_below(os.getpid())
+    if not ranks:
+        raise SystemExit(128 + number)
+    send(number, ranks)
+
+
 def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
-    """Fork the ranks from this process, so that they share its imports; 0, or 1 if one failed.
+    """Fork the ranks from this process, so that they share its imports.
 
     After the first failure the others have ``SHUTDOWN_TIMEOUT_S`` to fail and report. What they
     report is printed on stderr, equal errors once. They end when this process ends for any reason.
-    SystemExit on SIGTERM, SIGHUP or SIGQUIT, with the exit code of a shell.
+    The first of SIGTERM, SIGINT and SIGUSR1 is passed on to the ranks. SystemExit on a second, on
+    one that finds them not training yet, and on SIGHUP and SIGQUIT, with the exit code of a shell.
+
+    Returns:
+        0, ``STOPPED`` if a signal stopped the ranks, or 1 if one failed.
     """
     prepare_deepspeed()
     previous, others = {}, multiprocessing.active_children()
+    asked: list[tuple[int, float]] = []  # signals, and when they came
+
+    def stop(number: int, _: object) -> None:
+        asked.append((number, time.monotonic()))
+        if number in _AT_ONCE or asked[-1][1] - asked[0][1] > DUPLICATE_S:
+            raise SystemExit(128 + number)
+
     with tempfile.TemporaryDirectory(prefix="usp_ranks_") as folder:
         store = f"{folder}/store"
         try:
-            for number in _TERMINATION_SIGNALS:
+            for number in (*_AT_ONCE, *ASKING):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                    previous[number] = signal.signal(number, _exit_by_signal)
+                    previous[number] = signal.signal(number, stop)
             arguments = main, args, processes, store, os.getpid()
             context = multiprocessing.start_processes(
                 _forked_rank, arguments, processes, join=False, start_method="fork"
             )
-            # A signal that arrives just before the call that waits is handled after it.
-            while not context.join(_POLL_S, SHUTDOWN_TIMEOUT_S):
-                pass
+            _join(context, asked)
         except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException):
             codes = {rank: process.exitcode for rank, process in enumerate(context.processes)}
-            # One that still waits at the end of that time was terminated and has no report.
-            failed = {r: exit_failure(c) for r, c in codes.items() if c not in (0, -signal.SIGTERM)}
-            failures = failed | _posted_failures(dist.FileStore(store), processes)
-            print(*summary(failures, processes, args), sep="\n", file=sys.stderr)
+            if set(codes.values()) == {STOPPED}:
+                return STOPPED
+            if asked and set(codes.values()) <= {0, *_TERMINATED}:  # before the first step
+                raise SystemExit(128 + asked[0][0]) from None
+            print(*summary(_failures(codes, store), processes, args), sep="\n", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
         finally:
             # A signal may have come between a fork and the return of start_processes.
             for process in multiprocessing.active_children():
@@ -138,24 +169,38 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
     return 0
 
 
-def _exit_by_signal(number: int, _: object) -> NoReturn:
-    raise SystemExit(128 + number)
+def _join(context: multiprocessing.ProcessContext, asked: list[tuple[int, float]]) -> None:
+    passed_on = False
+    # A signal that arrives just before the call that waits is handled after it.
+    while not context.join(_POLL_S, SHUTDOWN_TIMEOUT_S):
+        if asked and not passed_on:
+            number = asked[0][0]  # ranks ignore SIGINT: Ctrl-C would reach them twice
+            send(signal.SIGTERM if number == signal.SIGINT else number, context.pids())
+            passed_on = True
+
+
+def _failures(codes: Mapping[int, int], store: str) -> dict[int, Failure]:
+    # One that still waits when the others have ended is terminated, and has no report.
+    failed = {r: c for r, c in codes.items() if c not in (0, *_TERMINATED)} or codes
+    ended = {rank: exit_failure(code) for rank, code in failed.items() if code}
+    return ended | _posted_failures(dist.FileStore(store), len(codes))
 
 
 def _forked_rank(
     rank: int, main: Main, args: Namespace, processes: int, store: str, parent: int
 ) -> NoReturn:
-    for number in _TERMINATION_SIGNALS:
+    for number in (*_AT_ONCE, *ASKING):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent kills the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent tells the ranks
     end_with_parent(parent)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_SIZE": processes}
     os.environ.update({name: str(value) for name, value in names.items()})
-    failure = _train(main, args, dist.FileStore(store))
-    if failure:
-        _post_failure(dist.FileStore(store), rank, failure)
-    sys.exit(failure is not None)
+    outcome = _train(main, args, dist.FileStore(store))
+    if isinstance(outcome, Failure):
+        _post_failure(dist.FileStore(store), rank, outcome)
+        sys.exit(1)
+    sys.exit(outcome)
 
 
 def end_with_parent(parent: int) -> None:
@@ -175,9 +220,9 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _train(main: Main, args: Namespace, store: dist.Store) -> Failure | None:
+def _train(main: Main, args: Namespace, store: dist.Store) -> Failure | int:
     """Initialize the default process group (NCCL on GPUs, gloo on CPU), train, and end the group;
-    the failure of this rank, if it failed. Collective."""
+    the exit code of ``main``, or the failure of this rank. Collective."""
     rank, on_gpu = int(os.environ["RANK"]), args.device == "cuda"
     prepare_deepspeed()
     try:
@@ -193,13 +238,13 @@ def _train(main: Main, args: Namespace, store: dist.Store) -> Failure | None:
         )
         if not on_gpu:  # else a rank that fails at once would end while others connect to it
             dist.barrier()
-        main(args)
+        code = main(args) or 0
         dist.destroy_process_group()
     except Exception as error:
         with contextlib.suppress(OSError):  # of a full disk, which may be why this rank fails
             get_error_handler().record_exception(error)
         return describe(error, args, rank)
-    return None
+    return code
 
 
 def broadcast_from_rank0(compute: Callable[[], Any]) -> Any:

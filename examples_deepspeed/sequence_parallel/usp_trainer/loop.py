@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.model import Layer, build_model, padded_vocab_size
 from usp_trainer.nonfinite import check_weights, not_finite_error
 from usp_trainer.run_files import RunFolders
+from usp_trainer.signals import STOPPED, StopRequested, StopSignals, machine
 
 
 class TrainingLoop:
@@ -37,7 +39,7 @@ class TrainingLoop:
         USPError: on every rank; the flags, the data or the checkpoint are invalid.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, signals: StopSignals | None = None) -> None:
         self.args = args
         args.attention_kernel = attention_kernel(
             args.usp_kernel,
@@ -62,7 +64,7 @@ class TrainingLoop:
         device = torch.device(args.device)
         model = build_model(args, self.mesh, layout, self.groups, device)
         self.parameters = _count_parameters(model, self.groups, device)
-        self.trainer = Trainer(args, model, self.groups, device, self.data.vocab_size)
+        self.trainer = Trainer(args, model, self.groups, device, self.data.vocab_size, signals)
         self.progress = Progress()
         if args.load:
             with self.trainer.states_on_device():
@@ -141,35 +143,51 @@ class StopRule:
         return None
 
 
-def pretrain(args: Namespace) -> None:
-    """Train with ``args`` until the last step; rank 0 reports. Collective."""
+def pretrain(args: Namespace) -> int:
+    """Train with ``args`` until the last step; rank 0 reports. Collective.
+
+    Returns:
+        0, or ``STOPPED`` where a signal stopped the run before its last step.
+    """
+    with StopSignals() as signals:
+        machines = [("", 0)] * dist.get_world_size()
+        dist.all_gather_object(machines, (machine(), os.getpid()))
+        signals.siblings = tuple(number for name, number in machines if name == machine())
+        code = _pretrain(args, signals)
+        if code:  # a launcher ends the others as soon as one rank has ended with it
+            dist.barrier()
+        return code
+
+
+def _pretrain(args: Namespace, signals: StopSignals) -> int:
     stop_rule = StopRule(args)
     args, explanation = resolve_auto_args(args, dist.get_world_size())
     locked: list[RunFolders] = []  # on rank 0
     broadcast_from_rank0(lambda: locked.append(RunFolders(args)))
     refused = True
     try:
-        loop = TrainingLoop(args)
+        loop = TrainingLoop(args, signals)
         refused = False
-        _train(loop, explanation, stop_rule)
+        return _train(loop, explanation, stop_rule)
     finally:
         for folders in locked:
             folders.close(refused=refused)
 
 
-def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) -> None:
+def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) -> int:
     args, reporter, reason = loop.args, None, None
+    saved, code = loop.progress.step, 0
     if dist.get_rank() == 0:
         reporter = _build_reporter(loop, explanation)
-    watch: AbstractContextManager[None] = nullcontext()
-    if reporter and not args.quiet:
-        modules = loop.trainer.engine.module.modules()
-        layers = [(layer.number, layer) for layer in modules if isinstance(layer, Layer)]
-        watch = progress.first_step_lines(layers, args.num_layers, reporter.print_above)
+    watch = _first_step_lines(loop, reporter)
     while loop.progress.step < args.train_iters and not reason:
         is_reported = loop.progress.step + 1 == args.usp_report_communication
-        with watch:
-            row = loop.reported_step() if is_reported else loop.step()
+        try:
+            with watch:
+                row = loop.reported_step() if is_reported else loop.step()
+        except StopRequested as asked:
+            reason, code = str(asked), STOPPED
+            break
         watch = nullcontext()
         reason = stop_rule.reason(row["step"])
         last = row["step"] == args.train_iters or reason is not None
@@ -178,14 +196,35 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
         if reporter:
             reporter.step(row)
         due = args.save_interval and row["step"] % args.save_interval == 0
-        if args.save and (last or due):
-            folder = loop.save()
-            if reporter:
-                reporter.print_above(f"saved    {folder}")
-        if reporter and reason and row["step"] < args.train_iters:
-            reporter.print_above(f"stopped  at step {row['step']} of {args.train_iters}: {reason}")
+        if last or due:
+            saved = _save(loop, reporter)
+    step = loop.progress.step
+    if code and step > saved:
+        _save(loop, reporter)
     if reporter:
+        if reason and step < args.train_iters:
+            reporter.print_above(f"stopped  at step {step} of {args.train_iters}: {reason}")
         reporter.finish()
+    return code
+
+
+def _save(loop: TrainingLoop, reporter: progress.ProgressReporter | None) -> int:
+    """Write a checkpoint, if there is a folder for it; the step that it is of."""
+    if loop.args.save:
+        folder = loop.save()
+        if reporter:
+            reporter.print_above(f"saved    {folder}")
+    return loop.progress.step
+
+
+def _first_step_lines(
+    loop: TrainingLoop, reporter: progress.ProgressReporter | None
+) -> AbstractContextManager[None]:
+    if reporter is None or loop.args.quiet:
+        return nullcontext()
+    modules = loop.trainer.engine.module.modules()
+    layers = [(layer.number, layer) for layer in modules if isinstance(layer, Layer)]
+    return progress.first_step_lines(layers, loop.args.num_layers, reporter.print_above)
 
 
 def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.ProgressReporter:

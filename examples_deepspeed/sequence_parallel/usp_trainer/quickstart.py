@@ -13,6 +13,7 @@ from typing import Any
 
 from usp_trainer.launch import Main, spawn_ranks
 from usp_trainer.progress import METRICS
+from usp_trainer.signals import STOPPED
 from usp_trainer.validate_args import model_parallel_size
 
 LIMIT = 1e-5  # relative difference of losses in fp32
@@ -86,7 +87,10 @@ def _losses_match(name: str, args: Namespace, pretrain: Main) -> bool:
 
 
 def _losses(args: Namespace, pretrain: Main) -> list[float]:
-    if spawn_ranks(pretrain, args, model_parallel_size(args)):
+    code = spawn_ranks(pretrain, args, model_parallel_size(args))
+    if code == STOPPED:
+        raise SystemExit(code)
+    if code:
         raise ChildProcessError(f"the run on {model_parallel_size(args)} ranks failed")
     lines = (Path(args.output_dir) / METRICS).read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
