@@ -29,6 +29,7 @@ from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.lowlevel import refuse_second_derivative
+from ds_usp.memory.compile_guard import disable_in_compile
 
 Reduction = Literal["mean", "sum"]
 
@@ -42,9 +43,7 @@ def check_mesh(mesh: object) -> None:
         )
 
 
-class SumOfShards(torch.autograd.Function):
-    """The sum over the ranks of a mesh of what each computed from its shard, on every rank."""
-
+class _SumOfShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
         # Each rank's loss depends on its own shard alone, so its gradient is a summand of the
@@ -63,6 +62,14 @@ class SumOfShards(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # The ranks' gradients are equal, each one's loss being the same: nothing to exchange.
         return grad * ctx.factor, None, None
+
+
+@disable_in_compile("the ranks compare before they sum their losses")
+def sum_of_shards(x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
+    """The sum over the ranks of a mesh of what each computed from its shard, differentiable.
+    Collective."""
+    total: Tensor = _SumOfShards.apply(x, mesh, gradients)
+    return total
 
 
 class JoinShards(torch.autograd.Function):

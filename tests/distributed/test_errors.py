@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
     ),
     "unknown layout": (WAYS[:1], {"layout": "zig"}, "LayoutError", ["'zig'", "zigzag, striped"]),
     "module's layout": (MODULES, {"layout": "zig"}, "LayoutError", ["'zig'", "zigzag, striped"]),
-    "too short": (WAYS[:1], {"seq_len": 3}, "LayoutError", ["3 tokens", "at least 8 tokens"]),
+    "too short": (WAYS[:1], {"seq_len": 3}, "LayoutError", ["3 tokens", "at least 4 tokens"]),
     "dropout": (
         WAYS[:2],
         {"dropout": 0.1},

@@ -1,5 +1,6 @@
 """Forward passes that one rank leaves: the others raise at once, and the next pass is exact."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_a_llama_goes_on_after_a_pass_that_one_rank_left(pool):
             assert MESSAGE in text if rank == 1 or place < 2 else "forward pass" in text, text
             assert error < BOUND, (place, error)
         if rank != 1:
-            assert "rank 1: it has left forward pass 1, of LlamaForCausalLM" in each[0][0]
+            assert re.search(r"rank 1: it has left forward pass \d+, of Llama", each[0][0])
 
 
 def wan_left(ctx: RankContext, name: str, cfg_degree: int) -> list[tuple[str, float]]:

@@ -111,7 +111,7 @@ def logits_of_an_evaluation(ctx: RankContext) -> tuple[int, ...]:
     """What Trainer's metrics are given."""
     model = llama().eval()
     with enable(model, mesh_of(2), loss_chunks=2) as enabled, torch.no_grad():
-        with _whole_logits(enabled, True):
+        with _whole_logits(enabled):
             out = model(**batch_of(30))
         assert "logits" not in model(**batch_of(30))
     return tuple(out.logits.shape)

@@ -197,7 +197,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path):
     ("flags", "error_class", "message"),
     [
         (degrees(sp=2, pp=2, zero=2), ConfigError, "Use --zero-stage 1"),
-        (degrees(sp=4, u=2) + " --seq-length 3", LayoutError, "at least 8 tokens"),
+        (degrees(sp=4, u=2) + " --seq-length 3", LayoutError, "at least 4 tokens"),
         (degrees(sp=3), ConfigError, "Use a multiple of 3 ranks"),
         (degrees(sp=4, u=2) + " --usp-kernel flash4", USPError, "flash4: "),
     ],

@@ -39,6 +39,7 @@ NAMES: dict[str, Doors] = {
         "changes speed and memory, never the result": "Tuning allocator_variables",
         "counts, and changes nothing": "CommLedger",
         "settings of a program that shards the batch itself (zigzag)": "USPConfig",
+        "ends the caller's program with a line on rank 0, within its block": "one_line_errors",
         "is raised": "CheckpointError ConfigError DataError LayoutError MeshError PatchError "
         "RecomputeError USPError UnsupportedAttentionError",
         "is a text": "__version__",

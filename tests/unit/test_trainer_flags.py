@@ -185,7 +185,7 @@ REFUSED = {
     "--reset-position-ids --use-rotary-position-embeddings": "Add --reset-attention-mask",
     "--lr 1e-4 --min-lr 1e-3": "--min-lr 0.001 is above --lr 0.0001",
     "--use-rotary-position-embeddings --hidden-size 24": "even head dimension",
-    "--ds-sequence-parallel-size 8 --seq-length 5": "at least 16 tokens",
+    "--ds-sequence-parallel-size 8 --seq-length 5": "at least 8 tokens",
 }
 
 

@@ -25,10 +25,10 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.replicas import (
     ModelComparison,
     Reduction,
-    SumOfShards,
     check_mesh,
     join_shards,
     same_on_all_ranks,
+    sum_of_shards,
 )
 from ds_usp.integrations.transformers import refusals
 from ds_usp.integrations.transformers.attention import (
@@ -479,7 +479,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 )
             return
         if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
-            out["loss"] = SumOfShards.apply(loss, self.mesh, self._options.gradients)
+            out["loss"] = sum_of_shards(loss, self.mesh, self._options.gradients)
         elif loss is not computed:
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "

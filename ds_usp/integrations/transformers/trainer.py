@@ -90,14 +90,7 @@ def _enable_others(trainer: Trainer, policy: EnabledModel) -> None:
             continue
         enabled = find_enabled(model, inner)
         try:
-            enabled = enabled or enable(
-                model,
-                policy.mesh,
-                layout=options.layout,
-                kernel=options.kernel,
-                tuning=options.tuning,
-                mlp_chunks=options.mlp_chunks,
-            )
+            enabled = enabled or enable(model, policy.mesh, **options.of_frozen_model())
         except UnsupportedAttentionError as reason:
             raise UnsupportedAttentionError(
                 f"the trainer's {name} would run whole sequences on every rank. {reason}. Where it "

@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
-from ds_usp.integrations.replicas import Reduction, SumOfShards
+from ds_usp.integrations.replicas import Reduction, sum_of_shards
 from ds_usp.integrations.transformers.attention import RunningPass, StandIn
 from ds_usp.training import chunked_weighted_loss
 from ds_usp.training.whole_batch import IGNORE_INDEX
@@ -88,7 +88,7 @@ class WholeBatchLoss:
             share = self.original(logits, targets.labels, *args, **kwargs)
         # Summed with gradients times the ranks: without that each rank would back-propagate its own
         # tokens' share, and data parallelism's mean would be sp_degree times too small.
-        loss: Tensor = SumOfShards.apply(share, self._mesh, self._gradients)
+        loss = sum_of_shards(share, self._mesh, self._gradients)
         self.running.loss = loss
         return loss
 
