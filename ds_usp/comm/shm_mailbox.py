@@ -204,8 +204,8 @@ class ShmMailbox:
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
             raise MeshError(
-                f"ranks {ranks} of the sequence-parallel group have aborted: a rank had ended, or "
-                "made no call in time"
+                f"ranks {ranks} of the sequence-parallel group have aborted: a rank had ended, made "
+                "no call in time, or was in other collectives"
             )
 
     def _owner_is_dead(self, rank: int) -> bool:
