@@ -51,8 +51,17 @@ if [[ "$group" == gpu || "$group" == all ]]; then
     [[ "$group" == gpu ]] && exit 0
   fi
 fi
-if [[ "$group" == all && -z "${MEGATRON_DEEPSPEED_PATH:-}" ]]; then
-  printf '%s\n' '** MEGATRON_DEEPSPEED_PATH IS NOT SET: tests/megatron_deepspeed do NOT run. **' >&2
+if [[ "$group" == all ]]; then
+  [[ "${MEGATRON_DEEPSPEED_PATH:-}" ]] ||
+    printf '%s\n' '** MEGATRON_DEEPSPEED_PATH IS NOT SET: tests/megatron_deepspeed do NOT run. **' >&2
+  [[ "${MEGATRON_LM_PATH:-}" ]] ||
+    printf '%s\n' '** MEGATRON_LM_PATH IS NOT SET: most of tests/megatron_lm do NOT run. **' >&2
+fi
+if [[ "$group" == all || "$group" == transformers ]]; then
+  python -c 'from importlib.util import find_spec as find
+tests = {"transformers": "tests/integrations", "diffusers": "tests/integrations/test_diffus*.py"}
+for name in [name for name in tests if not find(name)]:
+    print(f"** NO {name.upper()} HERE: {tests[name]} do NOT run. **")' >&2
 fi
 
 case "$group" in

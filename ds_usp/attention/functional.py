@@ -10,10 +10,21 @@ import torch
 
 from ds_usp.attention.custom_ops import graph_break, traced_attention
 from ds_usp.attention.passes import BackwardPass, ForwardPass
-from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
+from ds_usp.attention.plan import (
+    AttentionOptions,
+    AttentionPlan,
+    check_on_all_ranks,
+    explain_keywords,
+    plan_call,
+)
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.attention.validation import check_layout, exchange_label, token_layout
+from ds_usp.attention.validation import (
+    check_layout,
+    exchange_label,
+    same_ranks,
+    token_layout,
+)
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
@@ -145,6 +156,37 @@ def head_exchange(
     return exchanged
 
 
+# Note [autocast]
+#
+# Norms and rotary embeddings leave queries and keys in fp32 beside values in bf16. torch's own
+# attention takes part in autocast: it casts all of them, fp64 excepted. So does every door here,
+# before anything is checked, compared or sent: ranks exchange the cast tensors, and gradients
+# return through the casts, to each tensor in its own dtype. The kernels see autocast no more.
+
+
+def cast_by_autocast(*tensors: Any, only_mixed: bool = False) -> tuple[Any, ...]:
+    """The tensors as torch's attention takes them: under autocast of their device, floating ones
+    but fp64 in its dtype.
+
+    Args:
+        only_mixed: those of one dtype stay as they are, for a local attention that is called.
+    """
+    if not torch._C._is_any_autocast_enabled():  # 0.1 us of each call
+        return tensors
+    if only_mixed and len({getattr(x, "dtype", None) for x in tensors}) == 1:
+        return tensors
+    return tuple(_cast_by_autocast(x) for x in tensors)
+
+
+def _cast_by_autocast(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or x.is_meta:
+        return x  # to be refused
+    casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+    if not casts or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 if TYPE_CHECKING:
 
     class _Options(TypedDict, total=False):
@@ -184,6 +226,7 @@ def usp_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@explain_keywords
 def usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -230,6 +273,9 @@ def usp_attention(
             told apart otherwise: a rank that leaves one out meets the others' in its next one.
             Under ``torch.compile`` each label is compiled anew.
 
+    Under autocast q, k and v are cast to its dtype, as by torch's ``scaled_dot_product_attention``:
+    all but fp64. Elsewhere they must have one dtype.
+
     Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
     are used. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph; with
     documents it breaks the graph.
@@ -257,6 +303,7 @@ def usp_attention(
         kv_layout,
         label,
     )
+    q, k, v = cast_by_autocast(q, k, v)
     if torch.compiler.is_compiling():
         traced = traced_attention(q, k, v, options)
         if traced is not None:
@@ -272,7 +319,8 @@ def _usp_attention(
     scores = options.scores if isinstance(options.scores, Scores) else NO_SCORE_MOD
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
     if current_run() is not None:  # under keep_attention
-        key = options._replace(scores=NO_SCORE_MOD), scores.static_values
+        of_call = {"mesh": same_ranks(options.mesh), "scores": scores.static_values}
+        key = options._asdict() | of_call
         outputs = compute_or_replay(partial(_attend, options), inputs, key)
     else:
         outputs = _attend(options, *inputs)
@@ -305,6 +353,7 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # are one sequence of a layout of their own (JointLayout); only the text's output is gathered.
 
 
+@explain_keywords
 @graph_break
 def usp_joint_attention(
     q: torch.Tensor,
@@ -354,6 +403,8 @@ def usp_joint_attention(
     Raises:
         LayoutError: fewer joint tokens than ranks.
     """
+
+    q, k, v, joint_q, joint_k, joint_v = cast_by_autocast(q, k, v, joint_q, joint_k, joint_v)
 
     def check() -> tuple[Signature, JointLayout]:
         """Check the call on this rank; returns its signature, compared on all ranks, and the layout

@@ -94,7 +94,10 @@ def resolve_ring_attention(
     if detected is not None:
         return detected
     if mask is None or dropout_p is None:
-        given = {"mask=MaskSpec.causal()": mask, "dropout_p=0.0": dropout_p}
+        # A causal mask would be refused next where an attribute contradicts it.
+        causal = all(getattr(module, name, True) is not False for name in _CAUSAL)
+        kind = "causal" if causal else "full"
+        given = {f"mask=MaskSpec.{kind}()": mask, "dropout_p=0.0": dropout_p}
         missing = [example for example, value in given.items() if value is None]
         raise UnsupportedAttentionError(
             f"with a ring the attention of {type(module).__name__} must be known, and it is no "
@@ -145,7 +148,7 @@ def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: fl
             f"dropout_p={dropout_p} was given, but {name} has a Dropout of {max(drops)}. Give "
             f"dropout_p={max(drops)}, or change the local attention"
         )
-    for attribute in ("causal", "is_causal"):
+    for attribute in _CAUSAL:
         causal = getattr(module, attribute, None)
         if isinstance(causal, bool) and causal != (mask.right == 0):
             raise ConfigError(

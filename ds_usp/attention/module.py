@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.attention.custom_ops import graph_break, traced_attention, traced_exchange
-from ds_usp.attention.functional import UnifiedAttention, head_exchange
+from ds_usp.attention.functional import UnifiedAttention, cast_by_autocast, head_exchange
 from ds_usp.attention.local_attention import (
     NO_ARGUMENTS,
     FrameworkArguments,
@@ -20,7 +20,13 @@ from ds_usp.attention.local_attention import (
     detect_local_attention,
     resolve_ring_attention,
 )
-from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
+from ds_usp.attention.plan import (
+    AttentionOptions,
+    AttentionPlan,
+    check_on_all_ranks,
+    explain_keywords,
+    plan_call,
+)
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
@@ -31,6 +37,7 @@ from ds_usp.attention.validation import (
     module_text,
     plan_local_attention,
     returned_text,
+    same_ranks,
     token_layout,
 )
 from ds_usp.comm.call_record import Signature
@@ -40,7 +47,11 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec, normalize_documents
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.kernels.rotary import Rotary, apply_rotary
-from ds_usp.memory.saved_attention import check_only_inputs_require_grad, compute_or_replay
+from ds_usp.memory.saved_attention import (
+    check_only_inputs_require_grad,
+    compute_or_replay,
+    is_saving,
+)
 
 
 class CallArguments(NamedTuple):
@@ -156,6 +167,7 @@ class USPAttention(torch.nn.Module):
     Source: the interface is DeepSpeed's (deepspeed.sequence.layer, 0.19).
     """
 
+    @explain_keywords
     def __init__(
         self,
         local_attention: Callable[..., torch.Tensor],
@@ -235,6 +247,10 @@ class USPAttention(torch.nn.Module):
             ``batch_dim_idx`` 0, or ``[s_local, b, ...]`` with 1 -> the same order of dims, 4-D or
             3-D (``h * d``) as the local attention returns.
 
+        Under autocast query, key and value are cast to its dtype, as by torch's attention, before
+        they are exchanged; not where they have one dtype and the local attention is called, which
+        is under autocast itself.
+
         Args:
             batch_dim_idx: dim of the batch; it may be left out where ``gather_idx`` was given. A
                 tensor here is an attention mask, as Megatron-DeepSpeed's path without flash
@@ -256,6 +272,7 @@ class USPAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor | None:
         """:meth:`forward` in a graph; None if it cannot be there."""
+        query, key, value = self._cast(query, key, value, arguments)
         dim: Any = arguments.batch_dim_idx
         if dim is None and not self._batch_dim_required:
             dim = 1 - self.gather_idx
@@ -296,11 +313,29 @@ class USPAttention(torch.nn.Module):
 
         extra = (*arguments.args, *arguments.kwargs.values(), arguments.batch_dim_idx)
         check_only_inputs_require_grad(self.local_attn, extra)
-        dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
-        comparable = dim, hashable_documents(arguments.documents)
+        comparable = self._computed(arguments) if is_saving() else None
         _wait_for_stream(self.sp_stream, query, key, value)
-        (out,) = compute_or_replay(compute, (query, key, value), (self, *comparable))
+        query, key, value = self._cast(query, key, value, arguments)
+        (out,) = compute_or_replay(compute, (query, key, value), comparable)
         return out
+
+    def _cast(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: CallArguments
+    ) -> tuple[torch.Tensor, ...]:
+        called = self._framework is None and arguments.documents is None
+        return cast_by_autocast(q, k, v, only_mixed=called)
+
+    def _computed(self, arguments: CallArguments) -> dict[str, object]:
+        """What a call computes of its tensors: a module that is made anew does the same."""
+        dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
+        names = "_overrides", "_layout", "_names_layout", "_batch_dim_required"
+        own = {name: getattr(self, name) for name in (*names, "gather_idx", "kernel", "tuning")}
+        return own | {
+            "local_attn": self.local_attn,
+            "mesh": same_ranks(self.mesh),
+            "batch_dim_idx": dim,
+            "documents": hashable_documents(arguments.documents),
+        }
 
     def _run_checked(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments

@@ -23,6 +23,11 @@ def exchange_label(to_heads: bool) -> str:
     return " (q, k, v)" if to_heads else " (output)"
 
 
+def same_ranks(mesh: SequenceMesh) -> tuple[object, ...]:
+    """What meshes over the same ranks have in common, if one is made anew."""
+    return getattr(mesh, "sp_group", None), getattr(mesh, "order", None), str(mesh)
+
+
 def module_text(number: int) -> str:
     """The module of a call in its signature: which of those on the mesh, in order of their making.
     Layers' calls are alike otherwise, and a rank that leaves one out would go unnoticed."""
@@ -212,10 +217,14 @@ def check_layout(
     return Signature((str(layout), layout.order), ((layout.kind, layout.seq_len),))
 
 
+# As a user writes them, in messages.
+MASKS = "MaskSpec.causal(), .full(), .window(left, right) or .prefix_lm(prefix)"
+
+
 def no_mask_error(mask: object) -> ConfigError:
     """For a mask that is no :class:`MaskSpec`; of a tensor with its shape only."""
     given = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
-    return ConfigError(f"mask={given} must be a MaskSpec: MaskSpec.causal(), .full(), .window()")
+    return ConfigError(f"mask={given} must be a MaskSpec: {MASKS}")
 
 
 def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
@@ -260,10 +269,18 @@ def check_kv(
                 "of another sequence a layout of their own (kv_layout=)"
             )
         if len(layouts[0].documents) > 2 and not mask.documents:
+            band = f"window({mask.left}, {mask.right}, "
+            if mask.left is None and mask.right in (0, None):
+                band = "causal(" if mask.right == 0 else "full("
+            fix = f"Give them to the mask, MaskSpec.{band}documents=borders)"
+            if mask.prefix:
+                fix = (
+                    "A prefix is the whole sequence's: lay the tokens out as one document, "
+                    f"mesh.layout('zigzag', {layouts[0].seq_len})"
+                )
             raise ConfigError(
                 f"the tokens are laid out for documents, {layouts[0]}, and the mask {mask} has "
-                "none: tokens would attend across their borders. Give them to the mask, "
-                "MaskSpec.causal(documents=borders)"
+                f"none: tokens would attend across their borders. {fix}"
             )
         return Signature(("self-attention",))
     if not mask.is_full:

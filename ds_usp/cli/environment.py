@@ -25,7 +25,7 @@ from ds_usp.planner.arguments import OneLineParser
 _DISTRIBUTIONS = re.compile(
     r"torch|triton|pytorch-triton|deepspeed|megatron-core|transformer[-_]engine\S*|flash[-_]attn\S*|"
     r"cuda-bindings|nvidia-(nccl|cudnn|cuda-runtime)\S*|einops|numpy|transformers|accelerate|peft|"
-    r"trl|diffusers"
+    r"trl|diffusers|datasets|tokenizers|safetensors"
 )
 _VARIABLES = (
     *("CUDA_", "DS_", "FLASH_ATTENTION_", "FLASH_ATTN_", "GLOO_", "LOCAL_", "MASTER_", "MEGATRON_"),

@@ -237,6 +237,7 @@ class SequenceMesh:
         copy_engines: those in use, by kind of traffic.
         outer_groups: communicators between nodes in a double ring, by kind of traffic.
         plans: validated calls over this mesh, by their arguments.
+        checks: what else :meth:`check` compares; each is given the mesh.
         batch_layouts: the layout of the last batch of each length from a data loader; meshes over
             one process group share it.
         module_numbers: of the modules that are made on the mesh, which their calls are named by.
@@ -263,6 +264,7 @@ class SequenceMesh:
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
+    checks: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     module_numbers: Iterator[int] = field(default_factory=partial(count, 1), init=False, repr=False)
     name: str = field(init=False, repr=False)
 
@@ -571,13 +573,16 @@ class SequenceMesh:
         return layout.gather([local], dim)
 
     def check(self) -> None:
-        """Compare how many calls and backward passes each rank has made; collective over the mesh.
-        A call that one rank has skipped shows here at the latest: call it before a checkpoint.
+        """Compare how many calls and backward passes each rank has made, and the enabled models'
+        weights; collective over the mesh. A call that one rank has skipped, or a weight that it
+        alone has changed, shows here at the latest: call it before a checkpoint.
 
         Raises:
             MeshError: which ranks differ, and in what; on every rank.
         """
         self.consistency.check()
+        for check in self.checks.values():
+            check(self)
 
     def agree(self, text: str, error: Exception | None = None) -> None:
         """Check now that every rank passes the same text

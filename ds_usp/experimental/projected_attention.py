@@ -32,6 +32,7 @@ from ds_usp.attention.plan import (
     AttentionPlan,
     SavedChunk,
     check_on_all_ranks,
+    explain_keywords,
     plan_call,
 )
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
@@ -579,6 +580,7 @@ def _stand_ins(x: torch.Tensor, geometry: Geometry) -> list[torch.Tensor]:
     return [x.new_empty(()).expand(b, s, *shape) for shape in ((h, d), (g, d), (g, e))]
 
 
+@explain_keywords
 def projected_attention(
     x: torch.Tensor,
     projection: Projection,
@@ -819,6 +821,7 @@ class USPSelfAttention(nn.Module):
         ConfigError: arguments that do not fit.
     """
 
+    @explain_keywords
     def __init__(
         self,
         qkv: nn.Module | Sequence[nn.Module],

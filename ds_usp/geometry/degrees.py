@@ -16,7 +16,8 @@ _Broken = Iterator[tuple[str, str]]
 
 def divisors(size: int) -> list[int]:
     """The degrees into which that many ranks can be divided, ascending."""
-    return [degree for degree in range(1, size + 1) if size % degree == 0]
+    low = [degree for degree in range(1, math.isqrt(max(size, 0)) + 1) if size % degree == 0]
+    return low + [size // degree for degree in reversed(low) if degree * degree != size]
 
 
 # The rule has one owner because every entry point asks it (mesh, drop-in, planner, trainer, both

@@ -75,7 +75,8 @@ def rotate_in_place(
             return
     for x in tensors:
         row = x.numel() // max(1, x.shape[token_dim])
-        tokens = max(1, (_CPU_ELEMENTS if x.device.type == "cpu" else _GPU_ELEMENTS) // row)
+        elements = _CPU_ELEMENTS if x.device.type == "cpu" else _GPU_ELEMENTS
+        tokens = max(1, elements // max(1, row))
         dtype = x.dtype if rounded else None
         parts = x.split(tokens, token_dim), cos.split(tokens), sin.split(tokens)
         for part, part_cos, part_sin in zip(*parts, strict=True):
@@ -134,7 +135,7 @@ def _rotate_reference(
     """
     dtype = dtype or torch.promote_types(x.dtype, torch.float32)
     shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
-    cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
+    cos, sin = (table.to(dtype).view(*shape, table.shape[1]) for table in (cos, sin))
     rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
     front, back = (rotated * sin if transposed else rotated).chunk(2, dim=-1)
     halves = (back, -front) if transposed else (-back, front)
@@ -210,8 +211,14 @@ class RotaryPositions(NamedTuple):
         return cls(positions, inverse_frequencies(dim, base, dtype, positions.device))
 
     def check(self) -> None:
-        """ConfigError for inverse frequencies that are trained: no rotation by positions has their
-        gradient."""
+        """ConfigError for other shapes, and for inverse frequencies that are trained: no rotation
+        by positions has their gradient."""
+        positions, inverse = self
+        if positions.ndim != 1 or inverse.ndim != 1 or not len(inverse):
+            raise ConfigError(
+                f"positions {list(positions.shape)} and inverse frequencies {list(inverse.shape)} "
+                "must be [s] and [r / 2], of at least 2 rotated features"
+            )
         if torch.is_grad_enabled() and self.inverse_frequencies.requires_grad:
             raise ConfigError(
                 "inverse_frequencies require a gradient, which a rotation by positions does not "
@@ -235,17 +242,30 @@ class RotaryPositions(NamedTuple):
         """
         tokens, dim = len(self.positions), 2 * len(self.inverse_frequencies)
         for x in tensors:
-            if x.shape[token_dim] != tokens:
-                raise ConfigError(
-                    f"{x.shape[token_dim]} tokens along dim {token_dim} of {list(x.shape)}, but "
-                    f"{tokens} rotary positions: give a position for each token of this rank"
-                )
+            self._check_tokens(x, token_dim)
         step = max(1, _TABLE_ELEMENTS // dim)
         for start in range(0, tokens, step):
             count = min(step, tokens - start)
             table = self.table(start, start + count, tensors[0].dtype)
             parts = [x.narrow(token_dim, start, count) for x in tensors]
             rotate_in_place(parts, *table, token_dim, transposed=transposed, rounded=True)
+
+    def _rotated(self, x: torch.Tensor, token_dim: int) -> torch.Tensor:
+        """As by :meth:`rotate_in_place`, a new tensor, by operators that autograd knows."""
+        # For graphs of torch.compile: they hold no function of autograd that works in place, and
+        # need none, as a compiler fuses the table and the products.
+        self._check_tokens(x, token_dim)
+        cos, sin = self.table(0, len(self.positions), x.dtype)
+        _check([x], cos, sin, token_dim)
+        return _rotate_reference(x, cos, sin, token_dim, x.dtype)
+
+    def _check_tokens(self, x: torch.Tensor, token_dim: int) -> None:
+        if x.shape[token_dim] != len(self.positions):
+            raise ConfigError(
+                f"{x.shape[token_dim]} tokens along dim {token_dim} of {list(x.shape)}, but "
+                f"{len(self.positions)} rotary positions: give a position for each token of this "
+                "rank"
+            )
 
 
 def inverse_frequencies(
@@ -263,7 +283,7 @@ def rotate_projected(
 
     Shapes:
         qkv: ``[s, b, g n D]`` as megatron-core has it: for each of g key/value heads its query
-        heads, its key and its value; the result is the same tensor.
+        heads, its key and its value; the result is the same tensor, in a graph a new one.
 
     Args:
         rotary: of the s tokens.
@@ -281,8 +301,11 @@ def rotate_projected(
             f"qkv {list(qkv.shape)} must be [s, b, g n D] of g={kv_heads} key/value heads, D="
             f"{head_dim}"
         )
+    heads = qkv.shape[1] * kv_heads, qkv.shape[2] // (kv_heads * head_dim), head_dim
+    if torch.compiler.is_compiling():
+        turned, value = qkv.reshape(len(qkv), *heads).split([heads[1] - 1, 1], dim=2)
+        return torch.cat((rotary._rotated(turned, 0), value), dim=2).view(qkv.shape)
     qkv = qkv.clone() if qkv._is_view() else qkv  # autograd forbids to change some views
-    heads = -1, qkv.shape[2] // (kv_heads * head_dim), head_dim
     out: torch.Tensor = RotationInPlace.apply(qkv, *rotary, 0, heads, False)
     return out
 
@@ -291,6 +314,8 @@ def rotated(x: torch.Tensor, rotary: RotaryPositions, token_dim: int) -> torch.T
     """Rotated heads ``[b, s, h, D]`` with ``token_dim`` 1, or ``[s, b, h, D]`` with 0, as a new
     tensor."""
     rotary.check()
+    if torch.compiler.is_compiling():
+        return rotary._rotated(x, token_dim)
     copy = x.clone(memory_format=torch.contiguous_format)
     out: torch.Tensor = RotationInPlace.apply(copy, *rotary, token_dim, None, False)
     return out

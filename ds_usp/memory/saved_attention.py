@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -49,7 +50,8 @@ def keep_attention(run: Callable[Params, Result]) -> Callable[Params, Result]:
     Raises:
         RecomputeError: later, in the backward pass: the second run calls attention otherwise than
             the first, an output was changed in place, or backward runs twice
-            (``retain_graph=True``).
+            (``retain_graph=True``). In the call: attention in a checkpoint inside, not reentrant,
+            that has no ``keep_attention`` of its own.
 
     Source: selective recomputation (Korthikanti et al., 2205.05198) turned around: attention is
     what is not recomputed.
@@ -69,6 +71,7 @@ def compute_or_replay(
     run = current_run()
     if run is None:
         return compute(*inputs)
+    run.refuse_checkpoint_inside()
     signature = key, _signature(inputs)
     call = run.record_or_replay(lambda: SavedCall(compute, inputs, signature), signature)
     outputs: Outputs = Replay.apply(call, *inputs)
@@ -157,11 +160,62 @@ class _Call:
         self._signature = signature
 
     def check(self, signature: object) -> None:
-        if self._signature != signature:
+        if self._signature == signature:
+            return
+        difference = first_difference(signature, self._signature)
+        if difference is not None:
+            name, now, then = (" ".join(f"{x}".split())[:200] for x in difference)
             raise RecomputeError(
-                f"the recomputation attends otherwise than the forward pass: {signature} now, "
-                f"{self._signature} then. A checkpointed function must do the same both times"
+                f"the recomputation attends otherwise than the forward pass: {name} {now} now, "
+                f"{then} then. A checkpointed function must do the same both times"
             )
+
+
+def first_difference(now: object, then: object) -> tuple[str, object, object] | None:
+    """Name and values of the first part in which two signatures differ; None where they are equal,
+    or made anew by the same code of equal values."""
+    # A function may make its attention in each run: modules, functions and closures are other
+    # objects then, which compute the same. So they are compared by what they are made of.
+    pairs: list[tuple[str, object, object]] = [("", now, then)]
+    seen: dict[tuple[int, int], object] = {}  # keeps them alive, and their ids theirs
+    while pairs:
+        name, a, b = pairs.pop()
+        if a is b or (id(a), id(b)) in seen:
+            continue
+        seen[id(a), id(b)] = a, b
+        parts, others = _parts(a), _parts(b)
+        if type(a) is not type(b) or parts.keys() != others.keys():
+            return name, a, b
+        if not parts and not _are_equal(a, b):
+            return name, a, b
+        named = [(name if key.isdigit() else key, parts[key], others[key]) for key in parts]
+        pairs += reversed(named)
+    return None
+
+
+def _parts(x: Any) -> dict[str, object]:
+    """What a value consists of, by name; nothing where ``==`` compares it."""
+    if isinstance(x, FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        made_of = {"code": x.__code__, "defaults": x.__defaults__, "keywords": x.__kwdefaults__}
+        return made_of | dict(zip(x.__code__.co_freevars, cells, strict=True))
+    if isinstance(x, MethodType):
+        return {"method": x.__func__, "self": x.__self__}
+    if isinstance(x, partial):
+        return {"function": x.func, "args": x.args, "keywords": x.keywords}
+    if isinstance(x, dict):
+        return {str(key): value for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return dict(zip(getattr(x, "_fields", map(str, range(len(x)))), x, strict=True))
+    is_plain = not isinstance(x, type) and type(x).__eq__ is object.__eq__
+    return {"class": type(x), **vars(x)} if is_plain and hasattr(x, "__dict__") else {}
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        return alike and torch.equal(a, b)
+    return (a == b) is True
 
 
 class SavedResults(_Call):
@@ -301,6 +355,23 @@ class _CheckpointRun:
         self.is_first, self._outer = calls is None, outer
         self.calls: list[_Call] = list(calls or ())
         self._next = 0
+        self._hooks = _top_hooks()
+
+    def refuse_checkpoint_inside(self) -> None:
+        """RecomputeError for attention in a checkpoint, not reentrant, that is inside of this run
+        and has no run of its own."""
+        # Such a checkpoint compares what its two runs save. Its second one comes when this run is
+        # over: attention would not be replayed but computed, and torch could only say that tensors
+        # differ. A reentrant one compares nothing: its attention is computed again.
+        hooks = _top_hooks()
+        if hooks is None or hooks == self._hooks:
+            return
+        if getattr(hooks[0], "__module__", None) in _CHECKPOINTS:
+            raise RecomputeError(
+                "a checkpoint inside of keep_attention recomputes attention without a "
+                "keep_attention of its own: give it one, checkpoint(keep_attention(layer), ...), "
+                "or leave out that around it"
+            )
 
     def record_or_replay(self, make: Callable[[], CallT], signature: object) -> CallT:
         if self.is_first:
@@ -409,6 +480,18 @@ class StorageView(NamedTuple):
 def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the tensor's storage as long as that lives."""
     return tensor.untyped_storage()._cdata
+
+
+# Whose hooks for saved tensors mean that a function will run again.
+_CHECKPOINTS = (
+    "torch.utils.checkpoint",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+)
+
+
+def _top_hooks() -> Any:
+    """The hooks that autograd saves tensors by, here; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class _HookPair(NamedTuple):

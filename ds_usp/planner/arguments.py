@@ -19,7 +19,7 @@ from argparse import (
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -64,9 +64,10 @@ def with_settings(command: type[_T]) -> type[_T]:
     return command
 
 
+_INTEGERS = ("int", "Count", "CountOrZero", "ZeroStage", "Gpus", "Sequences", "Layers")
 _TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     {
-        **dict.fromkeys(("int", "Count", "CountOrZero", "ZeroStage"), int),
+        **dict.fromkeys(_INTEGERS, int),
         **dict.fromkeys(("float", "Positive", "NonNegative", "Fraction"), float),
         "Path": Path,
     }
@@ -181,14 +182,24 @@ def lengths(text: str) -> tuple[int, ...]:
 
 Positive: TypeAlias = float
 NonNegative: TypeAlias = float
+Finite: TypeAlias = float
 Fraction: TypeAlias = float
 LaunchSeconds: TypeAlias = float
 Count: TypeAlias = int
 CountOrZero: TypeAlias = int
+Gpus: TypeAlias = int
+Sequences: TypeAlias = int
+Layers: TypeAlias = int
 ZeroStage: TypeAlias = int
 Collective: TypeAlias = str
 
 _COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
+
+# How much an answer may cost. A search tries all ways to write the GPUs as a product, micro batches
+# that divide the global batch and, for each, stages that divide the layers; the largest runs and
+# deepest models that are known are a tenth of this. Other numbers only must not leave fp64.
+MOST_GPUS, MOST_SEQUENCES, MOST_LAYERS = 2**17, 2**15, 2**11
+_LARGEST_COUNT, _LARGEST = 2**50, 1e30
 
 _Rule = tuple[Callable[[Any], bool], str]
 
@@ -201,20 +212,42 @@ def _is_number(value: object) -> bool:
     return _is_int(value) or isinstance(value, float)
 
 
-_RULES: Mapping[str, _Rule] = MappingProxyType(
+def _at_most(largest: float) -> _Rule:
+    return (lambda x: x <= largest), f"at most {largest:,}"
+
+
+_COUNT: _Rule = (lambda x: _is_int(x) and x >= 1), "a whole number of 1 or more"
+# In order: the first that refuses a value says what is wanted.
+_RULES: Mapping[str, tuple[_Rule, ...]] = MappingProxyType(
     {
-        "Positive": (lambda x: _is_number(x) and 0 < x < inf, "a finite number above 0"),
-        "NonNegative": (lambda x: _is_number(x) and 0 <= x < inf, "a finite number, 0 or more"),
-        "Fraction": (lambda x: _is_number(x) and 0 <= x <= 1, "a number between 0 and 1"),
-        "LaunchSeconds": (
-            lambda x: _is_number(x) and 0 <= x < inf,
-            "a finite number above 0, or 0: not known",
+        "Positive": (
+            (lambda x: _is_number(x) and 0 < x < inf, "a finite number above 0"),
+            _at_most(_LARGEST),
         ),
-        "Count": (lambda x: _is_int(x) and x >= 1, "a whole number of 1 or more"),
-        "CountOrZero": (lambda x: _is_int(x) and x >= 0, "a whole number of 0 or more"),
-        "ZeroStage": (lambda x: _is_int(x) and 0 <= x <= 3, "0, 1, 2 or 3"),
-        "Collective": (lambda x: x in _COLLECTIVES, f"one of {', '.join(_COLLECTIVES)}"),
-        "bool": (lambda x: isinstance(x, bool), "true or false"),
+        "NonNegative": (
+            (lambda x: _is_number(x) and 0 <= x < inf, "a finite number, 0 or more"),
+            _at_most(_LARGEST),
+        ),
+        "Finite": ((lambda x: _is_number(x) and abs(x) <= _LARGEST, "a finite number"),),
+        "Fraction": ((lambda x: _is_number(x) and 0 <= x <= 1, "a number between 0 and 1"),),
+        "LaunchSeconds": (
+            (
+                lambda x: _is_number(x) and 0 <= x < inf,
+                "a finite number above 0, or 0: not known",
+            ),
+            _at_most(_LARGEST),
+        ),
+        "Count": (_COUNT, _at_most(_LARGEST_COUNT)),
+        "CountOrZero": (
+            (lambda x: _is_int(x) and x >= 0, "a whole number of 0 or more"),
+            _at_most(_LARGEST_COUNT),
+        ),
+        "Gpus": (_COUNT, _at_most(MOST_GPUS)),
+        "Sequences": (_COUNT, _at_most(MOST_SEQUENCES)),
+        "Layers": (_COUNT, _at_most(MOST_LAYERS)),
+        "ZeroStage": ((lambda x: _is_int(x) and 0 <= x <= 3, "0, 1, 2 or 3"),),
+        "Collective": ((lambda x: x in _COLLECTIVES, f"one of {', '.join(_COLLECTIVES)}"),),
+        "bool": ((lambda x: isinstance(x, bool), "true or false"),),
     }
 )
 
@@ -230,29 +263,33 @@ def violations(record: Any, *, flags: bool = False) -> Iterator[str]:
     Args:
         flags: name the fields as command-line flags, ``--field value must be ...``.
     """
-    for name, (accepts, wanted) in _rules_of(cast(Hashable, type(record))):
+    for name, rules in _rules_of(cast(Hashable, type(record))):
         value = getattr(record, name)
-        if not accepts(value):
+        wanted = next((wanted for accepts, wanted in rules if not accepts(value)), "")
+        if wanted:
             named = f"--{name.replace('_', '-')} {value}" if flags else f"{name}={value!r}"
             yield f"{named} must be {wanted}"
 
 
 @lru_cache
-def _rules_of(kind: Hashable) -> tuple[tuple[str, _Rule], ...]:
-    rules = ((f.name, _rule(f)) for f in fields(cast(Any, kind)))
-    return tuple((name, rule) for name, rule in rules if rule)
+def _rules_of(kind: Hashable) -> tuple[tuple[str, tuple[_Rule, ...]], ...]:
+    rules = ((f.name, _rules(f)) for f in fields(cast(Any, kind)))
+    return tuple((name, checks) for name, checks in rules if checks)
 
 
-def _rule(f: Field[Any]) -> _Rule | None:
-    """The check of a field by its type's name or ``choices``, and what it wants; None: no check."""
+def _rules(f: Field[Any]) -> tuple[_Rule, ...]:
+    """The checks of a field by its type's name or ``choices``, each with what it wants."""
     kind, choices = str(f.type), f.metadata.get("choices")
-    rule = _RULES.get(kind.removesuffix(" | None"))
+    rules = _RULES.get(kind.removesuffix(" | None"), ())
     if choices:
-        rule = (lambda x: x in choices), f"one of {', '.join(map(str, choices))}"
-    if rule and kind.endswith(" | None"):
-        accepts, wanted = rule
-        return (lambda x: x is None or accepts(x)), wanted
-    return rule
+        rules = (((lambda x: x in choices), f"one of {', '.join(map(str, choices))}"),)
+    if kind.endswith(" | None"):
+        return tuple((partial(_none_or, accepts), wanted) for accepts, wanted in rules)
+    return rules
+
+
+def _none_or(accepts: Callable[[Any], bool], value: object) -> bool:
+    return value is None or accepts(value)
 
 
 def read_json(path: Path, kind: str) -> Any:
@@ -267,3 +304,5 @@ def read_json(path: Path, kind: str) -> Any:
         raise ConfigError(f"cannot read the {kind} file {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deep for a {kind}: {error}") from error

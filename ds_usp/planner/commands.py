@@ -19,8 +19,10 @@ from ds_usp.planner.arguments import (
     Count,
     CountOrZero,
     Fraction,
+    Gpus,
     NonNegative,
     Positive,
+    Sequences,
     ZeroStage,
     flag,
     lengths,
@@ -57,6 +59,9 @@ _EMIT = (
 )
 
 
+_MOST_ROWS = 2**12  # of ranks, each compared with all others
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ModelFlags:
     model: str = flag("built-in name, FILE.json:NAME, HuggingFace config.json")
@@ -71,11 +76,11 @@ class _SequenceFlags(_ModelFlags):
 class _DegreeFlags:
     """The parallel degrees of one configuration, its micro batch and ZeRO stage."""
 
-    tp: Count | None = flag("tensor-parallel degree (default: 1)", None)
-    ulysses: Count | None = flag("Ulysses degree (default: 1)", None)
-    ring: Count | None = flag("ring degree (default: 1)", None)
-    pp: Count | None = flag("pipeline-parallel degree (default: 1)", None)
-    dp: Count | None = flag("data-parallel degree (default: what --gpus leaves, else 1)", None)
+    tp: Gpus | None = flag("tensor-parallel degree (default: 1)", None)
+    ulysses: Gpus | None = flag("Ulysses degree (default: 1)", None)
+    ring: Gpus | None = flag("ring degree (default: 1)", None)
+    pp: Gpus | None = flag("pipeline-parallel degree (default: 1)", None)
+    dp: Gpus | None = flag("data-parallel degree (default: what --gpus leaves, else 1)", None)
     micro_batch: Count = flag("sequences of a replica at a time", 1)
     zero: ZeroStage = flag("ZeRO stage", 1)
 
@@ -97,7 +102,7 @@ class _FusionFlags:
 class _TrainingFlags(_FusionFlags, _DegreeFlags, ClusterFlags):
     """One training configuration: degrees, pipeline schedule, gradient dtype and workspace."""
 
-    gpus: Count | None = flag("GPUs of all nodes; what the degrees leave is dp", None)
+    gpus: Gpus | None = flag("GPUs of all nodes; what the degrees leave is dp", None)
     layers_per_virtual_stage: CountOrZero = flag("layers; 0: all of a stage", 0)
     schedule: str = flag("of the pipeline", "1f1b", choices=SCHEDULES)
     grad_dtype: str = flag("of summed gradients", "fp32", choices=DTYPES)
@@ -208,9 +213,9 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
 class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
     """the fastest parallel configurations that fit"""
 
-    gpus: Count = flag("GPUs of all nodes")
-    gpus_per_node: Count | None = flag("in one node (default: the cluster's)", None)
-    global_batch: Count = flag("sequences of a step", 1)
+    gpus: Gpus = flag("GPUs of all nodes")
+    gpus_per_node: Gpus | None = flag("in one node (default: the cluster's)", None)
+    global_batch: Sequences = flag("sequences of a step", 1)
     documents: tuple[int, ...] | None = flag(
         f"lengths of the packed documents, with commas, {TOKENS}", None, type=lengths
     )
@@ -224,12 +229,12 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
     explain: bool = flag("reasons, with the best alternative of each choice", False)
     emit: str | None = flag(_EMIT, None, choices=tuple(EMITTED))
     svg: Path | None = flag("write a picture of the best plans (needs matplotlib)", None)
-    tp: Count | None = flag("only plans with this tp", None)
-    ulysses: Count | None = flag("only plans with this ulysses", None)
-    ring: Count | None = flag("only plans with this ring", None)
+    tp: Gpus | None = flag("only plans with this tp", None)
+    ulysses: Gpus | None = flag("only plans with this ulysses", None)
+    ring: Gpus | None = flag("only plans with this ring", None)
     order: str | None = flag("only plans with this order", None, choices=ORDERS)
-    pp: Count | None = flag("only plans with this pp", None)
-    dp: Count | None = flag("only plans with this dp", None)
+    pp: Gpus | None = flag("only plans with this pp", None)
+    dp: Gpus | None = flag("only plans with this dp", None)
     zero: ZeroStage | None = flag("only plans with this zero", None)
     recompute: str | None = flag("only plans with this recompute", None, choices=RECOMPUTE)
     micro_batch: Count | None = flag("only plans with this micro_batch", None)
@@ -310,6 +315,11 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
     def result(self) -> Result:
         """The bytes that each sequence-parallel rank sends in one layer."""
         config = self.parallel_config(param_bytes=BYTES[self.dtype])
+        if config.sp > _MOST_ROWS:
+            raise ConfigError(
+                f"ulysses {config.ulysses} x ring {config.ring} are {config.sp:,} ranks, and each "
+                f"has a row: at most {_MOST_ROWS:,}"
+            )
         model, batch = load_model(self.model), config.dp * config.micro_batch
         work = Workload(model, self.seq_len, batch)
         require_feasible(work, config)

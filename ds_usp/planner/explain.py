@@ -24,6 +24,7 @@ from ds_usp.planner.arguments import (
     TOKENS,
     Count,
     CountOrZero,
+    Gpus,
     ZeroStage,
     flag,
     tokens,
@@ -284,8 +285,8 @@ class _StepFlags:
     seq_len: int = flag(f"of one sequence, {TOKENS}", type=tokens)
     batch: Count = flag("sequences of a micro batch", 1)
     order: str = flag("whose ranks are contiguous", DEFAULT_SP_ORDER, choices=ORDERS)
-    ulysses_degree: Count = flag("Ulysses degree", 1)
-    ring_degree: Count = flag("ring degree", 1)
+    ulysses_degree: Gpus = flag("Ulysses degree", 1)
+    ring_degree: Gpus = flag("ring degree", 1)
     projections: str = flag(
         "the products before and after attention: not in it, or chunk by chunk under its "
         "exchanges, and again in backward",
@@ -296,9 +297,9 @@ class _StepFlags:
     model: str | None = flag(
         "explain a step of it: built-in name, FILE.json:NAME, HuggingFace config.json", None
     )
-    tp: Count = flag("tensor-parallel degree of a step", 1)
-    pp: Count = flag("pipeline-parallel degree of a step", 1)
-    dp: Count = flag("data-parallel degree of a step", 1)
+    tp: Gpus = flag("tensor-parallel degree of a step", 1)
+    pp: Gpus = flag("pipeline-parallel degree of a step", 1)
+    dp: Gpus = flag("data-parallel degree of a step", 1)
     zero: ZeroStage = flag("ZeRO stage of a step", 1)
     recompute: str = flag("what backward recomputes in a step", "none", choices=RECOMPUTE)
     global_batch: Count | None = flag("sequences of a step (default: one micro batch each)", None)
@@ -307,6 +308,9 @@ class _StepFlags:
         "megatron-deepspeed",
         choices=[caps.name for caps in FRAMEWORKS],
     )
+
+
+_MOST_STEPS = 2**9  # ring ranks are compared pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,6 +388,12 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
     def _call(self, cluster: Cluster, name: str) -> Result:
         if self.plot and self.plot.suffix not in (".svg", ".png"):
             raise ConfigError(f"--plot {self.plot} must end in .svg or .png")
+        chunks = self.chunks or 1
+        if self.ulysses_degree * self.ring_degree * chunks > _MOST_STEPS:
+            raise ConfigError(
+                f"--ulysses-degree {self.ulysses_degree} x --ring-degree {self.ring_degree} x "
+                f"--chunks {chunks} are more than the {_MOST_STEPS:,} steps that are simulated"
+            )
         degrees = self.ulysses_degree, self.ring_degree, self.order
         config = ParallelConfig(
             ulysses=self.ulysses_degree,

@@ -18,7 +18,9 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import (
     Collective,
     Count,
+    Finite,
     Fraction,
+    Gpus,
     LaunchSeconds,
     NonNegative,
     Positive,
@@ -250,7 +252,7 @@ class Level:
     """
 
     name: str
-    gpus: Count
+    gpus: Gpus
     port_bytes_per_s: Positive
     uplink_bytes_per_s: NonNegative
     latency_s: NonNegative
@@ -285,7 +287,7 @@ class Cluster:
     peak_flop_per_s: Positive
     memory_bytes: Positive
     hbm_bytes_per_s: Positive
-    gpus_per_node: Count
+    gpus_per_node: Gpus
     levels: tuple[Level, ...]
     nics: NonNegative
     network_latency_s: NonNegative
@@ -294,7 +296,7 @@ class Cluster:
     gemm_efficiency: Curve
     attention_efficiency: Curve
     contention: Fraction
-    workspace_bytes: float
+    workspace_bytes: Finite
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     exchanges: tuple[MeasuredExchange, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
@@ -305,6 +307,8 @@ class Cluster:
     def __post_init__(self) -> None:
         for wrong in violations(self):
             raise ConfigError(f"cluster {self.name}: {wrong}")
+        if not self.host_bytes_per_s:
+            raise ConfigError(f"cluster {self.name}: host_bytes_per_s=0 copies nothing, ever")
         for name in ("gemm_efficiency", "attention_efficiency"):
             _check_curve(f"cluster {self.name}: {name}", getattr(self, name))
         if not self.levels or self.levels[-1].gpus != self.gpus_per_node:
@@ -399,7 +403,7 @@ def load_cluster(requested: str) -> Cluster:
             f"{requested} is of version {version!r}, this planner reads version {VERSION}: "
             "profile anew"
         )
-    if base is not None and base not in CLUSTERS:
+    if base is not None and base not in list(CLUSTERS):  # a list: it may be no text
         raise ConfigError(f"{requested}: base {base!r} is none of {', '.join(CLUSTERS)}")
     content = {**(CLUSTERS[base] if base else {}), **content}
     return _cluster(str(content.pop("name", Path(requested).stem)), content, requested)

@@ -13,7 +13,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.arguments import Count, CountOrZero, Positive, read_json, violations
+from ds_usp.planner.arguments import (
+    Count,
+    CountOrZero,
+    Layers,
+    Positive,
+    read_json,
+    violations,
+)
 
 
 class LayerMatrices(NamedTuple):
@@ -54,7 +61,7 @@ class ModelShape:
     """
 
     name: str
-    layers: Count
+    layers: Layers
     hidden: Count
     ffn: Count
     heads: Count
@@ -353,7 +360,7 @@ def _check_spelling(
 
 def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The defaults of a HuggingFace configuration's model_type; none without a model_type."""
-    experts = [key for key in _EXPERTS if (entry.get(key) or 0) > 1]
+    experts = [key for key in _EXPERTS if entry.get(key) not in (None, 0, 1)]
     if experts:
         raise ConfigError(
             f"{path}: {experts[0]}={entry[experts[0]]}: only dense models are planned"
@@ -363,7 +370,7 @@ def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> M
             f"{path}: model {name} has several parts; give its text_config as a file of its own"
         )
     kind = entry.get("model_type")
-    if kind is not None and kind not in _ARCHITECTURES:
+    if kind is not None and kind not in list(_ARCHITECTURES):  # a list: it may be no text
         raise ConfigError(
             f"{path}: the layers of model_type {kind!r} are not known; known are "
             f"{', '.join(_ARCHITECTURES)}. Leave model_type out and state gated, tied, "

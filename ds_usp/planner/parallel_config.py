@@ -13,7 +13,16 @@ from typing import TypeVar
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import Degrees, Refusal, divisors
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
-from ds_usp.planner.arguments import Count, CountOrZero, Fraction, ZeroStage, choice, violations
+from ds_usp.planner.arguments import (
+    MOST_GPUS,
+    Count,
+    CountOrZero,
+    Fraction,
+    Gpus,
+    ZeroStage,
+    choice,
+    violations,
+)
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.models import ModelShape
 from ds_usp.settings import LENGTH_SETTINGS
@@ -90,11 +99,11 @@ class ParallelConfig:
             fp32 (runtime/bf16_optimizer.py of 0.19); in ZeRO-2 it all-reduces each bucket.
     """
 
-    tp: Count = 1
-    ulysses: Count = 1
-    ring: Count = 1
-    pp: Count = 1
-    dp: Count = 1
+    tp: Gpus = 1
+    ulysses: Gpus = 1
+    ring: Gpus = 1
+    pp: Gpus = 1
+    dp: Gpus = 1
     layers_per_virtual_stage: int = 0
     order: str = choice(ORDERS, DEFAULT_SP_ORDER)
     zero: ZeroStage = 1
@@ -237,6 +246,8 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
         gpus: which the degrees must use up; None: as many as they take.
     """
     yield from violations(config)
+    if config.gpus > MOST_GPUS:
+        yield f"{config}: {config.gpus:,} GPUs are more than the {MOST_GPUS:,} that are planned"
     refusal = degree_refusal(work, config)
     if refusal:
         yield refusal.message
@@ -563,8 +574,10 @@ def degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
     """(tp, ulysses, ring, pp, dp) whose product is the number of GPUs.
 
     Raises:
-        ConfigError: none has the fixed values.
+        ConfigError: none has the fixed values, or more GPUs than are searched.
     """
+    if gpus > MOST_GPUS:
+        raise ConfigError(f"{gpus:,} GPUs are more than the {MOST_GPUS:,} that are searched")
     prefixes: list[tuple[int, ...]] = [()]
     for axis in ("tp", "ulysses", "ring", "pp"):
         prefixes = [

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from ds_usp.errors import ConfigError, renamed_keywords
 from ds_usp.geometry.degrees import divisors
+from ds_usp.planner.arguments import MOST_SEQUENCES
 from ds_usp.planner.formulas import layer_bytes, stage_elements
 from ds_usp.planner.hardware import Cluster, layer_rows
 from ds_usp.planner.memory import (
@@ -148,6 +149,11 @@ def search(
         raise ConfigError(
             f"{gpus} GPUs do not fill nodes of {cluster.gpus_per_node}; give --gpus-per-node or a "
             "multiple"
+        )
+    if work.global_batch > MOST_SEQUENCES:
+        raise ConfigError(
+            f"a global batch of {work.global_batch:,} sequences is more than the "
+            f"{MOST_SEQUENCES:,} whose divisors are searched"
         )
     cluster = cluster.with_gpus_per_node(min(gpus, cluster.gpus_per_node))
     budget = cluster.budget_bytes if budget_bytes is None else budget_bytes

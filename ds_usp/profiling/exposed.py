@@ -226,21 +226,23 @@ class CommunicationReport:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"{folder} is no folder: give one for the report") from error
-        written = [folder / CSV]
-        with written[0].open("w", encoding="utf-8", newline="") as file:
+        written = [folder / CSV, *([folder / TIMELINE] if self.trace.gpu else [])]
+        for path in written:  # else a link that another user left there would be followed
+            path.unlink(missing_ok=True)
+        with written[0].open("x", encoding="utf-8", newline="") as file:
             few = f", {self._ranks_text()}" if self.world_size > len(self.ranks) else ""
             file.write(f"# communication of {self.title or 'one step'}{few}\n")
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(self._csv_rows())
         if self.trace.gpu:
-            written.append(folder / TIMELINE)
             rank = min(self.numbers, default=0)
             content = {
                 "displayTimeUnit": "ms",
                 "traceEvents": list(_timeline(self.trace, rank, self.title)),
             }
-            written[1].write_text(json.dumps(content), encoding="utf-8")
+            with written[1].open("x", encoding="utf-8") as file:
+                json.dump(content, file)
         return written
 
     def _csv_rows(self) -> Iterator[dict[str, object]]:
@@ -320,6 +322,7 @@ def report(
         for path in result.write(folder):
             print_line(f"written  {path}")
         if keep_trace:
+            (Path(folder) / TRACE).unlink(missing_ok=True)
             profiler.export_chrome_trace(str(Path(folder) / TRACE))
             print_line(f"written  {Path(folder) / TRACE}")
 

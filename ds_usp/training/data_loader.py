@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -35,25 +36,60 @@ _NO_LOADER, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"
 
 
 class Message(NamedTuple):
-    """A value that can be sent: pickled but for its tensors, which follow one by one."""
+    """A value that can be sent: a header of text, objects of the loader's own classes pickled, and
+    tensors, which follow one by one."""
 
     value: Any
     header: bytes
     tensors: list[Tensor]
 
 
+# Most batches are numbers, texts and tensors in lists and dicts: those are sent as JSON, and a rank
+# unpickles nothing. An object of another class comes by pickle, as in torch's object collectives:
+# the ranks of a mesh trust the one that reads for them.
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def _described(x: Any, tensors: list[Tensor], objects: list[Any]) -> Any:
+    """``x`` in JSON, with numbers in the places of tensors and of objects, which are appended."""
+    if type(x) in _PLAIN:
+        return x
+    if type(x) is Tensor and x.layout is torch.strided:
+        tensors.append(x)
+        return {"tensor": len(tensors) - 1}
+    if type(x) in (list, tuple):
+        return {type(x).__name__: [_described(item, tensors, objects) for item in x]}
+    if type(x) is dict and all(type(key) is str for key in x):
+        return {"dict": {key: _described(item, tensors, objects) for key, item in x.items()}}
+    objects.append(x)
+    return {"object": len(objects) - 1}
+
+
+def _built(described: Any, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Any:
+    """The value that :func:`_described` described."""
+    if not isinstance(described, dict):
+        return described
+    ((kind, content),) = described.items()
+    if kind == "dict":
+        return {key: _built(item, tensors, objects) for key, item in content.items()}
+    if kind in ("list", "tuple"):
+        items = [_built(item, tensors, objects) for item in content]
+        return items if kind == "list" else tuple(items)
+    return (tensors if kind == "tensor" else objects)[content]
+
+
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
-        self.tensors: list[Tensor] = []
+        self._tensors = tensors
 
     # Plain tensors are left out of the pickle, with their numbers in their places, and are sent as
     # their bytes: a pickle of a tensor names the device that it was on.
     def persistent_id(self, x: Any) -> Any:
         if type(x) is not Tensor or x.layout is not torch.strided:
             return None
-        self.tensors.append(x)
-        return len(self.tensors) - 1
+        self._tensors.append(x)
+        return len(self._tensors) - 1
 
 
 class _Unpickler(pickle.Unpickler):
@@ -84,12 +120,18 @@ class BatchBroadcast:
     @staticmethod
     def pack(value: Any) -> Message:
         """What is sent; raises whatever pickle raises, before any rank waits for a message."""
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(value)
-        kinds = [(x.shape, x.dtype, x.requires_grad) for x in pickler.tensors]
-        tensors = [x.detach() for x in pickler.tensors]
-        return Message(value, pickle.dumps((kinds, file.getvalue())), tensors)
+        tensors: list[Tensor] = []
+        objects: list[Any] = []
+        described = _described(value, tensors, objects)
+        pickled = io.BytesIO()
+        if objects:
+            _Pickler(pickled, tensors).dump(objects)
+        kinds = [
+            (list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad) for x in tensors
+        ]
+        text = json.dumps((kinds, described)).encode()
+        header = struct.pack("<Q", len(text)) + text + pickled.getvalue()
+        return Message(value, header, [x.detach() for x in tensors])
 
     def send(self, message: Message | None, source: int = 0) -> Any:
         """What rank ``source`` has packed, on every rank; ``message`` is None on the others.
@@ -105,13 +147,15 @@ class BatchBroadcast:
         else:
             header = byte_tensor(message.header, group)
         dist.broadcast(header, from_rank, group)
-        kinds, pickled = pickle.loads(header.cpu().numpy().tobytes())
+        data = header.cpu().numpy().tobytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        kinds, described = json.loads(data[8:end])
         # All of them before the rest is unpickled, which may raise on one rank alone: the others
         # would wait for it in the next broadcast.
         received = []
         for index, (shape, dtype, requires_grad) in enumerate(kinds):
             if message is None:
-                x = torch.empty(shape, dtype=dtype, device=device)
+                x = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             else:
                 x = message.tensors[index].contiguous().to(device)
             if x.numel():  # as bytes: not every backend sends every type
@@ -120,7 +164,8 @@ class BatchBroadcast:
             # A copy where it was read: the loader may hold on to its own.
             x = x if self._device is None else x.to(self._device, copy=message is not None)
             received.append(x.requires_grad_(requires_grad))
-        return _Unpickler(pickled, received).load()
+        objects = _Unpickler(data[end:], received).load() if data[end:] else ()
+        return _built(described, received, objects)
 
     def next_of(self, batches: Iterator[Any] | None, source: int = 0) -> tuple[Any] | None:
         """The next batch of rank ``source``, in a tuple, on every rank; None at the end.
@@ -194,7 +239,7 @@ class SequenceParallelDataLoader:
     * ``position_ids [b, seq_len]``, which start anew at 0 in every packed document; or
       ``cu_seqlens``: cumulative borders, for all samples or a list for each. Absent: one document.
     * ``attention_mask [b, seq_len]``: 0 where a sequence is padded, on the right. Padding becomes
-      a document of its own, without labels.
+      a document of its own, without labels, whatever positions and borders say of it.
     * any other tensor ``[b, seq_len, ...]`` is sharded too, other values are copied.
 
     All ranks end with the loader that ends first; batches that others have read by then are
@@ -258,7 +303,7 @@ class SequenceParallelDataLoader:
             if statuses is None:
                 return
             loss_tokens = sum(status.loss_tokens for status in statuses)
-            yield self._shard(self._broadcast.send(local.message), loss_tokens)
+            yield self._shard(WholeBatch(**self._broadcast.send(local.message)), loss_tokens)
 
     def _layout_of(self, batch: WholeBatch) -> TokenLayout:
         documents: Any = ()
@@ -371,7 +416,7 @@ def _batches(loader: Iterable[Mapping[str, Any]] | None) -> Iterator[Mapping[str
 def _packed(batch: WholeBatch) -> Message:
     """DataError for an entry that cannot be pickled."""
     try:
-        return BatchBroadcast.pack(batch)
+        return BatchBroadcast.pack(vars(batch))
     except Exception as error:  # pickle's errors have no common class
         raise DataError(
             f"one of the batch's entries {sorted(batch.whole)} cannot be sent to the other ranks "

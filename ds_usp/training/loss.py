@@ -206,8 +206,9 @@ class TokenLosses(torch.autograd.Function):
 def _chunks(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
 ) -> Iterator[tuple[slice, Logits]]:
-    size = -(-len(labels) // chunks)
-    for start in range(0, len(labels), size):
+    tokens = max(1, len(labels))  # an empty batch is one chunk without rows
+    size = -(-tokens // chunks)
+    for start in range(0, tokens, size):
         rows = slice(start, min(start + size, len(labels)))
         yield rows, Logits(hidden[rows] @ weight.t(), labels[rows], group)
 

@@ -140,7 +140,12 @@ def document_positions(
 
     Shapes:
         borders: cumulative, a list for each sample; result ``[b, seq_len]``, int64.
+
+    Raises:
+        ConfigError: no sample, whose borders would say the length.
     """
+    if not len(borders):
+        raise ConfigError("borders must be cumulative, a list for each sample, and there is none")
     positions = torch.empty(len(borders), borders[0][-1], dtype=torch.int64, device=device)
     for row, sample in zip(positions, borders, strict=True):
         for start, stop in pairwise(sample):
@@ -231,7 +236,7 @@ def local_document_positions(
     for sample in borders:
         starts = torch.tensor(sample[:-1], dtype=torch.int64, device=device)
         rows.append(positions - starts[torch.searchsorted(starts, positions, right=True) - 1])
-    return torch.stack(rows)
+    return torch.stack(rows) if rows else positions.new_empty(0, len(positions))
 
 
 def rotary_frequencies(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
@@ -302,6 +307,13 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
     if mask is not None:
         rows = real_tokens(mask)
         counts = [row.num for row in rows]
+        numbered = [sample for sample, row in enumerate(rows) if row.num_others]
+        if numbered:
+            raise DataError(
+                f"{PADDING} of sample {numbered[0]} has numbers other than 0 and 1: it says which "
+                f"tokens are real. Packed documents are given by {POSITIONS} that start anew, or "
+                f"by {BORDERS[0]}"
+            )
         bad = [sample for sample, row in enumerate(rows) if not row.is_prefix or row.num == 0]
         if bad:
             raise DataError(
@@ -360,14 +372,15 @@ def _documents(entries: dict[str, Any], counts: list[int], tokens: Tensor) -> tu
         if borders is not None:
             # Collators of one row give [1, n].
             nested = getattr(borders, "ndim", 1) == 2 and len(borders) == 1
-            masks[name] = MaskSpec.causal(borders[0] if nested else borders)
+            mask = MaskSpec.causal(borders[0] if nested else borders)
+            masks[name] = _without_padding(mask, counts, seq_len)
     if POSITIONS in entries:
         rows = [
             borders_through(borders_of_positions(row[None, :count])[0], seq_len)
             for row, count in zip(entries[POSITIONS], counts, strict=True)
         ]
         masks[POSITIONS] = MaskSpec.causal(rows)
-    elif min(counts) < seq_len:
+    elif min(counts) < seq_len and not masks:
         masks[PADDING] = MaskSpec.causal([borders_through([count], seq_len) for count in counts])
     documents_by_entry: dict[str, tuple[Borders, ...]] = {}
     for name, mask in masks.items():
@@ -378,10 +391,30 @@ def _documents(entries: dict[str, Any], counts: list[int], tokens: Tensor) -> tu
         printed = ", ".join(f"{name} {value}" for name, value in documents_by_entry.items())
         raise DataError(
             f"{' and '.join(documents_by_entry)} name different documents: {printed[:300]}. Leave "
-            "out the wrong one; padding is a document of its own, and positions start anew in each"
+            f"out the wrong one, but keep {PADDING} where there is padding, whose labels would "
+            "count without it; positions start anew in each document"
         )
     documents = next(iter(documents_by_entry.values()), ())
     return () if documents == ((0, seq_len),) else documents
+
+
+def _without_padding(mask: MaskSpec, counts: list[int], seq_len: int) -> MaskSpec:
+    """The documents of real tokens, then padding, whatever cumulative lengths say of padding: it is
+    left out by them, the end of the last document, or some documents."""
+    size = len(counts)
+    if min(counts) == seq_len or mask.samples not in (None, size):
+        return mask  # to be refused
+    rows = []
+    documents = mask.documents if mask.samples else mask.documents * size
+    for sample, (borders, count) in enumerate(zip(documents, counts, strict=True)):
+        if borders[-1] not in (count, seq_len):
+            raise DataError(
+                f"the documents of sample {sample} end at {borders[-1]}, and {PADDING} keeps "
+                f"{count} of its {seq_len} tokens: the last border must be one of the two"
+            )
+        inside = (border for border in borders if border < count)
+        rows.append(borders_through((*inside, count), seq_len))
+    return MaskSpec.causal(rows)
 
 
 def _shifted_labels(

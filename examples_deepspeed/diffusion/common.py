@@ -114,6 +114,8 @@ def write(output: str, result: Any, latents: Tensor) -> None:
     """Rank 0 writes latents, and the image or the frames."""
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("latents.safetensors", "image.png", "video.mp4", "video.gif"):
+        (folder / name).unlink(missing_ok=True)  # never through a link in a shared folder
     save_file({"latents": latents.contiguous()}, folder / "latents.safetensors")
     if not isinstance(result[0], list):
         result[0].save(folder / "image.png")

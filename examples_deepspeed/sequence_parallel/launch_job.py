@@ -234,6 +234,16 @@ class Job:
     def create_files(self) -> None:
         for folder in (Path(self.log).parent, Path(self.config).parent, Path(self.checkpoint)):
             folder.mkdir(parents=True, exist_ok=True)
+        name = re.sub("_sp[^_]+_u[^_]+_", "_sp*_u*_", Path(self.checkpoint).name)
+        others = sorted(Path(self.checkpoint).parent.glob(f"{name}/{self.latest}"))
+        if others and not any(flag.partition("=")[0] == "--load" for flag in self.flags):
+            print(
+                f"{self.checkpoint} is new and starts at step 1. The same run of other degrees has "
+                f"a checkpoint: continue it with --load {others[0].parent}"
+            )
+        for path in (Path(self.config), Path(self.log)):
+            if path.is_symlink():  # left by another user of the folder, it may lead anywhere
+                path.unlink(missing_ok=True)
         if self.config_text():
             Path(self.config).write_text(self.config_text())
         with Path(self.log).open("a") as log:  # logs of earlier starts are kept

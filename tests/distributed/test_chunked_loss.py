@@ -153,6 +153,16 @@ def test_what_would_lack_a_gradient_is_refused():
         chunked_weighted_loss(hidden, weight, labels, weights.requires_grad_(), chunks=3)
 
 
+def test_an_empty_batch_has_no_loss():
+    hidden, weight, labels, weights = inputs()
+    hidden, weight = hidden[:0].requires_grad_(), weight.requires_grad_()
+    total = chunked_weighted_loss(hidden, weight, labels[:0], weights[:0], chunks=3)
+    each = chunked_token_losses(hidden, weight, labels[:0], chunks=3)
+    assert each.shape == labels[:0].shape and total == 0
+    for loss in (total, each.sum()):
+        assert not any(x.any() for x in torch.autograd.grad(loss, (hidden, weight)))
+
+
 @pytest.mark.parametrize("label", [V, -1])
 def test_a_label_outside_of_the_vocabulary_is_refused(label):
     hidden, weight, labels, weights = inputs()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -132,6 +133,29 @@ def test_every_rank_gets_what_one_has_read(source, pool):
         assert torch.equal(ids, want_ids) and torch.equal(ones[0], want_ones[0])
         for name in ("scalar", "empty", "complex", "trained"):
             assert torch.equal(got[name], want[name]) and got[name].dtype == want[name].dtype, name
+
+
+def unpickling_nothing(ctx: RankContext) -> tuple[Any, list[Any]]:
+    """What arrives where pickle cannot be used at all."""
+
+    def refused(*args: Any) -> Any:
+        raise RuntimeError("unpickled")
+
+    batch = {**something(), "text": "\ud800 \u00e9", "float": float("inf"), "int": 2**70}
+    batch["nested"] = {"a": [(1, 2.5), [True, {}]], "": ()}
+    mesh, loader = mesh_of(2, 2), [{**samples(0, 1)[0], "documents": [(0, 3)]}]
+    modules = "pickle.loads", "ds_usp.training.data_loader._Unpickler"
+    with mock.patch(modules[0], refused), mock.patch(modules[1], refused):
+        got = BatchBroadcast(ctx.group, "cpu").next_of(iter([batch]) if ctx.rank == 0 else None)
+        shards = [shard.others["name"] for shard in SequenceParallelDataLoader(loader, mesh)]
+    return got, shards
+
+
+def test_a_batch_of_tensors_numbers_and_texts_is_not_pickled(pool):
+    for (got,), names in pool.run(unpickling_nothing, WORLD):
+        assert (got["text"], got["float"], got["int"]) == ("\ud800 \u00e9", float("inf"), 2**70)
+        assert got["nested"] == {"a": [(1, 2.5), [True, {}]], "": ()}
+        assert type(got["ids"]) is tuple and names == ["0.0"]
 
 
 def counted(ctx: RankContext, *, counts: list[int], replica: list[int]) -> tuple[int, list[str]]:

@@ -249,7 +249,15 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         lambda ctx: ds_usp.USPAttention(lambda q, k, v: q, ctx.group, 1, 2),
         "scatter_idx=1, gather_idx=2.* Transpose q, k, v",
     ),
-    "a mask in words": (lambda ctx: ring_around(ctx, mask="causal"), "must be a MaskSpec"),
+    "a mask in words": (
+        lambda ctx: ring_around(ctx, mask="causal"),
+        r"mask='causal' must be a MaskSpec: MaskSpec.causal\(\), .full\(\), "
+        r".window\(left, right\) or .prefix_lm\(prefix\)",
+    ),
+    "a ring around no causal attention": (
+        lambda ctx: ring_around(ctx, NotCausal(), mask=None, dropout_p=None),
+        r"for example mask=MaskSpec.full\(\) and dropout_p=0.0 ",
+    ),
     "a mask tensor": (
         lambda ctx: function_on(ctx, mesh=mesh(ctx, ALL_ORDERS[0])["mesh"], mask=torch.ones(8, 8)),
         r"mask=a tensor \[8, 8\] must be a MaskSpec",
@@ -261,11 +269,44 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
     ),
     "a group as the mesh": (lambda ctx: ring_around(ctx, mesh=ctx.group), "must be a SequenceMesh"),
     "no mesh": (lambda ctx: function_on(ctx, mesh=None), "mesh=None must be a SequenceMesh"),
-    "documents only in the layout": (
-        lambda ctx: documents_for(ctx, MaskSpec.causal()),
-        "tokens would attend across their borders",
-    ),
+    **{
+        f"documents only in the layout, {mask}": (
+            lambda ctx, mask=mask: documents_for(ctx, mask),
+            f"tokens would attend across their borders.*{re.escape(advice)}$",
+        )
+        for mask, advice in (
+            (MaskSpec.causal(), "mask, MaskSpec.causal(documents=borders)"),
+            (MaskSpec.full(), "mask, MaskSpec.full(documents=borders)"),
+            (MaskSpec.window(3), "mask, MaskSpec.window(3, 0, documents=borders)"),
+            (MaskSpec(None, 2), "mask, MaskSpec.window(None, 2, documents=borders)"),
+            (MaskSpec.prefix_lm(3), f"as one document, mesh.layout('zigzag', {TOKENS})"),
+        )
+    },
     "uneven, function": (lambda ctx: named(ctx, last=9), f"^LayoutError: .*{UNEVEN}"),
+    "no mask": (
+        lambda ctx: ds_usp.usp_attention(*tensors(8, 0), mesh=mesh_of(2), layout="zigzag"),
+        r"^ConfigError: .*usp_attention needs mask=: who sees whom, MaskSpec.causal\(\), .full",
+    ),
+    "no mask, mesh or layout": (
+        lambda ctx: ds_usp.usp_joint_attention(*tensors(8, 4)),
+        "usp_joint_attention needs mesh=: the ranks, .*; layout=: .*; mask=: who sees whom",
+    ),
+    "a misspelt keyword": (
+        lambda ctx: named(ctx, layuot="zigzag"),
+        "^ConfigError: .*usp_attention has no argument 'layuot'; did you mean layout",
+    ),
+    "a misspelt keyword, joint": (
+        lambda ctx: named(ctx, ds_usp.usp_joint_attention, joint=4, joint_frnt=True),
+        "usp_joint_attention has no argument 'joint_frnt'; did you mean joint_front",
+    ),
+    "a misspelt keyword, drop-in": (
+        lambda ctx: USPAttention(Dense(), ulyses_degree=2),
+        "USPAttention has no argument 'ulyses_degree'; did you mean ulysses_degree",
+    ),
+    "a misspelt keyword on one rank": (
+        lambda ctx: named(ctx, **({"layuot": 1} if ctx.rank == 1 else {})),
+        "has no argument 'layuot'; did you mean layout",
+    ),
     "uneven, joint": (
         lambda ctx: named(ctx, ds_usp.usp_joint_attention, last=9, joint=4),
         f"^LayoutError: .*{UNEVEN}",
@@ -453,3 +494,63 @@ def test_layouts_of_equal_positions_are_no_difference(pool):
 def test_without_a_ring_the_order_matters_where_it_differs(pool):
     for message_of in pool.run(attempts, WORLD, ulysses=4, kind="context_parallel"):
         assert message_of["default"] and message_of["compiled"] and not message_of["named"]
+
+
+def autocast_doors() -> dict[str, Callable[..., torch.Tensor]]:
+    """Attention of q, k and v ``[b, s, h, d]`` by every door."""
+    ring, alone = mesh_of(ULYSSES), mesh_of(WORLD)
+    named = {"mesh": ring, **NAMED}
+    local, known = Local(0), flash_self_attention()
+
+    def joint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        text = [torch.full_like(x[:, :4], 0.5) for x in (q, k, v)]
+        return torch.cat(ds_usp.usp_joint_attention(q, k, v, *text, **named), dim=1)
+
+    def without_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            out, lse = ds_usp.usp_attention(q, k, v, return_lse=True, **named)
+        nothing = sum(0 * x.sum() for x in (q, k, v))
+        return torch.cat((out, lse.transpose(1, 2)[..., None].to(out.dtype)), -1) + nothing
+
+    def kept(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        run = ds_usp.memory.keep_attention(partial(ds_usp.usp_attention, **named))
+        return torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
+
+    return {
+        "usp_attention": partial(ds_usp.usp_attention, **named),
+        "usp_attention, no backward": without_backward,
+        "usp_attention, kept": kept,
+        "usp_joint_attention": joint,
+        "USPAttention, ring": lambda q, k, v: USPAttention(known, mesh=ring)(q, k, v, 0),
+        "USPAttention, ring 1": lambda q, k, v: USPAttention(local, mesh=alone)(q, k, v, 0),
+        "USPAttention, documents": lambda q, k, v: USPAttention(known, mesh=alone)(
+            q, k, v, 0, documents=[0, 5, TOKENS]
+        ),
+    }
+
+
+def autocast(ctx: RankContext, dtype: torch.dtype) -> dict[str, str]:
+    """Of each door what differs under autocast from tensors that were cast before."""
+    differ = {}
+    for name, attend in autocast_doors().items():
+        torch.manual_seed(ctx.rank)
+        # Ranks need not hold the same dtypes before the cast.
+        dtypes = (torch.float32, torch.float32, dtype if ctx.rank else torch.float32)
+        if name.endswith("ring 1"):
+            dtypes = (torch.float32, dtype, dtype)
+        given = [torch.randn(1, 8, 4, 16).to(d).requires_grad_() for d in dtypes]
+        results = []
+        for enabled in (True, False):
+            with torch.autocast("cpu", dtype, enabled=enabled):
+                out = attend(*given) if enabled else attend(*(x.to(dtype) for x in given))
+            grads = torch.autograd.grad(out.float().square().sum(), given)
+            results.append((out, *grads))
+        alike = [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*results, strict=True)]
+        if not all(alike) or results[0][0].dtype != dtype:
+            differ[name] = f"{alike} {results[0][0].dtype}"
+    return differ
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_every_door_casts_as_torchs_attention(pool, dtype):
+    assert pool.run(autocast, WORLD, dtype=dtype) == [{}] * WORLD

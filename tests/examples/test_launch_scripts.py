@@ -125,6 +125,33 @@ def test_scripts_are_settings_only(size):
         assert not line or line.startswith("#") or is_flags or is_setting, line
 
 
+def test_a_run_of_other_degrees_is_named_and_links_give_way(tmp_path, capsys):
+    import launch_job
+    from launch_settings import read_settings
+
+    def job(ulysses: str, *arguments: str) -> launch_job.Job:
+        script = {"seq_length": "64", "model_size": "tiny", "num_layers": "2", "hidden_size": "32"}
+        script |= {"num_attn_heads": "4", "global_batch_size": "4", "lr": "1e-3", "device": "cpu"}
+        script |= {"train_iters": "2", "output_home": str(tmp_path), "sp_size": "4"}
+        script |= {"precision": "fp32", "ulysses_degree": ulysses}
+        return launch_job.Trainer(read_settings(script, {}), arguments, {})
+
+    first = job("2")
+    first.create_files()
+    assert capsys.readouterr().out == ""
+    Path(first.checkpoint, "latest").write_text("step_2\n")
+    job("2").create_files()  # its own is continued
+    job("4", "--load", "elsewhere").create_files()
+    assert capsys.readouterr().out == ""
+    (tmp_path / "victim").write_text("precious")
+    log = Path(job("4").log)
+    log.unlink()
+    log.symlink_to(tmp_path / "victim")
+    job("4").create_files()
+    assert f"continue it with --load {first.checkpoint}\n" in capsys.readouterr().out
+    assert (tmp_path / "victim").read_text() == "precious" and log.read_text()
+
+
 @pytest.mark.parametrize("size", SCRIPTS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_trainer_knows_every_flag(size, program, dry_run):

@@ -81,6 +81,27 @@ def test_the_gpu_group_says_when_there_is_none(tmp_path):
     assert "NO NVIDIA GPU HERE" in done.stderr
 
 
+def test_what_does_not_run_is_said_at_the_start(tmp_path):
+    without = tmp_path / "sitecustomize.py"
+    without.write_text(
+        "import importlib.util as util; found = util.find_spec\n"
+        "hidden = ('transformers', 'diffusers', 'xdist')\n"
+        "util.find_spec = lambda name, *rest: None if name in hidden else found(name, *rest)\n"
+    )
+    settings = {"USP_NO_INSTALL": "1", "PYTHONPATH": str(tmp_path), "MEGATRON_LM_PATH": ""}
+    paths = {"MEGATRON_DEEPSPEED_PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = bash(ROOT / "scripts/test.sh", "all", "--version", cwd=tmp_path, **settings, **paths)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "NO NVIDIA GPU HERE: the tests in tests/gpu do NOT run",
+        "MEGATRON_DEEPSPEED_PATH IS NOT SET: tests/megatron_deepspeed do NOT run",
+        "MEGATRON_LM_PATH IS NOT SET: most of tests/megatron_lm do NOT run",
+        "NO TRANSFORMERS HERE: tests/integrations do NOT run",
+        "NO DIFFUSERS HERE: tests/integrations/test_diffus*.py do NOT run",
+    ):
+        assert line in done.stderr, done.stderr
+
+
 def test_env_sh_leaves_the_callers_shell_options_alone(tmp_path):
     line = f'set -- one; . "{ROOT}/scripts/env.sh"; false; echo "alive $1 $-"'
     done = bash("-c", line, cwd=tmp_path, USP_NO_INSTALL="1")

@@ -320,9 +320,14 @@ def trl_trainer(name: str, arguments: dict[str, Any], record: Record) -> Any:
         "cpo": (cpo.CPOTrainer, cpo.CPOConfig),
         "tpo": (tpo.TPOTrainer, tpo.TPOConfig),
         "gkd": (gkd.GKDTrainer, gkd.GKDConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
     }
     trainer, config = kinds[name]
     model, other = tiny_model(), tiny_model(2)
+    if name == "reward":
+        torch.manual_seed(0)
+        model.config.num_labels = 1
+        model = transformers.Qwen3ForSequenceClassification(model.config)
     model.config._name_or_path = other.config._name_or_path = "tiny"
     second = {"dpo": "ref_model", "kto": "ref_model", "gkd": "teacher_model"}.get(name)
     made: dict[str, Any] = {second: other} if second else {}

@@ -397,8 +397,9 @@ OTHER_MODELS: Mapping[str, Act] = {
 # The rows of the page's table, by the left cell: the cases above that do what the right cell says,
 # or the test that does, where that takes a trainer or several ranks.
 ROWS: Mapping[str, tuple[str, ...]] = {
-    "weights that differ between ranks": (
-        "test_weights.py::test_different_weights_are_refused_until_a_pass_has_succeeded",
+    "weights and settings that differ": (
+        "test_weights.py::test_what_one_rank_changes_is_refused_in_the_next_pass",
+        "test_weights.py::test_other_weights_are_refused_until_they_are_equal",
     ),
     "state-space, linear-attention": ("another kind of layers", "a state", "no positions"),
     "KV caches, `logits_to_keep`": ("a cache", "use_cache", "logits_to_keep"),

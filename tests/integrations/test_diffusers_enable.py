@@ -32,7 +32,7 @@ MESH = ds_usp.SequenceMesh.single()
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_shard_of_an_argument_is_a_view_where_nothing_keeps_it(gradients):
     """The caller holds the whole tensor anyway; backward would keep it longer than its shard."""
-    values = ValuesComparison(MESH, "model")
+    values = ValuesComparison()
     attentions = frozenset({Tokens(("image",), ("image",))})
     state = PassState("model", MESH, Options(), attentions, values)
     x, image = torch.randn(1, 6, 4), TokenDim("image", 1)

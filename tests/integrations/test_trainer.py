@@ -132,7 +132,7 @@ def assert_same_logs(logs: Any, want: Any, without: tuple[str, ...] = ()) -> Non
 
 
 # The page's table of TRL's trainers: what is exact.
-EXACT = ["dpo", "kto", "orpo", "cpo", "tpo", "gkd"]
+EXACT = ["dpo", "kto", "orpo", "cpo", "tpo", "gkd", "reward"]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -377,8 +377,10 @@ def test_every_trainer_of_trl_is_exact_or_refused_by_name():
     """Those of the installed version; the page says which."""
     from trl.trainer.base_trainer import _TELEMETRY_TRAINERS
 
-    exact = {f"{name.upper()}Trainer" for name in EXACT} | {"SFTTrainer"}
-    assert exact | set(GENERATING) | {"RewardTrainer"} == _TELEMETRY_TRAINERS
+    exact = {f"{name}Trainer".lower() for name in (*EXACT, "sft")}
+    assert exact | {name.lower() for name in GENERATING} == {
+        name.lower() for name in _TELEMETRY_TRAINERS
+    }
     page = PAGE.read_text(encoding="utf-8")
     for name in _TELEMETRY_TRAINERS:
         assert re.search(rf"\b{name.removesuffix('Trainer')}\b", page), name

@@ -1,9 +1,12 @@
-"""Ranks whose models have different weights raise an error in their first forward pass."""
+"""Ranks whose models differ, from the start or later, raise an error that names in what."""
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
+import peft
 import pytest
 import tiny_diffusers
 import tiny_models
@@ -17,32 +20,49 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ds_usp
-from ds_usp.integrations import diffusers, transformers
-from ds_usp.integrations.replicas import ArgumentsDigest, sample_of_weights
+from ds_usp.integrations import diffusers, replicas, transformers
+from ds_usp.integrations.replicas import ArgumentsDigest, ModelComparison
 
 WAN = "WanTransformer3DModel"
-MESSAGE = r"weights \(8 elements of each; load one checkpoint or seed alike\) in float32"
 Forward = Callable[[], Any]
 
 
+def comparison(module: nn.Module) -> ModelComparison:
+    return ModelComparison(ds_usp.SequenceMesh.single(), module)
+
+
 def sampled(module: nn.Module) -> dict[str, list[float]]:
-    return {name: x.tolist() for name, x in sample_of_weights(module).items()}
+    sample = comparison(module).of_pass()["8 elements of weights"]
+    return {name: x.tolist() for name, x in sample.items()}
 
 
 def holding(*tensors: torch.Tensor) -> nn.Module:
     return nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in tensors)
 
 
-def test_a_sample_is_of_each_weights_middle_and_last_row():
+def test_a_sample_is_spread_over_each_weight_up_to_its_last_element():
     many, few = torch.arange(60.0).view(3, 20), torch.tensor([7.0, 8.0])
-    spaced = [20.0, 25, 30, 35, 40, 45, 50, 55]
+    spaced = [10.0, 17, 24, 31, 38, 45, 52, 59]
     assert sampled(holding(many, few)) == {"float32": [*spaced, 7, 8]}
     other = many.T.contiguous().T  # as it lies in memory makes no difference
     assert sampled(holding(other, few, torch.tensor(3.0))) == {"float32": [*spaced, 7, 8, 3]}
     one = torch.arange(16.0)
-    assert sampled(holding(one)) == {"float32": [0, 2, 4, 6, 8, 10, 12, 14]}
+    assert sampled(holding(one)) == {"float32": [1, 3, 5, 7, 9, 11, 13, 15]}
     both = sampled(holding(few, few.bfloat16(), torch.ones(1, 2, 2, 1, dtype=torch.uint8)))
-    assert both == {"float32": [7, 8], "bfloat16": [7, 8], "uint8": [1, 1]}
+    assert both == {"float32": [7, 8], "bfloat16": [7, 8], "uint8": [1] * 4}
+
+
+def test_all_elements_and_all_weights_have_their_turn():
+    size = 16 * replicas._ELEMENTS
+    compared = comparison(holding(torch.arange(float(size)), torch.arange(3.0)))
+    seen: set[float] = set()
+    with patch.object(replicas, "_IN_A_PASS", 1):
+        for turn in range(400):
+            elements = compared.of_pass()["8 elements of weights"]["float32"].tolist()
+            assert len(elements) == ((11 if turn == 0 else 3) if turn % 2 or turn == 0 else 8)
+            seen |= set(elements)
+            compared.end_pass()
+    assert seen == set(range(size))
 
 
 def test_buffers_are_sampled_that_are_saved():
@@ -72,68 +92,254 @@ def test_shards_of_fsdp2_are_left_out(pool):
     assert pool.run(of_fully_shard, 2) == [{}, {}]
 
 
-def refused_each_time(forward: Forward, layer: Any, rank: int) -> None:
-    """Passes with other weights in a matrix's last row, and what comes after them."""
-    equal = layer.weight.detach().clone()
-    for _ in range(2):
-        with torch.no_grad():
-            layer.weight[-1] += rank
-        with pytest.raises(ds_usp.MeshError, match=MESSAGE):
-            forward()
-        with torch.no_grad():
-            layer.weight.copy_(equal)
-    forward()
+def test_a_comparison_follows_weights_and_keeps_none():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    compared = comparison(model)
+    compared.of_pass()
+    compared.end_pass()
+    old = weakref.ref(model[0].weight)
+    model[0].weight = nn.Parameter(torch.full((2, 2), 5.0))
+    gc.collect()
+    assert old() is None
+
+    def shard(weight: Any) -> None:
+        weight.ds_id, weight.data = 1, torch.zeros(0)
+
+    for change in (
+        lambda: None,
+        lambda: model.half(),
+        lambda: setattr(model[0].weight, "data", torch.zeros(3, 1)),  # smaller
+        lambda: shard(model[0].weight),  # as ZeRO-3
+        lambda: model.insert(1, nn.Dropout(0.5)),
+    ):
+        change()
+        every = comparison(model).of_pass()
+        now = compared.of_pass()
+        assert now["settings"] == every["settings"]
+        compared.end_pass()
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.local_rank, self.device_name, self._count = 1e-5, 3, "cuda:3", 3
+        self.table: Any = None
+        self.limit: Any = 1.0
+
+
+def test_settings_are_what_modules_have_from_the_start():
+    model = nn.Sequential(Attributes(), nn.Dropout(0.5))
+    compared = comparison(model)
+    first = compared.of_pass()["settings"]
+    module: Any = model[0]
+    module.local_rank, module.device_name, module._count, module.calls = 0, "", 0, 7
+    module.table = torch.ones(3)
+    assert compared.of_pass()["settings"] == first
+    module.eps = 1e-6
+    second = compared.of_pass()["settings"]
+    model.eval()
+    third = compared.of_pass()["settings"]
+    assert len({first, second, third}) == 3
+    module.limit = torch.ones(3)  # no number any more
+    assert compared.of_pass()["settings"] not in (first, second, third)
+    del module.limit
+    assert compared.of_pass()["settings"] == comparison(model).of_pass()["settings"]
+
+
+def model_of(name: str) -> tuple[Any, dict[str, Any], Callable[..., Any], list[str]]:
+    """With an adapter: it, arguments of its forward pass, ``enable``, and the adapter's target."""
+    if name == WAN:
+        model, given, target = tiny_diffusers.build(WAN), tiny_diffusers.arguments(WAN), ["to_q"]
+        enable: Callable[..., Any] = diffusers.enable
+    else:
+        model, given, target = tiny_models.build("llama"), dict(plain_batch()), ["q_proj"]
+        enable = transformers.enable
+    return model, given, enable, target
+
+
+def adapt(model: nn.Module, target: list[str] | str, name: str) -> None:
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, target_modules=target, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model, name)
+
+
+def adapters(model: nn.Module) -> list[Any]:
+    return [x for x in model.modules() if isinstance(x, peft.tuners.lora.LoraLayer)]
+
+
+def change_all_data(model: Any) -> None:
+    for x in model.parameters():
+        x.data.mul_(1.5)
+
+
+def change_one_element(model: Any) -> None:
     with torch.no_grad():
-        layer.weight[-1] += rank
-    forward()  # compared once
+        next(model.parameters()).view(-1)[3] += 1e-3
 
 
-def after_a_pass_that_failed(forward: Forward, layer: Any, rank: int) -> None:
-    """Of another reason, before values on GPUs were compared."""
+def swap_memory(model: Any) -> None:
+    for x in model.parameters():
+        x.data = x.data * 0.999
+
+
+def load(model: Any) -> None:
+    model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()})
+
+
+def load_assigned(model: Any) -> None:
+    state = {name: x + 1 for name, x in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def change_epsilon(model: Any) -> None:
+    norm = next(x for x in model.modules() if "Norm" in type(x).__name__)
+    name = "eps" if hasattr(norm, "eps") else "variance_epsilon"
+    setattr(norm, name, 1e-2)
+
+
+def each_adapter(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def change_each(model: Any) -> None:
+        for layer in adapters(model):
+            change(layer)
+
+    return change_each
+
+
+LOAD, SETTINGS = r"weights of the model differ\. Load checkpoints", r"settings of the model differ"
+CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "data": (change_all_data, LOAD),
+    "element": (change_one_element, rf"(?s)on rank 1.*\n1 of .*{LOAD}"),
+    "memory": (swap_memory, LOAD),
+    "load": (load, LOAD),
+    "assign": (load_assigned, LOAD),
+    "scaling": (each_adapter(lambda x: x.set_scale("style", 0.2)), rf"(?s)\.scaling.*{SETTINGS}"),
+    "disabled": (each_adapter(lambda x: x.enable_adapters(False)), "(?s)_disable_adapters: .*True"),
+    "active": (each_adapter(lambda x: x.set_adapter([])), r"(?s)_active_adapter: .*\[\] on rank 1"),
+    "merged": (each_adapter(lambda x: x.merge()), "(?s)merged_adapters"),
+    "eval": (lambda model: model.eval(), "(?s)training: .*False on rank 1"),
+    "epsilon": (change_epsilon, r"(?s)eps\w*: .*0\.01 on rank 1"),
+    "dtype": (lambda model: model.bfloat16(), r"(?s)bfloat16 on rank 1.*Load checkpoints"),
+    "new adapter": (lambda model: adapt(model, r".*(to_q|q_proj)", "style"), SETTINGS),
+}
+
+
+def changed_on_one_rank(ctx: RankContext, name: str, known: bool, keys: list[str]) -> None:
+    """``known``: values on CPUs; else they are compared when a pass ends, as on GPUs."""
+    for key in keys:
+        change, message = CHANGES[key]
+        model, given, enable, target = model_of(name)
+        if key != "new adapter":
+            adapt(model, target, "style")
+        with enable(model, mesh_of(2)) as enabled, patch.object(ArgumentsDigest, "is_known", known):
+            for _ in range(2):
+                model(**given)
+            if ctx.rank:
+                change(model)
+            for _ in range(2):
+                with pytest.raises(ds_usp.MeshError, match=message):
+                    model(**given)
+                with pytest.raises(ds_usp.MeshError, match=message):
+                    enabled.mesh.check()
+            if not ctx.rank:
+                change(model)
+            if key != "dtype":  # of which the arguments would be too
+                model(**given)
+                enabled.mesh.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "keys"),
+    [
+        ("llama", True, ["data", "element", "load", "scaling", "disabled", "active", "dtype"]),
+        (WAN, True, ["memory", "assign", "scaling", "merged", "eval", "epsilon", "new adapter"]),
+        (WAN, False, ["data", "element"]),
+    ],
+)
+def test_what_one_rank_changes_is_refused_in_the_next_pass(pool, name, known, keys):
+    pool.run(changed_on_one_rank, 2, name=name, known=known, keys=keys)
+
+
+def from_the_start(ctx: RankContext, known: bool) -> None:
+    """Of a model whose last row is other, as of a table that was enlarged; and after a pass that
+    failed of another reason before values on GPUs were compared."""
+    model, given, enable, _ = model_of(WAN)
+    layer, equal = model.blocks[1].attn1.to_q, model.blocks[1].attn1.to_q.weight.detach().clone()
 
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    handle = layer.register_forward_pre_hook(fail)
-    with pytest.raises(MemoryError):
-        forward()
-    handle.remove()
-    with torch.no_grad():
-        layer.weight[-1] += rank
-    with pytest.raises(ds_usp.MeshError, match=MESSAGE):
-        forward()
-    with torch.no_grad():
-        layer.weight[-1] -= rank
-        layer.weight[-1] = 1.0
-    forward()
+    mesh = mesh_of(2)
+    with enable(model, mesh), patch.object(ArgumentsDigest, "is_known", known):
+        for failing in (False, True, False):
+            if failing:
+                handle = layer.register_forward_pre_hook(fail)
+                with pytest.raises(MemoryError):
+                    model(**given)
+                handle.remove()
+            with torch.no_grad():
+                layer.weight[-1] += ctx.rank
+            with pytest.raises(ds_usp.MeshError, match=r"to_q\.weight: .* on rank 0, .* on rank 1"):
+                model(**given)
+            for x in (*model.parameters(), *model.buffers()):  # as the error advises
+                torch.distributed.broadcast(x.data, group=mesh.sp_group, group_src=0)
+            assert torch.equal(layer.weight, equal)
+        model(**given)
 
 
-def of_model(ctx: RankContext, name: str, check: Any, known: bool) -> None:
-    """``known``: values on CPUs; else they are compared when a pass ends, as on GPUs."""
-    model: Any
+@pytest.mark.parametrize("known", [True, False])
+def test_other_weights_are_refused_until_they_are_equal(pool, known):
+    pool.run(from_the_start, 2, known=known)
+
+
+def changed_and_changed_back(ctx: RankContext) -> None:
+    """On one rank, as of an average that is swapped in and out: nothing differs."""
+    model, given, enable, _ = model_of("llama")
+    with enable(model, mesh_of(2)) as enabled, torch.no_grad():
+        model(**given)
+        for turn in range(5):
+            before = model.state_dict()
+            if ctx.rank == turn % 2:
+                saved = {name: x.clone() for name, x in before.items()}
+                load(model)
+                model.load_state_dict(saved)
+            wanted = model(**given).loss
+            enabled.mesh.check()
+        if ctx.rank:
+            given["input_ids"] = given["input_ids"].flip(0)
+            next(model.parameters()).mul_(1)
+        with pytest.raises(ds_usp.MeshError, match=r"input_ids[^;]*\n(.*\n)?.*replicate_batches"):
+            model(**given)
+        if ctx.rank:
+            given["input_ids"] = given["input_ids"].flip(0)
+            next(model.parameters()).data.mul_(2)
+        with pytest.raises(ds_usp.MeshError, match=r"1 of .* weights"):
+            model(**given)
+        if ctx.rank:
+            next(model.parameters()).data.div_(2)
+        assert model(**given).loss == wanted
+
+
+def test_weights_that_were_swapped_back_are_not_refused(pool):
+    pool.run(changed_and_changed_back, 2)
+
+
+def of_other_configurations(ctx: RankContext, name: str) -> None:
+    _, _, enable, _ = model_of(name)
     if name == WAN:
-        model = tiny_diffusers.build(WAN)
-        enabled, layer = diffusers.enable(model, mesh_of(2)), model.blocks[1].attn1.to_q
-        given = tiny_diffusers.arguments(WAN)
+        model: Any = tiny_diffusers.build(WAN, eps=1e-3 if ctx.rank else 1e-6)
     else:
-        model = tiny_models.build("llama")
-        enabled, layer = transformers.enable(model, mesh_of(2)), model.lm_head
-        given = plain_batch()
-    with enabled, patch.object(ArgumentsDigest, "is_known", known):
-        check(lambda: model(**given), layer, ctx.rank)
+        model = tiny_models.build("llama", rms_norm_eps=1e-3 if ctx.rank else 1e-6)
+    model.train(ctx.rank == 0)  # as a checkpoint's are not and others are
+    model.config.local_rank = ctx.rank if name == "llama" else None
+    enable(model, mesh_of(2))
 
 
-@pytest.mark.parametrize(
-    ("name", "check", "known"),
-    [
-        (WAN, refused_each_time, True),
-        (WAN, refused_each_time, False),
-        (WAN, after_a_pass_that_failed, False),
-        ("llama", refused_each_time, True),
-    ],
-)
-def test_different_weights_are_refused_until_a_pass_has_succeeded(pool, name, check, known):
-    pool.run(of_model, 2, name=name, check=check, known=known)
+@pytest.mark.parametrize(("name", "field"), [("llama", "rms_norm_eps"), (WAN, "eps")])
+def test_other_configurations_are_refused_by_enable(pool, name, field):
+    errors = pool.errors(of_other_configurations, 2, name=name)
+    expected = f"config.{field}: 1e-06 on rank 0, 0.001 on rank 1"
+    for error in errors:
+        assert isinstance(error, ds_usp.MeshError) and expected in str(error), errors
 
 
 def digest(batch: Mapping[str, torch.Tensor]) -> str:

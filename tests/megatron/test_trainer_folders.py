@@ -7,10 +7,13 @@ import resource
 import shutil
 import signal
 import socket
+from argparse import Namespace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import RankContext, fork_world
 from trainer_runs import ADAM, degrees, pretrain_on_rank, rows
 
@@ -120,10 +123,13 @@ def test_a_damaged_metrics_file_is_repaired_and_what_is_done_is_said(saved, tmp_
     del facts["sha256"], facts["checksum"]
     metadata.write_text(json.dumps(facts | {"format": 1}))
     resume = f"{SP2} --load {folder}/save"
-    (error, printed), (no_error, done) = outcomes(
-        f"{resume} --train-iters 4 --save {folder}/save", f"{resume} --train-iters 4", folder=folder
+    first_run, *others = (f"{resume} --train-iters {steps}" for steps in (4, 4, 1))
+    (error, printed), (no_error, done), (_, beyond) = outcomes(
+        f"{first_run} --save {folder}/save", *others, folder=folder
     )[0]
     assert error is no_error is None
+    said = "the checkpoint is of step 4, beyond --train-iters 1: nothing is left to train. More"
+    assert said in beyond and "steps are done" not in beyond
     assert "metrics.jsonl: dropped line 3 of 3, which cannot be read" in printed
     assert f"resumed from step 2 of {folder}/save" in printed
     assert "was saved without checksums" in printed
@@ -155,6 +161,87 @@ def test_a_changed_metadata_file_is_refused_and_a_later_checkpoint_replaced_on_d
     assert (folder / "save" / "latest").read_text() == "step_1\n"
 
 
+class Runs:
+    """Unpickled by any means that calls what a file names, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_poisoned_checkpoint_runs_nothing(saved, tmp_path):
+    folder, ran = tmp_path / "copy", tmp_path / "ran"
+    shutil.copytree(saved, folder)
+    step = folder / "save" / "step_2"
+    content = torch.load(step / OPTIMIZER, weights_only=False)
+    torch.save(content | {"more": Runs(ran)}, step / OPTIMIZER)
+    facts = json.loads((step / "usp_metadata.json").read_text())
+    data = (step / OPTIMIZER).read_bytes()  # anyone who may write it may write its checksum
+    facts["files"][OPTIMIZER], facts["sha256"][OPTIMIZER] = len(data), sha256(data).hexdigest()
+    del facts["checksum"]
+    checksum = sha256(json.dumps(dict(sorted(facts.items()))).encode()).hexdigest()
+    (step / "usp_metadata.json").write_text(json.dumps(facts | {"checksum": checksum}))
+    resume = f"--train-iters 3 --load {folder}/save"
+    resharded = degrees(sp=2, zero=2) + ADAM
+    for results in outcomes(f"{SP2} {resume}", f"{resharded} {resume}", folder=folder):
+        for error, _ in results:
+            assert isinstance(error, CheckpointError), error
+            assert f"{step / OPTIMIZER} holds posix.mkdir, which is nothing that" in str(error)
+    assert not ran.exists()
+
+
+def test_links_in_the_folders_of_a_run_are_not_followed(saved, tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "out"
+    (folder / "save").mkdir(parents=True)
+    (victim / "folder").mkdir(parents=True)
+    (victim / "file").write_text("precious")
+    before = contents(victim)
+    files = "loss.png loss.png.new metrics.jsonl metrics.jsonl.new communication.csv latest.new"
+    for name in files.replace("latest", "save/latest").split():
+        (folder / name).symlink_to(victim / "file")
+    for name in ("save/unfinished_step_1", "save/step_1", "save/step_1_again"):
+        (folder / name).symlink_to(victim / "folder")
+    flags = f"{SP2} --train-iters 1 --save {folder}/save --data-cache-path {saved}/data"
+    link = folder / ".usp_lock"
+    link.symlink_to(victim / "file")
+    ((refused, _),) = outcomes(flags, folder=folder)[0]
+    link.unlink()
+    ((error, _),) = outcomes(f"{flags} --usp-report-communication 1", folder=folder)[0]
+    assert isinstance(refused, ConfigError) and f"{link} is no file of this trainer" in str(refused)
+    assert error is None and contents(victim) == before
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
+    assert (folder / "save" / "step_1" / "usp_metadata.json").is_file()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, "hard link"])
+def test_a_lock_that_is_no_file_of_its_own_is_refused(make, tmp_path):
+    from usp_trainer.run_files import FolderLock, check_free
+
+    (tmp_path / "victim").write_text("precious")
+    lock = tmp_path / "out" / ".usp_lock"
+    lock.parent.mkdir()
+    os.link(tmp_path / "victim", lock) if make == "hard link" else make(lock)
+    check_free(lock.parent)
+    with pytest.raises(ConfigError, match=r"is no file of this trainer .* remove it"):
+        FolderLock(lock.parent)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_traceback_is_not_written_through_a_link(tmp_path):
+    from usp_trainer.launch import describe
+
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "errors").symlink_to(victim)
+    with pytest.raises(KeyError) as raised:
+        {}["x"]
+    text = describe(raised.value, Namespace(output_dir=str(tmp_path)), 0).text
+    assert "KeyError: 'x'" in text and "Traceback (most recent call last)" in text
+    assert list(victim.iterdir()) == []
+
+
 def damage(path: Path, data: bytes | None) -> None:
     path.unlink() if data is None else path.write_bytes(data)
 
@@ -170,6 +257,16 @@ def damage(path: Path, data: bytes | None) -> None:
         ("step_2/usp_metadata.json", b"\xff{"),
         ("step_2/usp_metadata.json", b"[]"),
         ("step_2/usp_metadata.json", b'{"format": 1}'),
+        ("step_2/usp_metadata.json", b"[" * 200_000),
+        ("step_2/usp_metadata.json", b'{"progress": {"step": 2}, "x":' + b"[" * 990 + b"]" * 990),
+        ("step_2/usp_metadata.json", b'{"progress": {"step": true}}'),
+        ("step_2/usp_metadata.json", b'{"progress": {"step": -1}}'),
+        ("step_2/usp_metadata.json", b'{"progress": {"step": 2}, "files": {"../../x": 1}}'),
+        ("step_2/usp_metadata.json", b'{"progress": {"step": 2}, "files": {"/etc/x": 1}}'),
+        ("latest", b"../save/step_2"),
+        ("latest", b"step_2/../step_1"),
+        ("latest", b"/etc"),
+        ("latest", b".."),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(name, data, tmp_path):

@@ -120,13 +120,15 @@ def test_env_says_the_version_that_is_imported(tmp_path, monkeypatch):
         ("1/trl-2.5.dist-info", "Name: trl\nVersion: 2.5\n"),
         ("1/~rl-2.dist-info", ""),
         ("2/trl-1.5.dist-info", "Name: trl\nVersion: 1.5\n"),
+        ("2/datasets-0.1.dist-info", "Name: datasets\nVersion: 0.1\n"),
     ):
         (tmp_path / folder).mkdir(parents=True)
         if text:
             (tmp_path / folder / "METADATA").write_text(f"Metadata-Version: 2.1\n{text}")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "1"), str(tmp_path / "2"), *sys.path])
     versions = environment.collect()["versions"]
-    assert versions["trl"] == "2.5" and versions["torch"] == metadata.version("torch")
+    assert (versions["trl"], versions["datasets"]) == ("2.5", "0.1")
+    assert versions["torch"] == metadata.version("torch")
 
 
 def test_env_shows_the_variables_that_change_what_runs(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ds_usp
+import ds_usp.attention.module as drop_in
 from ds_usp import MeshError, SequenceMesh
 from ds_usp.attention.custom_ops import (
     ATTENTION_ARGS,
@@ -21,6 +22,7 @@ from ds_usp.attention.custom_ops import (
 )
 from ds_usp.attention.plan import AttentionOptions
 from ds_usp.comm.mesh import MESH_REGISTRY
+from ds_usp.training import RotaryPositions
 
 NOT_IN_OP = {
     ds_usp.MaskSpec: {"documents"},  # breaks the graph
@@ -205,3 +207,93 @@ def test_meshes_of_one_name_are_alike():
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(1, 2, 0).name
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 1, ulysses_rank=1).name
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 0, order="ring-ulysses").name
+
+
+class Scaling(torch.nn.Module):
+    """A norm with fp32 weights, whose results are fp32 under autocast, as those of Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+def self_attention(**options: Any) -> ds_usp.USPSelfAttention:
+    into, out = torch.nn.Linear(12, 3 * 2 * 8), torch.nn.Linear(2 * 8, 12)
+    options |= {"layout": "contiguous", "mask": ds_usp.MaskSpec.causal()}
+    return ds_usp.USPSelfAttention(into, out, 2, 2, mesh=SequenceMesh.single(), **options)
+
+
+def of_both(run: Any, x: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Results and gradients without a compiler and in one graph are the same bits."""
+    results = []
+    for call in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            y = call(given)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), given)))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_layer_rotated_by_positions_is_one_graph(dtype):
+    positions, inverse = torch.arange(8), torch.tensor([1.0, 0.1])
+    attention = self_attention(q_norm=Scaling(), k_norm=Scaling())
+    rotary = RotaryPositions(positions, inverse)
+    of_both(lambda x: attention(x, rotary), torch.randn(1, 8, 12), dtype)
+
+
+def test_autocast_in_a_graph_is_that_of_its_calls():
+    mesh, mask = SequenceMesh.single(), ds_usp.MaskSpec.causal()
+    x, local = torch.randn(1, 8, 2, 8), ds_usp.USPAttention(lambda q, k, v: q * k + v, mesh=mesh)
+    doors = (
+        lambda x: ds_usp.usp_attention(x, x, x, mesh=mesh, layout="contiguous", mask=mask),
+        lambda x: local(x, x.bfloat16(), x, 0),
+    )
+    for run in doors:
+        of_both(run, x, torch.bfloat16)
+        with torch.autocast("cpu", torch.float16):
+            assert run(x).dtype == torch.float16
+
+
+def test_what_torch_refuses_under_autocast_is_refused():
+    mesh, mask = SequenceMesh.single(), ds_usp.MaskSpec.causal()
+    x = torch.randn(1, 8, 2, 8)
+
+    def call(*qkv: torch.Tensor) -> torch.Tensor:
+        return ds_usp.usp_attention(*qkv, mesh=mesh, layout="contiguous", mask=mask)
+
+    with pytest.raises(ds_usp.ConfigError, match="one floating dtype"):
+        call(x, x, x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(x.double(), x.double(), x.double()).dtype == torch.float64
+        assert call(x.half(), x, x.bfloat16()).dtype == torch.bfloat16
+        for other in (x.double(), x.long(), x.to("meta")):
+            with pytest.raises(ds_usp.ConfigError, match="one floating dtype"):
+                call(x, x, other)
+        with torch.autocast("cpu", enabled=False):
+            assert call(x, x, x).dtype == torch.float32
+        with pytest.raises(ds_usp.ConfigError, match="must be tensors"):
+            call(None, x, x)
+
+
+def test_tensors_of_another_stream_are_cast_after_it(monkeypatch):
+    waited = []
+    monkeypatch.setattr(drop_in, "_wait_for_stream", lambda _, *tensors: waited.extend(tensors))
+    x, seen = torch.randn(1, 8, 2, 8), []
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        seen.extend(qkv)
+        return qkv[2]
+
+    local = ds_usp.USPAttention(attend, mesh=SequenceMesh.single())
+    with torch.autocast("cpu", torch.bfloat16):
+        local(x, x, x.bfloat16(), 0)
+        assert [y.dtype for y in waited] == [torch.float32, torch.float32, torch.bfloat16]
+        assert [y.dtype for y in seen] == [torch.bfloat16] * 3
+        seen.clear()
+        local(x, x, x, 0)  # a local attention that is called is under autocast itself
+        assert [y.dtype for y in seen] == [torch.float32] * 3

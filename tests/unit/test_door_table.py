@@ -30,7 +30,7 @@ NAMES: dict[str, Doors] = {
         "keeps the order of the caller's shards (contiguous); with a ring says once that the local "
         "attention is not called, and that causal work is unbalanced; reads mask, scale and "
         "dropout or refuses": "USPAttention",
-        "has no default order, mask or mesh: without them a TypeError": "usp_attention "
+        "has no default order, mask or mesh: without them a ConfigError": "usp_attention "
         "usp_joint_attention projected_attention USPSelfAttention TokenLayout",
         "takes the whole group as Ulysses ranks; no group: the default one; refuses what is no "
         "group of this rank": "SequenceMesh",

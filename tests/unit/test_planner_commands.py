@@ -493,3 +493,33 @@ def test_an_explanation_beside_what_is_emitted(capsys):
     explained = capsys.readouterr()
     assert alone.err == "" and explained.out == alone.out  # what a shell keeps
     assert "% MFU" in explained.err and "because" in explained.err
+
+
+PLAN, OF_8B = "plan --model llama3-8b --seq-len 128K", "--model llama3-8b --seq-len 1M"
+HUGE = {
+    f"{PLAN} --gpus 1000000000": "--gpus 1000000000 must be at most 131,072",
+    f"{PLAN} --gpus 8 --global-batch 999999999": "must be at most 32,768",
+    "plan --model llama3-8b --seq-len 1T --gpus 8": "'1T' must be a whole number",
+    "plan --model llama3-8b --seq-len 9999999999999M --gpus 8": "must be at most 1,125,899,",
+    "max-length --model llama3-8b --gpus 131073": "--gpus 131073 must be at most 131,072",
+    f"memory {OF_8B} --dp 131072 --tp 8": "1,048,576 GPUs are more than the 131,072",
+    f"comm {OF_8B} --ring 1000000": "--ring 1000000 must be at most 131,072",
+    f"comm {OF_8B} --ring 8192": "are 8,192 ranks, and each has a row: at most 4,096",
+    "explain --heads 8 --seq-len 1M --ring-degree 1024": "more than the 512 steps that are",
+    "explain --heads 8 --seq-len 1M --chunks 999999999": "more than the 512 steps that are",
+}
+
+
+@pytest.mark.parametrize(("line", "says"), HUGE.items())
+def test_what_would_take_hours_is_refused_with_the_bound(line, says):
+    """Without the bounds most of these go on until memory ends."""
+    printed = planner_commands.run(line)
+    assert printed.startswith("error: ") and printed.endswith("[exit 2]") and says in printed
+
+
+def test_a_search_called_from_python_has_the_same_bounds():
+    cluster, model = load_cluster("h800"), load_model("llama3-8b")
+    with pytest.raises(ConfigError, match="1,048,576 GPUs are more than the 131,072 that are"):
+        search(cluster, Workload(model, 4096), 2**20)
+    with pytest.raises(ConfigError, match="65,536 sequences is more than the 32,768"):
+        search(cluster, Workload(model, 4096, 2**16), 8)

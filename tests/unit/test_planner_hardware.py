@@ -317,6 +317,12 @@ def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path):
             "level node: port_bytes_per_s=0 must be",
         ),
         ([], "must be an object"),
+        ({"base": ["h100"]}, r"base \['h100'\] is none of a100"),
+        ({"base": "h100", "host_bytes_per_s": 0}, "host_bytes_per_s=0 copies nothing"),
+        ({"base": "h100", "memory_bytes": 10**400}, "memory_bytes=10+ must be at most 1e.30"),
+        ({"base": "h100", "workspace_bytes": [1]}, r"workspace_bytes=\[1\] must be a finite"),
+        ({"base": "h100", "workspace_bytes": float("nan")}, "workspace_bytes=nan must be a finite"),
+        ({"base": "h100", "gpus_per_node": 10**9}, "gpus_per_node=1000000000 must be at most 131,"),
     ],
 )
 def test_profiles_that_are_none(tmp_path, content, says):

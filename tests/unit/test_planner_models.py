@@ -207,6 +207,12 @@ def test_windows_are_refused_where_they_matter(tmp_path):
         ({**LLAMA, "rms_norm_eps": "1e-6"}, "norm_epsilon='1e-6' must be a finite number above 0"),
         ({"hidden_size": 64}, "has no layers, ffn, heads, vocab"),
         ([1, 2], "must be an object"),
+        ({**LLAMA, "num_hidden_layers": 10**12}, "layers=1000000000000 must be at most 2,048"),
+        ({**LLAMA, "vocab_size": 10**400}, "vocab=10+ must be at most 1,125,899,906,842,624"),
+        ({**LLAMA, "hidden_size": 2**51}, "hidden=2251799813685248 must be at most"),
+        ({**LLAMA, "rope_theta": 1e31}, "rope_theta=1e.31 must be at most 1e.30"),
+        ({**LLAMA, "model_type": ["llama"]}, r"model_type \['llama'\] are not known"),
+        ({**LLAMA, "num_experts": {}}, "only dense models"),
     ],
 )
 def test_impossible_models(tmp_path, content, says):
@@ -216,7 +222,9 @@ def test_impossible_models(tmp_path, content, says):
 
 def test_unreadable_files(tmp_path):
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "deep.json").write_text("[" * 200_000)
     for given, says in (
+        (str(tmp_path / "deep.json"), "deep.json is nested too deep for a model"),
         (str(tmp_path / "none.json"), "cannot read"),
         (str(tmp_path / "broken.json"), "is not JSON"),
         ("llama4-1t", "no model 'llama4-1t'; there are llama-7b"),

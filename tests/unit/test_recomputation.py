@@ -164,6 +164,80 @@ def test_a_recomputation_that_does_something_else_is_refused():
             y.sum().backward()
 
 
+class Mixed(torch.nn.Module):
+    """A local attention of two buffers and a number."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.factor, self.inner = factor, torch.nn.Identity()
+        self.register_buffer("slopes", torch.full((2,), factor))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.inner(q) * k * self.factor + v
+
+
+def multiplied(q: Tensor, k: Tensor, v: Tensor, factor: float = 2.0) -> Tensor:
+    return factor * q * k + v
+
+
+def in_closure(factor: float) -> Callable[..., Tensor]:
+    return lambda q, k, v: multiplied(q, k, v, factor)
+
+
+MADE_ANEW: dict[str, Callable[[float], Callable[..., Tensor]]] = {
+    "module": Mixed,
+    "partial": lambda factor: partial(multiplied, factor=factor),
+    "closure": in_closure,
+    "method": lambda factor: Mixed(factor).forward,
+}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", MADE_ANEW.values(), ids=MADE_ANEW)
+def test_attention_that_each_run_makes_anew_is_replayed(make, reentrant):
+    calls: list[float] = []
+    factors = [2.0, 2.0]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        calls.append(factors[len(calls)])
+        mesh = SequenceMesh.single()
+        attention = USPAttention(make(calls[-1]), mesh=mesh, layout="contiguous")
+        y = attention(x.sin(), x.cos(), x.tanh(), 0)
+        mask = MaskSpec.causal()
+        return usp_attention(y.sin(), y, y, mesh=mesh, layout="contiguous", mask=mask)
+
+    x = some()
+    (actual,) = torch.autograd.grad(
+        checkpoint(keep_attention(run), x, use_reentrant=False).sum(), x
+    )
+    calls.clear()
+    (want,) = torch.autograd.grad(run(x).sum(), x)
+    assert torch.equal(actual, want)
+    calls.clear()
+    factors[1] = 3.0
+    y = checkpoint(keep_attention(run), some(), use_reentrant=reentrant)
+    with pytest.raises(RecomputeError, match=r"pass: \w+ \S*3\..* now, \S*2\.") as said:
+        y.sum().backward()
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_checkpoint_inside_needs_a_keep_attention_of_its_own(outer):
+    def nested(wrap: Callable[..., Any], inner: bool) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(wrap(layer), x, use_reentrant=inner) * 2
+
+        x = some()
+        checkpoint(keep_attention(run), x, use_reentrant=outer).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    want = nested(keep_attention, False)
+    assert torch.equal(nested(lambda run: run, True), want)
+    with pytest.raises(RecomputeError, match=r"give it one, checkpoint\(keep_attention\(layer\)"):
+        nested(lambda run: run, False)
+
+
 def test_an_output_that_is_changed_in_place_is_noticed():
     def careless(x: torch.Tensor) -> torch.Tensor:
         out = attend(x.sin(), x.cos(), x.tanh())

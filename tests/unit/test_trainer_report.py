@@ -80,12 +80,43 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(tmp_path, capsys):
     ) in printed
 
 
-def test_smoothing_is_centred():
-    line = [float(i) for i in range(20)]
-    assert progress.moving_average(line) == pytest.approx(line)
-    assert progress.moving_average([0.0, 3.0, 0.0], max_half_width=9) == pytest.approx(
-        [0.0, 1.0, 0.0]
-    )
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 3}',
+        '{"step": true}',
+        '{"step": true, "loss": 1.0}',
+        '{"step": 3.0, "loss": 1.0}',
+        '{"step": 3, "loss": "1"}',
+        '{"step": 3, "loss": null}',
+        '{"step": 3, "loss": 1.0, "valid_loss": []}',
+        "[3]",
+        '"step"',
+        "[" * 100_000,
+        "",
+        "\0",
+    ],
+)
+def test_a_line_that_no_run_wrote_is_dropped(line, tmp_path):
+    first = json.dumps(row(1))
+    (tmp_path / progress.METRICS).write_text(f"{first}\n{line}\n{json.dumps(row(2))}\n")
+    file = progress.MetricsFile(tmp_path, 5)
+    assert [r["step"] for r in file.rows] == [1, 2]
+    assert "dropped line 2 of 3, which cannot be read" in file.notes[0]
+
+
+def test_the_smooth_curve_knows_nothing_of_later_steps(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    losses = [2.0] * 17
+    losses[12] = 20.0
+    assert progress.trailing_mean(losses[:3]) == [2.0] * 3
+    assert progress.trailing_mean(losses)[11:13] == [2.0, 4.0]
+    seen = []
+    monkeypatch.setattr(Axes, "legend", lambda axes, **_: seen.extend(axes.get_xticks()))
+    rows = [{"step": n, "loss": loss} for n, loss in enumerate(losses, 1)]
+    progress.plot_loss(rows, "title", tmp_path / "plot.png")
+    assert seen and all(tick == int(tick) for tick in seen), seen
 
 
 def test_validation_and_speed_are_on_the_line(monkeypatch):

@@ -97,6 +97,46 @@ def test_padding_of_packed_documents():
     assert batch.documents == ((0, 2, 4, 6),)
 
 
+# Of two samples with 4 and 6 real tokens; what the borders say of padding does not matter.
+BORDERS = {
+    "through the padding": [[0, 2, 6], [0, 2, 6]],
+    "padding as a document": [[0, 2, 4, 6], [0, 2, 6]],
+    "padding as documents": [[0, 2, 4, 5, 6], [0, 2, 6]],
+    "of real tokens": [[0, 2, 4], [0, 2, 6]],
+    "for all samples": [0, 2, 6],
+}
+
+
+@pytest.mark.parametrize("borders", BORDERS.values(), ids=BORDERS)
+def test_borders_beside_padding_are_those_of_positions(borders):
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    given = {"input_ids": TOKENS, "attention_mask": mask}
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2)
+    (expected,) = batches({**given, "position_ids": positions})
+    assert expected.documents == ((0, 2, 4, 6), (0, 2, 6))
+    for more in ({}, {"position_ids": positions}):  # twice the same is no contradiction
+        (batch,) = batches({**given, "cu_seqlens": borders, **more})
+        assert batch.documents == expected.documents
+        assert torch.equal(batch.labels, expected.labels)
+        assert batch.loss_tokens == expected.loss_tokens == 2 + 4
+
+
+def test_advice_for_documents_that_differ_leaves_padding_out_of_the_loss():
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)
+    given = {"input_ids": TOKENS, "attention_mask": mask, "position_ids": POSITIONS}
+    with pytest.raises(DataError, match=r"Leave out the wrong one, but keep attention_mask"):
+        batches({**given, "cu_seqlens": [0, 3, 6]})
+    (batch,) = batches({name: x for name, x in given.items() if name != "position_ids"})
+    assert batch.loss_tokens == 2 * 3
+
+
+def test_samples_of_no_tokens_have_no_positions():
+    layout = TokenLayout("zigzag", 8, ulysses=2)
+    assert local_document_positions(layout, 0, []).shape == (0, 4)
+    with pytest.raises(ConfigError, match="a list for each sample, and there is none"):
+        document_positions([])
+
+
 def test_other_entries_are_sharded_or_whole():
     given = {"input_ids": TOKENS, "weights": TOKENS.float(), "image": torch.ones(3), "ids": "a"}
     (batch,) = batches(given, whole=("image",))
@@ -137,6 +177,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an empty sample": (
         {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 6, [0] * 6])},
         "sample 1 keeps 0 of 6",
+    ),
+    "padding that numbers documents": (
+        {"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 2, 2, 0, 0]] * 2)},
+        "sample 0 has numbers other than 0 and 1.*by position_ids that start anew, or by cu_seq",
+    ),
+    "borders that end elsewhere beside padding": (
+        {
+            "input_ids": TOKENS,
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]] * 2),
+            "cu_seqlens": [0, 2, 5],
+        },
+        "sample 0 end at 5, and attention_mask keeps 4 of its 6 tokens",
     ),
     "labels that are shifted already": (
         {"input_ids": TOKENS[:, :-1], "labels": TOKENS[:, 1:]},

@@ -21,7 +21,7 @@ from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_cap
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
-from ds_usp.integrations.replicas import ValuesComparison, WeightsComparison, same_on_all_ranks
+from ds_usp.integrations.replicas import ModelComparison, ValuesComparison, same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
 # Hooks of diffusers that move or cast weights and leave tokens alone; others may compare, blur or
@@ -85,12 +85,12 @@ class ShardedTransformer:
         branches: Branches,
         plan: Plan,
         options: Options,
+        model: ModelComparison,
     ) -> None:
-        self.transformer = transformer
+        self.transformer, self._model = transformer, model
         self._mesh, self._branches = mesh, branches
         self._plan, self._options = plan, options
         self.state: PassState | None = None
-        self._weights = WeightsComparison(mesh.sp_group is not None)
         self._removed = False
         self._stock_checkpoints: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._processors: list[tuple[nn.Module, Any, Any]] = []
@@ -137,6 +137,7 @@ class ShardedTransformer:
 
     def remove(self) -> None:
         self._removed = True
+        self._model.leave()
         self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
         if self._graphs is not None:
@@ -199,15 +200,12 @@ class ShardedTransformer:
         if self.state is not None and self._graphs is not None:  # so was this
             self._graphs.clear()
         compared, mode = dict(arguments), Mode.GRADIENTS
-        with same_on_all_ranks(self._mesh, call, compared, deferred=True) as values:
+        with same_on_all_ranks(self._mesh, call, compared, self._model, deferred=True) as values:
             self._check_unchanged()
-            compared.update(self._weights.of(self.transformer))
             check_arguments(self.transformer, self._plan, arguments)
             given = self._branches.split(name, arguments, self._plan)
             if self._graphs is not None:
                 mode, compared["the pass is"] = self._graphs.choose(given)
-        if values.digest is None:
-            self._weights.end()
         with self._declared_to_ranks():
             return (), self._begin_pass(name, values, mode, given)
 
@@ -248,7 +246,6 @@ class ShardedTransformer:
         with self._declared_to_ranks():
             if state is not None:
                 state.values.finish()
-                self._weights.end()
             if state is not None and not state.joined:
                 raise UnsupportedAttentionError(
                     f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "

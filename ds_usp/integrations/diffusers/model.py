@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +9,7 @@ import diffusers
 from diffusers import DiffusionPipeline, ModelMixin
 from packaging.version import Version
 
+from ds_usp.attention.plan import explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
@@ -22,13 +22,14 @@ from ds_usp.integrations.diffusers.hooks import (
 )
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
-from ds_usp.integrations.replicas import Reduction, check_mesh
+from ds_usp.integrations.replicas import ModelComparison, Reduction, check_mesh
 from ds_usp.kernels.registry import AUTO
 
 OLDEST, BEFORE = "0.42", "1"
 _OF_A_PIPELINE = ("transformer", "transformer_2")
 
 
+@explain_keywords
 def enable(
     model_or_pipeline: ModelMixin | DiffusionPipeline,
     mesh: SequenceMesh,
@@ -72,7 +73,8 @@ def enable(
             where exchanges are by NCCL.
         UnsupportedAttentionError: a class without a plan, an option of the configuration that
             treats tokens by their index, an IP-Adapter, a cache or an attention backend.
-        MeshError: on every rank, if their options differ; collective over the mesh.
+        MeshError: on every rank, if their options or configurations differ; collective over the
+            mesh.
     """
     check_mesh(mesh)
     named = type(model_or_pipeline).__name__
@@ -87,17 +89,20 @@ def enable(
             if cuda_graphs:
                 check_graphs(mesh, tuning)
                 check_modules(transformer)
-        names = ", ".join(map(_describe, transformers))
+        names = ", ".join(type(x).__name__ for x in transformers)
         named = f"{names} with {options}, cfg_degree {cfg_degree}"
     except Exception as refused:
         error = refused
     mesh.agree(f"enable {named}", error)
     if error is not None:
         raise error
+    models = [ModelComparison(mesh, x) for x in transformers]
+    for transformer, model in zip(transformers, models, strict=True):
+        model.begin(f"enable {type(transformer).__name__}", "")
     branches = branches_of(mesh, cfg_degree)
     enabled = EnabledTransformer(model_or_pipeline, mesh)
-    for transformer, its_plan in zip(transformers, plans, strict=True):
-        sharded = ShardedTransformer(transformer, mesh, branches, its_plan, options)
+    for transformer, its_plan, model in zip(transformers, plans, models, strict=True):
+        sharded = ShardedTransformer(transformer, mesh, branches, its_plan, options, model)
         enabled._sharded.append(sharded)
     return enabled
 
@@ -170,14 +175,6 @@ def _plan_of(transformer: ModelMixin) -> Plan:
             "your own (plan=...); enable a transformer before fully_shard renames its class"
         )
     return PLANS[name]
-
-
-def _describe(transformer: ModelMixin) -> str:
-    """A text that differs between transformers of other configurations."""
-    config = {k: v for k, v in transformer.config.items() if not k.startswith("_")}
-    digest = hashlib.sha256(repr(sorted(config.items())).encode()).hexdigest()
-    layers = sum(1 for _ in transformer.modules())
-    return f"{type(transformer).__name__} (configuration {digest[:8]}, {layers} modules)"
 
 
 def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:

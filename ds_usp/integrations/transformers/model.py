@@ -16,16 +16,16 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ds_usp.attention.plan import AttentionOptions
+from ds_usp.attention.plan import AttentionOptions, explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.replicas import (
+    ModelComparison,
     Reduction,
     SumOfShards,
-    WeightsComparison,
     check_mesh,
     join_shards,
     same_on_all_ranks,
@@ -61,9 +61,14 @@ from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
+_SAME_BATCH = (
+    "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a "
+    "Trainer, replicate_batches(loader, mesh) for a data loader"
+)
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
 
+@explain_keywords
 def enable(
     model: nn.Module,
     mesh: SequenceMesh,
@@ -110,7 +115,8 @@ def enable(
             layers that an option does not fit.
         UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
         LayoutError: an unknown layout.
-        MeshError: on every rank, if their options differ; collective over the mesh.
+        MeshError: on every rank, if their options or configurations differ; collective over the
+            mesh.
     """
     check_mesh(mesh)
     named, error = "", None
@@ -177,6 +183,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def __init__(
         self, model: nn.Module, inner: PreTrainedModel, mesh: SequenceMesh, options: Options
     ) -> None:
+        self._compared = ModelComparison(mesh, model)
+        self._compared.begin(f"enable {type(inner).__name__}", f"with {options}")
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._whole_head = refusals.needs_whole_head(inner)
@@ -186,7 +194,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._whole_batch: WholeArguments | None = None
         self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
-        self._weights = WeightsComparison(mesh.sp_group is not None)
         self._enabled = True
         self._running = RunningPass()
         head = refusals.find_head(inner) if options.loss_chunks else None
@@ -239,6 +246,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if not self._enabled:
             return
         self._enabled = False
+        self._compared.leave()
         self._attention.restore()
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
@@ -281,9 +289,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         # are read as transformers reads them on one rank, labels are shifted before they are cut,
         # and loss tokens are counted of all. A shard tells none of these.
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        compared = dict(arguments)
-        with same_on_all_ranks(self.mesh, "a batch of", compared):
-            compared.update(self._weights.of(self.model))
+        model = self._compared
+        with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             others = refusals.others_than_tokens(arguments)
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
             batch = self._read(arguments)
@@ -299,7 +306,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             batch.check_tokens(embeddings, targets, outputs)
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
-        self._weights.end()
         self._forward_passes += 1
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
             options = self._options

@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -27,7 +27,14 @@ from torch import Tensor, nn
 
 from ds_usp import CheckpointError
 from usp_trainer.launch import broadcast_from_rank0
-from usp_trainer.run_files import LATEST, METADATA, UNFINISHED, checkpoint_to_load, saved_step
+from usp_trainer.run_files import (
+    LATEST,
+    METADATA,
+    UNFINISHED,
+    checkpoint_to_load,
+    replace_file,
+    saved_step,
+)
 from usp_trainer.transformer_impl import LOCAL
 
 FORMAT = 2
@@ -86,7 +93,7 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
 
     def remove_leftovers() -> None:  # of runs that were killed or ran out of disk while saving
         for leftover in folder.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _remove(leftover)
 
     broadcast_from_rank0(remove_leftovers)
     try:
@@ -108,6 +115,14 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
     sizes = broadcast_from_rank0(sizes_of_files)
     metadata = _metadata_of(args, progress) | {"files": sizes, "sha256": _checksums(written, sizes)}
     return broadcast_from_rank0(lambda: _mark_latest(folder, unfinished, tag, metadata))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder; of a symbolic link the link alone, through which files would be written."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _not_written(folder: Path, step: int, why: str) -> CheckpointError:
@@ -142,12 +157,41 @@ def load(engine: Any, args: Namespace) -> Progress:
         return progress
     groups = engine.optimizer.param_groups
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    path, _ = engine.load_checkpoint(args.load, tag=tag)
+    files = engine.checkpoint_engine  # DeepSpeed's own load runs what a file names
+    engine.checkpoint_engine = copy.copy(files)
+    engine.checkpoint_engine.load = _read_file
+    try:
+        path, _ = engine.load_checkpoint(args.load, tag=tag)
+    finally:
+        engine.checkpoint_engine = files
     if path is None:
         raise CheckpointError(f"DeepSpeed could not load {Path(args.load) / tag}")
     for group, current_settings in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(current_settings)  # the flags of this run override those that were saved
     return progress
+
+
+def _read_file(path: str | Path, map_location: Any = None, *, mmap: bool = False) -> Any:
+    """The content of one file of a checkpoint.
+
+    Raises:
+        CheckpointError: it holds what no trainer has saved, such as a call; none is made.
+    """
+    # Checksums lie beside the files: they show damage, and nothing of who wrote them.
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    try:  # tensors, numbers and texts beside these
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except (UnpicklingError, RuntimeError, ValueError, LookupError, TypeError, EOFError) as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"holds {named[1]}, which" if named else "cannot be read as tensors and numbers:"
+        raise CheckpointError(
+            f"{path} {what} is nothing that this trainer saves. It is not run, and nothing is "
+            "loaded: copy the checkpoint again from where it was written"
+        ) from error
 
 
 def _check_parallel_config(
@@ -186,16 +230,15 @@ def _mark_latest(folder: Path, unfinished: str, tag: str, metadata: dict[str, An
     ``latest`` name it."""
     written, latest = folder / unfinished, folder / LATEST
     metadata |= {"checksum": _metadata_checksum(metadata)}
-    (written / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
+    replace_file(written / METADATA, json.dumps(metadata, indent=1) + "\n")
     # A step that was saved before keeps its folder until ``latest`` names the new one.
     second_name = f"{tag}_again"
     is_latest = latest.is_file() and latest.read_text(errors="replace").strip() == tag
     tag, previous = (second_name, tag) if is_latest else (tag, second_name)
-    shutil.rmtree(folder / tag, ignore_errors=True)
+    _remove(folder / tag)
     written.rename(folder / tag)
-    (folder / f"{LATEST}_new").write_text(tag + "\n")
-    os.replace(folder / f"{LATEST}_new", latest)
-    shutil.rmtree(folder / previous, ignore_errors=True)
+    replace_file(latest, tag + "\n")
+    _remove(folder / previous)
     return str(folder / tag)
 
 
@@ -205,8 +248,24 @@ def _metadata_checksum(metadata: Mapping[str, Any]) -> str:
 
 
 def _check_contents(folder: Path, metadata: Mapping[str, Any]) -> None:
-    if metadata["format"] == WITHOUT_CHECKSUMS:
-        return
+    """Refuse files that are not what was saved. Collective: each rank reads some of the files."""
+    if metadata["format"] != WITHOUT_CHECKSUMS:
+        _compare_checksums(folder, metadata)
+    # Before any is loaded: a rank that refuses its own leaves the others waiting for it.
+    problem = None
+    try:
+        for name in sorted(metadata["files"])[dist.get_rank() :: dist.get_world_size()]:
+            if name.endswith(".pt"):
+                _read_file(folder / name, "cpu", mmap=True)
+    except CheckpointError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in filter(None, problems):
+        raise CheckpointError(found)
+
+
+def _compare_checksums(folder: Path, metadata: Mapping[str, Any]) -> None:
     saved, digests = metadata["sha256"], _checksums(folder, metadata["files"])
     mismatches = sorted(name for name in saved if digests.get(name) != saved[name])
     if mismatches:
@@ -261,6 +320,11 @@ def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
         )
     elif metadata.get("checksum") != _metadata_checksum(metadata):
         raise CheckpointError(f"{folder / METADATA} was changed since it was saved")
+    parts = ["model", "cut", "data", "files"] + (["sha256"] if version == FORMAT else [])
+    wrong = [part for part in parts if not isinstance(metadata.get(part), dict)]
+    wrong += sorted({*PARALLEL_CONFIG} - {*metadata["cut"]}) if not wrong else []
+    if wrong:
+        raise CheckpointError(f"{folder / METADATA} has no {', '.join(wrong)}: copy it again")
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -321,7 +385,7 @@ class SavedParameters:
         self, folder: Path, files: Iterable[str], names: list[list[str]], *, gated: bool
     ) -> None:
         def open_file(name: str) -> Any:
-            return torch.load(folder / name, map_location="cpu", mmap=True, weights_only=False)
+            return _read_file(folder / name, "cpu", mmap=True)
 
         self._gated = gated
         models = sorted(name for name in files if name.endswith("_model_states.pt"))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,17 +21,26 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+from megatron.core.datasets.indexed_dataset import (
+    _INDEX_HEADER,
+    DType,
+    IndexedDatasetBuilder,
+    get_bin_path,
+    get_idx_path,
+)
 
 from ds_usp import DataError, TokenLayout
 from ds_usp.training import SequenceBatch, document_borders, local_document_positions, shard_batch
 from usp_trainer.launch import broadcast_from_rank0
-from usp_trainer.run_files import CACHE, TEXT_VOCAB_SIZE, data_files, parse_blend
+from usp_trainer.run_files import CACHE, TEXT_VOCAB_SIZE, data_files, not_written, parse_blend
 
 EOD = TEXT_VOCAB_SIZE - 1  # end of document; the ids below it are the 256 bytes
 DOCUMENT_BYTES = 1 << 14  # a text becomes documents of this size, so that some can be held out
 
 _FIRST_INDEX = 4096  # initial length of the index of a blend; it doubles when it is used up
+_HEADER = struct.Struct("<9sQBQQ")  # of an .idx file: magic, version, dtype, sequences, documents
+_ENTRIES = 1 << 22  # of an .idx file, checked at once
+_AGAIN = "Copy both files again from an intact copy, or encode the data again"
 
 
 @dataclass(frozen=True)
@@ -130,14 +142,14 @@ class TokenData:
     def __init__(self, args: Namespace, layout: TokenLayout, sp_rank: int, dp_rank: int) -> None:
         self._args, self._layout, self._sp_rank, self._dp_rank = args, layout, sp_rank, dp_rank
         prefixes, self.vocab_size = broadcast_from_rank0(partial(_encoded_data, args))
-        visible: list[bool] = [False] * dist.get_world_size()
-        bins = map(get_bin_path, prefixes)
-        dist.all_gather_object(visible, all(Path(path).is_file() for path in bins))
-        if not all(visible):
+        sizes: list[list[int]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(sizes, _sizes(prefixes))  # the same files, not copies of them
+        other = [rank for rank, seen in enumerate(sizes) if seen != sizes[0]]
+        if other:
             raise DataError(
-                f"ranks {[rank for rank, seen in enumerate(visible) if not seen]} do not see "
-                f"{', '.join(prefixes)}, which rank 0 does. Put the data and --data-cache-path on "
-                "storage that all nodes share"
+                f"ranks {other} do not see {', '.join(prefixes)} as rank 0 does (bytes "
+                f"{sizes[other[0]]}, {sizes[0]} there; -1: no file). Put the data and "
+                "--data-cache-path on storage that all nodes share"
             )
         self._train, self._valid = _samples(args, prefixes, self.vocab_size)
         if args.eval_interval and self._valid is None:
@@ -201,7 +213,7 @@ def _build(
         sequence_length=args.seq_length,
         blend=(prefixes, None),
         split=args.split,
-        path_to_cache=str(_cache_dir(args) / "index"),
+        path_to_cache=str(_index_dir(args)),
         tokenizer=TokenIds(vocab_size),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -212,6 +224,8 @@ def _build(
     builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
     try:
         train, valid, _ = builder.build()
+    except OSError as error:
+        raise not_written(_index_dir(args), error) from error
     except (AssertionError, ValueError, IndexError) as error:
         raise DataError(f"megatron-core cannot read {', '.join(prefixes)}: {error}") from error
     if train is None or len(train) == 0:
@@ -227,10 +241,109 @@ def _cache_dir(args: Namespace) -> Path:
     return Path(args.data_cache_path or Path(args.output_dir) / CACHE)
 
 
+def _index_dir(args: Namespace) -> Path:
+    return _cache_dir(args) / "index"
+
+
+def _check_cached_indexes(folder: Path) -> None:
+    """Refuse (DataError) what megatron-core must neither read nor write in its cache of indexes."""
+    # It writes through a link, and unpickles a file that is no array: which then runs any code.
+    for path in sorted(folder.glob("*.npy")):
+        try:
+            if path.is_symlink():
+                raise ValueError("it is a symbolic link")
+            numpy.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(
+                f"{path} is no whole index: {error}. Remove it: it is made again"
+            ) from error
+
+
+def _sizes(prefixes: Sequence[str]) -> list[int]:
+    """Bytes of the ``.bin`` and the ``.idx`` file of each pair; -1 for one that is not there."""
+    paths = [Path(path(prefix)) for prefix in prefixes for path in (get_bin_path, get_idx_path)]
+    return [path.stat().st_size if path.is_file() else -1 for path in paths]
+
+
+def check_pair(prefix: str) -> None:
+    """Refuse a ``.bin/.idx`` pair whose index is not of its tokens: cut off or damaged.
+
+    Reads the index once, in pieces, as megatron-core does after it: 12 to 20 bytes a sequence.
+
+    Raises:
+        DataError: with the entry, the number found and the number wanted.
+    """
+    # megatron-core reads at an entry's place when a sample is asked for: what is cut off ends a run
+    # after days, and a wrong entry that points into the file trains on other tokens.
+    path, (bin_bytes, idx_bytes) = get_idx_path(prefix), _sizes([prefix])
+    with Path(path).open("rb") as file:
+        header = file.read(_HEADER.size)
+    magic, version, code, sequences, documents = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+    if len(header) < _HEADER.size or (magic, version) != (_INDEX_HEADER, 1):
+        raise DataError(
+            f"megatron-core cannot read {path}, which does not begin as an index of version 1. "
+            f"{_AGAIN}"
+        )
+    if code not in {kind.value for kind in DType}:
+        raise DataError(f"{path}: unknown dtype {code} of token ids. {_AGAIN}")
+    needed = _HEADER.size + 12 * sequences + 8 * documents
+    if idx_bytes not in (needed, needed + sequences):  # a byte more for each: of images and text
+        raise DataError(
+            f"{path} has {idx_bytes} bytes, {needed} are needed for the {sequences} sequences and "
+            f"{documents} documents that its header counts. {_AGAIN}"
+        )
+    ends = _HEADER.size, _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences, needed
+    entries = numpy.memmap(path, mode="r")
+    lengths, pointers, borders = (
+        entries[first:last].view(dtype)
+        for (first, last), dtype in zip(pairwise(ends), ("<i4", "<i8", "<i8"), strict=True)
+    )
+    token_bytes, total = DType.size(code), 0
+    for first in range(0, sequences, _ENTRIES):
+        sizes = lengths[first : first + _ENTRIES]
+        _refuse(path, "length", sizes, sizes < 0, first, "0 or more")
+        total += int(sizes.sum(dtype=numpy.int64)) * token_bytes
+    if total != bin_bytes:
+        raise DataError(
+            f"{get_bin_path(prefix)} has {bin_bytes} bytes, its index {path} is of {total} "
+            f"({sequences} sequences, {token_bytes} bytes a token). {_AGAIN}"
+        )
+    place = 0
+    for first in range(0, sequences, _ENTRIES):
+        found = pointers[first : first + _ENTRIES]
+        stops = lengths[first : first + _ENTRIES].cumsum(dtype=numpy.int64) * token_bytes + place
+        wrong = found != numpy.append(place, stops[:-1])
+        _refuse(path, "pointer", found, wrong, first, "the bytes of the sequences before it")
+        place = int(stops[-1])
+    last = 0
+    for first in range(0, documents, _ENTRIES):
+        found = borders[first : first + _ENTRIES]
+        wrong = found < numpy.append(last, found[:-1])
+        _refuse(path, "document border", found, wrong, first, "at least the one before it")
+        last = int(found[-1])
+    if documents == 0 or int(borders[0]) != 0 or last != sequences:
+        ends = f"from {int(borders[0])} to {last}" if documents else "nowhere"
+        raise DataError(f"{path}: documents lead {ends}, not from 0 to {sequences}. {_AGAIN}")
+
+
+def _refuse(
+    path: str, what: str, found: numpy.ndarray, wrong: numpy.ndarray, first: int, wanted: str
+) -> None:
+    """DataError for the first entry that is wrong, if one is."""
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise DataError(
+            f"{path}: {what} {first + at} is {int(found[at])}, and must be {wanted}. {_AGAIN}"
+        )
+
+
 def _encoded_data(args: Namespace) -> tuple[list[str], int]:
     """Prefixes of ``.bin/.idx`` pairs and the number of token ids; encodes text. Rank 0 only."""
     paths, indexed = data_files(args)
+    _check_cached_indexes(_index_dir(args))
     if indexed:
+        for path in paths:
+            check_pair(path)
         return paths, args.vocab_size
     texts = [[_read(path)] for path in paths]
     if not texts:
@@ -248,19 +361,26 @@ def encode_text(cache: Path, documents: Sequence[bytes]) -> str:
         digest.update(len(document).to_bytes(8, "little") + document)
     prefix = str(cache / f"text-{digest.hexdigest()[:16]}")
     if Path(get_idx_path(prefix)).is_file():
-        return prefix
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="encoding-") as folder:
-        temporary = str(Path(folder) / "text")
-        builder = IndexedDatasetBuilder(get_bin_path(temporary), dtype=numpy.uint16)
-        for document in documents:
-            tokens = numpy.append(numpy.frombuffer(document, dtype=numpy.uint8), numpy.int32(EOD))
-            for begin in range(0, len(tokens), DOCUMENT_BYTES):
-                builder.add_item(torch.from_numpy(tokens[begin : begin + DOCUMENT_BYTES]))
-                builder.end_document()
-        builder.finalize(get_idx_path(temporary))
-        os.replace(get_bin_path(temporary), get_bin_path(prefix))
-        os.replace(get_idx_path(temporary), get_idx_path(prefix))  # last: it marks it as complete
+        with suppress(DataError):  # damaged: it is encoded again
+            check_pair(prefix)
+            return prefix
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="encoding-") as folder:
+            temporary = str(Path(folder) / "text")
+            builder = IndexedDatasetBuilder(get_bin_path(temporary), dtype=numpy.uint16)
+            for document in documents:
+                ids = numpy.frombuffer(document, dtype=numpy.uint8)
+                tokens = numpy.append(ids, numpy.int32(EOD))
+                for begin in range(0, len(tokens), DOCUMENT_BYTES):
+                    builder.add_item(torch.from_numpy(tokens[begin : begin + DOCUMENT_BYTES]))
+                    builder.end_document()
+            builder.finalize(get_idx_path(temporary))
+            os.replace(get_bin_path(temporary), get_bin_path(prefix))
+            # Last: it marks it as complete.
+            os.replace(get_idx_path(temporary), get_idx_path(prefix))
+    except OSError as error:
+        raise not_written(Path(get_bin_path(prefix)), error) from error
     return prefix
 
 

@@ -32,7 +32,7 @@ from ds_usp import ConfigError, USPError, allocator_variables
 from ds_usp.settings import keeps_host_memory
 from ds_usp.training import prepare_deepspeed
 from usp_trainer import environment
-from usp_trainer.run_files import saved_step
+from usp_trainer.run_files import replace_file, saved_step
 
 Main = Callable[[Namespace], None]
 
@@ -248,7 +248,9 @@ def describe(error: Exception, args: Namespace, rank: int) -> Failure:
         with contextlib.suppress(OSError):
             logs = Path(folder, LOGS)
             logs.mkdir(exist_ok=True)
-            (logs / f"rank_{rank}.log").write_text(trace)
+            if logs.is_symlink():
+                raise NotADirectoryError(logs)
+            replace_file(logs / f"rank_{rank}.log", trace)
             where = f". Traceback: {logs}/rank_N.log"  # the same on every rank: printed once
     return Failure(text + where, lost_contact=lost)
 

@@ -206,9 +206,11 @@ def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.
     if args.load:
         reporter.print_above(f"resumed from step {step} of {args.load}")
         if step >= args.train_iters:
+            done = f"all {args.train_iters} steps are done"
+            if step > args.train_iters:
+                done = f"the checkpoint is of step {step}, beyond --train-iters {args.train_iters}"
             reporter.print_above(
-                f"all {args.train_iters} steps are done: nothing is left to train. More with "
-                f"--train-iters above {step}"
+                f"{done}: nothing is left to train. More with --train-iters above {step}"
             )
     return reporter
 

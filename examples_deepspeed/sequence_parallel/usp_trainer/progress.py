@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import resource
-import shutil
 import sys
 import threading
 import time
@@ -28,11 +27,13 @@ from ds_usp import ConfigError
 from ds_usp.planner import model_flop_per_token
 from ds_usp.training import this_cluster
 from usp_trainer.auto_args import planned_run
+from usp_trainer.run_files import not_written, replace_file
 from usp_trainer.validate_args import model_parallel_size
 
 METRICS = "metrics.jsonl"
 EARLIER = "metrics.jsonl.old"
 PLOT = "loss.png"
+STEPS_OF_CURVE = 9  # last steps whose mean loss is a point of the smooth curve
 STEPS_OF_MEAN = 20  # last steps whose mean time predicts that of the remaining ones
 FIRST_STEP_S = 10.0  # before the first line about where the first step is, and between two
 
@@ -194,14 +195,12 @@ class MetricsFile:
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
         if self._path.is_file():
-            if resumed_at is None:
+            if resumed_at is None and not self._path.is_symlink():
                 os.replace(self._path, folder / EARLIER)
                 self.notes.append(f"the earlier {METRICS} is kept as {folder / EARLIER}")
-            else:
+            elif resumed_at is not None:
                 self.rows = [row for row in self._read() if row["step"] <= resumed_at]
-        new = folder / f"{METRICS}.new"
-        new.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        os.replace(new, self._path)
+        replace_file(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = self._path.open("ab", buffering=0)
 
     def _read(self) -> list[dict[str, Any]]:
@@ -210,10 +209,11 @@ class MetricsFile:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-                complete = isinstance(row["step"], int)
-            except (ValueError, TypeError, LookupError):
-                complete = False
-            if complete:
+                losses = [row["loss"], row.get("valid_loss", 0.0)]  # what is read of it: the plot
+                whole = type(row["step"]) is int and {*map(type, losses)} == {float}
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                whole = False
+            if whole:
                 rows.append(row)
             else:
                 dropped.append(str(number))
@@ -234,11 +234,7 @@ class MetricsFile:
                 self._file.write(line[written:])
         except OSError as error:
             self._file.truncate(end)
-            free = shutil.disk_usage(self._path.parent).free
-            raise OSError(
-                f"{self._path}: {error.strerror} at step {row['step']} ({free / 2**20:,.0f} MiB "
-                "free there). Free space, then start again with --load"
-            ) from error
+            raise not_written(self._path, error, row["step"]) from error
 
     def close(self) -> None:
         self._file.close()
@@ -350,26 +346,24 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
     steps, losses = [r["step"] for r in rows], [r["loss"] for r in rows]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes.plot(steps, losses, color="#9db8d9", linewidth=1.0, label="each step")
-    axes.plot(steps, moving_average(losses), color="#1f4e8c", linewidth=2.2, label="smoothed")
+    label = f"mean of the last {STEPS_OF_CURVE}"
+    axes.plot(steps, trailing_mean(losses), color="#1f4e8c", linewidth=2.2, label=label)
     validation = [(r["step"], r["valid_loss"]) for r in rows if "valid_loss" in r]
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", color="#d1495b", label="validation")
     axes.set_xlabel("optimizer step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("mean loss per token (nats)")
     axes.set_title(title, fontsize=10, loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    replace_file(path, partial(figure.savefig, format="png"))
     pyplot.close(figure)
 
 
-def moving_average(values: Sequence[float], max_half_width: int = 4) -> list[float]:
-    """Centred, of up to ``max_half_width`` neighbours on each side."""
-    means = []
-    for i in range(len(values)):
-        half_width = min(max_half_width, i, len(values) - 1 - i)
-        window = values[i - half_width : i + half_width + 1]
-        means.append(sum(window) / len(window))
-    return means
+def trailing_mean(values: Sequence[float], count: int = STEPS_OF_CURVE) -> list[float]:
+    """Of each value and those before it, ``count`` at most: a spike shows at its step and after."""
+    windows = (values[max(0, end - count) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]

@@ -12,9 +12,10 @@ import math
 import os
 import shutil
 import socket
+import stat
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,13 @@ def latest_checkpoint(folder: Path) -> tuple[str, dict[str, Any]] | None:
     reading = latest
     try:
         name = latest.read_text().strip()
+        # A name, no path: what is loaded, and what saving replaces, lies in this folder.
+        if name != Path(name).name or name == "..":
+            raise ValueError(name)
         reading = folder / name / METADATA
         metadata = json.loads(reading.read_text())
-        int(metadata["progress"]["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _check_metadata(metadata)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "its content was changed"
         alternatives = f" (available: {', '.join(finished)})" if finished else ""
         raise CheckpointError(
@@ -95,6 +99,59 @@ def latest_checkpoint(folder: Path) -> tuple[str, dict[str, Any]] | None:
             f"{latest}{alternatives}"
         ) from error
     return name, metadata
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """ValueError, KeyError or TypeError for what no trainer has written: another nesting of JSON,
+    or files outside of the checkpoint's folder."""
+    progress = metadata["progress"]
+    if not all(type(progress[name]) is int and progress[name] >= 0 for name in progress):
+        raise ValueError(progress)
+    if not {"step"} <= set(progress) <= {"step", "samples"}:
+        raise ValueError(progress)
+    json.dumps(metadata)  # what is nested too deep for this has no checksum either
+    for name in metadata.get("files", {}):
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise ValueError(name)
+
+
+def replace_file(path: Path, content: str | Callable[[Any], object]) -> None:
+    """Write a file under a second name and rename it over ``path``.
+
+    It is whole at any moment, and nothing is followed: a symbolic link at either name gives way to
+    the file, and what it points to, perhaps put there by another user, stays as it is.
+
+    Args:
+        content: text, or a function that writes to the open binary file.
+
+    Raises:
+        OSError: it could not be written, with the path and the fix.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.unlink(missing_ok=True)
+        with new.open("xb") as file:
+            file.write(content.encode()) if isinstance(content, str) else content(file)
+        os.replace(new, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: OSError, step: int | None = None) -> OSError:
+    """The error of a write with its path, which the system leaves out, and a fix where the disk is
+    full or files are limited; numpy's has no number."""
+    when = "" if step is None else f" at step {step}"
+    text = f"{path}: {error.strerror or error}{when}"
+    if error.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return OSError(text)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    return OSError(
+        f"{text} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB free there). Free space, or "
+        "raise the limit of file sizes (ulimit -f), then start again, with --load if a checkpoint "
+        "was saved"
+    )
 
 
 def parse_blend(items: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -192,8 +249,8 @@ def check_not_behind(args: Namespace) -> None:
 def check_free(folder: Path) -> None:
     """Refuse a folder that another process has locked, which the ConfigError names. Reads only."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR)
-    except OSError:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # reported when the lock is taken
         return
     try:
         _flock(folder, descriptor)
@@ -234,8 +291,18 @@ class FolderLock:
 
     def _try_lock(self) -> bool:
         """True: locked, or locks are not supported here; False: its file was just removed."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        # In a folder that others may write to, the name may lead to a file that is not ours.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
+            descriptor = os.open(self._path, flags, 0o644)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise
+            raise self._foreign() from error
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+                raise self._foreign()
             _flock(self.folder, descriptor)
             if not os.path.samestat(os.stat(self._path), os.fstat(descriptor)):
                 return False
@@ -255,6 +322,12 @@ class FolderLock:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, holder.encode())
         return True
+
+    def _foreign(self) -> ConfigError:
+        return ConfigError(
+            f"{self._path} is no file of this trainer but a link to another one, or no plain file, "
+            "and is left as it is: remove it, or give another --output-dir and --save"
+        )
 
     def release(self, *, refused: bool = False) -> None:
         """Release the lock and remove its file; after a refused start also what that created."""
