@@ -189,10 +189,12 @@ class ShmMailbox:
 
     def _check_on(self, seq: int, rank: int, waited_s: float, timeout_s: float) -> None:
         """MeshError where it is no use to wait longer for a rank's record."""
-        dead = self._owner_is_dead(rank) and self.read(seq, rank) is None
+        # Any of them: the one that this rank waits for first may wait for the dead one elsewhere.
+        missing = [x for x in range(self.ranks) if self.read(seq, x) is None]
+        dead = [x for x in missing if self._owner_is_dead(x) and self.read(seq, x) is None]
         if dead or waited_s > timeout_s:
             raise MeshError(
-                f"rank {rank} of the sequence-parallel group "
+                f"rank {dead[0] if dead else rank} of the sequence-parallel group "
                 f"{'has ended' if dead else 'has made no call'}, while rank {self.rank} waited for "
                 f"it for {waited_s:.1f} s"
             )
@@ -204,8 +206,8 @@ class ShmMailbox:
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
             raise MeshError(
-                f"ranks {ranks} of the sequence-parallel group have aborted: a rank had ended, or "
-                "made no call in time"
+                f"ranks {ranks} of the sequence-parallel group have aborted: a rank had ended, "
+                "made no call in time, or was in other collectives"
             )
 
     def _owner_is_dead(self, rank: int) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 _TICK_S = 0.5
 _PATIENCE_S = 5.0  # for a rank that does not move
-_PATIENCE_IN_COMPARISON_S = 1.0  # for one that waits in another mesh's comparison, as nothing else
+_SHORT_PATIENCE_S = 1.0  # for one that waits in another mesh's comparison, where nothing else runs
 _MAX_GROUPS = 256
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
@@ -201,6 +201,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._watched: WeakSet[Watched] = WeakSet()
         self._seen: dict[str, tuple[int, int, float]] = {}  # by mesh: comparison, place, since
+        self._given_away: dict[str, tuple[int, int]] = {}  # by mesh: the next comparison, place
         self._thread: threading.Thread | None = None
 
     def add(self, watched: Watched) -> None:
@@ -212,13 +213,15 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             time.sleep(_TICK_S)
-            watched = None
             try:
-                for watched in list(self._watched):
-                    self._look(watched)
-            except Exception:  # of a group that is being destroyed; the next look may succeed
-                logging.getLogger("ds_usp").debug("watchdog", exc_info=True)
-            del watched  # it keeps no mesh alive
+                watched_now = list(self._watched)
+            except RuntimeError:  # another thread has just added one
+                continue
+            while watched_now:  # it keeps no mesh alive while it sleeps
+                try:
+                    self._look(watched_now.pop())
+                except Exception:  # a group that is being destroyed; the next look may succeed
+                    logging.getLogger("ds_usp").debug("watchdog", exc_info=True)
 
     def _look(self, watched: Watched) -> None:
         """At what this rank does while others wait for it."""
@@ -236,7 +239,9 @@ class Watchdog:
         if before is None or before[:2] != (seq, stack.place):
             self._seen[watched.name] = before = seq, stack.place, now
         watched.publish(seq, Status(False, stack.where, {}).encode())
-        patience = _PATIENCE_IN_COMPARISON_S if stack.in_comparison else _PATIENCE_S
+        # The second time at once: it has not moved since the first.
+        still = self._given_away.get(watched.name) == (seq, stack.place)
+        patience = _SHORT_PATIENCE_S if stack.in_comparison or still else _PATIENCE_S
         if now - before[2] < patience or self._another_thread(watched, frames):
             return
         counters = list(self.counters())
@@ -245,6 +250,7 @@ class Watchdog:
             if status is not None and status.waits:
                 found = _unmatched(stack, frame, counters, rank, status)
                 if found:
+                    self._given_away[watched.name] = seq + 1, stack.place
                     watched.give_away(
                         seq,
                         in_comparison=stack.in_comparison,

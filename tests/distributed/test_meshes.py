@@ -289,6 +289,26 @@ def test_a_rank_that_has_ended_is_named(pool):
     assert "rank 1" in first and "has ended" in first and "rank 1" in third
 
 
+def end_behind_another(ctx: RankContext) -> str:
+    """What rank 0 hears of rank 2, which has ended, while rank 1 makes no call."""
+    checker = checker_of(ctx, use_mailbox=True)
+    assert checker.mailbox is not None
+    if ctx.rank == 0:
+        with pytest.raises(ds_usp.MeshError) as caught:
+            checker.check_now("alone")
+        return str(caught.value)
+    if ctx.rank == 2:
+        checker.mailbox._file.close()
+    time.sleep(4.0)
+    return ""
+
+
+def test_a_rank_that_has_ended_is_found_behind_one_that_makes_no_call(pool):
+    message, *_ = pool.run(end_behind_another, 3)
+    assert "rank 2 of the sequence-parallel group has ended" in message
+    assert float(message.split(" for it for ")[1].split()[0]) < 3.0
+
+
 def come_late(ctx: RankContext, known: bool) -> list[str]:
     """What each call says when rank 1 is late for the second one by more than the others wait."""
     checker = checker_of(ctx, use_mailbox=True)
