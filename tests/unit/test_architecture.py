@@ -259,7 +259,7 @@ AUTOGRAD_FUNCTIONS = {
     "Rotation",
     "RotationInPlace",
     "JoinShards",
-    "SumOfShards",
+    "_SumOfShards",
     "ScaledGradient",
     "MeanOfGradients",
     "TakeChunk",
