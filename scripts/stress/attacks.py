@@ -356,8 +356,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bad = case.verdict in ("HANG", "WRONG")
                 if bad or (args.verbose and case.verdict == "not recovered"):
                     print(f"{case.verdict}, {case.report}", flush=True)
-    print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())), flush=True)
+                if sum(counts.values()) % 100 == 0:
+                    print(_said(counts), flush=True)
+    print(_said(counts), flush=True)
     return int(bool(counts["HANG"] or counts["WRONG"]))
+
+
+def _said(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 if __name__ == "__main__":
