@@ -34,11 +34,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 cores="$(python -c 'import os
 print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')"
-# parallel WORKERS: the flags that run files of tests beside each other, none on one core. One more
-# than cores: tests also wait, for starting ranks, locks and timeouts.
+# parallel WORKERS: the flags that run files of tests beside each other, none on one core.
 parallel() {
   ((cores > 1)) && python -c 'import xdist' 2>/dev/null &&
-    printf '%s\n' -n "$((cores < $1 ? cores + 1 : $1))" --dist "$2" --no-loadscope-reorder
+    printf '%s\n' -n "$((cores < $1 ? cores : $1))" --dist "$2" --no-loadscope-reorder
 }
 
 has_gpu=0

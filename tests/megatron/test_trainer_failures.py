@@ -125,7 +125,7 @@ for siblings in ([gone], []):
     if not (rank := os.fork()):
         with signals.StopSignals(siblings) as noted:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
+            time.sleep(20 if siblings else 0.5)
             os._exit(9 if any(noted.flags()) else 8)
     print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
 """

@@ -4,6 +4,7 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from programs import PROGRAMS, python, run_script, start
@@ -97,13 +98,13 @@ def test_the_trainer_sets_them_for_host_memory_on_gpus(device, ratio, states, is
 def test_a_script_sets_them_for_a_checkout(argument, device, is_set, tmp_path, monkeypatch):
     for suffix in (".bin", ".idx"):
         (tmp_path / "data").with_suffix(suffix).write_text("tokens")
-    started: list[tuple[str, list[str], dict[str, str]]] = []
-    monkeypatch.setattr("os.execvpe", lambda *call: started.append(call) or 0)
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("launch_job.supervise", lambda *call: started.append(call) or 0)
     settings = {"TOKENIZER_TYPE": "NullTokenizer", "VOCAB_SIZE": "64", "DEVICE": device}
     settings |= {"OUTPUT_HOME": str(tmp_path), "DATA_PATH": str(tmp_path / "data")}
     settings |= {"NUM_GPUS": "4", CUDA: "a:1", **PROGRAMS["megatron_deepspeed"]}
     assert start("tiny", argument, **settings) == 0
-    ((_, _, variables),) = started
+    ((*_, variables),) = started
     assert variables[CUDA] == (f"a:1,{PIN},{GROW}" if is_set else "a:1")
 
 
