@@ -104,7 +104,7 @@ def test_a_script_sets_them_for_a_checkout(argument, device, is_set, tmp_path, m
     settings |= {"OUTPUT_HOME": str(tmp_path), "DATA_PATH": str(tmp_path / "data")}
     settings |= {"NUM_GPUS": "4", CUDA: "a:1", **PROGRAMS["megatron_deepspeed"]}
     assert start("tiny", argument, **settings) == 0
-    ((*_, variables),) = started
+    ((_, _, _, variables, _),) = started
     assert variables[CUDA] == (f"a:1,{PIN},{GROW}" if is_set else "a:1")
 
 
