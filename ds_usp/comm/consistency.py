@@ -564,6 +564,11 @@ class ConsistencyChecker:
                     continue
                 if OTHER_MESH_TURN in turns:
                     watchdog().settle(self)
+                if error is None and len(set(turns)) > 1:
+                    # Those ahead compare on, and join nothing that a handler of this error would
+                    # begin: it must not look as if all ranks had come to one call.
+                    self._all_know = True
+                    raise MeshError(str(_difference(data)))
             self._all_know = True
             _raise_on_mismatch(data, error)
 

@@ -37,6 +37,7 @@ from ds_usp.comm.process_groups import (
     ulysses_ranks_share_node,
 )
 from ds_usp.comm.shards import gather_shards
+from ds_usp.comm.watchdog import watchdog
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
@@ -432,6 +433,7 @@ class SequenceMesh:
             ulysses_in_node=ulysses_ranks_share_node(nodes, grid),
             batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
+        watchdog().leave_out(mesh.kv_group, mesh.dkv_group)
         # Streams that wait for a rank that raised are released with the error.
         mesh.consistency.on_failure = partial(abort_waits, mesh.copy_engines)
         mesh.consistency.num_exchanges = partial(num_exchanges, mesh.copy_engines)
@@ -477,6 +479,7 @@ class SequenceMesh:
             group = subgroup(self.sp_group, ranks)
             if group is not None:
                 self.outer_groups[kind] = group
+                watchdog().leave_out(group)
 
     def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
         """Reserve staging memory for copy-engine exchanges of up to so many bytes a rank, by kind.

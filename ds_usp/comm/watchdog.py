@@ -51,7 +51,8 @@ _P2P = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 #
 # Not certain, and so no reason: a rank that still moves; a rank in a collective of a group that the
 # waiting rank is not in; another thread in a collective; point-to-point messages, which gloo counts
-# as collectives and of which ranks may have sent different numbers.
+# as collectives and of which ranks may have sent different numbers, as in a ring whose masks need
+# fewer of some: groups of rings are left out.
 class Watched(Protocol):
     """What a watchdog needs of a rank's comparisons over one mesh.
 
@@ -202,7 +203,12 @@ class Watchdog:
         self._watched: WeakSet[Watched] = WeakSet()
         self._seen: dict[str, tuple[int, int, float]] = {}  # by mesh: comparison, place, since
         self._given_away: dict[str, tuple[int, int]] = {}  # by mesh: the next comparison, place
+        self._left_out: WeakSet[dist.ProcessGroup] = WeakSet()
         self._thread: threading.Thread | None = None
+
+    def leave_out(self, *groups: dist.ProcessGroup | None) -> None:
+        """Take no number of these groups for evidence: they carry point-to-point messages."""
+        self._left_out.update(group for group in groups if group is not None)
 
     def add(self, watched: Watched) -> None:
         self._watched.add(watched)
@@ -280,6 +286,8 @@ class Watchdog:
         for watched in list(self._watched):
             yield Counter(watched.name, watched.posted, "a call over another mesh")
         for group, name in list(c10d._world.pg_names.items())[:_MAX_GROUPS]:
+            if group in self._left_out:
+                continue
             ranks = c10d._world.pg_group_ranks.get(group, {})
             seen = []
             for device in sorted(group._device_types, key=str):  # the CPU first

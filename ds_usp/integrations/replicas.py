@@ -298,6 +298,7 @@ _NO_SETTINGS = frozenset(
     {
         *("rank", "device", "devices", "path", "dir", "file", "version", "warnings", "issued"),
         *("cache", "checkpointing", "architectures", "dtype", "features"),
+        *("verbose", "debug", "logging", "main"),
     }
 )
 # What PEFT changes in its layers. Lists and mappings of other modules are read once.
@@ -310,7 +311,8 @@ _TO_LOAD = (
 )
 _TO_SET = (
     "Give every rank of the mesh the same configuration, modules, adapters and scales, and change "
-    "them on every rank, between the same two passes"
+    "them on every rank, between the same two passes. What a module counts for itself, and may be "
+    "another number on each rank, is not compared under a name that begins with _"
 )
 Entries = dict[str, list[str]]  # what is compared of a setting or a weight, by its name
 
