@@ -3,6 +3,7 @@ comparison have not started, and ends their wait."""
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import json
 import logging
@@ -191,9 +192,14 @@ def _group_of(frame: FrameType) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def _has_work(frame: FrameType) -> bool:
-    """Whether the function holds a collective that has not ended: ``work.wait()`` is no frame."""
-    return any(isinstance(x, dist.Work) and not x.is_completed() for x in frame.f_locals.values())
+def _waits_for_work(frame: FrameType) -> bool:
+    """Whether the function waits for a collective that has not ended: ``work.wait()`` is no frame.
+    One that holds such work may compute meanwhile."""
+    lines = [(i, j) for i, j, line in frame.f_code.co_lines() if line == frame.f_lineno]
+    code = dis.get_instructions(frame.f_code)
+    inside = (x.argval for x in code if any(i <= x.offset < j for i, j in lines))
+    works = (x for x in frame.f_locals.values() if isinstance(x, dist.Work))
+    return "wait" in inside and not all(x.is_completed() for x in works)
 
 
 class Watchdog:
@@ -338,7 +344,7 @@ def _unmatched(
     for counter in ahead:
         if counter.group is None or group not in (None, counter.group):
             continue
-        if not counter.blocks or stack.in_collective or (frame and _has_work(frame)):
+        if not counter.blocks or stack.in_collective or (frame and _waits_for_work(frame)):
             return (
                 f"collective {counter.number} of {counter.what}, of which rank {rank} has started "
                 f"{status.started[counter.key]}"

@@ -215,13 +215,17 @@ def test_a_stack_tells_torch_from_the_caller():
         def is_completed(self) -> bool:
             return False
 
-    def holds_work() -> None:
-        work = Work()  # noqa: F841 # what the frame holds
-        frames.append(sys._getframe())
+        def wait(self, *_: object) -> bool:
+            frames.append(sys._getframe(1))
+            return watchdog._waits_for_work(frames[0])
 
-    holds_work()
-    assert watchdog._has_work(frames[0])
+    def holds_work() -> bool:
+        work = Work()
+        assert not watchdog._waits_for_work(sys._getframe())  # it computes meanwhile
+        return work.wait()
+
+    assert holds_work()
     here = watchdog.Stack.of(sys._getframe())
-    assert not watchdog._has_work(sys._getframe()) and "test_leaving.py" in here.where
+    assert not watchdog._waits_for_work(sys._getframe()) and "test_leaving.py" in here.where
     assert not here.in_collective and not here.in_comparison and not here.in_p2p
     assert here.place != watchdog.Stack.of(sys._getframe()).place  # it moved
