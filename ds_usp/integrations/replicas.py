@@ -292,6 +292,7 @@ _IN_A_PASS = 128  # weights; those of larger models take turns, so that a pass c
 _FEW = 2**20  # elements of changed weights that a pass compares wholly
 _CHUNK = 2**22  # elements
 _FALSE_ALARMS = 3  # then versions are left out: something writes otherwise on each rank
+_WATCHED_PASSES = 4  # the first ones, after which settings that passes write are known
 _MANY = 64  # entries of a list or mapping that is no setting
 # Words in names of attributes that may differ between ranks, or make no difference to a pass.
 _NO_SETTINGS = frozenset(
@@ -343,6 +344,7 @@ class ModelComparison:
         self._seen: tuple[list[int], ...] = ()  # marks in the last pass that no rank has refused
         self._changed: list[int] = []
         self._turn = self._false_alarms = 0
+        self._watched_passes = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelComparison:
         return ModelComparison(self._mesh, deepcopy(self._model, memo))
@@ -396,6 +398,18 @@ class ModelComparison:
         """After a comparison that no rank has refused."""
         self._seen, self._turn = self._marks(), self._turn + 1
 
+    def end_of_forward(self) -> None:
+        """After a forward pass: what it has written itself, as a length or a count, is no setting.
+        It may be of a shard."""
+        if self._watched_passes < _WATCHED_PASSES and self._mesh.sp_group is not None:
+            self._watched_passes += 1
+            self._leave_out(self._settings.written(self._attributes))
+
+    def _leave_out(self, names: set[str]) -> None:
+        if not names <= self._settings.left_out:
+            self._settings.left_out |= names
+            self._attributes = []  # laid out anew
+
     def agree(
         self, what: str, text: str, held: str, advice: str = "", weights: bool = True
     ) -> None:
@@ -431,9 +445,17 @@ class ModelComparison:
             "weights": self._elements(tensors) if weights else {},
             "changed": [self._weights[i].name for i in self._changed if weights],
             "turn": self._turn,
+            "written": sorted(self._settings.left_out),
         }
         ranks = _gathered(self._mesh, held)
-        error = _first_difference([each["settings"] for each in ranks], "settings", _TO_SET)
+        # What a pass has written on one rank may have had that value on another.
+        written = {name for each in ranks for name in each["written"]}
+        self._leave_out(written)
+        settings = [
+            {name: x for name, x in each["settings"].items() if name not in written}
+            for each in ranks
+        ]
+        error = _first_difference(settings, "settings", _TO_SET)
         if error is None:
             error = _first_difference([each["weights"] for each in ranks], "weights", _TO_LOAD)
         names = {name for each in ranks for name in each["changed"]}
@@ -603,6 +625,7 @@ class _Settings:
     def __init__(self) -> None:
         self._first: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
         self._first_of_configs: dict[str, list[str]] = {}
+        self.left_out: set[str] = set()  # by their names in entries
         self._fixed: Entries = {}
         self._scalars: list[tuple[int, list[str], Callable[[Any], tuple[Any, ...]]]] = []
         self._lists: list[tuple[int, str, str]] = []
@@ -630,6 +653,8 @@ class _Settings:
 
     def _add(self, i: int, path: str, names: list[str], lists: list[str]) -> None:
         dot = f"{path}." if path else ""
+        names = [name for name in names if dot + name not in self.left_out]
+        lists = [name for name in lists if name in names]
         self._lists += [(i, name, dot + name) for name in lists]
         scalars = [name for name in names if name not in lists]
         if scalars:  # of a single one itemgetter would return no tuple
@@ -644,6 +669,18 @@ class _Settings:
             return before != self._values
         except (RuntimeError, ValueError):  # an attribute that was plain is an array now
             return True
+
+    def written(self, owners: list[dict[str, Any]]) -> set[str]:
+        """Those of modules' plain attributes that are others than when they were last read."""
+        names: set[str] = set()
+        for (i, paths, get), before in zip(self._scalars, self._values[0], strict=False):
+            try:
+                now = get(owners[i])
+            except KeyError:  # it was deleted
+                continue
+            pairs = zip(paths, before, now, strict=False)
+            names.update(path for path, old, new in pairs if _text(old) != _text(new))
+        return names
 
     def entries(self, without: str = "") -> Entries:
         """All of them, configurations first; without those of this name."""

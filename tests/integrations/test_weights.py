@@ -323,6 +323,30 @@ def test_weights_that_were_swapped_back_are_not_refused(pool):
     pool.run(changed_and_changed_back, 2)
 
 
+def with_notes(ctx: RankContext) -> None:
+    """Passes of a model that notes its tokens, a shard's, in attributes of its own."""
+    model, batch = tiny_models.build("llama"), plain_batch(15)
+    layer = model.model.layers[0]
+    layer.last_len = layer.longest = 8  # which is what rank 0 notes
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        module.last_len = args[0].shape[1]
+        module.longest = max(module.longest, args[0].shape[1])
+
+    layer.register_forward_pre_hook(note)
+    with transformers.enable(model, mesh_of(1)):
+        for _ in range(3):
+            model(**batch)
+        if ctx.rank == 0:
+            layer.post_attention_layernorm.variance_epsilon *= 2
+        with pytest.raises(ds_usp.MeshError, match="variance_epsilon"):
+            model(**batch)
+
+
+def test_what_a_forward_pass_notes_itself_is_no_setting(pool):
+    pool.run(with_notes, 2)
+
+
 def of_other_configurations(ctx: RankContext, name: str) -> None:
     _, _, enable, _ = model_of(name)
     if name == WAN:

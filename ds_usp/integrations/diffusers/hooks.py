@@ -276,6 +276,7 @@ class ShardedTransformer:
         with self._declared_to_ranks():
             if state is not None:
                 state.values.finish()
+                self._model.end_of_forward()
             if state is not None and not state.joined:
                 raise UnsupportedAttentionError(
                     f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "

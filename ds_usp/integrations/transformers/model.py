@@ -426,6 +426,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
         name = type(self._inner).__name__
         with self.mesh.consistency.forward_pass_of(name):
+            self._compared.end_of_forward()
             return self._joined(name, kwargs, out)
 
     def _joined(self, name: str, kwargs: dict[str, Any], out: Any) -> Any:
