@@ -2,17 +2,21 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_diffusers
 import tiny_models
 import torch
+import torch.distributed as dist
 from cases import mesh_of
 from harness import RankContext
 from model_runs import BOUND, plain_batch, relative
 
 import ds_usp
+from ds_usp.comm import watchdog
 from ds_usp.integrations import diffusers, transformers
 
 WORLD, TIMEOUT_S = 4, 60.0
@@ -63,6 +67,30 @@ def test_a_llama_goes_on_after_a_pass_that_one_rank_left(pool):
             assert error < BOUND, (place, error)
         if rank != 1:
             assert re.search(r"rank 1: it has left forward pass \d+, of Llama", each[0][0])
+
+
+def passes_ahead(ctx: RankContext) -> list[float]:
+    """After rank 0 has tried two passes while rank 1 was in a collective of the caller's."""
+    model, batch = tiny_models.build("llama"), plain_batch()
+    want, losses = float(model(**batch).loss), []
+    patience = mock.patch.object(watchdog, "_PATIENCE_S", 0.5)
+    with transformers.enable(model, mesh_of(2)), torch.no_grad(), patience:
+        model(**batch)
+        for _ in range(2 if ctx.rank == 0 else 0):
+            with pytest.raises(ds_usp.MeshError):
+                model(**batch)
+        dist.all_reduce(torch.ones(1))
+        for _ in range(6):
+            with suppress(ds_usp.MeshError):
+                losses.append(float(model(**batch).loss) - want)
+                break  # on all ranks
+    return losses
+
+
+def test_ranks_of_other_turns_come_together(pool):
+    losses = pool.run(passes_ahead, 2, timeout=TIMEOUT_S)
+    assert losses[0] and losses[0] == losses[1]
+    assert abs(losses[0][0]) < BOUND
 
 
 def wan_left(ctx: RankContext, name: str, cfg_degree: int) -> list[tuple[str, float]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.process_groups import align_group_counters, subgroup
+from ds_usp.comm.process_groups import align_group_counters, all_gather_bytes, subgroup
 from ds_usp.comm.shards import all_gather_shards
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
@@ -156,15 +156,18 @@ _MADE: WeakKeyDictionary[SequenceMesh, dict[int, Branches]] = WeakKeyDictionary(
 
 def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
     """The parts of a mesh, each a block of its ranks: of 1 / degree of the ring where the degree
-    divides it, else of the Ulysses axis. Collective at the first call for a mesh, as it creates
-    groups."""
+    divides it, else of the Ulysses axis. Collective over the mesh."""
     if degree == 1:
         return Branches(1, 0, mesh)
     ulysses, ring = degrees_of_branch(mesh, degree)
     by_degree = _MADE.setdefault(mesh, {})
-    if degree not in by_degree:
-        by_degree[degree] = _create(mesh, degree, ulysses, ring)
-    return by_degree[degree]
+    made = by_degree.get(degree)
+    # As of meshes, SequenceMesh.from_group: anew if one has failed for good, on any rank.
+    usable = made is not None and not made.mesh.consistency.has_failed
+    flags = [] if mesh.sp_group is None else all_gather_bytes(bytes([usable]), mesh.sp_group)
+    if made is None or b"\0" in flags:
+        by_degree[degree] = made = _create(mesh, degree, ulysses, ring)
+    return made
 
 
 def degrees_of_branch(mesh: SequenceMesh, degree: int) -> tuple[int, int]:
