@@ -254,15 +254,10 @@ class ShardedTransformer:
 
     @contextmanager
     def _declared_to_ranks(self) -> Iterator[None]:
-        try:
+        name = type(self.transformer).__name__
+        part, whole = self._parts.mesh.consistency, self._mesh.consistency
+        with whole.forward_pass_of(name), part.forward_pass_of(name):
             yield
-        except Exception as error:
-            self._leave(error)
-            raise
-
-    def _leave(self, error: BaseException | None) -> None:
-        for mesh in (self._parts.mesh, self._mesh):
-            mesh.consistency.leave_forward_pass(type(self.transformer).__name__, error)
 
     @disable_in_compile("a forward pass ends")
     def _end(self, _: nn.Module, __: Any, out: Any) -> Any:
@@ -271,7 +266,9 @@ class ShardedTransformer:
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
         if out is None:
-            self._leave(sys.exc_info()[1])
+            for mesh in (self._parts.mesh, self._mesh):
+                name = type(self.transformer).__name__
+                mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
             return None
         with self._declared_to_ranks():
             if state is not None:
