@@ -201,7 +201,7 @@ def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
 #   rank 1    call 6 | out of memory: declares as 7 that it left  | pass 2: read 7, compare 8
 #
 # A rank that an exception takes out of a forward pass declares at once, in the place of its next
-# comparison, that it has left, and does not wait. The others read that in theirs, and raise. The
+# comparison, that it has left, and does not wait. The others read it in their own and raise. The
 # rank reads their records of that number before it compares again, so all are in step. Its
 # watchdog declares the same where it is blocked in a collective that the others will not join.
 #

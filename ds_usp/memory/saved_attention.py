@@ -177,7 +177,7 @@ def first_difference(now: object, then: object) -> tuple[str, object, object] | 
     # A function may make its attention in each run: modules, functions and closures are other
     # objects then, which compute the same. So they are compared by what they are made of.
     pairs: list[tuple[str, object, object]] = [("", now, then)]
-    seen: dict[tuple[int, int], object] = {}  # keeps them alive, and their ids theirs
+    seen: dict[tuple[int, int], object] = {}  # keeps them alive, so that no id is used again
     while pairs:
         name, a, b = pairs.pop()
         if a is b or (id(a), id(b)) in seen:

@@ -45,7 +45,7 @@ def _without_towers(module: nn.Module, model: PreTrainedModel) -> Iterator[nn.Mo
             yield from _without_towers(child, model)
 
 
-# By the class of the configuration and not by the object: some models copy theirs, and a user may.
+# By the class of the configuration and not by the object, which some models copy, and users may.
 def _is_text(module: PreTrainedModel, model: PreTrainedModel) -> bool:
     return type(module.config) is type(model.config.get_text_config())
 
@@ -58,7 +58,7 @@ class TextAttention:
     """The attention implementation of the text model, set to another one until :meth:`restore`.
 
     The configurations around the text model's are set too, as masks are made from either; those of
-    towers keep theirs.
+    towers keep their own.
     """
 
     def __init__(self, model: PreTrainedModel, implementation: str) -> None:

@@ -247,8 +247,8 @@ class WholeArguments:
         # A row for each token of an image, in the order of the sequence (Qwen3-VL's DeepStack).
         of_image: Tensor = given["visual_pos_masks"]
         rows = (of_image.flatten().cumsum(0) - 1).view_as(of_image)
-        mine = layout.shard(rows, 1, rank)[layout.shard(of_image, 1, rank)]
-        return [x[mine.to(x.device)] for x in given["deepstack_visual_embeds"]]
+        local_rows = layout.shard(rows, 1, rank)[layout.shard(of_image, 1, rank)]
+        return [x[local_rows.to(x.device)] for x in given["deepstack_visual_embeds"]]
 
 
 def holds_tensor(value: Any) -> bool:
