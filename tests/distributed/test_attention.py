@@ -49,6 +49,7 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
 
     Each of the first is on two of the four layouts: as it is on one, in chunks on the other. A
     layout has every mask with every number of heads, half of each length, half of each in chunks.
+    Each of the others is on two of the four layouts of a mesh, on the other two of the next mesh.
     """
     base, turn = Case(batch=1), ALL_LAYOUTS.index(layout)
     masks, lengths = ("causal", "full", "window", "window both sides"), (64, 67)
@@ -75,6 +76,7 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
             for n in (64, 67)
         ),
     ]
+    single_cases = single_cases[(turn + MESHES.index((ulysses, ring))) % 2 :: 2]
     return [replace(case, layout=layout) for case in product_cases + single_cases]
 
 
@@ -130,9 +132,10 @@ def test_chunks_may_be_smaller_than_a_kv_group(pool, ulysses):
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (1, 7), (7, 1)])
 def test_degrees_need_not_be_powers_of_two(pool, ulysses, ring, layout):
+    turn = ALL_LAYOUTS.index(layout)  # each mask with both lengths, on two layouts each
     cases = [
-        Case(layout=layout, seq_len=seq_len, mask=mask, heads=14, kv_heads=7)
-        for seq_len, mask in product((43, 84), ("causal", "window", "full"))
+        Case(layout=layout, seq_len=(43, 84)[(turn + at) % 2], mask=mask, heads=14, kv_heads=7)
+        for at, mask in enumerate(("causal", "window", "full"))
     ]
     check(pool, cases, ulysses, ring)
 
@@ -149,6 +152,7 @@ def test_ranks_may_hold_a_token_or_two(pool, ring, layout):
         for turn, (mask, kernel) in enumerate(
             product(("full", "window ahead"), ("auto", "eager")), start=seq_len
         )
+        if turn // 2 % 2 == turn % 2  # each with two of the lengths, once in chunks
     ]
     check(pool, cases, 1, ring)
 
@@ -172,14 +176,17 @@ def run_launch_bound(
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (1, 4), (2, 2)])
 def test_a_launch_bound_call_computes_local_and_remote_kv_together(pool, ulysses, ring, layout):
+    settings = product(
+        (64, 67),
+        ("causal", "window both sides"),
+        ("sdpa", "eager"),
+        (ds_usp.Tuning(1, True), ds_usp.Tuning(1, False)),
+    )
+    turn = ALL_LAYOUTS.index(layout)
     cases = [
         Case(layout=layout, seq_len=seq_len, mask=mask, kernel=kernel, tuning=tuned)
-        for seq_len, mask, kernel, tuned in product(
-            (64, 67),
-            ("causal", "window both sides"),
-            ("sdpa", "eager"),
-            (ds_usp.Tuning(1, True), ds_usp.Tuning(1, False)),
-        )
+        for at, (seq_len, mask, kernel, tuned) in enumerate(settings)
+        if at.bit_count() % 2 == turn % 2  # any three of the settings together; the rest on others
     ]
     check(pool, cases, ulysses, ring, run_launch_bound)
 
@@ -328,8 +335,8 @@ SCORE_MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
 
 
 def score_cases(ulysses: int, ring: int) -> list[Case]:
-    """Each change under each layout, or on eight ranks under two of them, with other masks, heads
-    and tunings in turn."""
+    """Each change under two layouts, on the next mesh under the others, with other masks, heads and
+    tunings in turn."""
     masks = ("causal", "full", "window", "window both sides")
     kv_heads = (4, 8, 1)
     all_cases = []
@@ -342,8 +349,7 @@ def score_cases(ulysses: int, ring: int) -> list[Case]:
         all_cases.append(replace(case, tuning=tuning, **CHANGES[change]))
     documents = ((1, 17, 25), (30, 13))  # each sample its own
     changes = ("sinks and values of 8", "all")
-    if ulysses * ring == 8:
-        all_cases = all_cases[::2]
+    all_cases = all_cases[SCORE_MESHES.index((ulysses, ring)) % 2 :: 2]
     return all_cases + [replace(BASE, documents=documents, **CHANGES[each]) for each in changes]
 
 
