@@ -70,7 +70,9 @@ class PullingChannel(P2PChannel):
         assert self.generation == slots.generations[self.slot], "another exchange acquired the slot"
         slots.published = True
         readers, sources = ({spec.rank for spec in each} for each in (sends, recvs))
-        dist.all_gather_object(peers, (packed, readers, sources, self.slot), self._group)
+        # A copy: pickle takes the whole storage of a view along.
+        shown = (packed.clone(), readers, sources, self.slot)
+        dist.all_gather_object(peers, shown, self._group)
         own_rank = dist.get_rank(self._group)
         for rank, (_, published, pulls, slot) in enumerate(peers):
             assert slot == self.slot, "ranks pack into different slots"
