@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from difflib import ndiff
@@ -11,7 +12,8 @@ import pytest
 from programs import python
 
 import ds_usp
-from ds_usp import errors
+import megatron_patches
+from ds_usp import TokenLayout, errors
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -19,7 +21,22 @@ import reference_pages
 
 ROOT = reference_pages.ROOT
 
-NAMES = set(ds_usp.__all__)  # frozen by the rows of test_door_table.py
+NAMES = set(ds_usp.__all__)
+# Entry points with a parameter that is a token order by default: its name -> the default. What a
+# default order trains: tests/distributed/test_doors.py, and where a row says.
+CALLER, LOADER = TokenLayout.CALLERS_KIND, TokenLayout.LOADERS_KIND
+ORDERS = {
+    "ds_usp.USPAttention": None,  # CALLER, compared with what a loader gave
+    "ds_usp.USPConfig": LOADER,
+    "ds_usp.training.SequenceParallelDataLoader": CALLER,
+    "apply('deepspeed')": None,
+    # megatron-core's own batch slicing; tests/megatron/test_patched_megatron_core.py
+    "apply('megatron_core')": "context_parallel",
+    # the patches shard the batches; tests/megatron_deepspeed/test_mds_parity.py
+    "apply('megatron_deepspeed')": LOADER,
+    # Megatron-LM's own batch slicing; tests/megatron_lm
+    "apply('megatron_lm')": "context_parallel",
+}
 
 
 def test_public_names_are_documented():
@@ -70,6 +87,28 @@ def test_every_error_is_public_and_a_value_error():
     assert set(kinds) == {name for name in NAMES if name.endswith("Error")}
     assert ds_usp.USPError.__bases__ == (ValueError,)
     assert all(issubclass(kind, ds_usp.USPError) for kind in kinds.values())
+
+
+def default_of(entry: object, name: str) -> object:
+    """The default of a parameter; ``Parameter.empty`` where there is none."""
+    if not callable(entry) or (isinstance(entry, type) and issubclass(entry, Exception)):
+        return inspect.Parameter.empty
+    known = inspect.signature(entry).parameters
+    return known[name].default if name in known else inspect.Parameter.empty
+
+
+def test_one_rule_gives_the_default_order():
+    orders = {}
+    for module in ("ds_usp", "ds_usp.training", "ds_usp.memory", "ds_usp.profiling.exposed"):
+        for name, entry in reference_pages.members(module):
+            default = default_of(entry, "layout")
+            if default is not inspect.Parameter.empty:
+                orders[f"{module}.{name}"] = default
+    for framework in megatron_patches.frameworks():
+        settings = importlib.import_module(f"megatron_patches.{framework}").Settings
+        orders[f"apply({framework!r})"] = settings().layout
+    assert orders == ORDERS
+    assert (CALLER, LOADER) == ("contiguous", "zigzag")
 
 
 # Printed by a fresh interpreter: what the import of ds_usp left behind, beyond torch's own.

@@ -1,6 +1,6 @@
 """The flags: ranges, contradictions, and refusals before torch is imported.
 
-Their names are frozen by the rows of test_door_table.py.
+Their names are frozen by tests/data/public_api.txt.
 """
 
 from __future__ import annotations
