@@ -1,12 +1,13 @@
 """Unedited trainers with Accelerate's ParallelismConfig(sp_size), against one process."""
 
+import functools
 import tempfile
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from harness import RankContext
+from harness import RankContext, WorkerPool
 from hf_trainer_runs import Record, restored_environment, tiny_model, tokenizer
 
 from ds_usp.errors import ConfigError
@@ -121,10 +122,15 @@ def sft_trainer(arguments: dict[str, Any], record: Record) -> Any:
     )
 
 
+@functools.cache
+def one_process(pool: WorkerPool, sft: bool = False) -> dict[str, Any]:
+    return pool.run(train, 1, sft=sft)[0]
+
+
 @pytest.mark.parametrize(("degree", "stage"), [(4, 1), (2, 2), (1, 3), (2, 3), (2, 1)])
 def test_an_unedited_trainer_trains_as_one_process_does(pool, degree, stage):
     """Stock, norms are 4 times too large under ZeRO-1 and 2, and packed documents leak."""
-    want = pool.run(train, 1)[0]
+    want = one_process(pool)
     for run in pool.run(train, 4, sp=4, degree=degree, stage=stage):
         assert run["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert run["norms"] == pytest.approx(want["norms"], rel=1e-5)
@@ -133,7 +139,7 @@ def test_an_unedited_trainer_trains_as_one_process_does(pool, degree, stage):
 
 
 def test_an_unedited_sft_trainer_trains_as_one_process_does(pool):
-    want = pool.run(train, 1, sft=True)[0]
+    want = one_process(pool, sft=True)
     for run in pool.run(train, 4, sp=4, degree=2, stage=2, sft=True):
         assert run["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert run["norms"] == pytest.approx(want["norms"], rel=1e-5)
