@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
@@ -23,6 +24,7 @@ from ds_usp.integrations.diffusers import PLANS, Plan, TokenDim, enable
 from ds_usp.integrations.diffusers.hooks import check_attention
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
 from ds_usp.integrations.diffusers.plans import Tokens
+from ds_usp.integrations.diffusers.processor import AttentionMode
 from ds_usp.integrations.replicas import ValuesComparison
 
 FLUX, WAN, PIXART = "FluxTransformer2DModel", "WanTransformer3DModel", "PixArtTransformer2DModel"
@@ -50,7 +52,7 @@ def hooks_of(transformer: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_disable_leaves_the_transformer_as_it_was(name):
+def test_no_processor_needs_a_mode_and_disable_leaves_the_transformer_as_it_was(name):
     transformer, given = build(name), arguments(name, padded=True)
     before = output_of(transformer, given)
     processors = {m: m.processor for m in transformer.modules() if hasattr(m, "processor")}
@@ -58,7 +60,9 @@ def test_disable_leaves_the_transformer_as_it_was(name):
     with enable(transformer, MESH) as enabled:
         assert enabled.transformers == (transformer,)
         assert hooks_of(transformer) > 0
-        assert relative(output_of(transformer, given), before) < 1e-6
+        # A mode costs microseconds for every function of torch; compiled models alone take it.
+        with mock.patch.object(AttentionMode, "__enter__", side_effect=AssertionError):
+            assert relative(output_of(transformer, given), before) < 1e-6
     assert enabled.transformers == () and hooks_of(transformer) == 0
     assert all(m.processor is processor for m, processor in processors.items())
     assert all(set(vars(m)) == attributes[m] for m in transformer.modules())

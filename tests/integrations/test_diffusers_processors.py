@@ -30,18 +30,6 @@ def processor_class(name: str) -> type[Any]:
     )
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_no_processor_of_diffusers_needs_a_mode(name):
-    """Which costs microseconds for every function of torch; compiled models alone take it."""
-    transformer, given = build(name), arguments(name, padded=True)
-    want = output_of(transformer, given)
-    with (
-        enable(transformer, MESH),
-        mock.patch.object(processor.AttentionMode, "__enter__", side_effect=AssertionError),
-    ):
-        assert relative(output_of(transformer, given), want) < 1e-6
-
-
 def by_super(cls: Any) -> Any:
     class Own(cls):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

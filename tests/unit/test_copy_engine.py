@@ -61,8 +61,14 @@ def outcome(seed: int) -> tuple[int, bool]:
     return advance(world, order, draw)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(150))
 def test_no_interleaving_reads_early_or_deadlocks(seed):
+    assert outcome(seed) == (0, True)
+
+
+@pytest.mark.slow  # each defect below is seen within 25 seeds
+@pytest.mark.parametrize("seed", range(150, 300))
+def test_no_further_interleaving_does(seed):
     assert outcome(seed) == (0, True)
 
 
