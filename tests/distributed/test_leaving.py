@@ -127,7 +127,7 @@ def test_a_rank_in_another_collective_is_found_and_named(pool, nodes):
 def legitimately_slow(ctx: RankContext, how: str) -> list[str]:
     """What the others say when rank 1 takes three times as long as a watchdog waits."""
     checker = checker_of(ctx)
-    with short_patience():
+    with mock.patch.object(watchdog, "_PATIENCE_S", 0.5):
         checker.check_now("together")
         if how == "p2p" and ctx.rank < 2:  # gloo counts them as collectives
             for peer in range(2, WORLD) if ctx.rank == 1 else (1,):
@@ -138,10 +138,10 @@ def legitimately_slow(ctx: RankContext, how: str) -> list[str]:
             dist.recv(torch.ones(1), 1, group=ctx.group)
         if how == "collective of others" and ctx.rank in (1, 3):
             pair = dist.new_group([1, 3], use_local_synchronization=True)
-            time.sleep(3.0 if ctx.rank == 3 else 0.0)
+            time.sleep(1.5 if ctx.rank == 3 else 0.0)
             dist.all_reduce(torch.ones(1), group=pair)
         elif ctx.rank == 1:
-            time.sleep(3.0)
+            time.sleep(1.5)
         return [said_by(checker.check_now, "after it"), str(checker.number)]
 
 

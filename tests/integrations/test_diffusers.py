@@ -2,6 +2,7 @@
 lengths that ranks share unevenly, padded text; checkpointing; pipelines."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -136,17 +137,12 @@ def test_checkpointed_blocks_recompute_their_own_pass(pool, name, reentrant):
 
 
 def summed(ctx: RankContext, name: str) -> Errors:
+    """Of tokens that are joined, and sharded again, within the transformer too."""
     transformer, given = build(name), arguments(name)
     want = alone(transformer, given)
     with enable(transformer, mesh_of(2), gradients="sum"):
         have = on_the_mesh(transformer, given, divisor=1)
     return {f"rank {ctx.rank}": have.error(want)}
-
-
-@pytest.mark.parametrize("name", [PIXART, "Lumina2Transformer2DModel"])
-def test_gradients_may_be_summed(pool, name):
-    """Of tokens that are joined, and sharded again, within the transformer too."""
-    check(pool.run(summed, WORLD, name=name), WORLD)
 
 
 def of_two_meshes(ctx: RankContext) -> Errors:
@@ -162,10 +158,6 @@ def of_two_meshes(ctx: RankContext) -> Errors:
     with enable(transformer, ds_usp.SequenceMesh.build(grid)):
         have = on_the_mesh(transformer, batch)
     return {f"rank {ctx.rank}": have.error(want)}
-
-
-def test_meshes_may_have_other_batches(pool):
-    check(pool.run(of_two_meshes, WORLD), WORLD)
 
 
 # ------------------------------------------------------------------ training
@@ -191,10 +183,6 @@ def sharded_parameters(ctx: RankContext) -> Errors:
         for name, p in transformer.named_parameters()
     }
     return {f"rank {ctx.rank}": Result(loss, output, gradients).error(want)}
-
-
-def test_parameters_may_be_sharded(pool):
-    check(pool.run(sharded_parameters, WORLD), WORLD)
 
 
 def by_ddp(model: Any) -> Any:
@@ -223,11 +211,6 @@ def replicated(ctx: RankContext, prepare: Callable[[Any], Any]) -> Errors:
     assert isinstance(engine, torch.nn.parallel.DistributedDataParallel)
     have = Result(*forward_and_backward(engine, given), take_gradients(transformer))
     return {f"rank {ctx.rank}": have.error(want)}
-
-
-@pytest.mark.parametrize("prepare", [by_ddp, by_accelerate])
-def test_replicas_may_be_averaged(pool, prepare):
-    check(pool.run(replicated, WORLD, prepare=prepare), WORLD)
 
 
 def zero_step(ctx: RankContext, stage: int) -> float:
@@ -291,8 +274,20 @@ def adapted(ctx: RankContext) -> Errors:
     return {f"rank {ctx.rank}": have.error(want)}
 
 
-def test_adapters_are_trained(pool):
-    check(pool.run(adapted, WORLD), WORLD)
+TRAINED: dict[str, Callable[[RankContext], Errors]] = {
+    "sums, PixArt": partial(summed, name=PIXART),
+    "sums, Lumina 2": partial(summed, name="Lumina2Transformer2DModel"),
+    "two meshes": of_two_meshes,
+    "FSDP2": sharded_parameters,
+    "DDP": partial(replicated, prepare=by_ddp),
+    "Accelerate": partial(replicated, prepare=by_accelerate),
+    "LoRA": adapted,
+}
+
+
+@pytest.mark.parametrize("how", TRAINED)
+def test_gradients_are_those_of_one_rank(pool, how):
+    check(pool.run(TRAINED[how], WORLD), WORLD)
 
 
 def add_lora(transformer: Any) -> None:

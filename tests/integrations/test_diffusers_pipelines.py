@@ -69,9 +69,9 @@ def arguments_of_pipelines(folder: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("folder", PIPELINES)
 def test_plans_know_what_pipelines_give(folder):
     known = PLANS[PIPELINES[folder]].arguments | ATTENTION_KWARGS | {"return_dict"}
-    given = [pair for pair in arguments_of_pipelines(folder) if pair[1] not in known]
-    assert len(list(arguments_of_pipelines(folder))) > 4
-    for file, argument in given:
+    given = list(arguments_of_pipelines(folder))
+    assert len(given) > 4
+    for file, argument in (pair for pair in given if pair[1] not in known):
         refused = argument.startswith(REFUSED_ARGUMENTS)
         assert refused or any(name in file for name in OTHER_TRANSFORMERS), (file, argument)
 

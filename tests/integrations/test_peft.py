@@ -31,6 +31,15 @@ def adapted(model: Model, adapter: str) -> Model:
     return peft.get_peft_model(model, config).train()
 
 
+def mean_gradients(model: Model) -> dict[str, torch.Tensor]:
+    """Over two ranks."""
+    grads = gradients(model)
+    for grad in grads.values():
+        torch.distributed.all_reduce(grad)
+        grad /= 2
+    return grads
+
+
 def error_of_an_adapter(
     ctx: RankContext, adapter: str, first: str, options: dict[str, Any], ulysses: int
 ) -> tuple[float, float]:
@@ -48,11 +57,7 @@ def error_of_an_adapter(
     batch = batch_of(41)
     got = model(batch["input_ids"], None, None, batch["labels"]).loss  # as PEFT orders them
     got.backward()
-    grads = gradients(model)
-    for grad in grads.values():
-        torch.distributed.all_reduce(grad)
-        grad /= 2
-    return float((got - wanted).abs()), difference(grads, gradients(one_rank))
+    return float((got - wanted).abs()), difference(mean_gradients(model), gradients(one_rank))
 
 
 @pytest.mark.parametrize(
@@ -105,12 +110,9 @@ def error_of_qlora(
     enable(model, mesh_of(ulysses), **options)
     got = forward(model, batch_of(41))
     got.backward()
-    grads = gradients(model)
-    for grad in grads.values():
-        torch.distributed.all_reduce(grad)
-        grad /= 2
     kinds = {type(x).__name__ for x in model.modules()}
-    return float((got - wanted).abs()), difference(grads, gradients(one_rank)), kinds
+    error = difference(mean_gradients(model), gradients(one_rank))
+    return float((got - wanted).abs()), error, kinds
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])

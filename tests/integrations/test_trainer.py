@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,31 +380,6 @@ def test_trainers_that_generate_are_refused_by_name(name):
     trainer = trainer_with()
     trainer.__class__ = type(name, (base,), {})
     with pytest.raises(ConfigError, match=rf"{name} generates completions.*enabled\.paused"):
-        attach(trainer, ds_usp.SequenceMesh.single())
-
-
-def test_grpo_is_refused_by_attach():
-    import datasets
-    import trl
-
-    args = trl.GRPOConfig(
-        tempfile.mkdtemp(),
-        per_device_train_batch_size=2,
-        num_generations=2,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-    )
-    model = tiny_model()
-    model.config._name_or_path = "tiny"
-    trainer = trl.GRPOTrainer(
-        model,
-        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
-        args=args,
-        train_dataset=datasets.Dataset.from_list([{"prompt": "w5 w9"}] * 4),
-        processing_class=tokenizer(),
-    )
-    with pytest.raises(ConfigError, match="GRPOTrainer generates completions"):
         attach(trainer, ds_usp.SequenceMesh.single())
 
 

@@ -186,6 +186,15 @@ REFUSED = {
     "--lr 1e-4 --min-lr 1e-3": "--min-lr 0.001 is above --lr 0.0001",
     "--use-rotary-position-embeddings --hidden-size 24": "even head dimension",
     "--ds-sequence-parallel-size 8 --seq-length 5": "at least 8 tokens",
+    "--ds-sequence-parallel-size 4 --seq-length 64 --usp-mlp-chunks 17": (
+        "--usp-mlp-chunks 17: a rank has 16 of a sequence's 64"
+    ),
+    "--usp-checkpoint-layers 3 --usp-recompute gemm-last": (
+        "with --usp-recompute gemm-last: no layer's input"
+    ),
+    "--usp-states-on-host --optimizer sgd --sgd-momentum 0 --zero-stage 0": (
+        "SGD without momentum has no states"
+    ),
 }
 
 
@@ -255,25 +264,11 @@ def test_auto_counts_recomputation_and_loss_chunks():
     assert chosen("h200", f"{long} --zero-stage 3 {saving} --usp-offload-ratio auto")[0] <= 4
 
 
-def test_more_chunks_of_the_mlp_than_tokens_are_refused():
-    flags = "--seq-length 64 --ds-sequence-parallel-size 4 --usp-mlp-chunks"
-    assert validate_and_derive(parse(f"{flags} 16".split()), 4).usp_mlp_chunks == 16
-    with pytest.raises(ConfigError, match="--usp-mlp-chunks 17: a rank has 16 of a sequence's 64"):
-        validate_and_derive(parse(f"{flags} 17".split()), 4)
-
-
-def test_groups_of_layers_without_checkpoints_are_refused():
-    grouped = "--usp-checkpoint-layers 3 --usp-recompute"
-    assert validate_and_derive(parse(f"{grouped} full".split()), 1).usp_checkpoint_layers == 3
-    with pytest.raises(ConfigError, match="with --usp-recompute gemm-last: no layer's input"):
-        validate_and_derive(parse(f"{grouped} gemm-last".split()), 1)
-
-
-def test_states_on_the_host_need_states():
-    flags = "--usp-states-on-host --optimizer sgd"
-    assert validate_and_derive(parse(f"{flags} --zero-stage 1".split()), 1).usp_states_on_host
-    with pytest.raises(ConfigError, match="SGD without momentum has no states"):
-        validate_and_derive(parse(f"{flags} --zero-stage 0 --sgd-momentum 0".split()), 1)
+def test_the_largest_memory_settings_are_taken():
+    flags = "--ds-sequence-parallel-size 4 --seq-length 64 --usp-mlp-chunks 16"
+    flags += " --usp-checkpoint-layers 3 --usp-recompute full --usp-states-on-host --optimizer sgd"
+    args = validate_and_derive(parse([*flags.split(), "--zero-stage", "1"]), 4)
+    assert (args.usp_mlp_chunks, args.usp_checkpoint_layers) == (16, 3) and args.usp_states_on_host
 
 
 def test_auto_of_one_rank_a_sequence():
