@@ -73,11 +73,11 @@ def test_random_documents_are_the_oracles(pool, ulysses, ring, order):
 
 
 # The long one is on both ranks; the last one is padding.
-ODD_LENGTHS = (1, 7, 4093, 1, 1, 511)
+ODD_LENGTHS = (1, 7, 2039, 1, 1, 255)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_documents_of_1_7_and_4093_tokens(pool, layout):
+def test_documents_of_1_7_and_2039_tokens(pool, layout):
     case = Case(sum(ODD_LENGTHS), 1, 1, 8, 1, layout, documents=(ODD_LENGTHS,))
     check(pool, [case], 1, 2)
 

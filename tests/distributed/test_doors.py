@@ -143,16 +143,6 @@ def test_a_ring_warns_once_what_it_replaces_and_how_to_balance_it(pool, layout, 
         assert "1.50 times the mean" in first[1] and "layout='zigzag'" in first[1]
 
 
-def test_contiguous_is_the_callers_order_on_every_mesh():
-    for ulysses, ring in ((1, 4), (4, 1), (2, 2), (2, 3), (3, 2)):
-        for order in ALL_ORDERS:
-            for seq_len in (24, 29):
-                layout = ds_usp.TokenLayout("contiguous", seq_len, ulysses, ring, order)
-                pieces = torch.arange(seq_len).tensor_split(layout.degree)
-                for rank, piece in enumerate(pieces):
-                    assert layout.positions(rank) == piece.tolist(), (layout, rank)
-
-
 class Learned(Dense):
     """A local attention with a weight of its own."""
 
@@ -214,6 +204,14 @@ def heads_first(ctx: RankContext) -> Any:
     layout = mesh_of(2).layout("zigzag", 32)
     q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
     return ds_usp.usp_attention(q, k, v, **{**NAMED, "mesh": mesh_of(2), "layout": layout})
+
+
+def crossing(ctx: RankContext, more_on_rank_3: int = 0, **options: Any) -> torch.Tensor:
+    """Attention to the keys of another sequence, of half the length."""
+    layout, kv_layout = (mesh_of(2).layout("zigzag", tokens) for tokens in (32, 16))
+    q, k = torch.randn(1, 8, 2, 8), torch.randn(1, 4 + more_on_rank_3 * (ctx.rank == 3), 2, 8)
+    given = {"layout": layout, "kv_layout": kv_layout, "mask": MaskSpec.full(), **options}
+    return ds_usp.usp_attention(q, k, k, mesh=mesh_of(2), **given)
 
 
 NAMED: dict[str, Any] = {"layout": "zigzag", "mask": CAUSAL["mask"]}
@@ -335,6 +333,29 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         lambda ctx: named(ctx, kv_layout=3, mask=MaskSpec.full()),
         "^LayoutError: .*layout=3 must be a TokenLayout",
     ),
+    "keys of another sequence, causal": (
+        lambda ctx: crossing(ctx, mask=CAUSAL["mask"]),
+        r"^UnsupportedAttentionError: the keys are of another sequence \(zigzag\(16 tokens, "
+        r"ulysses 2 x ring 2\)\) than the queries \(zigzag\(32 tokens, ulysses 2 x ring 2\)\), and "
+        "a causal mask",
+    ),
+    "distances to another sequence": (
+        lambda ctx: crossing(ctx, scores=ds_usp.Scores(alibi_slopes=torch.ones(2))),
+        "^UnsupportedAttentionError: alibi_slopes weigh distances",
+    ),
+    "no layout of keys": (
+        lambda ctx: crossing(ctx, kv_layout=None),
+        "^ConfigError: q has 8 tokens on this rank, k and v have 4: give the keys of another "
+        r"sequence a layout of their own \(kv_layout=\)",
+    ),
+    "too many keys on one rank": (
+        lambda ctx: crossing(ctx, more_on_rank_3=1),
+        "rank 3 holds 5 tokens of the keys.*gives it 4",
+    ),
+    "prefix too long": (
+        lambda ctx: crossing(ctx, mask=MaskSpec.prefix_lm(33)),
+        "^ConfigError: a prefix of 33 tokens in a sequence of 32",
+    ),
 }
 
 
@@ -380,9 +401,9 @@ def tensors(tokens: int = 8, joint: int = 0) -> list[torch.Tensor]:
     return drawn + [torch.randn(1, joint, 4, 16) for _ in range(3 if joint else 0)]
 
 
-def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
+def same_bits(ctx: RankContext) -> list[bool]:
     """Whether each function gives the same for a kind as for the layout of that kind."""
-    mesh = mesh_of(ulysses)
+    mesh = mesh_of(2)
     layout, half = mesh.layout("zigzag", 32), mesh.layout("striped", 16)
     q, k, v = tensors()
     short = tensors(4)[1:]
@@ -414,9 +435,8 @@ def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("ulysses", [1, 2])
-def test_a_name_is_the_layout_of_that_kind(pool, ulysses):
-    assert pool.run(same_bits, WORLD, ulysses=ulysses) == [[True] * 5] * WORLD
+def test_a_name_is_the_layout_of_that_kind(pool):
+    assert pool.run(same_bits, WORLD) == [[True] * 5] * WORLD
 
 
 def flat_mesh_differs(ctx: RankContext) -> bool:

@@ -38,7 +38,9 @@ def gathered(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> t
 
 
 def side_by_side(ctx: RankContext) -> list[float]:
-    """Errors of four meshes used in turn, twice, in one process."""
+    """Errors of four meshes used in turn, twice, in one process; one of the ranks belongs to more
+    groups than the others."""
+    dist.new_group([0])
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     meshes = [
         (ds_usp.SequenceMesh.from_group(ctx.group, 2), "zigzag"),
@@ -366,16 +368,6 @@ def test_a_group_out_of_order_is_refused(pool):
     pool.run(unsorted, 3)
 
 
-def after_other_groups(ctx: RankContext) -> float:
-    """A mesh over ranks of which one belongs to more groups than the others."""
-    dist.new_group([0])
-    return max(side_by_side(ctx))
-
-
-def test_ranks_may_belong_to_any_number_of_groups(pool):
-    assert max(pool.run(after_other_groups, 4)) <= 1e-5
-
-
 def test_one_process_needs_no_process_group():
     mesh = ds_usp.SequenceMesh.single()
     qkv = [torch.randn(2, 24, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
@@ -442,40 +434,29 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }
 
 
-def gather_wrong_over_a_mesh(ctx: RankContext) -> dict[str, tuple[str, str]]:
+def gather_wrong(ctx: RankContext) -> dict[str, tuple[str, str, str]]:
+    """The error of a mesh, and what a layout says over the mesh's group."""
     errors, mesh = {}, mesh_of(2)
     for how, (change, _) in WRONG.items():
         local = torch.randn(1, LAYOUT.length(ctx.rank), 3)
+        given = change(local) if ctx.rank == 1 else local
         with pytest.raises(ds_usp.USPError) as caught:
-            mesh.gather(change(local) if ctx.rank == 1 else local, LAYOUT, 1)
-        errors[how] = type(caught.value).__name__, str(caught.value)
+            mesh.gather(given, LAYOUT, 1)
+        with pytest.raises(ds_usp.LayoutError) as of_layout:
+            LAYOUT.gather(given, group=ctx.group, dim=1)
+        errors[how] = type(caught.value).__name__, str(caught.value), str(of_layout.value)
         right = torch.full((1, LAYOUT.length(ctx.rank), 3), float(ctx.rank))
         assert mesh.gather(right, LAYOUT, 1).shape == (1, LAYOUT.seq_len, 3), how  # it continues
     return errors
 
 
-def test_a_mesh_says_which_rank_holds_something_else(pool):
-    for rank, errors in enumerate(pool.run(gather_wrong_over_a_mesh, WORLD)):
-        for how, (kind, message) in errors.items():
+def test_a_rank_that_holds_something_else_stops_all_and_is_named(pool):
+    for rank, errors in enumerate(pool.run(gather_wrong, WORLD)):
+        for how, (kind, message, of_layout) in errors.items():
             at_rank_1 = how in ("a token more", "no such dim", "a gradient")  # which knows it
             assert kind == ("LayoutError" if at_rank_1 and rank == 1 else "MeshError"), (how, kind)
             assert "rank 1" in message, (how, message)
-
-
-def gather_wrong(ctx: RankContext) -> dict[str, str]:
-    message_of = {}
-    for how, (change, _) in WRONG.items():
-        local = torch.randn(1, LAYOUT.length(ctx.rank), 3)
-        with pytest.raises(ds_usp.LayoutError) as caught:
-            LAYOUT.gather(change(local) if ctx.rank == 1 else local, group=ctx.group, dim=1)
-        message_of[how] = str(caught.value)
-    return message_of
-
-
-def test_a_rank_that_holds_something_else_stops_all(pool):
-    for message_of in pool.run(gather_wrong, WORLD):
-        for how, (_, wanted) in WRONG.items():
-            assert re.search(wanted, message_of[how]), (how, message_of[how])
+            assert re.search(WRONG[how][1], of_layout), (how, of_layout)
 
 
 def given_groups(ctx: RankContext) -> list[str]:

@@ -1,81 +1,62 @@
 """Tiny random diffusion transformers of further classes, and their arguments."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
 from torch import Tensor
 
-_FLUX = {
-    "patch_size": 1,
-    "in_channels": 4,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "attention_head_dim": 16,
-    "joint_attention_dim": 16,
+# Of every class that takes them and has none of its own.
+SIZES: Mapping[str, Any] = {
+    **dict.fromkeys(("in_channels", "out_channels"), 4),
+    **dict.fromkeys(("num_layers", "num_single_layers", "num_refiner_layers", "patch_size"), 1),
+    **dict.fromkeys(("attention_head_dim", "joint_attention_dim", "text_embed_dim"), 16),
+    "caption_channels": 16,
+    "cross_attention_dim": 64,
     "axes_dims_rope": [4, 4, 8],
 }
 WAN = {
+    **dict.fromkeys(("freq_dim", "ffn_dim", "rope_max_seq_len"), 32),
     "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
     "text_dim": 16,
-    "freq_dim": 32,
-    "ffn_dim": 32,
-    "num_layers": 1,
-    "rope_max_seq_len": 32,
+    "patch_size": (1, 2, 2),
 }
-_HUNYUAN = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "attention_head_dim": 8,
-    "num_layers": 1,
-    "num_refiner_layers": 1,
-    "text_embed_dim": 16,
-    "text_embed_2_dim": 16,
-}
-# What a class is made of; heads aside.
-CONFIGS: Mapping[str, Mapping[str, Any]] = {
+_HUNYUAN = {"attention_head_dim": 8, "text_embed_2_dim": 16}
+
+
+def config(name: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class is made of; heads aside."""
+    taken = inspect.signature(getattr(diffusers, name).__init__).parameters
+    return {key: value for key, value in SIZES.items() if key in taken} | dict(own)
+
+
+_OWN: Mapping[str, Mapping[str, Any]] = {
     "ChromaTransformer2DModel": {
-        **_FLUX,
         "approximator_num_channels": 8,
         "approximator_hidden_dim": 16,
         "approximator_layers": 1,
     },
     "Flux3Transformer2DModel": {
-        "in_channels": 4,
         "cond_in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "attention_head_dim": 16,
-        "joint_attention_dim": 16,
         "timestep_channels": 32,
         "axes_dims_rope": (4, 4, 4, 4),
     },
     "HunyuanImageTransformer2DModel": {
         **_HUNYUAN,
-        "num_single_layers": 1,
         "rope_axes_dim": (4, 4),
         "guidance_embeds": True,
+        "patch_size": (1, 1),
     },
     "CogView4Transformer2DModel": {
-        "patch_size": 1,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 1,
         "attention_head_dim": 8,
-        "text_embed_dim": 16,
         "time_embed_dim": 16,
         "condition_dim": 4,
         "rope_axes_dim": (16, 16),
     },
     "CosmosTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "attention_head_dim": 16,
-        "num_layers": 1,
-        "text_embed_dim": 16,
         "adaln_lora_dim": 4,
         "max_size": (4, 32, 32),
         "patch_size": (1, 1, 1),
@@ -84,22 +65,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "SkyReelsV2Transformer3DModel": WAN,
     "ChronoEditTransformer3DModel": WAN,
     "AuraFlowTransformer2DModel": {
-        "sample_size": 8,
-        "patch_size": 1,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_mmdit_layers": 1,
-        "num_single_dit_layers": 1,
-        "attention_head_dim": 8,
-        "joint_attention_dim": 16,
-        "caption_projection_dim": 64,
-        "pos_embed_max_size": 64,
+        **dict.fromkeys(("sample_size", "attention_head_dim"), 8),
+        **dict.fromkeys(("num_mmdit_layers", "num_single_dit_layers"), 1),
+        **dict.fromkeys(("caption_projection_dim", "pos_embed_max_size"), 64),
     },
-    "LongCatImageTransformer2DModel": {**_FLUX, "pooled_projection_dim": 16},
-    "OvisImageTransformer2DModel": _FLUX,
-    "BriaTransformer2DModel": {**_FLUX, "guidance_embeds": False},
+    "LongCatImageTransformer2DModel": {"pooled_projection_dim": 16},
+    "OvisImageTransformer2DModel": {"out_channels": 64},
+    "BriaTransformer2DModel": {"guidance_embeds": False},
     "ZImageTransformer2DModel": {
-        "in_channels": 4,
         "dim": 64,
         "n_layers": 1,
         "n_refiner_layers": 1,
@@ -110,30 +83,20 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "axes_lens": [128, 16, 16],
     },
     "Lumina2Transformer2DModel": {
-        "patch_size": 1,
-        "in_channels": 4,
         "hidden_size": 64,
-        "num_layers": 1,
-        "num_refiner_layers": 1,
         "num_kv_heads": 4,
         "multiple_of": 16,
+        "cap_feat_dim": 16,
         "axes_dim_rope": (4, 2, 2),
         "axes_lens": (32, 16, 16),
-        "cap_feat_dim": 16,
     },
     "LTX2VideoTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
         "attention_head_dim": 8,
-        "cross_attention_dim": 64,
-        "audio_in_channels": 4,
-        "audio_out_channels": 4,
+        "rope_type": "split",
+        "audio_cross_attention_dim": 32,
+        **dict.fromkeys(("audio_in_channels", "audio_out_channels"), 4),
         "audio_num_attention_heads": 8,
         "audio_attention_head_dim": 4,
-        "audio_cross_attention_dim": 32,
-        "num_layers": 1,
-        "caption_channels": 16,
-        "rope_type": "split",
     },
     "HunyuanVideo15Transformer3DModel": {
         **_HUNYUAN,
@@ -141,6 +104,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "rope_axes_dim": (4, 2, 2),
     },
 }
+CONFIGS = {name: config(name, own) for name, own in _OWN.items()}
 # The arguments that tell text from padding, and the classes that need them.
 MASKS = {
     "ChromaTransformer2DModel": "attention_mask",

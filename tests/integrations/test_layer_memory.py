@@ -81,10 +81,16 @@ def compare_with_no_options(
     return difference(got, plain), sent_plain, sent
 
 
-@pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize(
-    ("checkpoint", "late"),
-    [(name, late) for name in CHECKPOINTS for late in (False, True) if late <= (name != "nobody")],
+    ("checkpoint", "late", "ulysses"),
+    [
+        ("nobody", False, 1),
+        ("nobody", False, 2),
+        ("reentrant", False, 1),
+        ("reentrant", True, 2),
+        ("not reentrant", False, 2),
+        ("not reentrant", True, 1),
+    ],
 )
 def test_recompute_attention_sends_nothing_twice(pool, ulysses, checkpoint, late):
     options = {"recompute": "attention"}

@@ -10,110 +10,70 @@ from torch import Tensor
 
 diffusers.utils.logging.set_verbosity_error()
 
-# What every class is made of, with `heads` as the number of heads.
-CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "FluxTransformer2DModel": {
-        "patch_size": 1,
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "attention_head_dim": 16,
-        "joint_attention_dim": 32,
-        "pooled_projection_dim": 32,
-        "axes_dims_rope": [4, 4, 8],
-    },
+_WAN = {
+    **further_diffusers.WAN,
+    "num_layers": 2,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+}
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "FluxTransformer2DModel": {"joint_attention_dim": 32, "pooled_projection_dim": 32},
     "Flux2Transformer2DModel": {
-        "patch_size": 1,
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "attention_head_dim": 16,
-        "joint_attention_dim": 32,
-        "timestep_guidance_channels": 32,
+        **dict.fromkeys(("joint_attention_dim", "timestep_guidance_channels"), 32),
         "axes_dims_rope": [4, 4, 4, 4],
     },
-    "WanTransformer3DModel": {
-        **further_diffusers.WAN,
-        "patch_size": (1, 2, 2),
-        "num_layers": 2,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-    },
+    "WanTransformer3DModel": _WAN,
     "QwenImageTransformer2DModel": {
         "patch_size": 2,
         "in_channels": 16,
-        "out_channels": 4,
         "num_layers": 2,
-        "attention_head_dim": 16,
-        "joint_attention_dim": 16,
         "axes_dims_rope": (8, 4, 4),
     },
-    "LTXVideoTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "attention_head_dim": 8,
-        "num_layers": 2,
-        "cross_attention_dim": 64,
-        "caption_channels": 16,
-    },
+    "LTXVideoTransformer3DModel": {"attention_head_dim": 8, "num_layers": 2},
     "HunyuanVideoTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
         "attention_head_dim": 10,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "num_refiner_layers": 1,
-        "patch_size": 1,
         "patch_size_t": 1,
         "guidance_embeds": True,
-        "text_embed_dim": 16,
         "pooled_projection_dim": 8,
         "rope_axes_dim": (2, 4, 4),
     },
     "CogVideoXTransformer3DModel": {
         "attention_head_dim": 8,
-        "in_channels": 4,
-        "out_channels": 4,
         "time_embed_dim": 8,
-        "text_embed_dim": 16,
         "num_layers": 2,
+        "patch_size": 2,
         "sample_width": 10,
         "sample_height": 6,
         "sample_frames": 9,
-        "patch_size": 2,
-        "temporal_compression_ratio": 4,
         "max_text_seq_length": 9,
+        "temporal_compression_ratio": 4,
         "use_rotary_positional_embeddings": True,
     },
     "SD3Transformer2DModel": {
         "sample_size": 16,
-        "patch_size": 1,
-        "in_channels": 4,
         "num_layers": 2,
         "attention_head_dim": 8,
         "joint_attention_dim": 32,
-        "caption_projection_dim": 64,
-        "pooled_projection_dim": 64,
-        "out_channels": 4,
+        **dict.fromkeys(("caption_projection_dim", "pooled_projection_dim"), 64),
         "qk_norm": "rms_norm",
         "dual_attention_layers": (0,),
     },
     "PixArtTransformer2DModel": {
         "attention_head_dim": 8,
-        "in_channels": 4,
         "out_channels": 8,
         "num_layers": 2,
-        "cross_attention_dim": 64,
         "sample_size": 16,
         "patch_size": 2,
-        "caption_channels": 16,
         "use_additional_conditions": False,
         "norm_type": "ada_norm_single",
     },
+    "WanVACETransformer3DModel": {**_WAN, "vace_layers": [0, 1], "vace_in_channels": 6},
 }
-_WAN = CONFIGS["WanTransformer3DModel"]
-_VACE = {"vace_layers": [0, 1], "vace_in_channels": 6}
-CONFIGS = {**CONFIGS, "WanVACETransformer3DModel": {**_WAN, **_VACE}, **further_diffusers.CONFIGS}
+# What every class is made of, with `heads` as the number of heads.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    **{name: further_diffusers.config(name, own) for name, own in _OWN.items()},
+    **further_diffusers.CONFIGS,
+}
 HEADS = 8
 # Variants of a class that have tokens where it has none by default.
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

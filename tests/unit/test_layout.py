@@ -89,27 +89,6 @@ def test_coords_follow_the_order(order):
     assert points[1] == ((1, 0) if fastest == "ulysses" else (0, 1))
 
 
-# Which part of the sequence each ring rank of 4 holds, in eighths, written out by hand.
-EIGHTHS = {
-    "contiguous": [{0, 1}, {2, 3}, {4, 5}, {6, 7}],
-    "zigzag": [{0, 7}, {1, 6}, {2, 5}, {3, 4}],
-}
-
-
-@pytest.mark.parametrize("ulysses", [1, 2])
-@pytest.mark.parametrize("kind", EIGHTHS)
-def test_ring_ranks_hold_the_chunks_of_their_kind(kind, ulysses):
-    layout = TokenLayout(kind, 64, ulysses, 4)
-    assert [{p // 8 for p in layout.ring_positions(rank)} for rank in range(4)] == EIGHTHS[kind]
-
-
-@pytest.mark.parametrize("seq_len", [24, 29])
-def test_striped_deals_tokens_out_one_by_one(seq_len):
-    layout = TokenLayout("striped", seq_len, 2, 3)
-    for rank in range(3):
-        assert layout.ring_positions(rank) == list(range(rank, seq_len, 3))
-
-
 @pytest.mark.parametrize("order", ALL_ORDERS)
 @pytest.mark.parametrize(("ulysses", "ring"), MESHES)
 def test_context_parallel_is_megatrons_slice(ulysses, ring, order, monkeypatch):
