@@ -138,65 +138,57 @@ def check(results: list[Any], kinds: list[str], fragments: list[str]) -> None:
         assert error < 1e-5
 
 
-# What no mesh can serve, given on every rank: the ways it is given, the error, its numbers.
-WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
+# What no mesh can serve, given on every rank: the ways it is given, the numbers of the error, its
+# kind where that is no ConfigError.
+WRONG: dict[str, tuple[Any, ...]] = {
     "fewer heads than ranks": (
         WAYS,
         heads(1, 1),
-        "ConfigError",
         ["needs at least", "query heads", "there are 1", "Use one of 1 (ring 4)"],
     ),
-    "kv heads": (WAYS, heads(8, 3), "ConfigError", ["8 query heads", "3 key/value heads"]),
-    "more kv heads": (WAYS, heads(4, 8), "ConfigError", ["4 query heads", "8 key/value heads"]),
-    "3-D": (WAYS, {"q": (1, 8, 128)}, "ConfigError", ["q [1, 8, 128]", "[batch, tokens, heads"]),
-    "num_kv_heads": (
-        MODULES,
-        {"num_kv_heads": 3},
-        "ConfigError",
-        ["num_kv_heads=3", "[1, 8, 4, 16]"],
-    ),
-    "2-D keys": (WAYS, {"k": (8, 16)}, "ConfigError", ["k [8, 16]", "[batch, tokens, heads"]),
-    "batch": (WAYS, {"k": (2, 8, 4, 16)}, "ConfigError", ["q [1, 8, 8, 16]", "k [2, 8, 4, 16]"]),
-    "tokens": (WAYS, {"v": (1, 7, 4, 16)}, "ConfigError", ["k [1, 8, 4, 16]", "v [1, 7, 4, 16]"]),
-    "key dim": (WAYS, {"k": (1, 8, 4, 8)}, "ConfigError", ["q [1, 8, 8, 16]", "k [1, 8, 4, 8]"]),
+    "kv heads": (WAYS, heads(8, 3), ["8 query heads", "3 key/value heads"]),
+    "more kv heads": (WAYS, heads(4, 8), ["4 query heads", "8 key/value heads"]),
+    "3-D": (WAYS, {"q": (1, 8, 128)}, ["q [1, 8, 128]", "[batch, tokens, heads"]),
+    "num_kv_heads": (MODULES, {"num_kv_heads": 3}, ["num_kv_heads=3", "[1, 8, 4, 16]"]),
+    "2-D keys": (WAYS, {"k": (8, 16)}, ["k [8, 16]", "[batch, tokens, heads"]),
+    "batch": (WAYS, {"k": (2, 8, 4, 16)}, ["q [1, 8, 8, 16]", "k [2, 8, 4, 16]"]),
+    "tokens": (WAYS, {"v": (1, 7, 4, 16)}, ["k [1, 8, 4, 16]", "v [1, 7, 4, 16]"]),
+    "key dim": (WAYS, {"k": (1, 8, 4, 8)}, ["q [1, 8, 8, 16]", "k [1, 8, 4, 8]"]),
     "nothing": (
         WAYS,
         {"q": (0, 8, 8, 16), "k": (0, 8, 4, 16), "v": (0, 8, 4, 16)},
-        "ConfigError",
         ["must not be empty", "[0, 8, 8, 16]"],
     ),
     "mixed dtypes": (
         WAYS,
         {"v_dtype": torch.bfloat16},
-        "ConfigError",
         ["torch.float32 on cpu", "torch.bfloat16 on cpu"],
     ),
-    "integers": (WAYS, {"dtype": torch.int32}, "ConfigError", ["torch.int32"]),
+    "integers": (WAYS, {"dtype": torch.int32}, ["torch.int32"]),
     "tokens of another layout": (
         WAYS[:1],
         {"seq_len": 36},
-        "LayoutError",
         ["holds 8 tokens", "36 tokens", "gives it 9", "layout.shard"],
+        "LayoutError",
     ),
     "layout of another mesh": (
         WAYS[:1],
         {"layout_degrees": (4, 1)},
-        "LayoutError",
         ["ulysses 4 x ring 1", "the mesh is 2 x 2", "mesh.layout"],
+        "LayoutError",
     ),
     "layout of another order": (
         WAYS[:1],
         {"order": "ring-ulysses"},
-        "LayoutError",
         ["(ring-ulysses)", "(ulysses-ring)", "mesh.layout"],
+        "LayoutError",
     ),
-    "unknown layout": (WAYS[:1], {"layout": "zig"}, "LayoutError", ["'zig'", "zigzag, striped"]),
-    "module's layout": (MODULES, {"layout": "zig"}, "LayoutError", ["'zig'", "zigzag, striped"]),
-    "too short": (WAYS[:1], {"seq_len": 3}, "LayoutError", ["3 tokens", "at least 4 tokens"]),
+    "unknown layout": (WAYS[:1], {"layout": "zig"}, ["'zig'", "zigzag, striped"], "LayoutError"),
+    "module's layout": (MODULES, {"layout": "zig"}, ["'zig'", "zigzag, striped"], "LayoutError"),
+    "too short": (WAYS[:1], {"seq_len": 3}, ["3 tokens", "at least 4 tokens"], "LayoutError"),
     "dropout": (
         WAYS[:2],
         {"dropout": 0.1},
-        "UnsupportedAttentionError",
         [
             "dropout 0.1",
             "ulysses 2 x ring 2",
@@ -204,23 +196,23 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
             "--ulysses-degree 4",
             "scores=Scores(dropout_seed=...)",
         ],
+        "UnsupportedAttentionError",
     ),
     "unknown kernel": (
         WAYS[:2],
         {"kernel": "cuda"},
-        "UnsupportedAttentionError",
         ["'cuda'", "eager"],
+        "UnsupportedAttentionError",
     ),
     "kernel of a GPU": (
         WAYS[:2],
         {"kernel": "flash2"},
-        "UnsupportedAttentionError",
         ["flash2: runs on cuda, not cpu", "head dim 16"],
+        "UnsupportedAttentionError",
     ),
     "more parts than heads": (
         WAYS[:2],
         {"tuning": Tuning(chunks=3)},
-        "ConfigError",
         [
             "chunks=3",
             "only 2 key/value heads",
@@ -228,50 +220,36 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
             "at most 2",
         ],
     ),
-    "no scale": (WAYS[:2], {"scale": 0.0}, "ConfigError", ["softmax_scale=0.0", "above 0"]),
-    "negative scale": (WAYS[:2], {"scale": -1.0}, "ConfigError", ["softmax_scale=-1.0"]),
-    "endless scale": (WAYS[:2], {"scale": float("inf")}, "ConfigError", ["softmax_scale=inf"]),
-    "batch_dim_idx": (
-        MODULES,
-        {"batch_dim": 2},
-        "ConfigError",
-        ["batch_dim_idx=2", "0 for", "1 for"],
-    ),
+    "no scale": (WAYS[:2], {"scale": 0.0}, ["softmax_scale=0.0", "above 0"]),
+    "negative scale": (WAYS[:2], {"scale": -1.0}, ["softmax_scale=-1.0"]),
+    "endless scale": (WAYS[:2], {"scale": float("inf")}, ["softmax_scale=inf"]),
+    "batch_dim_idx": (MODULES, {"batch_dim": 2}, ["batch_dim_idx=2", "0 for", "1 for"]),
     "cos of this rank only": (
         MODULES,
         {"rotary": 8},
-        "ConfigError",
         ["rotary_pos_emb [8, 1, 1, 16]", "32 tokens"],
     ),
     "dropout of all": (
         WAYS[:1],
         {"dropout": 1.0, "scores": Scores(dropout_seed=1)},
-        "ConfigError",
         ["dropout_p=1.0", "below 1"],
     ),
-    "dropout in words": (
-        WAYS[:1],
-        {"dropout": "some"},
-        "ConfigError",
-        ["dropout_p='some'", "below 1"],
-    ),
+    "dropout in words": (WAYS[:1], {"dropout": "some"}, ["dropout_p='some'", "below 1"]),
     "dropout on a kernel without": (
         WAYS[:1],
         {"dropout": 0.1, "scores": Scores(dropout_seed=1), "kernel": "sdpa"},
-        "UnsupportedAttentionError",
         ["sdpa: has no dropout"],
+        "UnsupportedAttentionError",
     ),
-    "no scores": (WAYS[:1], {"scores": 50.0}, "ConfigError", ["scores=50.0", "softcap=50.0"]),
+    "no scores": (WAYS[:1], {"scores": 50.0}, ["scores=50.0", "softcap=50.0"]),
     "sinks of too few heads": (
         WAYS[:1],
         {"scores": Scores(sinks=torch.zeros(4))},
-        "ConfigError",
         ["sinks [4]", "8 query heads"],
     ),
     "whole sinks": (
         WAYS[:1],
         {"scores": Scores(sinks=torch.zeros(8, dtype=torch.int64))},
-        "ConfigError",
         ["sinks of torch.int64", "floating"],
     ),
 }
@@ -283,7 +261,7 @@ def modes_of(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("mode", "name"), modes_of(WRONG))
 def test_what_no_mesh_can_serve_raises_everywhere(pool, mode, name):
-    _, changes, kind, fragments = WRONG[name]
+    _, changes, fragments, kind = (*WRONG[name], "ConfigError")[:4]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=EVERYONE)
     check(results, [kind] * WORLD, fragments)
 
@@ -322,24 +300,13 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
     "sinks": (WAYS[:1], {"scores": Scores(sinks=torch.ones(8))}, ("sinks: ", "no", "fixed")),
 }
 # What one rank passes wrongly: it raises, and the others report it.
-WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
-    **{
-        name: WRONG[name]
-        for name in (
-            "kv heads",
-            "tokens",
-            "mixed dtypes",
-            "dropout",
-            "no scale",
-            "more parts than heads",
-            "batch_dim_idx",
-            "num_kv_heads",
-        )
-    },
+WRONG_ON_ONE: dict[str, tuple[Any, ...]] = {
+    **{name: WRONG[name] for name in ("kv heads", "tokens", "mixed dtypes", "dropout", "no scale")},
+    **{name: WRONG[name] for name in ("more parts than heads", "batch_dim_idx", "num_kv_heads")},
     "cos of this rank only": WRONG["cos of this rank only"],
-    "no mask": (WAYS[:1], {"mask": None}, "ConfigError", ["mask=None", "MaskSpec"]),
-    "scale in words": (WAYS[:2], {"scale": "half"}, "ConfigError", ["softmax_scale='half'"]),
-    "extra argument": (WAYS[1:2], {"extra": (3,)}, "UnsupportedAttentionError", ["=3 differs"]),
+    "no mask": (WAYS[:1], {"mask": None}, ["mask=None", "MaskSpec"]),
+    "scale in words": (WAYS[:2], {"scale": "half"}, ["softmax_scale='half'"]),
+    "extra argument": (WAYS[1:2], {"extra": (3,)}, ["=3 differs"], "UnsupportedAttentionError"),
 }
 
 
@@ -356,7 +323,7 @@ def test_ranks_that_differ_hear_of_it_everywhere(pool, mode, name, odd):
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
 @pytest.mark.parametrize(("mode", "name"), modes_of(WRONG_ON_ONE))
 def test_one_rank_that_is_wrong_stops_all(pool, mode, name, odd):
-    _, changes, kind, fragments = WRONG_ON_ONE[name]
+    _, changes, fragments, kind = (*WRONG_ON_ONE[name], "ConfigError")[:4]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
     check(results, [kind if rank == odd else "MeshError" for rank in EVERYONE], fragments)
 
