@@ -263,6 +263,7 @@ def test_one_rank_that_is_constructed_wrongly_stops_all(pool, arguments, message
 
 PLAIN = HEAD_DIM**-0.5
 Bounds = tuple[int | None, int | None]
+CAUSAL, FULL = (None, 0), (None, None)
 
 
 def rotated(x: torch.Tensor, features: int) -> torch.Tensor:
@@ -295,8 +296,8 @@ def reference(
 def compare_with_a_ring(
     ctx: RankContext,
     setting: Setting,
-    bounds: Bounds,
-    scale: float,
+    bounds: Bounds = CAUSAL,
+    scale: float = PLAIN,
     scores: dict[str, Any] | None = None,
 ) -> tuple[int, list[float]]:
     """The output's number of dims, and relative errors of this rank's out, dq, dk and dv, and of
@@ -322,89 +323,71 @@ def compare_with_a_ring(
     return out.ndim, [oracle.relative_error(a, b) for a, b in zip(actual, expected, strict=True)]
 
 
-CAUSAL, FULL = (None, 0), (None, None)
-# (maker, its arguments) -> bounds, scale, dims of the output
-KNOWN: dict[str, tuple[Callable[..., Any], dict[str, Any], Bounds, float, int]] = {
-    "flash": (flash_self_attention, {}, CAUSAL, PLAIN, 4),
-    "flash, full": (flash_self_attention, {"causal": False}, FULL, PLAIN, 4),
-    "flash, scaled": (flash_self_attention, {"scale": 0.1}, CAUSAL, 0.1, 4),
-    "flash, derived": (flash_self_attention, {"derived": True}, CAUSAL, PLAIN, 4),
-    "triton": (triton, {}, CAUSAL, PLAIN, 3),
-    "triton ignores scale and dropout": (triton, {"scale": 0.1, "dropout": 0.5}, CAUSAL, PLAIN, 3),
-    "flash-attn": (flash_attn, {}, CAUSAL, PLAIN, 4),
-    "flash-attn, window": (flash_attn, {"window": (5, 0)}, (5, 0), PLAIN, 4),
+# What is made, its arguments, and what it computes that is not causal and scaled by default.
+KNOWN: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "flash": (flash_self_attention, {}, {}),
+    "flash, full": (flash_self_attention, {"causal": False}, {"bounds": FULL}),
+    "flash, scaled": (flash_self_attention, {"scale": 0.1}, {"scale": 0.1}),
+    "flash, derived": (flash_self_attention, {"derived": True}, {}),
+    "triton": (triton, {}, {}),
+    "triton ignores scale and dropout": (triton, {"scale": 0.1, "dropout": 0.5}, {}),
+    "flash-attn": (flash_attn, {}, {}),
+    "flash-attn, window": (flash_attn, {"window": (5, 0)}, {"bounds": (5, 0)}),
     "flash-attn, window both sides": (
         flash_attn,
         {"causal": False, "window": (5, 2)},
-        (5, 2),
-        PLAIN,
-        4,
+        {"bounds": (5, 2)},
     ),
-    "flash-attn, causal window": (flash_attn, {"window": (5, 2)}, (5, 0), PLAIN, 4),
-    "core": (core_attention, {}, CAUSAL, PLAIN, 3),
-    "core, layer scaling": (core_attention, {"layer": 3, "scaling": True}, CAUSAL, PLAIN, 3),
-    "core, third layer": (core_attention, {"layer": 3}, CAUSAL, PLAIN, 3),
-    "core, full": (core_attention, {"kind": "no_mask"}, FULL, PLAIN, 3),
-    "megatron-core": (megatron_core, {}, CAUSAL, PLAIN, 3),
-    "megatron-core, full": (megatron_core, {"kind": "no_mask"}, FULL, PLAIN, 3),
-    "megatron-core, scaled": (megatron_core, {"softmax_scale": 0.1}, CAUSAL, 0.1, 3),
+    "flash-attn, causal window": (flash_attn, {"window": (5, 2)}, {"bounds": (5, 0)}),
+    "core": (core_attention, {}, {}),
+    "core, layer scaling": (core_attention, {"layer": 3, "scaling": True}, {}),
+    "core, third layer": (core_attention, {"layer": 3}, {}),
+    "core, full": (core_attention, {"kind": "no_mask"}, {"bounds": FULL}),
+    "megatron-core": (megatron_core, {}, {}),
+    "megatron-core, full": (megatron_core, {"kind": "no_mask"}, {"bounds": FULL}),
+    "megatron-core, scaled": (megatron_core, {"softmax_scale": 0.1}, {"scale": 0.1}),
     "megatron-core, layer scaling": (
         megatron_core,
         {"layer": 3, "apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
-        CAUSAL,
-        PLAIN,
-        3,
+        {},
     ),
-    "megatron-core, window": (megatron_core, {"window_size": (5, 0)}, (5, 0), PLAIN, 3),
+    "megatron-core, window": (megatron_core, {"window_size": (5, 0)}, {"bounds": (5, 0)}),
     # Its window is the mask, with both bounds, whatever the mask type.
-    "megatron-core, window ahead": (megatron_core, {"window_size": (5, 2)}, (5, 2), PLAIN, 3),
+    "megatron-core, window ahead": (megatron_core, {"window_size": (5, 2)}, {"bounds": (5, 2)}),
     "megatron-core, every other layer's window": (
         megatron_core,
         {"window_size": (5, 0), "window_attn_skip_freq": 2, "layer": 2},
-        CAUSAL,
-        PLAIN,
-        3,
+        {},
     ),
-    "dropout out of training": (
-        in_evaluation,
-        {"make": core_attention, "dropout": 0.1},
-        CAUSAL,
-        PLAIN,
-        3,
-    ),
+    "dropout out of training": (in_evaluation, {"make": core_attention, "dropout": 0.1}, {}),
 }
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1], ids=["[b,s,h,d]", "[s,b,h,d]"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_local_attentions_are_computed(pool, name, batch_dim):
-    make, arguments, bounds, scale, ndim = KNOWN[name]
+    make, arguments, computed = KNOWN[name]
     setting = Setting(make, arguments, {}, batch_dim=batch_dim)
-    for dims, errors in pool.run(
-        compare_with_a_ring, WORLD, setting=setting, bounds=bounds, scale=scale
-    ):
-        assert dims == ndim
+    for dims, errors in pool.run(compare_with_a_ring, WORLD, setting=setting, **computed):
+        assert dims == (4 if make in (flash_self_attention, flash_attn) else 3)
         assert max(errors) < 1e-5
 
 
-GIVEN: dict[str, tuple[dict[str, Any], Bounds, float]] = {
-    "mask": ({"mask": MaskSpec.causal(), "dropout_p": 0.0}, CAUSAL, PLAIN),
+GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mask": ({"mask": MaskSpec.causal()}, {}),
     "mask and scale": (
-        {"mask": MaskSpec.window(3, 1), "softmax_scale": 0.2, "dropout_p": 0.0},
-        (3, 1),
-        0.2,
+        {"mask": MaskSpec.window(3, 1), "softmax_scale": 0.2},
+        {"bounds": (3, 1), "scale": 0.2},
     ),
-    "kernel": ({"mask": MaskSpec.full(), "dropout_p": 0.0, "kernel": "eager"}, FULL, PLAIN),
+    "kernel": ({"mask": MaskSpec.full(), "kernel": "eager"}, {"bounds": FULL}),
 }
 
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_unknown_local_attentions_are_computed_as_they_are_described(pool, name):
-    options, bounds, scale = GIVEN[name]
-    setting = Setting(nobody_knows, {}, options)
-    for _, errors in pool.run(
-        compare_with_a_ring, WORLD, setting=setting, bounds=bounds, scale=scale
-    ):
+    options, computed = GIVEN[name]
+    setting = Setting(nobody_knows, {}, {"dropout_p": 0.0, **options})
+    for _, errors in pool.run(compare_with_a_ring, WORLD, setting=setting, **computed):
         assert max(errors) < 1e-5
 
 
@@ -420,9 +403,7 @@ SCORES = {
 def test_scores_are_those_of_the_local_attention(pool, name, ulysses):
     make, arguments, scores = SCORES[name]
     setting = Setting(make, arguments, {"mask": MaskSpec.causal()}, ulysses=ulysses)
-    for _, errors in pool.run(
-        compare_with_a_ring, WORLD, setting=setting, bounds=CAUSAL, scale=PLAIN, scores=scores
-    ):
+    for _, errors in pool.run(compare_with_a_ring, WORLD, setting=setting, scores=scores):
         assert len(errors) == 4 + ("sinks" in scores)
         assert max(errors) <= 1e-5, errors
 
@@ -435,9 +416,7 @@ def test_rotary_is_that_of_the_full_sequence(pool, layout, features, batch_dim, 
     if ulysses == WORLD:
         local, arguments = Local, {"batch_dim": batch_dim}
     setting = Setting(local, arguments, {}, layout, batch_dim, features, ulysses)
-    for _, errors in pool.run(
-        compare_with_a_ring, WORLD, setting=setting, bounds=CAUSAL, scale=PLAIN
-    ):
+    for _, errors in pool.run(compare_with_a_ring, WORLD, setting=setting):
         assert max(errors) < 1e-5
 
 

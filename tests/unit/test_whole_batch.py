@@ -25,13 +25,18 @@ from ds_usp.training.whole_batch import read_batch
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 4], [1, 2, 3, 4, 5, 6]])
 
 
+def of(**more: Any) -> dict[str, Any]:
+    """A loader's batch."""
+    return {"input_ids": TOKENS, **more}
+
+
 def batches(*given: Any, layout: str = "contiguous", **settings: Any) -> list[ShardedBatch]:
     """What one process makes of them."""
     return list(SequenceParallelDataLoader(given, SequenceMesh.single(), layout, **settings))
 
 
 def test_labels_are_the_next_tokens_and_the_last_has_none():
-    (batch,) = batches({"input_ids": TOKENS})
+    (batch,) = batches(of())
     assert torch.equal(batch.tokens, TOKENS)
     assert batch.labels.tolist() == [[6, 7, 8, 9, 4, -100], [2, 3, 4, 5, 6, -100]]
     assert batch.positions.tolist() == [list(range(6))] * 2
@@ -41,19 +46,19 @@ def test_labels_are_the_next_tokens_and_the_last_has_none():
 def test_labels_that_do_not_count_stay_out():
     labels = TOKENS.clone()
     labels[:, :3] = -100
-    (batch,) = batches({"input_ids": TOKENS, "labels": labels})
+    (batch,) = batches(of(labels=labels))
     assert batch.labels.tolist()[0] == [-100, -100, 8, 9, 4, -100]
     assert batch.loss_tokens == 6
 
 
 def test_shifted_labels_are_taken_as_they_are():
-    (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1})
+    (batch,) = batches(of(shift_labels=TOKENS + 1))
     assert torch.equal(batch.labels, TOKENS + 1)
 
 
 def test_the_shifted_label_of_the_last_token_before_padding_counts():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1, "attention_mask": mask})
+    (batch,) = batches(of(shift_labels=TOKENS + 1, attention_mask=mask))
     assert batch.labels.tolist()[0] == [6, 7, 8, 9, -100, -100]
     assert batch.loss_tokens == 4 + 6
 
@@ -67,7 +72,7 @@ PACKED = {
 
 @pytest.mark.parametrize("given", PACKED.values(), ids=PACKED)
 def test_documents_end_labels_and_restart_positions(given):
-    (batch,) = batches({"input_ids": TOKENS, **given})
+    (batch,) = batches(of(**given))
     assert batch.documents == ((0, 2, 6), (0, 4, 6))
     assert torch.equal(batch.positions, POSITIONS)
     assert batch.labels.tolist() == [[6, -100, 8, 9, 4, -100], [2, 3, 4, -100, 6, -100]]
@@ -75,25 +80,25 @@ def test_documents_end_labels_and_restart_positions(given):
 
 def test_one_list_of_borders_is_for_all_samples():
     borders = torch.tensor([[0, 4, 6]], dtype=torch.int32)
-    (batch,) = batches({"input_ids": TOKENS, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders})
+    (batch,) = batches(of(cu_seq_lens_q=borders, cu_seq_lens_k=borders))
     assert batch.documents == ((0, 4, 6),)
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
 
 
 def test_padding_is_a_document_without_labels():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask})
+    (batch,) = batches(of(attention_mask=mask))
     assert batch.documents == ((0, 4, 6), (0, 6))
     assert batch.labels.tolist()[0] == [6, 7, 8, -100, -100, -100]
     assert batch.loss_tokens == 3 + 5
-    (batch,) = batches({"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)})
+    (batch,) = batches(of(attention_mask=torch.ones_like(TOKENS)))
     assert batch.documents == ()
 
 
 def test_padding_of_packed_documents():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)
     positions = torch.tensor([[0, 1, 0, 1, 7, 7]] * 2)  # those of padding do not matter
-    (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask, "position_ids": positions})
+    (batch,) = batches(of(attention_mask=mask, position_ids=positions))
     assert batch.documents == ((0, 2, 4, 6),)
 
 
@@ -110,7 +115,7 @@ BORDERS = {
 @pytest.mark.parametrize("borders", BORDERS.values(), ids=BORDERS)
 def test_borders_beside_padding_are_those_of_positions(borders):
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
-    given = {"input_ids": TOKENS, "attention_mask": mask}
+    given = of(attention_mask=mask)
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2)
     (expected,) = batches({**given, "position_ids": positions})
     assert expected.documents == ((0, 2, 4, 6), (0, 2, 6))
@@ -123,7 +128,7 @@ def test_borders_beside_padding_are_those_of_positions(borders):
 
 def test_advice_for_documents_that_differ_leaves_padding_out_of_the_loss():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)
-    given = {"input_ids": TOKENS, "attention_mask": mask, "position_ids": POSITIONS}
+    given = of(attention_mask=mask, position_ids=POSITIONS)
     with pytest.raises(DataError, match=r"Leave out the wrong one, but keep attention_mask"):
         batches({**given, "cu_seqlens": [0, 3, 6]})
     (batch,) = batches({name: x for name, x in given.items() if name != "position_ids"})
@@ -138,16 +143,14 @@ def test_samples_of_no_tokens_have_no_positions():
 
 
 def test_other_entries_are_sharded_or_whole():
-    given = {"input_ids": TOKENS, "weights": TOKENS.float(), "image": torch.ones(3), "ids": "a"}
+    given = of(weights=TOKENS.float(), image=torch.ones(3), ids="a")
     (batch,) = batches(given, whole=("image",))
     assert torch.equal(batch.others["weights"], TOKENS.float())
     assert batch.others["image"].shape == (3,) and batch.others["ids"] == "a"
 
 
 def test_a_balanced_layout_is_made_from_each_batchs_documents():
-    first, second = batches(
-        {"input_ids": TOKENS, "cu_seqlens": [0, 2, 6]}, {"input_ids": TOKENS}, layout="balanced"
-    )
+    first, second = batches(of(cu_seqlens=[0, 2, 6]), of(), layout="balanced")
     assert first.layout.documents == (0, 2, 6)
     assert second.layout.documents == (0, 6)
 
@@ -163,51 +166,44 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no tokens": ({"tokens": TOKENS}, r"batch is \['tokens'\]"),
     "one dim": ({"input_ids": TOKENS[0]}, r"input_ids are \[6\], expected \[batch, sequence\]"),
     "labels of another length": (
-        {"input_ids": TOKENS, "labels": TOKENS[:, 1:]},
+        of(labels=TOKENS[:, 1:]),
         r"labels is \[2, 5\], input_ids are \[2, 6\]",
     ),
     "a mask of pairs": (
-        {"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 6, 6)},
+        of(attention_mask=torch.ones(2, 1, 6, 6)),
         "Masks of pairs of tokens are not sharded",
     ),
     "padding on the left": (
-        {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])},
+        of(attention_mask=torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])),
         "sample 1 keeps 4 of 6 tokens, and not the first ones: pad on the right",
     ),
     "an empty sample": (
-        {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 6, [0] * 6])},
+        of(attention_mask=torch.tensor([[1] * 6, [0] * 6])),
         "sample 1 keeps 0 of 6",
     ),
     "padding that numbers documents": (
-        {"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 2, 2, 0, 0]] * 2)},
+        of(attention_mask=torch.tensor([[1, 1, 2, 2, 0, 0]] * 2)),
         "sample 0 has numbers other than 0 and 1.*by position_ids that start anew, or by cu_seq",
     ),
     "borders that end elsewhere beside padding": (
-        {
-            "input_ids": TOKENS,
-            "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]] * 2),
-            "cu_seqlens": [0, 2, 5],
-        },
+        of(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]] * 2), cu_seqlens=[0, 2, 5]),
         "sample 0 end at 5, and attention_mask keeps 4 of its 6 tokens",
     ),
     "labels that are shifted already": (
         {"input_ids": TOKENS[:, :-1], "labels": TOKENS[:, 1:]},
         "would be shifted twice: name them 'shift_labels'",
     ),
-    "labels twice": (
-        {"input_ids": TOKENS, "labels": TOKENS, "shift_labels": TOKENS},
-        "leave one of the two out",
-    ),
+    "labels twice": (of(labels=TOKENS, shift_labels=TOKENS), "leave one of the two out"),
     "positions that jump": (
-        {"input_ids": TOKENS, "position_ids": torch.tensor([[0, 1, 2, 5, 6, 7]] * 2)},
+        of(position_ids=torch.tensor([[0, 1, 2, 5, 6, 7]] * 2)),
         "sample 0 go from 2 to 5 at token 3",
     ),
     "documents that differ": (
-        {"input_ids": TOKENS, "position_ids": POSITIONS, "cu_seqlens": [0, 3, 6]},
+        of(position_ids=POSITIONS, cu_seqlens=[0, 3, 6]),
         "cu_seqlens and position_ids name different documents",
     ),
     "a tensor of no sequence": (
-        {"input_ids": TOKENS, "image": torch.ones(2, 3)},
+        of(image=torch.ones(2, 3)),
         r"'image' is \[2, 3\], not \[2, 6, ...\].*whole=\('image',\)",
     ),
 }
@@ -221,7 +217,7 @@ def test_a_batch_that_cannot_be_used_is_refused(given, message):
 
 def test_borders_that_end_elsewhere_are_refused():
     with pytest.raises(ConfigError, match="end at 5, the sequence has 6"):
-        batches({"input_ids": TOKENS, "cu_seqlens": [0, 5]})
+        batches(of(cu_seqlens=[0, 5]))
 
 
 def test_settings_are_checked_at_once():
