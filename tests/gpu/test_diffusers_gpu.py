@@ -68,7 +68,10 @@ def rank_main(rank: int, port: str, checks: tuple[Check, ...], device: str = "cu
     errors: dict[str, float] = {}
     for check in checks:
         begin = time.perf_counter()
-        of_check = dict(check(torch.device(device)))
+        try:
+            of_check = dict(check(torch.device(device)))
+        except pytest.fail.Exception as failed:  # of pytest.raises: no Exception, so spawn would
+            raise AssertionError(str(failed)) from failed  # say "exit code 1" and nothing more
         seconds = time.perf_counter() - begin
         errors |= of_check
         say(f"{check.__name__}: {len(of_check)} in {seconds:.1f} s")
