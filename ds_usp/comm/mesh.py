@@ -593,6 +593,21 @@ class SequenceMesh:
         self.consistency.check_now(text, error)
 
     @contextmanager
+    def agreeing(self, text: str) -> Iterator[list[str]]:
+        """What one rank refuses in the body every rank refuses: all of them :meth:`agree` at its
+        end, well or not. Collective.
+
+        Yields:
+            the words of the text, to which the body adds what it came to know.
+        """
+        words, error = [text], None
+        try:
+            yield words
+        except Exception as refused:
+            error = refused
+        self.agree(" ".join(words), error)
+
+    @contextmanager
     def together(self, text: str) -> Iterator[None]:
         """A request that all ranks of the mesh serve, or none: an error in the body on one rank
         raises on every rank, and the next request finds all of them in step. Collective.
