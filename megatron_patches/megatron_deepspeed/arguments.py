@@ -22,13 +22,14 @@ from ds_usp.training import check_zero_stage
 from megatron_patches import flags, projection_overlap
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.compat import switch_off_missing_fusions
-from megatron_patches.megatron_deepspeed.startup import patch_script, verify_flag
+from megatron_patches.megatron_deepspeed.startup import FRAMEWORK
 from megatron_patches.megatron_deepspeed.state import is_active
 from megatron_patches.megatron_deepspeed.unsupported import (
     refuse,
     refuse_framework_failures,
     unserved_projections,
 )
+from megatron_patches.patch_set import apply_later, verify_flag
 from megatron_patches.settings import MeshSettings
 
 _FLASH = (
@@ -81,7 +82,7 @@ def validate_args(
     validated = original(args, defaults)
     memory.check_flags(args)
     if args.usp_loss_chunks:
-        verify_flag("--usp-loss-chunks")
+        verify_flag(FRAMEWORK, "--usp-loss-chunks")
     run = planned_run(args)
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = _auto_degree(run)
@@ -99,7 +100,7 @@ def validate_args(
         _choose_flash(args, config)
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
-        patch_script()
+        apply_later(FRAMEWORK)
     _check_projections(args)
     flags.check_mlp_chunks(args, min(map(layout.length, range(layout.degree))))
     return validated
@@ -172,7 +173,7 @@ def _check_projections(args: Any) -> None:
     """
     projection_overlap.check_projections(args, unserved_projections(_deepspeed_config(args)))
     if projection_overlap.projects_again(args, args.ds_sequence_parallel_size):
-        verify_flag("--usp-projection-overlap")
+        verify_flag(FRAMEWORK, "--usp-projection-overlap")
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:

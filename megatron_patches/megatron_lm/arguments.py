@@ -23,7 +23,8 @@ from megatron_patches.megatron_core.context_parallel import (
 from megatron_patches.megatron_lm import context_parallel_kind, memory, projections, unsupported
 from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
-from megatron_patches.megatron_lm.state import compare_script
+from megatron_patches.megatron_lm.relied_on import FRAMEWORK
+from megatron_patches.patch_set import apply_later
 from megatron_patches.settings import MeshSettings
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
@@ -115,7 +116,7 @@ def validate_args(
         # A causal mask, seq_length x seq_length bytes, that every layer would compare.
         args.create_attention_mask_in_dataloader = False
     if usp:
-        compare_script()
+        apply_later(FRAMEWORK)
     return validated
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_patches.megatron_lm.relied_on import PROJECTIONS_FLAG
-from megatron_patches.megatron_lm.state import verify_flag
+from megatron_patches.megatron_lm.relied_on import FRAMEWORK, PROJECTIONS_FLAG
+from megatron_patches.patch_set import verify_flag
 from megatron_patches.projection_overlap import (
     FLAG,
     OFF,
@@ -98,7 +98,7 @@ def verify_edits(args: Any) -> tuple[str, ...]:
         return ()
     if args.context_parallel_size == 1:
         return (f"{FLAG.format(**vars(args))} has no effect with --context-parallel-size 1",)
-    verify_flag(PROJECTIONS_FLAG)
+    verify_flag(FRAMEWORK, PROJECTIONS_FLAG)
     return ()
 
 
