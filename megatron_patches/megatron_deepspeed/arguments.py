@@ -19,7 +19,7 @@ from ds_usp.memory import LayerMemory, run_for_gradients
 from ds_usp.planner import AUTO
 from ds_usp.settings import add_removed_flag, add_settings
 from ds_usp.training import check_zero_stage
-from megatron_patches import flags, projection_overlap
+from megatron_patches import flags, projection_overlap, refusals
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.compat import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.startup import FRAMEWORK
@@ -112,8 +112,7 @@ def _refuse_before(args: Any) -> None:
     sp = args.ds_sequence_parallel_size
     if args.ulysses_degree != AUTO:
         ds_usp.USPConfig.from_args(args)
-    flags.check_cluster_flag(args)
-    flags.check_report_flag(args)
+    refusals.refuse(flags.SHARED_REFUSALS, args)
     if sp > 1 and args.sequence_parallel:
         raise ConfigError(
             f"--sequence-parallel (Megatron's) shards the sequence over tensor-parallel ranks, and "

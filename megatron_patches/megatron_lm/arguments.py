@@ -25,6 +25,7 @@ from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
 from megatron_patches.megatron_lm.relied_on import FRAMEWORK
 from megatron_patches.patch_set import apply_later
+from megatron_patches.refusals import refuse
 from megatron_patches.settings import MeshSettings
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
@@ -95,8 +96,7 @@ def validate_args(
     """
     unsupported.refuse_transformer_engine(args)
     context_parallel_kind.resolve(args)
-    flags.check_cluster_flag(args)
-    flags.check_report_flag(args)
+    refuse(flags.SHARED_REFUSALS, args)
     if args.ulysses_degree != AUTO:
         _check_degrees(args)
     with not_demanded(args):

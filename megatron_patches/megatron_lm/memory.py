@@ -147,20 +147,17 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     from megatron.core.tensor_parallel import checkpoint
     from megatron.training import get_args
 
+    from megatron_patches.megatron_core.layer_memory import save_less
+
     original(layer, *args, **kwargs)
-    recompute, chunks = get_args().usp_recompute, get_args().usp_mlp_chunks
-    if chunks > 1:
-        from megatron_patches.megatron_core.layer_memory import mlp_in_chunks
-
-        mlp_in_chunks(layer, chunks)
-    if recompute == "gemm-last":
-        from megatron_patches.megatron_core.layer_memory import recompute_gemm_last
-
-        recompute_gemm_last(layer, mlp=chunks <= 1)
-    elif recompute != "none":
-        memory = LayerMemory(recompute, checkpoint=lambda run, x: checkpoint(run, False, x))
+    flags = get_args()
+    save_less(layer, flags.usp_recompute, flags.usp_mlp_chunks)
+    if flags.usp_recompute not in ("none", "gemm-last"):
+        memory = LayerMemory(
+            flags.usp_recompute, checkpoint=lambda run, x: checkpoint(run, False, x)
+        )
         object.__setattr__(layer, _ATTRIBUTE, memory)
-    projections.project_in_layer(layer, get_args())
+    projections.project_in_layer(layer, flags)
 
 
 def run_layer(

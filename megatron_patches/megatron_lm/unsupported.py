@@ -214,11 +214,6 @@ def refuse_for_planner(args: Any) -> None:
     refusals.refuse(_UNKNOWN_TO_PLANNER, args)
 
 
-def is_planned(args: Any) -> bool:
-    """Whether the planner knows the model."""
-    return not any(row.applies(args) for row in _UNKNOWN_TO_PLANNER)
-
-
 def refuse_transformer_engine(args: Any) -> None:
     """Refuse TransformerEngine's layers where they cannot be built.
 

@@ -34,8 +34,7 @@ from ds_usp.training import (
     weighted_loss,
 )
 from megatron_patches.megatron_core.layer_memory import (
-    mlp_in_chunks,
-    recompute_gemm_last,
+    save_less,
     without_zero_offset,
 )
 from megatron_patches.megatron_core.projections import project_again
@@ -94,10 +93,7 @@ class Layer(nn.Module):
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
         self.number, self.memory = number, memory
         without_zero_offset(self.layer)
-        if mlp_chunks > 1:
-            mlp_in_chunks(self.layer, mlp_chunks)
-        if memory.recompute == "gemm-last":
-            recompute_gemm_last(self.layer, mlp=mlp_chunks <= 1)
+        save_less(self.layer, memory.recompute, mlp_chunks)
         if rotary is not None:
             rotate_in_projection(self.layer, rotary)
         if projects:
