@@ -101,7 +101,9 @@ def validate_args(
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
         apply_later(FRAMEWORK)
-    _check_projections(args)
+    projection_overlap.check_projections(args, unserved_projections(_deepspeed_config(args)))
+    if projection_overlap.projects_again(args, args.ds_sequence_parallel_size):
+        verify_flag(FRAMEWORK, "--usp-projection-overlap")
     flags.check_mlp_chunks(args, min(map(layout.length, range(layout.degree))))
     return validated
 
@@ -161,18 +163,6 @@ def _auto_degree(run: flags.PlannedRun) -> int:
     if run.args.rank == 0:
         print("\n".join(choice.why), flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints
     return choice.ulysses
-
-
-def _check_projections(args: Any) -> None:
-    """Refuse ``--usp-projection-overlap recompute`` where layers cannot be served.
-
-    Raises:
-        ConfigError: with the reason and the fix.
-        PatchError: edited linear layers, whose edits would have no effect.
-    """
-    projection_overlap.check_projections(args, unserved_projections(_deepspeed_config(args)))
-    if projection_overlap.projects_again(args, args.ds_sequence_parallel_size):
-        verify_flag(FRAMEWORK, "--usp-projection-overlap")
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:

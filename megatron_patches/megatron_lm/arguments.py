@@ -25,6 +25,7 @@ from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
 from megatron_patches.megatron_lm.relied_on import FRAMEWORK
 from megatron_patches.patch_set import apply_later
+from megatron_patches.projection_overlap import check_projections
 from megatron_patches.refusals import refuse
 from megatron_patches.settings import MeshSettings
 
@@ -103,7 +104,7 @@ def validate_args(
         validated = original(args, defaults)
     memory.check_flags(args)
     unsupported.refuse(args)
-    projections.check_flag(args)
+    check_projections(args, projections.NOT_SERVED)
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = _auto_degree(args)
         _check_degrees(args)
@@ -166,7 +167,7 @@ def _auto_degree(args: Any) -> int | None:
     """
     if args.context_parallel_size == 1:
         return None
-    unsupported.refuse_for_planner(args)
+    refuse(unsupported.UNKNOWN_TO_PLANNER, args)
     choice = planned_run(args).choose_degree(on_gpu=torch.cuda.is_available())
     _print_once(args, *choice.why)
     return choice.ulysses

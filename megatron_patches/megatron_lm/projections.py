@@ -6,13 +6,7 @@ from typing import Any
 
 from megatron_patches.megatron_lm.relied_on import FRAMEWORK, PROJECTIONS_FLAG
 from megatron_patches.patch_set import verify_flag
-from megatron_patches.projection_overlap import (
-    FLAG,
-    OFF,
-    OR_OFF,
-    check_projections,
-    projects_again,
-)
+from megatron_patches.projection_overlap import FLAG, OFF, OR_OFF, projects_again
 from megatron_patches.refusals import Refusal
 
 _LEAVE_OUT = f"Leave them out, {OR_OFF}"
@@ -74,15 +68,6 @@ NOT_SERVED = (
         f"Leave both out, {OR_OFF}",
     ),
 )
-
-
-def check_flag(args: Any) -> None:
-    """Check ``--usp-projection-overlap`` in validated arguments.
-
-    Raises:
-        ConfigError: ``recompute`` where no layer can be served.
-    """
-    check_projections(args, NOT_SERVED)
 
 
 def verify_edits(args: Any) -> tuple[str, ...]:

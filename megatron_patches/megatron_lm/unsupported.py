@@ -176,7 +176,7 @@ _SCHEDULE = (
         "Leave it out",
     ),
 )
-_UNKNOWN_TO_PLANNER = (
+UNKNOWN_TO_PLANNER = (
     Refusal(
         lambda args: args.num_experts or args.multi_latent_attention,
         "--ulysses-degree auto: the planner knows dense models with one projection of queries, "
@@ -203,15 +203,6 @@ def refuse(args: Any) -> None:
         refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_SCHEDULE), args)
     elif attends_on_one_rank(args):
         refusals.refuse(_ATTENTION, args)
-
-
-def refuse_for_planner(args: Any) -> None:
-    """Refuse models that the planner does not know.
-
-    Raises:
-        ConfigError: the first row that applies.
-    """
-    refusals.refuse(_UNKNOWN_TO_PLANNER, args)
 
 
 def refuse_transformer_engine(args: Any) -> None:
