@@ -493,8 +493,9 @@ def run_forked(work: Work, world: int, progress: Progress) -> Any:
         RankError: a rank raised or died, the first one; the others have a moment to fail.
     """
     with tempfile.TemporaryDirectory(prefix="ds_usp_ranks_") as folder:
+        arguments = work, world, folder, progress
         ranks = multiprocessing.start_processes(
-            _forked, (work, world, folder, progress), world, join=False, start_method="fork"
+            _forked, arguments, world, join=False, daemon=True, start_method="fork"
         )
         try:
             while not ranks.join(grace_period=_SHUTDOWN_TIMEOUT_S):

@@ -599,6 +599,10 @@ class SequenceMesh:
 
         Yields:
             the words of the text, to which the body adds what it came to know.
+
+        Raises:
+            Exception: what the body has raised, on that rank.
+            MeshError: on the others, which quotes it; on all of them, if the texts differ.
         """
         words, error = [text], None
         try:
