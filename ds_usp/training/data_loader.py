@@ -257,7 +257,9 @@ class SequenceParallelDataLoader:
         group: the ranks that train together, a whole number of meshes; None: the default group.
 
     Raises:
-        ConfigError, LayoutError: at construction, on every rank of the mesh.
+        ConfigError, LayoutError: at construction, on the ranks with such arguments.
+        MeshError: at construction, on the mesh's other ranks; on all of them, where ``layout`` or
+            ``whole`` differ.
         DataError, LayoutError: at the batch that cannot be used, on every rank of ``group``.
     """
 
