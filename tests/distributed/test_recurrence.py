@@ -2,7 +2,6 @@
 alone; ranks that differ are refused on all of them."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -291,3 +290,90 @@ def test_an_error_in_the_mechanism_is_seen(pool, doubling):
     by_rank = pool.run(wrong, WORLD, timeout=TIMEOUT_S, doubling=doubling)
     worst = {key: max(errors[key] for errors in by_rank) for key in by_rank[0]}
     assert len(worst) == 12 and min(worst.values()) > 1e-4, worst
+
+
+@contextlib.contextmanager
+def short_patience() -> Iterator[None]:
+    with mock.patch.object(watchdog, "_PATIENCE_S", 1.0):
+        yield
+
+
+def said(call: Callable[[], object]) -> str:
+    """What it raises, with its class; "" where it returns."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def disagreeing(ctx: RankContext, what: str) -> list[str]:
+    """What this rank is told where rank 1 does something else than the others, and then in a call
+    of all."""
+    mesh, odd = mesh_of(2), ctx.rank == 1
+    layout = mesh.layout("zigzag", 29)
+    local = [layout.shard(x, 1, ctx.rank) for x in inputs_of("head", 29, torch.float32)[:3]]
+    base = recurrence_of("head")
+    where: dict[str, Any] = {"mesh": mesh, "layout": layout, "dims": [1] * 3, "out_dim": 1}
+
+    def run(recurrence: Recurrence = base, tensors: Any = None, **changed: Any) -> torch.Tensor:
+        tensors = [x.clone().requires_grad_() for x in local] if tensors is None else tensors
+        return ds_usp.affine_scan(recurrence, tensors, **(where | changed))
+
+    def breaks(place: str) -> Recurrence:
+        def of_piece(tensors: Tensors, piece: Piece) -> PieceMap:
+            if place == "run":
+                raise RuntimeError("out of memory in run")
+            ran = PieceMap(*run_tokens("head", tensors))
+
+            def respond(state: torch.Tensor) -> torch.Tensor:
+                raise RuntimeError("out of memory in respond")
+
+            return ran._replace(respond=respond)
+
+        return replace(base, run=of_piece)
+
+    tall = replace(base, state_shape=(HEADS, N, M + 1))
+    actions: dict[str, Callable[[], object]] = {
+        "documents": lambda: run(documents=[0, 5, 29]),
+        "gradient": lambda: run(tensors=local),
+        "dtype": lambda: run(tensors=[x.double() for x in local]),
+        "state shape": lambda: run(recurrence=tall),
+        "tokens": lambda: run(tensors=[x[:, 1:] for x in local]),
+        "layout": lambda: run(layout=TokenLayout("zigzag", 29, 4, 1)),
+        "error in run": lambda: run(breaks("run")),
+        "error in finish": lambda: run(breaks("finish")),
+        "no backward": run,
+        "another function": lambda: ds_usp.causal_conv(
+            convolve, torch.ones(2, CHANNELS, layout.length(ctx.rank)), 4, mesh=mesh, layout=layout
+        ),
+    }
+    good: Callable[[], object] = lambda: run().sum().backward()  # noqa: E731
+    # What rank 1 leaves out it meets the others in with its next call.
+    late = what in ("error in finish", "no backward")
+    with short_patience():
+        texts = [said(actions[what] if odd else good)]
+        if late and odd:
+            texts = [said(good)]
+        return [*texts, said(good)]
+
+
+# And what every rank is told.
+DIFFERENT = {
+    "documents": "one document on ranks 0, 2-3, documents 0-5-29 on rank 1",
+    "gradient": "gradients: with on ranks 0, 2-3, without on rank 1",
+    "dtype": "torch.float64",
+    "state shape": "states [2, 3, 5], transitions [2] elementwise on rank 1",
+    "tokens": "tensor 0 has 6 tokens along dim 1",
+    "layout": "the layout is for ulysses 4 x ring 1",
+    "error in run": "out of memory in run",
+    "error in finish": "backward pass of call",
+    "no backward": "backward pass of call",
+    "another function": "affine_scan on ranks 0, 2-3, causal_conv on rank 1",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_rank_that_differs_is_refused_on_all(pool, what):
+    for first, then in pool.run(disagreeing, WORLD, timeout=TIMEOUT_S, what=what):
+        assert DIFFERENT[what] in first and then == "", first
