@@ -42,7 +42,7 @@ def documents_of(chains: StateChains) -> list[list[tuple[int, int]]]:
 
 
 @given(batches())
-@examples(200)
+@examples(100)
 def test_every_token_is_in_one_piece_and_chains_are_documents(chains):
     layout, seen = chains.layout, set()
     for chain in chains.chains:
@@ -66,7 +66,7 @@ def test_every_token_is_in_one_piece_and_chains_are_documents(chains):
 
 
 @given(batches())
-@examples(200)
+@examples(100)
 def test_rounds_bring_each_piece_the_pieces_before_it(chains):
     """Maps as the sets of pieces that they are of; without A, all from the document's begin."""
     before: dict[Piece, set[Piece]] = {p: set() for chain in chains.chains for p in chain}
@@ -93,7 +93,7 @@ def test_rounds_bring_each_piece_the_pieces_before_it(chains):
 
 
 @given(batches(), st.integers(0, 5))
-@examples(200)
+@examples(100)
 def test_halos_are_the_tokens_before_each_piece(chains, width):
     layout, ranks = chains.layout, range(chains.layout.degree)
     halos = [chains.halo(rank, width) for rank in ranks]
