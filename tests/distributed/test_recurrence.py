@@ -2,7 +2,9 @@
 alone; ranks that differ are refused on all of them."""
 
 import contextlib
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -160,7 +162,7 @@ def planted(error: str) -> Iterator[None]:
         "no backward exchange": (
             exchange._Exchange,
             "backward",
-            staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.sent)), None, None, None)),
+            staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.sent)), *[None] * 4)),
         ),
     }
     with contextlib.ExitStack() as stack:
@@ -523,3 +525,36 @@ def test_bytes_are_those_of_the_formula(pool, pieces, documents):
     for counted, formula in results:
         assert counted == formula
     assert all(sum(counted[i] for counted, _ in results) > 0 for i in range(4))
+
+
+def kept_by_the_graph(ctx: RankContext) -> list[bool]:
+    """Whether something of a call outlives its output, without a collection of cycles."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", 29)
+    tensors = [
+        layout.shard(x, 1, ctx.rank).requires_grad_()
+        for x in inputs_of("head", 29, torch.float32)[:3]
+    ]
+    calls, whole = [], exchange.ExchangeCall.begin
+
+    def begin(call: Any, compute: Any) -> Any:
+        calls.append(weakref.ref(call))
+        return whole(call, compute)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(exchange.ExchangeCall, "begin", begin):
+            out = ds_usp.affine_scan(
+                recurrence_of("head"), tensors, mesh=mesh, layout=layout, dims=[1] * 3, out_dim=1
+            )
+        node = weakref.ref(out.grad_fn)
+        out.sum().backward()
+        del out
+        return [calls[0]() is None, node() is None]
+    finally:
+        gc.enable()
+
+
+def test_a_call_is_freed_with_its_output(pool):
+    assert pool.run(kept_by_the_graph, WORLD, timeout=TIMEOUT_S) == [[True, True]] * WORLD
