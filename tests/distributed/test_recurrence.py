@@ -558,3 +558,31 @@ def kept_by_the_graph(ctx: RankContext) -> list[bool]:
 
 def test_a_call_is_freed_with_its_output(pool):
     assert pool.run(kept_by_the_graph, WORLD, timeout=TIMEOUT_S) == [[True, True]] * WORLD
+
+
+def in_autocast(ctx: RankContext) -> tuple[bool, bool]:
+    """Whether states are folded in fp32 under autocast; and where it stays on, as a wrong one."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", 29)
+    tensors = [layout.shard(x, 1, ctx.rank) for x in inputs_of("matrix", 29, torch.float32)[:3]]
+    base = recurrence_of("matrix")
+
+    def of_piece(tensors: Tensors, piece: Piece) -> PieceMap:
+        with torch.autocast("cpu", enabled=False):
+            return base.run(tensors, piece)
+
+    def run() -> torch.Tensor:
+        options: dict[str, Any] = {"mesh": mesh, "layout": layout, "dims": [1] * 3, "out_dim": 1}
+        return ds_usp.affine_scan(replace(base, run=of_piece), tensors, **options)
+
+    wanted = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = torch.equal(run(), wanted)
+        with mock.patch.object(scan, "no_autocast", lambda _: contextlib.nullcontext()):
+            return exact, torch.equal(run(), wanted)
+
+
+def test_states_are_folded_outside_of_autocast(pool):
+    results = pool.run(in_autocast, WORLD, timeout=TIMEOUT_S)
+    assert [exact for exact, _ in results] == [True] * WORLD
+    assert not all(wrong for _, wrong in results)
