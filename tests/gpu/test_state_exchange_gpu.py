@@ -58,7 +58,7 @@ def _compare(rank: int, world: int) -> None:
             for kind in ("contiguous", "zigzag"):
                 layout = mesh.layout(kind, TOKENS)
                 for documents in DOCUMENTS:
-                    x = full.to(dtype).requires_grad_()
+                    x = full.to(dtype, copy=True).requires_grad_()
                     whole = layer(x, single, single.layout(kind, TOKENS), documents)
                     (whole * weight).sum().backward()
                     local = layout.shard(full.to(dtype), 1, rank).requires_grad_()
