@@ -4,7 +4,7 @@ from token to token send between them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -181,6 +181,20 @@ class StateChains:
             step *= 2
         last = (Move(a, b, False) for chain in self.chains for a, b in pairwise(chain))
         return (*rounds, _sorted(last))
+
+    @cached_property
+    def mirrored(self) -> StateChains:
+        """The chains from their ends to their begins, along which gradients of states go: what
+        imports exports. A rank's pieces keep their order."""
+        length = self.layout.seq_len
+
+        def mirror(piece: Piece) -> Piece:
+            start, first = length - piece.stop, length - piece.last
+            stop, last = length - piece.start, length - piece.first
+            return piece._replace(start=start, stop=stop, first=first, last=last)
+
+        chains = tuple(tuple(map(mirror, reversed(chain))) for chain in self.chains)
+        return replace(self, chains=chains)
 
     def sent_bytes(
         self, rank: int, state: int, transition: int, itemsize: int = 4, *, backward: bool = False

@@ -101,6 +101,7 @@ class ExchangeCall:
 
     def leave(self, out: torch.Tensor) -> torch.Tensor:
         """The output, for what is computed after the call."""
+        self.inputs = []  # the graph keeps the call, and a checkpoint is there to keep no inputs
         left: torch.Tensor = _Leave.apply(self, out, *self._received) if self._received else out
         return left
 

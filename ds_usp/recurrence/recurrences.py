@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import Piece
+from ds_usp.recurrence import fla_kernels
 from ds_usp.recurrence.scan import PieceMap, Recurrence, affine_scan
 
 Kernel = Callable[..., Any]
@@ -46,6 +47,12 @@ def delta_rule(
         kernel: ``kernel(q, k, v, g=, beta=, initial_state=, output_final_state=, **options) ->
             (out, final_state)``, states ``[b, h, dk, dv]``.
     """
+    chained = fla_kernels.kernel_for(kernel, query)
+    if chained is not None:
+        return fla_kernels.delta_rule(
+            chained, query, key, value, g, beta,
+            mesh=mesh, layout=layout, documents=documents, **options,
+        )  # fmt: skip
     heads, dk, dv = value.shape[2], key.shape[3], value.shape[3]
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:

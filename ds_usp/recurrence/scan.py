@@ -162,8 +162,7 @@ def affine_scan(
         for piece, a, b in zip(own, maps.transitions, maps.states, strict=True)
         if b is not None
     }
-    transfer = _Transfer(recurrence, chains, call, dtype)
-    states = (transfer.by_doubling if chains.doubles else transfer.directly)(known)
+    states = Transfer(recurrence, chains, call, dtype).states(known)
     out = maps.finish([states.get(piece) for piece in own])
     if chains.folded:
         out = unfold_rows(out, out_dim, chains.rows)
@@ -201,11 +200,17 @@ def unfold_rows(x: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
 
 
 @dataclass
-class _Transfer:
+class Transfer:
+    """The exchange of maps: from those of this rank's pieces to the states that come into them."""
+
     recurrence: Recurrence
     chains: StateChains
     call: ExchangeCall
     dtype: torch.dtype
+
+    def states(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
+        """The state before each of this rank's pieces that imports; collective over the mesh."""
+        return (self.by_doubling if self.chains.doubles else self.directly)(known)
 
     def directly(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
         got, states = dict(known), {}
