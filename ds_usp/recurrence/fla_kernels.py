@@ -16,21 +16,12 @@ from typing import Any
 
 import torch
 
-from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import Piece, StateChains
 from ds_usp.recurrence.exchange import ExchangeCall
-from ds_usp.recurrence.scan import (
-    Map,
-    Recurrence,
-    Transfer,
-    chains_of,
-    fold_rows,
-    signature,
-    unfold_rows,
-)
+from ds_usp.recurrence.scan import Map, PieceMaps, Recurrence, Transfer, no_autocast
 
 MAX_KEY_DIM = 256  # fla asserts it
 
@@ -113,10 +104,9 @@ def delta_rule(
     Shapes: query and key may have fewer heads than value, which divide its.
     """
     tensors = (query, key, value, g, beta)
-    call = ExchangeCall(mesh, "states", tensors)
+    call = ExchangeCall("delta_rule", "states", tensors, (1,) * 5, mesh, layout, documents)
 
-    def begin() -> tuple[Signature, StateChains]:
-        chains = chains_of(tensors, (1,) * 5, mesh, layout, documents)
+    def check(inputs: list[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
         heads, dk = key.shape[2:]
         if dk > MAX_KEY_DIM or value.shape[2] % heads:
             raise ConfigError(
@@ -124,11 +114,12 @@ def delta_rule(
                 f"attention takes keys of at most {MAX_KEY_DIM}, and heads that divide those of "
                 "values"
             )
-        return signature(chains), chains
+        return [f"by fla's kernels with {sorted(options)}"], inputs
 
-    chains = call.compare(begin)
-    states = PieceStates(call, chains, value.shape[2], key.shape[3], value.shape[3], key.device)
-    q, k, v, decay, b = (fold_rows(x, 1) for x in call.inputs)
+    inputs = call.begin(check)
+    states = PieceStates(call, value.shape[2], key.shape[3], value.shape[3], key.device)
+    rows = inputs[0].shape[0]
+    q, k, v, decay, b = (x.flatten(0, 1)[None] for x in inputs)
     consistency = mesh.consistency
     num_raised = consistency.num_raised
     try:
@@ -136,7 +127,7 @@ def delta_rule(
     except Exception as error:
         consistency.raise_everywhere(error, num_raised)
         raise
-    return call.leave(unfold_rows(out, 1, chains.rows))
+    return call.leave(out[0].unflatten(0, (rows, -1)), 1)
 
 
 # Note [states inside a kernel]
@@ -159,23 +150,22 @@ class PieceStates:
     def __init__(
         self,
         call: ExchangeCall,
-        chains: StateChains,
         heads: int,
         key_dim: int,
         value_dim: int,
         device: torch.device,
     ) -> None:
-        self.call, self.chains = call, chains
-        self.pieces = chains.by_rank[call.mesh.rank]
-        self.rows = chains.rows_of_piece
+        self.call = call
+        self.pieces = call.chains.by_rank[call.mesh.rank]
+        self.rows = call.chains.rows_of_piece
         state, transition = (heads, key_dim, value_dim), (heads, key_dim, key_dim)
         self.recurrence = Recurrence(_no_run, state, transition, matrix=True)
-        self.cu_seqlens, self.cu_seqlens_cpu = _borders(chains, call.mesh.rank, device)
+        self.cu_seqlens, self.cu_seqlens_cpu = _borders(call.chains, call.mesh.rank, device)
         self._transitions: dict[int, torch.Tensor] = {}  # A by the number of a piece
 
     def arguments(self) -> dict[str, Any]:
         """Of the kernel: documents, and this context where a state goes from piece to piece."""
-        if self.chains.rounds:
+        if self.call.chains.rounds:
             return {"cp_context": self}
         return {"cu_seqlens": self.cu_seqlens, "cu_seqlens_cpu": self.cu_seqlens_cpu}
 
@@ -193,7 +183,7 @@ class PieceStates:
             for n in range(first, stop):
                 maps[n] = (transitions[n - first] if across else None), into[n - first]
         self._transitions = {n: a for n, (a, _) in maps.items() if a is not None}
-        return self._exchange(self.chains, maps)
+        return self._exchange(self.call.chains, maps)
 
     def gradients_after(
         self,
@@ -211,7 +201,7 @@ class PieceStates:
             if piece.imports:
                 into = _gradient_of_state(q, k, w, do, dv, *given, self.cu_seqlens[n : n + 2])
                 maps[n] = (self._transitions[n].mT if piece.exports else None), into
-        return self._exchange(self.chains.mirrored, maps), None
+        return self._exchange(self.call.chains.mirrored, maps), None
 
     def saved(self, states: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
         """What backward needs: the states that are not zero."""
@@ -244,14 +234,17 @@ class PieceStates:
 
     def _exchange(self, chains: StateChains, maps: dict[int, Map]) -> torch.Tensor | None:
         """The states that come into all pieces along ``chains``, of the maps by number."""
-        own, known = chains.by_rank[self.call.mesh.rank], dict[Piece, Map]()
+        own = chains.by_rank[self.call.mesh.rank]
+        into: list[torch.Tensor | None] = []
+        across: list[torch.Tensor | None] = []
         for index, piece in enumerate(own):
-            if piece.exports:
-                rows = [maps[row * len(own) + index] for row in range(self.rows)]
-                transitions = [a for a, _ in rows if a is not None]
-                into = torch.stack([b for _, b in rows])
-                known[piece] = (torch.stack(transitions) if transitions else None), into
-        states = Transfer(self.recurrence, chains, self.call, torch.float32).states(known)
+            rows = [maps[row * len(own) + index] for row in range(self.rows) if piece.exports]
+            transitions = [a for a, _ in rows if a is not None]
+            into.append(torch.stack([b for _, b in rows]) if rows else None)
+            across.append(torch.stack(transitions) if transitions else None)
+        transfer = Transfer(self.recurrence, self.call, chains, torch.float32)
+        with no_autocast(self.cu_seqlens.device):
+            states = transfer.states(own, PieceMaps(into, across, _no_run))
         if not states:
             return None
         shape = self.rows, len(own), *self.recurrence.state_shape
