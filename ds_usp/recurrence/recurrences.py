@@ -3,7 +3,8 @@ of it stands above each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ import torch.nn.functional as F
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import Piece
-from ds_usp.recurrence import fla_kernels
-from ds_usp.recurrence.scan import PieceMap, Recurrence, affine_scan
+from ds_usp.recurrence import kernels
+from ds_usp.recurrence.scan import PieceMap, PieceMaps, Recurrence, affine_scan
 
 Kernel = Callable[..., Any]
 
@@ -48,9 +49,9 @@ def delta_rule(
         kernel: ``kernel(q, k, v, g=, beta=, initial_state=, output_final_state=, **options) ->
             (out, final_state)``, states ``[b, h, dk, dv]``.
     """
-    chained = fla_kernels.kernel_for(kernel, query)
+    chained = kernels.kernel_for(kernel, query)
     if chained is not None:
-        return fla_kernels.delta_rule(
+        return kernels.delta_rule(
             chained, query, key, value, g, beta,
             mesh=mesh, layout=layout, documents=documents, **options,
         )  # fmt: skip
@@ -83,7 +84,8 @@ def delta_rule(
     )
 
 
-# Mamba-2: a decay for each head. The kernel needs return_final_states and its gradient.
+# Mamba-2: a decay for each head. B of a piece is a product over its tokens, so states are known
+# before the kernel runs, once, from them. The kernel needs initial_states and their gradient.
 def mamba2(
     kernel: Kernel,
     x: torch.Tensor,
@@ -106,33 +108,49 @@ def mamba2(
     ``[b, t, h, p]``.
 
     Args:
-        kernel: ``kernel(x, dt, A, B, C, dt_bias=, dt_softplus=, dt_limit=, return_final_states=,
-            **options) -> out`` or ``(out, state)``, states ``[b, h, p, n]``.
+        kernel: ``kernel(x, dt, A, B, C, dt_bias=, dt_softplus=, dt_limit=, initial_states=,
+            **options) -> out``, states ``[b, h, p, n]``.
     """
     heads, p, n = x.shape[2], x.shape[3], B.shape[3]
     options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    of_library = kernels.kernel_for(kernel, x)  # takes seq_idx: documents in one call
 
-    def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
-        x, dt, B, C, A, *bias = part
-        dt_bias = bias[0] if bias else None
-        ran = kernel(x, dt, A, B, C, dt_bias=dt_bias, return_final_states=piece.exports, **options)
-        out, state = ran if piece.exports else (ran, None)
-        if not piece.imports:
-            return PieceMap(out, state)
-        step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-        decay = (step.to(state_dtype(step)) * A).cumsum(1).exp()  # [b, t, h]
+    def run(tensors: list[torch.Tensor], pieces: Sequence[Piece]) -> PieceMaps:
+        x, dt, B, C, A, *bias = tensors
+        options["dt_bias"] = dt_bias = bias[0] if bias else None
+        lengths = [piece.length for piece in pieces]
+        states, transitions = [None] * len(pieces), [None] * len(pieces)
+        parts = [t.split(lengths, 1) for t in (x, dt, B)]
+        for number, (piece, *part) in enumerate(zip(pieces, *parts, strict=True)):
+            if piece.exports:
+                # Rounded as the kernel rounds it: mamba_ssm's computes steps in fp32.
+                step = part[1] if of_library is None else part[1].to(state_dtype(dt))
+                step = step if dt_bias is None else step + dt_bias.to(step.dtype)
+                step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+                step = step.to(state_dtype(step))
+                change = step * A  # logarithm of a token's decay [b, t, h]
+                weight = step * _after(change, 1).exp()
+                states[number] = _state_of(part[0], weight, part[2])
+                transitions[number] = change.sum(1).exp() if piece.imports else None
 
-        def respond(s: torch.Tensor) -> torch.Tensor:
-            by_group = s.reshape(len(s), C.shape[2], -1, n)
-            read = torch.einsum("blgn,bgqn->blgq", C.to(s.dtype), by_group)
-            return read.reshape(*decay.shape, p) * decay[..., None]
+        def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            outs = []
+            calls = _calls(pieces, together=of_library is not None)
+            tokens = [sum(lengths[a:b]) for a, b in calls]
+            split = zip(*(t.split(tokens, 1) for t in (x, dt, B, C)), strict=True)
+            for (first, stop), (x_, dt_, B_, C_) in zip(calls, split, strict=True):
+                given = {"initial_states": incoming[first], **options}
+                if stop - first > 1:
+                    own = tuple(lengths[first:stop])
+                    given["seq_idx"] = kernels.numbers_of(own, len(x_), x_.device)
+                outs.append((of_library or kernel)(x_, dt_, A, B_, C_, **given))
+            return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
-        return PieceMap(out, state, decay[:, -1] if piece.exports else None, respond)
+        return PieceMaps(states, transitions, finish)
 
     parameters = (A,) if dt_bias is None else (A, dt_bias)
     return affine_scan(
-        Recurrence(run, (heads, p, n), (heads,), piecewise=True),
+        Recurrence(run, (heads, p, n), (heads,)),
         (x, dt, B, C, *parameters),
         mesh=mesh,
         layout=layout,
@@ -140,6 +158,44 @@ def mamba2(
         dims=(1, 1, 1, 1, *(None for _ in parameters)),
         out_dim=1,
     )
+
+
+def _after(changes: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sums of what comes after each token. From the end: differences of sums from the begin would
+    leave the rounding of thousands of tokens to the last ones, which decay least."""
+    return changes.flip(dim).cumsum(dim).flip(dim) - changes
+
+
+def _calls(pieces: Sequence[Piece], together: bool) -> list[tuple[int, int]]:
+    """Pieces of one call of a kernel, as half-open ranges: one; or ``together`` also the documents
+    behind it that begin here, for a kernel that keeps them apart and takes one state."""
+    begins = [n for n, piece in enumerate(pieces) if not (together and n and not piece.imports)]
+    return list(pairwise([*begins, len(pieces)]))
+
+
+# Tokens of a partial sum. In bf16 a product's sum is rounded once, and these are added in fp32.
+_BLOCK = 1024
+
+
+def _state_of(x: torch.Tensor, weight: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of ``x B^T`` over tokens, ``[b, h, p, n]``.
+
+    Shapes: x ``[b, t, h, p]``, weight ``[b, t, h]``, B ``[b, t, groups, n]``.
+    """
+    weighted = (x.to(weight.dtype) * weight[..., None]).to(x.dtype)
+    weighted = weighted.unflatten(2, (B.shape[2], -1))  # [b, t, g, q, p]
+    state: torch.Tensor | None = None
+    whole = x.shape[1] - x.shape[1] % _BLOCK
+    for part, of_B in zip(*(t.tensor_split([whole], 1) for t in (weighted, B)), strict=True):
+        if part.shape[1]:
+            blocks = (-1, min(_BLOCK, part.shape[1]))
+            part, of_B = part.unflatten(1, blocks), of_B.to(x.dtype).unflatten(1, blocks)
+            product = torch.einsum("bclgqp,bclgn->bcgqpn", part, of_B)
+            partial = product.to(weight.dtype).sum(1).flatten(1, 2)
+            state = partial if state is None else state + partial
+    if state is None:
+        raise RuntimeError("a piece has tokens")
+    return state
 
 
 # Mamba-1: a decay for each element of the state. The kernel needs return_last_state, with a

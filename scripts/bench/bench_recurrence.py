@@ -247,9 +247,7 @@ def fla_contenders(
 
     for kind in ("contiguous", "zigzag"):
         borders = torch.tensor([0, tokens], device=session.device)
-        context = build_cp_context(
-            borders, dist.group.WORLD, conv1d_kernel_size=TAPS, layout=kind
-        )
+        context = build_cp_context(borders, dist.group.WORLD, conv1d_kernel_size=TAPS, layout=kind)
         conv = partial(fla_conv, cp_context=context)
 
         def delta(*qkv: torch.Tensor, context: Any = context, **gates: Any) -> torch.Tensor:
@@ -268,7 +266,8 @@ def heads_contender(
     def mixer(layer: DeltaLayer, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         shape = layer.shape
         kinds = [*mixed.split(shape.widths, -1), *gates.chunk(2, -1)]
-        shares = [torch.cat(share, -1) for share in zip(*(x.chunk(world, -1) for x in kinds))]
+        split = [x.chunk(world, -1) for x in kinds]
+        shares = [torch.cat(share, -1) for share in zip(*split, strict=True)]
         into = AllToAll.apply(torch.cat(shares))  # [world, t, c]: my heads of each rank's tokens
         mine = into.flatten(0, 1)[None]
         channels = sum(shape.widths) // world
@@ -311,15 +310,27 @@ def layer_step(
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """One layer, forward + backward: its output and the gradient of its input."""
     layer = _seeded(lambda: DeltaLayer(shape), session, x.dtype)
-    return _pass_of(lambda y: layer(y, how.mixer), layer, how.shard(x, session.rank), dout_of(session, how, dout))
+    return _pass_of(
+        lambda y: layer(y, how.mixer),
+        layer,
+        how.shard(x, session.rank),
+        how.shard(dout, session.rank),
+    )
 
 
 def stack_step(
-    session: Session, args: argparse.Namespace, shape: Shape, how: Contender, x: torch.Tensor, dout: torch.Tensor
+    session: Session,
+    args: argparse.Namespace,
+    shape: Shape,
+    how: Contender,
+    x: torch.Tensor,
+    dout: torch.Tensor,
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Blocks, each recomputed in backward."""
     blocks = _seeded(
-        lambda: nn.ModuleList(Block(shape, n % 4 == 3) for n in range(args.blocks)), session, x.dtype
+        lambda: nn.ModuleList(Block(shape, n % 4 == 3) for n in range(args.blocks)),
+        session,
+        x.dtype,
     )
 
     def run(y: torch.Tensor) -> torch.Tensor:
@@ -327,11 +338,7 @@ def stack_step(
             y = checkpoint(block, y, how, use_reentrant=False)
         return y
 
-    return _pass_of(run, blocks, how.shard(x, session.rank), dout_of(session, how, dout))
-
-
-def dout_of(session: Session, how: Contender, dout: torch.Tensor) -> torch.Tensor:
-    return how.shard(dout, session.rank)
+    return _pass_of(run, blocks, how.shard(x, session.rank), how.shard(dout, session.rank))
 
 
 def _seeded(make: Callable[[], nn.Module], session: Session, dtype: torch.dtype) -> nn.Module:
@@ -342,7 +349,10 @@ def _seeded(make: Callable[[], nn.Module], session: Session, dtype: torch.dtype)
 
 
 def _pass_of(
-    run: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, x: torch.Tensor, dout: torch.Tensor
+    run: Callable[[torch.Tensor], torch.Tensor],
+    module: nn.Module,
+    x: torch.Tensor,
+    dout: torch.Tensor,
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     x = x.clone().requires_grad_()
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -384,13 +394,21 @@ def compare(
         errors[how.name] = session.all_reduced([error], dist.ReduceOp.MAX)[0]
         steps[how.name] = step
         del got
-    seconds = session.medians(
-        steps, args.rounds, steps_in_a_row(args), warm_up_seconds(args)
-    )
+    seconds = session.medians(steps, args.rounds, steps_in_a_row(args), warm_up_seconds(args))
     for name, step in steps.items():
         gib, ms = session.extra_bytes(step) / 2**30, 1e3 * seconds[name]
         ratio = seconds["one GPU"] / seconds[name]
-        table.add([what, str(tokens), name, f"{ms:.2f}", f"{ratio:.3f}", f"{errors[name]:.1e}", f"{gib:.2f}"])
+        table.add(
+            [
+                what,
+                str(tokens),
+                name,
+                f"{ms:.2f}",
+                f"{ratio:.3f}",
+                f"{errors[name]:.1e}",
+                f"{gib:.2f}",
+            ]
+        )
         session.print0(
             f"{what:6} {tokens:7}  {name:24} {ms:9.2f} ms  {ratio:6.3f} x one GPU"
             f"  error {errors[name]:.1e}  {gib:6.2f} GiB"

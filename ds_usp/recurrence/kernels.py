@@ -1,5 +1,5 @@
-"""Delta rules by the kernels of flash-linear-attention: all pieces of a rank in one call, each from
-the state that comes into it.
+"""The kernels of other libraries, which compute all pieces of a rank in one call: which there are, and
+delta rules by flash-linear-attention, each piece from the state that comes into it.
 
 Read of ``fla-core`` 0.6: its kernels' own context parallelism has a seam for what we need, and we
 put chains of pieces in the place of its contiguous ranks. So layouts, uneven pieces and documents
@@ -25,13 +25,17 @@ from ds_usp.recurrence.scan import Map, PieceMaps, Recurrence, Transfer, no_auto
 
 MAX_KEY_DIM = 256  # fla asserts it
 
-# By the name of a layer's function: the one of fla that transformers and Megatron take for it.
+# By the name of a layer's function: the one that transformers and Megatron take for it.
 _GATED, _KIMI = "fla.ops.gated_delta_rule.chunk", "fla.ops.kda.chunk"
+_MAMBA = "mamba_ssm.ops.triton.ssd_combined"
 _KERNELS = {
     "torch_chunk_gated_delta_rule": (_GATED, "chunk_gated_delta_rule"),
     "chunk_gated_delta_rule": (_GATED, "chunk_gated_delta_rule"),
     "chunk_kimi_delta_attention": (_KIMI, "chunk_kda"),
     "chunk_kda": (_KIMI, "chunk_kda"),
+    "chunk_simple_gla": ("fla.ops.simple_gla.chunk", "chunk_simple_gla"),
+    "mamba2_chunk_scan": (_MAMBA, "mamba_chunk_scan_combined"),
+    "mamba_chunk_scan_combined": (_MAMBA, "mamba_chunk_scan_combined"),
 }
 # What the kernels call around a state that comes from other ranks, and where their modules keep it.
 _SEAMS = {
@@ -43,14 +47,27 @@ _SEAMS = {
 _SEAM_MODULES = (_GATED, "fla.ops.kda.chunk_fwd", "fla.ops.kda.chunk_bwd")
 
 
-def kernel_for(kernel: Callable[..., Any], query: torch.Tensor) -> Callable[..., Any] | None:
-    """fla's kernel for a layer's function; None where that one runs itself: on a CPU, in fp64, or
-    without a known version of fla."""
+def kernel_for(kernel: Callable[..., Any], like: torch.Tensor) -> Callable[..., Any] | None:
+    """The library's kernel for a layer's function; None where that one runs itself: on a CPU, in
+    fp64, or without a library of a known version.
+
+    Args:
+        like: a tensor of the call.
+    """
     known = _KERNELS.get(getattr(kernel, "__name__", ""))
-    if known is None or not query.is_cuda or query.dtype == torch.float64 or not _is_joined():
+    if known is None or not like.is_cuda or like.dtype == torch.float64:
         return None
-    module, name = known
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return _load(*known)
+
+
+@functools.cache
+def _load(module: str, name: str) -> Callable[..., Any] | None:
+    if module in _SEAM_MODULES + (_KIMI,) and not _is_joined():
+        return None
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception:  # a library may raise anything where it is not whole
+        return None
     return found
 
 
@@ -61,7 +78,7 @@ def _is_joined() -> bool:
         modules = [importlib.import_module(name) for name in _SEAM_MODULES]
         forward = importlib.import_module("fla.ops.cp.chunk_fwd").chunk_cp_fwd_kernel_h
         backward = importlib.import_module("fla.ops.cp.chunk_bwd").chunk_cp_bwd_kernel_dh
-    except (ImportError, AttributeError):
+    except Exception:  # a library may raise anything where it is not whole
         return False
     # Other versions may call other things: they run as any kernel.
     if "MULTI_SEQS" not in forward.arg_names or "dhm" not in backward.arg_names:
@@ -160,7 +177,8 @@ class PieceStates:
         self.rows = call.chains.rows_of_piece
         state, transition = (heads, key_dim, value_dim), (heads, key_dim, key_dim)
         self.recurrence = Recurrence(_no_run, state, transition, matrix=True)
-        self.cu_seqlens, self.cu_seqlens_cpu = _borders(call.chains, call.mesh.rank, device)
+        lengths = tuple(piece.length for piece in self.pieces)
+        self.cu_seqlens, self.cu_seqlens_cpu = borders_of(lengths, self.rows, device)
         self._transitions: dict[int, torch.Tensor] = {}  # A by the number of a piece
 
     def arguments(self) -> dict[str, Any]:
@@ -176,7 +194,7 @@ class PieceStates:
 
         Shapes: w ``[1, tokens, heads, dk]``, u ``[1, tokens, heads, dv]``.
         """
-        given = [kwargs.get(name) for name in ("g", "gk", "chunk_size")]
+        given: list[Any] = [kwargs.get(name) for name in ("g", "gk", "chunk_size")]
         maps: dict[int, Map] = {}
         for first, stop, across in self._runs():
             into, transitions = _maps(k, w, u, *given, self.cu_seqlens[first : stop + 1], across)
@@ -195,7 +213,7 @@ class PieceStates:
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, None]:
         """Of all pieces, alike; and no state whose gradient is asked for."""
-        given = [kwargs.get(name) for name in ("g", "gk", "scale", "chunk_size")]
+        given: list[Any] = [kwargs.get(name) for name in ("g", "gk", "scale", "chunk_size")]
         maps: dict[int, Map] = {}
         for n, piece in self._numbered():
             if piece.imports:
@@ -255,24 +273,27 @@ class PieceStates:
         return out.flatten(0, 1)
 
 
-def _no_run(*_: Any) -> None:
+def _no_run(*_: Any) -> torch.Tensor:
     raise RuntimeError("the kernel runs, not the recurrence")
 
 
 @functools.lru_cache(maxsize=64)
-def _borders(
-    chains: StateChains, rank: int, device: torch.device
+def borders_of(
+    lengths: tuple[int, ...], rows: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``cu_seqlens`` of a rank's pieces of all rows; on the device, where fla's caches know it by
-    identity, and in host memory."""
-    shard = chains.layout.length(rank)
-    begins = [
-        row * shard + piece.offset
-        for row in range(chains.rows_of_piece)
-        for piece in chains.by_rank[rank]
-    ]
-    host = torch.tensor([*begins, chains.rows * shard])
+    """``cu_seqlens`` of a rank's pieces of all rows, one row after the other: on the device, where
+    fla's caches know it by identity, and in host memory."""
+    host = torch.tensor(lengths * rows).cumsum(0)
+    host = torch.cat([host.new_zeros(1), host])
     return host.to(device), host
+
+
+@functools.lru_cache(maxsize=64)
+def numbers_of(lengths: tuple[int, ...], rows: int, device: torch.device) -> torch.Tensor:
+    """``seq_idx`` of pieces: the number of each token's piece ``[rows, tokens]``."""
+    numbers = torch.arange(len(lengths), dtype=torch.int32)
+    line = numbers.repeat_interleave(torch.tensor(lengths))
+    return line.expand(rows, -1).to(device).contiguous()
 
 
 def _maps(
@@ -281,7 +302,7 @@ def _maps(
     u: torch.Tensor,
     g: torch.Tensor | None,
     gk: torch.Tensor | None,
-    chunk_size: int,
+    chunk_size: int | None,
     cu_seqlens: torch.Tensor,
     across: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -309,8 +330,8 @@ def _gradient_of_state(
     dv: torch.Tensor,
     g: torch.Tensor | None,
     gk: torch.Tensor | None,
-    scale: float,
-    chunk_size: int,
+    scale: float | None,
+    chunk_size: int | None,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
     """dB ``[heads, dk, dv]`` of one piece: of the state before it if no later piece had one."""
