@@ -81,8 +81,8 @@ def _exchange(call: ExchangeCall, halo: Halo, cuts: Sequence[torch.Tensor]) -> t
 
 
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts ``[rows, channels, tokens]`` one after the other, with channels last in memory where the
-    longest one has them so: a kernel gets what it would without a mesh."""
+    """Parts ``[rows, channels, tokens]`` one after the other, with channels last in memory where
+    the longest one has them so: a kernel gets what it would without a mesh."""
     if len(parts) == 1:
         return parts[0]
     longest = max(parts, key=lambda part: part.shape[2])

@@ -1,5 +1,5 @@
-"""The recurrences of known layers, each by the layer's own kernel, which is passed in; what is asked
-of it stands above each."""
+"""The recurrences of known layers, each by the layer's own kernel, which is passed in; what is
+asked of it stands above each."""
 
 from __future__ import annotations
 
