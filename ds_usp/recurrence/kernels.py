@@ -1,5 +1,5 @@
-"""The kernels of other libraries, which compute all pieces of a rank in one call: which there are, and
-delta rules by flash-linear-attention, each piece from the state that comes into it.
+"""The kernels of other libraries: which a layer's function runs; and delta rules by
+flash-linear-attention, all pieces of a rank in one call, each from the state that comes into it.
 
 Read of ``fla-core`` 0.6: its kernels' own context parallelism has a seam for what we need, and we
 put chains of pieces in the place of its contiguous ranks. So layouts, uneven pieces and documents
@@ -25,18 +25,8 @@ from ds_usp.recurrence.scan import Map, PieceMaps, Recurrence, Transfer, no_auto
 
 MAX_KEY_DIM = 256  # fla asserts it
 
-# By the name of a layer's function: the one that transformers and Megatron take for it.
 _GATED, _KIMI = "fla.ops.gated_delta_rule.chunk", "fla.ops.kda.chunk"
-_MAMBA = "mamba_ssm.ops.triton.ssd_combined"
-_KERNELS = {
-    "torch_chunk_gated_delta_rule": (_GATED, "chunk_gated_delta_rule"),
-    "chunk_gated_delta_rule": (_GATED, "chunk_gated_delta_rule"),
-    "chunk_kimi_delta_attention": (_KIMI, "chunk_kda"),
-    "chunk_kda": (_KIMI, "chunk_kda"),
-    "chunk_simple_gla": ("fla.ops.simple_gla.chunk", "chunk_simple_gla"),
-    "mamba2_chunk_scan": (_MAMBA, "mamba_chunk_scan_combined"),
-    "mamba_chunk_scan_combined": (_MAMBA, "mamba_chunk_scan_combined"),
-}
+_DELTA_RULES = {"chunk_gated_delta_rule": _GATED, "chunk_kda": _KIMI}
 # What the kernels call around a state that comes from other ranks, and where their modules keep it.
 _SEAMS = {
     "chunk_gated_delta_rule_fwd_h_pre_process": "states_before",
@@ -47,28 +37,28 @@ _SEAMS = {
 _SEAM_MODULES = (_GATED, "fla.ops.kda.chunk_fwd", "fla.ops.kda.chunk_bwd")
 
 
-def kernel_for(kernel: Callable[..., Any], like: torch.Tensor) -> Callable[..., Any] | None:
-    """The library's kernel for a layer's function; None where that one runs itself: on a CPU, in
-    fp64, or without a library of a known version.
-
-    Args:
-        like: a tensor of the call.
-    """
-    known = _KERNELS.get(getattr(kernel, "__name__", ""))
-    if known is None or not like.is_cuda or like.dtype == torch.float64:
-        return None
-    return _load(*known)
-
-
-@functools.cache
-def _load(module: str, name: str) -> Callable[..., Any] | None:
-    if module in _SEAM_MODULES + (_KIMI,) and not _is_joined():
-        return None
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception:  # a library may raise anything where it is not whole
-        return None
+def implementation_of(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function of transformers runs: the library's or torch's, which its decorator chose when
+    the model's module was imported. Another kernel is its own."""
+    code = getattr(kernel, "__code__", None)
+    cells = getattr(kernel, "__closure__", None)
+    if code is None or not cells or "implementation" not in code.co_freevars:
+        return kernel
+    found: Callable[..., Any] = cells[code.co_freevars.index("implementation")].cell_contents
     return found
+
+
+def library_of(kernel: Callable[..., Any]) -> str:
+    """The package that an implementation is of, ``fla`` or ``mamba_ssm``; empty: none of them."""
+    package = str(getattr(kernel, "__module__", "")).partition(".")[0]
+    return package if package in ("fla", "mamba_ssm") else ""
+
+
+def takes_states(kernel: Callable[..., Any], like: torch.Tensor) -> bool:
+    """The implementation is a delta rule that :func:`delta_rule` runs, on the device of ``like``."""
+    module = _DELTA_RULES.get(getattr(kernel, "__name__", ""))
+    known = module is not None and getattr(kernel, "__module__", "") == module
+    return known and like.is_cuda and _is_joined()
 
 
 @functools.cache
@@ -116,7 +106,7 @@ def delta_rule(
     documents: Any = (),
     **options: Any,
 ) -> torch.Tensor:
-    """As :func:`ds_usp.recurrence.recurrences.delta_rule`, with a kernel of :func:`kernel_for`.
+    """As :func:`ds_usp.recurrence.recurrences.delta_rule`, with a kernel that :func:`takes_states`.
 
     Shapes: query and key may have fewer heads than value, which divide its.
     """

@@ -49,10 +49,10 @@ def delta_rule(
         kernel: ``kernel(q, k, v, g=, beta=, initial_state=, output_final_state=, **options) ->
             (out, final_state)``, states ``[b, h, dk, dv]``.
     """
-    chained = kernels.kernel_for(kernel, query)
-    if chained is not None:
+    implementation = kernels.implementation_of(kernel)
+    if kernels.takes_states(implementation, query):
         return kernels.delta_rule(
-            chained, query, key, value, g, beta,
+            implementation, query, key, value, g, beta,
             mesh=mesh, layout=layout, documents=documents, **options,
         )  # fmt: skip
     heads, dk, dv = value.shape[2], key.shape[3], value.shape[3]
@@ -113,18 +113,20 @@ def mamba2(
     """
     heads, p, n = x.shape[2], x.shape[3], B.shape[3]
     options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    of_library = kernels.kernel_for(kernel, x)  # takes seq_idx: documents in one call
+    kernel = kernels.implementation_of(kernel)
+    of_library = kernels.library_of(kernel) == "mamba_ssm"  # takes seq_idx: documents in one call
 
     def run(tensors: list[torch.Tensor], pieces: Sequence[Piece]) -> PieceMaps:
         x, dt, B, C, A, *bias = tensors
         options["dt_bias"] = dt_bias = bias[0] if bias else None
         lengths = [piece.length for piece in pieces]
-        states, transitions = [None] * len(pieces), [None] * len(pieces)
+        states: list[torch.Tensor | None] = [None] * len(pieces)
+        transitions: list[torch.Tensor | None] = [None] * len(pieces)
         parts = [t.split(lengths, 1) for t in (x, dt, B)]
         for number, (piece, *part) in enumerate(zip(pieces, *parts, strict=True)):
             if piece.exports:
                 # Rounded as the kernel rounds it: mamba_ssm's computes steps in fp32.
-                step = part[1] if of_library is None else part[1].to(state_dtype(dt))
+                step = part[1].to(state_dtype(dt)) if of_library else part[1]
                 step = step if dt_bias is None else step + dt_bias.to(step.dtype)
                 step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
                 step = step.to(state_dtype(step))
@@ -135,7 +137,7 @@ def mamba2(
 
         def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
             outs = []
-            calls = _calls(pieces, together=of_library is not None)
+            calls = _calls(pieces, together=of_library)
             tokens = [sum(lengths[a:b]) for a, b in calls]
             split = zip(*(t.split(tokens, 1) for t in (x, dt, B, C)), strict=True)
             for (first, stop), (x_, dt_, B_, C_) in zip(calls, split, strict=True):
@@ -143,7 +145,7 @@ def mamba2(
                 if stop - first > 1:
                     own = tuple(lengths[first:stop])
                     given["seq_idx"] = kernels.numbers_of(own, len(x_), x_.device)
-                outs.append((of_library or kernel)(x_, dt_, A, B_, C_, **given))
+                outs.append(kernel(x_, dt_, A, B_, C_, **given))
             return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
         return PieceMaps(states, transitions, finish)
