@@ -275,10 +275,12 @@ def lightning(
     Shapes: q, k, v ``[b, h, t, d]``, slope ``[h]`` -> ``[b, h, t, d]``.
 
     Args:
-        kernel: ``kernel(q, k, v) -> (out, state)`` without a state from before, ``[b, h, d, d]``.
+        kernel: ``kernel(q, k, v) -> (out, state)`` without a state from before, ``[b, h, d, d]``;
+            or fla's ``chunk_simple_gla``.
         slope: a state decays by ``exp(-slope)`` a token.
     """
     heads, d, rate = q.shape[1], q.shape[3], slope.reshape(-1, 1, 1)
+    of_library = kernels.library_of(kernel) == "fla"
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
         q, k, v = part
@@ -291,8 +293,39 @@ def lightning(
         across = torch.exp(-rate * piece.length).reshape(1, heads).expand(len(q), -1)
         return PieceMap(out, state, across, lambda s: (q * torch.exp(-rate * at)) @ s)
 
+    def run_all(tensors: list[torch.Tensor], pieces: Sequence[Piece]) -> PieceMaps:
+        q, k, v = (x.transpose(1, 2) for x in tensors)  # [b, t, h, d]
+        lengths = [piece.length for piece in pieces]
+        states: list[torch.Tensor | None] = [None] * len(pieces)
+        transitions: list[torch.Tensor | None] = [None] * len(pieces)
+        decay = slope.reshape(heads).to(state_dtype(k))
+        for n, (piece, keys, values) in enumerate(
+            zip(pieces, k.split(lengths, 1), v.split(lengths, 1), strict=True)
+        ):
+            if piece.exports:
+                after = torch.arange(piece.length - 1, -1, -1, device=k.device)
+                weight = torch.exp(-decay * after[:, None]).expand(len(k), -1, -1)
+                states[n] = _state_of(keys, weight, values)
+                transitions[n] = torch.exp(-decay * piece.length).expand(len(k), -1)
+
+        def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            borders, in_host = kernels.borders_of(tuple(lengths), len(q), q.device)
+            known = next((x for x in incoming if x is not None), None)
+            before = None
+            if known is not None:
+                zeros = torch.zeros_like(known)
+                before = torch.stack([zeros if x is None else x for x in incoming], 1).flatten(0, 1)
+            out, _ = kernel(
+                *(x.flatten(0, 1)[None] for x in (q, k, v)), g_gamma=-decay, scale=1.0,
+                initial_state=before, cu_seqlens=borders, cu_seqlens_cpu=in_host,
+            )  # fmt: skip
+            return out[0].unflatten(0, (len(q), -1)).transpose(1, 2)
+
+        return PieceMaps(states, transitions, finish)
+
+    shapes = (heads, d, v.shape[3]), (heads,)
     return affine_scan(
-        Recurrence(run, (heads, d, v.shape[3]), (heads,), piecewise=True),
+        Recurrence(run_all, *shapes) if of_library else Recurrence(run, *shapes, piecewise=True),
         (q, k, v),
         mesh=mesh,
         layout=layout,

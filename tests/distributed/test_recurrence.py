@@ -147,7 +147,7 @@ def direct_up_to(pieces: int) -> Iterator[None]:
 def planted(error: str) -> Iterator[None]:
     """What a wrong implementation would do."""
     lost: dict[str, tuple[object, str, Callable[..., Any]]] = {
-        "no state": (scan._Transfer, "states", lambda *_: {}),
+        "no state": (scan.Transfer, "states", lambda *_: {}),
         "no halo": (
             conv,
             "_exchange",
