@@ -4,6 +4,7 @@ asked of it stands above each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -201,7 +202,7 @@ def _state_of(x: torch.Tensor, weight: torch.Tensor, B: torch.Tensor) -> torch.T
 
 
 # Mamba-1: a decay for each element of the state. The kernel needs return_last_state, with a
-# gradient.
+# gradient; mamba_ssm's, which has none, lets a state out, and in, as tokens.
 def mamba1(
     kernel: Kernel,
     x: torch.Tensor,
@@ -226,10 +227,26 @@ def mamba1(
         kernel: ``kernel(x, dt, A, B, C, z=None, delta_bias=, delta_softplus=, return_last_state=,
             **options) -> out`` or ``(out, state)``, states ``[b, d, n]``.
     """
+    kernel = kernels.implementation_of(kernel)
+    of_library = kernels.library_of(kernel) == "mamba_ssm"
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
         x, dt, B, C, A, *bias = part
         delta_bias = bias[0] if bias else None
+        if of_library and (piece.imports or piece.exports):
+            step = dt.to(state_dtype(dt))
+            step = step if delta_bias is None else step + delta_bias[:, None]
+            step = F.softplus(step) if delta_softplus else step
+            inputs = [step, A, B.to(step.dtype), C.to(step.dtype)]
+            scan = partial(_scan_of_tokens, kernel)
+            out, state = scan(x.to(step.dtype), *inputs, D=options.get("D"), last=piece.exports)
+            across = (
+                (A * step.sum(-1)[..., None]).exp() if piece.imports and piece.exports else None
+            )
+            none = torch.zeros_like(step)
+            return PieceMap(
+                out.to(x.dtype), state, across, lambda s: scan(none, *inputs, before=s)[0]
+            )
         options_of = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, **options}
         ran = kernel(x, dt, A, B, C, z=None, return_last_state=piece.exports, **options_of)
         out, state = ran if piece.exports else (ran, None)
@@ -256,6 +273,48 @@ def mamba1(
         out_dim=2,
     )
     return out if z is None else out * F.silu(z)
+
+
+# Of a step so short that no state decays, but for what `_scan_of_tokens` makes up for.
+_SHORT = 2.0**-20
+
+
+def _scan_of_tokens(
+    kernel: Kernel,
+    x: torch.Tensor,
+    step: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    before: torch.Tensor | None = None,
+    last: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Outputs and the ``last`` state ``[b, d, n]`` of a scan, by a kernel that takes no state and has
+    no gradient of the last one.
+
+    Column i of a state comes in by a token that writes x into column i, and goes out by one that
+    reads column i and takes no step. In fp32, in which all its inputs are.
+    """
+    n = A.shape[1]
+    columns = torch.eye(n, dtype=B.dtype, device=B.device).expand(len(B), n, n)
+    if before is not None:
+        # Each of these tokens decays those before it by exp(A * _SHORT).
+        later = torch.arange(n - 1, -1, -1, device=x.device)
+        entering = before.to(x.dtype) * torch.exp(-A * _SHORT * later) / _SHORT
+        x, step = (
+            torch.cat([first, y], -1) for first, y in ((entering, x), (_SHORT + 0 * entering, step))
+        )
+        B, C = torch.cat([columns, B], -1), torch.cat([torch.zeros_like(columns), C], -1)
+    if last:
+        none = torch.zeros_like(columns)
+        pause = x.new_zeros(*x.shape[:2], n)
+        x, step = torch.cat([x, pause], -1), torch.cat([step, pause], -1)
+        B, C = torch.cat([B, none], -1), torch.cat([C, columns], -1)
+    out = kernel(x, step, A, B, C, D=D, z=None, delta_bias=None, delta_softplus=False)
+    out = out if before is None else out[..., n:]
+    return (out[..., :-n], out[..., -n:]) if last else (out, None)
 
 
 # Lightning attention: a constant decay for each head. The kernel computes one piece.
