@@ -38,7 +38,7 @@ _SEAM_MODULES = (_GATED, "fla.ops.kda.chunk_fwd", "fla.ops.kda.chunk_bwd")
 
 
 def implementation_of(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """What a function of transformers runs: the library's or torch's, which its decorator chose when
+    """What a function of transformers runs: the library's or torch's, as its decorator chose when
     the model's module was imported. Another kernel is its own."""
     code = getattr(kernel, "__code__", None)
     cells = getattr(kernel, "__closure__", None)
@@ -55,7 +55,7 @@ def library_of(kernel: Callable[..., Any]) -> str:
 
 
 def takes_states(kernel: Callable[..., Any], like: torch.Tensor) -> bool:
-    """The implementation is a delta rule that :func:`delta_rule` runs, on the device of ``like``."""
+    """The implementation is a delta rule that :func:`delta_rule` runs, where ``like`` is."""
     module = _DELTA_RULES.get(getattr(kernel, "__name__", ""))
     known = module is not None and getattr(kernel, "__module__", "") == module
     return known and like.is_cuda and _is_joined()
@@ -144,10 +144,10 @@ def delta_rule(
 #     backward   dv of all pieces -> maps (A^T, dB) of those that import -> exchange along the chains
 #                from their ends -> gradients of the states after the pieces -> all other gradients
 #
-# A kernel runs once from the state itself, as on one device: nothing is rounded twice, and no output
-# is computed for a response. Both exchanges are the kernel's, not autograd's, but every rank is in
-# both, in the order in which they are posted elsewhere: the kernel is one node of the graph, between
-# the ends of the call. A is not computed where nothing comes before a piece, and once for both.
+# A kernel runs once from the state itself, as on one device: nothing is rounded twice, and no
+# output is computed for a response. Both exchanges are the kernel's, not autograd's, but every rank
+# is in both and in the same order: the kernel is one node of the graph, between the ends of the
+# call. A is not computed where nothing comes before a piece, and once for both.
 class PieceStates:
     """A context for fla's kernels: the states before a rank's pieces, and their gradients after.
 

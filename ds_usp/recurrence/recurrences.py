@@ -114,8 +114,10 @@ def mamba2(
     """
     heads, p, n = x.shape[2], x.shape[3], B.shape[3]
     options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    kernel = kernels.implementation_of(kernel)
-    of_library = kernels.library_of(kernel) == "mamba_ssm"  # takes seq_idx: documents in one call
+    implementation = kernels.implementation_of(kernel)
+    of_library = kernels.library_of(implementation) == "mamba_ssm"
+    if of_library:
+        kernel = implementation  # it takes seq_idx: documents in one call
 
     def run(tensors: list[torch.Tensor], pieces: Sequence[Piece]) -> PieceMaps:
         x, dt, B, C, A, *bias = tensors
@@ -227,8 +229,10 @@ def mamba1(
         kernel: ``kernel(x, dt, A, B, C, z=None, delta_bias=, delta_softplus=, return_last_state=,
             **options) -> out`` or ``(out, state)``, states ``[b, d, n]``.
     """
-    kernel = kernels.implementation_of(kernel)
-    of_library = kernels.library_of(kernel) == "mamba_ssm"
+    implementation = kernels.implementation_of(kernel)
+    of_library = kernels.library_of(implementation) == "mamba_ssm"
+    if of_library:
+        kernel = implementation
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
         x, dt, B, C, A, *bias = part
@@ -291,8 +295,8 @@ def _scan_of_tokens(
     before: torch.Tensor | None = None,
     last: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Outputs and the ``last`` state ``[b, d, n]`` of a scan, by a kernel that takes no state and has
-    no gradient of the last one.
+    """Outputs and the ``last`` state ``[b, d, n]`` of a scan, by a kernel that takes no state and
+    has no gradient of the last one.
 
     Column i of a state comes in by a token that writes x into column i, and goes out by one that
     reads column i and takes no step. In fp32, in which all its inputs are.
