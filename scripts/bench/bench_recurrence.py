@@ -1,21 +1,26 @@
-"""A layer that carries a state from token to token, and a stack of blocks with it, on several GPUs.
+"""A layer that carries a state from token to token, and blocks with it, on several GPUs.
 
-    torchrun --nproc-per-node 2 scripts/bench/bench_recurrence.py --out recurrence.csv
+    python scripts/bench/bench_recurrence.py --configs 2 --precompile
+    torchrun --nproc-per-node 2 scripts/bench/bench_recurrence.py --configs 2 --out recurrence.csv
 
-The layer is the gated delta net of Qwen3-Next (16 key heads, 32 value heads of 128, hidden size 2048,
-convolution of 4), forward + backward in bf16, with the kernels of flash-linear-attention in all
-contenders: one GPU with all tokens; ds_usp; the context parallelism of fla; heads exchanged by
-all-to-all, as Megatron-LM and verl do. The stack has three such layers to one of attention, each with
-an MLP, recomputed layer by layer. Contenders run interleaved. ``error`` is the relative difference of
-output and gradient of the input from those of one GPU. Smallest run, on CPUs: --device cpu --tokens
-64 --shape 32:1:2:8 --rounds 1, with torch's forms of the kernels.
+The layer is the gated delta net of Qwen3-Next (16 key heads, 32 value heads of 128, hidden size
+2048, convolution of 4), forward + backward in bf16, with the kernels of flash-linear-attention in
+all contenders: one GPU with all tokens; ds_usp; the context parallelism of fla; heads exchanged by
+all-to-all, as Megatron-LM and verl do. The stack has three such layers to one of attention, each
+with an MLP, recomputed layer by layer. Contenders run interleaved. ``error`` is the relative
+difference of output and gradient of the input from those of one GPU.
+
+Triton tries every configuration of a kernel, minutes for each contender: ``--configs`` keeps a few
+of each, alike for all, and ``--precompile`` compiles them in many processes before the ranks start.
+Smallest run, on CPUs: --device cpu --tokens 64 --shape 32:2:4:8 --rounds 1, with torch's forms.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +33,7 @@ from bench_harness import (
     Table,
     common_flags,
     comparison_flags,
+    start_ranks,
     steps_in_a_row,
     warm_up_seconds,
 )
@@ -39,6 +45,16 @@ from ds_usp.recurrence.recurrences import delta_rule
 from ds_usp.testing import relative_error
 
 TAPS = 4
+CONTENDERS = {
+    "one": "one GPU",
+    "contiguous": "ds_usp contiguous",
+    "zigzag": "ds_usp zigzag",
+    "contiguous-wide": "ds_usp contiguous wide",
+    "zigzag-wide": "ds_usp zigzag wide",
+    "fla-contiguous": "fla cp contiguous",
+    "fla-zigzag": "fla cp zigzag",
+    "heads": "heads exchanged",
+}
 COLUMNS = ("what", "tokens", "contender", "ms", "times_one_gpu", "error", "extra_gib")
 
 
@@ -60,6 +76,44 @@ class Shape:
 # ------------------------------------------------------------------ kernels
 
 
+def limit_autotuning(count: int, only: int | None = None) -> None:
+    """Let Triton try at most ``count`` configurations of a kernel, or ``only`` one of these: four
+    warps, three stages and large blocks; four warps, two stages and small blocks; and so on."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+
+    def preferred(tuner: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        left, kept = list(prune(tuner, *args, **kwargs)), []
+        while left and len(kept) < count:
+            stages, sign = ((3, -1), (2, 1))[len(kept) % 2]
+
+            def distance(config: Any, stages: int = stages, sign: int = sign) -> Any:
+                blocks = sum(v for v in config.kwargs.values() if isinstance(v, int))
+                warps = max(config.num_warps / 4, 4 / config.num_warps)
+                return warps, abs(config.num_stages - stages), sign * blocks
+
+            kept.append(min(left, key=distance))
+            left.remove(kept[-1])
+        return kept if only is None else [kept[min(only, len(kept) - 1)]]
+
+    Autotuner.prune_configs = preferred
+
+
+def precompile(args: argparse.Namespace) -> None:
+    """Fill Triton's cache: each configuration of each contender in ranks of its own, few tokens."""
+    jobs = [(name, str(k)) for name in args.contenders for k in range(args.configs)]
+
+    def compile_one(job: tuple[str, str]) -> int:
+        name, config = job
+        flags = ["--contenders", name, "--config", config, "--tokens", "4096", "--what", "layer"]
+        return start_ranks(flags, 2, args.patience)
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        codes = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
+    print({f"{name} {config}": code for (name, config), code in codes.items()}, flush=True)
+
+
 def torch_conv(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x ``[b, t, c]``."""
     y = F.conv1d(x.mT, weight[:, None], padding=TAPS - 1, groups=len(weight))
@@ -67,6 +121,7 @@ def torch_conv(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def fla_conv(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The same, by fla."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     out: torch.Tensor = causal_conv1d(x=x, weight=weight, activation="silu", **options)[0]
@@ -104,6 +159,7 @@ class DeltaLayer(nn.Module):
         self.out = nn.Linear(v, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, mixer: Mixer) -> torch.Tensor:
+        """The layer, its convolution and delta rule by ``mixer``."""
         q, k, v = self.shape.widths
         mixed, z = self.into(x).split((q + k + v, v), -1)
         out = mixer(self, mixed, self.gates(x))
@@ -150,6 +206,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(self.heads * self.dim, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """The layer."""
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         q, k, v, gate = self.into(x).unflatten(-1, (-1, self.dim)).split(heads, -2)
         return self.out((attend(q, k, v) * gate.sigmoid()).flatten(-2))
@@ -167,6 +224,7 @@ class Block(nn.Module):
         self.down = nn.Linear(wide, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, how: Contender) -> torch.Tensor:
+        """The block."""
         given = how.attend if self.attends else how.mixer
         x = x + self.mixer(F.rms_norm(x, x.shape[-1:]), given)
         up, gate = self.up(F.rms_norm(x, x.shape[-1:])).chunk(2, -1)
@@ -198,7 +256,7 @@ class Contender:
 
 
 def contenders(session: Session, args: argparse.Namespace, tokens: int) -> Iterator[Contender]:
-    """One GPU first; then those that are asked for."""
+    """One GPU first, and all others."""
     conv, kernel = kernels(session)
     options = {"use_qk_l2norm_in_kernel": True}
 
@@ -214,7 +272,7 @@ def contenders(session: Session, args: argparse.Namespace, tokens: int) -> Itera
     )
     yield Contender("one GPU", None, partial(mix, conv=conv, delta=alone), attend)
     mesh = ds_usp.SequenceMesh.from_group(dist.group.WORLD, ulysses_degree=args.ulysses)
-    for kind in args.layouts:
+    for kind in ("contiguous", "zigzag"):
         layout = mesh.layout(kind, tokens)
         where: dict[str, Any] = {"mesh": mesh, "layout": layout}
 
@@ -231,9 +289,8 @@ def contenders(session: Session, args: argparse.Namespace, tokens: int) -> Itera
 
         attend = partial(ds_usp.usp_attention, mask=ds_usp.MaskSpec.causal(), **where)
         for form, delta in (("", chained), (" wide", wide)):
-            if not form or args.wide:
-                mixer = partial(mix, conv=halo, delta=delta)
-                yield Contender(f"ds_usp {kind}{form}", layout, mixer, attend)
+            mixer = partial(mix, conv=halo, delta=delta)
+            yield Contender(f"ds_usp {kind}{form}", layout, mixer, attend)
     if session.on_gpu:
         yield from fla_contenders(session, kernel, mesh, tokens)
     yield heads_contender(session, mesh, conv, alone, tokens)
@@ -380,8 +437,9 @@ def compare(
     steps: dict[str, Step] = {}
     errors: dict[str, float] = {}
     truth: tuple[torch.Tensor, ...] = ()
+    asked = [CONTENDERS[name] for name in args.contenders]
     for how in contenders(session, args, tokens):
-        if what == "stack" and how.attend is None:
+        if how.name not in asked or (what == "stack" and how.attend is None):
             continue
         step = session.try_all_ranks(lambda how=how: make(shape, how, x, dout))
         got = step if isinstance(step, str) else session.try_all_ranks(step)
@@ -394,10 +452,13 @@ def compare(
         errors[how.name] = session.all_reduced([error], dist.ReduceOp.MAX)[0]
         steps[how.name] = step
         del got
+        session.print0(f"{what} {tokens}  {how.name}: ready, error {errors[how.name]:.1e}")
+    if args.config is not None or not steps:
+        return
     seconds = session.medians(steps, args.rounds, steps_in_a_row(args), warm_up_seconds(args))
     for name, step in steps.items():
         gib, ms = session.extra_bytes(step) / 2**30, 1e3 * seconds[name]
-        ratio = seconds["one GPU"] / seconds[name]
+        ratio = seconds.get("one GPU", float("nan")) / seconds[name]
         table.add(
             [
                 what,
@@ -418,9 +479,16 @@ def compare(
 def main() -> None:
     """Measure layer and stack; rank 0 prints and writes."""
     args = parse()
+    if args.configs and args.device == "cuda":
+        limit_autotuning(args.configs, args.config)
+    if args.precompile and args.config is None:
+        precompile(args)
+        return
     session = Session.start(args.device)
     note = f"hidden:key heads:value heads:dim {args.shape}, {args.blocks} blocks, batch 1"
-    table = Table(session, args.out, COLUMNS, note)
+    if args.configs:
+        note += f"; Triton tries {args.configs} configurations of a kernel"
+    table = Table(session, None if args.config is not None else args.out, COLUMNS, note)
     for tokens in args.tokens:
         if "layer" in args.what:
             compare(session, args, table, "layer", tokens, partial(layer_step, session))
@@ -433,14 +501,18 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = common_flags(__doc__)
     parser.add_argument("--what", nargs="+", choices=("layer", "stack"), default=["layer", "stack"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[32768, 131072])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[131072, 32768])
     parser.add_argument(
         "--shape", default="2048:16:32:128", help="hidden:key heads:value heads:dim"
     )
     parser.add_argument("--blocks", type=int, default=4, help="of the stack, every fourth attends")
-    parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"])
+    every = [name for name in CONTENDERS if "wide" not in name]
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=every)
+    parser.add_argument("--configs", type=int, default=0, help="of a Triton kernel; 0: all")
+    parser.add_argument("--config", type=int, help="only this one, and only compile")
+    parser.add_argument("--precompile", action="store_true", help="fill Triton's cache and end")
+    parser.add_argument("--patience", type=float, default=200, help="seconds for that")
     parser.add_argument("--ulysses", type=int, default=1, help="Ulysses degree of attention")
-    parser.add_argument("--wide", action="store_true", help="also the form o_0 + R S")
     comparison_flags(parser)
     return parser.parse_args()
 
