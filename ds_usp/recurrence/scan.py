@@ -20,7 +20,7 @@ import torch
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.state_chains import Move, Piece, Round, StateChains
+from ds_usp.geometry.state_chains import Move, Piece, RankRound, StateChains
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.recurrence.exchange import ExchangeCall
 
@@ -256,21 +256,20 @@ class Transfer:
 
     def _directly(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
         got, states, rank = dict(known), dict[Piece, torch.Tensor](), self.call.mesh.rank
-        for moves in self.chains.rounds:
+        for moves in self.chains.rounds_of(rank):
             got |= {move.source: received for move, received in self._received(moves, known)}
-        for chain in self.chains.chains:
-            last = max((i for i, piece in enumerate(chain) if piece.rank == rank), default=0)
+        for chain in self.chains.folds(rank):
             before: Map | None = None
-            for piece in chain[: last + 1]:
+            for piece in chain:
                 if piece.rank == rank and before is not None:
                     states[piece] = before[1]
-                if piece is not chain[last]:
+                if piece is not chain[-1]:
                     of_piece = got[piece]
                     before = of_piece if before is None else self._compose(of_piece, before)
         return states
 
     def _by_doubling(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
-        *rounds, last = self.chains.rounds
+        *rounds, last = self.chains.rounds_of(self.call.mesh.rank)
         for moves in rounds:
             composed = {
                 move.target: self._compose(known[move.target], received)
@@ -282,25 +281,27 @@ class Transfer:
     def _compose(self, later: Map, earlier: Map) -> Map:
         return self.recurrence.compose(later, earlier)
 
-    def _received(self, moves: Round, known: dict[Piece, Map]) -> list[tuple[Move, Map]]:
+    def _received(self, round_: RankRound, known: dict[Piece, Map]) -> list[tuple[Move, Map]]:
         """What moves to this rank's pieces in a round, also from its own."""
         rank, degree = self.call.mesh.rank, self.chains.layout.degree
         rows = self.chains.rows_of_piece
-        here = [(move, known[move.source]) for move in moves if move.stays_on(rank)]
-        if not any(move.crosses for move in moves):  # on no rank: none exchanges
+        here = [(move, known[move.source]) for move in round_.moves if not move.crosses]
+        if not round_.crosses:
             return here
         shapes = [(rows, *self.recurrence.state_shape), (rows, *self.recurrence.transition_shape)]
         sizes = [prod(shape) for shape in shapes]
         parts, arriving = list[torch.Tensor](), list[Move]()
         sent, received = [0] * degree, [0] * degree
-        for move in moves:
+        for move in round_.moves:
             source, target = move.source.rank, move.target.rank
             elements = sum(sizes[: 1 + move.transition])
-            if source == rank != target:
+            if source == target:
+                continue
+            if source == rank:
                 a, b = known[move.source]
                 parts += [b, a] if move.transition and a is not None else [b]
                 sent[target] += elements
-            elif target == rank != source:
+            else:
                 arriving.append(move)
                 received[source] += elements
         flat = self.call.exchange(parts, sent, received, self.dtype)
