@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
@@ -23,6 +24,7 @@ from ds_usp.geometry.state_chains import Piece, StateChains
 from ds_usp.recurrence.exchange import ExchangeCall
 from ds_usp.recurrence.scan import Map, PieceMaps, Recurrence, Transfer, no_autocast
 
+READ_OF = 0, 6  # the version of fla
 MAX_KEY_DIM = 256  # fla asserts it
 
 _GATED, _KIMI = "fla.ops.gated_delta_rule.chunk", "fla.ops.kda.chunk"
@@ -63,14 +65,16 @@ def takes_states(kernel: Callable[..., Any], like: torch.Tensor) -> bool:
 
 @functools.cache
 def _is_joined() -> bool:
-    """Let the kernels take a :class:`PieceStates` for a context; once."""
+    """Let the kernels take a :class:`PieceStates` for a context, once; False where they cannot, and
+    run as any kernel."""
     try:
+        if Version(importlib.import_module("fla").__version__).release[:2] != READ_OF:
+            return False  # it may compute other things by the same names
         modules = [importlib.import_module(name) for name in _SEAM_MODULES]
         forward = importlib.import_module("fla.ops.cp.chunk_fwd").chunk_cp_fwd_kernel_h
         backward = importlib.import_module("fla.ops.cp.chunk_bwd").chunk_cp_bwd_kernel_dh
     except Exception:  # a library may raise anything where it is not whole
         return False
-    # Other versions may call other things: they run as any kernel.
     if "MULTI_SEQS" not in forward.arg_names or "dhm" not in backward.arg_names:
         return False
     if not all(any(hasattr(module, name) for module in modules) for name in _SEAMS):
@@ -141,7 +145,7 @@ def delta_rule(
 #
 #     forward    w, u of all pieces -> maps (A, B) of those that export -> exchange -> states before
 #                the pieces -> chunk states, outputs
-#     backward   dv of all pieces -> maps (A^T, dB) of those that import -> exchange along the chains
+#     backward   dv of all pieces -> maps (A^T, dB) of those that import -> exchange along chains
 #                from their ends -> gradients of the states after the pieces -> all other gradients
 #
 # A kernel runs once from the state itself, as on one device: nothing is rounded twice, and no
@@ -184,10 +188,11 @@ class PieceStates:
 
         Shapes: w ``[1, tokens, heads, dk]``, u ``[1, tokens, heads, dv]``.
         """
-        given: list[Any] = [kwargs.get(name) for name in ("g", "gk", "chunk_size")]
+        g, gk, chunk_size = (kwargs.get(name) for name in ("g", "gk", "chunk_size"))
         maps: dict[int, Map] = {}
         for first, stop, across in self._runs():
-            into, transitions = _maps(k, w, u, *given, self.cu_seqlens[first : stop + 1], across)
+            borders = self.cu_seqlens[first : stop + 1]
+            into, transitions = _maps(k, w, u, g, gk, chunk_size, borders, across)
             for n in range(first, stop):
                 maps[n] = (transitions[n - first] if across else None), into[n - first]
         self._transitions = {n: a for n, (a, _) in maps.items() if a is not None}
@@ -203,11 +208,13 @@ class PieceStates:
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, None]:
         """Of all pieces, alike; and no state whose gradient is asked for."""
-        given: list[Any] = [kwargs.get(name) for name in ("g", "gk", "scale", "chunk_size")]
+        g, gk = kwargs.get("g"), kwargs.get("gk")
+        sizes = kwargs.get("scale"), kwargs.get("chunk_size")
         maps: dict[int, Map] = {}
         for n, piece in self._numbered():
             if piece.imports:
-                into = _gradient_of_state(q, k, w, do, dv, *given, self.cu_seqlens[n : n + 2])
+                borders = self.cu_seqlens[n : n + 2]
+                into = _gradient_of_state(q, k, w, do, dv, g, gk, sizes, borders)
                 maps[n] = (self._transitions[n].mT if piece.exports else None), into
         return self._exchange(self.call.chains.mirrored, maps), None
 
@@ -320,14 +327,18 @@ def _gradient_of_state(
     dv: torch.Tensor,
     g: torch.Tensor | None,
     gk: torch.Tensor | None,
-    scale: float | None,
-    chunk_size: int | None,
+    sizes: tuple[float | None, int | None],
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
-    """dB ``[heads, dk, dv]`` of one piece: of the state before it if no later piece had one."""
+    """dB ``[heads, dk, dv]`` of one piece: of the state before it if no later piece had one.
+
+    Args:
+        sizes: the scale of queries, and tokens of a chunk.
+    """
     from fla.ops.cp.chunk_bwd import chunk_cp_bwd_kernel_dh
 
     heads, dk, of_values, width = *q.shape[2:], *do.shape[2:]
+    scale, chunk_size = sizes
     out = q.new_empty(of_values, dk, width + dk, dtype=torch.float32)
     block = _block(dk)
     chunk_cp_bwd_kernel_dh[-(-width // block), of_values](

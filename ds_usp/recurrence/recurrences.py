@@ -57,12 +57,15 @@ def delta_rule(
             mesh=mesh, layout=layout, documents=documents, **options,
         )  # fmt: skip
     heads, dk, dv = value.shape[2], key.shape[3], value.shape[3]
+    in_torch = not kernels.library_of(implementation)
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
         q, k, v, decay, b = part
         state_of = {"g": decay, "beta": b, "output_final_state": piece.exports, **options}
         if not piece.imports:
             return PieceMap(*kernel(q, k, v, initial_state=None, **state_of))
+        # In fp32 where the output is a sum, which is rounded once then, as on one device.
+        q, k, v = (y.to(state_dtype(y)) for y in (q, k, v)) if in_torch else (q, k, v)
         eye = torch.eye(dk, dtype=state_dtype(v), device=v.device).expand(len(v), heads, dk, dk)
         begin = torch.cat([eye.new_zeros(len(v), heads, dk, dv), eye], dim=-1)
         wide = torch.cat([v, v.new_zeros(*v.shape[:-1], dk)], dim=-1)
@@ -74,7 +77,7 @@ def delta_rule(
         )
 
     recurrence = Recurrence(run, (heads, dk, dv), (heads, dk, dk), matrix=True, piecewise=True)
-    return affine_scan(
+    out = affine_scan(
         recurrence,
         (query, key, value, g, beta),
         mesh=mesh,
@@ -83,6 +86,7 @@ def delta_rule(
         dims=(1,) * 5,
         out_dim=1,
     )
+    return out.to(value.dtype)
 
 
 # Mamba-2: a decay for each head. B of a piece is a product over its tokens, so states are known
@@ -261,7 +265,7 @@ def mamba1(
 
         def respond(s: torch.Tensor) -> torch.Tensor:
             decay = (A[:, :, None] * total[:, :, None]).exp()
-            return torch.einsum("bnl,bdnl,bdn->bdl", C, decay, s.to(C.dtype))
+            return torch.einsum("bnl,bdnl,bdn->bdl", C.to(decay.dtype), decay, s.to(decay.dtype))
 
         across = (A * total[:, :, -1:]).exp() if piece.exports else None
         return PieceMap(out, state, across, respond)
@@ -351,10 +355,14 @@ def lightning(
         if not piece.imports:
             return PieceMap(out, state if piece.exports else None)
         at = torch.arange(1, piece.length + 1, device=q.device)[:, None]
+
+        def respond(s: torch.Tensor) -> torch.Tensor:
+            return (q.to(s.dtype) * torch.exp(-rate.to(s.dtype) * at)) @ s
+
         if not piece.exports:
-            return PieceMap(out, respond=lambda s: (q * torch.exp(-rate * at)) @ s)
+            return PieceMap(out, respond=respond)
         across = torch.exp(-rate * piece.length).reshape(1, heads).expand(len(q), -1)
-        return PieceMap(out, state, across, lambda s: (q * torch.exp(-rate * at)) @ s)
+        return PieceMap(out, state, across, respond)
 
     def run_all(tensors: list[torch.Tensor], pieces: Sequence[Piece]) -> PieceMaps:
         q, k, v = (x.transpose(1, 2) for x in tensors)  # [b, t, h, d]

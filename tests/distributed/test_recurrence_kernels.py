@@ -120,16 +120,7 @@ def maps(
 
 
 def gradient_of_state(
-    q: Any,
-    k: Any,
-    tensors: Any,
-    dout: Any,
-    states: Any,
-    g: Any,
-    gk: Any,
-    s: Any,
-    c: Any,
-    borders: Any,
+    q: Any, k: Any, tensors: Any, dout: Any, states: Any, g: Any, gk: Any, sizes: Any, borders: Any
 ) -> Any:
     """What fla's kernel of the gradients of states computes."""
     a, b = borders.tolist()
@@ -140,7 +131,7 @@ def gradient_of_state(
 
 
 def mamba2_kernel(
-    x: Any, dt: Any, A: Any, B: Any, C: Any, *, D: Any, dt_bias: Any = None, dt_softplus: bool = False,
+    x: Any, dt: Any, A: Any, B: Any, C: Any, *, D: Any, dt_bias: Any, dt_softplus: bool,
     dt_limit: Any = (0.0, float("inf")), initial_states: Any = None, seq_idx: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     step = F.softplus(dt + dt_bias).clamp(*dt_limit)
@@ -158,8 +149,8 @@ def mamba2_kernel(
 
 
 def mamba1_kernel(
-    x: Any, dt: Any, A: Any, B: Any, C: Any, *, D: Any = None, z: Any = None, delta_bias: Any = None,
-    delta_softplus: bool = False, return_last_state: bool = False,
+    x: Any, dt: Any, A: Any, B: Any, C: Any, *, D: Any, z: Any = None, delta_bias: Any,
+    delta_softplus: bool, return_last_state: bool = False,
 ) -> Any:  # fmt: skip
     if return_last_state:
         raise RuntimeError("its gradient is not considered")
@@ -291,7 +282,8 @@ def worst_error(name: str, layout_kind: str, batch: str) -> float:
         borders = borders or (documents[row] if documents else (0, TOKENS))
         outs = [
             alone(name, [
-                *(x[row : row + 1].narrow(dim, a, b - a) for x in leaves[:sharded]), *leaves[sharded:]
+                *(x[row : row + 1].narrow(dim, a, b - a) for x in leaves[:sharded]),
+                *leaves[sharded:],
             ])
             for a, b in pairwise(borders)
         ]  # fmt: skip

@@ -24,6 +24,7 @@ DOCUMENTS: tuple[Any, ...] = ((), (0, 1, 130, 131, 300, 700, TOKENS))
 # As in scripts/bench/bench_recurrence.py, whose compiled kernels serve here. With keys of 64 Triton
 # 3.4 to 3.7.0 miscompile fla's on Hopper.
 KEY_HEADS, HEADS, DIM = 16, 32, 128
+SUMS = 1e-5  # gradients of fp32 parameters: sums of all tokens, in another order
 Tensors = Sequence[torch.Tensor]
 
 
@@ -253,10 +254,10 @@ def _compare_kernels(rank: int, name: str) -> None:
                 for what, (error, limit) in enumerate(zip(errors, allowed, strict=True)):
                     case = f"{name}, {label}, {layout_kind}, {len(borders) - 1} documents"
                     line = f"{case}, {what}: error {error:.2e}, one device {limit:.2e}"
-                    if not (error <= 1.5 * limit and limit < 0.05):
+                    if not (error <= 1.5 * max(limit, SUMS) and limit < 0.1):
                         failures.append(line)
                 if rank == 0:
-                    worst = max(e / a for e, a in zip(errors, allowed, strict=True))
+                    worst = max(e / max(a, SUMS) for e, a in zip(errors, allowed, strict=True))
                     line = f"{case}: {worst:.2f} x one device ({max(allowed):.1e})"
                     print(line, flush=True)  # noqa: T201 - seen with -s
     assert not failures, "\n".join(failures)
