@@ -12,6 +12,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,14 +29,16 @@ READ_OF = 0, 6  # the version of fla
 MAX_KEY_DIM = 256  # fla asserts it
 
 _GATED, _KIMI = "fla.ops.gated_delta_rule.chunk", "fla.ops.kda.chunk"
-_DELTA_RULES = {"chunk_gated_delta_rule": _GATED, "chunk_kda": _KIMI}
+_DELTA_RULES = MappingProxyType({"chunk_gated_delta_rule": _GATED, "chunk_kda": _KIMI})
 # What the kernels call around a state that comes from other ranks, and where their modules keep it.
-_SEAMS = {
-    "chunk_gated_delta_rule_fwd_h_pre_process": "states_before",
-    "chunk_gated_delta_rule_bwd_dhu_pre_process": "gradients_after",
-    "compress_h0": "saved",
-    "expand_h0": "restored",
-}
+_SEAMS = MappingProxyType(
+    {
+        "chunk_gated_delta_rule_fwd_h_pre_process": "states_before",
+        "chunk_gated_delta_rule_bwd_dhu_pre_process": "gradients_after",
+        "compress_h0": "saved",
+        "expand_h0": "restored",
+    }
+)
 _SEAM_MODULES = (_GATED, "fla.ops.kda.chunk_fwd", "fla.ops.kda.chunk_bwd")
 
 
