@@ -22,6 +22,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import Piece, StateChains
+from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.recurrence.exchange import ExchangeCall
 from ds_usp.recurrence.scan import Map, PieceMaps, Recurrence, Transfer, no_autocast
 
@@ -100,6 +101,7 @@ def _seam(original: Callable[..., Any], method: str) -> Callable[..., Any]:
     return seam
 
 
+@disable_in_compile("a layer that carries a state is not in a graph: its exchanges are compared")
 def delta_rule(
     kernel: Callable[..., Any],
     query: torch.Tensor,
