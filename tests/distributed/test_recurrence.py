@@ -502,6 +502,7 @@ def ledger(ctx: RankContext, pieces: int, kind: str, documents: Any) -> tuple[li
         options = {"dims": [DIM[kind]] * 3, "out_dim": DIM[kind]} | where
         tensors = [x.requires_grad_() for x in local]
         mesh.ledger.reset()
+        compared = mesh.consistency.number
         out = ds_usp.affine_scan(recurrence_of(kind), tensors, **options)
         convolved = ds_usp.causal_conv(convolve, x.requires_grad_(), TAPS, **where)
         for backward in (False, True):
@@ -514,6 +515,8 @@ def ledger(ctx: RankContext, pieces: int, kind: str, documents: Any) -> tuple[li
             if not backward:
                 mesh.ledger.reset()
                 (out.sum() + convolved.sum()).backward()
+    # One comparison a call and a backward pass, however many exchanges there are.
+    assert mesh.consistency.number - compared == 4
     return counted, said_by_formula
 
 
