@@ -40,6 +40,7 @@ from ds_usp.integrations.transformers.attention import (
     register,
 )
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
+from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers
 from ds_usp.integrations.transformers.text_model import (
     TextAttention,
     has_towers,
@@ -140,6 +141,7 @@ def enable(
                 "again"
             )
         refusals.check_model(inner)
+        refusals.check_layout_of_states(inner, options)
         if refusals.needs_whole_head(inner):
             refusals.check_whole_head(inner, options)
         named = f"{type(inner).__name__} with {options}"
@@ -197,7 +199,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._enabled = True
         self._running = RunningPass()
         head = refusals.find_head(inner) if options.loss_chunks else None
-        self._memory = LayersMemory(inner, options)
+        self._recurrent = RecurrentLayers(inner, self._running)
+        carry = self._recurrent.carry if self._recurrent.layers else None
+        self._memory = LayersMemory(inner, options, carry)
         self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
         self._loss: WholeBatchLoss | None = None
         if refusals.has_head(inner) and not self._whole_head:
@@ -250,6 +254,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._attention.restore()
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
+        self._recurrent.restore()
         if self._head is not None:
             self._head.remove()
         if self._loss is not None:
@@ -295,6 +300,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
             batch = self._read(arguments)
             self._check_positions(batch)
+            refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
             if self._whole_head:
