@@ -55,8 +55,8 @@ class Row:
     """A function of a layer's module, or a method of its own, over the mesh.
 
     Args:
-        run: ``run(place, original, *args, **kwargs)`` with the arguments of ``original``, a method's
-            module first; place: keywords ``mesh``, ``layout`` and ``documents``.
+        run: ``run(place, original, *args, **kwargs)`` with the arguments of ``original``, a
+            method's module first; place: keywords ``mesh``, ``layout`` and ``documents``.
         is_needed: a layer that calls it calls it in every forward pass.
     """
 

@@ -49,13 +49,18 @@ def _running(call: _LayerCall) -> Iterator[None]:
 
 def recurrent_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
     """The layers of the text model that call a function of the tables, in order."""
-    return (module for module in text_modules(model) if functions_of(type(module)))
+    return (module for module in text_modules(model) if functions_of(module))
+
+
+def functions_of(layer: nn.Module) -> Mapping[str, Row]:
+    """The rows of the functions that a layer's forward calls, and of its own methods, by name;
+    those of its base classes too."""
+    kind: Any = type(layer)
+    return _rows_of(kind)
 
 
 @lru_cache(maxsize=1024)
-def functions_of(kind: type[nn.Module]) -> Mapping[str, Row]:
-    """The rows of the functions that a layer's forward calls, and of its own methods, by name;
-    those of its base classes too."""
+def _rows_of(kind: Any) -> Mapping[str, Row]:
     rows: dict[str, Row] = {}
     for base in kind.__mro__:
         rows |= METHODS.get(base.__name__, {})
@@ -75,7 +80,7 @@ def reason_against_layer(layer: nn.Module) -> str:
     """Why the functions of a recurrent layer cannot be replaced; nothing if they can."""
     kind = type(layer)
     name = kind.__name__
-    hidden = functions_of(kind).keys() & FUNCTIONS.keys() - _globals_of(kind)
+    hidden = functions_of(layer).keys() & FUNCTIONS.keys() - _globals_of(kind)
     if hidden:
         return f"{name} has a forward of its own around that of {', '.join(sorted(hidden))}"
     found = vars(layer).get("_old_forward", vars(layer).get("forward"))
@@ -106,8 +111,7 @@ class RecurrentLayers:
         self._before: list[tuple[nn.Module, str, Any]] = []
         self.layers = list(recurrent_layers(model))
         for layer in self.layers:
-            kind = type(layer)
-            rows = functions_of(kind)
+            kind, rows = type(layer), functions_of(layer)
             forward = rebound(kind.forward, {x: rows[x] for x in rows if x in FUNCTIONS})
             for path, row in rows.items():
                 if path in FUNCTIONS:

@@ -204,7 +204,7 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
     They forget where a position is 0, and nowhere else: not where a document begins, nor where
     padding ends.
     """
-    if not any("rg_lru._rnn_scan" in functions_of(type(x)) for x in text_modules(model)):
+    if not any("rg_lru._rnn_scan" in functions_of(x) for x in text_modules(model)):
         return
     positions, mask = (batch.arguments.get(x) for x in ("position_ids", "attention_mask"))
     counted = None if positions is None else positions.tolist()
