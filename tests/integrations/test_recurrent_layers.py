@@ -1,5 +1,5 @@
-"""Layers that carry a state from token to token: exact on 4 ranks, what is planted is seen, and what
-enable does to a model and takes back."""
+"""Layers that carry a state from token to token: exact on 4 ranks, what is planted is seen, and
+what enable does to a model and takes back."""
 
 import copy
 import re
@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hf_trainer_runs
 import pytest
 import tiny_models
 import torch
 import transformers
+from accelerate import hooks
 from cases import mesh_of
 from harness import RankContext
+from hf_trainer_runs import Split
 from model_runs import (
     BOUND,
     Result,
@@ -23,15 +26,24 @@ from model_runs import (
     padded_batch,
     plain_batch,
     reference,
+    relative,
     take_gradients,
+    whole_model,
 )
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.bamba import modeling_bamba
 
 import ds_usp
 from ds_usp import ConfigError, DataError, LayoutError
 from ds_usp import UnsupportedAttentionError as Unsupported
-from ds_usp.integrations.transformers import enable, recurrent_functions, recurrent_layers, refusals
+from ds_usp.integrations.transformers import (
+    attach,
+    enable,
+    recurrent_functions,
+    recurrent_layers,
+    refusals,
+)
 from ds_usp.recurrence import exchange, scan
 
 PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "hybrid-models.md"
@@ -44,7 +56,7 @@ OTHERS = (
     "falcon_mamba",
 )
 Batches = Mapping[str, Callable[[], dict[str, Tensor]]]
-# Documents of one token, and others that lie on all ranks: a chain of three pieces or more has an A.
+# Documents of one token, and others that lie on all ranks: chains of three pieces have an A.
 FEW: Batches = {
     "mixed": lambda: packed_batch((1, 1, 36, 3), (30, 2, 8, 1)),
     "right": lambda: padded_batch("right"),
@@ -399,10 +411,90 @@ def test_a_layer_that_does_not_call_its_functions_is_refused():
         model(**plain_batch())
 
 
+def test_hooks_of_accelerate_stay():
+    model = tiny_models.build("lfm2")
+    conv = model.model.layers[0].conv
+    outer, inner = (hooks.ModelHook() for _ in range(2))
+    calls = []
+    outer.pre_forward = lambda _, *args, **kwargs: (calls.append("outer"), (args, kwargs))[1]
+    inner.pre_forward = lambda _: calls.append("inner")
+    hooks.add_hook_to_module(conv, outer)
+    conv.conv._hf_hook = inner  # whose weight the layer reads without calling it
+    want = whole_model(model, plain_batch())
+    with enable(model, ds_usp.SequenceMesh.single(), logits="whole"):
+        have = model(**plain_batch(), use_cache=False)
+    assert calls == ["outer", "inner"] * 2
+    assert relative(have.logits, want.logits) < BOUND
+    assert whole_model(model, plain_batch()).error(want) == 0
+    assert calls == ["outer", "inner"] * 3
+
+
 def test_every_type_of_the_tables_is_one_of_transformers():
     tables = {*recurrent_functions.SERVED, *recurrent_functions.NOT_SERVED}
     assert not tables.difference(transformers.CONFIG_MAPPING.keys())
     assert not recurrent_functions.SERVED & recurrent_functions.NOT_SERVED.keys()
+
+
+# ------------------------------------------------------------------ trainers
+
+
+def run_hybrid(ctx: RankContext, model_type: str, run: str, split: Split, **options: Any) -> Any:
+    """A trainer of packed rows. On one rank it is attached too: transformers alone hands the state
+    of a document on to the next one."""
+    model, finish = tiny_models.build(model_type), hf_trainer_runs.finish
+
+    def attached(ctx: RankContext, trainer: Any, split: Split, *args: Any) -> Any:
+        if ctx.world == 1:
+            attach(trainer, hf_trainer_runs.mesh_of(ctx, split))
+        return finish(ctx, trainer, split, *args)
+
+    with (
+        mock.patch.object(hf_trainer_runs, "tiny_model", lambda: model),
+        mock.patch.object(hf_trainer_runs, "finish", attached),
+    ):
+        done = getattr(hf_trainer_runs, run)(ctx, split=split, max_steps=2, **options)
+    unset_hf_deepspeed_config()  # models of the next case are whole
+    return done.losses, done.weights
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("model_type", "run", "split", "options"),
+    [
+        ("lfm2", "run_sft", Split(2, 2, "zero2"), {"packing": True}),
+        ("bamba", "run_sft", Split(1, 2, "zero3"), {"packing": True}),
+        ("qwen3_5_text", "run_sft", Split(2, 1, "fsdp2"), {"packing": True}),
+        ("jamba", "run_trainer", Split(2, 2, "zero3"), {}),
+        ("recurrent_gemma", "run_trainer", Split(2, 2, "zero1"), {}),
+        ("mamba", "run_trainer", Split(1, 2, "fsdp2"), {}),
+    ],
+)
+def test_trainers_train_as_on_one_rank(pool, model_type, run, split, options):
+    case = {"model_type": model_type, "run": run, **options}
+    losses, weights = pool.run(run_hybrid, 1, split=Split(), micro=2, **case)[0]
+    have, moved = pool.run(run_hybrid, WORLD, split=split, **case)[0]
+    assert have == pytest.approx(losses, rel=1e-5)
+    start = [p.detach() for p in tiny_models.build(model_type).parameters()]
+    scale = distance(start, weights)
+    assert distance(moved, weights) < 1e-4 * scale
+
+
+@SLOW
+def test_a_hybrid_run_resumes_on_another_split(pool, tmp_path):
+    case = {"model_type": "bamba", "run": "run_trainer", "output_dir": str(tmp_path)}
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    losses, weights = pool.run(run_hybrid, WORLD, split=Split(2, 1), **case, **saving)[0]
+    checkpoint = str(tmp_path / "checkpoint-1")
+    have, moved = pool.run(run_hybrid, WORLD, split=Split(2, 2), resume=checkpoint, **case)[0]
+    assert have == pytest.approx(losses[1:], rel=1e-5)
+    loaded = tiny_models.model_class("bamba").from_pretrained(tmp_path / "checkpoint-2")
+    saved = [p.detach() for p in loaded.parameters()]
+    assert distance(moved, weights) < 1e-4 * distance(saved, [0 * w for w in saved])
+    assert distance(saved, weights) < 1e-6
+
+
+def distance(one: list[Tensor], other: list[Tensor]) -> float:
+    return float(sum((a - b).double().pow(2).sum() for a, b in zip(one, other, strict=True)) ** 0.5)
 
 
 # ------------------------------------------------------------------ the page

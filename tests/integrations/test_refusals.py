@@ -222,7 +222,7 @@ MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a state": (
         lambda: transformers.RwkvForCausalLM(
-            transformers.RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)
+            transformers.RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2)
         ),
         Unsupported,
         "carry a state",

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from hashlib import blake2b
 from inspect import signature
 from typing import Any, cast
@@ -96,7 +97,7 @@ def enable(
             or sounds the text model is sharded, and nothing else is changed; a head whose loss is
             no sum over tokens is computed of whole rows on every rank.
         layout: a kind of :class:`ds_usp.TokenLayout`. ``auto``: ``balanced`` for batches whose rows
-            have the same packed documents, else ``zigzag``.
+            have the same packed documents, else ``zigzag``; ``contiguous`` without attention.
         kernel, tuning: as of :func:`ds_usp.usp_attention`.
         gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
@@ -115,7 +116,7 @@ def enable(
         ConfigError: another version of transformers, no such model, one that is enabled already, or
             layers that an option does not fit.
         UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
-        LayoutError: an unknown layout.
+        LayoutError: an unknown layout, or one that hands on no states of a model that has some.
         MeshError: on every rank, if their options or configurations differ; collective over the
             mesh.
     """
@@ -141,7 +142,7 @@ def enable(
                 "again"
             )
         refusals.check_model(inner)
-        refusals.check_layout_of_states(inner, options)
+        options = replace(options, layout=refusals.layout_of_states(inner, options))
         if refusals.needs_whole_head(inner):
             refusals.check_whole_head(inner, options)
         named = f"{type(inner).__name__} with {options}"
@@ -300,7 +301,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
             batch = self._read(arguments)
             self._check_positions(batch)
-            refusals.check_documents(self._inner, batch)
+            if self._recurrent.forgets_at_0:
+                refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
             if self._whole_head:

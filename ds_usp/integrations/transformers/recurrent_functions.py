@@ -1,5 +1,5 @@
-"""What transformers' recurrent layers call to carry a state from token to token, one row a name, and
-the model types whose layers call nothing else."""
+"""What recurrent layers of transformers call to carry a state from token to token, one row a name,
+and the model types whose layers call nothing else."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ SERVED = frozenset(
 )
 WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba"})
 # Types that would run and be wrong, or end in an error of something else, and why.
-_INDEXER = "an indexer of theirs reads the mask of the whole sequence"
 _BIASES = "their attention adds biases by position, and convolutions are given no arguments"
 _MAXIMUM = "their states are normalized by a running maximum"
 NOT_SERVED: Mapping[str, str] = MappingProxyType(
     {
         "deepseek_v4": "keys are compressed, to another number than a rank has tokens",
-        **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _INDEXER),
-        **dict.fromkeys(("inkling", "inkling_text", "inkling2", "inkling2_text"), _BIASES),
+        "qwen4_exp_text": "an indexer of theirs reads the mask of the whole sequence",
+        **dict.fromkeys(("inkling_text", "inkling2_text"), _BIASES),
         "zaya": "their projections hold convolutions and a delayed value",
         **dict.fromkeys(("rwkv", "xlstm"), _MAXIMUM),
     }

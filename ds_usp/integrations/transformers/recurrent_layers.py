@@ -97,6 +97,10 @@ class RecurrentLayers:
 
     Args:
         running: the model's last forward pass.
+
+    Attributes:
+        layers: in order.
+        forgets_at_0: one begins a state where a position is 0, and nowhere else.
     """
 
     # Note [one layer, other functions]
@@ -110,6 +114,7 @@ class RecurrentLayers:
         self._running = running
         self._before: list[tuple[nn.Module, str, Any]] = []
         self.layers = list(recurrent_layers(model))
+        self.forgets_at_0 = any("rg_lru._rnn_scan" in functions_of(x) for x in self.layers)
         for layer in self.layers:
             kind, rows = type(layer), functions_of(layer)
             forward = rebound(kind.forward, {x: rows[x] for x in rows if x in FUNCTIONS})

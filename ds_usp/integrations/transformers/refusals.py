@@ -26,12 +26,12 @@ from ds_usp.integrations.transformers.recurrent_functions import (
     WITHOUT_ATTENTION,
 )
 from ds_usp.integrations.transformers.recurrent_layers import (
-    functions_of,
     reason_against_layer,
     recurrent_layers,
 )
 from ds_usp.integrations.transformers.text_model import text_model, text_modules
 from ds_usp.integrations.transformers.whole_arguments import (
+    AUTO_LAYOUT,
     BORDERS,
     TOKEN_DIM,
     WholeArguments,
@@ -187,25 +187,26 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
         return
 
 
-def check_layout_of_states(model: PreTrainedModel, options: Options) -> None:
-    """LayoutError for a layout in which no rank has consecutive tokens, for a model that hands
-    states from token to token."""
+def layout_of_states(model: PreTrainedModel, options: Options) -> str:
+    """The layout of a model whose layers may hand states from token to token.
+
+    Raises:
+        LayoutError: one in which no rank has consecutive tokens.
+    """
     if options.layout == "striped" and any(recurrent_layers(model)):
         raise LayoutError(
             f"{type(model).__name__} carries a state from token to token, and layout='striped' "
             "gives each rank tokens that are not consecutive: use contiguous, zigzag, balanced or "
             "auto"
         )
+    # Without attention there is no work to balance, and one piece a rank sends fewest states.
+    without = model.config.get_text_config().model_type in WITHOUT_ATTENTION
+    return "contiguous" if without and options.layout == AUTO_LAYOUT else options.layout
 
 
 def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
-    """DataError for documents that RG-LRU layers would not see the beginning of.
-
-    They forget where a position is 0, and nowhere else: not where a document begins, nor where
-    padding ends.
-    """
-    if not any("rg_lru._rnn_scan" in functions_of(x) for x in text_modules(model)):
-        return
+    """DataError for documents of which RG-LRU layers would not see the beginning: they forget where
+    a position is 0, and nowhere else; not where a document begins, nor where padding ends."""
     positions, mask = (batch.arguments.get(x) for x in ("position_ids", "attention_mask"))
     counted = None if positions is None else positions.tolist()
     documents = batch.documents or ((0, batch.seq_len),) * batch.size
