@@ -253,9 +253,9 @@ def state_chains(layout: TokenLayout, documents: tuple[Borders, ...], rows: int)
     stride = max((segment.stride for segment in segments if segment.length > 1), default=1)
     if stride > 1:
         raise LayoutError(
-            f"{layout} gives each rank every {stride}th token, and a layer that carries a state "
-            "from token to token needs runs of consecutive ones: use 'zigzag', 'contiguous' or "
-            "'balanced'"
+            f"{layout} gives each rank tokens that are {stride} apart, and a layer that carries a "
+            "state from token to token needs runs of consecutive ones: use 'zigzag', 'contiguous' "
+            "or 'balanced'"
         )
     alike = tuple(dict.fromkeys(documents))
     documents = alike if len(alike) < 2 else documents

@@ -56,7 +56,7 @@ ROLES = ("tensor", "pipeline", "sequence", "data")
 # The ledger's kinds, which name the ranges of ds_usp's own exchanges.
 _OF_LEDGER: Mapping[str, str] = MappingProxyType(
     {
-        "all_to_all": ALL_TO_ALL,
+        **dict.fromkeys(("all_to_all", "states", "halo"), ALL_TO_ALL),
         **dict.fromkeys(("ring_kv", "ring_dkv", "ring_kv_outer", "ring_dkv_outer"), RING),
     }
 )

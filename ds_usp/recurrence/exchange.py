@@ -25,14 +25,14 @@ ResultT = TypeVar("ResultT")
 #
 #     tensors --> enter --> kernels, exchanges, folds --> leave --> out
 #
-# What lies between is another graph on each rank: one imports no state, another sends none. And
-# autograd runs what is ready. Without the two ends ranks would run the backward exchanges of
-# neighbouring calls (the convolutions of q, k and v) in different orders, or leave out one in which
-# the others wait:
+# What lies between is another graph on each rank: one imports no state, another sends none. A rank
+# whose backward pass leaves out an exchange, of this call or of one before it, leaves the others
+# waiting. Hence the two ends, between which all ranks' graphs are alike:
 #
 #   - `leave` gives the buffer of each exchange a gradient, zeros where a rank needed nothing, and
 #     `enter` gives each send buffer an empty part: every rank is in every backward exchange.
-#   - `enter` hands on the gradients of all inputs at once: between calls, ranks' graphs are alike.
+#   - `enter` hands on a gradient for every input, None where a rank used none (a transition, where
+#     nothing is imported): what made it runs backward all the same.
 #   - `leave` saves a tensor: what a checkpoint recomputes runs, with its exchanges, before this
 #     rank's first backward exchange, and as far as the end of the call, on every rank.
 class ExchangeCall:
