@@ -129,11 +129,11 @@ class RecurrentLayers:
                 else:
                     self._set(module, name, method)
             needed = frozenset(name for name, row in rows.items() if row.is_needed)
-            # Accelerate's hooks call the forward that they found under this name.
-            name = "_old_forward" if "_old_forward" in vars(layer) else "forward"
-            self._set(layer, name, partial(_run_layer, layer, forward, needed, running))
+            self._set(layer, "forward", partial(_run_layer, layer, forward, needed, running))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        if name == "forward" and "_old_forward" in vars(module):
+            name = "_old_forward"  # where Accelerate's hooks call it
         self._before.append((module, name, vars(module).get(name)))
         setattr(module, name, value)
 
