@@ -353,7 +353,7 @@ def test_layers_that_are_not_known_are_refused(change, text):
 
 
 def test_an_older_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.20.0")
+    monkeypatch.setattr(refusals.transformers, "__version__", "5.20.0")
     with pytest.raises(Unsupported, match=r"transformers>=5.23, and this is 5.20.0"):
         enable(meta("lfm2"), ds_usp.SequenceMesh.single())
 
