@@ -1,7 +1,7 @@
 """Programs that tests start as processes of their own: Python, torchrun, the scripts, frameworks.
 
     python("-m", "ds_usp", "verify")          a program of the project
-    torchrun(2, "bench_links.py")             the same, as ranks
+    torchrun(2, "bench_attention.py")         the same, as ranks
     bash("tiny", DRY_RUN="1")                 a script of the examples; start(): in this process
     FrameworkServer(checkout).run(4, flags)   a framework's script on ranks of its own
 

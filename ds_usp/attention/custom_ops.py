@@ -298,12 +298,12 @@ def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: Option
 
 
 def _plan_attention(
-    call: OpCall, like: torch.Tensor, shapes: Shapes
+    call: OpCall, like: Sequence[torch.Tensor], shapes: Shapes
 ) -> tuple[Signature, AttentionPlan]:
-    """:func:`plan_call` of stand-ins for q, k and v: one element like ``like`` each, expanded to
-    the shape."""
+    """:func:`plan_call` of stand-ins for q, k and v: one element of each one's dtype and device,
+    expanded to the shape."""
     with torch.set_grad_enabled(call.requires_grad or call.sinks_require_grad):
-        q, k, v = (like.new_empty(()).expand(shape) for shape in shapes)
+        q, k, v = (x.new_empty(()).expand(shape) for x, shape in zip(like, shapes, strict=True))
         signature, plan = plan_call(q.requires_grad_(call.requires_grad), k, v, call.options)
     return Signature.of(*call.prefix.splitlines(), signature), plan
 
@@ -311,8 +311,9 @@ def _plan_attention(
 def _plan_exchange(
     call: OpExchange, tensors: Sequence[torch.Tensor]
 ) -> tuple[Signature, ChunkExchanges]:
-    mesh, layouts, like = call.mesh, (call.layout, call.kv_layout), tensors[0]
+    mesh, layouts = call.mesh, (call.layout, call.kv_layout)
     if not call.starts_call:
+        like = tensors[0]
         q, k = (
             like.new_empty(()).expand(like.shape[0], layout.length(mesh.rank), heads, 1)
             for layout, heads in zip(layouts, (call.heads, call.kv_heads), strict=True)
@@ -320,7 +321,7 @@ def _plan_exchange(
         return plan_local_attention(q, k, mesh, *layouts)
     with torch.set_grad_enabled(call.requires_grad):
         q, k, v = (
-            like.new_empty(()).expand(guard_ints(x.shape)).requires_grad_(call.requires_grad)
+            x.new_empty(()).expand(guard_ints(x.shape)).requires_grad_(call.requires_grad)
             for x in tensors
         )
         tensors_signature = check_tensors(q, k, v)
@@ -395,7 +396,7 @@ def _attention(
     def check() -> tuple[Signature, AttentionPlan]:
         if not call.named:  # when the op runs, as batches change after tracing
             check_default_layout(mesh, cast(TokenLayout, call.options.layout))
-        signature, plan = _plan_attention(call, q, (q.shape, k.shape, v.shape))
+        signature, plan = _plan_attention(call, (q, k, v), (q.shape, k.shape, v.shape))
         return Signature.of(signature, *_module_text(module)), plan
 
     plan = check_on_all_ranks(mesh, check, q)
@@ -440,7 +441,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     shapes = [guard_ints(x.shape) for x in (q, k, v)]
     call = _attention_call(guard_ints(values), sinks, slopes)
     try:
-        _, plan = _plan_attention(call, q, shapes)
+        _, plan = _plan_attention(call, (q, k, v), shapes)
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
         return [*results, q.new_empty(q.shape), call_number]
     for chunk in plan.chunks:
@@ -487,7 +488,7 @@ def attention_backward(
     *saved, call_number = saved
     call.options.mesh.consistency.check_backward(int(call_number), wait=dout.device.type == "cpu")
     shapes = _qkv_shapes(dout, saved, kv_length, kv_heads)
-    _, plan = _plan_attention(call, dout, shapes)
+    _, plan = _plan_attention(call, 3 * [dout], shapes)
     if plan.local_heads:  # the log-sum-exp of all heads is saved as one tensor
         lse = saved.pop()
         saved += [lse[:, slice(*x.out.ranges[0][0])].contiguous() for x in plan.chunks]

@@ -281,13 +281,19 @@ class AttentionPlan:
 
     def reserve_resources(self, device: torch.device) -> None:
         """Open the process groups of a double ring, reserve staging buffers of copy engines and
-        start a pass; collective where there are too few buffers yet."""
+        begin a pass of them. Collective at a double ring's first call, and where buffers are too
+        small.
+
+        Raises:
+            MeshError: as :meth:`SequenceMesh.reserve`.
+        """
         if self.ring_calls[0].schedule.outer_steps:
             self.mesh.create_outer_groups()
         if self.staging_bytes:
             if self.mesh.needs_reserve(self.staging_bytes):
                 with without_multicast():
                     self.mesh.reserve(self.staging_bytes, device)
+            # A pass that is not marked done counts as aborted: copies of it may be in flight.
             self.mesh.consistency.begin_pass()
 
     def mark_pass_done(self) -> None:

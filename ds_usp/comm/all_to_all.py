@@ -74,7 +74,9 @@ class HeadAllToAll:
     def post_to_heads(
         self, tensors: Sequence[torch.Tensor], *, overlapped: bool = True
     ) -> PendingExchange:
-        """Start :meth:`to_heads`; ``overlapped`` as of :meth:`P2PChannel.post`."""
+        """Start :meth:`to_heads` of tensors of one dtype and device: callers check it, as others
+        would be cast to the first's. On one Ulysses rank results are views of the tensors;
+        ``overlapped`` as of :meth:`P2PChannel.post`."""
         if self._uniform is not None:
             return self._uniform.post_to_heads(tensors, self._all_to_all, overlapped=overlapped)
         ranks = range(self.mesh.ulysses_degree)

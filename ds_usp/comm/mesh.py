@@ -359,13 +359,22 @@ class SequenceMesh:
     def shared(
         cls, group: dist.ProcessGroup | None, ulysses_degree: int | None, order: str
     ) -> SequenceMesh:
-        """:meth:`from_group`, but collective only where this process has no such mesh yet: the
-        layers of a model share one."""
+        """The mesh that this process has of these arguments, which the layers of a model share;
+        the first one is made by :meth:`from_group`, which is collective.
+
+        Raises:
+            ConfigError, MeshError: as :meth:`from_group`; MeshError: it has failed for good.
+        """
         sp_group = resolve_group(group)
         degree = dist.get_world_size(sp_group) if ulysses_degree is None else ulysses_degree
         mesh = _meshes_over(sp_group).get((degree, order))
-        if mesh is None or mesh.consistency.has_failed:
+        if mesh is None:
             return cls.from_group(group, ulysses_degree, order)
+        if mesh.consistency.has_failed:  # which others may not have noticed: they would not come
+            raise MeshError(
+                f"{mesh} has failed for good; call SequenceMesh.from_group(group, {degree}, "
+                f"{order!r}) on every rank of the group for a new one"
+            )
         return mesh
 
     @classmethod
@@ -605,6 +614,25 @@ class SequenceMesh:
         """Check now that every rank passes the same text
         (:func:`ds_usp.comm.consistency.check_same`)."""
         self.consistency.check_now(text, error)
+
+    @contextmanager
+    def agreeing(self, text: str) -> Iterator[list[str]]:
+        """What one rank refuses in the body every rank refuses: all of them :meth:`agree` at its
+        end, well or not. Collective.
+
+        Yields:
+            the words of the text, to which the body adds what it came to know.
+
+        Raises:
+            Exception: what the body has raised, on that rank.
+            MeshError: on the others, which quotes it; on all of them, if the texts differ.
+        """
+        words, error = [text], None
+        try:
+            yield words
+        except Exception as refused:
+            error = refused
+        self.agree(" ".join(words), error)
 
     @contextmanager
     def together(self, text: str) -> Iterator[None]:

@@ -105,12 +105,17 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
             ROWS=rows,
             COLUMNS=columns,
         )
-        return _with_addresses(launch, plan)
+        return _bind_addresses(launch, plan)
 
     return launch_of(tokens, pieces, False), launch_of(longest, len(runs), True)
 
 
-def _with_addresses(launch: PreparedLaunch, plan: PackPlan) -> Callable[..., bool]:
+def _bind_addresses(launch: PreparedLaunch, plan: PackPlan) -> Callable[..., bool]:
+    """The launch as a function of tensors; False, and nothing is launched, if dtypes differ.
+
+    The launch has the plan's strides: a tensor of other ones is not noticed. Tensors that the plan
+    does not have are given the first one's address, which no program reads.
+    """
     unused = _MAX_TENSORS - len(plan.views)
     offsets = [(source.offset, out.offset) for source, out in plan.views]
 

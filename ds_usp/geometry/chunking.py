@@ -71,17 +71,20 @@ class CallSize(NamedTuple):
     head_blocks: int = 0
 
     def num_chunks(self) -> int:
-        """Number of head chunks, from 1 to ``_MAX_CHUNKS`` (``_MAX_FORWARD_CHUNKS`` without a
-        backward pass): the larger of the FLOP over ``_CHUNK_FLOP`` and of the number with the least
-        exposed exchange plus ``_CHUNK_S`` a chunk. Of equal thread blocks down to half of it, where
-        that saves ``_LEAST_GAIN`` of the kernels' time in last waves."""
-        flop, max_chunks = self.flop, self.split.max_chunks
+        """Number of head chunks: at most what the heads allow and ``_MAX_CHUNKS`` (without a
+        backward pass ``_MAX_FORWARD_CHUNKS``). The larger of two: FLOP over ``_CHUNK_FLOP``
+        (``_RING_CHUNK_FLOP`` without Ulysses) a kernel call, in whole KV groups; and the number
+        with the least exposed exchange plus ``_CHUNK_S`` a kernel call, which may cut groups
+        (:meth:`HeadSplit.chunk_limit`). Of equal thread blocks down to half of it, where that saves
+        ``_LEAST_GAIN`` of the kernels' time in last waves."""
+        flop, kv_groups = self.flop, self.split.max_chunks
         limit = _MAX_CHUNKS if self.backward else _MAX_FORWARD_CHUNKS
         chunk_flop = _RING_CHUNK_FLOP if self.split.ulysses == 1 else _CHUNK_FLOP
-        by_flop = min(max_chunks, limit, round(flop / chunk_flop / self.kernel_calls))
+        by_flop = min(kv_groups, limit, round(flop / chunk_flop / self.kernel_calls))
         bandwidth = _NODE_BYTES_PER_S if self.ulysses_in_node else _NETWORK_BYTES_PER_S
         exchange_s = self.exchange_bytes / bandwidth
 
+        # At least what an exchange takes longer than all computation.
         def exposed_s(chunks: int) -> float:
             return max(exposed_fraction(chunks) * exchange_s, exchange_s - flop / _FLOP_PER_S)
 

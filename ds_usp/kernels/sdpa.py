@@ -23,7 +23,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 class SdpaKernel(SingleTileKernel):
     """Grouped heads natively. Its causal mask is aligned to the top left, so only square tiles
-    use it; windows are passed as a ``[rows, columns]`` bias."""
+    use it; windows are passed as a ``[rows, columns]`` bias. Tensors are the tile's, ``[b, tokens,
+    heads, d]``, where torch takes heads first; a backward pass is given out and log-sum-exp of all
+    keys, and its gradients are the tile's share."""
 
     name = "sdpa"
     caps = KernelCaps(

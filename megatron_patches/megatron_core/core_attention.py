@@ -135,16 +135,15 @@ def check_dense_mask(
     checked: dict[Any, int] = getattr(mask, _CHECKED, {})
     if version is not None and checked.get(key) == version:
         return
-    error = None
-    if isinstance(layout, str):
-        layout = mesh.layout(layout, tokens * mesh.sp_degree)
-    if not _equals_rule(mask, rule, layout, mesh.rank):
-        error = UnsupportedAttentionError(
-            f"attention_mask was given and is not the rule of this layer, {rule}, for the tokens "
-            f"of this rank in {layout}. USP attention computes one rule over global positions for "
-            "every sequence. Pass attention_mask=None, and documents as packed_seq_params"
-        )
-    mesh.agree("a dense mask that equals the layer's rule", error)
+    with mesh.agreeing("a dense mask that equals the layer's rule"):
+        held = mesh.layout(layout, tokens * mesh.sp_degree) if isinstance(layout, str) else layout
+        if not _equals_rule(mask, rule, held, mesh.rank):
+            raise UnsupportedAttentionError(
+                f"attention_mask was given and is not the rule of this layer, {rule}, for the "
+                f"tokens of this rank in {held}. USP attention computes one rule over global "
+                "positions for every sequence. Pass attention_mask=None, and documents as "
+                "packed_seq_params"
+            )
     if version is not None:
         setattr(mask, _CHECKED, {**checked, key: version})
 

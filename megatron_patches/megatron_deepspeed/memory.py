@@ -107,7 +107,7 @@ def check_flags(args: Any) -> None:
     """
     if args.usp_loss_chunks < 0:
         raise ConfigError(f"--usp-loss-chunks {args.usp_loss_chunks}: must be 0 or more")
-    flags.check_checkpoint_layers(args)
+    refuse(flags.CHECKPOINT_LAYERS_REFUSALS, args)
     refuse_settings(_REFUSALS, args)
     if args.usp_recompute == "gemm-last":
         refuse(_GEMM_LAST_REFUSALS, args)
@@ -155,7 +155,8 @@ def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> An
 def _run_in_chunks(
     mlp: Any, run: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, chunks: int
 ) -> tuple[Tensor, Tensor | None]:
-    """``run(hidden)`` in chunks of tokens; the bias, which the layer adds, is that of all chunks.
+    """``run(hidden)`` in chunks of tokens, each run again in backward; the bias, which the layer
+    adds, is that of all chunks.
 
     Shapes:
         hidden and the first result ``[tokens, b, h]``.
@@ -164,9 +165,10 @@ def _run_in_chunks(
 
     def run_chunk(part: Tensor) -> Tensor:
         output, bias = run(part)
-        biases[:] = [bias]
+        biases[:] = [bias]  # the last one's: a view of the parameter
         return output
 
+    # A closure does not show whose weights' gradients are summed over chunks in fp32.
     output = in_chunks(run_chunk, hidden, chunks, module=mlp)
     return output, biases[0]
 

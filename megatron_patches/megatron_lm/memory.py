@@ -158,19 +158,14 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     """
     from megatron.training import get_args
 
+    from megatron_patches.megatron_core.layer_memory import save_less
+
     original(layer, *args, **kwargs)
-    recompute, chunks = get_args().usp_recompute, get_args().usp_mlp_chunks
-    if chunks > 1:
-        from megatron_patches.megatron_core.layer_memory import mlp_in_chunks
-
-        mlp_in_chunks(layer, chunks)
-    if recompute == "gemm-last":
-        from megatron_patches.megatron_core.layer_memory import recompute_gemm_last
-
-        recompute_gemm_last(layer, mlp=chunks <= 1)
-    else:
-        _give_policy(layer, recompute)
-    projections.project_in_layer(layer, get_args())
+    flags = get_args()
+    save_less(layer, flags.usp_recompute, flags.usp_mlp_chunks)
+    if flags.usp_recompute != "gemm-last":
+        _give_policy(layer, flags.usp_recompute)
+    projections.project_in_layer(layer, flags)
 
 
 def build_mamba_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

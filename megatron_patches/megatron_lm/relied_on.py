@@ -9,6 +9,7 @@ from typing import TypeAlias
 from megatron_patches.guards import Guard, megatron_core_guard
 from megatron_patches.patch import Bypass
 
+FRAMEWORK = "megatron_lm"
 _CORE = "megatron.core"
 _LOCAL = f"{_CORE}.transformer.dot_product_attention"
 _ROPE = f"{_CORE}.models.common.embeddings"

@@ -168,7 +168,7 @@ _SCHEDULE = (
         "Leave it out",
     ),
 )
-_UNKNOWN_TO_PLANNER = (
+UNKNOWN_TO_PLANNER = (
     Refusal(
         lambda args: carries_state(args),
         "--ulysses-degree auto: the planner does not know Megatron-LM's Mamba layers and gated "
@@ -218,20 +218,6 @@ def refuse(args: Any) -> None:
         refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_SCHEDULE), args)
     elif attends_on_one_rank(args):
         refusals.refuse(_ATTENTION, args)
-
-
-def refuse_for_planner(args: Any) -> None:
-    """Refuse models that the planner does not know.
-
-    Raises:
-        ConfigError: the first row that applies.
-    """
-    refusals.refuse(_UNKNOWN_TO_PLANNER, args)
-
-
-def is_planned(args: Any) -> bool:
-    """Whether the planner knows the model."""
-    return not any(row.applies(args) for row in _UNKNOWN_TO_PLANNER)
 
 
 def refuse_transformer_engine(args: Any) -> None:

@@ -185,6 +185,20 @@ def test_ranks_with_and_without_a_compiler_agree(pool):
         assert all(same)
 
 
+def of_mixed_dtypes(ctx: RankContext, ulysses: int) -> None:
+    x, call = torch.randn(1, 8, 4, 8), {"layout": "contiguous", "mask": ds_usp.MaskSpec.causal()}
+    run = compiled(partial(ds_usp.usp_attention, mesh=mesh_of(ulysses), **call))
+    run(x, x.bfloat16(), x.bfloat16())
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_mixed_dtypes_are_refused_in_a_graph_too(pool, ulysses):
+    """An exchange would cast keys and values to the dtype of the queries."""
+    for error in pool.errors(of_mixed_dtypes, 2, ulysses=ulysses):
+        assert isinstance(error, ds_usp.ConfigError)
+        assert "torch.float32 on cpu, torch.bfloat16 on cpu, torch.bfloat16 on cpu" in str(error)
+
+
 def same_as_uncompiled(run: Any, given: dict[str, torch.Tensor], *more: Any) -> list[bool]:
     """Whether out, lse and gradients have the bits of a call without a compiler."""
     (q, k, v, dout), outputs = given.values(), []

@@ -119,11 +119,16 @@ def test_equal_arguments_give_one_mesh(pool):
 
 
 def after_a_failure(ctx: RankContext) -> tuple[bool, bool, float]:
-    """Whether a mesh that fails for good on one rank is replaced, by one mesh, that computes."""
+    """Whether a mesh that fails for good on one rank is replaced, by one mesh, that computes; the
+    layers of a model wait for no rank that would not come."""
     group = dist.new_group()
     failed = SequenceMesh.from_group(group, 2)
     if ctx.rank == 1:
         failed.consistency._fail(ds_usp.MeshError("for good"))
+        with pytest.raises(ds_usp.MeshError, match="from_group.*on every rank"):
+            SequenceMesh.shared(group, 2, "ulysses-ring")
+    else:
+        assert SequenceMesh.shared(group, 2, "ulysses-ring") is failed
     mesh = SequenceMesh.from_group(group, 2)
     case = Case(batch=1)
     worst = max(errors_of(mesh, case, attend(mesh, case)).values())

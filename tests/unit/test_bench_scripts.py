@@ -54,18 +54,13 @@ def run(pool: WorkerPool, script: str, *arguments: str, code: int = 0) -> str:
     return results[0][1]
 
 
-def test_links_under_torchrun(tmp_path):
+def test_attention_under_torchrun(tmp_path):
     """The only run whose ranks come from torchrun: Session.start is not replaced."""
-    path = tmp_path / "links.csv"
-    sizes = ("--sizes", "0.01", "0.02", "--rounds", "2", "--repeats", "2", "--out", str(path))
-    done = torchrun(2, BENCH / "bench_links.py", "--device", "cpu", *sizes)
+    path = tmp_path / "attention.csv"
+    flags = ("--device", "cpu", *SHAPE, "--rounds", "1", "--out", str(path))
+    done = torchrun(2, BENCH / "bench_attention.py", *flags)
     assert done.returncode == 0, done.stderr
-    rows = read(path)
-    sent = {(row["operation"], row["mib"]): float(row["sent_mib"]) for row in rows}
-    assert sent["all-to-all", "0.02"] == pytest.approx(0.01, rel=0.01)
-    assert sent["ring send/receive", "0.01"] == pytest.approx(0.01, rel=0.01)
-    assert all(float(row["gb_per_s"]) > 0 for row in rows)
-    assert done.stdout.count("left out") == 3  # what needs a GPU
+    assert len(read(path)) == 3 and all(float(row["ms"]) > 0 for row in read(path))
 
 
 def test_attention_and_its_errors(pool, tmp_path):
@@ -120,21 +115,6 @@ def plain_results(ctx: RankContext, *, text: str) -> list[torch.Tensor]:
 def test_plain_all_to_alls_compute_the_kernel(pool, text):
     for differences in pool.run(plain_results, 2, text=text):
         assert max(x.abs().max().item() for x in differences) < 1e-12
-
-
-def test_documents_and_windows(pool, tmp_path):
-    sizes = ("--shape", "64:2:2:16", "--documents", "4:16", "--window", "8", "--kernels", "eager")
-    path = tmp_path / "documents.csv"
-    run(pool, "bench_documents", *sizes, "--rounds", "1", "--out", str(path))
-    rows = read(path)
-    for workload, layout in (("documents", "balanced"), ("window 8", "contiguous")):
-        assert [row["contender"] for row in rows if row["workload"] == workload] == [
-            "one GPU, eager",
-            "ds_usp 2x1 zigzag, eager",
-            f"ds_usp 1x2 {layout}, eager",
-            "ds_usp 1x2 zigzag, eager",
-        ]
-    assert len(rows) == 12
 
 
 def test_projected(pool, tmp_path):

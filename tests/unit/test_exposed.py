@@ -29,7 +29,8 @@ from ds_usp.profiling.exposed_classify import (
     kind_of_call,
 )
 from ds_usp.profiling.exposed_trace import TraceEvent, events_of_profiler
-from megatron_patches.flags import check_report_flag
+from megatron_patches.flags import SHARED_REFUSALS
+from megatron_patches.refusals import refuse
 
 MS = 1_000_000
 ALL_TO_ALL, RING, GRADIENTS, PARAMETERS, TENSOR, PIPELINE, P2P, OTHER = kinds.BETWEEN_RANKS
@@ -378,9 +379,10 @@ def test_a_step_is_refused_that_is_none_or_profiled_twice():
         ({"usp_report_communication": 8, "profile": True}, "leave one of them out"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_report_flag(SimpleNamespace(train_iters=8, **values))
-    check_report_flag(SimpleNamespace(train_iters=8, usp_report_communication=8))
-    check_report_flag(SimpleNamespace(train_iters=8, usp_report_communication=None, profile=True))
+            refuse(SHARED_REFUSALS, SimpleNamespace(usp_cluster=None, train_iters=8, **values))
+    for step, profile in ((8, False), (None, True)):
+        served = {"usp_report_communication": step, "profile": profile}
+        refuse(SHARED_REFUSALS, SimpleNamespace(usp_cluster=None, train_iters=8, **served))
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
         pytest.raises(ConfigError, match="a profiler records already"),

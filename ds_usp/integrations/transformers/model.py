@@ -22,8 +22,8 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
+from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import (
-    ModelComparison,
     Reduction,
     check_mesh,
     join_shards,
@@ -119,8 +119,7 @@ def enable(
             mesh.
     """
     check_mesh(mesh)
-    named, error = "", None
-    try:  # what one rank refuses every rank refuses
+    with mesh.agreeing("enable") as words:
         refusals.check_version()
         options = Options(
             layout=layout,
@@ -142,12 +141,7 @@ def enable(
         refusals.check_model(inner)
         if refusals.needs_whole_head(inner):
             refusals.check_whole_head(inner, options)
-        named = f"{type(inner).__name__} with {options}"
-    except Exception as refused:
-        error = refused
-    mesh.agree(f"enable {named}", error)
-    if error is not None:
-        raise error
+        words.append(f"{type(inner).__name__} with {options}")
     register()
     return EnabledModel(model, inner, mesh, options)
 

@@ -364,8 +364,9 @@ class _OfReplicas(Accelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """None dispatches batches to others either, as one does by default of iterable data
-        sets."""
+        """Accelerate's, by replicas: its own would count ranks here. No loader dispatches batches,
+        which is the default of iterable data sets. A loader that an accelerator has prepared is
+        returned as it is; stateful ones are refused."""
         from accelerate.data_loader import prepare_data_loader
 
         if getattr(data_loader, "_is_accelerate_prepared", False):
