@@ -243,15 +243,21 @@ class FrameworkServer(ABC):
                 raise AssertionError(seen.get("traceback") or repr(seen["refused"]))
         return ranks
 
-    def attempt(self, world: int, text: str, **options: Any) -> list[dict[str, Any]]:
-        """Train; each rank's record, with its error."""
+    def attempt(
+        self, world: int, text: str, *, script: str = "", **options: Any
+    ) -> list[dict[str, Any]]:
+        """Train; each rank's record, with its error.
+
+        Args:
+            script: "": the one of the class.
+        """
         if self._process.poll() is not None:  # a case before this one ran out of time
             self._start()
         folder = self.folder / f"run{next(self._names)}"
         folder.mkdir()
         request = self.REQUEST(
             world,
-            str(self.checkout / self.SCRIPT),
+            str(self.checkout / (script or self.SCRIPT)),
             self.arguments(text.replace("{folder}", str(folder)), folder),
             folder,
             **options,

@@ -15,7 +15,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 import ds_usp
-from ds_usp.errors import MeshError, UnsupportedAttentionError
+from ds_usp.errors import UnsupportedAttentionError
+from megatron_patches.megatron_core.context_parallel import check_size
 from megatron_patches.megatron_core.packed_documents import packed_documents
 
 # ------------------------------------------------------------------------------------------------
@@ -208,12 +209,7 @@ class USPCoreAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size != mesh.sp_degree:
-            raise MeshError(
-                f"TransformerConfig.context_parallel_size={config.context_parallel_size} but the "
-                f"mesh has {mesh.sp_degree} ranks (ulysses {mesh.ulysses_degree} x ring "
-                f"{mesh.ring_degree}); they must be the same group"
-            )
+        check_size(config, mesh)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse_inexact_options(config, layer_number, attention_type, dropout, num_splits)
         self.mesh, self.layout = mesh, layout
