@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from ds_usp.planner.arguments import (
     CountOrZero,
     Layers,
     Positive,
+    choice,
     read_json,
     violations,
 )
@@ -33,8 +34,54 @@ class LayerMatrices(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RecurrentMixer:
+    """What a layer has in the place of attention, or beside it, that carries a state from token to
+    token; or a causal convolution alone.
+
+    Args:
+        into, out: features of the products into it and out of it.
+        channels, taps: of the convolution over tokens before it; 0: none.
+        heads, key, value: its state, a matrix of key x value features a head, in fp32; 0: none.
+        decay: what a token does to the state: a ``matrix`` of key x key a head (delta rules), one
+            number a ``head`` (Mamba-2, lightning attention) or an ``element`` (Mamba-1).
+        inner: elements of its other matrices, each of which multiplies every token once.
+        vectors: elements of its convolution, biases, decays and norms.
+    """
+
+    into: Count
+    out: Count
+    channels: CountOrZero = 0
+    taps: CountOrZero = 0
+    heads: CountOrZero = 0
+    key: CountOrZero = 0
+    value: CountOrZero = 0
+    decay: str = choice(("matrix", "head", "element"), "head")
+    inner: CountOrZero = 0
+    vectors: CountOrZero = 0
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the state of one sequence."""
+        return self.heads * self.key * self.value
+
+    @property
+    def decay_elements(self) -> int:
+        """Elements of what a run of tokens does to the state that comes into it."""
+        by_kind = {"matrix": self.key * self.key, "head": 1, "element": self.key * self.value}
+        return self.heads * by_kind[self.decay]
+
+
+class Experts(NamedTuple):
+    """Experts of a layer beside its MLP, each an MLP of width ``ffn``; every rank holds them all."""
+
+    count: int
+    per_token: int
+    ffn: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder.
+    """A decoder whose layers are alike, or of a few kinds.
 
     Args:
         layers: transformer layers.
@@ -55,6 +102,11 @@ class ModelShape:
         qk_norm: a norm over the features of each query and key head (Qwen3).
         other_facts: other facts of the model's configuration, by name. It changes neither memory
             nor time noticeably, but a program that has no setting for it trains another model.
+        attention: its layers have attention; ``output_gate``: whose output is multiplied by a gate
+            that the queries' product makes too (Qwen3-Next).
+        recurrent: what its layers have in the place of attention, or beside it.
+        experts: its layers have experts beside an MLP of width ``ffn`` (0: experts alone).
+        kinds: where layers differ: the layers of each kind, as a model of their own.
 
     Raises:
         ConfigError: sizes that make no model; the text names the constraint.
@@ -63,7 +115,7 @@ class ModelShape:
     name: str
     layers: Layers
     hidden: Count
-    ffn: Count
+    ffn: CountOrZero
     heads: Count
     kv_heads: Count
     vocab: Count
@@ -78,6 +130,11 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     other_facts: tuple[str, ...] = ()
+    attention: bool = True
+    output_gate: bool = False
+    recurrent: RecurrentMixer | None = None
+    experts: Experts | None = None
+    kinds: tuple[ModelShape, ...] = ()
 
     def __post_init__(self) -> None:
         for wrong in violations(self):
@@ -94,21 +151,45 @@ class ModelShape:
                     f"heads={self.heads}; give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.kinds and sum(kind.layers for kind in self.kinds) != self.layers:
+            raise ConfigError(f"model {self.name}: its kinds of layers are not {self.layers} layers")
+
+    @property
+    def parts(self) -> tuple[ModelShape, ...]:
+        """Models of alike layers that together are this one's."""
+        return self.kinds or (self,)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its layers are attention and one MLP, as programs with tensor parallelism, with
+        pipelines and with layers that a profile has measured have them."""
+        return not (self.kinds or self.recurrent or self.experts or self.output_gate)
+
+    @property
+    def mlp_width(self) -> int:
+        """Features inside the MLP, and inside the experts of one token."""
+        return self.ffn + (self.experts.per_token * self.experts.ffn if self.experts else 0)
 
     @cached_property
     def q_width(self) -> int:
-        """Features of all query heads."""
-        return self.heads * self.head_dim
+        """Features of all query heads; 0 without attention, and so the keys'."""
+        return self.heads * self.head_dim if self.attention else 0
 
     @cached_property
     def kv_width(self) -> int:
         """Features of all key heads (and, as many, of the value heads)."""
-        return self.kv_heads * self.head_dim
+        return self.kv_heads * self.head_dim if self.attention else 0
 
     @cached_property
     def matrix_elements(self) -> int:
-        """Elements of one layer's matrices: each multiplies every token once."""
-        return sum(layer_matrices(self))
+        """Elements of one layer's matrices that multiply a token: once each."""
+        idle = self.experts.count - self.experts.per_token if self.experts else 0
+        return sum(layer_matrices(self)) - idle * self.expert_elements
+
+    @property
+    def expert_elements(self) -> int:
+        """Elements of one expert's matrices."""
+        return self.hidden * self.experts.ffn * (3 if self.gated else 2) if self.experts else 0
 
     @cached_property
     def vector_elements(self) -> int:
@@ -116,8 +197,10 @@ class ModelShape:
 
         Biases that tensor parallelism shards are counted as replicated: less than 0.1 % of a layer.
         """
-        norms = 2 * self.hidden * (2 if self.biases else 1)
-        norms += 2 * self.head_dim if self.qk_norm else 0
+        mixers, mlps = self.attention or self.recurrent is not None, self.mlp_width > 0
+        norms = (mixers + mlps) * self.hidden * (2 if self.biases else 1)
+        norms += 2 * self.head_dim if self.qk_norm and self.attention else 0
+        norms += self.recurrent.vectors if self.recurrent else 0
         if not self.biases:
             return norms + (qkv_width(self) if self.qkv_bias else 0)
         return norms + qkv_width(self) + self.hidden + fc1_width(self) + self.hidden
@@ -130,13 +213,13 @@ class ModelShape:
         """Elements of the model, its vocabulary not padded."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         positions = seq_len_tokens * self.hidden if self.learned_positions else 0
-        layer = self.matrix_elements + self.vector_elements
-        return self.layers * layer + tables + positions + self.hidden
+        layers = sum(x.layers * (sum(layer_matrices(x)) + x.vector_elements) for x in self.parts)
+        return layers + tables + positions + self.hidden
 
 
 def qkv_width(model: ModelShape) -> int:
-    """Features of the product that makes queries, keys and values."""
-    return model.q_width + 2 * model.kv_width
+    """Features of the product that makes queries, keys and values, and their gate."""
+    return model.q_width * (2 if model.output_gate else 1) + 2 * model.kv_width
 
 
 def fc1_width(model: ModelShape) -> int:
@@ -145,9 +228,17 @@ def fc1_width(model: ModelShape) -> int:
 
 
 def layer_matrices(model: ModelShape) -> LayerMatrices:
-    """Elements of one layer's matrices."""
+    """Elements of one layer's matrices; those of recurrent mixers count as attention's, those of
+    experts and of their router as the MLP's."""
     widths = qkv_width(model), model.q_width, fc1_width(model), model.ffn
-    return LayerMatrices(*(model.hidden * width for width in widths))
+    qkv, out, fc1, fc2 = (model.hidden * width for width in widths)
+    if mixer := model.recurrent:
+        qkv, out = qkv + model.hidden * mixer.into + mixer.inner, out + model.hidden * mixer.out
+    if experts := model.experts:
+        last = experts.count * experts.ffn * model.hidden
+        fc1 += experts.count * model.expert_elements - last + experts.count * model.hidden
+        fc2 += last
+    return LayerMatrices(qkv, out, fc1, fc2)
 
 
 _GPT: Mapping[str, bool] = MappingProxyType(
@@ -179,9 +270,159 @@ _BUILT_IN = (
     _model("gpt-6.7b", "32 4096 16384 32 32 50257", "6.7b", **_GPT),
     _model("gpt-30b", "64 6144 24576 64 64 50257", "30b", **_GPT),
 )
-MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model, _ in _BUILT_IN})
+
+
+def _delta(keys: int, values: int, dim: int, taps: int = 4) -> RecurrentMixer:
+    """Gated delta rule: so many heads of queries and keys, and of values (Qwen3-Next)."""
+    channels, out = (2 * keys + values) * dim, values * dim
+    vectors = taps * channels + 2 * values + dim
+    into = channels + out + 2 * values
+    return RecurrentMixer(into, out, channels, taps, values, dim, dim, "matrix", vectors=vectors)
+
+
+def _mamba2(heads: int, dim: int, groups: int, state: int, norm: bool = True) -> RecurrentMixer:
+    """Mamba-2; its norm may be left out (Falcon-H1)."""
+    out, channels = heads * dim, heads * dim + 2 * groups * state
+    vectors = 5 * channels + 3 * heads + (out if norm else 0)
+    into = out + channels + heads
+    return RecurrentMixer(into, out, channels, 4, heads, state, dim, "head", vectors=vectors)
+
+
+def _mamba1(inner: int, state: int, rank: int) -> RecurrentMixer:
+    """Mamba-1 as Jamba has it: with norms of the step, of B and of C."""
+    more, vectors = inner * (2 * rank + 2 * state), inner * (7 + state) + rank + 2 * state
+    return RecurrentMixer(2 * inner, inner, inner, 4, inner, state, 1, "element", more, vectors)
+
+
+_Kind = tuple[int, Mapping[str, Any]]  # so many layers, and the facts in which they differ
+_NO_MIXER: Mapping[str, Any] = MappingProxyType({"attention": False})
+
+
+def _layers(count: int, mixer: RecurrentMixer | None = None, **facts: Any) -> _Kind:
+    """Layers with a recurrent mixer and no attention, unless it is said."""
+    return count, {"attention": mixer is None, "recurrent": mixer, **facts}
+
+
+def _hybrid(
+    name: str, sizes: str, kinds: tuple[_Kind, ...], *aliases: str, **facts: Any
+) -> tuple[ModelShape, list[str]]:
+    """A model whose layers are of these kinds; ``sizes``: of :func:`_model`."""
+    model, names = _model(name, sizes, *aliases, other_facts=("layers that carry a state",), **facts)
+    parts = tuple(replace(model, layers=count, **own) for count, own in kinds)
+    return replace(model, kinds=parts), names
+
+
+# Layers that carry a state: published config.json, as transformers reads them; the order of layers
+# changes no plan. Qwen3.5: transformers' defaults, which name that model.
+_QWEN_NEXT: Mapping[str, Any] = MappingProxyType(
+    {"head_dim": 256, "qk_norm": True, "output_gate": True, "norm_epsilon": 1e-6, "rope_theta": 1e7}
+)
+_GRANITE: Mapping[str, Any] = MappingProxyType({"tied": True, "norm_epsilon": 1e-5})
+_HYBRIDS = (
+    _hybrid(
+        "qwen3-next",
+        "48 2048 512 16 2 151936",
+        (_layers(36, _delta(16, 32, 128)), _layers(12)),
+        "qwen3-next-80b-a3b",
+        experts=Experts(512, 10, 512),
+        **_QWEN_NEXT,
+    ),
+    _hybrid(
+        "qwen3.5-9b",
+        "32 4096 12288 16 4 248320",
+        (_layers(24, _delta(16, 32, 128)), _layers(8)),
+        **_QWEN_NEXT,
+    ),
+    _hybrid(
+        "nemotron-h-8b",
+        "52 4096 21504 32 8 131072",
+        (
+            _layers(24, _mamba2(128, 64, 8, 128), ffn=0),
+            _layers(4, ffn=0),
+            (24, _NO_MIXER),
+        ),
+        "nemotron-h",
+        gated=False,
+    ),
+    _hybrid(
+        "nemotron-3-nano",
+        "52 2688 3712 32 2 131072",
+        (
+            _layers(23, _mamba2(64, 64, 8, 128), ffn=0),
+            _layers(6, ffn=0),
+            (23, {**_NO_MIXER, "experts": Experts(128, 6, 1856)}),
+        ),
+        "nemotron-3-nano-30b-a3b",
+        head_dim=128,
+        gated=False,
+    ),
+    _hybrid(
+        "granite-4-micro",
+        "40 2048 8192 32 8 100352",
+        (_layers(36, _mamba2(64, 64, 1, 128)), _layers(4)),
+        "granite-4.0-h-micro",
+        **_GRANITE,
+    ),
+    _hybrid(
+        "granite-4-small",
+        "40 4096 1536 32 8 100352",
+        (_layers(36, _mamba2(128, 64, 1, 128)), _layers(4)),
+        "granite-4",
+        "granite-4.0-h-small",
+        experts=Experts(72, 10, 768),
+        **_GRANITE,
+    ),
+    _hybrid(
+        "falcon-h1-7b",
+        "44 3072 12288 12 2 130048",
+        (_layers(44, _mamba2(24, 128, 1, 256, norm=False), attention=True),),
+        head_dim=128,
+    ),
+    _hybrid(
+        "falcon-h1-34b",
+        "72 5120 21504 20 4 261120",
+        (_layers(72, _mamba2(32, 128, 2, 256, norm=False), attention=True),),
+        "falcon-h1",
+        head_dim=128,
+    ),
+    _hybrid(
+        "jamba-mini",
+        "32 4096 14336 32 8 65536",
+        (
+            _layers(12, _mamba1(8192, 16, 256)),
+            _layers(16, _mamba1(8192, 16, 256), ffn=0, experts=Experts(16, 2, 14336)),
+            _layers(4),
+        ),
+        "jamba",
+        "jamba-1.5-mini",
+        norm_epsilon=1e-6,
+    ),
+    _hybrid(
+        "lfm2-1.2b",
+        "16 2048 8192 32 8 65536",
+        (_layers(10, RecurrentMixer(3 * 2048, 2048, 2048, 3, vectors=3 * 2048)), _layers(6)),
+        "lfm2",
+        tied=True,
+        qk_norm=True,
+        rope_theta=1e6,
+    ),
+    _hybrid(
+        "minimax-text-01",
+        "80 6144 0 64 8 200064",
+        (
+            _layers(70, RecurrentMixer(4 * 8192, 8192, 0, 0, 64, 128, 128, vectors=8192)),
+            _layers(10),
+        ),
+        "minimax",
+        head_dim=128,
+        experts=Experts(32, 2, 9216),
+        rope_theta=1e7,
+    ),
+)
+_ALL = (*_BUILT_IN, *_HYBRIDS)
+MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model, _ in _ALL})
 _ALIASES: Mapping[str, str] = MappingProxyType(
-    {alias: model.name for model, aliases in _BUILT_IN for alias in aliases}
+    {alias: model.name for model, aliases in _ALL for alias in aliases}
 )
 
 
