@@ -50,7 +50,7 @@ from ds_usp.planner.parallel_config import (
 from ds_usp.planner.plot import draw
 from ds_usp.planner.report import ClusterFlags, Command, Result
 from ds_usp.planner.search import AXES, GIB, SearchResult, search
-from ds_usp.planner.traffic import attention_bytes
+from ds_usp.planner.traffic import attention_bytes, recurrent_bytes
 
 _EMIT = (
     "the best plan as flags of megatron_patches.run, flags of Megatron-LM (whose program calls "
@@ -343,7 +343,12 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
             )
             for rank in range(config.sp)
         ]
-        content = report.comm_json(work, config, ranks)
+        mixer = next(filter(None, (part.recurrent for part in model.parts)), None)
+        states = [
+            recurrent_bytes(work, config, rank, self.layout, mixer)
+            for rank in range(config.sp if mixer else 0)
+        ]
+        content = report.comm_json(work, config, ranks, states)
         return Result(content, report.comm_text(content))
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.state_chains import StateChains, state_chains
 from ds_usp.planner.hardware import (
     HBM_FRACTION,
     Cluster,
@@ -21,7 +24,14 @@ from ds_usp.planner.hardware import (
     seconds_at,
 )
 from ds_usp.planner.models import ModelShape, layer_matrices
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.parallel_config import CHECKPOINTED, ParallelConfig, Workload
+
+# Tokens of a chunk of flash-linear-attention's kernels; Mamba-2's are of 128 and 256.
+SCAN_CHUNK = 64
+# A multiprocessor makes an exponential in the time of about 32 FLOP: one for each element of
+# Mamba-1's state, and its products.
+_ELEMENT_FLOP = 40.0
+STATE_BYTES = 4  # of an element of a state, which is in fp32 whatever the model's dtype
 
 
 def mean_visible_keys(seq_len: int, documents: Sequence[int] = ()) -> float:
@@ -48,15 +58,46 @@ def attention_flop_per_token(
     return 4 * model.q_width * mean_visible_keys(seq_len, documents)
 
 
+def recurrent_flop_per_token(model: ModelShape, *, respond: bool = False) -> float:
+    """Forward FLOP of one layer's recurrence, in chunks of C tokens: what tokens read of the state and
+    add to it, ``4 k v`` a head, and each other's part, ``2 C (k + v)``; a delta rule also what it
+    takes from the state, ``2 k v``, and the inverse of its chunk, ``2 C (2 k + v)`` (Yang et al.,
+    2412.06464). Mamba-1 has no products, but an exponential an element.
+
+    Args:
+        respond: with the response to the state that comes in: of a delta rule, whose values are
+            longer by k, of others the product that reads it.
+    """
+    mixer = model.recurrent
+    if mixer is None or not mixer.heads:
+        return 0.0
+    key, value = mixer.key, mixer.value
+    if mixer.decay == "element":
+        return mixer.state_elements * _ELEMENT_FLOP * (2 if respond else 1)
+    read = 2.0 * key * value if respond else 0.0
+    if mixer.decay == "head":
+        return mixer.heads * (4 * key * value + 2 * SCAN_CHUNK * (key + value) + read)
+    value += key if respond else 0
+    return mixer.heads * (6 * key * value + 2 * SCAN_CHUNK * (3 * key + 2 * value) + read)
+
+
 def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int] = ()) -> float:
     """FLOP that the model needs for one token, forward and backward: what MFU counts.
 
     ``6 (L P + h V) + 6 L q s``, P the elements of a layer's matrices (PaLM's appendix B with the
     causal half; so count Kuaishou's tables, ATC 24). Recomputation is not in it.
     """
-    matrices = model.layers * model.matrix_elements + model.hidden * model.vocab
-    attention = model.layers * attention_flop_per_token(model, seq_len, documents)
-    return 6 * matrices + 3 * attention
+    matrices = sum(x.layers * x.matrix_elements for x in model.parts) + model.hidden * model.vocab
+    return 6 * matrices + 3 * _mixer_flop_per_token(model, seq_len, documents)
+
+
+def _mixer_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int]) -> float:
+    """Forward FLOP of attention and of recurrences, all layers."""
+    return sum(
+        part.layers
+        * (attention_flop_per_token(part, seq_len, documents) + recurrent_flop_per_token(part))
+        for part in model.parts
+    )
 
 
 def hardware_flop_per_token(
@@ -76,18 +117,18 @@ def hardware_flop_per_token(
     chunks adds its own forward pass; with several layers a checkpoint all but one of a group are
     recomputed once more.
     """
-    attention = model.layers * attention_flop_per_token(model, seq_len, documents)
+    attention = _mixer_flop_per_token(model, seq_len, documents)
     total = model_flop_per_token(model, seq_len, documents) + attention / 2
-    forward = 2 * model.layers * model.matrix_elements
+    forward = 2 * sum(part.layers * part.matrix_elements for part in model.parts)
     if mlp_chunks > 1:
-        total += forward * mlp_share(model)
+        total += 2 * sum(x.layers * x.matrix_elements * mlp_share(x) for x in model.parts)
     again = 2 - 1 / checkpoint_layers
     if recompute == "full":
         total += again * (forward + attention)
     elif recompute == "attention-only":
         total += attention
     elif recompute == "attention":
-        total += again * forward
+        total += again * (forward + sum(x.layers * recurrent_flop_per_token(x) for x in model.parts))
     elif recompute not in ("none", "gemm-last"):
         raise ConfigError(f"recompute={recompute!r} is unknown")
     return total
@@ -106,7 +147,7 @@ def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
 
 
 def mlp_share(model: ModelShape) -> float:
-    """The MLP's part of a layer's matrix products."""
+    """The MLP's part of the matrix products of a layer without experts."""
     return (layer_matrices(model).fc1 + layer_matrices(model).fc2) / model.matrix_elements
 
 
@@ -135,7 +176,7 @@ def head_elements(work: Workload, config: ParallelConfig) -> int:
 
 def layer_elements(model: ModelShape, tp: int) -> int:
     """Elements of one layer on one tensor-parallel rank: matrices sharded, vectors replicated."""
-    return model.matrix_elements // tp + model.vector_elements
+    return sum(layer_matrices(model)) // tp + model.vector_elements
 
 
 def stage_elements(work: Workload, config: ParallelConfig, stage: int) -> int:
@@ -144,7 +185,7 @@ def stage_elements(work: Workload, config: ParallelConfig, stage: int) -> int:
     The first stage has the embedding, the last one the head; tied ones are held twice under pp.
     """
     model = work.model
-    total = config.layers_per_stage(model) * layer_elements(model, config.tp)
+    total = sum(config.layers_per_stage(x) * layer_elements(x, config.tp) for x in model.parts)
     if stage == 0:
         total += embedding_elements(work, config)
     if stage == config.pp - 1:
@@ -168,9 +209,11 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
     and nothing behind it. With ``projection_overlap="recompute"`` neither queries, keys nor values
     are saved, and attention's output once.
 
-    Without Megatron's sequence parallelism tp does not shard what the norms save.
+    Without Megatron's sequence parallelism tp does not shard what the norms save. Of a gated output
+    gate and product are saved; of each of a token's experts also its input and its output, as
+    transformers' ``grouped_mm`` sorts copies of tokens by expert.
     """
-    h, f, q, k = model.hidden, model.ffn, model.q_width, model.kv_width
+    h, f, q, k = model.hidden, model.mlp_width, model.q_width, model.kv_width
     if config.recompute == "full":
         return (h, 0.0) if config.tp_sequence else (0.0, h)
     kv_copies = max(1.0, config.ulysses * config.tp / model.kv_heads)
@@ -182,16 +225,37 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
         attention += q
     if config.heads_in_chunks:
         attention = q
-    norms, mlp = 4 * h, 4 * f if model.gated else 2 * f
+    attention += 2 * q if model.output_gate else 0
+    attention += recurrent_elements(model, config)
+    norms, mlp = 2 * h * (bool(attention) + bool(f)), 4 * f if model.gated else 2 * f
+    mlp += 2 * h * model.experts.per_token if model.experts else 0
     if model.gated and config.fused_activation:
         mlp = 3 * f
     if config.recompute == "gemm-last":
         norms, mlp = 2 * h, 2 * f if model.gated else f
-    if config.mlp_chunks > 1:
-        norms, mlp = (2 if config.recompute == "gemm-last" else 3) * h, 0
+    if config.mlp_chunks > 1 and f:
+        norms, mlp = norms - (0 if config.recompute == "gemm-last" else h), 0
     if config.tp_sequence:
         return norms + attention + mlp, 0.0
     return attention + mlp, norms
+
+
+def recurrent_elements(model: ModelShape, config: ParallelConfig) -> float:
+    """What a recurrent mixer saves, in elements per token: what its product and its convolution make,
+    its output before and after the norm; a delta rule its keys and queries for each head of the
+    values, and the inverse of its chunk. The response to a state that comes in adds values that are
+    longer by the keys, and what it reads the state with; for others its product and their decays.
+    Read off what flash-linear-attention's and mamba_ssm's functions save; not measured.
+    """
+    mixer = model.recurrent
+    if mixer is None:
+        return 0.0
+    elements = mixer.into + mixer.channels + 2 * mixer.out
+    responds = config.sp > 1 and mixer.heads > 0
+    if mixer.decay != "matrix" or not mixer.heads:
+        return elements + (2 * mixer.out if responds else 0)
+    elements += mixer.heads * (2 * mixer.key + SCAN_CHUNK)
+    return elements + (mixer.heads * (mixer.value + 2 * mixer.key) if responds else 0)
 
 
 def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
@@ -200,17 +264,80 @@ def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
         return 0.0
     norms = 0.0 if config.recompute == "attention" else 8.0 * (2 if model.biases else 1)
     norms /= 2 if config.mlp_chunks > 1 else 1
-    lse = 0.0 if config.recompute == "attention-only" else 4.0 * model.heads
+    lse = 4.0 * model.heads if model.attention and config.recompute != "attention-only" else 0.0
     return lse + norms * (1 if config.tp_sequence else config.tp)
 
 
+def state_bytes(work: Workload, config: ParallelConfig) -> float:
+    """The maps (A, B) that a layer has received and those of its own pieces, in fp32."""
+    mixer, sent = work.model.recurrent, chain_traffic(work, config)
+    if mixer is None or not sent.states:
+        return 0.0
+    own = sent.pieces * (mixer.state_elements + mixer.decay_elements)
+    received = sent.states * mixer.state_elements + sent.decays * mixer.decay_elements
+    return STATE_BYTES * config.micro_batch * (own + received)
+
+
+class ChainTraffic(NamedTuple):
+    """What the ranks of a sequence send in a layer with a state, of one row: mean over ranks.
+
+    Attributes:
+        states, decays: states and what acts on them (B and A of a piece).
+        halo: tokens before pieces for each tap but one.
+        rounds: exchanges of states.
+        pieces: runs of tokens of a document on a rank.
+    """
+
+    states: float
+    decays: float
+    halo: float
+    rounds: int
+    pieces: float
+
+
+def chain_traffic(work: Workload, config: ParallelConfig, layout: str = "zigzag") -> ChainTraffic:
+    """The mean over ranks of :meth:`StateChains.sent_bytes` and its like, in elements."""
+    width = max(work.model.recurrent.taps - 1, 0) if work.model.recurrent else 0
+    tokens = TokenLayout(layout, work.seq_len, config.ulysses, config.ring, config.order)
+    return _chain_traffic(tokens, work.documents, width)
+
+
+@lru_cache(maxsize=1024)
+def _chain_traffic(tokens: TokenLayout, documents: tuple[int, ...], width: int) -> ChainTraffic:
+    ranks = tokens.degree
+    if ranks == 1:
+        return ChainTraffic(0.0, 0.0, 0.0, 0, 1.0)
+    chains = document_chains(tokens, documents, 1)
+    moves = [move for moves in chains.rounds for move in moves if move.crosses]
+    halo = sum(chains.halo_bytes(rank, width, 1, 1) for rank in range(ranks)) if width else 0
+    return ChainTraffic(
+        len(moves) / ranks,
+        sum(move.transition for move in moves) / ranks,
+        halo / ranks,
+        len(chains.rounds),
+        sum(map(len, chains.chains)) / ranks,
+    )
+
+
+def document_chains(tokens: TokenLayout, documents: tuple[int, ...], rows: int) -> StateChains:
+    """The state chains of rows that are packed alike; ``documents``: their lengths."""
+    borders = (tuple(accumulate(documents, initial=0)),) if documents else ()
+    return state_chains(tokens, borders, rows)
+
+
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:
-    """Bytes that one layer saves of one micro batch on one rank (activations of 2 bytes)."""
+    """Bytes that one layer saves of one micro batch on one rank (activations of 2 bytes), in the
+    mean over the model's."""
+    if work.model.kinds:
+        return work.mean_over_layers(layer_bytes, config)
     model = work.model
     tokens = work.rank_tokens(config)
     sharded, replicated = saved_elements(model, config)
     elements = sharded / config.tp + replicated
-    return tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)
+    size = tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)
+    if model.recurrent and config.recompute not in CHECKPOINTED:
+        size += state_bytes(work, config)
+    return size
 
 
 def input_bytes(work: Workload, config: ParallelConfig) -> float:
@@ -230,7 +357,7 @@ def mlp_backward_bytes(work: Workload, config: ParallelConfig) -> float:
     tokens, and those and all that one chunk saves when it is computed again.
     """
     model, tokens = work.model, work.rank_tokens(config)
-    width = tokens * model.ffn / config.tp * config.param_bytes
+    width = tokens * model.mlp_width / config.tp * config.param_bytes
     inside = width * ((2 if model.gated else 1) + (config.recompute == "gemm-last"))
     if config.mlp_chunks <= 1:
         return input_bytes(work, config) + inside
@@ -425,7 +552,7 @@ def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
     """
     if zero == 3:
         return LEAST_BUCKET_ELEMENTS
-    largest = layer_matrices(model).fc1 // tp
+    largest = max(layer_matrices(part).fc1 for part in model.parts) // tp
     table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
     return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)
 
@@ -457,9 +584,10 @@ def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
     table = model.padded_vocab(tp) / tp * model.hidden
     if not model.tied:
         yield 0.0, table
-    for layer in range(layers):
+    alike = [layer_matrices(kind) for kind in model.kinds for _ in range(kind.layers)]
+    for layer, matrices in enumerate(alike or [layer_matrices(model)] * layers):
         before = 0.0
-        for size in reversed(layer_matrices(model)):
+        for size in reversed(matrices):
             before += size
-            yield (layer + before / model.matrix_elements) / layers, size / tp
+            yield (layer + before / sum(matrices)) / layers, size / tp
     yield 1.0, table

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.planner.formulas import (
+    SCAN_CHUNK,
     bucket_elements,
     head_elements,
     input_bytes,
@@ -19,7 +20,7 @@ from ds_usp.planner.formulas import (
 )
 from ds_usp.planner.models import layer_matrices
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.traffic import call_size, kv_features
+from ds_usp.planner.traffic import call_size, kv_features, layer_traffic
 
 # Of DeepSpeed's buffered_allreduce_fallback, which no setting changes; a larger tensor goes alone,
 # as it lies.
@@ -110,15 +111,20 @@ def model_wide_bytes(work: Workload, config: ParallelConfig) -> ModelWideBytes:
 
 def _recomputed_layer_bytes(work: Workload, config: ParallelConfig) -> tuple[float, float]:
     """Buffers of exchanges, and what else lives in the backward pass of one layer beside what
-    layers save, at the worse moment: that of the MLP or, where layers are recomputed, of attention.
+    layers save, at the worse moment: that of the MLP or of a recurrence or, where layers are
+    recomputed, of attention; of layers of several kinds, those of the worst.
     """
+    if work.model.kinds:
+        return max((_recomputed_layer_bytes(part, config) for part in work.parts), key=sum)
     exchange, transient = exchange_bytes(work, config), 0.0
     if config.recompute in ("full", "attention"):  # what these save is counted already
         transient = layer_bytes(work, config.replace(recompute="none")) - layer_bytes(work, config)
-    at_mlp = transient + mlp_backward_bytes(work, config)
+    at_mlp = transient + max(mlp_backward_bytes(work, config), recurrent_peak(work, config))
     if config.recompute not in ("full", "attention"):
         # An exchange and the MLP's backward pass are not at the same time.
         return exchange, max(0.0, at_mlp - exchange)
+    if not work.model.attention:
+        return 0.0, at_mlp
     peak = attention_peak(work, config)
     kept = 0.0
     if config.recompute == "attention":
@@ -304,7 +310,7 @@ def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
     """Buffers of one attention call with one head chunk.
 
     Ulysses: send and receive buffers of q, k, v. Ring: K/V send buffer, two K/V receive buffers,
-    dK/dV send and receive buffers.
+    dK/dV send and receive buffers. Layers with a state: send and receive buffers of states and halo.
     """
     model, e = work.model, config.param_bytes
     sequence = config.micro_batch * work.seq_len
@@ -314,7 +320,8 @@ def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
         total += 2 * sequence / config.ring * (q / config.ulysses + 2 * kv) * e
     if config.ring > 1:
         total += 5 * 2 * sequence / config.ring * kv * e
-    return total
+    sent = layer_traffic(work, config)
+    return total + 2 * (sent.states + sent.halo)
 
 
 def offload_needed(
@@ -426,6 +433,19 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     )
 
 
+def recurrent_peak(work: Workload, config: ParallelConfig) -> float:
+    """Bytes that live in the backward pass of a recurrent mixer, beside what the layer saves: the
+    gradients of its output, of what its product and its convolution made; the states before its
+    chunks, computed again, and their gradients (flash-linear-attention, mamba_ssm). Not measured.
+    """
+    mixer, tokens = work.model.recurrent, work.rank_tokens(config)
+    if mixer is None:
+        return 0.0
+    of_chunks = 2 * mixer.state_elements / SCAN_CHUNK
+    features = mixer.into + mixer.channels + 2 * mixer.out + of_chunks
+    return 2 * input_bytes(work, config) + tokens * features * config.param_bytes
+
+
 def _chunk_parts(work: Workload, config: ParallelConfig) -> list[tuple[float, float]]:
     """Of the query heads and of the key/value heads (with copies) of all ranks, the fractions in
     each head chunk, the largest first."""
@@ -478,7 +498,8 @@ def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> 
     elements = stage_elements(work, config, 0)
     if not at_loss:
         elements -= head_elements(work, config)
-    largest = max(_table_elements(work, config), max(layer_matrices(work.model)) / config.tp)
+    matrices = max(max(layer_matrices(part)) for part in work.model.parts) / config.tp
+    largest = max(_table_elements(work, config), matrices)
     return min(elements, LIVE_ELEMENTS + largest) * config.param_bytes
 
 
@@ -507,10 +528,11 @@ def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float
 def _matrices(work: Workload, config: ParallelConfig) -> Iterator[float]:
     """Elements of the matrices of a stage on one tensor-parallel rank, in the order of
     megatron-core's ``parameters()``, in which a layer's output projection is the first."""
-    qkv, out, fc1, fc2 = layer_matrices(work.model)
     yield _table_elements(work, config)
-    for _ in range(config.layers_per_stage(work.model)):
-        yield from (size / config.tp for size in (out, qkv, fc1, fc2))
+    for part in work.model.parts:
+        qkv, out, fc1, fc2 = layer_matrices(part)
+        for _ in range(config.layers_per_stage(part)):
+            yield from (size / config.tp for size in (out, qkv, fc1, fc2))
     if not work.model.tied:
         yield _table_elements(work, config)
 

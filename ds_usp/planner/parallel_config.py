@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -64,6 +64,19 @@ class Workload:
                 f"documents of {sum(self.documents)} tokens do not fill a sequence of "
                 f"{self.seq_len}"
             )
+
+    @property
+    def parts(self) -> tuple[Workload, ...]:
+        """The same tokens through the layers of each kind of the model."""
+        kinds = self.model.kinds
+        return tuple(replace(self, model=kind) for kind in kinds) if kinds else (self,)
+
+    def mean_over_layers(
+        self, formula: Callable[[Workload, ParallelConfig], float], config: ParallelConfig
+    ) -> float:
+        """What a formula of alike layers says of a layer, in the mean over the model's."""
+        layers = self.model.layers
+        return sum(part.model.layers / layers * formula(part, config) for part in self.parts)
 
     def rank_tokens(self, config: ParallelConfig) -> float:
         """Tokens of a micro batch on one rank."""
@@ -230,6 +243,12 @@ def degree_refusal(work: Workload, config: ParallelConfig) -> Refusal | None:
         kv_heads=model.kv_heads,
         ffn=model.ffn,
     ).refusal({})
+    if config.tp > 1 and not model.is_plain:
+        return Refusal(
+            "tensor parallelism of layers that carry a state, or of experts",
+            f"the layers of {model.name} are planned as transformers runs them, without tensor "
+            f"parallelism: tp is {config.tp}, not 1",
+        )
     if refusal is None and work.seq_len < ranks:
         refusal = Refusal(
             "too few tokens for a rank",
@@ -254,6 +273,11 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
     model, tp, pp, dp = work.model, config.tp, config.pp, config.dp
     if model.layers % pp:
         yield f"{model.layers} layers do not divide into pp={pp} stages"
+    if pp > 1 and not model.is_plain:
+        yield (
+            f"the layers of {model.name} are planned as transformers runs them, without a "
+            f"pipeline: pp is {pp}, not 1"
+        )
     per_stage, chunk = config.layers_per_stage(model), config.chunk_layers(model)
     if chunk < 1 or per_stage % chunk:
         yield (
@@ -289,7 +313,15 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
 def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
     """A sentence for each rule of the settings that trade time for length, with its numbers behind
     the last colon."""
-    tokens = work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1))
+    tokens, model = work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1)), work.model
+    if not model.is_plain:
+        if config.recompute in ("gemm-last", "attention-only"):
+            yield f"transformers has no such recomputation: {config.recompute}, for {model.name}"
+        for row in LENGTH_SETTINGS:
+            if row.is_used(getattr(config, row.name)) and "transformers" not in row.programs:
+                yield f"transformers has no {row.flag}, which runs such layers: {model.name}"
+    if config.mlp_chunks > 1 and any(part.experts for part in model.parts):
+        yield f"an MLP in chunks is planned without experts: {model.name}"
     if config.mlp_chunks > tokens:
         yield f"an MLP in more chunks than tokens: {config.mlp_chunks}, a rank has {tokens}"
     if config.mlp_chunks > 1 and config.recompute == "attention-only":
@@ -300,7 +332,7 @@ def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
             f"{config.recompute}: there are {config.checkpoint_layers}"
         )
     if config.heads_in_chunks:
-        yield from projection_violations(work.model, config)
+        yield from projection_violations(model, config)
     if config.states_on_host and config.zero == 0:
         yield "states on the host are planned for ZeRO-1 to 3, not for ZeRO-0"
 
@@ -361,7 +393,8 @@ def length_options(work: Workload, config: ParallelConfig, flag: str) -> list[Pa
     where it is on already or does not go with the others."""
     if flag == "mlp_chunks":
         chunks = mlp_chunks_for(work, config)
-        refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config)
+        experts = any(part.experts for part in work.model.parts)
+        refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config) or experts
         return [] if refused else [config.replace(mlp_chunks=chunks)]
     if flag == "projection_overlap":
         changed = config.replace(projection_overlap="recompute")
@@ -438,6 +471,22 @@ class FrameworkCaps:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in lacking)
             raise ConfigError(f"{self.name} has no {names}: leave it out, or take another --engine")
         return self
+
+    def for_model(self, model: ModelShape) -> FrameworkCaps:
+        """Itself; for layers that carry a state what transformers has, which alone runs them here.
+
+        Raises:
+            ConfigError: another framework than any of them.
+        """
+        if model.is_plain:
+            return self
+        if self.name != "any":
+            raise ConfigError(
+                f"the layers of {model.name} are planned as transformers runs them, not for "
+                f"{self.name}: take --engine any, without --emit"
+            )
+        recompute = tuple(x for x in self.recompute if x in ("none", *CHECKPOINTED))
+        return replace(self, recompute=recompute, length_flags=_length_flags("transformers"))
 
     def refusal(self, config: ParallelConfig, axis: str, value: object) -> str:
         """Why these degrees do not go with a value of another axis, as a short heading."""
@@ -562,6 +611,8 @@ def degree_configs(
             refused[reason] += 1
         elif model.layers % pp:
             refused["layers do not divide into stages"] += 1
+        elif pp > 1 and not model.is_plain:
+            refused["a pipeline of layers that carry a state, or of experts"] += 1
         elif pp > 1 and framework.not_in_pipeline(work, base):
             refused[framework.not_in_pipeline(work, base)] += 1
         elif work.global_batch % dp:

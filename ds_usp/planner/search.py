@@ -159,6 +159,7 @@ def search(
     budget = cluster.budget_bytes if budget_bytes is None else budget_bytes
     if not 0 < budget < math.inf:
         raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
+    framework = framework.for_model(work.model)
     fixed = fixed or {}
     base = base or ParallelConfig()
     result = SearchResult(
