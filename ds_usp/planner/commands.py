@@ -346,7 +346,8 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
         mixer = next(filter(None, (part.recurrent for part in model.parts)), None)
         states = [
             recurrent_bytes(work, config, rank, self.layout, mixer)
-            for rank in range(config.sp if mixer else 0)
+            for rank in range(config.sp)
+            if mixer
         ]
         content = report.comm_json(work, config, ranks, states)
         return Result(content, report.comm_text(content))

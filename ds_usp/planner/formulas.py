@@ -59,10 +59,10 @@ def attention_flop_per_token(
 
 
 def recurrent_flop_per_token(model: ModelShape, *, respond: bool = False) -> float:
-    """Forward FLOP of one layer's recurrence, in chunks of C tokens: what tokens read of the state and
-    add to it, ``4 k v`` a head, and each other's part, ``2 C (k + v)``; a delta rule also what it
-    takes from the state, ``2 k v``, and the inverse of its chunk, ``2 C (2 k + v)`` (Yang et al.,
-    2412.06464). Mamba-1 has no products, but an exponential an element.
+    """Forward FLOP of one layer's recurrence, in chunks of C tokens: what tokens read of the state
+    and add to it, ``4 k v`` a head, and each other's part, ``2 C (k + v)``; a delta rule also what
+    it takes from the state, ``2 k v``, and the inverse of its chunk, ``2 C (2 k + v)`` (Yang et
+    al., 2412.06464). Mamba-1 has no products, but an exponential an element.
 
     Args:
         respond: with the response to the state that comes in: of a delta rule, whose values are
@@ -128,7 +128,9 @@ def hardware_flop_per_token(
     elif recompute == "attention-only":
         total += attention
     elif recompute == "attention":
-        total += again * (forward + sum(x.layers * recurrent_flop_per_token(x) for x in model.parts))
+        total += again * (
+            forward + sum(x.layers * recurrent_flop_per_token(x) for x in model.parts)
+        )
     elif recompute not in ("none", "gemm-last"):
         raise ConfigError(f"recompute={recompute!r} is unknown")
     return total
@@ -241,10 +243,10 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
 
 
 def recurrent_elements(model: ModelShape, config: ParallelConfig) -> float:
-    """What a recurrent mixer saves, in elements per token: what its product and its convolution make,
-    its output before and after the norm; a delta rule its keys and queries for each head of the
-    values, and the inverse of its chunk. The response to a state that comes in adds values that are
-    longer by the keys, and what it reads the state with; for others its product and their decays.
+    """What a recurrent mixer saves, in elements per token: what its product and its convolution
+    make, its output before and after the norm; a delta rule its keys and queries for each head of
+    the values, and the inverse of its chunk. The response to a state that comes in adds values that
+    are longer by the keys, and what it reads the state with; for others its product and decays.
     Read off what flash-linear-attention's and mamba_ssm's functions save; not measured.
     """
     mixer = model.recurrent

@@ -310,7 +310,7 @@ def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
     """Buffers of one attention call with one head chunk.
 
     Ulysses: send and receive buffers of q, k, v. Ring: K/V send buffer, two K/V receive buffers,
-    dK/dV send and receive buffers. Layers with a state: send and receive buffers of states and halo.
+    dK/dV send and receive buffers. Layers with a state: send and receive buffers of states, halos.
     """
     model, e = work.model, config.param_bytes
     sequence = config.micro_batch * work.seq_len

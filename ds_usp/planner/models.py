@@ -71,8 +71,9 @@ class RecurrentMixer:
         return self.heads * by_kind[self.decay]
 
 
-class Experts(NamedTuple):
-    """Experts of a layer beside its MLP, each an MLP of width ``ffn``; every rank holds them all."""
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a layer beside its MLP, each an MLP of width ``ffn``; a rank holds them all."""
 
     count: int
     per_token: int
@@ -152,7 +153,9 @@ class ModelShape:
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         if self.kinds and sum(kind.layers for kind in self.kinds) != self.layers:
-            raise ConfigError(f"model {self.name}: its kinds of layers are not {self.layers} layers")
+            raise ConfigError(
+                f"model {self.name}: its kinds of layers are not {self.layers} layers"
+            )
 
     @property
     def parts(self) -> tuple[ModelShape, ...]:
@@ -307,7 +310,9 @@ def _hybrid(
     name: str, sizes: str, kinds: tuple[_Kind, ...], *aliases: str, **facts: Any
 ) -> tuple[ModelShape, list[str]]:
     """A model whose layers are of these kinds; ``sizes``: of :func:`_model`."""
-    model, names = _model(name, sizes, *aliases, other_facts=("layers that carry a state",), **facts)
+    model, names = _model(
+        name, sizes, *aliases, other_facts=("layers that carry a state",), **facts
+    )
     parts = tuple(replace(model, layers=count, **own) for count, own in kinds)
     return replace(model, kinds=parts), names
 

@@ -29,6 +29,7 @@ from ds_usp.settings import LENGTH_SETTINGS
 
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
+_TRANSFORMERS_RECOMPUTE = ("none", *CHECKPOINTED)
 PROJECTS_AGAIN = ("none", "full")  # recomputations that go with it
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
@@ -243,12 +244,6 @@ def degree_refusal(work: Workload, config: ParallelConfig) -> Refusal | None:
         kv_heads=model.kv_heads,
         ffn=model.ffn,
     ).refusal({})
-    if config.tp > 1 and not model.is_plain:
-        return Refusal(
-            "tensor parallelism of layers that carry a state, or of experts",
-            f"the layers of {model.name} are planned as transformers runs them, without tensor "
-            f"parallelism: tp is {config.tp}, not 1",
-        )
     if refusal is None and work.seq_len < ranks:
         refusal = Refusal(
             "too few tokens for a rank",
@@ -273,11 +268,6 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
     model, tp, pp, dp = work.model, config.tp, config.pp, config.dp
     if model.layers % pp:
         yield f"{model.layers} layers do not divide into pp={pp} stages"
-    if pp > 1 and not model.is_plain:
-        yield (
-            f"the layers of {model.name} are planned as transformers runs them, without a "
-            f"pipeline: pp is {pp}, not 1"
-        )
     per_stage, chunk = config.layers_per_stage(model), config.chunk_layers(model)
     if chunk < 1 or per_stage % chunk:
         yield (
@@ -313,13 +303,12 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
 def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
     """A sentence for each rule of the settings that trade time for length, with its numbers behind
     the last colon."""
-    tokens, model = work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1)), work.model
-    if not model.is_plain:
-        if config.recompute in ("gemm-last", "attention-only"):
-            yield f"transformers has no such recomputation: {config.recompute}, for {model.name}"
-        for row in LENGTH_SETTINGS:
-            if row.is_used(getattr(config, row.name)) and "transformers" not in row.programs:
-                yield f"transformers has no {row.flag}, which runs such layers: {model.name}"
+    tokens, model = (
+        work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1)),
+        work.model,
+    )
+    if lacking := [] if model.is_plain else _not_in_transformers(config):
+        yield f"transformers, which runs such layers, has no {', '.join(lacking)}: {model.name}"
     if config.mlp_chunks > 1 and any(part.experts for part in model.parts):
         yield f"an MLP in chunks is planned without experts: {model.name}"
     if config.mlp_chunks > tokens:
@@ -335,6 +324,17 @@ def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
         yield from projection_violations(model, config)
     if config.states_on_host and config.zero == 0:
         yield "states on the host are planned for ZeRO-1 to 3, not for ZeRO-0"
+
+
+def _not_in_transformers(config: ParallelConfig) -> list[str]:
+    """What a config has that models of transformers cannot."""
+    words = [
+        f"{axis} {getattr(config, axis)}" for axis in ("tp", "pp") if getattr(config, axis) > 1
+    ]
+    if config.recompute not in _TRANSFORMERS_RECOMPUTE:
+        words.append(f"recompute {config.recompute}")
+    rows = (row for row in LENGTH_SETTINGS if "transformers" not in row.programs)
+    return words + [row.flag for row in rows if row.is_used(getattr(config, row.name))]
 
 
 def projection_violations(model: ModelShape, config: ParallelConfig) -> Iterator[str]:
@@ -485,8 +485,8 @@ class FrameworkCaps:
                 f"the layers of {model.name} are planned as transformers runs them, not for "
                 f"{self.name}: take --engine any, without --emit"
             )
-        recompute = tuple(x for x in self.recompute if x in ("none", *CHECKPOINTED))
-        return replace(self, recompute=recompute, length_flags=_length_flags("transformers"))
+        flags = _length_flags("transformers")
+        return replace(self, recompute=_TRANSFORMERS_RECOMPUTE, length_flags=flags)
 
     def refusal(self, config: ParallelConfig, axis: str, value: object) -> str:
         """Why these degrees do not go with a value of another axis, as a short heading."""
@@ -607,12 +607,12 @@ def degree_configs(
     for tp, ulysses, ring, pp, dp in degrees(gpus, fixed):
         config = defaults.replace(tp=tp, ulysses=ulysses, ring=ring)
         reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal_rule(work, config)
+        if not model.is_plain and max(tp, pp) > 1:
+            reason = "tp and pp of layers that transformers alone runs"
         if reason:
             refused[reason] += 1
         elif model.layers % pp:
             refused["layers do not divide into stages"] += 1
-        elif pp > 1 and not model.is_plain:
-            refused["a pipeline of layers that carry a state, or of experts"] += 1
         elif pp > 1 and framework.not_in_pipeline(work, base):
             refused[framework.not_in_pipeline(work, base)] += 1
         elif work.global_batch % dp:

@@ -404,7 +404,9 @@ def comm_text(content: Json) -> Iterator[object]:
     yield Table(rows, {"rank": "{rank}", **{t: number(key, MIB, 2) for t, key in keys.items()}})
     if "state_ranks" in content:
         yield "in one of the layers that carry a state instead"
-        columns = {t: number(key, MIB, 2) for t, key in {**_COMM_STATES, "all": "total_bytes"}.items()}
+        columns = {
+            t: number(key, MIB, 2) for t, key in {**_COMM_STATES, "all": "total_bytes"}.items()
+        }
         yield Table(content["state_ranks"], {"rank": "{rank}", **columns})
     if content["tp"] > 1:
         forward, backward = content["tp_forward_bytes"] / MIB, content["tp_backward_bytes"] / MIB

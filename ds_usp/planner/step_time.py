@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_usp.planner.attention_schedule import OFF
 from ds_usp.planner.attention_time import AttentionTime, attention_s, simulated_pass
@@ -104,8 +104,8 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
 
     All but the attention core comes from the cluster's profile if such a layer is in it. For a
     layer that was measured at another tensor-parallel degree, the formula is scaled by measured /
-    formula at that degree: an estimate must not look faster than a measurement. Of layers of several
-    kinds it is the mean, without launch times, which no profile has of them.
+    formula at that degree: an estimate must not look faster than a measurement. Of layers of
+    several kinds it is the mean, without launch times, which no profile has of them.
     """
     if work.model.kinds:
         parts = [layer_time(cluster, part, config) for part in work.parts]
@@ -114,8 +114,9 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
         def mean(values: Iterable[float]) -> float:
             return sum(share * value for share, value in zip(shares, values, strict=True))
 
+        components: Any = {name: mean(getattr(x, name) for x in parts) for name in COMPONENTS}
         return LayerTime(
-            *(mean(getattr(part, name) for part in parts) for name in COMPONENTS),
+            **components,
             forward=LaunchedWork(mean(part.forward.device_s for part in parts)),
             backward=LaunchedWork(mean(part.backward.device_s for part in parts)),
         )
@@ -176,13 +177,15 @@ class _Recurrence(NamedTuple):
 def _recurrence_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, *, backward: bool
 ) -> _Recurrence:
-    """Of a layer's recurrent mixer, with the response to what comes in on the slowest rank; backward
-    2.5 times its kernels, as of flash kernels."""
+    """Of a layer's recurrent mixer, with the response to what comes in on the slowest rank;
+    backward 2.5 times its kernels, as of flash kernels."""
     if work.model.recurrent is None:
         return _Recurrence()
     flop = recurrent_flop_per_token(work.model, respond=config.sp > 1) * (2.5 if backward else 1)
     rate = cluster.peak_flop_per_s * _RECURRENT_EFFICIENCY
-    return _Recurrence(work.rank_tokens(config) * flop / rate, _chain_exchange_s(cluster, work, config))
+    return _Recurrence(
+        work.rank_tokens(config) * flop / rate, _chain_exchange_s(cluster, work, config)
+    )
 
 
 def _chain_exchange_s(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
@@ -663,7 +666,7 @@ def _attention(
     cluster: Cluster, work: Workload, config: ParallelConfig, projections: str
 ) -> Iterator[StepExchange]:
     """All-to-alls and the ring's exchanges, as the simulation of the schedule has them; where a
-    profile has calls, as much slower as these are. Of the layers that carry a state: its exchange."""
+    profile has calls, as much slower as these are; of layers that carry a state its exchange."""
     if config.sp == 1:
         return
     of_kinds = [

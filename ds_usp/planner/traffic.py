@@ -139,9 +139,9 @@ class RecurrentBytes(NamedTuple):
 def recurrent_bytes(
     work: Workload, config: ParallelConfig, rank: int, layout: str, mixer: RecurrentMixer
 ) -> RecurrentBytes:
-    """The bytes that one rank of the sequence-parallel group sends for a recurrent mixer, as its ledger
-    counts: of each piece the state and what acts on it, in fp32, to ranks with later pieces of its
-    document; the tokens before a piece; backward the gradients of what it has received.
+    """The bytes that one rank of the sequence-parallel group sends for a recurrent mixer, as its
+    ledger counts: of each piece the state and what acts on it, in fp32, to ranks with later pieces
+    of its document; the tokens before a piece; backward the gradients of what it has received.
 
     Args:
         rank: in the sequence-parallel group.
