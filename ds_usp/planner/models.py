@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -275,59 +275,68 @@ _BUILT_IN = (
 )
 
 
-def _delta(keys: int, values: int, dim: int, taps: int = 4) -> RecurrentMixer:
-    """Gated delta rule: so many heads of queries and keys, and of values (Qwen3-Next)."""
+def _delta(keys: int, values: int, dim: int) -> RecurrentMixer:
+    """Gated delta rule of so many heads of queries and keys, and of values."""
     channels, out = (2 * keys + values) * dim, values * dim
-    vectors = taps * channels + 2 * values + dim
+    vectors = 4 * channels + 2 * values + dim
     into = channels + out + 2 * values
-    return RecurrentMixer(into, out, channels, taps, values, dim, dim, "matrix", vectors=vectors)
+    return RecurrentMixer(into, out, channels, 4, values, dim, dim, "matrix", vectors=vectors)
 
 
-def _mamba2(heads: int, dim: int, groups: int, state: int, norm: bool = True) -> RecurrentMixer:
-    """Mamba-2; its norm may be left out (Falcon-H1)."""
+def _mamba2(heads: int, dim: int, groups: int, state: int, norm: int = 1) -> RecurrentMixer:
     out, channels = heads * dim, heads * dim + 2 * groups * state
-    vectors = 5 * channels + 3 * heads + (out if norm else 0)
-    into = out + channels + heads
+    vectors, into = 5 * channels + 3 * heads + out * norm, out + channels + heads
     return RecurrentMixer(into, out, channels, 4, heads, state, dim, "head", vectors=vectors)
 
 
 def _mamba1(inner: int, state: int, rank: int) -> RecurrentMixer:
-    """Mamba-1 as Jamba has it: with norms of the step, of B and of C."""
+    """As Jamba has it: with norms of the step, of B and of C."""
     more, vectors = inner * (2 * rank + 2 * state), inner * (7 + state) + rank + 2 * state
     return RecurrentMixer(2 * inner, inner, inner, 4, inner, state, 1, "element", more, vectors)
 
 
-_Kind = tuple[int, Mapping[str, Any]]  # so many layers, and the facts in which they differ
-_NO_MIXER: Mapping[str, Any] = MappingProxyType({"attention": False})
+def _lightning(heads: int, dim: int) -> RecurrentMixer:
+    width = heads * dim
+    return RecurrentMixer(4 * width, width, 0, 0, heads, dim, dim, vectors=width)
 
 
-def _layers(count: int, mixer: RecurrentMixer | None = None, **facts: Any) -> _Kind:
-    """Layers with a recurrent mixer and no attention, unless it is said."""
-    return count, {"attention": mixer is None, "recurrent": mixer, **facts}
+def _conv(width: int, taps: int) -> RecurrentMixer:
+    return RecurrentMixer(3 * width, width, width, taps, vectors=taps * width)
+
+
+_MIXERS: Mapping[str, Callable[..., RecurrentMixer]] = MappingProxyType(
+    {"delta": _delta, "mamba2": _mamba2, "mamba1": _mamba1, "lightning": _lightning, "conv": _conv}
+)
 
 
 def _hybrid(
-    name: str, sizes: str, kinds: tuple[_Kind, ...], *aliases: str, **facts: Any
+    name: str, sizes: str, kinds: str, *aliases: str, **facts: Any
 ) -> tuple[ModelShape, list[str]]:
-    """A model whose layers are of these kinds; ``sizes``: of :func:`_model`."""
-    model, names = _model(
-        name, sizes, *aliases, other_facts=("layers that carry a state",), **facts
-    )
-    parts = tuple(replace(model, layers=count, **own) for count, own in kinds)
-    return replace(model, kinds=parts), names
+    """A model whose layers are of several kinds; ``sizes``: of :func:`_model`; ``kinds``: how many
+    layers have what, in any order, as no plan depends on it."""
+    model, names = _model(name, sizes, *aliases, other_facts=_STATEFUL, **facts)
+    parts = []
+    for kind in kinds.split(" | "):
+        layers, *has = kind.split()
+        own: dict[str, Any] = {"layers": int(layers), "attention": "attention" in has}
+        own |= {} if "mlp" in has else {"ffn": 0}
+        own |= {} if "experts" in has else {"experts": None}
+        for mixer, *of in (word.split(":") for word in has if ":" in word):
+            own["recurrent"] = _MIXERS[mixer](*map(int, of))
+        parts.append(replace(model, **own))
+    return replace(model, kinds=tuple(parts)), names
 
 
-# Layers that carry a state: published config.json, as transformers reads them; the order of layers
-# changes no plan. Qwen3.5: transformers' defaults, which name that model.
+_STATEFUL = ("layers that carry a state",)
+# Published config.json, as transformers reads them; Qwen3.5: transformers' defaults, which name it.
 _QWEN_NEXT: Mapping[str, Any] = MappingProxyType(
     {"head_dim": 256, "qk_norm": True, "output_gate": True, "norm_epsilon": 1e-6, "rope_theta": 1e7}
 )
-_GRANITE: Mapping[str, Any] = MappingProxyType({"tied": True, "norm_epsilon": 1e-5})
 _HYBRIDS = (
     _hybrid(
         "qwen3-next",
         "48 2048 512 16 2 151936",
-        (_layers(36, _delta(16, 32, 128)), _layers(12)),
+        "36 delta:16:32:128 mlp experts | 12 attention mlp experts",
         "qwen3-next-80b-a3b",
         experts=Experts(512, 10, 512),
         **_QWEN_NEXT,
@@ -335,77 +344,67 @@ _HYBRIDS = (
     _hybrid(
         "qwen3.5-9b",
         "32 4096 12288 16 4 248320",
-        (_layers(24, _delta(16, 32, 128)), _layers(8)),
+        "24 delta:16:32:128 mlp | 8 attention mlp",
         **_QWEN_NEXT,
     ),
     _hybrid(
         "nemotron-h-8b",
         "52 4096 21504 32 8 131072",
-        (
-            _layers(24, _mamba2(128, 64, 8, 128), ffn=0),
-            _layers(4, ffn=0),
-            (24, _NO_MIXER),
-        ),
+        "24 mamba2:128:64:8:128 | 4 attention | 24 mlp",
         "nemotron-h",
         gated=False,
     ),
     _hybrid(
         "nemotron-3-nano",
         "52 2688 3712 32 2 131072",
-        (
-            _layers(23, _mamba2(64, 64, 8, 128), ffn=0),
-            _layers(6, ffn=0),
-            (23, {**_NO_MIXER, "experts": Experts(128, 6, 1856)}),
-        ),
+        "23 mamba2:64:64:8:128 | 6 attention | 23 mlp experts",
         "nemotron-3-nano-30b-a3b",
         head_dim=128,
         gated=False,
+        experts=Experts(128, 6, 1856),
     ),
     _hybrid(
         "granite-4-micro",
         "40 2048 8192 32 8 100352",
-        (_layers(36, _mamba2(64, 64, 1, 128)), _layers(4)),
+        "36 mamba2:64:64:1:128 mlp | 4 attention mlp",
         "granite-4.0-h-micro",
-        **_GRANITE,
+        tied=True,
     ),
     _hybrid(
         "granite-4-small",
         "40 4096 1536 32 8 100352",
-        (_layers(36, _mamba2(128, 64, 1, 128)), _layers(4)),
+        "36 mamba2:128:64:1:128 mlp experts | 4 attention mlp experts",
         "granite-4",
         "granite-4.0-h-small",
+        tied=True,
         experts=Experts(72, 10, 768),
-        **_GRANITE,
     ),
     _hybrid(
         "falcon-h1-7b",
         "44 3072 12288 12 2 130048",
-        (_layers(44, _mamba2(24, 128, 1, 256, norm=False), attention=True),),
+        "44 attention mamba2:24:128:1:256:0 mlp",
         head_dim=128,
     ),
     _hybrid(
         "falcon-h1-34b",
         "72 5120 21504 20 4 261120",
-        (_layers(72, _mamba2(32, 128, 2, 256, norm=False), attention=True),),
+        "72 attention mamba2:32:128:2:256:0 mlp",
         "falcon-h1",
         head_dim=128,
     ),
     _hybrid(
         "jamba-mini",
         "32 4096 14336 32 8 65536",
-        (
-            _layers(12, _mamba1(8192, 16, 256)),
-            _layers(16, _mamba1(8192, 16, 256), ffn=0, experts=Experts(16, 2, 14336)),
-            _layers(4),
-        ),
+        "12 mamba1:8192:16:256 mlp | 16 mamba1:8192:16:256 experts | 4 attention mlp",
         "jamba",
         "jamba-1.5-mini",
         norm_epsilon=1e-6,
+        experts=Experts(16, 2, 14336),
     ),
     _hybrid(
         "lfm2-1.2b",
         "16 2048 8192 32 8 65536",
-        (_layers(10, RecurrentMixer(3 * 2048, 2048, 2048, 3, vectors=3 * 2048)), _layers(6)),
+        "10 conv:2048:3 mlp | 6 attention mlp",
         "lfm2",
         tied=True,
         qk_norm=True,
@@ -414,14 +413,11 @@ _HYBRIDS = (
     _hybrid(
         "minimax-text-01",
         "80 6144 0 64 8 200064",
-        (
-            _layers(70, RecurrentMixer(4 * 8192, 8192, 0, 0, 64, 128, 128, vectors=8192)),
-            _layers(10),
-        ),
+        "70 lightning:64:128 experts | 10 attention experts",
         "minimax",
         head_dim=128,
-        experts=Experts(32, 2, 9216),
         rope_theta=1e7,
+        experts=Experts(32, 2, 9216),
     ),
 )
 _ALL = (*_BUILT_IN, *_HYBRIDS)
