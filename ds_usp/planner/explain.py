@@ -29,8 +29,7 @@ from ds_usp.planner.arguments import (
     flag,
     tokens,
 )
-from ds_usp.planner.attention_schedule import OFF, PROJECTIONS
-from ds_usp.planner.attention_time import AttentionCall
+from ds_usp.planner.attention_time import OFF, PROJECTIONS, AttentionCall
 from ds_usp.planner.formulas import bucket_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import logits_bytes

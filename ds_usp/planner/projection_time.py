@@ -14,8 +14,14 @@ from ds_usp.experimental.projected_schedule import (
 )
 from ds_usp.geometry.heads import HeadChunk
 from ds_usp.geometry.pipeline_schedule import Instr, Op
-from ds_usp.planner.attention_schedule import OFF, RECOMPUTE, PassSeconds, RelativeCosts
-from ds_usp.planner.attention_time import product_seconds, simulated_pass
+from ds_usp.planner.attention_time import (
+    OFF,
+    RECOMPUTE,
+    PassSeconds,
+    RelativeCosts,
+    product_seconds,
+    simulated_pass,
+)
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.pipeline_timeline import Cost

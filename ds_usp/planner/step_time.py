@@ -10,8 +10,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ds_usp.planner.attention_schedule import OFF
-from ds_usp.planner.attention_time import AttentionTime, attention_s, simulated_pass
+from ds_usp.planner.attention_time import OFF, AttentionTime, attention_s, simulated_pass
 from ds_usp.planner.formulas import (
     NOTHING,
     HiddenExchange,

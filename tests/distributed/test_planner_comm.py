@@ -1,5 +1,6 @@
 """What the planner says attention sends is what a rank's ledger counts, to the byte."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -192,7 +193,7 @@ def test_states_and_halos_are_the_ledger(pool, name, world, ulysses, layout, bor
     results = pool.run(
         scanned, world, mixer=mixer, ulysses=ulysses, batch=(seq_len, layout, borders)
     )
-    documents = tuple(b - a for a, b in zip(borders, borders[1:], strict=False))
+    documents = tuple(b - a for a, b in pairwise(borders))
     shape = ModelShape("test", 1, 8, 8, 1, 1, 128, attention=False, recurrent=mixer)
     work = Workload(shape, seq_len, documents=documents)
     config = ParallelConfig(ulysses=ulysses, ring=world // ulysses, micro_batch=B)

@@ -366,7 +366,7 @@ def test_tensor_parallelism_alone_replicates_what_norms_save():
 @pytest.mark.parametrize("recompute", ["none", "attention", "full"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_kinds_that_are_alike_are_one_model(recompute, zero):
-    """What the planner says of layers of several kinds is what it says of one where they are alike."""
+    """What the planner says of layers of several kinds is what it says of alike ones."""
     alike = load_model("llama3-8b")
     kinds = tuple(replace(alike, layers=layers) for layers in (20, 12))
     cluster = load_cluster("h100")

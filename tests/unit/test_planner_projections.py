@@ -12,7 +12,7 @@ import pytest
 from ds_usp.experimental.projected_schedule import ProjectedOp
 from ds_usp.geometry.pipeline_schedule import Op
 from ds_usp.planner import Cluster, ModelShape, ParallelConfig, Workload, load_cluster
-from ds_usp.planner.attention_schedule import (
+from ds_usp.planner.attention_time import (
     OFF,
     PROJECTIONS,
     RECOMPUTE,
