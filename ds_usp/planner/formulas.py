@@ -34,19 +34,6 @@ _ELEMENT_FLOP = 40.0
 STATE_BYTES = 4  # of an element of a state, which is in fp32 whatever the model's dtype
 
 
-def mean_visible_keys(seq_len: int, documents: Sequence[int] = ()) -> float:
-    """Mean number of keys to which a causal query attends: half of its document.
-
-    Attention of packed documents costs as one of length ``sum(s_i ** 2) / sum(s_i)``.
-
-    Args:
-        documents: their lengths ``s_i``, which sum to ``seq_len``; empty: one document.
-    """
-    if not documents:
-        return seq_len / 2
-    return sum(length**2 for length in documents) / sum(documents) / 2
-
-
 def attention_flop_per_token(
     model: ModelShape, seq_len: int, documents: Sequence[int] = ()
 ) -> float:
@@ -54,8 +41,10 @@ def attention_flop_per_token(
 
     Two products of q features for each visible key: ``4 q s/2``; backward costs twice as much, and
     flash kernels 2.5 times, because they compute the scores again (FlashAttention-2, 2307.08691).
+    Packed documents of lengths ``s_i`` cost as one of length ``sum(s_i ** 2) / sum(s_i)``.
     """
-    return 4 * model.q_width * mean_visible_keys(seq_len, documents)
+    visible = sum(n**2 for n in documents) / sum(documents) / 2 if documents else seq_len / 2
+    return 4 * model.q_width * visible
 
 
 def recurrent_flop_per_token(model: ModelShape, *, respond: bool = False) -> float:
@@ -161,13 +150,6 @@ def qkv_share(model: ModelShape) -> float:
 # ------------------------------------------------------------------ parameters
 
 
-def embedding_elements(work: Workload, config: ParallelConfig) -> int:
-    """Elements of the token embedding, and of learned positions, on one tensor-parallel rank."""
-    model = work.model
-    table = model.padded_vocab(config.tp) * model.hidden // config.tp
-    return table + (work.seq_len * model.hidden if model.learned_positions else 0)
-
-
 def head_elements(work: Workload, config: ParallelConfig) -> int:
     """Elements of the output head and of the last norm on one tensor-parallel rank."""
     model = work.model
@@ -176,20 +158,20 @@ def head_elements(work: Workload, config: ParallelConfig) -> int:
     return model.hidden + (0 if shared else table)
 
 
-def layer_elements(model: ModelShape, tp: int) -> int:
-    """Elements of one layer on one tensor-parallel rank: matrices sharded, vectors replicated."""
-    return sum(layer_matrices(model)) // tp + model.vector_elements
-
-
 def stage_elements(work: Workload, config: ParallelConfig, stage: int) -> int:
     """Elements of the parameters of one rank of a pipeline stage, before ZeRO shards them.
 
-    The first stage has the embedding, the last one the head; tied ones are held twice under pp.
+    Tensor parallelism shards matrices, and replicates vectors. The first stage has the embedding
+    and learned positions, the last one the head; tied ones are held twice under pp.
     """
-    model = work.model
-    total = sum(config.layers_per_stage(x) * layer_elements(x, config.tp) for x in model.parts)
+    model, tp = work.model, config.tp
+    total = sum(
+        config.layers_per_stage(part) * (sum(layer_matrices(part)) // tp + part.vector_elements)
+        for part in model.parts
+    )
     if stage == 0:
-        total += embedding_elements(work, config)
+        total += model.padded_vocab(tp) * model.hidden // tp
+        total += work.seq_len * model.hidden if model.learned_positions else 0
     if stage == config.pp - 1:
         total += head_elements(work, config)
     return total

@@ -148,7 +148,7 @@ def memory(
         shared: where it is known: :func:`model_wide_bytes`.
     """
     shared = shared or model_wide_bytes(work, config)
-    stages = [_stage(work, config, stage, shared, workspace_bytes) for stage in _stages(config)]
+    stages = [stage_memory(work, config, x, workspace_bytes, shared) for x in _stages(config)]
     fullest = max(stages, key=lambda needed: needed.total)
     most = max(stages, key=lambda needed: needed.host)
     if most.host == fullest.host:
@@ -162,9 +162,13 @@ def _stages(config: ParallelConfig) -> tuple[int, ...]:
 
 
 def stage_memory(
-    work: Workload, config: ParallelConfig, stage: int, workspace_bytes: float = 0.0
+    work: Workload,
+    config: ParallelConfig,
+    stage: int,
+    workspace_bytes: float = 0.0,
+    shared: ModelWideBytes | None = None,
 ) -> Memory:
-    """Memory of one pipeline stage.
+    """Memory of one pipeline stage: the larger of its peaks in backward and at the step.
 
     States: 2 bytes a weight, ``grad_bytes`` a gradient, 12 for fp32 weight and Adam's moments; ZeRO
     shards them over dp x sp (Rajbhandari et al., 1910.02054). Offload of a fraction ``a`` leaves
@@ -176,19 +180,11 @@ def stage_memory(
     buffers and recomputed activations are allocated, so only the larger of the two counts. Or it is
     at the step, when activations are freed, gradients are copied, and states are back that wait in
     host memory else. It is a later step's than the first one, which has no moments of Adam yet.
+
+    Args:
+        shared: where it is known: :func:`model_wide_bytes`.
     """
-    return _stage(work, config, stage, model_wide_bytes(work, config), workspace_bytes)
-
-
-def _stage(
-    work: Workload,
-    config: ParallelConfig,
-    stage: int,
-    shared: ModelWideBytes,
-    workspace_bytes: float,
-) -> Memory:
-    """:func:`stage_memory` from what all stages share: the larger of its peaks in backward
-    (activations, and either the logits or a layer's buffers) and at the step."""
+    shared = shared or model_wide_bytes(work, config)
     elements = stage_elements(work, config, stage)
     weights, gradients, optimizer = states_bytes(elements, config)
     saved, stays, on_host = _saved_bytes(work, config, stage, shared)
@@ -197,7 +193,12 @@ def _stage(
     host_states = optimizer if config.states_on_host else 0.0
     logits = shared.logits if stage == config.pp - 1 else 0.0
     gradients += shared.bucket
-    copies = reduction_bytes(elements, config) + step_bytes(work, elements, config)
+    copies = step_bytes(work, elements, config)
+    if config.unsharded_grad_reduce and config.zero == 1 and config.zero_ranks > 1:
+        # Of all gradients while they are all-reduced: in the parameters' dtype, and as one flat
+        # tensor, which DeepSpeed makes of what one of its buckets holds.
+        flat = config.grad_bytes if elements <= _BUCKET_ELEMENTS else 0
+        copies = elements * (config.param_bytes + flat) + copies
     at_layer, at_loss = shared.exchange + shared.transient, logits + shared.gathered_at_loss
     if copies + host_states > resident + max(at_loss, at_layer):
         states = (weights, gradients + copies, optimizer)
@@ -280,15 +281,6 @@ def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float,
     )
 
 
-def reduction_bytes(elements: float, config: ParallelConfig) -> float:
-    """Copies of all gradients while ZeRO-1 all-reduces them: in the parameters' dtype, and as one
-    flat tensor, which DeepSpeed makes of what one of its buckets holds."""
-    if not config.unsharded_grad_reduce or config.zero != 1 or config.zero_ranks == 1:
-        return 0.0
-    flat = config.grad_bytes if elements <= _BUCKET_ELEMENTS else 0
-    return elements * (config.param_bytes + flat)
-
-
 def logits_bytes(work: Workload, config: ParallelConfig) -> float:
     """At the loss, tokens sharded by sp and the vocabulary by tp: the logits in bf16 and the loss's
     copy in fp32, and the saved inputs of the last norm and the head.
@@ -339,13 +331,13 @@ def offload_needed(
     worst, plain = 0.0, config.replace(offload_ratio=0.0)
     shared = shared or model_wide_bytes(work, config)
     for stage in _stages(config):
-        over = _stage(work, plain, stage, shared, workspace).total - budget_bytes
+        over = stage_memory(work, plain, stage, workspace, shared).total - budget_bytes
         if over > 0:
             saved, stays, _ = _saved_bytes(work, config, stage, shared)
             # 2, more than 1: nothing can be offloaded, or with all offloaded it does not fit.
             worst = max(worst, over / (saved - stays) if saved > stays else 2.0)
-            offloaded = _stage(work, config.replace(offload_ratio=1.0), stage, shared, workspace)
-            if offloaded.total > budget_bytes:
+            offloaded = config.replace(offload_ratio=1.0)
+            if stage_memory(work, offloaded, stage, workspace, shared).total > budget_bytes:
                 worst = max(worst, 2.0)
     return worst
 

@@ -344,24 +344,28 @@ def comm_json(
         }
         for rank, sent in enumerate(ranks)
     ]
+    of_states = [
+        {
+            "rank": rank,
+            "forward_bytes": sent.forward,
+            "backward_bytes": sent.backward,
+            "ledger_bytes": sent.ledger(),
+            "total_bytes": sum(sent.ledger().values()),
+        }
+        for rank, sent in enumerate(states)
+    ]
     return {
         "model": work.model.name,
         "seq_len": work.seq_len,
         **attributes(config, "tp ulysses ring"),
         "ranks": rows,
-        **({"state_ranks": [*map(_state_row, range(config.sp), states)]} if states else {}),
+        **({"state_ranks": of_states} if states else {}),
         "tp_forward_bytes": round(mean.tp_forward),
         "tp_backward_bytes": round(mean.tp_backward),
         "stage_boundary_bytes": round(stage_boundary_bytes(work, config)) if config.pp > 1 else 0,
         "gradients_per_step_bytes": round(step.gradients),
         "parameters_per_step_bytes": round(step.parameters),
     }
-
-
-def _state_row(rank: int, sent: RecurrentBytes) -> Json:
-    rows = {"rank": rank, "forward_bytes": sent.forward, "backward_bytes": sent.backward}
-    ledger = sent.ledger()
-    return {**rows, "ledger_bytes": ledger, "total_bytes": sum(ledger.values())}
 
 
 _COMM: Mapping[str, str] = MappingProxyType(

@@ -132,7 +132,8 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
     if work.model.recurrent:
         attention += LaunchedWork(sum(scans[0]))
         attention_backward += LaunchedWork(sum(scans[1]))
-    forward = rest.forward_with(attention)
+    gemm, gemm_backward = rest.forward.fraction(_GEMMS), rest.backward.fraction(_GEMMS)
+    forward = gemm + attention + gemm * (_GEMMS - 1)
     recomputed = NOTHING
     if config.recompute == "full":
         recomputed = forward
@@ -154,37 +155,28 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
     return LayerTime(
         matrices=rest.matrices,
         attention=core.kernel + core_backward.kernel,
-        recurrence=scans[0].kernel + scans[1].kernel,
+        recurrence=scans[0][0] + scans[1][0],
         elementwise=rest.elementwise + core.merge + core_backward.merge,
         tp=rest.tp,
-        sp=core.exposed + core_backward.exposed + scans[0].exposed + scans[1].exposed,
+        sp=core.exposed + core_backward.exposed + scans[0][1] + scans[1][1],
         recompute=recomputed.device_s,
         forward=forward,
-        backward=recomputed + rest.backward_with(attention_backward),
+        backward=recomputed + (gemm_backward * (_GEMMS - 1) + attention_backward + gemm_backward),
         measured=rest.measured,
     )
 
 
-class _Recurrence(NamedTuple):
-    """Seconds of a recurrence in one direction: its kernels, and the exchange of states and halos,
-    under which nothing runs."""
-
-    kernel: float = 0.0
-    exposed: float = 0.0
-
-
 def _recurrence_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, *, backward: bool
-) -> _Recurrence:
-    """Of a layer's recurrent mixer, with the response to what comes in on the slowest rank;
-    backward 2.5 times its kernels, as of flash kernels."""
+) -> tuple[float, float]:
+    """Of a layer's recurrent mixer: its kernels, with the response to what comes in on the slowest
+    rank, backward 2.5 times as long, as flash kernels; its exchange, under which nothing runs."""
     if work.model.recurrent is None:
-        return _Recurrence()
+        return 0.0, 0.0
     flop = recurrent_flop_per_token(work.model, respond=config.sp > 1) * (2.5 if backward else 1)
     rate = cluster.peak_flop_per_s * _RECURRENT_EFFICIENCY
-    return _Recurrence(
-        work.rank_tokens(config) * flop / rate, _chain_exchange_s(cluster, work, config)
-    )
+    kernels = work.rank_tokens(config) * flop / rate
+    return kernels, _chain_exchange_s(cluster, work, config)
 
 
 def _chain_exchange_s(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
@@ -219,16 +211,6 @@ class _NonAttention:
     forward: LaunchedWork
     backward: LaunchedWork
     measured: bool
-
-    def forward_with(self, core: LaunchedWork) -> LaunchedWork:
-        """Forward of the layer: one of four GEMMs, attention, the other GEMMs."""
-        gemm = self.forward.fraction(_GEMMS)
-        return gemm + core + gemm * (_GEMMS - 1)
-
-    def backward_with(self, core: LaunchedWork) -> LaunchedWork:
-        """Backward of the layer."""
-        gemm = self.backward.fraction(_GEMMS)
-        return gemm * (_GEMMS - 1) + core + gemm
 
     def without_launch_time(self) -> _NonAttention:
         """These times with all launch times not known."""

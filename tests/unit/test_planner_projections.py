@@ -97,7 +97,7 @@ def measured(file: str, *, slow: bool = False) -> Iterator[tuple[str, Row]]:
             traffic = layer_traffic(work, config)
             sent = 2 * traffic.ulysses + traffic.ring_forward + traffic.ring_backward
             cluster = two_gpus(1e3 * sent / float(row["communication_ms"]))
-        time = block_time(cluster, work, config, path)
+        time = block_time(cluster, work, config.of_attention(), path)
         of_row = [float(row[name]) for name in ("block_ms", "layer_ms", "exposed_ms")]
         if path == OFF:
             plain, forecast_plain = of_row[1], 1e3 * time.total
