@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ds_usp.errors import ConfigError
@@ -23,7 +23,7 @@ from ds_usp.planner.hardware import (
     launch_seconds,
     seconds_at,
 )
-from ds_usp.planner.models import ModelShape, layer_matrices
+from ds_usp.planner.models import ModelShape, RecurrentMixer, layer_matrices
 from ds_usp.planner.parallel_config import CHECKPOINTED, ParallelConfig, Workload
 
 # Tokens of a chunk of flash-linear-attention's kernels; Mamba-2's are of 128 and 256.
@@ -252,55 +252,49 @@ def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
     return lse + norms * (1 if config.tp_sequence else config.tp)
 
 
-def state_bytes(work: Workload, config: ParallelConfig) -> float:
-    """The maps (A, B) that a layer has received and those of its own pieces, in fp32."""
-    mixer, sent = work.model.recurrent, chain_traffic(work, config)
-    if mixer is None or not sent.states:
-        return 0.0
-    own = sent.pieces * (mixer.state_elements + mixer.decay_elements)
-    received = sent.states * mixer.state_elements + sent.decays * mixer.decay_elements
-    return STATE_BYTES * config.micro_batch * (own + received)
-
-
 class ChainTraffic(NamedTuple):
-    """What the ranks of a sequence send in a layer with a state, of one row: mean over ranks.
+    """What a layer's recurrent mixer exchanges in one direction, mean over ranks.
 
     Attributes:
-        states, decays: states and what acts on them (B and A of a piece).
-        halo: tokens before pieces for each tap but one.
+        states, halo: bytes that a rank sends.
+        kept: bytes of the maps (A, B) that it saves: of its own pieces and those it has received.
         rounds: exchanges of states.
-        pieces: runs of tokens of a document on a rank.
     """
 
-    states: float
-    decays: float
-    halo: float
-    rounds: int
-    pieces: float
+    states: float = 0.0
+    halo: float = 0.0
+    kept: float = 0.0
+    rounds: int = 0
 
 
-def chain_traffic(work: Workload, config: ParallelConfig, layout: str = "zigzag") -> ChainTraffic:
-    """The mean over ranks of :meth:`StateChains.sent_bytes` and its like, in elements."""
-    width = max(work.model.recurrent.taps - 1, 0) if work.model.recurrent else 0
-    tokens = TokenLayout(layout, work.seq_len, config.ulysses, config.ring, config.order)
-    return _chain_traffic(tokens, work.documents, width)
+def chain_traffic(work: Workload, config: ParallelConfig) -> ChainTraffic:
+    """The mean over ranks of :meth:`StateChains.sent_bytes` and ``halo_bytes``; the latter as if no
+    piece were shorter than a halo."""
+    mixer, rows = work.model.recurrent, config.micro_batch
+    tokens = TokenLayout("zigzag", work.seq_len, config.ulysses, config.ring, config.order)
+    if mixer is None or config.sp == 1:
+        return ChainTraffic()
+    return _chain_traffic(tokens, work.documents, rows, mixer, config.param_bytes)
 
 
 @lru_cache(maxsize=1024)
-def _chain_traffic(tokens: TokenLayout, documents: tuple[int, ...], width: int) -> ChainTraffic:
-    ranks = tokens.degree
-    if ranks == 1:
-        return ChainTraffic(0.0, 0.0, 0.0, 0, 1.0)
-    chains = document_chains(tokens, documents, 1)
+def _chain_traffic(
+    tokens: TokenLayout, documents: tuple[int, ...], rows: int, mixer: RecurrentMixer, element: int
+) -> ChainTraffic:
+    chains, ranks = document_chains(tokens, documents, rows), tokens.degree
+    width, state, decay = max(mixer.taps - 1, 0), mixer.state_elements, mixer.decay_elements
     moves = [move for moves in chains.rounds for move in moves if move.crosses]
-    halo = sum(chains.halo_bytes(rank, width, 1, 1) for rank in range(ranks)) if width else 0
-    return ChainTraffic(
-        len(moves) / ranks,
-        sum(move.transition for move in moves) / ranks,
-        halo / ranks,
-        len(chains.rounds),
-        sum(map(len, chains.chains)) / ranks,
+    sent = sum(state + decay * move.transition for move in moves)
+    own = sum(map(len, chains.chains)) * (state + decay) if moves else 0
+    halo = sum(
+        min(width, piece.start - piece.first)
+        for chain in chains.chains
+        for before, piece in pairwise(chain)
+        if before.rank != piece.rank
     )
+    states = STATE_BYTES * rows / ranks
+    halo_bytes = rows * halo * mixer.channels * element / ranks
+    return ChainTraffic(states * sent, halo_bytes, states * (sent + own), len(chains.rounds))
 
 
 def document_chains(tokens: TokenLayout, documents: tuple[int, ...], rows: int) -> StateChains:
@@ -320,7 +314,7 @@ def layer_bytes(work: Workload, config: ParallelConfig) -> float:
     elements = sharded / config.tp + replicated
     size = tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)
     if model.recurrent and config.recompute not in CHECKPOINTED:
-        size += state_bytes(work, config)
+        size += chain_traffic(work, config).kept
     return size
 
 

@@ -265,12 +265,7 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     q, kv = model.q_width / t, kv_features(work, config) * u  # of all Ulysses ranks together
     ulysses = (u - 1) / u * x / config.sp * (2 * q + 2 * kv) * e
     ring = (1.0 if relayed else 0.75) * (r - 1) / r * 2 * x * kv / u * e
-    states = halo = 0.0
-    if mixer := model.recurrent:
-        sent = chain_traffic(work, config)
-        elements = sent.states * mixer.state_elements + sent.decays * mixer.decay_elements
-        states = config.micro_batch * STATE_BYTES * elements
-        halo = config.micro_batch * sent.halo * mixer.channels * e
+    states, halo, *_ = chain_traffic(work, config)
     tp_backward = tp * (1.5 if config.tp_sequence else 1.0)
     return LayerBytes(tp, tp_backward, ulysses, ring, 2 * ring, states, halo)
 

@@ -10,6 +10,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.formulas import (
+    chain_traffic,
     executed_flop_per_token,
     hardware_flop_per_token,
     model_flop_per_token,
@@ -17,7 +18,6 @@ from ds_usp.planner.formulas import (
     saved_elements,
     saved_virtual_stages,
     stage_elements,
-    state_bytes,
 )
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import (
@@ -417,7 +417,7 @@ def test_states_do_not_grow_with_tokens():
     config = ParallelConfig(ring=4, micro_batch=2)
     sent = [layer_traffic(Workload(model, tokens), config) for tokens in (512, 4096)]
     assert sent[0] == replace(sent[1], tp_forward=0.0) and sent[0].states > 0 and sent[0].halo > 0
-    kept = [state_bytes(Workload(model, tokens), config) for tokens in (512, 4096)]
+    kept = [chain_traffic(Workload(model, tokens), config).kept for tokens in (512, 4096)]
     assert kept[0] == kept[1] > 0
     assert sent[0].ulysses == sent[0].ring_forward == 0
     whole = layer_traffic(Workload(model, 512, documents=(64,) * 8), config)
