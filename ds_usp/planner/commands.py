@@ -374,10 +374,16 @@ class ProfileCommand(Command):
 
         if self.out.suffix != ".json":
             raise ConfigError(f"--out {self.out} must end in .json, as --cluster needs it")
+        models = None if self.model is None else [load_model(name) for name in self.model]
+        for model in models or ():
+            if not model.is_plain:
+                raise ConfigError(
+                    f"profile measures layers of attention and one MLP, and {model.name} has others"
+                )
         stream = sys.stderr if self.json else sys.stdout
         cluster = run(
             self.out,
-            None if self.model is None else [load_model(name) for name in self.model],
+            models,
             device=self.device,
             seconds=self.seconds,
             print_line=lambda line: print(line, file=stream, flush=True),
