@@ -306,9 +306,10 @@ def document_chains(tokens: TokenLayout, documents: tuple[int, ...], rows: int) 
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:
     """Bytes that one layer saves of one micro batch on one rank (activations of 2 bytes), in the
     mean over the model's."""
-    if work.model.kinds:
-        return work.mean_over_layers(layer_bytes, config)
     model = work.model
+    if model.kinds:
+        sizes = (part.model.layers * layer_bytes(part, config) for part in work.parts)
+        return sum(sizes) / model.layers
     tokens = work.rank_tokens(config)
     sharded, replicated = saved_elements(model, config)
     elements = sharded / config.tp + replicated
@@ -337,6 +338,8 @@ def mlp_backward_bytes(work: Workload, config: ParallelConfig) -> float:
     model, tokens = work.model, work.rank_tokens(config)
     width = tokens * model.mlp_width / config.tp * config.param_bytes
     inside = width * ((2 if model.gated else 1) + (config.recompute == "gemm-last"))
+    if model.experts:  # the gradients of the copies that its experts have made
+        inside += tokens * model.experts.per_token * model.hidden * config.param_bytes
     if config.mlp_chunks <= 1:
         return input_bytes(work, config) + inside
     chunked = config.replace(recompute="none")

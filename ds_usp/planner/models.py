@@ -328,7 +328,7 @@ def _hybrid(
 
 
 _STATEFUL = ("layers that carry a state",)
-# Published config.json, as transformers reads them; Qwen3.5: transformers' defaults, which name it.
+# Published config.json, as transformers reads them; its defaults for Qwen3.5 are those of the 9B.
 _QWEN_NEXT: Mapping[str, Any] = MappingProxyType(
     {"head_dim": 256, "qk_norm": True, "output_gate": True, "norm_epsilon": 1e-6, "rope_theta": 1e7}
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -71,13 +71,6 @@ class Workload:
         """The same tokens through the layers of each kind of the model."""
         kinds = self.model.kinds
         return tuple(replace(self, model=kind) for kind in kinds) if kinds else (self,)
-
-    def mean_over_layers(
-        self, formula: Callable[[Workload, ParallelConfig], float], config: ParallelConfig
-    ) -> float:
-        """What a formula of alike layers says of a layer, in the mean over the model's."""
-        layers = self.model.layers
-        return sum(part.model.layers / layers * formula(part, config) for part in self.parts)
 
     def rank_tokens(self, config: ParallelConfig) -> float:
         """Tokens of a micro batch on one rank."""
@@ -303,10 +296,8 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
 def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
     """A sentence for each rule of the settings that trade time for length, with its numbers behind
     the last colon."""
-    tokens, model = (
-        work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1)),
-        work.model,
-    )
+    model, shards = work.model, config.sp * (config.tp if config.tp_sequence else 1)
+    tokens = work.seq_len // shards
     if lacking := [] if model.is_plain else _not_in_transformers(config):
         yield f"transformers, which runs such layers, has no {', '.join(lacking)}: {model.name}"
     if config.mlp_chunks > 1 and any(part.experts for part in model.parts):

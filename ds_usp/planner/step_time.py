@@ -173,7 +173,8 @@ def _recurrence_s(
     rank, backward 2.5 times as long, as flash kernels; its exchange, under which nothing runs."""
     if work.model.recurrent is None:
         return 0.0, 0.0
-    flop = recurrent_flop_per_token(work.model, respond=config.sp > 1) * (2.5 if backward else 1)
+    responds = chain_traffic(work, config).states > 0
+    flop = recurrent_flop_per_token(work.model, respond=responds) * (2.5 if backward else 1)
     rate = cluster.peak_flop_per_s * _RECURRENT_EFFICIENCY
     kernels = work.rank_tokens(config) * flop / rate
     return kernels, _chain_exchange_s(cluster, work, config)
