@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec, format_documents
+from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.geometry.segments import with_offsets
 
 # Chains of more pieces than this are folded by doubling: a map to every later rank costs
@@ -79,6 +79,10 @@ class Move(NamedTuple):
     def crosses(self) -> bool:
         return self.source.rank != self.target.rank
 
+    def stays_on(self, rank: int) -> bool:
+        """It goes from this rank to itself."""
+        return self.source.rank == self.target.rank == rank
+
 
 Round = tuple[Move, ...]  # of one exchange, of all ranks, in the order in which buffers have them
 
@@ -119,7 +123,7 @@ class Halo(NamedTuple):
 #                 each state on to the next piece: log2 exchanges of a map a piece
 #
 # Who sends and who needs follow from one list of moves, so they cannot differ.
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StateChains:
     """The pieces of all ranks as chains. Make it with :func:`state_chains`.
 
@@ -249,9 +253,9 @@ def state_chains(layout: TokenLayout, documents: tuple[Borders, ...], rows: int)
     stride = max((segment.stride for segment in segments if segment.length > 1), default=1)
     if stride > 1:
         raise LayoutError(
-            f"{layout} gives each rank every {stride}th token, and a layer that carries a state "
-            "from token to token needs runs of consecutive ones: use 'zigzag', 'contiguous' or "
-            "'balanced'"
+            f"{layout} gives each rank tokens that are {stride} apart, and a layer that carries a "
+            "state from token to token needs runs of consecutive ones: use 'zigzag', 'contiguous' "
+            "or 'balanced'"
         )
     alike = tuple(dict.fromkeys(documents))
     documents = alike if len(alike) < 2 else documents

@@ -1,4 +1,4 @@
-"""The causal convolution before a layer's state: each piece with the tokens before it."""
+"""The causal convolution over a sharded sequence: each piece behind the tokens before it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.state_chains import Halo, StateChains
+from ds_usp.geometry.state_chains import Halo
+from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.recurrence.exchange import ExchangeCall
-from ds_usp.recurrence.scan import chains_of, fold_rows, signature, unfold_rows
 
 
+@disable_in_compile("a convolution over ranks is not in a graph: its exchange is compared")
 def causal_conv(
     conv: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
@@ -24,55 +25,67 @@ def causal_conv(
     layout: TokenLayout,
     documents: Any = (),
 ) -> torch.Tensor:
-    """A causal convolution of this rank's tokens, each with the ``taps - 1`` before it in its
-    document, wherever they are. Collective over the mesh.
+    """A causal convolution over a sharded sequence: this rank's tokens, each with the ``taps - 1``
+    before it in its document, wherever they are. Collective over the mesh.
 
-    The pieces of a rank go through one call, each behind the tokens before it, zeros where a
-    document begins: the kernel need know no documents.
+    All pieces of a rank go through one call of ``conv``, each behind its halo, zeros where a
+    document begins. So the kernel need know no documents.
 
     Shapes:
-        x ``[rows, channels, tokens]`` -> alike, with the channels of ``conv``'s result.
+        x ``[rows, channels, tokens]``; the output alike, with the channels of ``conv``'s result.
 
     Args:
-        conv: of such a tensor with any number of tokens, with zeros before its first one.
-        taps: of the convolution.
-        layout, documents: as of :func:`affine_scan`.
+        conv: of ``[rows, channels, any tokens]``, as if zeros were before the first one.
+        taps: tokens that an output depends on.
+        layout, documents: as of :func:`~ds_usp.affine_scan`.
+
+    Raises:
+        ConfigError, LayoutError, MeshError: as of :func:`~ds_usp.affine_scan`.
     """
-    call = ExchangeCall(mesh, "halo", [x])
+    call = ExchangeCall("causal_conv", "halo", [x], [2], mesh, layout, documents)
 
-    def begin() -> tuple[Signature, StateChains]:
-        chains = chains_of([x], [2], mesh, layout, documents)
-        return signature(chains), chains
+    def compute(inputs: list[torch.Tensor]) -> tuple[list[str], torch.Tensor]:
+        if isinstance(taps, bool) or not isinstance(taps, int) or taps < 1:
+            raise ConfigError(f"taps={taps!r} must be a whole number of 1 or more")
+        if x.ndim != 3:
+            raise ConfigError(f"x must be [rows, channels, tokens], got {list(x.shape)}")
+        return [f"{taps} taps"], inputs[0]
 
-    chains = call.compare(begin)
-    halo = chains.halo(mesh.rank, taps - 1)
-    (tokens,) = call.inputs
-    if chains.folded:
-        tokens = fold_rows(tokens, 2)
-    rows, channels, _ = tokens.shape
-    cuts = tokens.movedim(2, 0).split(halo.lengths)  # [tokens, rows, channels]
-    before = tokens.new_zeros(0, rows, channels)
-    if halo.crosses:
-        before = _received(call, halo, cuts)
-    lengths, line = [], []
+    tokens = call.begin(compute)
+    halo = call.chains.halo(mesh.rank, taps - 1)
+    cuts = tokens.split(halo.lengths, 2)
+    zeros = tokens.new_zeros(*tokens.shape[:2], halo.width)
+    before = _exchange(call, halo, cuts) if halo.crosses else zeros
+    line, lengths = list[torch.Tensor](), list[int]()
     for (first, stop), spans in zip(halo.pieces, halo.halos, strict=True):
-        pad = halo.width - sum(b - a for a, b in spans)
-        line += [cuts[0].new_zeros(pad, rows, channels)] if pad else []
-        line += [before[a:b] for a, b in spans]
+        known = sum(end - begin for begin, end in spans)
+        line.append(zeros[..., known:])
+        line += [before[..., begin:end] for begin, end in spans]
         line += cuts[first:stop]
         lengths += [halo.width, sum(halo.lengths[first:stop])]
-    y = conv(torch.cat(line).movedim(0, 2).contiguous())
-    y = torch.cat(y.split(lengths, 2)[1::2], 2)
-    if chains.folded:
-        y = unfold_rows(y, 2, chains.rows)
-    return call.leave(y)
+    y = conv(_join(line))
+    if y.ndim != 3 or y.shape[2] != sum(lengths):
+        raise ConfigError(f"conv gave {list(y.shape)} for {sum(lengths)} tokens")
+    return call.leave(_join(y.split(lengths, 2)[1::2]), 2)
 
 
-def _received(call: ExchangeCall, halo: Halo, cuts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tokens ``[tokens, rows, channels]`` from all ranks, in their order."""
-    _, rows, channels = cuts[0].shape
+def _exchange(call: ExchangeCall, halo: Halo, cuts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tokens ``[rows, channels, tokens]`` that the ranks send to this one, in their order."""
+    rows, channels, _ = cuts[0].shape
     size = rows * channels
-    sent = [size * sum(halo.lengths[cut] for cut in to) for to in halo.sends]
-    parts = [cuts[cut] for to in halo.sends for cut in to]
+    sent = [size * sum(halo.lengths[cut] for cut in needed) for needed in halo.sends]
+    # Tokens first on the way: cuts of any lengths join to one tensor.
+    parts = [cuts[cut].movedim(2, 0) for needed in halo.sends for cut in needed]
     flat = call.exchange(parts, sent, [size * n for n in halo.received], cuts[0].dtype)
-    return flat.view(-1, rows, channels)
+    return flat.view(-1, rows, channels).movedim(0, 2)
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Parts ``[rows, channels, tokens]`` one after the other, with channels last in memory where
+    the longest one has them so: a kernel gets what it would without a mesh."""
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(parts, key=lambda part: part.shape[2])
+    if longest.stride(1) != 1:
+        return torch.cat(list(parts), 2)
+    return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)

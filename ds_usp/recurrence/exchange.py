@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.channel import NO_RANGE, exchange_range, profiler_enabled
-from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError
+from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
+from ds_usp.errors import ConfigError, LayoutError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import format_documents, normalize_documents
+from ds_usp.geometry.state_chains import StateChains, state_chains
 from ds_usp.lowlevel import refuse_second_derivative
 
 ResultT = TypeVar("ResultT")
@@ -22,63 +25,131 @@ ResultT = TypeVar("ResultT")
 #
 #     tensors --> enter --> kernels, exchanges, folds --> leave --> out
 #
-# What lies between is another graph on each rank: one imports no state, another sends none. And
-# autograd runs what is ready. Without the two ends ranks would run the backward exchanges of
-# neighbouring calls (the convolutions of q, k and v) in different orders, or leave out one in which
-# the others wait:
+# What lies between is another graph on each rank: one imports no state, another sends none. A rank
+# whose backward pass leaves out an exchange, of this call or of one before it, leaves the others
+# waiting. Hence the two ends, between which all ranks' graphs are alike:
 #
 #   - `leave` gives the buffer of each exchange a gradient, zeros where a rank needed nothing, and
 #     `enter` gives each send buffer an empty part: every rank is in every backward exchange.
-#   - `enter` hands on the gradients of all inputs at once: between calls, ranks' graphs are alike.
+#   - `enter` hands on a gradient for every input, None where a rank used none (a transition, where
+#     nothing is imported): what made it runs backward all the same.
 #   - `leave` saves a tensor: what a checkpoint recomputes runs, with its exchanges, before this
 #     rank's first backward exchange, and as far as the end of the call, on every rank.
 class ExchangeCall:
-    """One call over a mesh, with exchanges of one kind.
+    """One call on the shards of a sequence, with exchanges of one kind.
+
+    Where rows have different documents they are one row here, one after the other: no piece of the
+    chains is of some rows only.
 
     Args:
+        name: of the function that is called.
         kind: of its exchanges in the ledger.
-        tensors: inputs of the call.
+        tensors: rows along dim 0, and parameters.
+        dims: of each tensor, the dim of its tokens; None: a parameter.
 
     Attributes:
-        inputs: the tensors, for what is computed in the call.
+        chains: of the tokens, once the call has begun.
+        needs_grad: the call will have a backward pass, with exchanges.
     """
 
-    def __init__(self, mesh: SequenceMesh, kind: str, tensors: Sequence[torch.Tensor]) -> None:
-        if not isinstance(mesh, SequenceMesh):
-            raise ConfigError(
-                f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-                "ulysses_degree=...), or SequenceMesh.single() for one process"
-            )
-        self.mesh, self.kind = mesh, kind
-        self.is_on_cpu = tensors[0].device.type == "cpu"
-        self.number = 0  # of the call, once it has been compared
-        self._received: list[torch.Tensor] = []
-        self.inputs = list(tensors)
-        self._anchor = tensors[0].new_empty(0)
-        floating = [i for i, x in enumerate(tensors) if x.requires_grad]
-        if floating and torch.is_grad_enabled():
-            self._anchor, *inside = _Enter.apply(*(tensors[i] for i in floating))
-            for i, x in zip(floating, inside, strict=True):
-                self.inputs[i] = x
+    chains: StateChains
 
-    def compare(self, begin: Callable[[], tuple[Signature, ResultT]]) -> ResultT:
-        """Compute up to the first exchange, and go on only if all ranks are there in equal calls.
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        tensors: Sequence[torch.Tensor],
+        dims: Sequence[int | None],
+        mesh: SequenceMesh,
+        layout: TokenLayout,
+        documents: Any,
+    ) -> None:
+        self.name, self.kind, self.mesh = name, kind, mesh
+        self._given = tensors, dims, layout, documents
+        self.needs_grad = False
+        self._received: list[torch.Tensor] = []
+
+    def begin(
+        self, compute: Callable[[list[torch.Tensor]], tuple[Sequence[str], ResultT]]
+    ) -> ResultT:
+        """Check the call, compute up to its first exchange, and go on only if all ranks are there
+        in equal calls.
 
         Args:
-            begin: returns the signature of the call, and a result.
+            compute: of the tensors; returns what else the ranks compare, and a result.
 
         Raises:
-            Exception: what ``begin`` raised; on the other ranks a MeshError with it.
+            ConfigError, LayoutError: no tensors of such a call; or what ``compute`` raises. On the
+                other ranks a MeshError with it.
         """
-        consistency = self.mesh.consistency
-        try:
-            signature, result = begin()
-        except Exception as error:
-            consistency.check_call("", error=error)
-            raise
-        consistency.check_call(signature, wait=self.is_on_cpu)
-        self.number = consistency.number
+
+        def check() -> tuple[Signature, ResultT]:
+            signature, inputs = self._check(*self._given)
+            fields, result = compute(inputs)
+            return Signature.of(*signature, *fields), result
+
+        like = self._given[0][0] if self._given[0] else None
+        result = check_on_all_ranks(self.mesh, check, like)
+        self.number = self.mesh.consistency.number
         return result
+
+    def _check(
+        self,
+        tensors: Sequence[torch.Tensor],
+        dims: Sequence[int | None],
+        layout: TokenLayout,
+        documents: Any,
+    ) -> tuple[list[str | Signature], list[torch.Tensor]]:
+        if not isinstance(layout, TokenLayout):
+            raise LayoutError(
+                f"layout={layout!r} must be a TokenLayout, which mesh.layout(kind, seq_len) makes"
+            )
+        self.mesh.check_degrees(layout)
+        if len(dims) != len(tensors):
+            raise ConfigError(f"{len(tensors)} tensors have {len(dims)} dims, one each is needed")
+        rows, shapes, length = None, [], layout.length(self.mesh.rank)
+        for number, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
+            if not isinstance(x, torch.Tensor):
+                raise ConfigError(f"tensor {number} of {self.name} is a {type(x).__name__}")
+            shape = list[object](x.shape)
+            if dim is not None:
+                shape[layout.check_dim(x, dim, length, f"tensor {number}")] = "s"
+                rows = len(x) if rows is None else rows
+                if dim % x.ndim == 0 or len(x) != rows:
+                    raise ConfigError(
+                        f"tensor {number} of {self.name} is {list(x.shape)} with tokens along dim "
+                        f"{dim}: dim 0 is its rows, {rows} as the first tensor has"
+                    )
+            shapes.append(f"{shape} {x.dtype}")
+        if not rows:
+            raise ConfigError(f"{self.name} needs a tensor with tokens, and rows; got {shapes}")
+        documents = normalize_documents(documents)
+        self.chains = state_chains(layout, documents, rows)
+        inputs = self._enter(tensors)
+        if self.chains.folded:
+            inputs = [
+                x if dim is None else _fold_rows(x, dim)
+                for x, dim in zip(inputs, dims, strict=True)
+            ]
+        fields: list[str | Signature] = [
+            self.name,
+            Signature((str(layout), layout.order), ((layout.kind, layout.seq_len),)),
+            format_documents(documents) if documents else "one document",
+            f"of {', '.join(shapes)}",
+            "with gradients" if self.needs_grad else "without gradients",
+        ]
+        return fields, inputs
+
+    def _enter(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        inputs = list(tensors)
+        grad = [i for i, x in enumerate(tensors) if x.requires_grad]
+        self.needs_grad = torch.is_grad_enabled() and bool(grad)
+        self._anchor = tensors[0].new_empty(0)
+        if self.needs_grad:
+            self._anchor, *inside = _Enter.apply(*(tensors[i] for i in grad))
+            for i, x in zip(grad, inside, strict=True):
+                inputs[i] = x
+        return inputs
 
     def exchange(
         self,
@@ -90,7 +161,7 @@ class ExchangeCall:
         """What the ranks send to this one, flat, in their order; collective over the mesh.
 
         Args:
-            parts: for each rank in order, of any shapes.
+            parts: of any shapes, for each rank in order.
             sent, received: elements to and from each rank.
         """
         flat = [part.reshape(-1).to(dtype) for part in parts]
@@ -99,8 +170,11 @@ class ExchangeCall:
         self._received.append(out)
         return out
 
-    def leave(self, out: torch.Tensor) -> torch.Tensor:
-        """The output, for what is computed after the call."""
+    def leave(self, out: torch.Tensor, dim: int) -> torch.Tensor:
+        """The output, for what is computed after the call; its tokens are along ``dim``."""
+        if self.chains.folded:
+            dim %= out.ndim
+            out = out[0].unflatten(dim - 1, (self.chains.rows, -1)).movedim(dim - 1, 0)
         left: torch.Tensor = _Leave.apply(self, out, *self._received) if self._received else out
         return left
 
@@ -113,6 +187,12 @@ class ExchangeCall:
         with exchange_range(self.kind, sent_bytes) if profiler_enabled() else NO_RANGE:
             dist.all_to_all_single(out, buffer, list(received), list(sent), group=mesh.sp_group)
         return out
+
+
+def _fold_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``[rows, ..., tokens, ...] -> [1, ..., rows * tokens, ...]``."""
+    dim %= x.ndim
+    return x.movedim(0, dim - 1).flatten(dim - 1, dim)[None]
 
 
 class _Enter(torch.autograd.Function):
@@ -129,6 +209,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
+    """All-to-all of a flat buffer; its backward sends the gradients back."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -137,35 +219,36 @@ class _Exchange(torch.autograd.Function):
         sent: tuple[int, ...],
         received: tuple[int, ...],
     ) -> torch.Tensor:
-        ctx.call, ctx.sent, ctx.received = call, sent, received
+        ctx.all_to_all, ctx.sent, ctx.received = call.all_to_all, sent, received
         return call.all_to_all(buffer, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        returned = ctx.call.all_to_all(grad.contiguous(), ctx.received, ctx.sent)
+        returned = ctx.all_to_all(grad.contiguous(), ctx.received, ctx.sent)
         return returned, None, None, None
 
 
 class _Leave(torch.autograd.Function):
+    """The output, with gradients for what the call has received."""
+
     @staticmethod
     def forward(
         ctx: Any, call: ExchangeCall, out: torch.Tensor, *received: torch.Tensor
     ) -> torch.Tensor:
-        ctx.mesh, ctx.number, ctx.is_on_cpu = call.mesh, call.number, call.is_on_cpu
-        ctx.like = [(x.shape, x.dtype, x.device) for x in received]
+        ctx.consistency, ctx.number, ctx.name = call.mesh.consistency, call.number, call.name
+        ctx.like = [(x.shape, x.dtype) for x in received]
         ctx.save_for_backward(out.new_empty(0))
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        consistency = ctx.mesh.consistency
-        num_raised = consistency.num_raised
+        num_raised = ctx.consistency.num_raised
         try:
-            refuse_second_derivative("a layer that carries a state")
-            ctx.saved_tensors  # noqa: B018 - recomputes
+            refuse_second_derivative(ctx.name)
+            _ = ctx.saved_tensors  # may recompute, or raise: before this rank says it is ready
         except Exception as error:
-            consistency.raise_everywhere(error, num_raised)
+            ctx.consistency.raise_everywhere(error, num_raised)
             raise
-        consistency.check_backward(ctx.number, wait=ctx.is_on_cpu)
-        zeros = (torch.zeros((), dtype=t, device=d).expand(shape) for shape, t, d in ctx.like)
+        ctx.consistency.check_backward(ctx.number, wait=grad.device.type == "cpu")
+        zeros = (grad.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
         return None, grad, *zeros

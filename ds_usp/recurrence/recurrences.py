@@ -1,5 +1,5 @@
-"""The recurrences of known layers, each by the layer's own kernel: what is asked of a kernel is said
-above each. No model and no library by name."""
+"""The recurrences of known layers, each by the layer's own kernel, which is passed in; what is
+asked of it stands above each."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Kernel = Callable[..., Any]
 
 
 def state_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of states and decays: fp32, fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -134,7 +135,8 @@ def mamba2(
     )
 
 
-# Mamba-1: a decay for each element of the state. The kernel needs return_last_state with a gradient.
+# Mamba-1: a decay for each element of the state. The kernel needs return_last_state, with a
+# gradient.
 def mamba1(
     kernel: Kernel,
     x: torch.Tensor,

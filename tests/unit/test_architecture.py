@@ -265,6 +265,9 @@ AUTOGRAD_FUNCTIONS = {
     "TakeChunk",
     "WithoutValues",
     "WriteChunk",
+    "_Enter",
+    "_Exchange",
+    "_Leave",
     "_Sum",
     "_View",
 }
