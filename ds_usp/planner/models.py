@@ -310,117 +310,34 @@ _MIXERS: Mapping[str, Callable[..., RecurrentMixer]] = MappingProxyType(
 
 
 def _hybrid(
-    name: str, sizes: str, kinds: str, *aliases: str, **facts: Any
+    name: str,
+    sizes: str,
+    layers: str,
+    aliases: str = "",
+    experts: str = "",
+    source: str = "",
+    **facts: Any,
 ) -> tuple[ModelShape, list[str]]:
-    """A model whose layers are of several kinds; ``sizes``: of :func:`_model`; ``kinds``: how many
-    layers have what, in any order, as no plan depends on it."""
-    model, names = _model(name, sizes, *aliases, other_facts=_STATEFUL, **facts)
-    parts = []
-    for kind in kinds.split(" | "):
-        layers, *has = kind.split()
-        own: dict[str, Any] = {"layers": int(layers), "attention": "attention" in has}
+    """A row of ``hybrid_models.json``; ``source``: whose config.json it is, as transformers reads
+    it; ``sizes``: of :func:`_model`; ``layers``: how many have what; ``experts``: of
+    :class:`Experts`."""
+    facts["other_facts"] = ("layers that carry a state",)
+    facts["experts"] = Experts(*map(int, experts.split())) if experts else None
+    model, names = _model(name, sizes, *aliases.split(), **facts)
+    kinds = []
+    for kind in layers.split(" | "):  # in any order: no plan depends on it
+        count, *has = kind.split()
+        own: dict[str, Any] = {"layers": int(count), "attention": "attention" in has}
         own |= {} if "mlp" in has else {"ffn": 0}
         own |= {} if "experts" in has else {"experts": None}
         for mixer, *of in (word.split(":") for word in has if ":" in word):
             own["recurrent"] = _MIXERS[mixer](*map(int, of))
-        parts.append(replace(model, **own))
-    return replace(model, kinds=tuple(parts)), names
+        kinds.append(replace(model, **own))
+    return replace(model, kinds=tuple(kinds)), names
 
 
-_STATEFUL = ("layers that carry a state",)
-# Published config.json, as transformers reads them; its defaults for Qwen3.5 are those of the 9B.
-_QWEN_NEXT: Mapping[str, Any] = MappingProxyType(
-    {"head_dim": 256, "qk_norm": True, "output_gate": True, "norm_epsilon": 1e-6, "rope_theta": 1e7}
-)
-_HYBRIDS = (
-    _hybrid(
-        "qwen3-next",
-        "48 2048 512 16 2 151936",
-        "36 delta:16:32:128 mlp experts | 12 attention mlp experts",
-        "qwen3-next-80b-a3b",
-        experts=Experts(512, 10, 512),
-        **_QWEN_NEXT,
-    ),
-    _hybrid(
-        "qwen3.5-9b",
-        "32 4096 12288 16 4 248320",
-        "24 delta:16:32:128 mlp | 8 attention mlp",
-        **_QWEN_NEXT,
-    ),
-    _hybrid(
-        "nemotron-h-8b",
-        "52 4096 21504 32 8 131072",
-        "24 mamba2:128:64:8:128 | 4 attention | 24 mlp",
-        "nemotron-h",
-        gated=False,
-    ),
-    _hybrid(
-        "nemotron-3-nano",
-        "52 2688 3712 32 2 131072",
-        "23 mamba2:64:64:8:128 | 6 attention | 23 mlp experts",
-        "nemotron-3-nano-30b-a3b",
-        head_dim=128,
-        gated=False,
-        experts=Experts(128, 6, 1856),
-    ),
-    _hybrid(
-        "granite-4-micro",
-        "40 2048 8192 32 8 100352",
-        "36 mamba2:64:64:1:128 mlp | 4 attention mlp",
-        "granite-4.0-h-micro",
-        tied=True,
-    ),
-    _hybrid(
-        "granite-4-small",
-        "40 4096 1536 32 8 100352",
-        "36 mamba2:128:64:1:128 mlp experts | 4 attention mlp experts",
-        "granite-4",
-        "granite-4.0-h-small",
-        tied=True,
-        experts=Experts(72, 10, 768),
-    ),
-    _hybrid(
-        "falcon-h1-7b",
-        "44 3072 12288 12 2 130048",
-        "44 attention mamba2:24:128:1:256:0 mlp",
-        head_dim=128,
-    ),
-    _hybrid(
-        "falcon-h1-34b",
-        "72 5120 21504 20 4 261120",
-        "72 attention mamba2:32:128:2:256:0 mlp",
-        "falcon-h1",
-        head_dim=128,
-    ),
-    _hybrid(
-        "jamba-mini",
-        "32 4096 14336 32 8 65536",
-        "12 mamba1:8192:16:256 mlp | 16 mamba1:8192:16:256 experts | 4 attention mlp",
-        "jamba",
-        "jamba-1.5-mini",
-        norm_epsilon=1e-6,
-        experts=Experts(16, 2, 14336),
-    ),
-    _hybrid(
-        "lfm2-1.2b",
-        "16 2048 8192 32 8 65536",
-        "10 conv:2048:3 mlp | 6 attention mlp",
-        "lfm2",
-        tied=True,
-        qk_norm=True,
-        rope_theta=1e6,
-    ),
-    _hybrid(
-        "minimax-text-01",
-        "80 6144 0 64 8 200064",
-        "70 lightning:64:128 experts | 10 attention experts",
-        "minimax",
-        head_dim=128,
-        rope_theta=1e7,
-        experts=Experts(32, 2, 9216),
-    ),
-)
-_ALL = (*_BUILT_IN, *_HYBRIDS)
+_ROWS = json.loads(Path(__file__).with_name("hybrid_models.json").read_text(encoding="utf-8"))
+_ALL = (*_BUILT_IN, *(_hybrid(name, **row) for name, row in _ROWS.items()))
 MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model, _ in _ALL})
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {alias: model.name for model, aliases in _ALL for alias in aliases}
