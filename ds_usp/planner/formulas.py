@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import StateChains, state_chains
 from ds_usp.planner.hardware import (
@@ -89,52 +88,29 @@ def _mixer_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[i
     )
 
 
-def hardware_flop_per_token(
-    model: ModelShape,
-    seq_len: int,
-    recompute: str = "none",
-    documents: Sequence[int] = (),
-    *,
-    mlp_chunks: int = 0,
-    checkpoint_layers: int = 1,
-) -> float:
+def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
     """FLOP that are executed for one token: with flash backward and recomputation.
 
     ``full`` adds a forward pass of the layers, ``attention-only`` one of the attention core,
-    ``attention`` one of all but it,
-    ``gemm-last`` norms and activation functions only, which are not counted here. An MLP in
-    chunks adds its own forward pass; with several layers a checkpoint all but one of a group are
-    recomputed once more.
+    ``attention`` one of all but it, ``gemm-last`` norms and activation functions only, which are
+    not counted here. An MLP in chunks adds its own forward pass; with several layers a checkpoint
+    all but one of a group are recomputed once more.
     """
+    model, seq_len, documents = work.model, work.seq_len, work.documents
     attention = _mixer_flop_per_token(model, seq_len, documents)
     total = model_flop_per_token(model, seq_len, documents) + attention / 2
     forward = 2 * sum(part.layers * part.matrix_elements for part in model.parts)
-    if mlp_chunks > 1:
+    if config.mlp_chunks > 1:
         total += 2 * sum(x.layers * x.matrix_elements * mlp_share(x) for x in model.parts)
-    again = 2 - 1 / checkpoint_layers
-    if recompute == "full":
+    again = 2 - 1 / config.checkpoint_layers
+    if config.recompute == "full":
         total += again * (forward + attention)
-    elif recompute == "attention-only":
+    elif config.recompute == "attention-only":
         total += attention
-    elif recompute == "attention":
-        total += again * (
-            forward + sum(x.layers * recurrent_flop_per_token(x) for x in model.parts)
-        )
-    elif recompute not in ("none", "gemm-last"):
-        raise ConfigError(f"recompute={recompute!r} is unknown")
+    elif config.recompute == "attention":
+        recurrences = sum(x.layers * recurrent_flop_per_token(x) for x in model.parts)
+        total += again * (forward + recurrences)
     return total
-
-
-def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
-    """:func:`hardware_flop_per_token` of a configuration."""
-    return hardware_flop_per_token(
-        work.model,
-        work.seq_len,
-        config.recompute,
-        work.documents,
-        mlp_chunks=config.mlp_chunks,
-        checkpoint_layers=config.checkpoint_layers,
-    )
 
 
 def mlp_share(model: ModelShape) -> float:

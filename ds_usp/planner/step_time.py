@@ -430,11 +430,6 @@ class MicroBatch:
         """GPU seconds of a layer, both directions."""
         return self.forward.device_s + self.backward.device_s
 
-    def launch_wait_s(self, micro_batches: int, layers: int) -> float:
-        """GPU idle time on kernel launches in so many micro batches of so many layers."""
-        micro_batch = self.forward * layers + self.head + self.backward * layers
-        return (micro_batch * micro_batches).wait_s
-
 
 def micro_batch_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> MicroBatch:
     """Predicted; the same for any dp, pp and ZeRO."""
@@ -489,13 +484,15 @@ def step_time(
     micro_batch = micro_batch or micro_batch_time(cluster, work, config)
     stage_layers = config.layers_per_stage(model)
     layers_s = m * stage_layers * micro_batch.layer_s
+    launched = micro_batch.forward * stage_layers + micro_batch.head
+    launched += micro_batch.backward * stage_layers
     boundary_bytes = stage_boundary_bytes(work, config)
     boundary_s = exchange_s(cluster, group_of(config, "pp"), boundary_bytes, DIRECT, 1)
     gradients, optimizer = _gradients_and_optimizer_s(cluster, work, config, layers_s)
     return StepTime(
         layers=layers_s,
         head=m * micro_batch.head.device_s,
-        host=micro_batch.launch_wait_s(m, stage_layers),
+        host=(launched * m).wait_s,
         bubble=(config.pp - 1) * config.chunk_layers(model) * micro_batch.layer_s,
         pipeline=2 * (config.pp - 1) * boundary_s,
         gradients=gradients,

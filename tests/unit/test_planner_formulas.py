@@ -12,7 +12,6 @@ from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.formulas import (
     chain_traffic,
     executed_flop_per_token,
-    hardware_flop_per_token,
     model_flop_per_token,
     recurrent_flop_per_token,
     saved_elements,
@@ -60,7 +59,7 @@ def test_packed_documents_see_less():
 def test_recomputation_costs_hardware_flop():
     model = model_flop_per_token(SMALL, 512)
     none, gemm_last, attention, rest, full = (
-        hardware_flop_per_token(SMALL, 512, how)
+        executed_flop_per_token(Workload(SMALL, 512), ParallelConfig(recompute=how))
         for how in ("none", "gemm-last", "attention-only", "attention", "full")
     )
     one = 4 * 4 * 64 * 256  # forward attention of all layers
@@ -68,8 +67,6 @@ def test_recomputation_costs_hardware_flop():
     assert attention == none + one
     assert rest + one == full
     assert full == attention + 2 * 4 * SMALL.matrix_elements
-    with pytest.raises(ConfigError, match="unknown"):
-        hardware_flop_per_token(SMALL, 512, "some")
 
 
 @pytest.mark.parametrize(
