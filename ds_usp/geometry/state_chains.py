@@ -4,7 +4,7 @@ from token to token send between them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -79,12 +79,20 @@ class Move(NamedTuple):
     def crosses(self) -> bool:
         return self.source.rank != self.target.rank
 
-    def stays_on(self, rank: int) -> bool:
-        """It goes from this rank to itself."""
-        return self.source.rank == self.target.rank == rank
-
 
 Round = tuple[Move, ...]  # of one exchange, of all ranks, in the order in which buffers have them
+
+
+class RankRound(NamedTuple):
+    """A round as one rank sees it.
+
+    Attributes:
+        moves: from or to its pieces.
+        crosses: some rank sends: all take part in an exchange.
+    """
+
+    moves: Round
+    crosses: bool
 
 
 class Halo(NamedTuple):
@@ -186,6 +194,28 @@ class StateChains:
         last = (Move(a, b, False) for chain in self.chains for a, b in pairwise(chain))
         return (*rounds, _sorted(last))
 
+    def rounds_of(self, rank: int) -> tuple[RankRound, ...]:
+        """The rounds as one rank sees them."""
+        return _rounds_of(self, rank)
+
+    def folds(self, rank: int) -> tuple[Chain, ...]:
+        """Where maps go directly: what a rank folds, each chain up to its last piece there."""
+        return _folds(self, rank)
+
+    @cached_property
+    def mirrored(self) -> StateChains:
+        """The chains from their ends to their begins, along which gradients of states go: what
+        imports exports. A rank's pieces keep their order."""
+        length = self.layout.seq_len
+
+        def mirror(piece: Piece) -> Piece:
+            start, first = length - piece.stop, length - piece.last
+            stop, last = length - piece.start, length - piece.first
+            return piece._replace(start=start, stop=stop, first=first, last=last)
+
+        chains = tuple(tuple(map(mirror, reversed(chain))) for chain in self.chains)
+        return replace(self, chains=chains)
+
     def sent_bytes(
         self, rank: int, state: int, transition: int, itemsize: int = 4, *, backward: bool = False
     ) -> int:
@@ -235,7 +265,7 @@ class StateChains:
         return "\n".join(lines)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def state_chains(layout: TokenLayout, documents: tuple[Borders, ...], rows: int) -> StateChains:
     """The chains of a batch.
 
@@ -304,7 +334,28 @@ def _sorted(moves: Iterator[Move] | list[Move]) -> Round:
     return tuple(sorted(moves, key=key))
 
 
-@lru_cache(maxsize=256)
+# By rank, as calls ask for it: a batch may have thousands of documents that are none of a rank's.
+@lru_cache(maxsize=64)
+def _rounds_of(chains: StateChains, rank: int) -> tuple[RankRound, ...]:
+    return tuple(
+        RankRound(
+            tuple(move for move in moves if rank in (move.source.rank, move.target.rank)),
+            any(move.crosses for move in moves),
+        )
+        for moves in chains.rounds
+    )
+
+
+@lru_cache(maxsize=64)
+def _folds(chains: StateChains, rank: int) -> tuple[Chain, ...]:
+    lasts = [
+        (chain, max((i for i, piece in enumerate(chain) if piece.rank == rank), default=0))
+        for chain in chains.chains
+    ]
+    return tuple(chain[: last + 1] for chain, last in lasts if last > 0)
+
+
+@lru_cache(maxsize=64)
 def _halos(chains: StateChains, width: int) -> tuple[Halo, ...]:
     degree = chains.layout.degree
     # What each rank needs of each other one, in the order of its pieces and their tokens; and for

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.channel import NO_RANGE, exchange_range, profiler_enabled
+from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
@@ -65,7 +66,7 @@ class ExchangeCall:
         documents: Any,
     ) -> None:
         self.name, self.kind, self.mesh = name, kind, mesh
-        self._given = tensors, dims, layout, documents
+        self._given: Any = tensors, dims, layout, documents
         self.needs_grad = False
         self._received: list[torch.Tensor] = []
 
@@ -84,11 +85,12 @@ class ExchangeCall:
         """
 
         def check() -> tuple[Signature, ResultT]:
-            signature, inputs = self._check(*self._given)
+            signature, inputs = self._check(*given)
             fields, result = compute(inputs)
             return Signature.of(*signature, *fields), result
 
-        like = self._given[0][0] if self._given[0] else None
+        given, self._given = self._given, None  # the graph keeps the call: no inputs with it
+        like = given[0][0] if given[0] else None
         result = check_on_all_ranks(self.mesh, check, like)
         self.number = self.mesh.consistency.number
         return result
@@ -166,7 +168,8 @@ class ExchangeCall:
         """
         flat = [part.reshape(-1).to(dtype) for part in parts]
         buffer = torch.cat([self._anchor.to(dtype), *flat])
-        out: torch.Tensor = _Exchange.apply(buffer, self, tuple(sent), tuple(received))
+        mesh, kind = self.mesh, self.kind
+        out: torch.Tensor = _Exchange.apply(buffer, mesh, kind, tuple(sent), tuple(received))
         self._received.append(out)
         return out
 
@@ -175,18 +178,13 @@ class ExchangeCall:
         if self.chains.folded:
             dim %= out.ndim
             out = out[0].unflatten(dim - 1, (self.chains.rows, -1)).movedim(dim - 1, 0)
-        left: torch.Tensor = _Leave.apply(self, out, *self._received) if self._received else out
+        # No longer kept here: a graph that keeps the call would keep itself.
+        received, self._received = self._received, []
+        consistency = self.mesh.consistency
+        if not received:
+            return out
+        left: torch.Tensor = _Leave.apply(consistency, self.number, self.name, out, *received)
         return left
-
-    def all_to_all(
-        self, buffer: torch.Tensor, sent: tuple[int, ...], received: tuple[int, ...]
-    ) -> torch.Tensor:
-        mesh, out = self.mesh, buffer.new_empty(sum(received))
-        sent_bytes = (sum(sent) - sent[mesh.rank]) * buffer.element_size()
-        mesh.ledger.add(self.kind, sent_bytes)
-        with exchange_range(self.kind, sent_bytes) if profiler_enabled() else NO_RANGE:
-            dist.all_to_all_single(out, buffer, list(received), list(sent), group=mesh.sp_group)
-        return out
 
 
 def _fold_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -215,17 +213,33 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any,
         buffer: torch.Tensor,
-        call: ExchangeCall,
+        mesh: SequenceMesh,
+        kind: str,
         sent: tuple[int, ...],
         received: tuple[int, ...],
     ) -> torch.Tensor:
-        ctx.all_to_all, ctx.sent, ctx.received = call.all_to_all, sent, received
-        return call.all_to_all(buffer, sent, received)
+        ctx.mesh, ctx.kind, ctx.sent, ctx.received = mesh, kind, sent, received
+        return _all_to_all(mesh, kind, buffer, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        returned = ctx.all_to_all(grad.contiguous(), ctx.received, ctx.sent)
-        return returned, None, None, None
+        back = _all_to_all(ctx.mesh, ctx.kind, grad.contiguous(), ctx.received, ctx.sent)
+        return back, None, None, None, None
+
+
+def _all_to_all(
+    mesh: SequenceMesh,
+    kind: str,
+    buffer: torch.Tensor,
+    sent: tuple[int, ...],
+    received: tuple[int, ...],
+) -> torch.Tensor:
+    out = buffer.new_empty(sum(received))
+    sent_bytes = (sum(sent) - sent[mesh.rank]) * buffer.element_size()
+    mesh.ledger.add(kind, sent_bytes)
+    with exchange_range(kind, sent_bytes) if profiler_enabled() else NO_RANGE:
+        dist.all_to_all_single(out, buffer, list(received), list(sent), group=mesh.sp_group)
+    return out
 
 
 class _Leave(torch.autograd.Function):
@@ -233,9 +247,14 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: ExchangeCall, out: torch.Tensor, *received: torch.Tensor
+        ctx: Any,
+        consistency: ConsistencyChecker,
+        number: int,
+        name: str,
+        out: torch.Tensor,
+        *received: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.consistency, ctx.number, ctx.name = call.mesh.consistency, call.number, call.name
+        ctx.consistency, ctx.number, ctx.name = consistency, number, name
         ctx.like = [(x.shape, x.dtype) for x in received]
         ctx.save_for_backward(out.new_empty(0))
         return out.view_as(out)
@@ -251,4 +270,4 @@ class _Leave(torch.autograd.Function):
             raise
         ctx.consistency.check_backward(ctx.number, wait=grad.device.type == "cpu")
         zeros = (grad.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
-        return None, grad, *zeros
+        return None, None, None, grad, *zeros

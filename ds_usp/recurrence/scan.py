@@ -20,7 +20,7 @@ import torch
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.state_chains import Move, Piece, Round
+from ds_usp.geometry.state_chains import Move, Piece, RankRound, StateChains
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.recurrence.exchange import ExchangeCall
 
@@ -160,8 +160,9 @@ def affine_scan(
     maps = call.begin(compute)
     own = call.chains.by_rank[mesh.rank]
     wide = any(x.dtype == torch.float64 for x in tensors)
-    with _no_autocast(tensors[0].device):
-        transfer = _Transfer(recurrence, call, torch.float64 if wide else torch.float32)
+    with no_autocast(tensors[0].device):
+        dtype = torch.float64 if wide else torch.float32
+        transfer = Transfer(recurrence, call, call.chains, dtype)
         states = transfer.states(own, maps)
     return call.leave(maps.finish([states.get(piece) for piece in own]), out_dim)
 
@@ -191,7 +192,7 @@ def _run(
         for of_piece, state in zip(ran, incoming, strict=True):
             out = of_piece.out
             if state is not None and of_piece.respond is not None:
-                with _no_autocast(out.device):
+                with no_autocast(out.device):
                     out = out + of_piece.respond(state).to(out.dtype)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, out_dim)
@@ -229,7 +230,7 @@ def _check_maps(recurrence: Recurrence, maps: PieceMaps, call: ExchangeCall) -> 
                 )
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """States are folded in their own dtype: autocast would make products of A and S in bf16."""
     if not torch._C._is_any_autocast_enabled():
         return nullcontext()
@@ -237,11 +238,12 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 @dataclass
-class _Transfer:
+class Transfer:
     """The states before this rank's pieces, from the maps of all ranks."""
 
     recurrence: Recurrence
     call: ExchangeCall
+    chains: StateChains
     dtype: torch.dtype
 
     def states(self, own: Sequence[Piece], maps: PieceMaps) -> dict[Piece, torch.Tensor]:
@@ -250,25 +252,24 @@ class _Transfer:
             if piece.exports and b is not None:
                 across = a.to(self.dtype) if piece.imports and a is not None else None
                 known[piece] = across, b.to(self.dtype)
-        return self._by_doubling(known) if self.call.chains.doubles else self._directly(known)
+        return self._by_doubling(known) if self.chains.doubles else self._directly(known)
 
     def _directly(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
         got, states, rank = dict(known), dict[Piece, torch.Tensor](), self.call.mesh.rank
-        for moves in self.call.chains.rounds:
+        for moves in self.chains.rounds_of(rank):
             got |= {move.source: received for move, received in self._received(moves, known)}
-        for chain in self.call.chains.chains:
-            last = max((i for i, piece in enumerate(chain) if piece.rank == rank), default=0)
+        for chain in self.chains.folds(rank):
             before: Map | None = None
-            for piece in chain[: last + 1]:
+            for piece in chain:
                 if piece.rank == rank and before is not None:
                     states[piece] = before[1]
-                if piece is not chain[last]:
+                if piece is not chain[-1]:
                     of_piece = got[piece]
                     before = of_piece if before is None else self._compose(of_piece, before)
         return states
 
     def _by_doubling(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
-        *rounds, last = self.call.chains.rounds
+        *rounds, last = self.chains.rounds_of(self.call.mesh.rank)
         for moves in rounds:
             composed = {
                 move.target: self._compose(known[move.target], received)
@@ -280,25 +281,27 @@ class _Transfer:
     def _compose(self, later: Map, earlier: Map) -> Map:
         return self.recurrence.compose(later, earlier)
 
-    def _received(self, moves: Round, known: dict[Piece, Map]) -> list[tuple[Move, Map]]:
+    def _received(self, round_: RankRound, known: dict[Piece, Map]) -> list[tuple[Move, Map]]:
         """What moves to this rank's pieces in a round, also from its own."""
-        rank, degree = self.call.mesh.rank, self.call.chains.layout.degree
-        rows = self.call.chains.rows_of_piece
-        here = [(move, known[move.source]) for move in moves if move.stays_on(rank)]
-        if not any(move.crosses for move in moves):  # on no rank: none exchanges
+        rank, degree = self.call.mesh.rank, self.chains.layout.degree
+        rows = self.chains.rows_of_piece
+        here = [(move, known[move.source]) for move in round_.moves if not move.crosses]
+        if not round_.crosses:
             return here
         shapes = [(rows, *self.recurrence.state_shape), (rows, *self.recurrence.transition_shape)]
         sizes = [prod(shape) for shape in shapes]
         parts, arriving = list[torch.Tensor](), list[Move]()
         sent, received = [0] * degree, [0] * degree
-        for move in moves:
+        for move in round_.moves:
             source, target = move.source.rank, move.target.rank
             elements = sum(sizes[: 1 + move.transition])
-            if source == rank != target:
+            if source == target:
+                continue
+            if source == rank:
                 a, b = known[move.source]
                 parts += [b, a] if move.transition and a is not None else [b]
                 sent[target] += elements
-            elif target == rank != source:
+            else:
                 arriving.append(move)
                 received[source] += elements
         flat = self.call.exchange(parts, sent, received, self.dtype)

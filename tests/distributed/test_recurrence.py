@@ -2,7 +2,9 @@
 alone; ranks that differ are refused on all of them."""
 
 import contextlib
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -149,7 +151,7 @@ def direct_up_to(pieces: int) -> Iterator[None]:
 def planted(error: str) -> Iterator[None]:
     """What a wrong implementation would do."""
     lost: dict[str, tuple[object, str, Callable[..., Any]]] = {
-        "no state": (scan._Transfer, "states", lambda *_: {}),
+        "no state": (scan.Transfer, "states", lambda *_: {}),
         "no halo": (
             conv,
             "_exchange",
@@ -160,7 +162,7 @@ def planted(error: str) -> Iterator[None]:
         "no backward exchange": (
             exchange._Exchange,
             "backward",
-            staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.sent)), None, None, None)),
+            staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.sent)), *[None] * 4)),
         ),
     }
     with contextlib.ExitStack() as stack:
@@ -500,6 +502,7 @@ def ledger(ctx: RankContext, pieces: int, kind: str, documents: Any) -> tuple[li
         options = {"dims": [DIM[kind]] * 3, "out_dim": DIM[kind]} | where
         tensors = [x.requires_grad_() for x in local]
         mesh.ledger.reset()
+        compared = mesh.consistency.number
         out = ds_usp.affine_scan(recurrence_of(kind), tensors, **options)
         convolved = ds_usp.causal_conv(convolve, x.requires_grad_(), TAPS, **where)
         for backward in (False, True):
@@ -512,6 +515,8 @@ def ledger(ctx: RankContext, pieces: int, kind: str, documents: Any) -> tuple[li
             if not backward:
                 mesh.ledger.reset()
                 (out.sum() + convolved.sum()).backward()
+    # One comparison a call and a backward pass, however many exchanges there are.
+    assert mesh.consistency.number - compared == 4
     return counted, said_by_formula
 
 
@@ -523,3 +528,64 @@ def test_bytes_are_those_of_the_formula(pool, pieces, documents):
     for counted, formula in results:
         assert counted == formula
     assert all(sum(counted[i] for counted, _ in results) > 0 for i in range(4))
+
+
+def kept_by_the_graph(ctx: RankContext) -> list[bool]:
+    """Whether something of a call outlives its output, without a collection of cycles."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", 29)
+    tensors = [
+        layout.shard(x, 1, ctx.rank).requires_grad_()
+        for x in inputs_of("head", 29, torch.float32)[:3]
+    ]
+    calls, whole = [], exchange.ExchangeCall.begin
+
+    def begin(call: Any, compute: Any) -> Any:
+        calls.append(weakref.ref(call))
+        return whole(call, compute)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(exchange.ExchangeCall, "begin", begin):
+            out = ds_usp.affine_scan(
+                recurrence_of("head"), tensors, mesh=mesh, layout=layout, dims=[1] * 3, out_dim=1
+            )
+        node = weakref.ref(out.grad_fn)
+        out.sum().backward()
+        del out
+        return [calls[0]() is None, node() is None]
+    finally:
+        gc.enable()
+
+
+def test_a_call_is_freed_with_its_output(pool):
+    assert pool.run(kept_by_the_graph, WORLD, timeout=TIMEOUT_S) == [[True, True]] * WORLD
+
+
+def in_autocast(ctx: RankContext) -> tuple[bool, bool]:
+    """Whether states are folded in fp32 under autocast; and where it stays on, as a wrong one."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", 29)
+    tensors = [layout.shard(x, 1, ctx.rank) for x in inputs_of("matrix", 29, torch.float32)[:3]]
+    base = recurrence_of("matrix")
+
+    def of_piece(tensors: Tensors, piece: Piece) -> PieceMap:
+        with torch.autocast("cpu", enabled=False):
+            return base.run(tensors, piece)
+
+    def run() -> torch.Tensor:
+        options: dict[str, Any] = {"mesh": mesh, "layout": layout, "dims": [1] * 3, "out_dim": 1}
+        return ds_usp.affine_scan(replace(base, run=of_piece), tensors, **options)
+
+    wanted = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = torch.equal(run(), wanted)
+        with mock.patch.object(scan, "no_autocast", lambda _: contextlib.nullcontext()):
+            return exact, torch.equal(run(), wanted)
+
+
+def test_states_are_folded_outside_of_autocast(pool):
+    results = pool.run(in_autocast, WORLD, timeout=TIMEOUT_S)
+    assert [exact for exact, _ in results] == [True] * WORLD
+    assert not all(wrong for _, wrong in results)
