@@ -101,7 +101,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["ds_usp*", "megatron_patches*"]),
     package_data={
-        "ds_usp": ["py.typed", VERSION["COMMIT_FILE"], "planner/clusters.json"],
+        "ds_usp": ["py.typed", VERSION["COMMIT_FILE"], "planner/*.json"],
         "megatron_patches": ["py.typed"],
     },
     zip_safe=False,
