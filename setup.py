@@ -101,7 +101,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["ds_usp*", "megatron_patches*"]),
     package_data={
-        "ds_usp": ["py.typed", VERSION["COMMIT_FILE"], "planner/clusters.json"],
+        "ds_usp": ["py.typed", VERSION["COMMIT_FILE"], "planner/*.json"],
         "megatron_patches": ["py.typed"],
     },
     zip_safe=False,
@@ -110,6 +110,8 @@ setup(
         "flash": ["flash-attn>=2.6"],
         # Only pre-releases so far; naming one lets pip take it and later ones without --pre.
         "flash4": ["flash-attn-4>=4.0.0b36"],
+        # Kernels of layers with a state; ds_usp/recurrence/kernels.py was read of fla-core 0.6.
+        "recurrence": ["fla-core>=0.6,<0.7", "mamba-ssm>=2.2,<3"],
         "megatron": MEGATRON,
         "deepspeed": DEEPSPEED,
         "plots": PLOTS,

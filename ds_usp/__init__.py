@@ -39,16 +39,23 @@ if TYPE_CHECKING:
     from ds_usp.comm.process_groups import one_line_errors
     from ds_usp.experimental.projected_attention import USPSelfAttention, projected_attention
     from ds_usp.experimental.projection import Projection
+    from ds_usp.recurrence.conv import causal_conv
+    from ds_usp.recurrence.scan import PieceMap, PieceMaps, Recurrence, affine_scan
 else:
     _LAZY = MappingProxyType(
         {
             "CommLedger": "ds_usp.comm.channel",
+            "PieceMap": "ds_usp.recurrence.scan",
+            "PieceMaps": "ds_usp.recurrence.scan",
             "Projection": "ds_usp.experimental.projection",
+            "Recurrence": "ds_usp.recurrence.scan",
             "Scores": "ds_usp.attention.score_mod",
             "SequenceMesh": "ds_usp.comm.mesh",
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",
             "USPSelfAttention": "ds_usp.experimental.projected_attention",
+            "affine_scan": "ds_usp.recurrence.scan",
+            "causal_conv": "ds_usp.recurrence.conv",
             "one_line_errors": "ds_usp.comm.process_groups",
             "projected_attention": "ds_usp.experimental.projected_attention",
             "usp_attention": "ds_usp.attention.functional",
@@ -81,9 +88,12 @@ __all__ = [
     "MaskSpec",
     "MeshError",
     "PatchError",
+    "PieceMap",
+    "PieceMaps",
     "Projection",
     "RankGrid",
     "RecomputeError",
+    "Recurrence",
     "Scores",
     "SequenceMesh",
     "TokenLayout",
@@ -94,7 +104,9 @@ __all__ = [
     "USPSelfAttention",
     "UnsupportedAttentionError",
     "__version__",
+    "affine_scan",
     "allocator_variables",
+    "causal_conv",
     "one_line_errors",
     "projected_attention",
     "usp_attention",

@@ -21,6 +21,7 @@ from ds_usp.planner import (
     framework_caps,
 )
 from ds_usp.settings import LENGTH_SETTINGS
+from megatron_patches.refusals import Refusal
 
 if TYPE_CHECKING:
     import torch
@@ -28,21 +29,44 @@ if TYPE_CHECKING:
     from ds_usp.memory import LayerMemory
 
 
-def check_checkpoint_layers(args: Any) -> None:
-    """Refuse groups of layers that are no checkpoints.
+# What every program refuses before its own checks.
+SHARED_REFUSALS = (
+    Refusal(
+        lambda args: args.usp_cluster and args.ulysses_degree != AUTO,
+        f"--usp-cluster {{usp_cluster}} is for --ulysses-degree {AUTO}; leave it out",
+        "",
+    ),
+    Refusal(
+        lambda args: not _is_step(args.usp_report_communication, args.train_iters),
+        "--usp-report-communication {usp_report_communication} is no step of 1 to --train-iters "
+        "{train_iters}; steps are counted from 1",
+        "",
+    ),
+    Refusal(
+        lambda args: args.usp_report_communication and getattr(args, "profile", None),
+        "--profile and --usp-report-communication both need the profiler, of which there is one: "
+        "leave one of them out",
+        "",
+    ),
+)
+# Groups of layers that are no checkpoints.
+CHECKPOINT_LAYERS_REFUSALS = (
+    Refusal(
+        lambda args: args.usp_checkpoint_layers < 1,
+        "--usp-checkpoint-layers {usp_checkpoint_layers} must be 1 or more",
+        "",
+    ),
+    Refusal(
+        lambda args: args.usp_checkpoint_layers > 1 and args.usp_recompute in ("none", "gemm-last"),
+        "--usp-checkpoint-layers {usp_checkpoint_layers} with --usp-recompute {usp_recompute}: no "
+        "layer's input is saved for a checkpoint",
+        "Use --usp-recompute full, or attention",
+    ),
+)
 
-    Raises:
-        ConfigError: fewer than 1 layer, or another ``--usp-recompute`` than ``full`` and
-            ``attention``.
-    """
-    size = args.usp_checkpoint_layers
-    if size < 1:
-        raise ConfigError(f"--usp-checkpoint-layers {size} must be 1 or more")
-    if size > 1 and args.usp_recompute not in ("full", "attention"):
-        raise ConfigError(
-            f"--usp-checkpoint-layers {size} with --usp-recompute {args.usp_recompute}: no layer's "
-            "input is saved for a checkpoint. Use --usp-recompute full, or attention"
-        )
+
+def _is_step(number: int | None, last: int | None) -> bool:
+    return number is None or (number >= 1 and (last is None or number <= last))
 
 
 def check_mlp_chunks(args: Any, tokens: int) -> None:
@@ -56,38 +80,6 @@ def check_mlp_chunks(args: Any, tokens: int) -> None:
         raise ConfigError(
             f"--usp-mlp-chunks {chunks}: a rank has {tokens} of a sequence's {args.seq_length} "
             f"tokens; use 0 to {tokens} chunks"
-        )
-
-
-def check_report_flag(args: Any) -> None:
-    """Refuse a step that is never trained, and a second profiler.
-
-    Raises:
-        ConfigError: the step is below 1 or above ``--train-iters``; or the program's own profiler
-            is on.
-    """
-    step, last = args.usp_report_communication, args.train_iters
-    if step is not None and (step < 1 or (last is not None and step > last)):
-        raise ConfigError(
-            f"--usp-report-communication {step} is no step of 1 to --train-iters {last}; steps are "
-            "counted from 1"
-        )
-    if step is not None and getattr(args, "profile", None):
-        raise ConfigError(
-            "--profile and --usp-report-communication both need the profiler, of which there is "
-            "one: leave one of them out"
-        )
-
-
-def check_cluster_flag(args: Any) -> None:
-    """Refuse a cluster that nothing would read.
-
-    Raises:
-        ConfigError: ``--usp-cluster`` without ``--ulysses-degree auto``.
-    """
-    if args.usp_cluster and args.ulysses_degree != AUTO:
-        raise ConfigError(
-            f"--usp-cluster {args.usp_cluster} is for --ulysses-degree {AUTO}; leave it out"
         )
 
 

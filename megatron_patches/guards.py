@@ -84,7 +84,7 @@ def source_guard(source_sha256: str) -> Guard:
     return Guard(source_sha256=source_sha256)
 
 
-def megatron_core_guard(source_sha256: str) -> Guard:
+def megatron_core_guard(source_sha256: str | tuple[str, ...]) -> Guard:
     """A function or class of megatron-core, installed or in a checkout of Megatron-LM."""
     return Guard("megatron-core", ">=0.16,<0.17", source_sha256)
 

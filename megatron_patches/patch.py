@@ -159,6 +159,7 @@ class Bypass:
         reason: what computes the same instead; what the patches take from it.
         guard: the source that was known.
         flag: the flag of the framework with which alone it is bypassed; "": always.
+        needs: a package without which it is not called, nor looked for.
     """
 
     target: str
@@ -166,8 +167,12 @@ class Bypass:
     guard: Guard
     flag: str = ""
     kind: Literal["bypass", "rely"] = "bypass"
+    needs: str = ""
 
-    applies = True
+    @property
+    def applies(self) -> bool:
+        """Whether the package that it needs is installed."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     def mismatches(self) -> Iterator[str]:
         """The differences from the known function, one sentence each."""

@@ -202,6 +202,20 @@ def applied_sets() -> tuple[PatchSet, ...]:
     return tuple(dict.fromkeys(sets))
 
 
+def apply_later(framework: str) -> None:
+    """:meth:`PatchSet.apply_later` of a framework's sets that are applied."""
+    for patches in applied_sets():
+        if patches.framework == framework:
+            patches.apply_later()
+
+
+def verify_flag(framework: str, flag: str) -> None:
+    """:meth:`PatchSet.verify_flag` of a framework's sets that are applied."""
+    for patches in applied_sets():
+        if patches.framework == framework:
+            patches.verify_flag(flag)
+
+
 def _record(module: ModuleType, patches: PatchSet, *, applied: bool) -> None:
     """List or unlist a set in the attribute of a module that it changes."""
     others = (x for x in vars(module).get(_SETS_ATTRIBUTE, ()) if x is not patches)

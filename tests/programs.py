@@ -1,7 +1,7 @@
 """Programs that tests start as processes of their own: Python, torchrun, the scripts, frameworks.
 
     python("-m", "ds_usp", "verify")          a program of the project
-    torchrun(2, "bench_links.py")             the same, as ranks
+    torchrun(2, "bench_attention.py")         the same, as ranks
     bash("tiny", DRY_RUN="1")                 a script of the examples; start(): in this process
     FrameworkServer(checkout).run(4, flags)   a framework's script on ranks of its own
 
@@ -243,15 +243,21 @@ class FrameworkServer(ABC):
                 raise AssertionError(seen.get("traceback") or repr(seen["refused"]))
         return ranks
 
-    def attempt(self, world: int, text: str, **options: Any) -> list[dict[str, Any]]:
-        """Train; each rank's record, with its error."""
+    def attempt(
+        self, world: int, text: str, *, script: str = "", **options: Any
+    ) -> list[dict[str, Any]]:
+        """Train; each rank's record, with its error.
+
+        Args:
+            script: "": the one of the class.
+        """
         if self._process.poll() is not None:  # a case before this one ran out of time
             self._start()
         folder = self.folder / f"run{next(self._names)}"
         folder.mkdir()
         request = self.REQUEST(
             world,
-            str(self.checkout / self.SCRIPT),
+            str(self.checkout / (script or self.SCRIPT)),
             self.arguments(text.replace("{folder}", str(folder)), folder),
             folder,
             **options,

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_typ
 import torch
 
 from ds_usp.attention.passes import BackwardPass, ForwardPass
-from ds_usp.attention.plan import AttentionOptions, AttentionPlan, check_on_all_ranks, plan_call
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, plan_call
 from ds_usp.attention.score_mod import Scores
 from ds_usp.attention.tuning import Tuning
 from ds_usp.attention.validation import (
@@ -30,7 +30,7 @@ from ds_usp.attention.validation import (
 )
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
-from ds_usp.comm.mesh import MESH_REGISTRY, SequenceMesh
+from ds_usp.comm.mesh import MESH_REGISTRY, SequenceMesh, check_on_all_ranks
 from ds_usp.errors import USPError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec

@@ -13,7 +13,6 @@ from ds_usp.attention.passes import BackwardPass, ForwardPass
 from ds_usp.attention.plan import (
     AttentionOptions,
     AttentionPlan,
-    check_on_all_ranks,
     explain_keywords,
     plan_call,
 )
@@ -27,7 +26,7 @@ from ds_usp.attention.validation import (
 )
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.joint import ConcatenatedShards, JointLayout
 from ds_usp.geometry.layout import TokenLayout

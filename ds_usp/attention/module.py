@@ -23,7 +23,6 @@ from ds_usp.attention.local_attention import (
 from ds_usp.attention.plan import (
     AttentionOptions,
     AttentionPlan,
-    check_on_all_ranks,
     explain_keywords,
     plan_call,
 )
@@ -41,7 +40,7 @@ from ds_usp.attention.validation import (
     token_layout,
 )
 from ds_usp.comm.call_record import Signature
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
 from ds_usp.errors import ConfigError, warn_once
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec, normalize_documents

@@ -35,7 +35,7 @@ from ds_usp.attention.validation import (
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import without_multicast
-from ds_usp.errors import ConfigError, LayoutError, MeshError, warn_once
+from ds_usp.errors import ConfigError, warn_once
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import (
@@ -55,8 +55,6 @@ from ds_usp.kernels.registry import (
     select_kernel,
 )
 from ds_usp.kernels.score_mod import PLAIN, ScoreMod
-
-ResultT = TypeVar("ResultT")
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MAX_CACHED_PLANS = 1024
@@ -89,61 +87,6 @@ class AttentionOptions(NamedTuple):
             scores = scores.plan_key
         types = type(self.softmax_scale), type(self.dropout_p)
         return self[1:8], self.kv_layout, scores, types
-
-
-# Note [errors are found together]
-#
-# A rank that raises alone leaves the others in an exchange that never ends. So a call has two
-# parts: first integers only, each rank for itself, then one comparison; tensors move after that.
-#
-#   rank 0   plan_call ----------.                     .--- raises MeshError, which quotes it
-#   rank 1   plan_call raises ---+-- check_call --------+--- raises its error
-#   rank 2   plan_call ----------'   (fields or error)  `--- raises MeshError, which quotes it
-#
-# The fields have all that decides which messages are sent: shapes, layouts, mask, kernel, head
-# chunks, and a digest of the order in which both passes post. A backward pass declares the number
-# of its call: running them in another order on one rank would be a hang, too.
-
-
-def check_on_all_ranks(
-    mesh: SequenceMesh,
-    check: Callable[[], tuple[Signature, ResultT]],
-    like: object = None,
-    layout: object = None,
-) -> ResultT:
-    """Run a check on every rank; returns only if all passed with the same call signature.
-
-    Args:
-        check: returns the signature of the call, and a result.
-        like: a tensor of the call. Where it is on a GPU and the call is a known one, the comparison
-            is deferred (``ConsistencyChecker``).
-        layout: the argument of the call.
-
-    Raises:
-        Exception: what ``check`` raised; on the other ranks a MeshError with it.
-        LayoutError: the layout is only a kind, and ranks hold different numbers of tokens.
-        ConfigError: no mesh.
-    """
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-            "ulysses_degree=...), or SequenceMesh.single() for one process"
-        )
-    try:
-        signature, result = check()
-    except Exception as error:
-        mesh.consistency.check_call("", error=error)
-        raise
-    try:
-        on_gpu = isinstance(like, torch.Tensor) and like.device.type != "cpu"
-        mesh.consistency.check_call(signature, wait=not on_gpu)
-    except MeshError as difference:
-        named = isinstance(layout, str)
-        uneven = _uneven_shards(difference.layouts, mesh.sp_degree) if named else None
-        if uneven is None:
-            raise
-        raise uneven from difference
-    return result
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
@@ -198,22 +141,6 @@ def _keyword_error(
     if not missing or any(key not in _REQUIRED for key in missing):
         return None
     return ConfigError(f"{name} needs " + "; ".join(f"{key}=: {_REQUIRED[key]}" for key in missing))
-
-
-def _uneven_shards(layouts: Sequence[Sequence[tuple[str, int]]], ranks: int) -> LayoutError | None:
-    """The error of ranks that give a layout's kind and hold different numbers of tokens; None if
-    their layouts differ in something else."""
-    if len(set(map(len, layouts))) != 1:  # one rank is wrong in another way
-        return None
-    for column in zip(*layouts, strict=True):
-        (kind, _), lengths = column[0], sorted({tokens // ranks for _, tokens in column})
-        if len(lengths) > 1 and {other for other, _ in column} == {kind}:
-            return LayoutError(
-                f"layout={kind!r} is only a name, which means as many tokens on every rank, and "
-                f"ranks hold {', '.join(map(str, lengths))}. Make a TokenLayout of the whole "
-                f"sequence, mesh.layout({kind!r}, seq_len), shard by it and give it as the layout"
-            )
-    return None
 
 
 @dataclass(frozen=True)

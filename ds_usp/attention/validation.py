@@ -193,13 +193,7 @@ def check_layout(
         LayoutError: a layout of another mesh, or not this rank's number of tokens in it, as of
             tensors ``[b, h, s, d]``.
     """
-    layout_degrees = (layout.ulysses, layout.ring, layout.order)
-    mesh_degrees = (mesh.ulysses_degree, mesh.ring_degree, mesh.order)
-    if layout_degrees != mesh_degrees:
-        raise LayoutError(
-            "the layout is for ulysses {} x ring {} ({}), the mesh is {} x {} ({}); "
-            "mesh.layout(kind, seq_len) makes one that fits".format(*layout_degrees, *mesh_degrees)
-        )
+    mesh.check_degrees(layout)
     # [b, h, s, d], which most kernels take, is the likeliest mistake: name it where it fits.
     length = layout.length(mesh.rank)
     if x.shape[1] != length:

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
+import pickle
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate, chain
-from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
 from torch.nn.functional import scaled_dot_product_attention
 
 import ds_usp
@@ -491,76 +490,31 @@ def run_forked(work: Work, world: int, progress: Progress) -> Any:
     """Fork gloo ranks on the CPUs, with this process's imports; returns rank 0's result.
 
     Raises:
-        RankError: a rank raised or died; the others are killed.
+        RankError: a rank raised or died, the first one; the others have a moment to fail.
     """
-    context = multiprocessing.get_context("fork")
-    ranks: dict[Connection, int] = {}
-    processes = []
     with tempfile.TemporaryDirectory(prefix="ds_usp_ranks_") as folder:
-        try:
-            for rank in range(world):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_forked, args=(work, rank, world, f"{folder}/store", sender), daemon=True
-                )
-                process.start()
-                sender.close()
-                processes.append(process)
-                ranks[receiver] = rank
-            return _collect(ranks, progress)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-
-
-def _forked(work: Work, rank: int, world: int, store: str, sender: Connection) -> None:
-    """A forked CPU rank: joins a gloo group, runs ``work``, sends rank 0's result or an error."""
-    try:
-        torch.set_num_threads(1)  # the ranks share the cores
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=_TIMEOUT
+        arguments = work, world, folder, progress
+        ranks = multiprocessing.start_processes(
+            _forked, arguments, world, join=False, daemon=True, start_method="fork"
         )
-        env = TorchrunEnv(rank, world, rank, world)
-        result = work(env, torch.device("cpu"), lambda line: sender.send(("progress", line)))
-        dist.barrier()
-        sender.send(("result", result if rank == 0 else None))
-    except KeyboardInterrupt:
-        return
-    except BaseException:
-        sender.send(("error", (time.monotonic(), traceback.format_exc())))
+        try:
+            while not ranks.join(grace_period=_SHUTDOWN_TIMEOUT_S):
+                pass
+        except multiprocessing.ProcessRaisedException as error:
+            trace = error.msg.partition("following error:\n")[2]
+            raise RankError(f"rank {error.error_index} failed:\n{trace}") from None
+        except multiprocessing.ProcessExitedException as error:
+            raise RankError(f"rank {error.error_index} failed:\n{error.msg}") from None
+        return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
-    """Rank 0's result once all ranks are done, or the first error."""
-    running, result = dict(ranks), None
-    errors: list[tuple[float, int, str]] = []  # time, rank; the others fail because of the first
-    deadline: float | None = None
-    while running and (deadline is None or time.monotonic() < deadline):
-        for kind, rank, content in _messages(running):
-            if kind == "progress":
-                progress(content)
-            elif kind == "result":
-                result = content if rank == 0 else result
-            else:
-                when, text = content
-                errors.append((when, rank, text))
-                deadline = deadline or time.monotonic() + _SHUTDOWN_TIMEOUT_S
-    if errors:
-        _, rank, text = min(errors)
-        raise RankError(f"rank {rank} failed:\n{text}")
-    return result
-
-
-def _messages(running: dict[Connection, int]) -> Iterator[tuple[str, int, Any]]:
-    """Received messages; ranks that have finished are removed from ``running``."""
-    for receiver in wait(list(running), timeout=1.0):
-        if not isinstance(receiver, Connection):  # for mypy: wait() takes sockets, too
-            continue
-        rank = running[receiver]
-        kind, content = "error", (0.0, "its process died without a message\n")
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            kind, content = receiver.recv()
-        if kind != "progress":
-            del running[receiver]
-        yield kind, rank, content
+def _forked(rank: int, work: Work, world: int, folder: str, progress: Progress) -> None:
+    """A forked CPU rank: joins a gloo group, runs ``work``, and writes rank 0's result."""
+    torch.set_num_threads(1)  # the ranks share the cores
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=_TIMEOUT
+    )
+    result = work(TorchrunEnv(rank, world, rank, world), torch.device("cpu"), progress)
+    if rank == 0:
+        Path(folder, "result").write_bytes(pickle.dumps(result))
+    dist.barrier()

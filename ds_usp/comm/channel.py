@@ -24,7 +24,8 @@ class CommLedger:
     """Calls and bytes that this rank has sent to other ranks, by kind of exchange.
 
     Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; a double ring's traffic between nodes is
-    ``ring_kv_outer``, ``ring_dkv_outer``. What a rank keeps is not counted.
+    ``ring_kv_outer``, ``ring_dkv_outer``; of layers that carry a state, ``states`` and the tokens
+    before a convolution, ``halo``. What a rank keeps is not counted.
     """
 
     def __init__(self) -> None:

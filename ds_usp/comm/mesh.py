@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_usp._version import __version__
+from ds_usp.comm.call_record import Signature
 from ds_usp.comm.channel import Channel, CommLedger, P2PChannel
 from ds_usp.comm.consistency import ConsistencyChecker, check_same
 from ds_usp.comm.copy_engine import (
@@ -38,7 +39,7 @@ from ds_usp.comm.process_groups import (
 )
 from ds_usp.comm.shards import gather_shards
 from ds_usp.comm.watchdog import watchdog
-from ds_usp.errors import ConfigError, MeshError
+from ds_usp.errors import ConfigError, LayoutError, MeshError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
@@ -146,6 +147,7 @@ def group_of_device_mesh(
 
 
 T = TypeVar("T")
+ResultT = TypeVar("ResultT")
 
 
 class WeakRegistry(Generic[T]):
@@ -574,6 +576,18 @@ class SequenceMesh:
         degrees = self.ulysses_degree, self.ring_degree
         return TokenLayout(kind, seq_len, *degrees, self.order, documents)
 
+    def check_degrees(self, layout: TokenLayout) -> None:
+        """LayoutError if the layout is for another mesh."""
+        layout_degrees = (layout.ulysses, layout.ring, layout.order)
+        mesh_degrees = (self.ulysses_degree, self.ring_degree, self.order)
+        if layout_degrees != mesh_degrees:
+            raise LayoutError(
+                "the layout is for ulysses {} x ring {} ({}), the mesh is {} x {} ({}); "
+                "mesh.layout(kind, seq_len) makes one that fits".format(
+                    *layout_degrees, *mesh_degrees
+                )
+            )
+
     def gather(self, local: torch.Tensor, layout: TokenLayout, dim: int) -> torch.Tensor:
         """The full tensor, on every rank, as by :meth:`TokenLayout.gather`; collective.
 
@@ -602,6 +616,25 @@ class SequenceMesh:
         self.consistency.check_now(text, error)
 
     @contextmanager
+    def agreeing(self, text: str) -> Iterator[list[str]]:
+        """What one rank refuses in the body every rank refuses: all of them :meth:`agree` at its
+        end, well or not. Collective.
+
+        Yields:
+            the words of the text, to which the body adds what it came to know.
+
+        Raises:
+            Exception: what the body has raised, on that rank.
+            MeshError: on the others, which quotes it; on all of them, if the texts differ.
+        """
+        words, error = [text], None
+        try:
+            yield words
+        except Exception as refused:
+            error = refused
+        self.agree(" ".join(words), error)
+
+    @contextmanager
     def together(self, text: str) -> Iterator[None]:
         """A request that all ranks of the mesh serve, or none: an error in the body on one rank
         raises on every rank, and the next request finds all of them in step. Collective.
@@ -627,3 +660,74 @@ class SequenceMesh:
             f"rank {self.rank} of {self.sp_degree}: ulysses {self.ulysses_rank} of "
             f"{self.ulysses_degree}, ring {self.ring_rank} of {self.ring_degree}"
         )
+
+
+# Note [errors are found together]
+#
+# A rank that raises alone leaves the others in an exchange that never ends. So a call has two
+# parts: first integers only, each rank for itself, then one comparison; tensors move after that.
+#
+#   rank 0   plan_call ----------.                     .--- raises MeshError, which quotes it
+#   rank 1   plan_call raises ---+-- check_call --------+--- raises its error
+#   rank 2   plan_call ----------'   (fields or error)  `--- raises MeshError, which quotes it
+#
+# The fields have all that decides which messages are sent: shapes, layouts, mask, kernel, head
+# chunks, and a digest of the order in which both passes post. A backward pass declares the number
+# of its call: running them in another order on one rank would be a hang, too.
+
+
+def check_on_all_ranks(
+    mesh: SequenceMesh,
+    check: Callable[[], tuple[Signature, ResultT]],
+    like: object = None,
+    layout: object = None,
+) -> ResultT:
+    """Run a check on every rank; returns only if all passed with the same call signature.
+
+    Args:
+        check: returns the signature of the call, and a result.
+        like: a tensor of the call. Where it is on a GPU and the call is a known one, the comparison
+            is deferred (``ConsistencyChecker``).
+        layout: the argument of the call.
+
+    Raises:
+        Exception: what ``check`` raised; on the other ranks a MeshError with it.
+        LayoutError: the layout is only a kind, and ranks hold different numbers of tokens.
+        ConfigError: no mesh.
+    """
+    if not isinstance(mesh, SequenceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
+            "ulysses_degree=...), or SequenceMesh.single() for one process"
+        )
+    try:
+        signature, result = check()
+    except Exception as error:
+        mesh.consistency.check_call("", error=error)
+        raise
+    try:
+        on_gpu = isinstance(like, torch.Tensor) and like.device.type != "cpu"
+        mesh.consistency.check_call(signature, wait=not on_gpu)
+    except MeshError as difference:
+        named = isinstance(layout, str)
+        uneven = _uneven_shards(difference.layouts, mesh.sp_degree) if named else None
+        if uneven is None:
+            raise
+        raise uneven from difference
+    return result
+
+
+def _uneven_shards(layouts: Sequence[Sequence[tuple[str, int]]], ranks: int) -> LayoutError | None:
+    """The error of ranks that give a layout's kind and hold different numbers of tokens; None if
+    their layouts differ in something else."""
+    if len(set(map(len, layouts))) != 1:  # one rank is wrong in another way
+        return None
+    for column in zip(*layouts, strict=True):
+        (kind, _), lengths = column[0], sorted({tokens // ranks for _, tokens in column})
+        if len(lengths) > 1 and {other for other, _ in column} == {kind}:
+            return LayoutError(
+                f"layout={kind!r} is only a name, which means as many tokens on every rank, and "
+                f"ranks hold {', '.join(map(str, lengths))}. Make a TokenLayout of the whole "
+                f"sequence, mesh.layout({kind!r}, seq_len), shard by it and give it as the layout"
+            )
+    return None

@@ -31,7 +31,6 @@ from ds_usp.attention.plan import (
     AttentionOptions,
     AttentionPlan,
     SavedChunk,
-    check_on_all_ranks,
     explain_keywords,
     plan_call,
 )
@@ -40,7 +39,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadAllToAll, HeadRanges
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.channel import PendingExchange
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
 from ds_usp.errors import ConfigError, UnsupportedAttentionError, warn_once
 from ds_usp.experimental.projected_schedule import (
     ProjectedOp,

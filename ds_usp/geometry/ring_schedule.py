@@ -139,18 +139,6 @@ class RingSchedule:
     def pairs(self) -> int:
         return sum(step.pairs for step in self.steps)
 
-    @property
-    def max_recv_per_step(self) -> int:
-        return max(
-            total_length(kv for kv in step.kv_ranges if kv.rank != self.ring_rank)
-            for step in self.steps
-        )
-
-    @property
-    def max_sent_per_step(self) -> int:
-        """Most tokens that this rank sends, and whose gradients it receives, in one step."""
-        return max(step.num_sent_tokens for step in self.steps)
-
     @cached_property
     def packed_runs(self) -> Runs:
         """Of this rank's own tokens, the runs that it packs: what it sends, forward or backward,

@@ -50,7 +50,7 @@ from ds_usp.planner.parallel_config import (
 from ds_usp.planner.plot import draw
 from ds_usp.planner.report import ClusterFlags, Command, Result
 from ds_usp.planner.search import AXES, GIB, SearchResult, search
-from ds_usp.planner.traffic import attention_bytes
+from ds_usp.planner.traffic import attention_bytes, recurrent_bytes
 
 _EMIT = (
     "the best plan as flags of megatron_patches.run, flags of Megatron-LM (whose program calls "
@@ -343,7 +343,13 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
             )
             for rank in range(config.sp)
         ]
-        content = report.comm_json(work, config, ranks)
+        mixer = next(filter(None, (part.recurrent for part in model.parts)), None)
+        states = [
+            recurrent_bytes(work, config, rank, self.layout, mixer)
+            for rank in range(config.sp)
+            if mixer
+        ]
+        content = report.comm_json(work, config, ranks, states)
         return Result(content, report.comm_text(content))
 
 
@@ -368,10 +374,16 @@ class ProfileCommand(Command):
 
         if self.out.suffix != ".json":
             raise ConfigError(f"--out {self.out} must end in .json, as --cluster needs it")
+        models = None if self.model is None else [load_model(name) for name in self.model]
+        for model in models or ():
+            if not model.is_plain:
+                raise ConfigError(
+                    f"profile measures layers of attention and one MLP, and {model.name} has others"
+                )
         stream = sys.stderr if self.json else sys.stdout
         cluster = run(
             self.out,
-            None if self.model is None else [load_model(name) for name in self.model],
+            models,
             device=self.device,
             seconds=self.seconds,
             print_line=lambda line: print(line, file=stream, flush=True),

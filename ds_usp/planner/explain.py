@@ -29,8 +29,7 @@ from ds_usp.planner.arguments import (
     flag,
     tokens,
 )
-from ds_usp.planner.attention_schedule import OFF, PROJECTIONS
-from ds_usp.planner.attention_time import AttentionCall
+from ds_usp.planner.attention_time import OFF, PROJECTIONS, AttentionCall
 from ds_usp.planner.formulas import bucket_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import logits_bytes
@@ -132,6 +131,7 @@ def _component_seconds(result: SearchResult, plan: Plan) -> dict[str, float]:
 _NAMES: Mapping[str, str] = {
     "matrices": "matrix products",
     "attention": "attention kernels",
+    "recurrence": "kernels that carry a state",
     "elementwise": "norms, activation functions and merges of partial attention",
     "tp": "exposed tensor-parallel exchanges",
     "sp": "exposed sequence-parallel exchanges",
@@ -232,7 +232,7 @@ def step_table(step: Json) -> Table:
 def settings_lines(cluster: Cluster, work: Workload, config: ParallelConfig) -> Iterator[str]:
     """Other settings of the same degrees, by their price."""
     step_s = step_time(cluster, work, config).total
-    if config.sp > 1:
+    if config.sp > 1 and work.model.is_plain:
         gain = _recompute_gain(cluster, work, config)
         yield (
             f"--usp-projection-overlap recompute: a layer {abs(gain):.1%} "
@@ -380,6 +380,7 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
         )
         sequences = self.global_batch or self.batch * self.dp * self.pp
         work = Workload(load_model(self.model or ""), self.seq_len, sequences)
+        caps.for_model(work.model)
         require_feasible(work, config)
         step = step_rows(cluster, work, config, self.projections)
         settings = [*settings_lines(cluster, work, config)]

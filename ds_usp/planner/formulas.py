@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
-from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.state_chains import StateChains, state_chains
 from ds_usp.planner.hardware import (
     HBM_FRACTION,
     Cluster,
@@ -20,21 +22,15 @@ from ds_usp.planner.hardware import (
     launch_seconds,
     seconds_at,
 )
-from ds_usp.planner.models import ModelShape, layer_matrices
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.models import ModelShape, RecurrentMixer, layer_matrices
+from ds_usp.planner.parallel_config import CHECKPOINTED, ParallelConfig, Workload
 
-
-def mean_visible_keys(seq_len: int, documents: Sequence[int] = ()) -> float:
-    """Mean number of keys to which a causal query attends: half of its document.
-
-    Attention of packed documents costs as one of length ``sum(s_i ** 2) / sum(s_i)``.
-
-    Args:
-        documents: their lengths ``s_i``, which sum to ``seq_len``; empty: one document.
-    """
-    if not documents:
-        return seq_len / 2
-    return sum(length**2 for length in documents) / sum(documents) / 2
+# Tokens of a chunk of flash-linear-attention's kernels; Mamba-2's are of 128 and 256.
+SCAN_CHUNK = 64
+# A multiprocessor makes an exponential in the time of about 32 FLOP: one for each element of
+# Mamba-1's state, and its products.
+_ELEMENT_FLOP = 40.0
+STATE_BYTES = 4  # of an element of a state, which is in fp32 whatever the model's dtype
 
 
 def attention_flop_per_token(
@@ -44,8 +40,33 @@ def attention_flop_per_token(
 
     Two products of q features for each visible key: ``4 q s/2``; backward costs twice as much, and
     flash kernels 2.5 times, because they compute the scores again (FlashAttention-2, 2307.08691).
+    Packed documents of lengths ``s_i`` cost as one of length ``sum(s_i ** 2) / sum(s_i)``.
     """
-    return 4 * model.q_width * mean_visible_keys(seq_len, documents)
+    visible = sum(n**2 for n in documents) / sum(documents) / 2 if documents else seq_len / 2
+    return 4 * model.q_width * visible
+
+
+def recurrent_flop_per_token(model: ModelShape, *, respond: bool = False) -> float:
+    """Forward FLOP of one layer's recurrence, in chunks of C tokens: what tokens read of the state
+    and add to it, ``4 k v`` a head, and each other's part, ``2 C (k + v)``; a delta rule also what
+    it takes from the state, ``2 k v``, and the inverse of its chunk, ``2 C (2 k + v)`` (Yang et
+    al., 2412.06464). Mamba-1 has no products, but an exponential an element.
+
+    Args:
+        respond: with the response to the state that comes in: of a delta rule, whose values are
+            longer by k, of others the product that reads it.
+    """
+    mixer = model.recurrent
+    if mixer is None or not mixer.heads:
+        return 0.0
+    key, value = mixer.key, mixer.value
+    if mixer.decay == "element":
+        return mixer.state_elements * _ELEMENT_FLOP * (2 if respond else 1)
+    read = 2.0 * key * value if respond else 0.0
+    if mixer.decay == "head":
+        return mixer.heads * (4 * key * value + 2 * SCAN_CHUNK * (key + value) + read)
+    value += key if respond else 0
+    return mixer.heads * (6 * key * value + 2 * SCAN_CHUNK * (3 * key + 2 * value) + read)
 
 
 def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int] = ()) -> float:
@@ -54,59 +75,46 @@ def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[in
     ``6 (L P + h V) + 6 L q s``, P the elements of a layer's matrices (PaLM's appendix B with the
     causal half; so count Kuaishou's tables, ATC 24). Recomputation is not in it.
     """
-    matrices = model.layers * model.matrix_elements + model.hidden * model.vocab
-    attention = model.layers * attention_flop_per_token(model, seq_len, documents)
-    return 6 * matrices + 3 * attention
+    matrices = sum(x.layers * x.matrix_elements for x in model.parts) + model.hidden * model.vocab
+    return 6 * matrices + 3 * _mixer_flop_per_token(model, seq_len, documents)
 
 
-def hardware_flop_per_token(
-    model: ModelShape,
-    seq_len: int,
-    recompute: str = "none",
-    documents: Sequence[int] = (),
-    *,
-    mlp_chunks: int = 0,
-    checkpoint_layers: int = 1,
-) -> float:
-    """FLOP that are executed for one token: with flash backward and recomputation.
-
-    ``full`` adds a forward pass of the layers, ``attention-only`` one of the attention core,
-    ``attention`` one of all but it,
-    ``gemm-last`` norms and activation functions only, which are not counted here. An MLP in
-    chunks adds its own forward pass; with several layers a checkpoint all but one of a group are
-    recomputed once more.
-    """
-    attention = model.layers * attention_flop_per_token(model, seq_len, documents)
-    total = model_flop_per_token(model, seq_len, documents) + attention / 2
-    forward = 2 * model.layers * model.matrix_elements
-    if mlp_chunks > 1:
-        total += forward * mlp_share(model)
-    again = 2 - 1 / checkpoint_layers
-    if recompute == "full":
-        total += again * (forward + attention)
-    elif recompute == "attention-only":
-        total += attention
-    elif recompute == "attention":
-        total += again * forward
-    elif recompute not in ("none", "gemm-last"):
-        raise ConfigError(f"recompute={recompute!r} is unknown")
-    return total
-
-
-def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
-    """:func:`hardware_flop_per_token` of a configuration."""
-    return hardware_flop_per_token(
-        work.model,
-        work.seq_len,
-        config.recompute,
-        work.documents,
-        mlp_chunks=config.mlp_chunks,
-        checkpoint_layers=config.checkpoint_layers,
+def _mixer_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int]) -> float:
+    """Forward FLOP of attention and of recurrences, all layers."""
+    return sum(
+        part.layers
+        * (attention_flop_per_token(part, seq_len, documents) + recurrent_flop_per_token(part))
+        for part in model.parts
     )
 
 
+def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
+    """FLOP that are executed for one token: with flash backward and recomputation.
+
+    ``full`` adds a forward pass of the layers, ``attention-only`` one of the attention core,
+    ``attention`` one of all but it, ``gemm-last`` norms and activation functions only, which are
+    not counted here. An MLP in chunks adds its own forward pass; with several layers a checkpoint
+    all but one of a group are recomputed once more.
+    """
+    model, seq_len, documents = work.model, work.seq_len, work.documents
+    attention = _mixer_flop_per_token(model, seq_len, documents)
+    total = model_flop_per_token(model, seq_len, documents) + attention / 2
+    forward = 2 * sum(part.layers * part.matrix_elements for part in model.parts)
+    if config.mlp_chunks > 1:
+        total += 2 * sum(x.layers * x.matrix_elements * mlp_share(x) for x in model.parts)
+    again = 2 - 1 / config.checkpoint_layers
+    if config.recompute == "full":
+        total += again * (forward + attention)
+    elif config.recompute == "attention-only":
+        total += attention
+    elif config.recompute == "attention":
+        recurrences = sum(x.layers * recurrent_flop_per_token(x) for x in model.parts)
+        total += again * (forward + recurrences)
+    return total
+
+
 def mlp_share(model: ModelShape) -> float:
-    """The MLP's part of a layer's matrix products."""
+    """The MLP's part of the matrix products of a layer without experts."""
     return (layer_matrices(model).fc1 + layer_matrices(model).fc2) / model.matrix_elements
 
 
@@ -118,13 +126,6 @@ def qkv_share(model: ModelShape) -> float:
 # ------------------------------------------------------------------ parameters
 
 
-def embedding_elements(work: Workload, config: ParallelConfig) -> int:
-    """Elements of the token embedding, and of learned positions, on one tensor-parallel rank."""
-    model = work.model
-    table = model.padded_vocab(config.tp) * model.hidden // config.tp
-    return table + (work.seq_len * model.hidden if model.learned_positions else 0)
-
-
 def head_elements(work: Workload, config: ParallelConfig) -> int:
     """Elements of the output head and of the last norm on one tensor-parallel rank."""
     model = work.model
@@ -133,20 +134,20 @@ def head_elements(work: Workload, config: ParallelConfig) -> int:
     return model.hidden + (0 if shared else table)
 
 
-def layer_elements(model: ModelShape, tp: int) -> int:
-    """Elements of one layer on one tensor-parallel rank: matrices sharded, vectors replicated."""
-    return model.matrix_elements // tp + model.vector_elements
-
-
 def stage_elements(work: Workload, config: ParallelConfig, stage: int) -> int:
     """Elements of the parameters of one rank of a pipeline stage, before ZeRO shards them.
 
-    The first stage has the embedding, the last one the head; tied ones are held twice under pp.
+    Tensor parallelism shards matrices, and replicates vectors. The first stage has the embedding
+    and learned positions, the last one the head; tied ones are held twice under pp.
     """
-    model = work.model
-    total = config.layers_per_stage(model) * layer_elements(model, config.tp)
+    model, tp = work.model, config.tp
+    total = sum(
+        config.layers_per_stage(part) * (sum(layer_matrices(part)) // tp + part.vector_elements)
+        for part in model.parts
+    )
     if stage == 0:
-        total += embedding_elements(work, config)
+        total += model.padded_vocab(tp) * model.hidden // tp
+        total += work.seq_len * model.hidden if model.learned_positions else 0
     if stage == config.pp - 1:
         total += head_elements(work, config)
     return total
@@ -168,9 +169,11 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
     and nothing behind it. With ``projection_overlap="recompute"`` neither queries, keys nor values
     are saved, and attention's output once.
 
-    Without Megatron's sequence parallelism tp does not shard what the norms save.
+    Without Megatron's sequence parallelism tp does not shard what the norms save. Of a gated output
+    gate and product are saved; of each of a token's experts also its input and its output, as
+    transformers' ``grouped_mm`` sorts copies of tokens by expert.
     """
-    h, f, q, k = model.hidden, model.ffn, model.q_width, model.kv_width
+    h, f, q, k = model.hidden, model.mlp_width, model.q_width, model.kv_width
     if config.recompute == "full":
         return (h, 0.0) if config.tp_sequence else (0.0, h)
     kv_copies = max(1.0, config.ulysses * config.tp / model.kv_heads)
@@ -182,16 +185,37 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
         attention += q
     if config.heads_in_chunks:
         attention = q
-    norms, mlp = 4 * h, 4 * f if model.gated else 2 * f
+    attention += 2 * q if model.output_gate else 0
+    attention += recurrent_elements(model, config)
+    norms, mlp = 2 * h * (bool(attention) + bool(f)), 4 * f if model.gated else 2 * f
+    mlp += 2 * h * model.experts.per_token if model.experts else 0
     if model.gated and config.fused_activation:
         mlp = 3 * f
     if config.recompute == "gemm-last":
         norms, mlp = 2 * h, 2 * f if model.gated else f
-    if config.mlp_chunks > 1:
-        norms, mlp = (2 if config.recompute == "gemm-last" else 3) * h, 0
+    if config.mlp_chunks > 1 and f:
+        norms, mlp = norms - (0 if config.recompute == "gemm-last" else h), 0
     if config.tp_sequence:
         return norms + attention + mlp, 0.0
     return attention + mlp, norms
+
+
+def recurrent_elements(model: ModelShape, config: ParallelConfig) -> float:
+    """What a recurrent mixer saves, in elements per token: what its product and its convolution
+    make, its output before and after the norm; a delta rule its keys and queries for each head of
+    the values, and the inverse of its chunk. The response to a state that comes in adds values that
+    are longer by the keys, and what it reads the state with; for others its product and decays.
+    Read off what flash-linear-attention's and mamba_ssm's functions save; not measured.
+    """
+    mixer = model.recurrent
+    if mixer is None:
+        return 0.0
+    elements = mixer.into + mixer.channels + 2 * mixer.out
+    responds = config.sp > 1 and mixer.heads > 0
+    if mixer.decay != "matrix" or not mixer.heads:
+        return elements + (2 * mixer.out if responds else 0)
+    elements += mixer.heads * (2 * mixer.key + SCAN_CHUNK)
+    return elements + (mixer.heads * (mixer.value + 2 * mixer.key) if responds else 0)
 
 
 def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
@@ -200,17 +224,75 @@ def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
         return 0.0
     norms = 0.0 if config.recompute == "attention" else 8.0 * (2 if model.biases else 1)
     norms /= 2 if config.mlp_chunks > 1 else 1
-    lse = 0.0 if config.recompute == "attention-only" else 4.0 * model.heads
+    lse = 4.0 * model.heads if model.attention and config.recompute != "attention-only" else 0.0
     return lse + norms * (1 if config.tp_sequence else config.tp)
 
 
+class ChainTraffic(NamedTuple):
+    """What a layer's recurrent mixer exchanges in one direction, mean over ranks.
+
+    Attributes:
+        states, halo: bytes that a rank sends.
+        kept: bytes of the maps (A, B) that it saves: of its own pieces and those it has received.
+        rounds: exchanges of states.
+    """
+
+    states: float = 0.0
+    halo: float = 0.0
+    kept: float = 0.0
+    rounds: int = 0
+
+
+def chain_traffic(work: Workload, config: ParallelConfig) -> ChainTraffic:
+    """The mean over ranks of :meth:`StateChains.sent_bytes` and ``halo_bytes``; the latter as if no
+    piece were shorter than a halo."""
+    mixer, rows = work.model.recurrent, config.micro_batch
+    tokens = TokenLayout("zigzag", work.seq_len, config.ulysses, config.ring, config.order)
+    if mixer is None or config.sp == 1:
+        return ChainTraffic()
+    return _chain_traffic(tokens, work.documents, rows, mixer, config.param_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _chain_traffic(
+    tokens: TokenLayout, documents: tuple[int, ...], rows: int, mixer: RecurrentMixer, element: int
+) -> ChainTraffic:
+    chains, ranks = document_chains(tokens, documents, rows), tokens.degree
+    width, state, decay = max(mixer.taps - 1, 0), mixer.state_elements, mixer.decay_elements
+    moves = [move for moves in chains.rounds for move in moves if move.crosses]
+    sent = sum(state + decay * move.transition for move in moves)
+    own = sum(map(len, chains.chains)) * (state + decay) if moves else 0
+    halo = sum(
+        min(width, piece.start - piece.first)
+        for chain in chains.chains
+        for before, piece in pairwise(chain)
+        if before.rank != piece.rank
+    )
+    states = STATE_BYTES * rows / ranks
+    halo_bytes = rows * halo * mixer.channels * element / ranks
+    return ChainTraffic(states * sent, halo_bytes, states * (sent + own), len(chains.rounds))
+
+
+def document_chains(tokens: TokenLayout, documents: tuple[int, ...], rows: int) -> StateChains:
+    """The state chains of rows that are packed alike; ``documents``: their lengths."""
+    borders = (tuple(accumulate(documents, initial=0)),) if documents else ()
+    return state_chains(tokens, borders, rows)
+
+
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:
-    """Bytes that one layer saves of one micro batch on one rank (activations of 2 bytes)."""
+    """Bytes that one layer saves of one micro batch on one rank (activations of 2 bytes), in the
+    mean over the model's."""
     model = work.model
+    if model.kinds:
+        sizes = (part.model.layers * layer_bytes(part, config) for part in work.parts)
+        return sum(sizes) / model.layers
     tokens = work.rank_tokens(config)
     sharded, replicated = saved_elements(model, config)
     elements = sharded / config.tp + replicated
-    return tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)
+    size = tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)
+    if model.recurrent and config.recompute not in CHECKPOINTED:
+        size += chain_traffic(work, config).kept
+    return size
 
 
 def input_bytes(work: Workload, config: ParallelConfig) -> float:
@@ -230,8 +312,10 @@ def mlp_backward_bytes(work: Workload, config: ParallelConfig) -> float:
     tokens, and those and all that one chunk saves when it is computed again.
     """
     model, tokens = work.model, work.rank_tokens(config)
-    width = tokens * model.ffn / config.tp * config.param_bytes
+    width = tokens * model.mlp_width / config.tp * config.param_bytes
     inside = width * ((2 if model.gated else 1) + (config.recompute == "gemm-last"))
+    if model.experts:  # the gradients of the copies that its experts have made
+        inside += tokens * model.experts.per_token * model.hidden * config.param_bytes
     if config.mlp_chunks <= 1:
         return input_bytes(work, config) + inside
     chunked = config.replace(recompute="none")
@@ -425,7 +509,7 @@ def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
     """
     if zero == 3:
         return LEAST_BUCKET_ELEMENTS
-    largest = layer_matrices(model).fc1 // tp
+    largest = max(layer_matrices(part).fc1 for part in model.parts) // tp
     table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
     return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)
 
@@ -457,9 +541,10 @@ def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
     table = model.padded_vocab(tp) / tp * model.hidden
     if not model.tied:
         yield 0.0, table
-    for layer in range(layers):
+    alike = [layer_matrices(kind) for kind in model.kinds for _ in range(kind.layers)]
+    for layer, matrices in enumerate(alike or [layer_matrices(model)] * layers):
         before = 0.0
-        for size in reversed(layer_matrices(model)):
+        for size in reversed(matrices):
             before += size
-            yield (layer + before / model.matrix_elements) / layers, size / tp
+            yield (layer + before / sum(matrices)) / layers, size / tp
     yield 1.0, table

@@ -143,7 +143,10 @@ def select_rows(rows: Iterable[Row], by: str, **wanted: object) -> list[Row]:
 def layer_rows(
     rows: Iterable[MeasuredLayer], model: ModelShape, tp: int | None = None
 ) -> list[MeasuredLayer]:
-    """The rows of a model's layers by tokens; ``tp`` None: of every degree."""
+    """The rows of a model's layers by tokens; ``tp`` None: of every degree. None are of layers
+    that are more than attention and one MLP."""
+    if not model.is_plain:
+        return []
     shape = {name: getattr(model, name) for name in ("hidden", "ffn", "q_width", "kv_width")}
     degree = {} if tp is None else {"tp": tp}
     return select_rows(rows, "tokens", gated=model.gated, **shape, **degree)

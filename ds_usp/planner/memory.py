@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.planner.formulas import (
+    SCAN_CHUNK,
     bucket_elements,
     head_elements,
     input_bytes,
@@ -19,7 +20,7 @@ from ds_usp.planner.formulas import (
 )
 from ds_usp.planner.models import layer_matrices
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.traffic import call_size, kv_features
+from ds_usp.planner.traffic import call_size, kv_features, layer_traffic
 
 # Of DeepSpeed's buffered_allreduce_fallback, which no setting changes; a larger tensor goes alone,
 # as it lies.
@@ -110,15 +111,20 @@ def model_wide_bytes(work: Workload, config: ParallelConfig) -> ModelWideBytes:
 
 def _recomputed_layer_bytes(work: Workload, config: ParallelConfig) -> tuple[float, float]:
     """Buffers of exchanges, and what else lives in the backward pass of one layer beside what
-    layers save, at the worse moment: that of the MLP or, where layers are recomputed, of attention.
+    layers save, at the worse moment: that of the MLP or of a recurrence or, where layers are
+    recomputed, of attention; of layers of several kinds, those of the worst.
     """
+    if work.model.kinds:
+        return max((_recomputed_layer_bytes(part, config) for part in work.parts), key=sum)
     exchange, transient = exchange_bytes(work, config), 0.0
     if config.recompute in ("full", "attention"):  # what these save is counted already
         transient = layer_bytes(work, config.replace(recompute="none")) - layer_bytes(work, config)
-    at_mlp = transient + mlp_backward_bytes(work, config)
+    at_mlp = transient + max(mlp_backward_bytes(work, config), recurrent_peak(work, config))
     if config.recompute not in ("full", "attention"):
         # An exchange and the MLP's backward pass are not at the same time.
         return exchange, max(0.0, at_mlp - exchange)
+    if not work.model.attention:
+        return 0.0, at_mlp
     peak = attention_peak(work, config)
     kept = 0.0
     if config.recompute == "attention":
@@ -142,7 +148,7 @@ def memory(
         shared: where it is known: :func:`model_wide_bytes`.
     """
     shared = shared or model_wide_bytes(work, config)
-    stages = [_stage(work, config, stage, shared, workspace_bytes) for stage in _stages(config)]
+    stages = [stage_memory(work, config, x, workspace_bytes, shared) for x in _stages(config)]
     fullest = max(stages, key=lambda needed: needed.total)
     most = max(stages, key=lambda needed: needed.host)
     if most.host == fullest.host:
@@ -156,9 +162,13 @@ def _stages(config: ParallelConfig) -> tuple[int, ...]:
 
 
 def stage_memory(
-    work: Workload, config: ParallelConfig, stage: int, workspace_bytes: float = 0.0
+    work: Workload,
+    config: ParallelConfig,
+    stage: int,
+    workspace_bytes: float = 0.0,
+    shared: ModelWideBytes | None = None,
 ) -> Memory:
-    """Memory of one pipeline stage.
+    """Memory of one pipeline stage: the larger of its peaks in backward and at the step.
 
     States: 2 bytes a weight, ``grad_bytes`` a gradient, 12 for fp32 weight and Adam's moments; ZeRO
     shards them over dp x sp (Rajbhandari et al., 1910.02054). Offload of a fraction ``a`` leaves
@@ -170,19 +180,11 @@ def stage_memory(
     buffers and recomputed activations are allocated, so only the larger of the two counts. Or it is
     at the step, when activations are freed, gradients are copied, and states are back that wait in
     host memory else. It is a later step's than the first one, which has no moments of Adam yet.
+
+    Args:
+        shared: where it is known: :func:`model_wide_bytes`.
     """
-    return _stage(work, config, stage, model_wide_bytes(work, config), workspace_bytes)
-
-
-def _stage(
-    work: Workload,
-    config: ParallelConfig,
-    stage: int,
-    shared: ModelWideBytes,
-    workspace_bytes: float,
-) -> Memory:
-    """:func:`stage_memory` from what all stages share: the larger of its peaks in backward
-    (activations, and either the logits or a layer's buffers) and at the step."""
+    shared = shared or model_wide_bytes(work, config)
     elements = stage_elements(work, config, stage)
     weights, gradients, optimizer = states_bytes(elements, config)
     saved, stays, on_host = _saved_bytes(work, config, stage, shared)
@@ -191,7 +193,12 @@ def _stage(
     host_states = optimizer if config.states_on_host else 0.0
     logits = shared.logits if stage == config.pp - 1 else 0.0
     gradients += shared.bucket
-    copies = reduction_bytes(elements, config) + step_bytes(work, elements, config)
+    copies = step_bytes(work, elements, config)
+    if config.unsharded_grad_reduce and config.zero == 1 and config.zero_ranks > 1:
+        # Of all gradients while they are all-reduced: in the parameters' dtype, and as one flat
+        # tensor, which DeepSpeed makes of what one of its buckets holds.
+        flat = config.grad_bytes if elements <= _BUCKET_ELEMENTS else 0
+        copies = elements * (config.param_bytes + flat) + copies
     at_layer, at_loss = shared.exchange + shared.transient, logits + shared.gathered_at_loss
     if copies + host_states > resident + max(at_loss, at_layer):
         states = (weights, gradients + copies, optimizer)
@@ -274,15 +281,6 @@ def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float,
     )
 
 
-def reduction_bytes(elements: float, config: ParallelConfig) -> float:
-    """Copies of all gradients while ZeRO-1 all-reduces them: in the parameters' dtype, and as one
-    flat tensor, which DeepSpeed makes of what one of its buckets holds."""
-    if not config.unsharded_grad_reduce or config.zero != 1 or config.zero_ranks == 1:
-        return 0.0
-    flat = config.grad_bytes if elements <= _BUCKET_ELEMENTS else 0
-    return elements * (config.param_bytes + flat)
-
-
 def logits_bytes(work: Workload, config: ParallelConfig) -> float:
     """At the loss, tokens sharded by sp and the vocabulary by tp: the logits in bf16 and the loss's
     copy in fp32, and the saved inputs of the last norm and the head.
@@ -304,7 +302,7 @@ def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
     """Buffers of one attention call with one head chunk.
 
     Ulysses: send and receive buffers of q, k, v. Ring: K/V send buffer, two K/V receive buffers,
-    dK/dV send and receive buffers.
+    dK/dV send and receive buffers. Layers with a state: send and receive buffers of states, halos.
     """
     model, e = work.model, config.param_bytes
     sequence = config.micro_batch * work.seq_len
@@ -314,7 +312,8 @@ def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
         total += 2 * sequence / config.ring * (q / config.ulysses + 2 * kv) * e
     if config.ring > 1:
         total += 5 * 2 * sequence / config.ring * kv * e
-    return total
+    sent = layer_traffic(work, config)
+    return total + 2 * (sent.states + sent.halo)
 
 
 def offload_needed(
@@ -332,13 +331,13 @@ def offload_needed(
     worst, plain = 0.0, config.replace(offload_ratio=0.0)
     shared = shared or model_wide_bytes(work, config)
     for stage in _stages(config):
-        over = _stage(work, plain, stage, shared, workspace).total - budget_bytes
+        over = stage_memory(work, plain, stage, workspace, shared).total - budget_bytes
         if over > 0:
             saved, stays, _ = _saved_bytes(work, config, stage, shared)
             # 2, more than 1: nothing can be offloaded, or with all offloaded it does not fit.
             worst = max(worst, over / (saved - stays) if saved > stays else 2.0)
-            offloaded = _stage(work, config.replace(offload_ratio=1.0), stage, shared, workspace)
-            if offloaded.total > budget_bytes:
+            offloaded = config.replace(offload_ratio=1.0)
+            if stage_memory(work, offloaded, stage, workspace, shared).total > budget_bytes:
                 worst = max(worst, 2.0)
     return worst
 
@@ -426,6 +425,19 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     )
 
 
+def recurrent_peak(work: Workload, config: ParallelConfig) -> float:
+    """Bytes that live in the backward pass of a recurrent mixer, beside what the layer saves: the
+    gradients of its output, of what its product and its convolution made; the states before its
+    chunks, computed again, and their gradients (flash-linear-attention, mamba_ssm). Not measured.
+    """
+    mixer, tokens = work.model.recurrent, work.rank_tokens(config)
+    if mixer is None:
+        return 0.0
+    of_chunks = 2 * mixer.state_elements / SCAN_CHUNK
+    features = mixer.into + mixer.channels + 2 * mixer.out + of_chunks
+    return 2 * input_bytes(work, config) + tokens * features * config.param_bytes
+
+
 def _chunk_parts(work: Workload, config: ParallelConfig) -> list[tuple[float, float]]:
     """Of the query heads and of the key/value heads (with copies) of all ranks, the fractions in
     each head chunk, the largest first."""
@@ -478,7 +490,8 @@ def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> 
     elements = stage_elements(work, config, 0)
     if not at_loss:
         elements -= head_elements(work, config)
-    largest = max(_table_elements(work, config), max(layer_matrices(work.model)) / config.tp)
+    matrices = max(max(layer_matrices(part)) for part in work.model.parts) / config.tp
+    largest = max(_table_elements(work, config), matrices)
     return min(elements, LIVE_ELEMENTS + largest) * config.param_bytes
 
 
@@ -507,10 +520,11 @@ def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float
 def _matrices(work: Workload, config: ParallelConfig) -> Iterator[float]:
     """Elements of the matrices of a stage on one tensor-parallel rank, in the order of
     megatron-core's ``parameters()``, in which a layer's output projection is the first."""
-    qkv, out, fc1, fc2 = layer_matrices(work.model)
     yield _table_elements(work, config)
-    for _ in range(config.layers_per_stage(work.model)):
-        yield from (size / config.tp for size in (out, qkv, fc1, fc2))
+    for part in work.model.parts:
+        qkv, out, fc1, fc2 = layer_matrices(part)
+        for _ in range(config.layers_per_stage(part)):
+            yield from (size / config.tp for size in (out, qkv, fc1, fc2))
     if not work.model.tied:
         yield _table_elements(work, config)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from ds_usp.planner.arguments import (
     CountOrZero,
     Layers,
     Positive,
+    choice,
     read_json,
     violations,
 )
@@ -33,8 +34,55 @@ class LayerMatrices(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RecurrentMixer:
+    """What a layer has in the place of attention, or beside it, that carries a state from token to
+    token; or a causal convolution alone.
+
+    Args:
+        into, out: features of the products into it and out of it.
+        channels, taps: of the convolution over tokens before it; 0: none.
+        heads, key, value: its state, a matrix of key x value features a head, in fp32; 0: none.
+        decay: what a token does to the state: a ``matrix`` of key x key a head (delta rules), one
+            number a ``head`` (Mamba-2, lightning attention) or an ``element`` (Mamba-1).
+        inner: elements of its other matrices, each of which multiplies every token once.
+        vectors: elements of its convolution, biases, decays and norms.
+    """
+
+    into: Count
+    out: Count
+    channels: CountOrZero = 0
+    taps: CountOrZero = 0
+    heads: CountOrZero = 0
+    key: CountOrZero = 0
+    value: CountOrZero = 0
+    decay: str = choice(("matrix", "head", "element"), "head")
+    inner: CountOrZero = 0
+    vectors: CountOrZero = 0
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the state of one sequence."""
+        return self.heads * self.key * self.value
+
+    @property
+    def decay_elements(self) -> int:
+        """Elements of what a run of tokens does to the state that comes into it."""
+        by_kind = {"matrix": self.key * self.key, "head": 1, "element": self.key * self.value}
+        return self.heads * by_kind[self.decay]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a layer beside its MLP, each an MLP of width ``ffn``; a rank holds them all."""
+
+    count: int
+    per_token: int
+    ffn: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder.
+    """A decoder whose layers are alike, or of a few kinds.
 
     Args:
         layers: transformer layers.
@@ -55,6 +103,11 @@ class ModelShape:
         qk_norm: a norm over the features of each query and key head (Qwen3).
         other_facts: other facts of the model's configuration, by name. It changes neither memory
             nor time noticeably, but a program that has no setting for it trains another model.
+        attention: its layers have attention; ``output_gate``: whose output is multiplied by a gate
+            that the queries' product makes too (Qwen3-Next).
+        recurrent: what its layers have in the place of attention, or beside it.
+        experts: its layers have experts beside an MLP of width ``ffn`` (0: experts alone).
+        kinds: where layers differ: the layers of each kind, as a model of their own.
 
     Raises:
         ConfigError: sizes that make no model; the text names the constraint.
@@ -63,7 +116,7 @@ class ModelShape:
     name: str
     layers: Layers
     hidden: Count
-    ffn: Count
+    ffn: CountOrZero
     heads: Count
     kv_heads: Count
     vocab: Count
@@ -78,6 +131,11 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     other_facts: tuple[str, ...] = ()
+    attention: bool = True
+    output_gate: bool = False
+    recurrent: RecurrentMixer | None = None
+    experts: Experts | None = None
+    kinds: tuple[ModelShape, ...] = ()
 
     def __post_init__(self) -> None:
         for wrong in violations(self):
@@ -94,21 +152,47 @@ class ModelShape:
                     f"heads={self.heads}; give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.kinds and sum(kind.layers for kind in self.kinds) != self.layers:
+            raise ConfigError(
+                f"model {self.name}: its kinds of layers are not {self.layers} layers"
+            )
+
+    @property
+    def parts(self) -> tuple[ModelShape, ...]:
+        """Models of alike layers that together are this one's."""
+        return self.kinds or (self,)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its layers are attention and one MLP, as programs with tensor parallelism, with
+        pipelines and with layers that a profile has measured have them."""
+        return not (self.kinds or self.recurrent or self.experts or self.output_gate)
+
+    @property
+    def mlp_width(self) -> int:
+        """Features inside the MLP, and inside the experts of one token."""
+        return self.ffn + (self.experts.per_token * self.experts.ffn if self.experts else 0)
 
     @cached_property
     def q_width(self) -> int:
-        """Features of all query heads."""
-        return self.heads * self.head_dim
+        """Features of all query heads; 0 without attention, and so the keys'."""
+        return self.heads * self.head_dim if self.attention else 0
 
     @cached_property
     def kv_width(self) -> int:
         """Features of all key heads (and, as many, of the value heads)."""
-        return self.kv_heads * self.head_dim
+        return self.kv_heads * self.head_dim if self.attention else 0
 
     @cached_property
     def matrix_elements(self) -> int:
-        """Elements of one layer's matrices: each multiplies every token once."""
-        return sum(layer_matrices(self))
+        """Elements of one layer's matrices that multiply a token: once each."""
+        idle = self.experts.count - self.experts.per_token if self.experts else 0
+        return sum(layer_matrices(self)) - idle * self.expert_elements
+
+    @property
+    def expert_elements(self) -> int:
+        """Elements of one expert's matrices."""
+        return self.hidden * self.experts.ffn * (3 if self.gated else 2) if self.experts else 0
 
     @cached_property
     def vector_elements(self) -> int:
@@ -116,8 +200,10 @@ class ModelShape:
 
         Biases that tensor parallelism shards are counted as replicated: less than 0.1 % of a layer.
         """
-        norms = 2 * self.hidden * (2 if self.biases else 1)
-        norms += 2 * self.head_dim if self.qk_norm else 0
+        mixers, mlps = self.attention or self.recurrent is not None, self.mlp_width > 0
+        norms = (mixers + mlps) * self.hidden * (2 if self.biases else 1)
+        norms += 2 * self.head_dim if self.qk_norm and self.attention else 0
+        norms += self.recurrent.vectors if self.recurrent else 0
         if not self.biases:
             return norms + (qkv_width(self) if self.qkv_bias else 0)
         return norms + qkv_width(self) + self.hidden + fc1_width(self) + self.hidden
@@ -130,13 +216,13 @@ class ModelShape:
         """Elements of the model, its vocabulary not padded."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         positions = seq_len_tokens * self.hidden if self.learned_positions else 0
-        layer = self.matrix_elements + self.vector_elements
-        return self.layers * layer + tables + positions + self.hidden
+        layers = sum(x.layers * (sum(layer_matrices(x)) + x.vector_elements) for x in self.parts)
+        return layers + tables + positions + self.hidden
 
 
 def qkv_width(model: ModelShape) -> int:
-    """Features of the product that makes queries, keys and values."""
-    return model.q_width + 2 * model.kv_width
+    """Features of the product that makes queries, keys and values, and their gate."""
+    return model.q_width * (2 if model.output_gate else 1) + 2 * model.kv_width
 
 
 def fc1_width(model: ModelShape) -> int:
@@ -145,9 +231,17 @@ def fc1_width(model: ModelShape) -> int:
 
 
 def layer_matrices(model: ModelShape) -> LayerMatrices:
-    """Elements of one layer's matrices."""
+    """Elements of one layer's matrices; those of recurrent mixers count as attention's, those of
+    experts and of their router as the MLP's."""
     widths = qkv_width(model), model.q_width, fc1_width(model), model.ffn
-    return LayerMatrices(*(model.hidden * width for width in widths))
+    qkv, out, fc1, fc2 = (model.hidden * width for width in widths)
+    if mixer := model.recurrent:
+        qkv, out = qkv + model.hidden * mixer.into + mixer.inner, out + model.hidden * mixer.out
+    if experts := model.experts:
+        last = experts.count * experts.ffn * model.hidden
+        fc1 += experts.count * model.expert_elements - last + experts.count * model.hidden
+        fc2 += last
+    return LayerMatrices(qkv, out, fc1, fc2)
 
 
 _GPT: Mapping[str, bool] = MappingProxyType(
@@ -179,9 +273,74 @@ _BUILT_IN = (
     _model("gpt-6.7b", "32 4096 16384 32 32 50257", "6.7b", **_GPT),
     _model("gpt-30b", "64 6144 24576 64 64 50257", "30b", **_GPT),
 )
-MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model, _ in _BUILT_IN})
+
+
+def _delta(keys: int, values: int, dim: int) -> RecurrentMixer:
+    """Gated delta rule of so many heads of queries and keys, and of values."""
+    channels, out = (2 * keys + values) * dim, values * dim
+    vectors = 4 * channels + 2 * values + dim
+    into = channels + out + 2 * values
+    return RecurrentMixer(into, out, channels, 4, values, dim, dim, "matrix", vectors=vectors)
+
+
+def _mamba2(heads: int, dim: int, groups: int, state: int, norm: int = 1) -> RecurrentMixer:
+    out, channels = heads * dim, heads * dim + 2 * groups * state
+    vectors, into = 5 * channels + 3 * heads + out * norm, out + channels + heads
+    return RecurrentMixer(into, out, channels, 4, heads, state, dim, "head", vectors=vectors)
+
+
+def _mamba1(inner: int, state: int, rank: int) -> RecurrentMixer:
+    """As Jamba has it: with norms of the step, of B and of C."""
+    more, vectors = inner * (2 * rank + 2 * state), inner * (7 + state) + rank + 2 * state
+    return RecurrentMixer(2 * inner, inner, inner, 4, inner, state, 1, "element", more, vectors)
+
+
+def _lightning(heads: int, dim: int) -> RecurrentMixer:
+    width = heads * dim
+    return RecurrentMixer(4 * width, width, 0, 0, heads, dim, dim, vectors=width)
+
+
+def _conv(width: int, taps: int) -> RecurrentMixer:
+    return RecurrentMixer(3 * width, width, width, taps, vectors=taps * width)
+
+
+_MIXERS: Mapping[str, Callable[..., RecurrentMixer]] = MappingProxyType(
+    {"delta": _delta, "mamba2": _mamba2, "mamba1": _mamba1, "lightning": _lightning, "conv": _conv}
+)
+
+
+def _hybrid(
+    name: str,
+    sizes: str,
+    layers: str,
+    aliases: str = "",
+    experts: str = "",
+    source: str = "",
+    **facts: Any,
+) -> tuple[ModelShape, list[str]]:
+    """A row of ``hybrid_models.json``; ``source``: whose config.json it is, as transformers reads
+    it; ``sizes``: of :func:`_model`; ``layers``: how many have what; ``experts``: of
+    :class:`Experts`."""
+    facts["other_facts"] = ("layers that carry a state",)
+    facts["experts"] = Experts(*map(int, experts.split())) if experts else None
+    model, names = _model(name, sizes, *aliases.split(), **facts)
+    kinds = []
+    for kind in layers.split(" | "):  # in any order: no plan depends on it
+        count, *has = kind.split()
+        own: dict[str, Any] = {"layers": int(count), "attention": "attention" in has}
+        own |= {} if "mlp" in has else {"ffn": 0}
+        own |= {} if "experts" in has else {"experts": None}
+        for mixer, *of in (word.split(":") for word in has if ":" in word):
+            own["recurrent"] = _MIXERS[mixer](*map(int, of))
+        kinds.append(replace(model, **own))
+    return replace(model, kinds=tuple(kinds)), names
+
+
+_ROWS = json.loads(Path(__file__).with_name("hybrid_models.json").read_text(encoding="utf-8"))
+_ALL = (*_BUILT_IN, *(_hybrid(name, **row) for name, row in _ROWS.items()))
+MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model, _ in _ALL})
 _ALIASES: Mapping[str, str] = MappingProxyType(
-    {alias: model.name for model, aliases in _BUILT_IN for alias in aliases}
+    {alias: model.name for model, aliases in _ALL for alias in aliases}
 )
 
 

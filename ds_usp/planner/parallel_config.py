@@ -29,6 +29,7 @@ from ds_usp.settings import LENGTH_SETTINGS
 
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
+_TRANSFORMERS_RECOMPUTE = ("none", *CHECKPOINTED)
 PROJECTS_AGAIN = ("none", "full")  # recomputations that go with it
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
@@ -64,6 +65,12 @@ class Workload:
                 f"documents of {sum(self.documents)} tokens do not fill a sequence of "
                 f"{self.seq_len}"
             )
+
+    @property
+    def parts(self) -> tuple[Workload, ...]:
+        """The same tokens through the layers of each kind of the model."""
+        kinds = self.model.kinds
+        return tuple(replace(self, model=kind) for kind in kinds) if kinds else (self,)
 
     def rank_tokens(self, config: ParallelConfig) -> float:
         """Tokens of a micro batch on one rank."""
@@ -289,7 +296,12 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
 def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
     """A sentence for each rule of the settings that trade time for length, with its numbers behind
     the last colon."""
-    tokens = work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1))
+    model, shards = work.model, config.sp * (config.tp if config.tp_sequence else 1)
+    tokens = work.seq_len // shards
+    if lacking := [] if model.is_plain else _not_in_transformers(config):
+        yield f"transformers, which runs such layers, has no {', '.join(lacking)}: {model.name}"
+    if config.mlp_chunks > 1 and any(part.experts for part in model.parts):
+        yield f"an MLP in chunks is planned without experts: {model.name}"
     if config.mlp_chunks > tokens:
         yield f"an MLP in more chunks than tokens: {config.mlp_chunks}, a rank has {tokens}"
     if config.mlp_chunks > 1 and config.recompute == "attention-only":
@@ -300,9 +312,20 @@ def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
             f"{config.recompute}: there are {config.checkpoint_layers}"
         )
     if config.heads_in_chunks:
-        yield from projection_violations(work.model, config)
+        yield from projection_violations(model, config)
     if config.states_on_host and config.zero == 0:
         yield "states on the host are planned for ZeRO-1 to 3, not for ZeRO-0"
+
+
+def _not_in_transformers(config: ParallelConfig) -> list[str]:
+    """What a config has that models of transformers cannot."""
+    words = [
+        f"{axis} {getattr(config, axis)}" for axis in ("tp", "pp") if getattr(config, axis) > 1
+    ]
+    if config.recompute not in _TRANSFORMERS_RECOMPUTE:
+        words.append(f"recompute {config.recompute}")
+    rows = (row for row in LENGTH_SETTINGS if "transformers" not in row.programs)
+    return words + [row.flag for row in rows if row.is_used(getattr(config, row.name))]
 
 
 def projection_violations(model: ModelShape, config: ParallelConfig) -> Iterator[str]:
@@ -361,7 +384,8 @@ def length_options(work: Workload, config: ParallelConfig, flag: str) -> list[Pa
     where it is on already or does not go with the others."""
     if flag == "mlp_chunks":
         chunks = mlp_chunks_for(work, config)
-        refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config)
+        experts = any(part.experts for part in work.model.parts)
+        refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config) or experts
         return [] if refused else [config.replace(mlp_chunks=chunks)]
     if flag == "projection_overlap":
         changed = config.replace(projection_overlap="recompute")
@@ -438,6 +462,22 @@ class FrameworkCaps:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in lacking)
             raise ConfigError(f"{self.name} has no {names}: leave it out, or take another --engine")
         return self
+
+    def for_model(self, model: ModelShape) -> FrameworkCaps:
+        """Itself; for layers that carry a state what transformers has, which alone runs them here.
+
+        Raises:
+            ConfigError: another framework than any of them.
+        """
+        if model.is_plain:
+            return self
+        if self.name != "any":
+            raise ConfigError(
+                f"the layers of {model.name} are planned as transformers runs them, not for "
+                f"{self.name}: take --engine any, without --emit"
+            )
+        flags = _length_flags("transformers")
+        return replace(self, recompute=_TRANSFORMERS_RECOMPUTE, length_flags=flags)
 
     def refusal(self, config: ParallelConfig, axis: str, value: object) -> str:
         """Why these degrees do not go with a value of another axis, as a short heading."""
@@ -558,6 +598,8 @@ def degree_configs(
     for tp, ulysses, ring, pp, dp in degrees(gpus, fixed):
         config = defaults.replace(tp=tp, ulysses=ulysses, ring=ring)
         reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal_rule(work, config)
+        if not model.is_plain and max(tp, pp) > 1:
+            reason = "tp and pp of layers that transformers alone runs"
         if reason:
             refused[reason] += 1
         elif model.layers % pp:

@@ -14,8 +14,14 @@ from ds_usp.experimental.projected_schedule import (
 )
 from ds_usp.geometry.heads import HeadChunk
 from ds_usp.geometry.pipeline_schedule import Instr, Op
-from ds_usp.planner.attention_schedule import OFF, RECOMPUTE, PassSeconds, RelativeCosts
-from ds_usp.planner.attention_time import product_seconds, simulated_pass
+from ds_usp.planner.attention_time import (
+    OFF,
+    RECOMPUTE,
+    PassSeconds,
+    RelativeCosts,
+    product_seconds,
+    simulated_pass,
+)
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.pipeline_timeline import Cost
@@ -91,27 +97,23 @@ class BlockTime:
     exposed: float
 
 
+def recompute_gain(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
+    """What projecting again saves of a layer's time, forward and backward; negative: it costs."""
+    block = config.of_attention()
+    plain, again = (block_time(cluster, work, block, x).total for x in (OFF, RECOMPUTE))
+    return (plain - again) / layer_time(cluster, work, config).total
+
+
+@lru_cache(maxsize=1024)
 def block_time(
     cluster: Cluster, work: Workload, config: ParallelConfig, projections: str
 ) -> BlockTime:
     """One micro batch, by formula alone: no row of a profile is of such a block.
 
     Args:
+        config: :meth:`ParallelConfig.of_attention`.
         projections: one of ``PROJECTIONS``.
     """
-    return _block_time(cluster, work, config.of_attention(), projections)
-
-
-def recompute_gain(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
-    """What projecting again saves of a layer's time, forward and backward; negative: it costs."""
-    plain, again = (block_time(cluster, work, config, x).total for x in (OFF, RECOMPUTE))
-    return (plain - again) / layer_time(cluster, work, config).total
-
-
-@lru_cache(maxsize=1024)
-def _block_time(
-    cluster: Cluster, work: Workload, config: ParallelConfig, projections: str
-) -> BlockTime:
     passes = [
         simulated_pass(cluster, work, config, backward=backward, projections=projections).timeline
         for backward in (False, True)

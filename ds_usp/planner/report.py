@@ -33,7 +33,13 @@ from ds_usp.planner.parallel_config import (
     length_options,
 )
 from ds_usp.planner.search import GIB, Plan, SearchResult
-from ds_usp.planner.traffic import AttentionBytes, layer_traffic, stage_boundary_bytes, step_traffic
+from ds_usp.planner.traffic import (
+    AttentionBytes,
+    RecurrentBytes,
+    layer_traffic,
+    stage_boundary_bytes,
+    step_traffic,
+)
 
 Json: TypeAlias = dict[str, Any]
 Cell: TypeAlias = "str | Callable[[Json], str]"
@@ -309,8 +315,14 @@ def length_steps_text(
 # ------------------------------------------------------------------ communication
 
 
-def comm_json(work: Workload, config: ParallelConfig, ranks: Sequence[AttentionBytes]) -> Json:
-    """Bytes that attention sends by rank and layer, exactly; of the other axes in the mean."""
+def comm_json(
+    work: Workload,
+    config: ParallelConfig,
+    ranks: Sequence[AttentionBytes],
+    states: Sequence[RecurrentBytes],
+) -> Json:
+    """Bytes that attention sends by rank and layer, and layers that carry a state, exactly; of the
+    other axes in the mean."""
     mean, step = layer_traffic(work, config), step_traffic(work, config)
     rows = [
         {
@@ -332,11 +344,22 @@ def comm_json(work: Workload, config: ParallelConfig, ranks: Sequence[AttentionB
         }
         for rank, sent in enumerate(ranks)
     ]
+    of_states = [
+        {
+            "rank": rank,
+            "forward_bytes": sent.forward,
+            "backward_bytes": sent.backward,
+            "ledger_bytes": sent.ledger(),
+            "total_bytes": sum(sent.ledger().values()),
+        }
+        for rank, sent in enumerate(states)
+    ]
     return {
         "model": work.model.name,
         "seq_len": work.seq_len,
         **attributes(config, "tp ulysses ring"),
         "ranks": rows,
+        **({"state_ranks": of_states} if states else {}),
         "tp_forward_bytes": round(mean.tp_forward),
         "tp_backward_bytes": round(mean.tp_backward),
         "stage_boundary_bytes": round(stage_boundary_bytes(work, config)) if config.pp > 1 else 0,
@@ -362,8 +385,19 @@ _COMM_OUTER: Mapping[str, str] = MappingProxyType(
 )
 
 
+_COMM_STATES: Mapping[str, str] = MappingProxyType(
+    {
+        "fwd states": "forward_bytes.states",
+        "fwd halo": "forward_bytes.halo",
+        "bwd states": "backward_bytes.states",
+        "bwd halo": "backward_bytes.halo",
+    }
+)
+
+
 def comm_text(content: Json) -> Iterator[object]:
-    """The table of the bytes that attention sends: a row for each rank, in MiB."""
+    """The tables of the bytes that attention sends, and layers that carry a state: a row for each
+    rank, in MiB."""
     yield (
         "{model}, {seq_len} tokens, tp {tp}, ulysses {ulysses} x ring {ring}: MiB that a rank "
         "sends in one layer for one micro batch"
@@ -372,6 +406,12 @@ def comm_text(content: Json) -> Iterator[object]:
     outer = any(row["forward_bytes"]["ring_kv_outer"] for row in rows)
     keys = {**_COMM, **(_COMM_OUTER if outer else {}), "all": "total_bytes"}
     yield Table(rows, {"rank": "{rank}", **{t: number(key, MIB, 2) for t, key in keys.items()}})
+    if "state_ranks" in content:
+        yield "in one of the layers that carry a state instead"
+        columns = {
+            t: number(key, MIB, 2) for t, key in {**_COMM_STATES, "all": "total_bytes"}.items()
+        }
+        yield Table(content["state_ranks"], {"rank": "{rank}", **columns})
     if content["tp"] > 1:
         forward, backward = content["tp_forward_bytes"] / MIB, content["tp_backward_bytes"] / MIB
         yield f"tp: {forward:.2f} MiB forward, {backward:.2f} MiB backward"

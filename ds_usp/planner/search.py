@@ -159,6 +159,7 @@ def search(
     budget = cluster.budget_bytes if budget_bytes is None else budget_bytes
     if not 0 < budget < math.inf:
         raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
+    framework = framework.for_model(work.model)
     fixed = fixed or {}
     base = base or ParallelConfig()
     result = SearchResult(
@@ -213,7 +214,10 @@ class _Collector:
             return
         schedule = framework.schedule if base.pp > 1 else "1f1b"
         base = base.replace(schedule=schedule, zero=max(stages))
-        broken = {mode: self._broken_rule(base.replace(recompute=mode)) for mode in recompute}
+        broken = {}  # mode -> the first rule that it breaks, without numbers; "" for none
+        for mode in recompute:
+            rules = memory_violations(result.work, base.replace(recompute=mode))
+            broken[mode] = next(rules, "").partition(":")[0]
         recompute = [mode for mode, rule in broken.items() if not rule]
         if not recompute:
             self._refuse(next(iter(broken.values())))
@@ -229,23 +233,16 @@ class _Collector:
                     result.refused[_OVER_MEMORY] += count
                     continue
                 config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
-                for order in self._distinct_orders(config, orders):
-                    self._zero_and_stages(config.replace(order=order), stages, chunks)
+                ordered = [config.replace(order=order) for order in orders]
+                times = [self._micro_batch(config) for config in ordered]
+                for n, config in enumerate(ordered):
+                    if not n or times[n] != times[n - 1]:  # else it is the plan before it
+                        self._zero_and_stages(config, stages, chunks)
 
     def _refuse(self, rule: str) -> None:
         """Count a set of degrees that cannot have what is given."""
         self.unmet[rule] += 1
         self._result.refused[rule] += 1
-
-    def _broken_rule(self, config: ParallelConfig) -> str:
-        """The first rule of the settings that trade time for length that a config breaks, without
-        numbers; "" for none."""
-        return next(memory_violations(self._result.work, config), "").partition(":")[0]
-
-    def _distinct_orders(self, config: ParallelConfig, orders: Sequence[str]) -> list[str]:
-        """The orders, less those that take as long as the one before: they are the same plan."""
-        times = [self._micro_batch(config.replace(order=order)) for order in orders]
-        return [order for n, order in enumerate(orders) if not n or times[n] != times[n - 1]]
 
     def _zero_and_stages(
         self, config: ParallelConfig, stages: Sequence[int], chunks: Sequence[int]
@@ -318,7 +315,10 @@ class _Collector:
         needs = memory(work, config, cluster.workspace_bytes, shared)
         over_budget = needs.total - budget
         if over_budget > 0 and shared.logits and self._framework.can_chunk_loss(config):
-            self._evaluate_chunked_loss(config.replace(fused_loss=True), bound)
+            # A setting of the configuration, as the offload ratio is: not counted as another.
+            refused, chunked = result.refused.copy(), config.replace(fused_loss=True)
+            self._evaluate(chunked, self._micro_batch(chunked), bound)
+            result.refused = refused
         slower = len(result.over_memory) == _MAX_OVER_MEMORY and bound <= result.over_memory[-1].mfu
         only_if_fits = slower and not self.exhaustive
         if over_budget > 0 and self._framework.offloads:
@@ -336,19 +336,14 @@ class _Collector:
         time = step_time(cluster, work, config, micro_batch_cost)
         mfu = step_mfu(cluster, work, config, time.total)
         plan = Plan(config, needs, time, mfu, max(over_budget, 0.0))
-        if over_budget > 0:
-            self._record_over_memory(plan)
-        else:
+        if over_budget <= 0:
             self._record(plan)
-
-    def _evaluate_chunked_loss(self, config: ParallelConfig, bound: float) -> None:
-        """Evaluate a configuration again with a chunked loss, which saves memory and no time.
-
-        It is a setting of the configuration, as the offload ratio is, and not counted as another.
-        """
-        refused = self._result.refused.copy()
-        self._evaluate(config, self._micro_batch(config), bound)
-        self._result.refused = refused
+            return
+        closest = result.closest_to_fitting
+        if closest is None or plan.over_budget_bytes < closest.over_budget_bytes:
+            result.closest_to_fitting = plan
+        result.over_memory = sorted([*result.over_memory, plan], key=lambda p: -p.mfu)
+        del result.over_memory[_MAX_OVER_MEMORY:]
 
     def _record(self, plan: Plan) -> None:
         """Keep a plan that fits if it is among the fastest, overall or for one value of an axis."""
@@ -398,14 +393,6 @@ class _Collector:
             result.refused[_OVER_HOST] += 1
             return None
         return offloading, needs
-
-    def _record_over_memory(self, plan: Plan) -> None:
-        """Keep a plan that does not fit if it is one of the fastest, or the closest to fitting."""
-        result, closest = self._result, self._result.closest_to_fitting
-        if closest is None or plan.over_budget_bytes < closest.over_budget_bytes:
-            result.closest_to_fitting = plan
-        result.over_memory = sorted([*result.over_memory, plan], key=lambda p: -p.mfu)
-        del result.over_memory[_MAX_OVER_MEMORY:]
 
     def search_longer(
         self, degree_sets: Sequence[ParallelConfig], fixed: Mapping[str, object]

@@ -4,18 +4,19 @@ layers do not hide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from ds_usp.planner.attention_schedule import OFF
-from ds_usp.planner.attention_time import AttentionTime, attention_s, simulated_pass
+from ds_usp.planner.attention_time import OFF, AttentionTime, attention_s, simulated_pass
 from ds_usp.planner.formulas import (
     NOTHING,
     HiddenExchange,
     LaunchedWork,
     bucket_elements,
+    chain_traffic,
     elementwise_s,
     exposed,
     full_buckets,
@@ -25,6 +26,7 @@ from ds_usp.planner.formulas import (
     mlp_share,
     model_flop_per_token,
     qkv_share,
+    recurrent_flop_per_token,
     stage_elements,
     under,
 )
@@ -43,6 +45,7 @@ from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import (
     COLLECTIVE,
     DIRECT,
+    RankGroup,
     exchange_s,
     group_of,
     layer_traffic,
@@ -54,7 +57,9 @@ from ds_usp.planner.traffic import (
 
 
 _GEMMS = 4  # of a layer: QKV projection, output projection, both of the MLP; a launch each
-COMPONENTS = ("matrices", "attention", "elementwise", "tp", "sp", "recompute")
+COMPONENTS = ("matrices", "attention", "recurrence", "elementwise", "tp", "sp", "recompute")
+# Of the peak that the kernels of recurrences reach: assumed, as none of them was timed.
+_RECURRENT_EFFICIENCY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class LayerTime:
 
     Args:
         matrices: GEMMs.
-        attention: kernels of the attention core.
+        attention, recurrence: kernels of the attention core; of what carries a state instead.
         elementwise: norms, activation functions, merges of partial attention results.
         tp, sp: exposed exchanges.
         recompute: recomputation in backward.
@@ -74,6 +79,7 @@ class LayerTime:
 
     matrices: float
     attention: float
+    recurrence: float
     elementwise: float
     tp: float
     sp: float
@@ -97,8 +103,22 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
 
     All but the attention core comes from the cluster's profile if such a layer is in it. For a
     layer that was measured at another tensor-parallel degree, the formula is scaled by measured /
-    formula at that degree: an estimate must not look faster than a measurement.
+    formula at that degree: an estimate must not look faster than a measurement. Of layers of
+    several kinds it is the mean, without launch times, which no profile has of them.
     """
+    if work.model.kinds:
+        parts = [layer_time(cluster, part, config) for part in work.parts]
+        shares = [part.layers / work.model.layers for part in work.model.kinds]
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(share * value for share, value in zip(shares, values, strict=True))
+
+        components: Any = {name: mean(getattr(x, name) for x in parts) for name in COMPONENTS}
+        return LayerTime(
+            **components,
+            forward=LaunchedWork(mean(part.forward.device_s for part in parts)),
+            backward=LaunchedWork(mean(part.backward.device_s for part in parts)),
+        )
     core, core_backward, rest = _layer_once(cluster, work, config.replace(recompute="none"))
     attention, attention_backward = (
         LaunchedWork(time.total, time.launch_s).in_launches(time.chunks)
@@ -108,12 +128,18 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
         attention = attention.without_launch_time()
         attention_backward = attention_backward.without_launch_time()
         rest = rest.without_launch_time()
-    forward = rest.forward_with(attention)
+    scans = [_recurrence_s(cluster, work, config, backward=way) for way in (False, True)]
+    if work.model.recurrent:
+        attention += LaunchedWork(sum(scans[0]))
+        attention_backward += LaunchedWork(sum(scans[1]))
+    gemm, gemm_backward = rest.forward.fraction(_GEMMS), rest.backward.fraction(_GEMMS)
+    forward = gemm + attention + gemm * (_GEMMS - 1)
     recomputed = NOTHING
     if config.recompute == "full":
         recomputed = forward
     elif config.recompute == "attention":
         recomputed = rest.forward.in_launches(_GEMMS)
+        recomputed += LaunchedWork(sum(scans[0]))  # of which nothing is kept
     elif config.recompute == "attention-only":
         recomputed = attention
     elif config.recompute == "gemm-last":
@@ -129,14 +155,37 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
     return LayerTime(
         matrices=rest.matrices,
         attention=core.kernel + core_backward.kernel,
+        recurrence=scans[0][0] + scans[1][0],
         elementwise=rest.elementwise + core.merge + core_backward.merge,
         tp=rest.tp,
-        sp=core.exposed + core_backward.exposed,
+        sp=core.exposed + core_backward.exposed + scans[0][1] + scans[1][1],
         recompute=recomputed.device_s,
         forward=forward,
-        backward=recomputed + rest.backward_with(attention_backward),
+        backward=recomputed + (gemm_backward * (_GEMMS - 1) + attention_backward + gemm_backward),
         measured=rest.measured,
     )
+
+
+def _recurrence_s(
+    cluster: Cluster, work: Workload, config: ParallelConfig, *, backward: bool
+) -> tuple[float, float]:
+    """Of a layer's recurrent mixer: its kernels, with the response to what comes in on the slowest
+    rank, backward 2.5 times as long, as flash kernels; its exchange, under which nothing runs."""
+    if work.model.recurrent is None:
+        return 0.0, 0.0
+    responds = chain_traffic(work, config).states > 0
+    flop = recurrent_flop_per_token(work.model, respond=responds) * (2.5 if backward else 1)
+    rate = cluster.peak_flop_per_s * _RECURRENT_EFFICIENCY
+    kernels = work.rank_tokens(config) * flop / rate
+    return kernels, _chain_exchange_s(cluster, work, config)
+
+
+def _chain_exchange_s(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
+    """The exchanges of states and of halos in one direction, over all ranks of a sequence."""
+    sent, group = layer_traffic(work, config), RankGroup(config.sp, config.tp)
+    rounds = chain_traffic(work, config).rounds
+    states = exchange_s(cluster, group, sent.states, DIRECT, rounds)
+    return states + exchange_s(cluster, group, sent.halo, DIRECT)
 
 
 @lru_cache(maxsize=1024)
@@ -144,9 +193,11 @@ def _layer_once(
     cluster: Cluster, work: Workload, config: ParallelConfig
 ) -> tuple[AttentionTime, AttentionTime, _NonAttention]:
     """Attention forward and backward, and the rest: independent of the recomputation."""
-    core, core_backward = (
-        attention_s(cluster, work, config, backward=backward) for backward in (False, True)
-    )
+    core = core_backward = AttentionTime(0.0, 0.0, 0.0, 0.0, 0.0)
+    if work.model.attention:
+        core, core_backward = (
+            attention_s(cluster, work, config, backward=backward) for backward in (False, True)
+        )
     rest = _measured_rest(cluster, work, config) or _scaled_rest(cluster, work, config)
     return core, core_backward, rest
 
@@ -161,16 +212,6 @@ class _NonAttention:
     forward: LaunchedWork
     backward: LaunchedWork
     measured: bool
-
-    def forward_with(self, core: LaunchedWork) -> LaunchedWork:
-        """Forward of the layer: one of four GEMMs, attention, the other GEMMs."""
-        gemm = self.forward.fraction(_GEMMS)
-        return gemm + core + gemm * (_GEMMS - 1)
-
-    def backward_with(self, core: LaunchedWork) -> LaunchedWork:
-        """Backward of the layer."""
-        gemm = self.backward.fraction(_GEMMS)
-        return gemm * (_GEMMS - 1) + core + gemm
 
     def without_launch_time(self) -> _NonAttention:
         """These times with all launch times not known."""
@@ -216,8 +257,14 @@ def _scaled_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _N
 def _predicted_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
     """Times of a layer but for attention by formula: GEMMs (backward has two for each of forward),
     elementwise kernels, tensor-parallel collectives."""
-    tokens = work.rank_tokens(config)
-    gemms = gemm_s(cluster, tokens, tokens * work.model.matrix_elements / config.tp)
+    tokens, model = work.rank_tokens(config), work.model
+    alone = model.matrix_elements
+    gemms = 0.0
+    if experts := model.experts:  # each has its part of the tokens, as if they were divided evenly
+        of_experts = experts.per_token * model.expert_elements
+        alone -= of_experts
+        gemms = gemm_s(cluster, tokens * experts.per_token / experts.count, tokens * of_experts)
+    gemms += gemm_s(cluster, tokens, tokens * alone / config.tp)
     elementwise = elementwise_s(cluster, 2 * _unfused_bytes(work, config))
     tp_forward, tp_backward = tensor_parallel_time(cluster, work, config)
     forward = LaunchedWork(gemms + elementwise + tp_forward.added)
@@ -383,11 +430,6 @@ class MicroBatch:
         """GPU seconds of a layer, both directions."""
         return self.forward.device_s + self.backward.device_s
 
-    def launch_wait_s(self, micro_batches: int, layers: int) -> float:
-        """GPU idle time on kernel launches in so many micro batches of so many layers."""
-        micro_batch = self.forward * layers + self.head + self.backward * layers
-        return (micro_batch * micro_batches).wait_s
-
 
 def micro_batch_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> MicroBatch:
     """Predicted; the same for any dp, pp and ZeRO."""
@@ -442,13 +484,15 @@ def step_time(
     micro_batch = micro_batch or micro_batch_time(cluster, work, config)
     stage_layers = config.layers_per_stage(model)
     layers_s = m * stage_layers * micro_batch.layer_s
+    launched = micro_batch.forward * stage_layers + micro_batch.head
+    launched += micro_batch.backward * stage_layers
     boundary_bytes = stage_boundary_bytes(work, config)
     boundary_s = exchange_s(cluster, group_of(config, "pp"), boundary_bytes, DIRECT, 1)
     gradients, optimizer = _gradients_and_optimizer_s(cluster, work, config, layers_s)
     return StepTime(
         layers=layers_s,
         head=m * micro_batch.head.device_s,
-        host=micro_batch.launch_wait_s(m, stage_layers),
+        host=(launched * m).wait_s,
         bubble=(config.pp - 1) * config.chunk_layers(model) * micro_batch.layer_s,
         pipeline=2 * (config.pp - 1) * boundary_s,
         gradients=gradients,
@@ -565,7 +609,7 @@ def step_communication(
         projections: where the products around attention are, one of ``PROJECTIONS``.
     """
     layers = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
-    rows = [*_attention(cluster, work, config, layers, projections)]
+    rows = [*_attention(cluster, work, config, projections)]
     sent = step_traffic(work, config)
     reduction, gather = data_parallel_time(cluster, work, config, step.layers)
     rows += [
@@ -598,12 +642,44 @@ def _row(kind: str, sent_bytes: float, time: HiddenExchange) -> StepExchange:
 
 
 def _attention(
-    cluster: Cluster, work: Workload, config: ParallelConfig, layers: int, projections: str
+    cluster: Cluster, work: Workload, config: ParallelConfig, projections: str
 ) -> Iterator[StepExchange]:
     """All-to-alls and the ring's exchanges, as the simulation of the schedule has them; where a
-    profile has calls, as much slower as these are."""
+    profile has calls, as much slower as these are; of layers that carry a state its exchange."""
     if config.sp == 1:
         return
+    of_kinds = [
+        row
+        for part in work.parts
+        for row in (
+            *_attention_of_layers(cluster, part, config, projections),
+            *_states_of_layers(cluster, part, config),
+        )
+    ]
+    for kind in dict.fromkeys(row.kind for row in of_kinds):
+        rows = [row for row in of_kinds if row.kind == kind]
+        sums = (sum(map(attrgetter(n), rows)) for n in ("sent_bytes", "seconds", "exposed"))
+        yield StepExchange(kind, *sums)
+
+
+def _states_of_layers(
+    cluster: Cluster, work: Workload, config: ParallelConfig
+) -> Iterator[StepExchange]:
+    if work.model.recurrent is None:
+        return
+    times = config.micro_batches(work.global_batch) * work.model.layers
+    times *= 3 if config.recompute in _PRODUCTS_AGAIN else 2  # forward, backward, and again
+    traffic, seconds = layer_traffic(work, config), _chain_exchange_s(cluster, work, config)
+    sent = traffic.states + traffic.halo
+    yield StepExchange("states and halos", times * sent, times * seconds, times * seconds)
+
+
+def _attention_of_layers(
+    cluster: Cluster, work: Workload, config: ParallelConfig, projections: str
+) -> Iterator[StepExchange]:
+    if not work.model.attention:
+        return
+    layers = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
     traffic, again = layer_traffic(work, config), 2 if config.recompute in _ATTENTION_AGAIN else 1
     sums = {"all-to-all": [0.0, 0.0], "ring": [0.0, 0.0]}
     for backward, times in ((False, again), (True, 1)):

@@ -20,8 +20,15 @@ from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
-from ds_usp.planner.formulas import attention_flop_per_token, stage_elements
+from ds_usp.planner.formulas import (
+    STATE_BYTES,
+    attention_flop_per_token,
+    chain_traffic,
+    document_chains,
+    stage_elements,
+)
 from ds_usp.planner.hardware import Cluster, MeasuredExchange, seconds_at, select_rows
+from ds_usp.planner.models import RecurrentMixer
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 
@@ -116,6 +123,46 @@ def attention_bytes(
     )
 
 
+class RecurrentBytes(NamedTuple):
+    """What one rank sends in one layer that carries a state, for one micro batch, by the ledger's
+    kinds, ``states`` and ``halo``."""
+
+    forward: Mapping[str, int]
+    backward: Mapping[str, int]
+
+    def ledger(self) -> dict[str, int]:
+        """Forward and backward together, as ``SequenceMesh.ledger`` counts; no zeros."""
+        sums = {kind: sent + self.backward[kind] for kind, sent in self.forward.items()}
+        return {kind: sent for kind, sent in sums.items() if sent}
+
+
+def recurrent_bytes(
+    work: Workload, config: ParallelConfig, rank: int, layout: str, mixer: RecurrentMixer
+) -> RecurrentBytes:
+    """The bytes that one rank of the sequence-parallel group sends for a recurrent mixer, as its
+    ledger counts: of each piece the state and what acts on it, in fp32, to ranks with later pieces
+    of its document; the tokens before a piece; backward the gradients of what it has received.
+
+    Args:
+        rank: in the sequence-parallel group.
+
+    Raises:
+        LayoutError: a layout of tokens that do not follow each other.
+    """
+    tokens = TokenLayout(layout, work.seq_len, config.ulysses, config.ring, config.order)
+    chains = document_chains(tokens, work.documents, config.micro_batch)
+    width = max(mixer.taps - 1, 0)
+    size, token = (mixer.state_elements, mixer.decay_elements), (mixer.channels, config.param_bytes)
+    passes = (
+        {
+            "states": chains.sent_bytes(rank, *size, STATE_BYTES, backward=backward),
+            "halo": chains.halo_bytes(rank, width, *token, backward=backward),
+        }
+        for backward in (False, True)
+    )
+    return RecurrentBytes(*passes)
+
+
 def _exchange(
     tokens: TokenLayout, heads: HeadSplit, ulysses_rank: int, ring_rank: int
 ) -> tuple[int, int, int, int]:
@@ -184,13 +231,15 @@ def _ring_tokens(
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
     """Bytes that a rank sends in one layer for one micro batch and one direction, mean over ranks;
-    ``ulysses`` in either direction."""
+    ``ulysses``, ``states`` and ``halo`` in either direction."""
 
     tp_forward: float
     tp_backward: float
     ulysses: float
     ring_forward: float
     ring_backward: float
+    states: float = 0.0
+    halo: float = 0.0
 
 
 def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False) -> LayerBytes:
@@ -203,6 +252,7 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
       a copy for each Ulysses rank that uses a KV head.
     * ring, causal zigzag: blocks go straight to the ranks whose queries see them, 3/4 of all:
       ``3/4 (r-1)/r 2 x k'/(u t)``; backward twice, for keys and values and for their gradients.
+    * states and halo of a layer that carries a state: :func:`chain_traffic`, whatever the tokens.
 
     Args:
         relayed: every block goes around the whole ring from neighbour to neighbour instead:
@@ -215,11 +265,15 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     q, kv = model.q_width / t, kv_features(work, config) * u  # of all Ulysses ranks together
     ulysses = (u - 1) / u * x / config.sp * (2 * q + 2 * kv) * e
     ring = (1.0 if relayed else 0.75) * (r - 1) / r * 2 * x * kv / u * e
-    return LayerBytes(tp, tp * (1.5 if config.tp_sequence else 1.0), ulysses, ring, 2 * ring)
+    states, halo, *_ = chain_traffic(work, config)
+    tp_backward = tp * (1.5 if config.tp_sequence else 1.0)
+    return LayerBytes(tp, tp_backward, ulysses, ring, 2 * ring, states, halo)
 
 
 def kv_features(work: Workload, config: ParallelConfig) -> float:
     """Key features of one rank, as many of values; a KV head is on one rank at least."""
+    if not work.model.attention:
+        return 0.0
     return max(work.model.kv_heads / config.tp / config.ulysses, 1.0) * work.model.head_dim
 
 

@@ -38,6 +38,7 @@ from ds_usp.profiling.exposed_classify import (
     PARAMETERS,
     PIPELINE,
     RING,
+    STATES,
     STEP,
     TENSOR,
     TO_HOST,
@@ -63,6 +64,7 @@ _HINT_SHARE = 0.02  # of the step, from which on a hint is printed
 _HINTS: Mapping[str, str] = {
     ALL_TO_ALL: "longer sequences, more head chunks, or a ring over the slow link",
     RING: "longer sequences, or more Ulysses ranks",
+    STATES: "longer sequences: their bytes do not grow with tokens",
     GRADIENTS: "overlap_comm of DeepSpeed's ZeRO-2, --overlap-grad-reduce of Megatron-LM",
     PARAMETERS: "--overlap-param-gather of Megatron-LM; larger prefetch buckets under ZeRO-3",
     TENSOR: "less tensor and more sequence parallelism",

@@ -39,7 +39,7 @@ from ds_usp.profiling.exposed_trace import (
 
 # ------------------------------------------------------------------ kinds
 
-ALL_TO_ALL, RING = "all-to-all", "ring"
+ALL_TO_ALL, RING, STATES = "all-to-all", "ring", "states and halos"
 GRADIENTS, PARAMETERS = "gradient reduction", "parameter gather"
 TENSOR, PIPELINE = "tensor parallel", "pipeline"
 P2P, OTHER = "point to point", "other collectives"
@@ -47,7 +47,7 @@ FROM_HOST, TO_HOST = "copies from the host", "copies to the host"
 COMPUTE = "kernels"
 # In the order of the table.
 KINDS = (
-    *(ALL_TO_ALL, RING, GRADIENTS, PARAMETERS, TENSOR, PIPELINE, P2P, OTHER),
+    *(ALL_TO_ALL, RING, STATES, GRADIENTS, PARAMETERS, TENSOR, PIPELINE, P2P, OTHER),
     *(FROM_HOST, TO_HOST),
 )
 BETWEEN_RANKS = KINDS[:-2]
@@ -58,6 +58,7 @@ _OF_LEDGER: Mapping[str, str] = MappingProxyType(
     {
         "all_to_all": ALL_TO_ALL,
         **dict.fromkeys(("ring_kv", "ring_dkv", "ring_kv_outer", "ring_dkv_outer"), RING),
+        **dict.fromkeys(("states", "halo"), STATES),  # of layers that carry a state
     }
 )
 # Operations by what their names contain without underscores; the first that matches. The names are

@@ -192,14 +192,12 @@ class Profile:
 
     Args:
         base: the built-in cluster whose numbers are used where nothing is measured.
-        peak_flop_per_s: of the datasheet; None: the fastest kernel's rate is the peak.
         print_line: takes lines for the user.
     """
 
     timer: StepTimer
     sizes: _ProblemSizes
     base: str
-    peak_flop_per_s: float | None
     gpus_per_node: int
     print_line: Callable[[str], None]
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -251,12 +249,21 @@ def profile(
     peak = float(CLUSTERS[base]["peak_flop_per_s"][0]) if known else None
     sizes = _ProblemSizes.of(device)
     _warm_up(StepTimer(device, budget_s), sizes)
-    state = Profile(StepTimer(device, budget_s), sizes, base, peak, gpus_per_node, print_line)
+    state = Profile(StepTimer(device, budget_s), sizes, base, gpus_per_node, print_line)
     state.log(f"{world} ranks on {device.type} are warm; {budget_s:g} s to go")
     products = sorted(_product_flop_per_s(state.timer, sizes))
     state.log(f"products: up to {max(rate for _, rate in products) / 1e12:.4g} TFLOP/s")
     _memory(state)
-    _kernel_efficiencies(state, products, _attention_rows(state))
+    attention = _attention_rows(state)
+    if peak is None:
+        peak = max(rate for _, rate in (*products, *attention))
+        state.record("peak_flop_per_s", peak, "what the fastest kernel reaches")
+    for curve, rates, how in (
+        ("gemm_efficiency", products, f"linear layer of {sizes.width} x {sizes.width}"),
+        ("attention_efficiency", attention, "usp_attention on one rank"),
+    ):
+        shares = [[size, rate / peak] for size, rate in rates]
+        state.record(curve, shares, f"{how}, both directions")
     if world > 1:
         _link_rows(state)
     _layers(state, models)
@@ -273,26 +280,13 @@ def _warm_up(timer: StepTimer, sizes: _ProblemSizes) -> None:
 # ------------------------------------------------------------------ one GPU
 
 
-def _kernel_efficiencies(
-    state: Profile, products: list[tuple[int, float]], attention: list[tuple[int, float]]
-) -> None:
-    """Record the efficiency curves of GEMMs and attention, as fractions of the peak."""
-    peak = state.peak_flop_per_s
-    if peak is None:
-        peak = max(rate for _, rate in (*products, *attention))
-        state.record("peak_flop_per_s", peak, "what the fastest kernel reaches")
-    width = state.sizes.width
-    for name, rates, how in (
-        ("gemm_efficiency", products, f"linear layer of {width} x {width}, both directions"),
-        ("attention_efficiency", attention, "usp_attention on one rank, both directions"),
-    ):
-        state.record(name, [[size, rate / peak] for size, rate in rates], how)
-
-
 def _memory(state: Profile) -> None:
     """Record the GPU's memory bandwidth and capacity, and the bandwidth to the CPU's memory."""
     timer, sizes = state.timer, state.sizes
-    rate = _memory_bytes_per_s(timer, sizes)
+    a, b = (sizes.random(timer, sizes.memory_elements) for _ in range(2))
+    out = torch.empty_like(a)
+    moved = 3 * a.numel() * a.element_size()
+    rate = moved / timer.seconds(lambda: torch.add(a, b, out=out), sizes.max_s)
     how = (
         f"a sum of two tensors reads and writes {rate:.4g} B/s, taken as {_ELEMENTWISE_SHARE} of it"
     )
@@ -318,14 +312,6 @@ def _product_flop_per_s(timer: StepTimer, sizes: _ProblemSizes) -> Iterator[tupl
             x.t() @ dy
 
         yield tokens, 6 * tokens * width**2 / timer.seconds(step, sizes.max_s)
-
-
-def _memory_bytes_per_s(timer: StepTimer, sizes: _ProblemSizes) -> float:
-    """Memory bandwidth that an elementwise sum of two tensors reaches."""
-    a, b = (sizes.random(timer, sizes.memory_elements) for _ in range(2))
-    out = torch.empty_like(a)
-    seconds = timer.seconds(lambda: torch.add(a, b, out=out), sizes.max_s)
-    return 3 * a.numel() * a.element_size() / seconds
 
 
 def _host_bytes_per_s(timer: StepTimer, sizes: _ProblemSizes) -> float:
@@ -548,10 +534,14 @@ def _layers(state: Profile, models: Sequence[ModelShape]) -> None:
                 continue
             seen.add((*layer, tp))
             group = _intra_node_groups(tp, timer.world) if tp > 1 else None
-            for row in _model_layers(timer, sizes, model, tp, group):
-                both = row.forward_s + row.backward_s
-                text = f"layer of {model.name}, tp {tp}, {row.tokens} tokens: {both * 1e3:.4g} ms"
-                state.add_row("layers", row, text)
+            reference = _ReferenceLayer(timer, sizes, model, tp, group)
+            for tokens in sizes.layer_tokens:
+                x = sizes.random(timer, tokens, model.hidden)
+                weights = reference.weights.values()
+                times = layer_times(timer, reference, weights, x, sizes.sustained_s)
+                text = f"layer of {model.name}, tp {tp}, {tokens} tokens: "
+                text += f"{(times[0] + times[1]) * 1e3:.4g} ms"
+                state.add_row("layers", MeasuredLayer(*layer, tp, tokens, *times), text)
         if (model.hidden, model.vocab) in seen:
             continue
         seen.add((model.hidden, model.vocab))
@@ -655,22 +645,6 @@ def layer_times(
 
     forward, backward = timer.forward_backward(lambda: layer(x), both, max_s)
     return forward.device_s, backward.device_s, forward.host_s, backward.host_s
-
-
-def _model_layers(
-    timer: StepTimer,
-    sizes: _ProblemSizes,
-    model: ModelShape,
-    tp: int,
-    group: Group | None,
-) -> Iterator[MeasuredLayer]:
-    """Measured rows of a model's layer, one for each number of tokens of ``_ProblemSizes``."""
-    layer = _ReferenceLayer(timer, sizes, model, tp, group)
-    shape = model.hidden, model.ffn, model.q_width, model.kv_width, model.gated, tp
-    for tokens in sizes.layer_tokens:
-        x = sizes.random(timer, tokens, model.hidden)
-        times = layer_times(timer, layer, layer.weights.values(), x, sizes.sustained_s)
-        yield MeasuredLayer(*shape, tokens, *times)
 
 
 def _embedding_and_head(

@@ -273,15 +273,14 @@ class SequenceParallelDataLoader:
         whole: tuple[str, ...] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        error: Exception | None = None
-        if layout not in KINDS:
-            error = LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
-        elif mesh.rank == 0 and loader is None:
-            error = ConfigError(
-                "loader=None on rank 0 of a sequence mesh, which reads for the others: pass the "
-                "loader of full sequences there"
-            )
-        mesh.agree(f"a data loader, layout {layout}, whole {sorted(whole)}", error)
+        with mesh.agreeing(f"a data loader, layout {layout}, whole {sorted(whole)}"):
+            if layout not in KINDS:
+                raise LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
+            if mesh.rank == 0 and loader is None:
+                raise ConfigError(
+                    "loader=None on rank 0 of a sequence mesh, which reads for the others: pass "
+                    "the loader of full sequences there"
+                )
         self.mesh, self.layout = mesh, layout
         self._loader, self._whole = loader, whole
         # A single process may run without torch.distributed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 
 import ds_usp
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, MeshError
+from megatron_patches.megatron_core.recurrent_layers import ATTRIBUTE, OneRank, OverMesh
 from megatron_patches.settings import MeshSettings
 
 USP = "usp"  # the cp_comm_type of a layer with USP attention
@@ -128,6 +130,54 @@ class ContextParallel:
             **keywords,
         )
 
+    def build_recurrent(
+        self,
+        original: Callable[..., None],
+        layer: Any,
+        config: Any,
+        *args: Any,
+        check: Callable[[Any], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """``MambaMixer.__init__``, ``GatedDeltaNet.__init__``: the layer computes over the mesh.
+
+        Args:
+            check: refuses a layer that cannot be served.
+
+        Raises:
+            MeshError: the mesh is not the context-parallel group of the configuration.
+        """
+        if self.settings is None or config.context_parallel_size == 1:
+            original(layer, config, *args, **kwargs)
+            return
+        kwargs.pop("cp_comm_type", None)  # a transformer layer gives it to whatever attends
+        bound = inspect.signature(original).bind(layer, config, *args, **kwargs)
+        groups = bound.arguments["pg_collection"]
+        alone = bound.arguments["pg_collection"] = copy.copy(groups)
+        alone.cp = OneRank()
+        original(*bound.args, **bound.kwargs)
+        layer.pg_collection = groups
+        mesh = self._mesh_for(groups)
+        check_size(config, mesh)
+        if check:
+            check(layer)
+        setattr(layer, ATTRIBUTE, OverMesh(mesh, self.settings.layout))
+
+    def configure(self, original: Callable[..., None], config: Any) -> None:
+        """``TransformerConfig.__post_init__``, which refuses ``gated_delta_net`` with context
+        parallelism: its checks of these layers are run as for one rank, all others as they are.
+        """
+        variant = config.experimental_attention_variant
+        if self.settings and config.context_parallel_size > 1 and variant == "gated_delta_net":
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1
+            original(alone)
+            config.experimental_attention_variant = None
+            original(config)
+            config.experimental_attention_variant = variant
+        else:
+            original(config)
+
     def _mesh_for(self, pg_collection: Any) -> ds_usp.SequenceMesh:
         """The mesh of a layer, over its own process groups where it has some."""
         group = getattr(pg_collection, "cp", None)
@@ -174,6 +224,16 @@ def check_degrees(
             "one of the two out"
         )
     return degree
+
+
+def check_size(config: Any, mesh: ds_usp.SequenceMesh) -> None:
+    """Raise MeshError unless the mesh is the context-parallel group of a configuration."""
+    if config.context_parallel_size != mesh.sp_degree:
+        raise MeshError(
+            f"TransformerConfig.context_parallel_size={config.context_parallel_size} but the "
+            f"mesh has {mesh.sp_degree} ranks (ulysses {mesh.ulysses_degree} x ring "
+            f"{mesh.ring_degree}); they must be the same group"
+        )
 
 
 def _uses_usp(arguments: dict[str, Any]) -> bool:

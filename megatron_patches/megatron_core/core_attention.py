@@ -15,7 +15,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 import ds_usp
-from ds_usp.errors import MeshError, UnsupportedAttentionError
+from ds_usp.errors import UnsupportedAttentionError
+from megatron_patches.megatron_core.context_parallel import check_size
 from megatron_patches.megatron_core.packed_documents import packed_documents
 
 # ------------------------------------------------------------------------------------------------
@@ -134,16 +135,15 @@ def check_dense_mask(
     checked: dict[Any, int] = getattr(mask, _CHECKED, {})
     if version is not None and checked.get(key) == version:
         return
-    error = None
-    if isinstance(layout, str):
-        layout = mesh.layout(layout, tokens * mesh.sp_degree)
-    if not _equals_rule(mask, rule, layout, mesh.rank):
-        error = UnsupportedAttentionError(
-            f"attention_mask was given and is not the rule of this layer, {rule}, for the tokens "
-            f"of this rank in {layout}. USP attention computes one rule over global positions for "
-            "every sequence. Pass attention_mask=None, and documents as packed_seq_params"
-        )
-    mesh.agree("a dense mask that equals the layer's rule", error)
+    with mesh.agreeing("a dense mask that equals the layer's rule"):
+        held = mesh.layout(layout, tokens * mesh.sp_degree) if isinstance(layout, str) else layout
+        if not _equals_rule(mask, rule, held, mesh.rank):
+            raise UnsupportedAttentionError(
+                f"attention_mask was given and is not the rule of this layer, {rule}, for the "
+                f"tokens of this rank in {held}. USP attention computes one rule over global "
+                "positions for every sequence. Pass attention_mask=None, and documents as "
+                "packed_seq_params"
+            )
     if version is not None:
         setattr(mask, _CHECKED, {**checked, key: version})
 
@@ -209,12 +209,7 @@ class USPCoreAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size != mesh.sp_degree:
-            raise MeshError(
-                f"TransformerConfig.context_parallel_size={config.context_parallel_size} but the "
-                f"mesh has {mesh.sp_degree} ranks (ulysses {mesh.ulysses_degree} x ring "
-                f"{mesh.ring_degree}); they must be the same group"
-            )
+        check_size(config, mesh)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse_inexact_options(config, layer_number, attention_type, dropout, num_splits)
         self.mesh, self.layout = mesh, layout

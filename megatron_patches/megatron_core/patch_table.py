@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_patches.guards import megatron_core_guard
+from megatron_patches.megatron_core import recurrent_layers
 from megatron_patches.megatron_core.context_parallel import (
     ContextParallel,
     index_from_one,
@@ -14,6 +17,7 @@ from megatron_patches.patch import Patch, add, wrap
 __all__ = ["usp", "without_gpu"]
 
 _GROUPS = "megatron.core.parallel_state"
+_SSM = "megatron.core.ssm"
 _TE = "megatron.core.extensions.transformer_engine"
 
 
@@ -68,5 +72,61 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
             without_transformer_engine,
             guard=megatron_core_guard("92f0ff254e442de1"),
             reason="takes TransformerEngine for installed where it is not, and raises",
+        ),
+        *_mamba(context_parallel),
+        *_gated_delta_net(context_parallel),
+    )
+
+
+def _mamba(context_parallel: ContextParallel) -> tuple[Patch, ...]:
+    """Mamba layers, where they can be built: on one rank and over a mesh as megatron-core's own."""
+    row = partial(wrap, needs="mamba_ssm")
+    return (
+        row(
+            f"{_SSM}.mamba_mixer:MambaMixer.__init__",
+            context_parallel.build_recurrent,
+            guard=megatron_core_guard("b0d4c9a0ce0de7a7"),
+            reason="exchanges heads, which have to divide, and takes every order of tokens for a "
+            "zigzag over all ranks",
+        ),
+        row(
+            f"{_SSM}.mamba_mixer:MambaMixer.forward",
+            recurrent_layers.mamba_mixer,
+            guard=megatron_core_guard("c3388f7c83348db2"),
+            reason="computes a kernel that fuses convolution and scan; over a mesh both send "
+            "something of their own; refuses inference",
+        ),
+        row(
+            f"{_SSM}.mamba_mixer:MambaMixer._ssm_prefill",
+            recurrent_layers.mamba_between_projections,
+            guard=megatron_core_guard("c111008b79d66617"),
+            reason="calls the convolution and the scan, which get the tokens and the state before "
+            "this rank's",
+        ),
+    )
+
+
+def _gated_delta_net(context_parallel: ContextParallel) -> tuple[Patch, ...]:
+    row = partial(wrap, needs="fla")
+    return (
+        row(
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+            context_parallel.configure,
+            guard=megatron_core_guard("58c6c750bb8640e6"),
+            reason="refuses context parallelism with experimental_attention_variant "
+            "gated_delta_net",
+        ),
+        row(
+            f"{_SSM}.gated_delta_net:GatedDeltaNet.__init__",
+            partial(context_parallel.build_recurrent, check=recurrent_layers.check_delta_net),
+            guard=megatron_core_guard("9aa06abff43c947e"),
+            reason="knows no context parallelism, and computes each rank's tokens as a sequence",
+        ),
+        row(
+            f"{_SSM}.gated_delta_net:GatedDeltaNet.forward",
+            recurrent_layers.gated_delta_net,
+            guard=megatron_core_guard("ecd9ed26a1c7b600"),
+            reason="calls the convolution and the delta rule, which get the tokens and the state "
+            "before this rank's",
         ),
     )

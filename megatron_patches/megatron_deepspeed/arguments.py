@@ -19,16 +19,17 @@ from ds_usp.memory import LayerMemory, run_for_gradients
 from ds_usp.planner import AUTO
 from ds_usp.settings import add_removed_flag, add_settings
 from ds_usp.training import check_zero_stage
-from megatron_patches import flags, projection_overlap
+from megatron_patches import flags, projection_overlap, refusals
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.compat import switch_off_missing_fusions
-from megatron_patches.megatron_deepspeed.startup import patch_script, verify_flag
+from megatron_patches.megatron_deepspeed.startup import FRAMEWORK
 from megatron_patches.megatron_deepspeed.state import is_active
 from megatron_patches.megatron_deepspeed.unsupported import (
     refuse,
     refuse_framework_failures,
     unserved_projections,
 )
+from megatron_patches.patch_set import apply_later, verify_flag
 from megatron_patches.settings import MeshSettings
 
 _FLASH = (
@@ -81,7 +82,7 @@ def validate_args(
     validated = original(args, defaults)
     memory.check_flags(args)
     if args.usp_loss_chunks:
-        verify_flag("--usp-loss-chunks")
+        verify_flag(FRAMEWORK, "--usp-loss-chunks")
     run = planned_run(args)
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = _auto_degree(run)
@@ -99,8 +100,10 @@ def validate_args(
         _choose_flash(args, config)
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
-        patch_script()
-    _check_projections(args)
+        apply_later(FRAMEWORK)
+    projection_overlap.check_projections(args, unserved_projections(_deepspeed_config(args)))
+    if projection_overlap.projects_again(args, args.ds_sequence_parallel_size):
+        verify_flag(FRAMEWORK, "--usp-projection-overlap")
     flags.check_mlp_chunks(args, min(map(layout.length, range(layout.degree))))
     return validated
 
@@ -111,8 +114,7 @@ def _refuse_before(args: Any) -> None:
     sp = args.ds_sequence_parallel_size
     if args.ulysses_degree != AUTO:
         ds_usp.USPConfig.from_args(args)
-    flags.check_cluster_flag(args)
-    flags.check_report_flag(args)
+    refusals.refuse(flags.SHARED_REFUSALS, args)
     if sp > 1 and args.sequence_parallel:
         raise ConfigError(
             f"--sequence-parallel (Megatron's) shards the sequence over tensor-parallel ranks, and "
@@ -161,18 +163,6 @@ def _auto_degree(run: flags.PlannedRun) -> int:
     if run.args.rank == 0:
         print("\n".join(choice.why), flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints
     return choice.ulysses
-
-
-def _check_projections(args: Any) -> None:
-    """Refuse ``--usp-projection-overlap recompute`` where layers cannot be served.
-
-    Raises:
-        ConfigError: with the reason and the fix.
-        PatchError: edited linear layers, whose edits would have no effect.
-    """
-    projection_overlap.check_projections(args, unserved_projections(_deepspeed_config(args)))
-    if projection_overlap.projects_again(args, args.ds_sequence_parallel_size):
-        verify_flag("--usp-projection-overlap")
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:

@@ -107,7 +107,7 @@ def check_flags(args: Any) -> None:
     """
     if args.usp_loss_chunks < 0:
         raise ConfigError(f"--usp-loss-chunks {args.usp_loss_chunks}: must be 0 or more")
-    flags.check_checkpoint_layers(args)
+    refuse(flags.CHECKPOINT_LAYERS_REFUSALS, args)
     refuse_settings(_REFUSALS, args)
     if args.usp_recompute == "gemm-last":
         refuse(_GEMM_LAST_REFUSALS, args)

@@ -1,47 +1,13 @@
-"""Start of a run: patch the script that runs as ``__main__``."""
+"""Start of a run of the script that runs as ``__main__``, whose functions are patched later."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_patches.patch_set import PatchSet
+from typing import Any
 
 FRAMEWORK = "megatron_deepspeed"
 SCRIPT = "__main__"
-
-
-def patch_script() -> None:
-    """Apply the patches of functions that the running script defines.
-
-    Raises:
-        PatchError: a script that does not match.
-    """
-    for patches in _applied():
-        patches.apply_later()
-
-
-def verify_flag(flag: str) -> None:
-    """Compare the source of the functions that have no effect once a flag is given (``Bypass``)
-    with the known fingerprints; nothing where the patches were applied unchecked.
-
-    Args:
-        flag: as on the command line, ``--usp-loss-chunks``.
-
-    Raises:
-        PatchError: with each of them that is not the known one.
-    """
-    for patches in _applied():
-        patches.verify_flag(flag)
-
-
-def _applied() -> list[PatchSet]:
-    """The applied patch sets of Megatron-DeepSpeed."""
-    from megatron_patches.patch_set import applied_sets
-
-    return [patches for patches in applied_sets() if patches.framework == FRAMEWORK]
 
 
 def pretrain(
@@ -54,7 +20,7 @@ def pretrain(
     """Wrapper of ``training.pretrain``: looks up the script's ``model_provider`` by its name when
     a model is built.
 
-    The script passes the function before :func:`patch_script` replaces it. A provider that its
+    The script passes the function before a later patch replaces it. A provider that its
     module does not have under its name is called as it is.
     """
     script = sys.modules.get(getattr(model_provider, "__module__", SCRIPT))

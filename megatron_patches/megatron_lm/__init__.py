@@ -13,7 +13,7 @@ from megatron_patches.megatron_core import patch_table as megatron_core
 from megatron_patches.megatron_core.context_parallel import LAYOUT, ContextParallel
 from megatron_patches.megatron_core.cpu_patch_table import training_without_gpu
 from megatron_patches.megatron_lm import missing, patch_table, relied_on
-from megatron_patches.megatron_lm.state import FRAMEWORK
+from megatron_patches.megatron_lm.relied_on import FRAMEWORK
 from megatron_patches.patch_set import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 

@@ -23,7 +23,10 @@ from megatron_patches.megatron_core.context_parallel import (
 from megatron_patches.megatron_lm import context_parallel_kind, memory, projections, unsupported
 from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
-from megatron_patches.megatron_lm.state import compare_script
+from megatron_patches.megatron_lm.relied_on import FRAMEWORK
+from megatron_patches.patch_set import apply_later
+from megatron_patches.projection_overlap import check_projections
+from megatron_patches.refusals import refuse
 from megatron_patches.settings import MeshSettings
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
@@ -94,15 +97,14 @@ def validate_args(
     """
     unsupported.refuse_transformer_engine(args)
     context_parallel_kind.resolve(args)
-    flags.check_cluster_flag(args)
-    flags.check_report_flag(args)
+    refuse(flags.SHARED_REFUSALS, args)
     if args.ulysses_degree != AUTO:
         _check_degrees(args)
     with not_demanded(args):
         validated = original(args, defaults)
     memory.check_flags(args)
     unsupported.refuse(args)
-    projections.check_flag(args)
+    check_projections(args, projections.NOT_SERVED)
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = _auto_degree(args)
         _check_degrees(args)
@@ -115,7 +117,7 @@ def validate_args(
         # A causal mask, seq_length x seq_length bytes, that every layer would compare.
         args.create_attention_mask_in_dataloader = False
     if usp:
-        compare_script()
+        apply_later(FRAMEWORK)
     return validated
 
 
@@ -165,7 +167,7 @@ def _auto_degree(args: Any) -> int | None:
     """
     if args.context_parallel_size == 1:
         return None
-    unsupported.refuse_for_planner(args)
+    refuse(unsupported.UNKNOWN_TO_PLANNER, args)
     choice = planned_run(args).choose_degree(on_gpu=torch.cuda.is_available())
     _print_once(args, *choice.why)
     return choice.ulysses

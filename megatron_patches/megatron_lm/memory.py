@@ -13,6 +13,7 @@ from ds_usp.memory import LayerMemory
 from megatron_patches.flags import check_mlp_chunks
 from megatron_patches.megatron_lm import projections
 from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
+from megatron_patches.megatron_lm.unsupported import carries_state, is_hybrid
 from megatron_patches.refusals import Refusal, refuse, refuse_settings
 
 _ATTRIBUTE = "usp_memory"  # of a layer
@@ -68,6 +69,12 @@ _GEMM_LAST_REFUSALS = (
         "Use --usp-recompute attention",
     ),
     Refusal(
+        carries_state,
+        f"{_RECOMPUTE} serves layers with attention and an MLP, not Mamba layers and not gated "
+        "delta nets",
+        "Use --usp-recompute attention",
+    ),
+    Refusal(
         lambda args: args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
         f"{_RECOMPUTE} recomputes the activation function itself, without fusion",
         "Add --no-bias-swiglu-fusion --no-bias-gelu-fusion",
@@ -85,6 +92,11 @@ _GEMM_LAST_REFUSALS = (
 )
 _CHUNKS = "--usp-mlp-chunks {usp_mlp_chunks}"
 _MLP_CHUNKS_REFUSALS = (
+    Refusal(
+        is_hybrid,
+        f"{_CHUNKS}: the layers of a hybrid model have attention, a Mamba mixer or an MLP each",
+        "Leave it out",
+    ),
     Refusal(
         lambda args: args.num_experts,
         f"{_CHUNKS} is for dense MLPs, and --num-experts {{num_experts}} asks for experts",
@@ -144,45 +156,61 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute``, its MLP the
     chunks of ``--usp-mlp-chunks``, its attention the projections of ``--usp-projection-overlap``.
     """
-    from megatron.core.tensor_parallel import checkpoint
+    from megatron.training import get_args
+
+    from megatron_patches.megatron_core.layer_memory import save_less
+
+    original(layer, *args, **kwargs)
+    flags = get_args()
+    save_less(layer, flags.usp_recompute, flags.usp_mlp_chunks)
+    if flags.usp_recompute != "gemm-last":
+        _give_policy(layer, flags.usp_recompute)
+    projections.project_in_layer(layer, flags)
+
+
+def build_mamba_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """``MambaLayer.__init__``: the layer gets the policy of ``--usp-recompute``."""
     from megatron.training import get_args
 
     original(layer, *args, **kwargs)
-    recompute, chunks = get_args().usp_recompute, get_args().usp_mlp_chunks
-    if chunks > 1:
-        from megatron_patches.megatron_core.layer_memory import mlp_in_chunks
+    _give_policy(layer, get_args().usp_recompute)
 
-        mlp_in_chunks(layer, chunks)
-    if recompute == "gemm-last":
-        from megatron_patches.megatron_core.layer_memory import recompute_gemm_last
 
-        recompute_gemm_last(layer, mlp=chunks <= 1)
-    elif recompute != "none":
+def _give_policy(layer: Any, recompute: str) -> None:
+    from megatron.core.tensor_parallel import checkpoint
+
+    if recompute != "none":
         memory = LayerMemory(recompute, checkpoint=lambda run, x: checkpoint(run, False, x))
         object.__setattr__(layer, _ATTRIBUTE, memory)
-    projections.project_in_layer(layer, get_args())
 
 
 def run_layer(
     original: Callable[..., Any], layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """``TransformerLayer.forward`` under the policy.
+    """``TransformerLayer.forward``, ``MambaLayer.forward`` under the policy.
 
     Returns:
-        As the original: the hidden states, and the context, which is None in GPT models.
+        As the original: the hidden states; of a transformer layer also the context, which is None
+        in GPT models.
     """
     memory = getattr(layer, _ATTRIBUTE, None)
     if memory is None:
         return original(layer, hidden_states, *args, **kwargs)
+    has_context = False
 
     def run(hidden: Tensor) -> Tensor:
-        output, context = original(layer, hidden, *args, **kwargs)
-        if context is not None:
-            raise ConfigError(
-                "--usp-recompute: a layer with cross attention has a second result. Leave "
-                "--usp-recompute out"
-            )
+        nonlocal has_context
+        output = original(layer, hidden, *args, **kwargs)
+        has_context = isinstance(output, tuple)
+        if has_context:
+            output, context = output
+            if context is not None:
+                raise ConfigError(
+                    "--usp-recompute: a layer with cross attention has a second result. Leave "
+                    "--usp-recompute out"
+                )
         result: Tensor = output
         return result
 
-    return memory.run(layer.layer_number, run, hidden_states), None
+    output = memory.run(layer.layer_number, run, hidden_states)
+    return (output, None) if has_context else output

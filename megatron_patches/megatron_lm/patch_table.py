@@ -12,6 +12,7 @@ from megatron_patches.settings import MeshSettings
 
 _TRAINING = "megatron.training"
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_MAMBA_LAYER = "megatron.core.ssm.mamba_layer:MambaLayer"
 
 
 def start(settings: MeshSettings, context_parallel: ContextParallel) -> tuple[Patch, ...]:
@@ -58,6 +59,19 @@ def training() -> tuple[Patch, ...]:
             guard=megatron_core_guard("0e1c1177064ad13a"),
             reason="--usp-recompute attention, full: a checkpoint around each layer; Megatron-LM's "
             "own recomputes attention and its exchanges, or attention alone",
+        ),
+        wrap(
+            f"{_MAMBA_LAYER}.__init__",
+            memory.build_mamba_layer,
+            guard=megatron_core_guard("75b8e69b32cbbce2"),
+            reason="--usp-recompute: a layer gets its policy",
+        ),
+        wrap(
+            f"{_MAMBA_LAYER}.forward",
+            memory.run_layer,
+            guard=megatron_core_guard("3598ee64cdce2b2d"),
+            reason="--usp-recompute attention, full: a checkpoint around each layer, where "
+            "Megatron-LM's Mamba models have none",
         ),
         wrap(
             "megatron.core.utils:get_thd_batch_on_this_cp_rank",

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_patches.megatron_lm.relied_on import PROJECTIONS_FLAG
-from megatron_patches.megatron_lm.state import verify_flag
-from megatron_patches.projection_overlap import (
-    FLAG,
-    OFF,
-    OR_OFF,
-    check_projections,
-    projects_again,
-)
+from megatron_patches.megatron_lm.relied_on import FRAMEWORK, PROJECTIONS_FLAG
+from megatron_patches.patch_set import verify_flag
+from megatron_patches.projection_overlap import FLAG, OFF, OR_OFF, projects_again
 from megatron_patches.refusals import Refusal
 
 _LEAVE_OUT = f"Leave them out, {OR_OFF}"
@@ -76,15 +70,6 @@ NOT_SERVED = (
 )
 
 
-def check_flag(args: Any) -> None:
-    """Check ``--usp-projection-overlap`` in validated arguments.
-
-    Raises:
-        ConfigError: ``recompute`` where no layer can be served.
-    """
-    check_projections(args, NOT_SERVED)
-
-
 def verify_edits(args: Any) -> tuple[str, ...]:
     """Check that no edited function is bypassed; each rank by itself, before there are groups.
 
@@ -98,7 +83,7 @@ def verify_edits(args: Any) -> tuple[str, ...]:
         return ()
     if args.context_parallel_size == 1:
         return (f"{FLAG.format(**vars(args))} has no effect with --context-parallel-size 1",)
-    verify_flag(PROJECTIONS_FLAG)
+    verify_flag(FRAMEWORK, PROJECTIONS_FLAG)
     return ()
 
 

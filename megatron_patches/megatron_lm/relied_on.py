@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeAlias
 
 from megatron_patches.guards import Guard, megatron_core_guard
 from megatron_patches.patch import Bypass
 
+FRAMEWORK = "megatron_lm"
 _CORE = "megatron.core"
 _LOCAL = f"{_CORE}.transformer.dot_product_attention"
 _ROPE = f"{_CORE}.models.common.embeddings"
@@ -20,8 +22,10 @@ _LAYER = f"{_CORE}.transformer.transformer_layer:TransformerLayer"
 _TE = f"{_CORE}.extensions.transformer_engine"
 _DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
 
+# A fingerprint, or those of a script and of another one.
+Known: TypeAlias = str | tuple[str, ...]
 # What computes the same instead: the functions, each with its fingerprint.
-_BYPASSED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+_BYPASSED: Mapping[str, Mapping[str, Known]] = MappingProxyType(
     {
         "USPCoreAttention computes scores, softmax and scale": {
             f"{_LOCAL}:DotProductAttention.forward": "4f0b126ce3055070",
@@ -36,11 +40,11 @@ _BYPASSED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 # What the patches take from the functions.
-_RELIED_ON: Mapping[str, Mapping[str, str]] = MappingProxyType(
+_RELIED_ON: Mapping[str, Mapping[str, Known]] = MappingProxyType(
     {
         "which tokens a rank holds": {
             f"{_CORE}.utils:get_batch_on_this_cp_rank": "4a8bd913664ee40c",
-            "__main__:get_batch": "63f43ba8b876741c",
+            "__main__:get_batch": ("63f43ba8b876741c", "3cc3c2f494251b6f"),
         },
         "the rotary positions of a rank's tokens": {
             f"{_ROPE}.rope_utils:get_pos_emb_on_this_cp_rank": "19b817c357778e2f",
@@ -61,13 +65,21 @@ _RELIED_ON: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "the scale of losses and gradients, summed over context-parallel ranks": {
             f"{_DDP}.__init__": "007febeacd8d9445",
             f"{_CORE}.distributed.finalize_model_grads:finalize_model_grads": "fb4172e64097f919",
-            "__main__:loss_func": "775eaad47937bd3b",
+            "__main__:loss_func": ("775eaad47937bd3b", "a9b94acc4f8a678d"),
+        },
+    }
+)
+_MIXER = f"{_CORE}.ssm.mamba_mixer:MambaMixer"
+_BYPASSED_IN_MAMBA: Mapping[str, Mapping[str, Known]] = MappingProxyType(
+    {
+        "over ranks a Mamba mixer computes what it does without use_mamba_mem_eff_path": {
+            f"{_MIXER}._ssm_training": "f543ac895dde591b",
         },
     }
 )
 PROJECTIONS_FLAG = "--usp-projection-overlap"
 # With that flag alone.
-_BYPASSED_BY_PROJECTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+_BYPASSED_BY_PROJECTIONS: Mapping[str, Mapping[str, Known]] = MappingProxyType(
     {
         "ds_usp.projected_attention multiplies by the weights around attention": {
             f"{_ATTENTION}.forward": "665a3b66494fac33",
@@ -83,7 +95,7 @@ _BYPASSED_BY_PROJECTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-_RELIED_ON_BY_PROJECTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+_RELIED_ON_BY_PROJECTIONS: Mapping[str, Mapping[str, Known]] = MappingProxyType(
     {
         "a hook that waits for gathered weights, which is called without its module": {
             f"{_DDP}._make_forward_pre_hook": "e7da050b2f87e01c",
@@ -96,15 +108,16 @@ def rows() -> tuple[Bypass, ...]:
     """Every such function, with its fingerprint and why its source matters."""
     bypassed = (Bypass(*row) for row in _rows(_BYPASSED))
     relied_on = (Bypass(*row, kind="rely") for row in _rows(_RELIED_ON))
+    in_mamba = (Bypass(*row, needs="mamba_ssm") for row in _rows(_BYPASSED_IN_MAMBA))
     flag = PROJECTIONS_FLAG
     of_flag = (
         *(Bypass(*row, flag=flag) for row in _rows(_BYPASSED_BY_PROJECTIONS)),
         *(Bypass(*row, flag=flag, kind="rely") for row in _rows(_RELIED_ON_BY_PROJECTIONS)),
     )
-    return (*bypassed, *relied_on, *of_flag)
+    return (*bypassed, *in_mamba, *relied_on, *of_flag)
 
 
-def _rows(groups: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str, Guard]]:
+def _rows(groups: Mapping[str, Mapping[str, Known]]) -> Iterator[tuple[str, str, Guard]]:
     """(target, reason, guard) of every function."""
     for reason, functions in groups.items():
         for target, digest in functions.items():

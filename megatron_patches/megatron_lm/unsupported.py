@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_patches.megatron_lm.context_parallel_kind import (
 )
 from megatron_patches.refusals import Refusal
 
+DELTA_NET = "gated_delta_net"
 _CP = "with --context-parallel-size {context_parallel_size}"
 
 _ATTENTION = (
@@ -64,7 +66,7 @@ _ATTENTION = (
         "Leave it out, and choose by --usp-kernel",
     ),
     Refusal(
-        lambda args: args.experimental_attention_variant or args.linear_attention_freq,
+        lambda args: args.experimental_attention_variant not in (None, DELTA_NET),
         "--experimental-attention-variant {experimental_attention_variant} does not compute its "
         f"attention in a core attention, {_CP}",
         "Leave it out, or use --context-parallel-size 1",
@@ -108,16 +110,6 @@ _MODEL = (
         lambda args: args.hybrid_context_parallel,
         f"--hybrid-context-parallel gives every batch groups of its own, {_CP}",
         "Leave it out",
-    ),
-    Refusal(
-        lambda args: (
-            args.is_hybrid_model
-            or args.hybrid_override_pattern
-            or args.hybrid_attention_ratio
-            or args.hybrid_mlp_ratio
-        ),
-        f"Mamba layers share a sequence in a way of their own, {_CP}",
-        "Train a GPT, or use --context-parallel-size 1",
     ),
     Refusal(
         lambda args: args.transformer_impl not in ("local", "transformer_engine"),
@@ -176,7 +168,13 @@ _SCHEDULE = (
         "Leave it out",
     ),
 )
-_UNKNOWN_TO_PLANNER = (
+UNKNOWN_TO_PLANNER = (
+    Refusal(
+        lambda args: carries_state(args),
+        "--ulysses-degree auto: the planner does not know Megatron-LM's Mamba layers and gated "
+        "delta nets",
+        "Give a number",
+    ),
     Refusal(
         lambda args: args.num_experts or args.multi_latent_attention,
         "--ulysses-degree auto: the planner knows dense models with one projection of queries, "
@@ -191,6 +189,23 @@ _UNKNOWN_TO_PLANNER = (
 )
 
 
+def is_hybrid(args: Any) -> bool:
+    """Whether each layer is a Mamba mixer, attention or an MLP: the models of
+    ``pretrain_mamba.py``, which needs no flag for Mamba mixers alone."""
+    return bool(
+        args.is_hybrid_model
+        or args.hybrid_override_pattern
+        or args.hybrid_attention_ratio
+        or args.hybrid_mlp_ratio
+        or hasattr(sys.modules["__main__"], "mamba_builder")
+    )
+
+
+def carries_state(args: Any) -> bool:
+    """Whether layers carry a state from token to token."""
+    return is_hybrid(args) or args.experimental_attention_variant == DELTA_NET
+
+
 def refuse(args: Any) -> None:
     """Refuse options of validated arguments: what fails without a GPU, and what cannot be trained
     exactly where ds_usp computes attention.
@@ -203,20 +218,6 @@ def refuse(args: Any) -> None:
         refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_SCHEDULE), args)
     elif attends_on_one_rank(args):
         refusals.refuse(_ATTENTION, args)
-
-
-def refuse_for_planner(args: Any) -> None:
-    """Refuse models that the planner does not know.
-
-    Raises:
-        ConfigError: the first row that applies.
-    """
-    refusals.refuse(_UNKNOWN_TO_PLANNER, args)
-
-
-def is_planned(args: Any) -> bool:
-    """Whether the planner knows the model."""
-    return not any(row.applies(args) for row in _UNKNOWN_TO_PLANNER)
 
 
 def refuse_transformer_engine(args: Any) -> None:

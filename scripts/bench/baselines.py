@@ -141,18 +141,14 @@ def local_kernel(shape: Shape, kernel: str) -> Attend:
     return usp_attend(single, layout, kernel, shape.mask)
 
 
-def baseline_flags(parser: argparse.ArgumentParser) -> None:
-    """The flag ``--kernels``; :func:`parse_baseline_args` sets its default."""
-    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
-
-
 def shape_flags(parser: argparse.ArgumentParser, *shapes: str) -> None:
-    """The flag ``--shapes``, by default ``shapes``, and :func:`baseline_flags`."""
+    """The flags ``--shapes``, by default ``shapes``, and ``--kernels``, whose default
+    :func:`parse_baseline_args` sets."""
     sets = ", ".join(SHAPE_SETS)
     parser.add_argument(
         "--shapes", nargs="+", default=shapes, help=f"{SHAPE_SYNTAX}; or sets of them: {sets}"
     )
-    baseline_flags(parser)
+    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
 
 
 def parse_baseline_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -178,31 +174,24 @@ def all_meshes() -> list[ds_usp.SequenceMesh]:
     return [ds_usp.SequenceMesh.from_group(None, ulysses) for ulysses in degrees]
 
 
-def ds_usp_baseline(
-    mesh: ds_usp.SequenceMesh,
-    kernel: str,
-    mask: ds_usp.MaskSpec | None = None,
-    kind: str | None = None,
-    documents: Sequence[int] = (),
-) -> Baseline:
-    """ds_usp over one mesh; mask and token layout are the shape's unless given."""
+def ds_usp_baseline(mesh: ds_usp.SequenceMesh, kernel: str) -> Baseline:
+    """ds_usp over one mesh, in the shape's token layout."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
-        borders = documents if kind else shape.borders
-        layout = mesh.layout(kind or shape.layout_kind, shape.seq_len, borders)
-        return usp_attend(mesh, layout, kernel, mask or shape.mask), shape, layout.length(mesh.rank)
+        layout = mesh.layout(shape.layout_kind, shape.seq_len, shape.borders)
+        return usp_attend(mesh, layout, kernel, shape.mask), shape, layout.length(mesh.rank)
 
     return Baseline(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
 
 
-def single_gpu_baseline(kernel: str, mask: ds_usp.MaskSpec | None = None) -> Baseline:
+def single_gpu_baseline(kernel: str) -> Baseline:
     """The kernel without communication: full sequence, 1/world of the heads. The upper limit."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
         world, mesh = dist.get_world_size(), ds_usp.SequenceMesh.single()
         local = replace(shape, heads=shape.heads // world, kv_heads=max(shape.kv_heads // world, 1))
         layout = mesh.layout("contiguous", shape.seq_len)
-        return usp_attend(mesh, layout, kernel, mask or shape.mask), local, shape.seq_len
+        return usp_attend(mesh, layout, kernel, shape.mask), local, shape.seq_len
 
     return Baseline("one GPU", kernel, attend)
 
@@ -214,17 +203,13 @@ def time_baselines(
     shape: Shape,
     baselines: Sequence[Baseline],
     *,
-    workload: str,
-    tflop: float | None = None,
     graphs: bool = False,
 ) -> None:
-    """Time baselines interleaved and add a row for each: :data:`COLUMNS` after the workload.
+    """Time baselines interleaved and add a row for each: the shape, then :data:`COLUMNS`.
 
     Args:
-        tflop: of all ranks; by default the shape's.
         graphs: time the replay of each step, captured in a CUDA graph.
     """
-    tflop = shape.tflop if tflop is None else tflop
     steps, extra = {}, {}
     for baseline in baselines:
         step = baseline.prepared(session, shape)
@@ -233,18 +218,18 @@ def time_baselines(
         extra[baseline.label] = baseline.extra_gib(session, step)
         replay = session.try_all_ranks(partial(session.capture_graph, step)) if graphs else step
         if isinstance(replay, str):
-            session.print0(f"{workload}  {baseline.label}: left out, no CUDA graph of it: {replay}")
+            session.print0(f"{shape}  {baseline.label}: left out, no CUDA graph of it: {replay}")
         else:
             steps[baseline.label] = replay
-    repeats = steps_in_a_row(args, tflop / session.world)
+    repeats = steps_in_a_row(args, shape.tflop / session.world)
     medians = session.medians(steps, args.rounds, repeats, warm_up_seconds(args))
     for name, seconds in medians.items():
-        rate = tflop / session.world / seconds
+        rate = shape.tflop / session.world / seconds
         fraction = medians.get(f"one GPU, {name.split(', ')[-1]}", float("nan")) / seconds
         numbers = (f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{fraction:.3f}", f"{extra[name]:.2f}")
-        table.add([workload, name, *numbers])
+        table.add([str(shape), name, *numbers])
         session.print0(
-            f"{workload}  {name:44} {seconds * 1e3:9.2f} ms {rate:6.1f} TFLOP/s per GPU "
+            f"{shape}  {name:44} {seconds * 1e3:9.2f} ms {rate:6.1f} TFLOP/s per GPU "
             f"{fraction:7.1%} of the kernel {extra[name]:6.2f} GiB"
         )
 

@@ -65,8 +65,7 @@ def compare(session: Session, args: argparse.Namespace, shapes: Sequence[Shape])
     baselines = all_baselines(args.kernels, args.peers)
     for shape in shapes:
         start = time.monotonic()
-        where = session, args, table, shape
-        time_baselines(*where, baselines, workload=str(shape), graphs=args.graphs)
+        time_baselines(session, args, table, shape, baselines, graphs=args.graphs)
         session.print0(f"{shape}  took {time.monotonic() - start:.0f} s")
     return True
 

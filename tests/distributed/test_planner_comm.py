@@ -1,5 +1,6 @@
 """What the planner says attention sends is what a rank's ledger counts, to the byte."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp.attention.tuning import AUTO_TUNING
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.models import ModelShape, RecurrentMixer
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.traffic import AttentionBytes, attention_bytes
+from ds_usp.planner.traffic import AttentionBytes, attention_bytes, layer_traffic, recurrent_bytes
+from ds_usp.recurrence.conv import causal_conv
+from ds_usp.recurrence.scan import PieceMap, Recurrence, affine_scan
 
 B, D, HEADS = 2, 16, 8
 LEDGER = dict[str, int]
@@ -131,3 +134,74 @@ def compare(
     results = pool.run(counted, world, mesh=(ulysses, order), call=(tp, shape, seq_len, layout))
     for rank, result in enumerate(results):
         assert result == expected_ledgers(attention_bytes(work, config, rank, layout)), rank
+
+
+# Layers that carry a state: with a matrix, a number a head and a number an element that act on it,
+# of sizes that no two have alike; and a convolution alone.
+MIXERS = {
+    "delta": RecurrentMixer(1, 1, channels=12, taps=4, heads=2, key=4, value=8, decay="matrix"),
+    "mamba2": RecurrentMixer(1, 1, channels=10, taps=3, heads=6, key=4, value=3),
+    "mamba1": RecurrentMixer(1, 1, channels=5, taps=2, heads=5, key=4, value=1, decay="element"),
+    "conv": RecurrentMixer(1, 1, channels=7, taps=5),
+}
+
+
+def scanned(
+    ctx: RankContext, mixer: RecurrentMixer, ulysses: int, batch: tuple[int, str, tuple[int, ...]]
+) -> tuple[LEDGER, LEDGER]:
+    """The ledger of a mixer after forward, and after backward. What it computes is no recurrence of
+    any model, but has the shapes of one and depends on all that comes in."""
+    mesh, (seq_len, layout, borders) = mesh_of(ulysses, "ulysses-ring"), batch
+    where: Any = {"layout": mesh.layout(layout, seq_len), "documents": borders and (borders,)}
+    tokens, h = where["layout"].length(mesh.rank), mixer.heads
+    state = h, mixer.key, mixer.value
+    across = {"matrix": (h, mixer.key, mixer.key), "head": (h,), "element": state}[mixer.decay]
+
+    def run(inputs: list[torch.Tensor], piece: Any) -> PieceMap:
+        (x,) = inputs
+        into, through = (
+            x.sum((1, 2)).reshape(B, *(1 for _ in shape)).expand(B, *shape)
+            for shape in (state, across)
+        )
+        return PieceMap(
+            x,
+            into if piece.exports else None,
+            through if piece.imports and piece.exports else None,
+            (lambda s: x * s.sum()) if piece.imports else None,
+        )
+
+    mesh.ledger.reset()
+    x = torch.rand(B, mixer.channels, tokens, dtype=torch.bfloat16, requires_grad=True)
+    out = causal_conv(lambda y: y, x, mixer.taps, mesh=mesh, **where)
+    if h:
+        recurrence = Recurrence(run, state, across, mixer.decay == "matrix", piecewise=True)
+        out = affine_scan(recurrence, [out.mT.float()], mesh=mesh, dims=(1,), out_dim=1, **where)
+    forward = dict(mesh.ledger.bytes)
+    out.float().sum().backward()
+    return forward, dict(mesh.ledger.bytes)
+
+
+# 8 ring ranks have 16 pieces in zigzag, whose maps are composed by doubling.
+@pytest.mark.parametrize(
+    ("world", "ulysses", "layout"),
+    [(2, 2, "zigzag"), (4, 2, "zigzag"), (4, 1, "contiguous"), (8, 1, "zigzag")],
+)
+@pytest.mark.parametrize("borders", [(), (0, 3, 5, 41, 96)], ids=["one document", "packed"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_states_and_halos_are_the_ledger(pool, name, world, ulysses, layout, borders):
+    mixer, seq_len = MIXERS[name], 96
+    results = pool.run(
+        scanned, world, mixer=mixer, ulysses=ulysses, batch=(seq_len, layout, borders)
+    )
+    documents = tuple(b - a for a, b in pairwise(borders))
+    shape = ModelShape("test", 1, 8, 8, 1, 1, 128, attention=False, recurrent=mixer)
+    work = Workload(shape, seq_len, documents=documents)
+    config = ParallelConfig(ulysses=ulysses, ring=world // ulysses, micro_batch=B)
+    sent = [recurrent_bytes(work, config, rank, layout, mixer) for rank in range(world)]
+    for rank, (forward, both) in enumerate(results):
+        assert forward == {kind: sent[rank].forward[kind] for kind in forward}, rank
+        assert {kind: size for kind, size in both.items() if size} == sent[rank].ledger(), rank
+    if layout == "zigzag":  # which plans have
+        traffic = layer_traffic(work, config)
+        total = sum(sum(ledger.values()) for ledger, _ in results)
+        assert total == pytest.approx(world * (traffic.states + traffic.halo), rel=1e-12)

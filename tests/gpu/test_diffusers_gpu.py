@@ -303,7 +303,10 @@ def test_compiled_blocks():
 KILLED_AFTER = 6  # passes: without a graph, captured, replayed
 PATIENCE_S = 30
 # Their forward passes copy from the CPU, which torch cannot capture.
-NOT_CAPTURED = ("ChromaTransformer2DModel", "CogView4Transformer2DModel")
+NOT_CAPTURED = (
+    *("ChromaTransformer2DModel", "CogView4Transformer2DModel"),
+    "LTX2VideoTransformer3DModel",
+)
 
 
 def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
@@ -348,7 +351,7 @@ def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
             if dist.get_rank():  # has no graph any more
                 transformer.proj_out.weight.data = transformer.proj_out.weight.data.clone()
             with pytest.raises(ds_usp.MeshError, match="replayed from a CUDA graph"):
-                transformer(**given)
+                output_of(transformer, given)  # of the same kind
             yield "after ranks that differ", of_turns(transformer, [given], [want])
 
 

@@ -349,7 +349,17 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: opt("left"),
         lambda: opt("left", position_ids=torch.arange(41).expand(2, 41)),
     ),
-    "another kind of layers": ("mamba", lambda: command("mamba"), lambda: command("llama")),
+    "another kind of layers": ("zaya", lambda: command("zaya"), lambda: command("llama")),
+    "a layout without neighbours": (
+        "layout='striped'",
+        lambda: run(build("lfm2"), layout="striped"),
+        lambda: run(build("lfm2"), layout="auto"),
+    ),
+    "documents from another position": (
+        "begins at token 13 with position 13",
+        lambda: run(build("recurrent_gemma"), padded_batch("left")),
+        lambda: run(build("recurrent_gemma"), padded_batch("right")),
+    ),
     "another transformers": ("5.16", lambda: version("5.16"), lambda: version("5.17.1")),
 }
 # What is given instead of each batch of BATCHES, to the same model.
@@ -401,7 +411,9 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "test_weights.py::test_what_one_rank_changes_is_refused_in_the_next_pass",
         "test_weights.py::test_other_weights_are_refused_until_they_are_equal",
     ),
-    "state-space, linear-attention": ("another kind of layers", "a state", "no positions"),
+    "layers that carry a state": ("another kind of layers", "a state", "no positions"),
+    '`layout="striped"`': ("a layout without neighbours",),
+    "documents of RecurrentGemma": ("documents from another position",),
     "KV caches, `logits_to_keep`": ("a cache", "use_cache", "logits_to_keep"),
     "`generate`": ("generate",),
     "images and sounds of models without": ("images without a text model", "images"),

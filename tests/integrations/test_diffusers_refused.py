@@ -18,7 +18,7 @@ import ds_usp
 from ds_usp import MeshError, USPError
 from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.diffusers import PLANS, enable
-from ds_usp.integrations.replicas import ArgumentsDigest
+from ds_usp.integrations.model_comparison import ArgumentsDigest
 
 PIXART = "PixArtTransformer2DModel"
 WORLD = 4

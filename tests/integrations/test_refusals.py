@@ -221,8 +221,8 @@ MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "two sequences",
     ),
     "a state": (
-        lambda: transformers.MambaForCausalLM(
-            transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)
+        lambda: transformers.RwkvForCausalLM(
+            transformers.RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2)
         ),
         Unsupported,
         "carry a state",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext
+from tiny_models import build
 from torch.nn.parallel import DistributedDataParallel
 from training_models import Batch, Model, batch_of, difference, gradients, llama
 
@@ -50,12 +51,12 @@ def losses_of(model: Model, seed: int) -> list[float]:
 
 
 def compiled_and_not(
-    ctx: RankContext, how: str, ulysses: int, options: dict[str, Any]
+    ctx: RankContext, how: str, ulysses: int, options: dict[str, Any], hybrid: str = ""
 ) -> tuple[float, float]:
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):
-        model = llama(num_hidden_layers=1)
+        model = build(hybrid) if hybrid else llama(num_hidden_layers=1)
         enabled = enable(model, mesh_of(ulysses), **options)
         trained = DistributedDataParallel(model) if how == "whole" else model
         losses = losses_of(HOW[how](trained) if compiled else trained, seed=5)
@@ -80,5 +81,14 @@ SLOW = pytest.mark.slow
 )
 def test_compiled_models_compute_the_same(pool, how, ulysses, options):
     for loss, grads in pool.run(compiled_and_not, 2, how=how, ulysses=ulysses, options=options):
+        assert loss < 1e-5
+        assert grads < 1e-5
+
+
+@SLOW
+@pytest.mark.parametrize(("how", "hybrid"), [("whole", "mamba"), ("layers", "qwen3_next")])
+def test_layers_with_a_state_break_the_graph_and_compute_the_same(pool, how, hybrid):
+    case = {"how": how, "ulysses": 1, "options": {}, "hybrid": hybrid}
+    for loss, grads in pool.run(compiled_and_not, 2, **case):
         assert loss < 1e-5
         assert grads < 1e-5

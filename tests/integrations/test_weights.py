@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ds_usp
-from ds_usp.integrations import diffusers, replicas, transformers
-from ds_usp.integrations.replicas import ArgumentsDigest, ModelComparison
+from ds_usp.integrations import diffusers, model_comparison, transformers
+from ds_usp.integrations.model_comparison import ArgumentsDigest, ModelComparison
 
 WAN = "WanTransformer3DModel"
 Forward = Callable[[], Any]
@@ -53,10 +53,10 @@ def test_a_sample_is_spread_over_each_weight_up_to_its_last_element():
 
 
 def test_all_elements_and_all_weights_have_their_turn():
-    size = 16 * replicas._ELEMENTS
+    size = 16 * model_comparison._ELEMENTS
     compared = comparison(holding(torch.arange(float(size)), torch.arange(3.0)))
     seen: set[float] = set()
-    with patch.object(replicas, "_IN_A_PASS", 1):
+    with patch.object(model_comparison, "_IN_A_PASS", 1):
         for turn in range(400):
             elements = compared.of_pass()["8 elements of weights"]["float32"].tolist()
             assert len(elements) == ((11 if turn == 0 else 3) if turn % 2 or turn == 0 else 8)

@@ -92,6 +92,7 @@ ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 # What a type needs beyond SIZES to be possible, or to use what its name stands for.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1], "mamba_chunk_size": 8},
     "blt": {"encoder_hash_byte_group_vocab": VOCAB, "encoder_hash_byte_group_size": [3]},
     "blt_local_decoder": {"hidden_size_global": 64},
     "blt_local_encoder": {"hidden_size_global": 64},
@@ -115,6 +116,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "dots3_note_text": {"layer_types": ["indexed_attention", "sliding_attention"]}
     | {"per_layer_config": {1: {"head_dim": 24, "q_lora_rank": 16}}},
+    "falcon_h1": {"mamba_chunk_size": 8},
     "fuyu": {"text_config": "persimmon", "image_size": 28, "patch_size": 14},
     "gemma2": {"attn_logit_softcapping": 2.0},  # scores of order 1 are bent
     "gemma3": {"vision_config": "siglip_vision_model"} | IMAGES,
@@ -126,14 +128,19 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "got_ocr2": {"text_config": "qwen2", "image_token_index": 90},
     "got_ocr2_vision": {"output_channels": 16, "mlp_dim": 64, "image_size": 32, "window_size": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_chunk_size": 8,
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "inkling2_text": {"swa_num_key_value_heads": 2, "rel_extent": 64, "d_rel": 8},
     "inkling_text": {"swa_num_key_value_heads": 2, "rel_extent": 64, "d_rel": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "lfm2": CONV,
     "lfm2_moe": CONV,
     "longcat_flash": {"head_dim": 8},
-    "mamba2": {"head_dim": 16, "num_heads": 8},
+    "mamba2": {"head_dim": 16, "num_heads": 8, "chunk_size": 8},
     "ministral": {"head_dim": 16, "layer_types": WINDOWS},
     "moshi": {"audio_vocab_size": VOCAB},
     "moss_transcribe_diarize": {"text_config": "qwen3", "audio_token_id": 90},
@@ -151,6 +158,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": WINDOWS},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": WINDOWS},
     "qwen3_moe": {"use_sliding_window": True},
+    # Value and key heads that four ranks cannot share out.
+    "qwen3_next": {"linear_num_value_heads": 6, "linear_num_key_heads": 3},
     "qwen4_exp": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -158,6 +167,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_buckets": 4},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "siglip_vision_model": {"image_size": 28, "patch_size": 14},

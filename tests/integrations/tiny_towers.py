@@ -64,6 +64,7 @@ QWEN |= {"spatial_merge_size": 2, "temporal_patch_size": 1, "intermediate_size":
 QWEN |= {"out_hidden_size": 64}
 QWEN_WINDOWS = QWEN | {"window_size": 8, "fullatt_block_indexes": [1]}
 QWEN_DEEP = QWEN | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+QWEN_FLAT = QWEN_DEEP | {"deepstack_visual_indexes": []}
 GLM = QWEN | {"image_size": 8, "model_type": "glm4v_vision"}
 CLIP, SIGLIP = vit("clip_vision_model"), vit("siglip_vision_model")
 PIXTRAL = tiny("pixtral", image_size=28, patch_size=7)
@@ -94,6 +95,15 @@ def crops() -> Batch:
 
 def sized() -> Batch:
     return {"pixel_values": random(2, 3, 28, 28), "image_sizes": torch.tensor([[28, 28]] * 2)}
+
+
+def flat() -> Batch:
+    """Two images as rows of patches."""
+    return {
+        "pixel_values": random(2, 16, 147),
+        "spatial_shapes": torch.tensor([[4, 4]] * 2),
+        "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+    }
 
 
 def gemma4_patches() -> Batch:
@@ -130,6 +140,7 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
         parts("qwen2", tiny("internvl_vision", image_size=[28, 28], patch_size=[7, 7])),
         pixels(),
     ),
+    "lfm2_vl": (parts("lfm2", tiny("siglip2_vision_model", num_patches=16, patch_size=7)), flat),
     "lighton_ocr": (parts("qwen3", PIXTRAL, spatial_merge_size=2), sized),
     "llama4": (
         parts(
@@ -166,6 +177,8 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
     ),
     "qwen2_5_vl": (parts(mrope("qwen2_5_vl_text"), QWEN_WINDOWS), patches(12)),
     "qwen2_vl": (parts(mrope("qwen2_vl_text"), QWEN), patches(12)),
+    "qwen3_5": (parts(mrope("qwen3_5_text"), QWEN_FLAT), patches(12)),
+    "qwen3_5_moe": (parts(mrope("qwen3_5_moe_text"), QWEN_FLAT), patches(12)),
     "qwen3_vl": (parts(mrope("qwen3_vl_text"), QWEN_DEEP), patches(12)),
     "qwen3_vl_moe": (parts(mrope("qwen3_vl_moe_text"), QWEN_DEEP), patches(12)),
     "smolvlm": (parts("llama", vit("smolvlm_vision"), scale_factor=2), pixels(crop=True)),

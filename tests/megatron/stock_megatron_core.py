@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recurrent_kernels import stack_spec
 
 from ds_usp import testing as oracle
 
@@ -22,6 +23,7 @@ def step(
     cp: int = 1,
     levels: list[int] | None = None,
     dense_mask: bool = False,
+    contiguous: bool = False,
     documents: tuple[list[int], list[int]] | None = None,
     padding_token: int = 0,
     alone: bool = False,
@@ -31,6 +33,7 @@ def step(
     """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts.
 
     Args:
+        contiguous: the program shards its batches itself, in this order.
         documents: their lengths, and those of their places in a packed sequence (``thd``).
         alone: one pass for each of them instead, without packing and padding.
         change: changes the model once it is built.
@@ -53,7 +56,12 @@ def step(
         passes = alone_documents(*documents) if alone else [packed(*documents, padding_token)]
         tokens = sum(documents[0])
     else:
-        batch = get_batch_on_this_cp_rank(full_batch(dense_mask))
+        batch = full_batch(dense_mask)
+        if contiguous:
+            rank = parallel_state.get_context_parallel_rank()
+            batch = {k: x if x is None else x.chunk(cp, 1)[rank] for k, x in batch.items()}
+        else:
+            batch = get_batch_on_this_cp_rank(batch)
         weights = batch.pop("loss_mask")
         passes, tokens = [({"input_ids": batch.pop("tokens"), **batch}, weights)], B * S
     losses = [(model(**inputs) * weights).sum() / tokens for inputs, weights in passes]
@@ -70,12 +78,14 @@ def gpt_model(
     comm_type: str | list[str] | None = None,
     dropout: float = 0.0,
     mla: bool = False,
+    hybrid: str = "",
     core: Callable[[], Any] | None = None,
     **config_fields: Any,
 ) -> Any:
     """The model.
 
     Args:
+        hybrid: its layers, as of :func:`stack_spec`; "": all attention.
         core: gives what the layer spec names as core attention, once the groups exist.
         config_fields: of the ``TransformerConfig``.
     """
@@ -88,7 +98,7 @@ def gpt_model(
 
     recomputing = {"recompute_granularity": "full", "recompute_method": "uniform"}
     config = (MLATransformerConfig if mla else TransformerConfig)(
-        num_layers=LAYERS,
+        num_layers=len(hybrid) or LAYERS,
         hidden_size=HEADS * HEAD_DIM,
         num_attention_heads=HEADS,
         num_query_groups=kv_heads,
@@ -110,15 +120,24 @@ def gpt_model(
     if core:
         spec.submodules.self_attention.submodules.core_attention = core()
     mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
+    positions = "rope" if rotary else "learned_absolute"
+    sizes = {"vocab_size": VOCAB, "max_sequence_length": S, "position_embedding_type": positions}
     torch.manual_seed(1)
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=VOCAB,
-        max_sequence_length=S,
-        position_embedding_type="rope" if rotary else "learned_absolute",
-        mtp_block_spec=mtp,
-    )
+    if hybrid:
+        from megatron.core.models.mamba.mamba_model import MambaModel
+
+        model = MambaModel(config, stack_spec(spec), hybrid_override_pattern=hybrid, **sizes)
+    else:
+        model = GPTModel(config, spec, mtp_block_spec=mtp, **sizes)
+    remember_long(model)
+    return model
+
+
+def remember_long(model: torch.nn.Module) -> None:
+    """Decays near 1: with those of the initialization a state is forgotten within ten tokens."""
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.data -= 4
 
 
 def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str, Any]]:
@@ -133,7 +152,7 @@ def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str
     for name, weight in model.named_parameters():
         dist.all_reduce(weight.grad, group=group)
         is_cut = getattr(weight, "tensor_model_parallel", False)
-        gradients[name] = weight.grad, weight.partition_dim if is_cut else None
+        gradients[name] = weight.grad, getattr(weight, "partition_dim", 0) if is_cut else None
     return loss.item(), gradients
 
 

@@ -9,9 +9,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import recurrent_kernels
 import stock_megatron_core
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import RankContext, fork_world
 from stock_megatron_core import DenseAttention, gpt_model, step
 
@@ -26,6 +28,7 @@ from ds_usp import (
 )
 from ds_usp.experimental import projected_attention
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
+from megatron_patches.megatron_core.recurrent_layers import mamba_mixer
 
 LIMIT = 1e-5
 MHA, GQA = {"kv_heads": 8}, {"kv_heads": 2}
@@ -52,6 +55,25 @@ EIGHT = {
 }
 
 
+HYBRID = {
+    "hybrid": "ME*ME",
+    "rotary": False,
+    # megatron-core's own context parallelism wants heads that divide by the ranks.
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 2,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 1,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "activation_func": F.silu,
+}
+
+
 def usp_core(ulysses: int) -> Any:
     """A spec of our attention that needs no patch of megatron-core's."""
     from megatron.core import parallel_state
@@ -65,6 +87,10 @@ def usp_core(ulysses: int) -> Any:
 
 def program(settings: dict[str, Any], options: dict[str, Any]) -> Any:
     """The whole program: one line of ours, then megatron-core; or ours named in the layer spec."""
+    from megatron.core.jit import disable_jit_fuser
+
+    recurrent_kernels.install()
+    disable_jit_fuser()  # a gated delta net compiles its norm, in a second
     if "in_spec" in settings:
         cpu_fallbacks_patch_set().apply()
         return stock_megatron_core.step(core=partial(usp_core, settings["in_spec"]), **options)
@@ -246,6 +272,18 @@ REFUSED_BEFORE_GROUPS = {
 REFUSED_BY_LAYERS = {
     "another kind": ({}, {"cp": 4, "comm_type": "p2p"}, ConfigError, "cp_comm_type='p2p'"),
     "dropout": ({}, {"cp": 4, "dropout": 0.1}, UnsupportedAttentionError, "attention_dropout=0"),
+    "a delta net with gelu": (
+        {},
+        {"cp": 4, **HYBRID, "activation_func": F.gelu},
+        UnsupportedAttentionError,
+        "layer 2: with activation_func=gelu a gated delta net computes its convolution of this",
+    ),
+    "a state in a striped layout": (
+        {"layout": "striped", "ulysses_degree": 2},
+        {"cp": 4, **HYBRID},
+        LayoutError,
+        "a layer that carries a state from token to token needs runs of consecutive ones",
+    ),
 }
 
 
@@ -257,6 +295,13 @@ def test_bad_input_raises_on_every_rank():
             assert isinstance(error, kind), (name, error)
             assert message in str(error), (name, error)
             assert has_groups is (name in REFUSED_BY_LAYERS), name
+
+
+def test_a_mixer_over_ranks_refuses_inference():
+    where = SimpleNamespace(mesh=SimpleNamespace(sp_degree=4))
+    mixer = SimpleNamespace(usp_mesh=where, layer_number=3)
+    with pytest.raises(UnsupportedAttentionError, match="a Mamba mixer over 4 ranks keeps"):
+        mamba_mixer(None, mixer, torch.ones(2, 1, 4), inference_context=object())
 
 
 def another_mask(ctx: RankContext) -> Exception:
@@ -374,6 +419,8 @@ WINDOWS = {"window_size": (5, 0), "window_attn_skip_freq": 2, "kv_heads": 2}
 UP_PROJECTION = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 MODELS = {
+    "hybrid": HYBRID,
+    "hybrid, packed and padded": {**HYBRID, **DOCUMENTS},
     "MLA": MLA,
     "MLA without a query projection": {**MLA, "q_lora_rank": None},
     "MLA, YaRN": YARN,
@@ -453,6 +500,11 @@ def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank_of, grid):
         cases[f"{name}: recomputed"] = cases[name][0], {**cases[name][1], **extra}
     for name in OVERLAPPED:
         cases[f"{name}: overlapped"] = cases[name][0], {**cases[name][1], "change": overlap}
+    if cp == 1:  # megatron-core's own, which refuses documents
+        del cases["hybrid, packed and padded"]
+    if grid == "2x2":
+        contiguous = {**HYBRID, "cp": cp, "contiguous": True}
+        cases["hybrid: contiguous"] = {**settings, "layout": "contiguous"}, contiguous
     for results in fork_world(programs, 4, cases=cases):
         for name, result in results.items():
             check(name, result, one_rank_of[name.partition(": ")[0]])

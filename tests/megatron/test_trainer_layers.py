@@ -13,7 +13,7 @@ def no_obstacle(args: Any) -> str:
     return ""
 
 
-def fused_norms() -> tuple[Any, type]:
+def fused_norms(*_: Any) -> tuple[Any, type]:
     """Layers whose norms are fused into linear layers, as TransformerEngine's are."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -37,7 +37,7 @@ def fused_norms() -> tuple[Any, type]:
 
 STAND_IN = {
     "usp_trainer.transformer_impl._obstacle": no_obstacle,
-    "usp_trainer.layer_spec._transformer_engine": fused_norms,
+    "usp_trainer.model.megatron_layer": fused_norms,
 }
 
 

@@ -116,6 +116,8 @@ def keyed_weight(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     full = STD * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if "norm" in name and name.endswith("weight"):
         full += 1
+    if name.endswith("A_log"):
+        full -= 4  # decays near 1: with those of the initialization states are soon forgotten
     halves = 2 if args.swiglu and "linear_fc1" in name else 1
     parts = full.chunk(halves, dim)  # the gate and the other half are cut for themselves
     return torch.cat([part.chunk(shards, dim)[rank] for part in parts], dim)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import programs
+import recurrent_kernels
 from lm_rank import Recorder
 
 import megatron_patches
@@ -19,10 +20,13 @@ import megatron_patches
 
 def start(checkout: Path, folder: Path) -> None:
     """Import what the ranks need, and write what they read."""
+    recurrent_kernels.install()
     megatron_patches.prepare("megatron_lm", checkout)
     import pretrain_gpt  # noqa: F401 - for what it imports
+    import pretrain_mamba  # noqa: F401
 
-    del sys.modules["pretrain_gpt"]  # it holds functions that the patches are going to replace
+    # They hold functions that the patches are going to replace.
+    del sys.modules["pretrain_gpt"], sys.modules["pretrain_mamba"]
 
     from megatron.core.datasets import helpers
 

@@ -89,6 +89,13 @@ def test_one_hardware_queue_is_demanded_under_tensor_parallelism_alone(starts):
     assert starts.start(CP4, hopper=True)["settings"]
 
 
+def test_layers_that_carry_a_state_start(starts):
+    served = f"{CP4} --ulysses-degree 2"
+    assert starts.start(f"{served} --hybrid-attention-ratio 0.5")["settings"]
+    delta_nets = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+    assert starts.start(f"{served} {delta_nets}")["settings"]
+
+
 def test_no_dense_mask_is_made(starts):
     assert not starts.start(CP4)["args"]["create_attention_mask_in_dataloader"]
     assert starts.start(LOCAL)["args"]["create_attention_mask_in_dataloader"]
@@ -295,8 +302,18 @@ REFUSED = [
         f"{REFUSED_CP4} --hybrid-context-parallel --calculate-per-token-loss",
         "--hybrid-context-parallel",
     ),
-    (f"{REFUSED_CP4} --hybrid-attention-ratio 0.5", "Mamba layers share a sequence"),
-    (f"{REFUSED_CP4} --is-hybrid-model", "Mamba layers share a sequence"),
+    (
+        f"{LOCAL} --context-parallel-size 4 --ulysses-degree auto --hybrid-attention-ratio 0.5",
+        "the planner does not know Megatron-LM's Mamba layers",
+    ),
+    (
+        f"{REFUSED_CP4} --usp-mlp-chunks 4 --is-hybrid-model",
+        "the layers of a hybrid model have attention, a Mamba mixer or an MLP each",
+    ),
+    (
+        f"{REFUSED_CP4} --usp-recompute gemm-last --hybrid-override-pattern M*",
+        "not Mamba layers and not gated delta nets. Use --usp-recompute attention",
+    ),
     (f"{REFUSED_CP4} --sft --tensor-model-parallel-size 2", "Use --tensor-model-parallel-size 1"),
     (
         f"{REFUSED_CP4} --position-embedding-type mrope --mrope-section 2 1 1",

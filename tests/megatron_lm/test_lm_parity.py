@@ -106,9 +106,9 @@ def measure(server: TrainingServer, world: int, text: str, **options: Any) -> Nu
 
 
 @functools.cache
-def one_rank(server: TrainingServer, more: str) -> Numbers:
+def one_rank(server: TrainingServer, more: str, **options: Any) -> Numbers:
     """As :func:`measure`, of one rank of the checkout without patches but those of CPUs."""
-    return measure(server, 1, flags(more=more), patched=False)
+    return measure(server, 1, flags(more=more), patched=False, **options)
 
 
 def check(
@@ -217,6 +217,26 @@ def test_what_the_patches_add_trains_as_one_rank_does(server, more):
     two = server.run(2, flags(r=2, more=more))
     one = server.run(1, flags(more=more))
     check_close(numbers_of(two), numbers_of(one), LIMIT)
+
+
+HYBRID = """
+    --spec lm_hybrid STACK --hybrid-override-pattern ME*M --swiglu --train-iters 3
+    --mamba-num-heads 6 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 2
+    --experimental-attention-variant gated_delta_net --linear-attention-freq 1
+    --linear-conv-kernel-dim 4 --linear-key-head-dim 4 --linear-value-head-dim 8
+    --linear-num-key-heads 2 --linear-num-value-heads 6
+"""
+
+
+@pytest.mark.parametrize(
+    ("grid", "more"), [("u2r2", RECOMPUTE["usp"]), ("r2", "--usp-recompute full")]
+)
+def test_layers_that_carry_a_state_train_as_one_rank_does(server, grid, more):
+    """Mamba mixers and gated delta nets, with heads that do not divide by the ranks."""
+    world, degrees = GRIDS[grid]
+    script = "pretrain_mamba.py"
+    several = measure(server, world, flags(more=f"{HYBRID} {more}", **degrees), script=script)
+    check_close(several, one_rank(server, HYBRID, script=script), LIMIT)
 
 
 def mask_losses(original: Any, dataset: Any, index: int | None) -> Any:

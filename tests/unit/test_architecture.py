@@ -29,6 +29,7 @@ PUBLIC_MODULES = {
     "ds_usp.memory",
     "ds_usp.planner",
     "ds_usp.profiling.exposed",
+    "ds_usp.recurrence",
     "ds_usp.settings",
     "ds_usp.training",
 }
@@ -265,6 +266,9 @@ AUTOGRAD_FUNCTIONS = {
     "TakeChunk",
     "WithoutValues",
     "WriteChunk",
+    "_Enter",
+    "_Exchange",
+    "_Leave",
     "_Sum",
     "_View",
 }

@@ -14,7 +14,6 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
 import bench_attention
-import bench_documents
 import bench_harness
 import reference
 import shapes
@@ -84,20 +83,20 @@ def test_rank_0_alone_writes_a_table_that_reads_back(tmp_path, monkeypatch):
 
 
 def test_a_command_names_no_folder_outside_the_repository():
-    argv = ["/home/me/x/bench_links.py", "--sizes", "1", "--out", "/home/me/a.csv", "--x=/home/b"]
+    argv = ["/home/me/x/bench_memory.py", "--shapes", "1", "--out", "/home/me/a.csv", "--x=/b/c"]
     environment = {"NCCL_P2P_DISABLE": "1", "HOME": "/home/me"}
     assert bench_harness.command(argv, 2, environment) == (
-        "NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 scripts/bench/bench_links.py "
-        "--sizes 1 --out a.csv --x=b"
+        "NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 scripts/bench/bench_memory.py "
+        "--shapes 1 --out a.csv --x=c"
     )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_document_lengths_are_log_uniform_and_equal_in_every_run(seed):
     """Over a thousand draws: a range a fifth too wide or too narrow leaves its bounds or a bin."""
-    borders = bench_documents.packed(1 << 24, 2048, 32768, seed)
-    assert borders == bench_documents.packed(1 << 24, 2048, 32768, seed)
-    assert borders != bench_documents.packed(1 << 24, 2048, 32768, seed + 1)
+    borders = shapes.packed(1 << 24, 2048, 32768, seed)
+    assert borders == shapes.packed(1 << 24, 2048, 32768, seed)
+    assert borders != shapes.packed(1 << 24, 2048, 32768, seed + 1)
     assert borders[0] == 0 and borders[-1] == 1 << 24
     *lengths, last = (end - start for start, end in pairwise(borders))
     assert len(lengths) > 1000 and min(lengths) >= 2048 and max(*lengths, last) <= 32768

@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 import re
+import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -296,18 +298,16 @@ def test_a_wrong_call_outweighs_a_refused_one():
 
 def test_the_rank_that_failed_first_is_named():
     """The other ranks' errors are of a closed connection."""
-    pipes = [Pipe(duplex=False) for _ in range(3)]
-    for (_, sender), when in zip(pipes, (7.0, 5.0, None), strict=True):
-        if when is not None:
-            sender.send(("error", (when, f"failed at {when}\n")))
-        sender.close()
-    receivers = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
-    first_two = {receiver: rank for receiver, rank in receivers.items() if rank < 2}
-    dead = list(receivers)[2]
-    with pytest.raises(verify_run.RankError, match=r"^rank 1 failed:\nfailed at 5.0"):
-        verify_run._collect(first_two, lambda line: None)
-    with pytest.raises(verify_run.RankError, match=r"^rank 2 failed:\nits process died"):
-        verify_run._collect({dead: 2}, lambda line: None)
+
+    def work(env: TorchrunEnv, *_: object, dies: bool) -> None:
+        if env.rank == 1:
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("a defect")
+
+    for dies, end in ((False, r"Traceback .*KeyError: 'a defect'"), (True, "process 1 .*SIGKILL")):
+        with pytest.raises(verify_run.RankError, match=f"(?s)^rank 1 failed:\n{end}"):
+            verify_run.run_forked(partial(work, dies=dies), 2, lambda line: None)
 
 
 def test_the_planner_is_called_by_its_new_name(capsys):

@@ -29,10 +29,11 @@ from ds_usp.profiling.exposed_classify import (
     kind_of_call,
 )
 from ds_usp.profiling.exposed_trace import TraceEvent, events_of_profiler
-from megatron_patches.flags import check_report_flag
+from megatron_patches.flags import SHARED_REFUSALS
+from megatron_patches.refusals import refuse
 
 MS = 1_000_000
-ALL_TO_ALL, RING, GRADIENTS, PARAMETERS, TENSOR, PIPELINE, P2P, OTHER = kinds.BETWEEN_RANKS
+ALL_TO_ALL, RING, STATES, GRADIENTS, PARAMETERS, TENSOR, PIPELINE, P2P, OTHER = kinds.BETWEEN_RANKS
 FROM_HOST, TO_HOST, COMPUTE = *kinds.KINDS[-2:], kinds.COMPUTE
 
 
@@ -182,6 +183,9 @@ def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to():
         TraceEvent("copy", "Memcpy DtoH (Device -> Pinned)", 134 * MS, 135 * MS),
         TraceEvent("set", "Memset (Device)", 136 * MS, 137 * MS),
         kernel("flash_fwd_kernel", 140, 150),
+        # Layers that carry a state.
+        cpu("ds_usp.comm/states/32", 151, 152, thread=4),
+        cpu("ds_usp.comm/halo/16", 153, 154, thread=4),
     ]
     trace = classify(events, {"7": "data"})
     assert [event.kind for event in trace.gpu] == [
@@ -192,6 +196,7 @@ def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to():
         [
             *(Call(RING, 4096), *[Call(ALL_TO_ALL, 512)] * 2, Call(PIPELINE, 64)),
             *(Call(PARAMETERS, 3 << 21), Call(FROM_HOST, 8), Call(TO_HOST, None)),
+            *(Call(STATES, 32), Call(STATES, 16)),
         ],
         key=str,
     )
@@ -378,9 +383,10 @@ def test_a_step_is_refused_that_is_none_or_profiled_twice():
         ({"usp_report_communication": 8, "profile": True}, "leave one of them out"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_report_flag(SimpleNamespace(train_iters=8, **values))
-    check_report_flag(SimpleNamespace(train_iters=8, usp_report_communication=8))
-    check_report_flag(SimpleNamespace(train_iters=8, usp_report_communication=None, profile=True))
+            refuse(SHARED_REFUSALS, SimpleNamespace(usp_cluster=None, train_iters=8, **values))
+    for step, profile in ((8, False), (None, True)):
+        served = {"usp_report_communication": step, "profile": profile}
+        refuse(SHARED_REFUSALS, SimpleNamespace(usp_cluster=None, train_iters=8, **served))
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
         pytest.raises(ConfigError, match="a profiler records already"),

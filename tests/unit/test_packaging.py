@@ -129,10 +129,8 @@ RESULT_FILE = re.compile(r"[\w-]+\.(?:csv|svg|jsonl?)")
 # Files of results that a command or a program writes, not of this repository.
 OUTPUTS = {
     "cluster.json", "communication.csv", "communication_timeline.json",
-    "config.json", "documents.csv",
-    "ds_config.json", "F.csv",
-    "links.csv", "loss.svg", "memory.csv", "memory.svg", "metrics.jsonl", "moments.csv", "runs.csv",
-    "validation.csv",
+    "config.json", "ds_config.json", "F.csv", "loss.svg", "memory.csv", "memory.svg",
+    "metrics.jsonl", "moments.csv", "runs.csv", "validation.csv",
 }  # fmt: skip
 
 

@@ -443,7 +443,7 @@ def test_the_planner_reads_the_run():
 
 def test_projections_need_several_ranks_and_unedited_layers(monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr(projections, "verify_flag", asked.append)
+    monkeypatch.setattr(projections, "verify_flag", lambda _, flag: asked.append(flag))
     off, again, alone = arguments(), arguments(), arguments(context_parallel_size=1)
     again.usp_projection_overlap = alone.usp_projection_overlap = "recompute"
     assert projections.verify_edits(off) == projections.verify_edits(again) == ()

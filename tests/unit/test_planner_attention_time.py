@@ -12,8 +12,14 @@ from test_tuning import resolve
 
 from ds_usp import MaskSpec, TokenLayout
 from ds_usp.geometry.pipeline_schedule import Op
-from ds_usp.planner.attention_schedule import PassSeconds, RelativeCosts, SentBytes, mean_costs
-from ds_usp.planner.attention_time import AttentionCall, attention_s
+from ds_usp.planner.attention_time import (
+    AttentionCall,
+    PassSeconds,
+    RelativeCosts,
+    SentBytes,
+    attention_s,
+    mean_costs,
+)
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload

@@ -10,8 +10,10 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.formulas import (
-    hardware_flop_per_token,
+    chain_traffic,
+    executed_flop_per_token,
     model_flop_per_token,
+    recurrent_flop_per_token,
     saved_elements,
     saved_virtual_stages,
     stage_elements,
@@ -25,14 +27,14 @@ from ds_usp.planner.memory import (
     stage_memory,
     states_bytes,
 )
-from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.models import ModelShape, RecurrentMixer, load_model
 from ds_usp.planner.parallel_config import (
     ParallelConfig,
     Workload,
     infeasible_reason,
     require_feasible,
 )
-from ds_usp.planner.step_time import step_time
+from ds_usp.planner.step_time import step_communication, step_time
 from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic
 
 SMALL = ModelShape("small", 4, 64, 96, 8, 4, 1000)
@@ -57,7 +59,7 @@ def test_packed_documents_see_less():
 def test_recomputation_costs_hardware_flop():
     model = model_flop_per_token(SMALL, 512)
     none, gemm_last, attention, rest, full = (
-        hardware_flop_per_token(SMALL, 512, how)
+        executed_flop_per_token(Workload(SMALL, 512), ParallelConfig(recompute=how))
         for how in ("none", "gemm-last", "attention-only", "attention", "full")
     )
     one = 4 * 4 * 64 * 256  # forward attention of all layers
@@ -65,8 +67,6 @@ def test_recomputation_costs_hardware_flop():
     assert attention == none + one
     assert rest + one == full
     assert full == attention + 2 * 4 * SMALL.matrix_elements
-    with pytest.raises(ConfigError, match="unknown"):
-        hardware_flop_per_token(SMALL, 512, "some")
 
 
 @pytest.mark.parametrize(
@@ -355,3 +355,67 @@ def test_tensor_parallelism_alone_replicates_what_norms_save():
     sharded, replicated = saved_elements(BLOCK, ParallelConfig(tp=RANKS, tp_sequence=False))
     assert (sharded / RANKS + replicated) / (sharded + replicated) > 0.2
     assert saved_elements(BLOCK, ParallelConfig(tp=RANKS))[1] == 0
+
+
+# ------------------------------------------------------------------ layers of several kinds
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_kinds_that_are_alike_are_one_model(recompute, zero):
+    """What the planner says of layers of several kinds is what it says of alike ones."""
+    alike = load_model("llama3-8b")
+    kinds = tuple(replace(alike, layers=layers) for layers in (20, 12))
+    cluster = load_cluster("h100")
+    config = ParallelConfig(ulysses=2, ring=4, zero=zero, recompute=recompute, offload_ratio=0.5)
+    config = config.replace(overlap_gradients=True, micro_batch=2)
+    times, needs, flop = [], [], []
+    for model in (alike, replace(alike, kinds=kinds)):
+        work = Workload(model, 2**16, 4)
+        require_feasible(work, config)
+        step = step_time(cluster, work, config)
+        times.append([*step.components().values()])
+        times[-1] += [row.exposed for row in step_communication(cluster, work, config, step)]
+        needs.append([*memory(work, config).components().values()])
+        flop.append(executed_flop_per_token(work, config))
+    assert times[0] == pytest.approx(times[1], rel=1e-12)
+    assert needs[0] == pytest.approx(needs[1], rel=1e-12)
+    assert flop[0] == flop[1]
+
+
+def test_kinds_are_all_layers():
+    with pytest.raises(ConfigError, match="model small: its kinds of layers are not 4 layers"):
+        replace(SMALL, kinds=(replace(SMALL, layers=3),))
+
+
+def test_a_recurrence_by_hand():
+    """A delta rule, a decay a head: in chunks of 64 tokens, with the response to what comes in."""
+    delta = RecurrentMixer(1, 1, heads=2, key=16, value=8, decay="matrix")
+    model = replace(SMALL, attention=False, recurrent=delta)
+    state = 16 * 8
+    assert recurrent_flop_per_token(model) == 2 * (6 * state + 128 * (3 * 16 + 2 * 8))
+    responds = 2 * (6 * 16 * 24 + 128 * (3 * 16 + 2 * 24) + 2 * state)
+    assert recurrent_flop_per_token(model, respond=True) == responds
+    scan = replace(model, recurrent=replace(delta, decay="head"))
+    assert recurrent_flop_per_token(scan) == 2 * (4 * state + 128 * (16 + 8))
+    assert recurrent_flop_per_token(SMALL) == 0
+    # Of MFU: three times the forward pass, and no attention, whatever the length.
+    short, long = (model_flop_per_token(model, length) for length in (2**10, 2**20))
+    assert short == long
+    matrices = 6 * (4 * model.matrix_elements + 64 * 1000)
+    assert short == matrices + 3 * 4 * recurrent_flop_per_token(model)
+
+
+def test_states_do_not_grow_with_tokens():
+    """What a recurrent layer sends, and keeps of it, is by the ranks, not by the tokens; a layer
+    whose documents are whole on their ranks sends nothing."""
+    mixer = RecurrentMixer(64, 32, 96, 4, heads=4, key=8, value=8, decay="matrix")
+    model = replace(SMALL, attention=False, recurrent=mixer)
+    config = ParallelConfig(ring=4, micro_batch=2)
+    sent = [layer_traffic(Workload(model, tokens), config) for tokens in (512, 4096)]
+    assert sent[0] == replace(sent[1], tp_forward=0.0) and sent[0].states > 0 and sent[0].halo > 0
+    kept = [chain_traffic(Workload(model, tokens), config).kept for tokens in (512, 4096)]
+    assert kept[0] == kept[1] > 0
+    assert sent[0].ulysses == sent[0].ring_forward == 0
+    whole = layer_traffic(Workload(model, 512, documents=(64,) * 8), config)
+    assert whole.states == whole.halo == 0

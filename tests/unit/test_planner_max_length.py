@@ -12,7 +12,7 @@ from ds_usp.planner.__main__ import main
 from ds_usp.planner.emit import emit
 from ds_usp.planner.explain import explain
 from ds_usp.planner.formulas import (
-    hardware_flop_per_token,
+    executed_flop_per_token,
     input_bytes,
     layer_bytes,
     mlp_share,
@@ -179,8 +179,9 @@ def test_time_that_each_costs():
     mlp = seconds(mlp_chunks=8) - forward
     assert mlp == pytest.approx(matrices * mlp_share(LLAMA))
     assert seconds(recompute="none", mlp_chunks=8) == pytest.approx(mlp)
-    flop = hardware_flop_per_token(LLAMA, 2**20, "full")
-    more = hardware_flop_per_token(LLAMA, 2**20, "full", checkpoint_layers=4, mlp_chunks=2)
+    long, full = Workload(LLAMA, 2**20), ParallelConfig(recompute="full")
+    flop = executed_flop_per_token(long, full)
+    more = executed_flop_per_token(long, full.replace(checkpoint_layers=4, mlp_chunks=2))
     assert 0.18 < (more - flop) / model_flop_per_token(LLAMA, 2**20) < 0.3
     waiting = step_time(H200, WORK, FULL.replace(states_on_host=True)).offload
     assert waiting == pytest.approx(8.03e9 * 12 / 2 / H200.host_bytes_per_s, rel=0.01)

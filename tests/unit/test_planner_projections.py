@@ -12,7 +12,7 @@ import pytest
 from ds_usp.experimental.projected_schedule import ProjectedOp
 from ds_usp.geometry.pipeline_schedule import Op
 from ds_usp.planner import Cluster, ModelShape, ParallelConfig, Workload, load_cluster
-from ds_usp.planner.attention_schedule import (
+from ds_usp.planner.attention_time import (
     OFF,
     PROJECTIONS,
     RECOMPUTE,
@@ -97,7 +97,7 @@ def measured(file: str, *, slow: bool = False) -> Iterator[tuple[str, Row]]:
             traffic = layer_traffic(work, config)
             sent = 2 * traffic.ulysses + traffic.ring_forward + traffic.ring_backward
             cluster = two_gpus(1e3 * sent / float(row["communication_ms"]))
-        time = block_time(cluster, work, config, path)
+        time = block_time(cluster, work, config.of_attention(), path)
         of_row = [float(row[name]) for name in ("block_ms", "layer_ms", "exposed_ms")]
         if path == OFF:
             plain, forecast_plain = of_row[1], 1e3 * time.total

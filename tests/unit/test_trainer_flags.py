@@ -26,10 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import command_line  # noqa: E402
-from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
+from usp_trainer.arguments import QUICKSTART, Ratios, build_parser, closest_name, parse  # noqa: E402
 from usp_trainer.auto_args import planned_run  # noqa: E402
-from usp_trainer.command_line import closest_name  # noqa: E402
 from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
 from usp_trainer.validate_args import check_start, validate_and_derive  # noqa: E402
 
@@ -74,7 +72,7 @@ def accepts(flag: str, value: str) -> bool:
 def test_every_flag_has_a_range(flag, capsys):
     action = ACTIONS[flag]
     if action.choices is None and not isinstance(action.type, (*NUMBERS, settings.Text)):
-        assert isinstance(action.type, command_line.Ratios), f"{flag} accepts any value"
+        assert isinstance(action.type, Ratios), f"{flag} accepts any value"
     assert not accepts(flag, ""), flag
     if isinstance(action.type, settings.Text):
         return

@@ -21,7 +21,8 @@ from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_cap
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
-from ds_usp.integrations.replicas import ModelComparison, ValuesComparison, same_on_all_ranks
+from ds_usp.integrations.model_comparison import ModelComparison
+from ds_usp.integrations.replicas import ValuesComparison, same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
 # Hooks of diffusers that move or cast weights and leave tokens alone; others may compare, blur or

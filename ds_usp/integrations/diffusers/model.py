@@ -22,7 +22,8 @@ from ds_usp.integrations.diffusers.hooks import (
 )
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
-from ds_usp.integrations.replicas import ModelComparison, Reduction, check_mesh
+from ds_usp.integrations.model_comparison import ModelComparison
+from ds_usp.integrations.replicas import Reduction, check_mesh
 from ds_usp.kernels.registry import AUTO
 
 OLDEST, BEFORE = "0.42", "1"
@@ -78,9 +79,7 @@ def enable(
             mesh.
     """
     check_mesh(mesh)
-    named = type(model_or_pipeline).__name__
-    error: Exception | None = None
-    try:  # what one rank refuses every rank refuses
+    with mesh.agreeing("enable") as words:
         _check_version()
         options = Options(kernel, gradients, tuning, cuda_graphs)
         transformers = _transformers_of(model_or_pipeline)
@@ -91,12 +90,7 @@ def enable(
                 check_graphs(mesh, tuning)
                 check_modules(transformer)
         names = ", ".join(type(x).__name__ for x in transformers)
-        named = f"{names} with {options}, cfg_degree {cfg_degree}"
-    except Exception as refused:
-        error = refused
-    mesh.agree(f"enable {named}", error)
-    if error is not None:
-        raise error
+        words.append(f"{names} with {options}, cfg_degree {cfg_degree}")
     models = [ModelComparison(mesh, x) for x in transformers]
     for transformer, model in zip(transformers, models, strict=True):
         model.begin(f"enable {type(transformer).__name__}", "")

@@ -82,12 +82,21 @@ _TOKENWISE = (nn.Linear, Conv1D, nn.LayerNorm)
 class LayersMemory:
     """What the layers of a model save for backward, recompute, or offload.
 
+    Args:
+        carry: makes of a layer's forward what a checkpoint is given; None: the forward itself.
+
     Raises:
         ConfigError: the model has no such layers, or MLPs that cannot be computed in chunks.
     """
 
-    def __init__(self, model: PreTrainedModel, options: Options) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        options: Options,
+        carry: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
         self._recompute, self._ratio = options.recompute, options.offload_ratio
+        self.carry = carry
         self._offload: Offload | None = None
         self._layers = list(_layers(model))
         if self._has_policy and not self._layers:
@@ -121,13 +130,13 @@ class LayersMemory:
                     f"{name}={chunks}, and a rank has {fewest} of the {layout.seq_len} tokens: use "
                     "fewer chunks or longer sequences"
                 )
-        if not self._has_policy:
-            return
         checkpointed_by_transformers = any(
             layer.gradient_checkpointing
             and not isinstance(vars(layer).get(_FUNCTION), _LayerPolicy)
             for layer in self._layers
         )
+        if not self._has_policy and not (self.carry and checkpointed_by_transformers):
+            return
         for number, layer in enumerate(self._layers):
             function = vars(layer).get(_FUNCTION)
             if layer.gradient_checkpointing and isinstance(function, _LayerPolicy):
@@ -177,7 +186,8 @@ class _LayerPolicy:
     def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
         device = next(x.device for x in inputs if isinstance(x, Tensor))
         memory = LayerMemory(self.recompute, self._owner.offload(device), self.checkpoint)
-        return memory.run(self._number, run, *inputs)
+        carry = self._owner.carry
+        return memory.run(self._number, carry(run) if carry else run, *inputs)
 
 
 def _layers(model: PreTrainedModel) -> Iterator[Any]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from hashlib import blake2b
 from inspect import signature
 from typing import Any, cast
@@ -22,8 +23,8 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
+from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import (
-    ModelComparison,
     Reduction,
     check_mesh,
     join_shards,
@@ -40,6 +41,7 @@ from ds_usp.integrations.transformers.attention import (
     register,
 )
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
+from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers
 from ds_usp.integrations.transformers.text_model import (
     TextAttention,
     has_towers,
@@ -95,7 +97,7 @@ def enable(
             or sounds the text model is sharded, and nothing else is changed; a head whose loss is
             no sum over tokens is computed of whole rows on every rank.
         layout: a kind of :class:`ds_usp.TokenLayout`. ``auto``: ``balanced`` for batches whose rows
-            have the same packed documents, else ``zigzag``.
+            have the same packed documents, else ``zigzag``; ``contiguous`` without attention.
         kernel, tuning: as of :func:`ds_usp.usp_attention`.
         gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
@@ -114,13 +116,12 @@ def enable(
         ConfigError: another version of transformers, no such model, one that is enabled already, or
             layers that an option does not fit.
         UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
-        LayoutError: an unknown layout.
+        LayoutError: an unknown layout, or one that hands on no states of a model that has some.
         MeshError: on every rank, if their options or configurations differ; collective over the
             mesh.
     """
     check_mesh(mesh)
-    named, error = "", None
-    try:  # what one rank refuses every rank refuses
+    with mesh.agreeing("enable") as words:
         refusals.check_version()
         options = Options(
             layout=layout,
@@ -140,14 +141,10 @@ def enable(
                 "again"
             )
         refusals.check_model(inner)
+        options = replace(options, layout=refusals.layout_of_states(inner, options))
         if refusals.needs_whole_head(inner):
             refusals.check_whole_head(inner, options)
-        named = f"{type(inner).__name__} with {options}"
-    except Exception as refused:
-        error = refused
-    mesh.agree(f"enable {named}", error)
-    if error is not None:
-        raise error
+        words.append(f"{type(inner).__name__} with {options}")
     register()
     return EnabledModel(model, inner, mesh, options)
 
@@ -197,7 +194,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._enabled = True
         self._running = RunningPass()
         head = refusals.find_head(inner) if options.loss_chunks else None
-        self._memory = LayersMemory(inner, options)
+        self._recurrent = RecurrentLayers(inner, self._running)
+        carry = self._recurrent.carry if self._recurrent.layers else None
+        self._memory = LayersMemory(inner, options, carry)
         self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
         self._loss: WholeBatchLoss | None = None
         if refusals.has_head(inner) and not self._whole_head:
@@ -250,6 +249,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._attention.restore()
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
+        self._recurrent.restore()
         if self._head is not None:
             self._head.remove()
         if self._loss is not None:
@@ -295,6 +295,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
             batch = self._read(arguments)
             self._check_positions(batch)
+            if self._recurrent.forgets_at_0:
+                refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
             if self._whole_head:

@@ -17,10 +17,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.memory import Options
+from ds_usp.integrations.transformers.recurrent_functions import (
+    NOT_SERVED,
+    RECURRENT_KINDS,
+    SERVED,
+    WITHOUT_ATTENTION,
+)
+from ds_usp.integrations.transformers.recurrent_layers import (
+    reason_against_layer,
+    recurrent_layers,
+)
 from ds_usp.integrations.transformers.text_model import text_model, text_modules
 from ds_usp.integrations.transformers.whole_arguments import (
+    AUTO_LAYOUT,
     BORDERS,
     TOKEN_DIM,
     WholeArguments,
@@ -30,6 +41,7 @@ from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
 OLDEST, BEFORE = "5.17", "6"
+OLDEST_WITH_STATES = "5.23"  # earlier layers call other functions
 
 # Tensors that a model may be given; others may hold tokens of the whole sequence.
 _KNOWN_TENSORS = frozenset({*TOKEN_DIM, *BORDERS, "attention_mask", "num_items_in_batch"})
@@ -115,13 +127,10 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
     text = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         yield "encoder-decoder models have two sequences, and only one is sharded"
-    kinds = set(getattr(text, "layer_types", None) or ())
-    kinds -= {kind for kind in kinds if "attention" in kind and "linear" not in kind}
-    if kinds or getattr(model, "_is_stateful", False):
-        names = ", ".join(sorted(kinds)) or "stateful"
-        yield f"its layers ({names}) carry a state from token to token, and ranks hand none on"
+    yield from _reasons_against_states(model)
     forwards = model.forward, model.base_model.forward  # the latter without the head
-    if not all("position_ids" in inspect.signature(x).parameters for x in forwards):
+    counts = not all("position_ids" in inspect.signature(x).parameters for x in forwards)
+    if counts and text.model_type not in WITHOUT_ATTENTION:
         yield "it takes no position_ids: each rank would count its tokens from 0"
     for module in text_modules(model):
         if _counts_tokens(module):
@@ -131,7 +140,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
                 "attn_temperature_tuning=False is the same for fewer than floor_scale tokens)"
             )
             break
-    if not model._supports_attention_backend:
+    if not (model._supports_attention_backend or text.model_type in SERVED):
         yield "it computes attention itself (_supports_attention_backend is not set)"
     if getattr(text, "output_router_logits", False):
         yield "config.output_router_logits: " + _FLAGS["output_router_logits"]
@@ -144,6 +153,74 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
             f"its loss ({_name_of_loss(model)}) is not known to be a sum over tokens, and it is no "
             "head around a model whose outputs could be joined before it"
         )
+
+
+def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
+    """Why layers that carry a state are not served."""
+    text = model.config.get_text_config()
+    given = list(getattr(text, "layer_types", None) or ())
+    kinds = {kind for kind in given if "attention" not in kind or "linear" in kind}
+    layers = list(recurrent_layers(model))
+    known = text.model_type in NOT_SERVED
+    if not (kinds or layers or known or getattr(model, "_is_stateful", False)):
+        return
+    names = ", ".join(sorted(kinds)) or "stateful"
+    states = f"its layers ({names}) carry a state from token to token"
+    if text.model_type not in SERVED:
+        why = NOT_SERVED.get(text.model_type, "they are not known here")
+        yield f"{states}, and those of model type {text.model_type} are not served: {why}"
+        return
+    if Version(transformers.__version__) < Version(OLDEST_WITH_STATES):
+        yield (
+            f"{states}: such layers are served with transformers>={OLDEST_WITH_STATES}, and this "
+            f"is {transformers.__version__}"
+        )
+        return
+    count = sum(kind in RECURRENT_KINDS for kind in given)
+    if count != len(layers):
+        yield (
+            f"{states}: the configuration names {count} of them, and {len(layers)} call functions "
+            "that are known here"
+        )
+    for why in filter(None, map(reason_against_layer, layers)):
+        yield f"{states}: {why}"
+        return
+
+
+def layout_of_states(model: PreTrainedModel, options: Options) -> str:
+    """The layout of a model whose layers may hand states from token to token.
+
+    Raises:
+        LayoutError: one in which no rank has consecutive tokens.
+    """
+    if options.layout == "striped" and any(recurrent_layers(model)):
+        raise LayoutError(
+            f"{type(model).__name__} carries a state from token to token, and layout='striped' "
+            "gives each rank tokens that are not consecutive: use contiguous, zigzag, balanced or "
+            "auto"
+        )
+    # Without attention there is no work to balance, and one piece a rank sends fewest states.
+    without = model.config.get_text_config().model_type in WITHOUT_ATTENTION
+    return "contiguous" if without and options.layout == AUTO_LAYOUT else options.layout
+
+
+def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
+    """DataError for documents of which RG-LRU layers would not see the beginning: they forget where
+    a position is 0, and nowhere else; not where a document begins, nor where padding ends."""
+    positions, mask = (batch.arguments.get(x) for x in ("position_ids", "attention_mask"))
+    counted = None if positions is None else positions.tolist()
+    documents = batch.documents or ((0, batch.seq_len),) * batch.size
+    for row, borders in enumerate(documents):
+        for start in borders[:-1]:
+            if mask is not None and not mask[row, start]:  # padding
+                continue
+            first = start if counted is None else counted[row % len(counted)][start]
+            if first:
+                raise DataError(
+                    f"{type(model).__name__} forgets what came before where position_ids are 0, "
+                    f"and a document of row {row} begins at token {start} with position {first}: "
+                    "give position_ids that begin at 0 with each document, or pad on the right"
+                )
 
 
 def needs_whole_head(model: PreTrainedModel) -> bool:
@@ -278,8 +355,9 @@ def check_arguments(arguments: Mapping[str, Any], takes_others: bool) -> None:
     Args:
         takes_others: the text model is another one than the model, which is given whole tensors.
     """
-    if arguments.get("past_key_values") is not None:
-        raise UnsupportedAttentionError(f"past_key_values: {_FLAGS['use_cache']}")
+    for name in ("past_key_values", "cache_params"):
+        if arguments.get(name) is not None:
+            raise UnsupportedAttentionError(f"{name}: {_FLAGS['use_cache']}")
     for name, advice in _FLAGS.items():
         value = arguments.get(name)
         if value is not None and not isinstance(value, Tensor) and value:

@@ -238,8 +238,11 @@ class WholeArguments:
             if name in out:
                 out[name] = layout.shard(out[name], dim, rank)
         # With a mask transformers looks for no documents in the positions of a shard, which jump.
+        # Models ask whether it masks anything: in a trial without values it has some.
         out["attention_mask"] = torch.ones(
-            (self.size, layout.length(rank)), dtype=torch.bool, device=device
+            (self.size, layout.length(rank)),
+            dtype=torch.bool,
+            device="cpu" if device.type == "meta" else device,
         )
         return out
 

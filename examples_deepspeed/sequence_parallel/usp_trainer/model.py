@@ -16,6 +16,10 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -33,17 +37,13 @@ from ds_usp.training import (
     local_positions,
     weighted_loss,
 )
-from megatron_patches.megatron_core.layer_memory import (
-    mlp_in_chunks,
-    recompute_gemm_last,
-    without_zero_offset,
-)
+from megatron_patches.megatron_core.core_attention import USPCoreAttention
+from megatron_patches.megatron_core.layer_memory import save_less, without_zero_offset
 from megatron_patches.megatron_core.projections import project_again
 from megatron_patches.megatron_core.rotary import rotate_in_projection
 from megatron_patches.projection_overlap import projects_again
 from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
-from usp_trainer.layer_spec import Norm, layer_specs_of
 
 
 class Embedding(nn.Module):
@@ -94,10 +94,7 @@ class Layer(nn.Module):
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
         self.number, self.memory = number, memory
         without_zero_offset(self.layer)
-        if mlp_chunks > 1:
-            mlp_in_chunks(self.layer, mlp_chunks)
-        if memory.recompute == "gemm-last":
-            recompute_gemm_last(self.layer, mlp=mlp_chunks <= 1)
+        save_less(self.layer, memory.recompute, mlp_chunks)
         if rotary is not None:
             rotate_in_projection(self.layer, rotary)
         if projects:
@@ -114,7 +111,7 @@ class Layer(nn.Module):
 class FinalNorm(nn.Module):
     """The norm before the output projection."""
 
-    def __init__(self, config: TransformerConfig, norm: Norm) -> None:
+    def __init__(self, config: TransformerConfig, norm: ModuleSpec | type) -> None:
         super().__init__()
         self.norm = build_module(
             norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
@@ -283,9 +280,10 @@ def layer_specs(
         rotary = RotaryPositions.of(
             positions, config.kv_channels, args.rotary_base, seq_len=args.seq_length
         )
-    spec, norm = layer_specs_of(
-        transformer_impl.chosen(args), config, mesh=mesh, layout=layout, kernel=args.usp_kernel
-    )
+    spec, norm = megatron_layer(transformer_impl.chosen(args), config)
+    core = {"mesh": mesh, "layout": layout, "kernel": args.usp_kernel}
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(USPCoreAttention, params=core)
     embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
@@ -301,6 +299,16 @@ def layer_specs(
     more = memory, chunks, projects_again(args, mesh.sp_degree), args.zero_stage == 3
     layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
     return [first, *layers, LayerSpec(FinalNorm, config, norm), last]
+
+
+def megatron_layer(impl: str, config: TransformerConfig) -> tuple[ModuleSpec, ModuleSpec | type]:
+    """megatron-core's layer of a ``--transformer-impl``, and the norm after the last layer."""
+    if impl == transformer_impl.LOCAL:
+        layer = get_gpt_layer_local_spec(normalization=config.normalization)
+        return layer, layer.submodules.input_layernorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return get_gpt_layer_with_transformer_engine_spec(), TENorm
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:

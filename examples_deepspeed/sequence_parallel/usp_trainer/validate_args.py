@@ -11,13 +11,12 @@ from argparse import Namespace
 from ds_usp import ConfigError, Degrees, TokenLayout
 from ds_usp.planner import AUTO
 from megatron_patches.flags import (
-    check_checkpoint_layers,
-    check_cluster_flag,
+    CHECKPOINT_LAYERS_REFUSALS,
+    SHARED_REFUSALS,
     check_mlp_chunks,
-    check_report_flag,
 )
 from megatron_patches.projection_overlap import FLAG, OR_OFF, check_projections
-from megatron_patches.refusals import Refusal
+from megatron_patches.refusals import Refusal, refuse
 from usp_trainer import (
     environment,
     run_files,
@@ -57,8 +56,7 @@ def check_start(args: Namespace) -> None:
             raise ConfigError("--quickstart starts its own ranks: run it without a launcher")
         if args.num_processes:
             raise ConfigError("--num-processes is set by the launcher: leave it out under one")
-    check_cluster_flag(args)
-    check_report_flag(args)
+    refuse(SHARED_REFUSALS, args)
     if args.ulysses_degree == AUTO and args.window_size:
         raise ConfigError(
             f"--ulysses-degree {AUTO} plans attention over all tokens, and --window-size is "
@@ -104,7 +102,7 @@ def validate_flags(args: Namespace, world_size: int) -> None:
     _check_degrees(args, world_size)
     _check_batch(args)
     _check_documents(args)
-    check_checkpoint_layers(args)
+    refuse(CHECKPOINT_LAYERS_REFUSALS, args)
     _check_states(args)
     transformer_impl.check(args)
     check_projections(args, PROJECTIONS_NOT_SERVED)

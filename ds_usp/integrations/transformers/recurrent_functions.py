@@ -1,0 +1,323 @@
+"""What recurrent layers of transformers call to carry a state from token to token, one row a name,
+and the model types whose layers call nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_usp.errors import UnsupportedAttentionError
+from ds_usp.recurrence.conv import causal_conv
+from ds_usp.recurrence.recurrences import (
+    delta_rule,
+    lightning,
+    mamba1,
+    mamba2,
+    rg_lru,
+    state_dtype,
+)
+
+# Types of text configurations that are served. By their names, as no flag tells them: zaya has the
+# kinds of layers and the flags of a served type, and mixes tokens in its projections.
+SERVED = frozenset(
+    {"lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"}
+    | {"kimi_linear", "bailing_hybrid", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1"}
+    | {"zamba2", "mamba2", "jamba", "zamba", "mamba", "falcon_mamba", "minimax", "recurrent_gemma"}
+)
+WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba"})
+# Types that would run and be wrong, or end in an error of something else, and why.
+_BIASES = "their attention adds biases by position, and convolutions are given no arguments"
+_MAXIMUM = "their states are normalized by a running maximum"
+NOT_SERVED: Mapping[str, str] = MappingProxyType(
+    {
+        "deepseek_v4": "keys are compressed, to another number than a rank has tokens",
+        "qwen4_exp_text": "an indexer of theirs reads the mask of the whole sequence",
+        **dict.fromkeys(("inkling_text", "inkling2_text"), _BIASES),
+        "zaya": "their projections hold convolutions and a delayed value",
+        **dict.fromkeys(("rwkv", "xlstm"), _MAXIMUM),
+    }
+)
+# Kinds of layers in `config.layer_types` that hold one recurrent layer.
+RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
+
+
+Place = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A function of a layer's module, or a method of its own, over the mesh.
+
+    Args:
+        run: ``run(place, original, *args, **kwargs)`` with the arguments of ``original``, a
+            method's module first; place: keywords ``mesh``, ``layout`` and ``documents``.
+        is_needed: a layer that calls it calls it in every forward pass.
+    """
+
+    run: Callable[..., Any]
+    is_needed: bool = True
+
+
+def _refuse(function: str, **given: Any) -> None:
+    """UnsupportedAttentionError for arguments that only a cache, or a packed kernel, has."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise UnsupportedAttentionError(
+                f"{function} was given {name}: states of caches and borders of a shard are not "
+                "served; documents are those of the whole batch"
+            )
+
+
+# The functions are given what layers hand on, much of which is not theirs (`position_ids`): `_`.
+def _conv(
+    place: Place,
+    kernel: Any,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Any = None,
+    cu_seqlens: Any = None,
+    **_: Any,
+) -> Tensor:
+    _refuse("causal_conv1d_fn", seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+    return causal_conv(
+        lambda x: kernel(x, weight, bias, activation=activation),
+        hidden_states,
+        weight.shape[-1],
+        **place,
+    )
+
+
+def _delta_rule(
+    place: Place,
+    kernel: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    _refuse(
+        "a delta rule",
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )
+    out = delta_rule(
+        kernel,
+        query,
+        key,
+        value,
+        g,
+        beta,
+        **place,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )
+    return out, None
+
+
+def _mamba2(
+    place: Place,
+    kernel: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: Any = None,
+    return_final_states: bool = False,
+    seq_idx: Any = None,
+    **_: Any,
+) -> Tensor:
+    _refuse(
+        "mamba2_chunk_scan",
+        z=z,
+        initial_states=initial_states,
+        return_final_states=return_final_states,
+        seq_idx=seq_idx,
+    )
+    return mamba2(
+        kernel,
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        **place,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        chunk_size=chunk_size,
+        D=D,
+    )
+
+
+def _mamba1(
+    place: Place,
+    kernel: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **options: Any,
+) -> Tensor:
+    _refuse("mamba_selective_scan", return_last_state=return_last_state)
+    return mamba1(
+        kernel,
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        **place,
+        z=z,
+        delta_bias=delta_bias,
+        delta_softplus=delta_softplus,
+        D=D,
+        **{name: options[name] for name in _SCANS & options.keys()},
+    )
+
+
+_SCANS = frozenset({"use_mambapy", "use_associative_scan"})  # which of torch's own scans
+
+
+def _off(*_: Any, **__: Any) -> None:
+    """A whole layer in one kernel: None sends the layer on its other way, through the rows here."""
+
+
+def _no_cache(*_: Any, **__: Any) -> Any:
+    raise UnsupportedAttentionError(
+        "a recurrent layer computes one token from a cache: there are no caches over a mesh"
+    )
+
+
+def _conv_module(place: Place, forward: Any, conv: nn.Conv1d, x: Tensor) -> Tensor:
+    # Its padding is on both sides; the caller drops what is after the last token.
+    (taps,) = conv.kernel_size
+    return causal_conv(
+        lambda t: forward(t)[..., : t.shape[-1]],
+        x,
+        taps,
+        **place,
+    )
+
+
+def _rg_lru(
+    place: Place,
+    scan: Any,
+    _: nn.Module,
+    *,
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: Any,
+) -> tuple[Tensor, None]:
+    _refuse("RG-LRU", recurrent_states=recurrent_states)
+
+    def kernel(x: Tensor, gate: Tensor, first: Tensor) -> Any:
+        return scan(hidden_states=x, recurrent_gate=gate, reset=first, recurrent_states=None)
+
+    out = rg_lru(
+        kernel,
+        hidden_states,
+        recurrent_gate,
+        reset,
+        **place,
+    )
+    return out, None
+
+
+def _lightning(
+    place: Place,
+    _: Any,
+    layer: Any,
+    hidden_states: Tensor,
+    *,
+    past_key_values: Any = None,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    """``MiniMaxLightningAttention.forward``, which has its scan written out."""
+    _refuse("lightning attention", past_key_values=past_key_values)
+    b, s, _hidden = hidden_states.shape
+    heads, d = layer.num_attention_heads, layer.head_dim
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states)).reshape(b, s, heads, 3 * d)
+    q, k, v = (x.transpose(1, 2) for x in qkv.split(d, dim=3))
+    out = lightning(
+        lambda *parts: _lightning_blocks(layer, *parts),
+        q,
+        k,
+        v,
+        layer.slope_rate.to(state_dtype(q)),
+        **place,
+    )
+    out = layer.norm(out.transpose(1, 2).reshape(b, s, heads * d))
+    return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out), None
+
+
+def _lightning_blocks(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # By the layer's own buffers within a block: they are rounded with the model to bf16.
+    outs, state = [], q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])
+    for start in range(0, q.shape[2], layer.block_size):
+        qc, kc, vc = (x[:, :, start : start + layer.block_size] for x in (q, k, v))
+        n = qc.shape[2]
+        scores = (qc @ kc.transpose(-1, -2)) * layer.diagonal_decay[:, :, :n, :n]
+        outs.append(scores @ vc + (qc * layer.query_decay[:, :n]) @ state)
+        update = (kc * layer.key_decay[:, -n:]).transpose(-1, -2) @ vc
+        state = state * torch.exp(-layer.slope_rate * n) + update
+    return torch.cat(outs, dim=2), state
+
+
+# By the names that a layer's forward calls in its module.
+FUNCTIONS: Mapping[str, Row] = MappingProxyType(
+    {
+        "causal_conv1d_fn": Row(_conv),
+        "torch_chunk_gated_delta_rule": Row(_delta_rule),
+        "chunk_kimi_delta_attention": Row(_delta_rule),
+        "mamba2_chunk_scan": Row(_mamba2),
+        "mamba_selective_scan": Row(_mamba1),
+        "mamba2_split_conv1d_scan_combined": Row(_off, is_needed=False),
+        "mamba_inner_fn": Row(_off, is_needed=False),
+        "causal_conv1d_update": Row(_no_cache, is_needed=False),
+        "torch_recurrent_gated_delta_rule": Row(_no_cache, is_needed=False),
+        "recurrent_kimi_delta_attention": Row(_no_cache, is_needed=False),
+        "mamba2_selective_state_update": Row(_no_cache, is_needed=False),
+        "mamba_selective_state_update": Row(_no_cache, is_needed=False),
+    }
+)
+# By class: methods of the layer, or of modules in it, where the scan is no function.
+METHODS: Mapping[str, Mapping[str, Row]] = MappingProxyType(
+    {
+        "MiniMaxLightningAttention": {"forward": Row(_lightning)},
+        "RecurrentGemmaRecurrentBlock": {
+            "conv_1d.forward": Row(_conv_module),
+            "rg_lru._rnn_scan": Row(_rg_lru),
+        },
+    }
+)

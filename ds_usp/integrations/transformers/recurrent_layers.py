@@ -1,0 +1,231 @@
+"""Layers that carry a state from token to token: their forward runs as transformers wrote it, with
+other functions under the names that it calls."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from types import CellType, FunctionType, MappingProxyType
+from typing import Any, Final
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.integrations.transformers.attention import RunningPass, Shard
+from ds_usp.integrations.transformers.recurrent_functions import FUNCTIONS, METHODS, Row
+from ds_usp.integrations.transformers.text_model import text_modules
+from ds_usp.memory.compile_guard import disable_in_compile
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    """One forward pass of a recurrent layer, or what carries a shard to one that is recomputed.
+
+    Args:
+        ran: names of the functions that have run in it.
+    """
+
+    shard: Shard
+    ran: set[str] = field(default_factory=set)
+
+
+_CALL: Final[ContextVar[_LayerCall | None]] = ContextVar("recurrent layer", default=None)
+
+
+@contextmanager
+def _running(call: _LayerCall) -> Iterator[None]:
+    token = _CALL.set(call)
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
+
+
+def recurrent_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The layers of the text model that call a function of the tables, in order."""
+    return (module for module in text_modules(model) if functions_of(module))
+
+
+def functions_of(layer: nn.Module) -> Mapping[str, Row]:
+    """The rows of the functions that a layer's forward calls, and of its own methods, by name;
+    those of its base classes too."""
+    kind: Any = type(layer)
+    return _rows_of(kind)
+
+
+@lru_cache(maxsize=1024)
+def _rows_of(kind: Any) -> Mapping[str, Row]:
+    rows: dict[str, Row] = {}
+    for base in kind.__mro__:
+        rows |= METHODS.get(base.__name__, {})
+        if "forward" in vars(base):
+            rows |= {name: FUNCTIONS[name] for name in _globals_of(base) if name in FUNCTIONS}
+    return MappingProxyType(rows)
+
+
+def _globals_of(kind: Any) -> set[str]:
+    """What a class's own forward reads of its module, without wrappers."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    instructions = dis.get_instructions(code) if code else ()
+    return {x.argval for x in instructions if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+def reason_against_layer(layer: nn.Module) -> str:
+    """Why the functions of a recurrent layer cannot be replaced; nothing if they can."""
+    kind = type(layer)
+    name = kind.__name__
+    hidden = functions_of(layer).keys() & FUNCTIONS.keys() - _globals_of(kind)
+    if hidden:
+        return f"{name} has a forward of its own around that of {', '.join(sorted(hidden))}"
+    found = vars(layer).get("_old_forward", vars(layer).get("forward"))
+    if found is not None and getattr(found, "__func__", None) is not kind.forward:
+        return (
+            f"the forward of {name} was replaced (use_kernels=True does so on some GPUs), by one "
+            "that is not known here: load the model without it"
+        )
+    return ""
+
+
+class RecurrentLayers:
+    """The recurrent layers of a model, whose functions run over the mesh until :meth:`restore`.
+
+    Args:
+        running: the model's last forward pass.
+
+    Attributes:
+        layers: in order.
+        forgets_at_0: one begins a state where a position is 0, and nowhere else.
+    """
+
+    # Note [one layer, other functions]
+    # The functions that carry a state (a causal convolution, a scan) are called by name from the
+    # module of the layer's class. For the layers of this model those names are bound to the rows of
+    # `recurrent_functions`: the same code object with other globals, as an attribute of the layer.
+    # Nothing of transformers is changed: other models, and a second one in the same process, call
+    # what they called. What stands under a name is looked up at the call: the package `kernels`
+    # exchanges it after a model is made.
+    def __init__(self, model: PreTrainedModel, running: RunningPass) -> None:
+        self._running = running
+        self._before: list[tuple[nn.Module, str, Any]] = []
+        self.layers = list(recurrent_layers(model))
+        self.forgets_at_0 = any("rg_lru._rnn_scan" in functions_of(x) for x in self.layers)
+        for layer in self.layers:
+            kind, rows = type(layer), functions_of(layer)
+            forward = rebound(kind.forward, {x: rows[x] for x in rows if x in FUNCTIONS})
+            for path, row in rows.items():
+                if path in FUNCTIONS:
+                    continue
+                owner, _, name = path.rpartition(".")
+                module = layer.get_submodule(owner)
+                method = partial(_run_method, path, row, getattr(type(module), name), module)
+                if path == "forward":
+                    forward = partial(_run_method, path, row, kind.forward)
+                else:
+                    self._set(module, name, method)
+            needed = frozenset(name for name, row in rows.items() if row.is_needed)
+            self._set(layer, "forward", partial(_run_layer, layer, forward, needed, running))
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        if name == "forward" and "_old_forward" in vars(module):
+            name = "_old_forward"  # where Accelerate's hooks call it
+        self._before.append((module, name, vars(module).get(name)))
+        setattr(module, name, value)
+
+    def carry(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What a checkpoint is given instead of a layer's forward: with the shard of this pass,
+        also when it is recomputed. Some layers hand no keyword arguments on (Mamba, Jamba)."""
+        carried = _CALL.get()
+        shard = carried.shard if carried is not None else self._running.shard
+        if not self.layers or shard is None:
+            return run
+
+        def run_with_shard(*args: Any, **kwargs: Any) -> Any:
+            with _running(_LayerCall(shard)):
+                return run(*args, **kwargs)
+
+        return run_with_shard
+
+    def restore(self) -> None:
+        for module, name, before in reversed(self._before):
+            module.__dict__.pop(name, None)
+            if before is not None:
+                setattr(module, name, before)
+        self._before.clear()
+
+
+@disable_in_compile("a recurrent layer's states are exchanged between its functions")
+def _run_layer(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    needed: frozenset[str],
+    running: RunningPass,
+    *args: Any,
+    usp: Shard | None = None,
+    **kwargs: Any,
+) -> Any:
+    name, carried = type(layer).__name__, _CALL.get()
+    shard = usp if usp is not None else carried.shard if carried is not None else None
+    if shard is None and running.is_sharded:
+        shard = running.shard
+    if shard is None:  # it would be a state within a shard, or of the whole batch on every rank
+        raise ConfigError(
+            f"{name} runs without a sharded batch. Call the model that was given to "
+            "ds_usp.integrations.transformers.enable, not a part of it; checkpoints are served as "
+            "gradient_checkpointing_enable and enable(..., recompute=) make them"
+        )
+    call = _LayerCall(shard)
+    with _running(call):
+        out = forward(layer, *args, **kwargs)
+    missing = needed - call.ran
+    if missing:
+        raise UnsupportedAttentionError(
+            f"{name} has not called {', '.join(sorted(missing))}: it carries its state from token "
+            "to token in another way, which is not served"
+        )
+    shard.layers.append(name)
+    return out
+
+
+def rebound(function: Any, rows: Mapping[str, Row]) -> Any:
+    """A function that calls these rows for the functions of the same names; its wrappers stay."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        found = function.__globals__
+        instead = {name: partial(_run_function, name, row, found) for name, row in rows.items()}
+        names, closure = {**found, **instead}, function.__closure__
+    else:
+        names, kept = function.__globals__, rebound(inner, rows)
+        closure = tuple(
+            CellType(kept) if cell.cell_contents is inner else cell for cell in function.__closure__
+        )
+    copied = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, closure
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _run_function(name: str, row: Row, names: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    return _run_row(name, row, names[name], *args, **kwargs)
+
+
+def _run_method(
+    name: str, row: Row, original: Any, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    return _run_row(name, row, partial(original, module), module, *args, **kwargs)
+
+
+def _run_row(name: str, row: Row, original: Any, *args: Any, **kwargs: Any) -> Any:
+    call = _CALL.get()
+    if call is None:
+        raise ConfigError(f"{name} of a recurrent layer runs outside of the layer's forward")
+    call.ran.add(name)
+    shard = call.shard
+    place = {"mesh": shard.call.mesh, "layout": shard.layout, "documents": shard.documents}
+    return row.run(place, original, *args, **kwargs)

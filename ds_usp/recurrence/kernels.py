@@ -1,0 +1,362 @@
+"""The kernels of other libraries: which a layer's function runs; and delta rules by
+flash-linear-attention, all pieces of a rank in one call, each from the state that comes into it.
+
+Read of ``fla-core`` 0.6: its kernels' own context parallelism has a seam for what we need, and we
+put chains of pieces in the place of its contiguous ranks. So layouts, uneven pieces and documents
+are ours, and kernels, what they save and what they recompute are fla's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.state_chains import Piece, StateChains
+from ds_usp.memory.compile_guard import disable_in_compile
+from ds_usp.recurrence.exchange import ExchangeCall
+from ds_usp.recurrence.scan import Map, PieceMaps, Recurrence, Transfer, no_autocast
+
+READ_OF = 0, 6  # the version of fla
+MAX_KEY_DIM = 256  # fla asserts it
+
+_GATED, _KIMI = "fla.ops.gated_delta_rule.chunk", "fla.ops.kda.chunk"
+_DELTA_RULES = MappingProxyType({"chunk_gated_delta_rule": _GATED, "chunk_kda": _KIMI})
+# What the kernels call around a state that comes from other ranks, and where their modules keep it.
+_SEAMS = MappingProxyType(
+    {
+        "chunk_gated_delta_rule_fwd_h_pre_process": "states_before",
+        "chunk_gated_delta_rule_bwd_dhu_pre_process": "gradients_after",
+        "compress_h0": "saved",
+        "expand_h0": "restored",
+    }
+)
+_SEAM_MODULES = (_GATED, "fla.ops.kda.chunk_fwd", "fla.ops.kda.chunk_bwd")
+
+
+def implementation_of(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function of transformers runs: the library's or torch's, as its decorator chose when
+    the model's module was imported. Another kernel is its own."""
+    code = getattr(kernel, "__code__", None)
+    cells = getattr(kernel, "__closure__", None)
+    if code is None or not cells or "implementation" not in code.co_freevars:
+        return kernel
+    found: Callable[..., Any] = cells[code.co_freevars.index("implementation")].cell_contents
+    return found
+
+
+def library_of(kernel: Callable[..., Any]) -> str:
+    """The package that an implementation is of, ``fla`` or ``mamba_ssm``; empty: none of them."""
+    package = str(getattr(kernel, "__module__", "")).partition(".")[0]
+    return package if package in ("fla", "mamba_ssm") else ""
+
+
+def takes_states(kernel: Callable[..., Any], like: torch.Tensor) -> bool:
+    """The implementation is a delta rule that :func:`delta_rule` runs, where ``like`` is."""
+    module = _DELTA_RULES.get(getattr(kernel, "__name__", ""))
+    known = module is not None and getattr(kernel, "__module__", "") == module
+    return known and like.is_cuda and _is_joined()
+
+
+@functools.cache
+def _is_joined() -> bool:
+    """Let the kernels take a :class:`PieceStates` for a context, once; False where they cannot, and
+    run as any kernel."""
+    try:
+        if Version(importlib.import_module("fla").__version__).release[:2] != READ_OF:
+            return False  # it may compute other things by the same names
+        modules = [importlib.import_module(name) for name in _SEAM_MODULES]
+        forward = importlib.import_module("fla.ops.cp.chunk_fwd").chunk_cp_fwd_kernel_h
+        backward = importlib.import_module("fla.ops.cp.chunk_bwd").chunk_cp_bwd_kernel_dh
+    except Exception:  # a library may raise anything where it is not whole
+        return False
+    if "MULTI_SEQS" not in forward.arg_names or "dhm" not in backward.arg_names:
+        return False
+    if not all(any(hasattr(module, name) for module in modules) for name in _SEAMS):
+        return False
+    for module in modules:
+        for name, method in _SEAMS.items():
+            if hasattr(module, name):
+                setattr(module, name, _seam(getattr(module, name), method))
+    return True
+
+
+def _seam(original: Callable[..., Any], method: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def seam(*args: Any, **kwargs: Any) -> Any:
+        context = kwargs.get("context")
+        if isinstance(context, PieceStates):
+            return getattr(context, method)(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return seam
+
+
+@disable_in_compile("a layer that carries a state is not in a graph: its exchanges are compared")
+def delta_rule(
+    kernel: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    documents: Any = (),
+    **options: Any,
+) -> torch.Tensor:
+    """As :func:`ds_usp.recurrence.recurrences.delta_rule`, with a kernel that :func:`takes_states`.
+
+    Shapes: query and key may have fewer heads than value, which divide its.
+    """
+    tensors = (query, key, value, g, beta)
+    call = ExchangeCall("delta_rule", "states", tensors, (1,) * 5, mesh, layout, documents)
+
+    def check(inputs: list[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+        heads, dk = key.shape[2:]
+        if dk > MAX_KEY_DIM or value.shape[2] % heads:
+            raise ConfigError(
+                f"keys of {heads} heads of {dk} and values of {value.shape[2]} heads: flash-linear-"
+                f"attention takes keys of at most {MAX_KEY_DIM}, and heads that divide those of "
+                "values"
+            )
+        return [f"by fla's kernels with {sorted(options)}"], inputs
+
+    inputs = call.begin(check)
+    states = PieceStates(call, value.shape[2], key.shape[3], value.shape[3], key.device)
+    rows = inputs[0].shape[0]
+    q, k, v, decay, b = (x.flatten(0, 1)[None] for x in inputs)
+    consistency = mesh.consistency
+    num_raised = consistency.num_raised
+    try:
+        out, _ = kernel(q, k, v, g=decay, beta=b, **states.arguments(), **options)
+    except Exception as error:
+        consistency.raise_everywhere(error, num_raised)
+        raise
+    return call.leave(out[0].unflatten(0, (rows, -1)), 1)
+
+
+# Note [states inside a kernel]
+#
+#     forward    w, u of all pieces -> maps (A, B) of those that export -> exchange -> states before
+#                the pieces -> chunk states, outputs
+#     backward   dv of all pieces -> maps (A^T, dB) of those that import -> exchange along chains
+#                from their ends -> gradients of the states after the pieces -> all other gradients
+#
+# A kernel runs once from the state itself, as on one device: nothing is rounded twice, and no
+# output is computed for a response. Both exchanges are the kernel's, not autograd's, but every rank
+# is in both and in the same order: the kernel is one node of the graph, between the ends of the
+# call. A is not computed where nothing comes before a piece, and once for both.
+class PieceStates:
+    """A context for fla's kernels: the states before a rank's pieces, and their gradients after.
+
+    Pieces lie one after the other in each row, rows one after the other.
+    """
+
+    def __init__(
+        self,
+        call: ExchangeCall,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        device: torch.device,
+    ) -> None:
+        self.call = call
+        self.pieces = call.chains.by_rank[call.mesh.rank]
+        self.rows = call.chains.rows_of_piece
+        state, transition = (heads, key_dim, value_dim), (heads, key_dim, key_dim)
+        self.recurrence = Recurrence(_no_run, state, transition, matrix=True)
+        lengths = tuple(piece.length for piece in self.pieces)
+        self.cu_seqlens, self.cu_seqlens_cpu = borders_of(lengths, self.rows, device)
+        self._transitions: dict[int, torch.Tensor] = {}  # A by the number of a piece
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the kernel: documents, and this context where a state goes from piece to piece."""
+        if self.call.chains.rounds:
+            return {"cp_context": self}
+        return {"cu_seqlens": self.cu_seqlens, "cu_seqlens_cpu": self.cu_seqlens_cpu}
+
+    def states_before(
+        self, k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor | None:
+        """Of all pieces ``[rows * pieces, heads, dk, dv]``; None: no state comes in.
+
+        Shapes: w ``[1, tokens, heads, dk]``, u ``[1, tokens, heads, dv]``.
+        """
+        g, gk, chunk_size = (kwargs.get(name) for name in ("g", "gk", "chunk_size"))
+        maps: dict[int, Map] = {}
+        for first, stop, across in self._runs():
+            borders = self.cu_seqlens[first : stop + 1]
+            into, transitions = _maps(k, w, u, g, gk, chunk_size, borders, across)
+            for n in range(first, stop):
+                maps[n] = (transitions[n - first] if across else None), into[n - first]
+        self._transitions = {n: a for n, (a, _) in maps.items() if a is not None}
+        return self._exchange(self.call.chains, maps)
+
+    def gradients_after(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        w: torch.Tensor,
+        do: torch.Tensor,
+        dv: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, None]:
+        """Of all pieces, alike; and no state whose gradient is asked for."""
+        g, gk = kwargs.get("g"), kwargs.get("gk")
+        sizes = kwargs.get("scale"), kwargs.get("chunk_size")
+        maps: dict[int, Map] = {}
+        for n, piece in self._numbered():
+            if piece.imports:
+                borders = self.cu_seqlens[n : n + 2]
+                into = _gradient_of_state(q, k, w, do, dv, g, gk, sizes, borders)
+                maps[n] = (self._transitions[n].mT if piece.exports else None), into
+        return self._exchange(self.call.chains.mirrored, maps), None
+
+    def saved(self, states: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
+        """What backward needs: the states that are not zero."""
+        incoming = self._incoming()
+        return states if states is None or len(incoming) == len(states) else states[incoming]
+
+    def restored(self, states: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
+        incoming = self._incoming()
+        pieces = self.rows * len(self.pieces)
+        if states is None or len(incoming) == pieces:
+            return states
+        out = states.new_zeros(pieces, *states.shape[1:])
+        out[incoming] = states
+        return out
+
+    def _numbered(self) -> Iterator[tuple[int, Piece]]:
+        return enumerate(self.pieces * self.rows)
+
+    def _incoming(self) -> list[int]:
+        return [n for n, piece in self._numbered() if piece.imports]
+
+    def _runs(self) -> Iterator[tuple[int, int, bool]]:
+        """Pieces that export, as half-open ranges; whether A goes with their states."""
+        for (exports, imports), run in groupby(
+            self._numbered(), lambda item: (item[1].exports, item[1].imports)
+        ):
+            numbers = [n for n, _ in run]
+            if exports:
+                yield numbers[0], numbers[-1] + 1, imports
+
+    def _exchange(self, chains: StateChains, maps: dict[int, Map]) -> torch.Tensor | None:
+        """The states that come into all pieces along ``chains``, of the maps by number."""
+        own = chains.by_rank[self.call.mesh.rank]
+        into: list[torch.Tensor | None] = []
+        across: list[torch.Tensor | None] = []
+        for index, piece in enumerate(own):
+            rows = [maps[row * len(own) + index] for row in range(self.rows) if piece.exports]
+            transitions = [a for a, _ in rows if a is not None]
+            into.append(torch.stack([b for _, b in rows]) if rows else None)
+            across.append(torch.stack(transitions) if transitions else None)
+        transfer = Transfer(self.recurrence, self.call, chains, torch.float32)
+        with no_autocast(self.cu_seqlens.device):
+            states = transfer.states(own, PieceMaps(into, across, _no_run))
+        if not states:
+            return None
+        shape = self.rows, len(own), *self.recurrence.state_shape
+        out = next(iter(states.values())).new_zeros(shape)
+        for index, piece in enumerate(own):
+            if piece in states:
+                out[:, index] = states[piece]
+        return out.flatten(0, 1)
+
+
+def _no_run(*_: Any) -> torch.Tensor:
+    raise RuntimeError("the kernel runs, not the recurrence")
+
+
+@functools.lru_cache(maxsize=64)
+def borders_of(
+    lengths: tuple[int, ...], rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``cu_seqlens`` of a rank's pieces of all rows, one row after the other: on the device, where
+    fla's caches know it by identity, and in host memory."""
+    host = torch.tensor(lengths * rows).cumsum(0)
+    host = torch.cat([host.new_zeros(1), host])
+    return host.to(device), host
+
+
+@functools.lru_cache(maxsize=64)
+def numbers_of(lengths: tuple[int, ...], rows: int, device: torch.device) -> torch.Tensor:
+    """``seq_idx`` of pieces: the number of each token's piece ``[rows, tokens]``."""
+    numbers = torch.arange(len(lengths), dtype=torch.int32)
+    line = numbers.repeat_interleave(torch.tensor(lengths))
+    return line.expand(rows, -1).to(device).contiguous()
+
+
+def _maps(
+    k: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    g: torch.Tensor | None,
+    gk: torch.Tensor | None,
+    chunk_size: int | None,
+    cu_seqlens: torch.Tensor,
+    across: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """B ``[pieces, heads, dk, dv]`` and, ``across``, A ``[pieces, heads, dk, dk]`` of pieces."""
+    from fla.ops.cp.chunk_fwd import chunk_cp_fwd_kernel_h
+
+    heads, dk, dv = k.shape[2], k.shape[3], u.shape[3]
+    pieces, of_values = len(cu_seqlens) - 1, u.shape[2]
+    out = k.new_empty(pieces, of_values, dk, dv + dk, dtype=torch.float32)
+    block = _block(dk)
+    columns = -(-dv // block) + (-(-dk // block) if across else 0)
+    chunk_cp_fwd_kernel_h[columns, of_values, pieces](
+        k=k, v=u, w=w, g=g, gk=gk, bg=None, u=u, hm=out, cu_seqlens=cu_seqlens, T=0,
+        H=heads, HV=of_values, K=dk, V=dv, BT=chunk_size, BV=block, BK=_power_of_2(dk),
+        MULTI_SEQS=True,
+    )  # fmt: skip
+    return out[..., :dv], out[..., dv:]
+
+
+def _gradient_of_state(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    do: torch.Tensor,
+    dv: torch.Tensor,
+    g: torch.Tensor | None,
+    gk: torch.Tensor | None,
+    sizes: tuple[float | None, int | None],
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """dB ``[heads, dk, dv]`` of one piece: of the state before it if no later piece had one.
+
+    Args:
+        sizes: the scale of queries, and tokens of a chunk.
+    """
+    from fla.ops.cp.chunk_bwd import chunk_cp_bwd_kernel_dh
+
+    heads, dk, of_values, width = *q.shape[2:], *do.shape[2:]
+    scale, chunk_size = sizes
+    out = q.new_empty(of_values, dk, width + dk, dtype=torch.float32)
+    block = _block(dk)
+    chunk_cp_bwd_kernel_dh[-(-width // block), of_values](
+        q=q, k=k, w=w, g=g, gk=gk, do=do, dhm=out, dv=dv, cu_seqlens=cu_seqlens, scale=scale,
+        T=q.shape[1], H=heads, HV=of_values, K=dk, V=width, BT=chunk_size, BV=block,
+        BK=_power_of_2(dk), USE_BG=False,
+    )  # fmt: skip
+    return out[..., :width]
+
+
+def _block(key_dim: int) -> int:
+    return 32 if key_dim <= 64 else 64  # columns of a thread block, as fla launches them
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

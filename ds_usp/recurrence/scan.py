@@ -1,0 +1,313 @@
+"""A state that goes from token to token, over the pieces of a sharded sequence.
+
+A linear recurrence maps the state before a piece to the state after it, ``S_out = A S_in + B``, and
+its outputs are affine in the state before it. Each rank computes (A, B) of its pieces, and what it
+can of their outputs, without a state; the maps go to ranks with later pieces of the same document,
+are folded there, and the outputs are finished with the states that come in. All of it is
+autograd's: the backward exchange carries the gradients of the maps back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.state_chains import Move, Piece, RankRound, StateChains
+from ds_usp.memory.compile_guard import disable_in_compile
+from ds_usp.recurrence.exchange import ExchangeCall
+
+Map = tuple[torch.Tensor | None, torch.Tensor]  # (A, B); without A, B is the state
+
+
+class PieceMap(NamedTuple):
+    """What a piecewise :class:`Recurrence` computes of a piece.
+
+    Attributes:
+        out: outputs of its tokens if no state came in.
+        state: B ``[rows, *state_shape]``; used if the piece exports.
+        transition: A ``[rows, *transition_shape]``; used if it imports and exports.
+        respond: what an incoming state ``[rows, *state_shape]``, fp32 (fp64 for fp64), adds to
+            ``out``; used if the piece imports. Autocast is off.
+    """
+
+    out: torch.Tensor
+    state: torch.Tensor | None = None
+    transition: torch.Tensor | None = None
+    respond: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+class PieceMaps(NamedTuple):
+    """What a :class:`Recurrence` computes of all pieces of a rank.
+
+    Attributes:
+        states: B of each piece ``[rows, *state_shape]``; used of those that export.
+        transitions: A ``[rows, *transition_shape]``; used of those that import and export.
+        finish: the outputs of all tokens, of the states ``[rows, *state_shape]`` that come into the
+            pieces, fp32 (fp64 for fp64); None: nothing is before a piece.
+    """
+
+    states: Sequence[torch.Tensor | None]
+    transitions: Sequence[torch.Tensor | None]
+    finish: Callable[[Sequence[torch.Tensor | None]], torch.Tensor]
+
+
+# Two ways through a piece that imports, which a recurrence chooses:
+#
+#     one run       o_0, A, B and the response R by one run without a state; finish: o_0 + R S
+#     states first  A and B alone; finish: the kernel runs from S
+#
+# The first waits for nothing but rounds twice in bf16; the second computes A and B apart.
+@dataclass(frozen=True)
+class Recurrence:
+    """A linear recurrence: how consecutive tokens of one document map its state.
+
+    Args:
+        run: ``run(tensors, pieces) -> PieceMaps`` of all pieces of a rank, which follow each other
+            along the tokens and are all of them; or if ``piecewise`` ``run(tensors, piece) ->
+            PieceMap``, with the tokens of one piece.
+        state_shape: of S and B of one row.
+        transition_shape: of A of one row: the first dims of the state's, as of a decay for each
+            head, or all; if ``matrix`` ``[..., n, n]`` for states ``[..., n, m]``.
+        matrix: A is a matrix on the left of the state. Else it is multiplied elementwise.
+        piecewise: ``run`` takes one piece.
+
+    Raises:
+        ConfigError: an A of this shape is no transition of such a state.
+    """
+
+    run: Callable[..., Any]
+    state_shape: tuple[int, ...]
+    transition_shape: tuple[int, ...]
+    matrix: bool = False
+    piecewise: bool = False
+
+    def __post_init__(self) -> None:
+        state, transition = tuple(self.state_shape), tuple(self.transition_shape)
+        fits = transition == state[: len(transition)]
+        if self.matrix:
+            fits = len(state) > 1 and transition == (*state[:-1], state[-2])
+        if not fits:
+            what = "a matrix on the left" if self.matrix else "elementwise"
+            raise ConfigError(
+                f"A {list(transition)} does not fit a state {list(state)} as {what}: it is "
+                "[..., n, n] for states [..., n, m] with matrix=True, else the first dims of the "
+                "state's"
+            )
+
+    def compose(self, later: Map, earlier: Map) -> Map:
+        """The map of both pieces."""
+        (a, b), (a0, b0) = later, earlier
+        if a is None:
+            raise ConfigError("nothing comes before the first piece of a document")
+        if self.matrix:
+            return None if a0 is None else a @ a0, a @ b0 + b
+        wide = a.reshape(*a.shape, *[1] * (b0.ndim - a.ndim))
+        return None if a0 is None else a * a0, wide * b0 + b
+
+
+@disable_in_compile("a layer that carries a state is not in a graph: its exchanges are compared")
+def affine_scan(
+    recurrence: Recurrence,
+    tensors: Sequence[torch.Tensor],
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    documents: Any = (),
+    dims: Sequence[int | None],
+    out_dim: int,
+) -> torch.Tensor:
+    """A linear recurrence over a sharded sequence: outputs of this rank's tokens, each with all
+    tokens of its document before it. Collective over the mesh.
+
+    A rank sends the maps of its pieces, whose bytes do not grow with the tokens
+    (:meth:`StateChains.sent_bytes`); heads are not exchanged and need not divide.
+
+    Shapes:
+        tensors: of this rank's tokens, rows along dim 0; the output likewise.
+
+    Args:
+        tensors: of the recurrence; with a gradient, also the parameters that A and B depend on.
+        layout: where the tokens are, ``mesh.layout(kind, seq_len)``; any but ``striped``.
+        documents: where the documents of a packed sequence begin, cumulative borders as of
+            :class:`~ds_usp.MaskSpec`: ``()``, one list for all rows, or one for each. A state does
+            not go from one to the next. Padding is a document of its own.
+        dims: of each tensor, the dim of its tokens; None: a parameter, which has none.
+        out_dim: the dim of the output's tokens.
+
+    Raises:
+        ConfigError: tensors, documents or results of the recurrence that do not fit each other.
+        LayoutError: a layout of another mesh, or whose ranks hold no consecutive tokens; tensors
+            that are not this rank's shard.
+        MeshError: another rank has an error, or makes another call; on every rank.
+    """
+    call = ExchangeCall("affine_scan", "states", tensors, dims, mesh, layout, documents)
+
+    def compute(inputs: list[torch.Tensor]) -> tuple[list[str], PieceMaps]:
+        maps = _run(recurrence, inputs, dims, out_dim, call.chains.by_rank[mesh.rank])
+        _check_maps(recurrence, maps, call)
+        kind = "a matrix" if recurrence.matrix else "elementwise"
+        shapes = list(recurrence.state_shape), list(recurrence.transition_shape)
+        return ["states {}, transitions {} {}".format(*shapes, kind)], maps
+
+    maps = call.begin(compute)
+    own = call.chains.by_rank[mesh.rank]
+    wide = any(x.dtype == torch.float64 for x in tensors)
+    with no_autocast(tensors[0].device):
+        dtype = torch.float64 if wide else torch.float32
+        transfer = Transfer(recurrence, call, call.chains, dtype)
+        states = transfer.states(own, maps)
+    return call.leave(maps.finish([states.get(piece) for piece in own]), out_dim)
+
+
+def _run(
+    recurrence: Recurrence,
+    tensors: Sequence[torch.Tensor],
+    dims: Sequence[int | None],
+    out_dim: int,
+    pieces: Sequence[Piece],
+) -> PieceMaps:
+    if not recurrence.piecewise:
+        maps: PieceMaps = recurrence.run(tensors, pieces)
+        return maps
+    # By split, whose backward is one cat: a slice's would fill the whole tensor for each piece.
+    lengths = [piece.length for piece in pieces]
+    split = [
+        [x] * len(pieces) if dim is None else x.split(lengths, dim)
+        for x, dim in zip(tensors, dims, strict=True)
+    ]
+    ran: list[PieceMap] = [
+        recurrence.run(list(parts), piece) for *parts, piece in zip(*split, pieces, strict=True)
+    ]
+
+    def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        outs = []
+        for of_piece, state in zip(ran, incoming, strict=True):
+            out = of_piece.out
+            if state is not None and of_piece.respond is not None:
+                with no_autocast(out.device):
+                    out = out + of_piece.respond(state).to(out.dtype)
+            outs.append(out)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, out_dim)
+
+    missing = [p for p, x in zip(pieces, ran, strict=True) if p.imports and x.respond is None]
+    if missing:
+        raise ConfigError(f"the recurrence gave piece {missing[0]}, which imports, no respond")
+    return PieceMaps([x.state for x in ran], [x.transition for x in ran], finish)
+
+
+def _check_maps(recurrence: Recurrence, maps: PieceMaps, call: ExchangeCall) -> None:
+    """ConfigError if A or B of a piece that needs it is missing or of another shape."""
+    rows, pieces = call.chains.rows_of_piece, call.chains.by_rank[call.mesh.rank]
+    if not len(pieces) == len(maps.states) == len(maps.transitions):
+        raise ConfigError(
+            f"the recurrence gave {len(maps.states)} states and {len(maps.transitions)} "
+            f"transitions for {len(pieces)} pieces; give None where there is none"
+        )
+    for piece, b, a in zip(pieces, maps.states, maps.transitions, strict=True):
+        needed = [("state", b, recurrence.state_shape)] if piece.exports else []
+        if piece.exports and piece.imports:
+            needed.append(("transition", a, recurrence.transition_shape))
+        for name, x, shape in needed:
+            if x is None or x.shape != (rows, *shape):
+                given = None if x is None else list(x.shape)
+                raise ConfigError(
+                    f"the recurrence gave piece {piece} the {name} {given}, it needs one of "
+                    f"{[rows, *shape]}"
+                )
+            if x.requires_grad and not call.needs_grad:
+                raise ConfigError(
+                    f"a {name} of {call.name} has a gradient and none of its tensors has: give the "
+                    "parameters that it depends on as tensors, with None in dims. Ranks that send "
+                    "no state would not know of the backward pass"
+                )
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """States are folded in their own dtype: autocast would make products of A and S in bf16."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+@dataclass
+class Transfer:
+    """The states before this rank's pieces, from the maps of all ranks."""
+
+    recurrence: Recurrence
+    call: ExchangeCall
+    chains: StateChains
+    dtype: torch.dtype
+
+    def states(self, own: Sequence[Piece], maps: PieceMaps) -> dict[Piece, torch.Tensor]:
+        known: dict[Piece, Map] = {}
+        for piece, a, b in zip(own, maps.transitions, maps.states, strict=True):
+            if piece.exports and b is not None:
+                across = a.to(self.dtype) if piece.imports and a is not None else None
+                known[piece] = across, b.to(self.dtype)
+        return self._by_doubling(known) if self.chains.doubles else self._directly(known)
+
+    def _directly(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
+        got, states, rank = dict(known), dict[Piece, torch.Tensor](), self.call.mesh.rank
+        for moves in self.chains.rounds_of(rank):
+            got |= {move.source: received for move, received in self._received(moves, known)}
+        for chain in self.chains.folds(rank):
+            before: Map | None = None
+            for piece in chain:
+                if piece.rank == rank and before is not None:
+                    states[piece] = before[1]
+                if piece is not chain[-1]:
+                    of_piece = got[piece]
+                    before = of_piece if before is None else self._compose(of_piece, before)
+        return states
+
+    def _by_doubling(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
+        *rounds, last = self.chains.rounds_of(self.call.mesh.rank)
+        for moves in rounds:
+            composed = {
+                move.target: self._compose(known[move.target], received)
+                for move, received in self._received(moves, known)
+            }
+            known = known | composed
+        return {move.target: received[1] for move, received in self._received(last, known)}
+
+    def _compose(self, later: Map, earlier: Map) -> Map:
+        return self.recurrence.compose(later, earlier)
+
+    def _received(self, round_: RankRound, known: dict[Piece, Map]) -> list[tuple[Move, Map]]:
+        """What moves to this rank's pieces in a round, also from its own."""
+        rank, degree = self.call.mesh.rank, self.chains.layout.degree
+        rows = self.chains.rows_of_piece
+        here = [(move, known[move.source]) for move in round_.moves if not move.crosses]
+        if not round_.crosses:
+            return here
+        shapes = [(rows, *self.recurrence.state_shape), (rows, *self.recurrence.transition_shape)]
+        sizes = [prod(shape) for shape in shapes]
+        parts, arriving = list[torch.Tensor](), list[Move]()
+        sent, received = [0] * degree, [0] * degree
+        for move in round_.moves:
+            source, target = move.source.rank, move.target.rank
+            elements = sum(sizes[: 1 + move.transition])
+            if source == target:
+                continue
+            if source == rank:
+                a, b = known[move.source]
+                parts += [b, a] if move.transition and a is not None else [b]
+                sent[target] += elements
+            else:
+                arriving.append(move)
+                received[source] += elements
+        flat = self.call.exchange(parts, sent, received, self.dtype)
+        chunks = iter(flat.split([n for move in arriving for n in sizes[: 1 + move.transition]]))
+        for move in arriving:
+            b = next(chunks).view(shapes[0])
+            a = next(chunks).view(shapes[1]) if move.transition else None
+            here.append((move, (a, b)))
+        return here

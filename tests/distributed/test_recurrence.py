@@ -1,0 +1,591 @@
+"""A state and a convolution over ranks equal the loop over tokens of one process, each document
+alone; ranks that differ are refused on all of them."""
+
+import contextlib
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import mesh_of
+from harness import RankContext
+from torch.utils.checkpoint import checkpoint
+
+import ds_usp
+from ds_usp import PieceMap, PieceMaps, Recurrence, SequenceMesh, TokenLayout
+from ds_usp.comm import watchdog
+from ds_usp.geometry import state_chains
+from ds_usp.geometry.masks import normalize_documents
+from ds_usp.geometry.state_chains import Piece
+from ds_usp.geometry.state_chains import state_chains as chains
+from ds_usp.recurrence import conv, exchange, scan
+
+WORLD, TIMEOUT_S = 4, 60.0
+ROWS, HEADS, N, M, TAPS = 2, 2, 3, 4, 4
+CHANNELS = HEADS * N
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
+Tensors = Sequence[torch.Tensor]
+
+# Three kinds of transition, each S = a S + b and out = read S, a token at a time. All of a layer's
+# tensors have tokens along `DIM`, heads and channels after that.
+DIM = {"matrix": 1, "head": 1, "element": 3}
+
+
+def inputs_of(kind: str, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """a, b and read of a whole sequence, with decays near 1; and the convolution's x."""
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    near_one = 1 - 0.02 * normal(ROWS, tokens, HEADS, N).sigmoid()
+    a = near_one if kind == "element" else near_one[..., 0]
+    if kind == "matrix":
+        a = torch.eye(N) * near_one[..., None] + 0.02 * normal(ROWS, tokens, HEADS, N, N)
+    b = normal(ROWS, tokens, HEADS, N, *[M] * (kind != "element"))
+    read = normal(ROWS, tokens, HEADS, N)
+    x = normal(ROWS, CHANNELS, tokens)
+    tensors = [y.movedim(1, DIM[kind]).to(dtype) for y in (a, b, read)]
+    return [*tensors, x.to(dtype)]
+
+
+def advance(kind: str, a: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    if kind == "matrix":
+        return a @ s
+    return a.reshape(*a.shape, *[1] * (s.ndim - a.ndim)) * s
+
+
+def outputs(kind: str, read: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """What a token reads of the state, ``[rows, heads, m]``; ``[rows, heads, n]`` of elements."""
+    return read * s if kind == "element" else (read[..., None, :] @ s)[..., 0, :]
+
+
+def run_tokens(kind: str, tensors: Tensors, state: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """The loop: outputs, the last state, the product of all a, and a response to a state."""
+    a, b, read = (x.unbind(DIM[kind]) for x in tensors)
+    s, across, outs, products = state, None, [], []
+    for a_t, b_t, read_t in zip(a, b, read, strict=True):
+        s = b_t if s is None else advance(kind, a_t, s) + b_t  # a piece of one token needs no a
+        across = a_t if across is None else (a_t @ across if kind == "matrix" else a_t * across)
+        products.append(across)
+        outs.append(outputs(kind, read_t, s))
+
+    def respond(incoming: torch.Tensor) -> torch.Tensor:
+        seen = [advance(kind, product, incoming) for product in products]
+        return torch.stack(
+            [outputs(kind, r, x) for r, x in zip(read, seen, strict=True)], DIM[kind]
+        )
+
+    return torch.stack(outs, DIM[kind]), s, across, respond
+
+
+def recurrence_of(kind: str, form: str = "piecewise") -> Recurrence:
+    """By one piece at a time; or by all pieces of a rank, states first."""
+    state = (HEADS, N) if kind == "element" else (HEADS, N, M)
+    transition = {"matrix": (HEADS, N, N), "head": (HEADS,), "element": (HEADS, N)}[kind]
+
+    def of_piece(tensors: Tensors, piece: Piece) -> PieceMap:
+        return PieceMap(*run_tokens(kind, tensors))
+
+    def of_all(tensors: Tensors, pieces: Sequence[Piece]) -> PieceMaps:
+        lengths = [piece.length for piece in pieces]
+        parts = list(zip(*(x.split(lengths, DIM[kind]) for x in tensors), strict=True))
+        maps = [run_tokens(kind, part) for part in parts]
+
+        def finish(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            again = [run_tokens(kind, part, s) for part, s in zip(parts, states, strict=True)]
+            return torch.cat([x[0] for x in again], DIM[kind])
+
+        return PieceMaps([x[1] for x in maps], [x[2] for x in maps], finish)
+
+    run = of_piece if form == "piecewise" else of_all
+    return Recurrence(run, state, transition, kind == "matrix", piecewise=form == "piecewise")
+
+
+WEIGHT = torch.linspace(-1, 1, CHANNELS * TAPS, dtype=torch.float64).view(CHANNELS, 1, TAPS)
+
+
+def convolve(x: torch.Tensor) -> torch.Tensor:
+    """``[rows, channels, tokens]``, as if zeros were before the first token."""
+    padded = F.pad(x, (TAPS - 1, 0))
+    return F.silu(F.conv1d(padded, WEIGHT.to(x.dtype), groups=CHANNELS))
+
+
+def alone(kind: str, tensors: Tensors, x: torch.Tensor, documents: Any) -> Tensors:
+    """Scan and convolution of whole sequences, of each document by itself, in fp64."""
+    borders = normalize_documents(documents) or ((0, x.shape[2]),)
+    outs, convolved = [], []
+    for row in range(ROWS):
+        of_row = borders[row if len(borders) > 1 else 0]
+        for first, last in pairwise(of_row):
+            part = [y[row : row + 1].narrow(DIM[kind], first, last - first) for y in tensors]
+            outs.append(run_tokens(kind, part)[0])
+            convolved.append(convolve(x[row : row + 1, :, first:last]))
+    count = len(outs) // ROWS
+    if len(borders) > 1:
+        count = len(borders[0]) - 1
+
+    def rows_of(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+        return torch.cat([torch.cat(parts[:count], dim), torch.cat(parts[count:], dim)])
+
+    return rows_of(outs, DIM[kind]), rows_of(convolved, 2)
+
+
+@contextlib.contextmanager
+def direct_up_to(pieces: int) -> Iterator[None]:
+    """Chains of more pieces are folded by doubling."""
+    chains.cache_clear()  # of another number
+    with mock.patch.object(state_chains, "MAX_DIRECT_PIECES", pieces):
+        yield
+    chains.cache_clear()
+
+
+@contextlib.contextmanager
+def planted(error: str) -> Iterator[None]:
+    """What a wrong implementation would do."""
+    lost: dict[str, tuple[object, str, Callable[..., Any]]] = {
+        "no state": (scan.Transfer, "states", lambda *_: {}),
+        "no halo": (
+            conv,
+            "_exchange",
+            lambda call, halo, cuts: torch.zeros(
+                *cuts[0].shape[:2], sum(halo.received), dtype=cuts[0].dtype
+            ),
+        ),
+        "no backward exchange": (
+            exchange._Exchange,
+            "backward",
+            staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.sent)), *[None] * 4)),
+        ),
+    }
+    with contextlib.ExitStack() as stack:
+        if error in lost:
+            stack.enter_context(mock.patch.object(*lost[error]))
+        if error == "A off by 1 %":
+            whole = Recurrence.compose
+            stack.enter_context(
+                mock.patch.object(
+                    Recurrence,
+                    "compose",
+                    lambda self, later, earlier: whole(self, (later[0] * 1.01, later[1]), earlier),
+                )
+            )
+        yield
+
+
+def worst_error(
+    kind: str,
+    layout: TokenLayout,
+    mesh: SequenceMesh,
+    documents: Any,
+    dtype: torch.dtype = torch.float64,
+    form: str = "piecewise",
+    error: str = "",
+    checkpointed: str = "",
+) -> float:
+    """Of outputs and gradients of both, relative to the largest element of each whole tensor."""
+    rank, dim = mesh.rank, DIM[kind]
+    whole = inputs_of(kind, layout.seq_len, dtype)
+    leaves = [x.double().clone().requires_grad_() for x in whole]
+    wanted = alone(kind, leaves[:3], leaves[3], documents)
+    weights = [torch.randn(x.shape, dtype=torch.float64) for x in wanted]
+    sum((x * w).sum() for x, w in zip(wanted, weights, strict=True)).backward()
+    dims = [dim, dim, dim, 2]
+    local = [layout.shard(x, d, rank).requires_grad_() for x, d in zip(whole, dims, strict=True)]
+    where: dict[str, Any] = {"mesh": mesh, "layout": layout, "documents": documents}
+
+    def both(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        recurrence = recurrence_of(kind, form)
+        out = ds_usp.affine_scan(recurrence, tensors[:3], dims=[dim] * 3, out_dim=dim, **where)
+        return out, ds_usp.causal_conv(convolve, tensors[3], TAPS, **where)
+
+    with planted(error):
+        got = (
+            checkpoint(both, *local, use_reentrant=checkpointed == "reentrant")
+            if checkpointed
+            else both(*local)
+        )
+        parts = [layout.shard(w.to(dtype), d, rank) for w, d in zip(weights, (dim, 2), strict=True)]
+        sum((x * w).sum() for x, w in zip(got, parts, strict=True)).backward()
+    pairs = [*zip(got, wanted, (dim, 2), strict=True)]
+    pairs += [(x.grad, y.grad, d) for x, y, d in zip(local, leaves, dims, strict=True)]
+    worst = 0.0
+    for x, y, d in pairs:
+        y = y.detach()
+        difference = x.detach().double() - layout.shard(y, d, rank)
+        worst = max(worst, float(difference.abs().max() / y.abs().max()))
+    return worst
+
+
+# Tokens and documents: whole; packed with documents of one token; other ones in each row; fewer
+# tokens than the convolution's halo on a rank.
+BATCHES: dict[str, tuple[int, Any]] = {
+    "one document": (29, ()),
+    "packed": (29, [0, 1, 2, 5, 23, 28, 29]),
+    "rows": (29, [[0, 20, 29], [0, 3, 4, 29]]),
+    "short": (9, ()),
+    "short packed": (11, [0, 1, 9, 11]),
+}
+
+
+def sweep(
+    ctx: RankContext, kind: str, ulysses: int, dtype: torch.dtype, layouts: Sequence[str]
+) -> dict[str, float]:
+    mesh, errors = mesh_of(ulysses), {}
+    for name, (tokens, documents) in BATCHES.items():
+        for layout_kind in layouts:
+            if layout_kind != "balanced":
+                layout = mesh.layout(layout_kind, tokens)
+            elif name in ("packed", "short packed"):
+                layout = mesh.layout(layout_kind, tokens, documents)
+            else:
+                continue
+            errors[f"{name}, {layout}"] = worst_error(kind, layout, mesh, documents, dtype)
+    layout = mesh.layout("zigzag", 29)
+    errors["states first"] = worst_error(kind, layout, mesh, (), dtype, form="all")
+    for use in ("reentrant", "not reentrant"):
+        errors[use] = worst_error(kind, layout, mesh, (), dtype, checkpointed=use)
+    with direct_up_to(2):
+        tokens, documents = BATCHES["packed"]
+        layout = mesh.layout("context_parallel", tokens)
+        errors["doubling"] = worst_error(kind, layout, mesh, documents, dtype)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "ulysses", "dtype", "layouts"),
+    [
+        ("matrix", 2, torch.float64, ["contiguous", "zigzag", "context_parallel", "balanced"]),
+        ("head", 4, torch.float32, ["contiguous"]),
+        ("element", 1, torch.float32, ["zigzag"]),
+    ],
+)
+def test_a_scan_and_a_convolution_equal_the_loop_over_tokens(pool, kind, ulysses, dtype, layouts):
+    options = {"kind": kind, "ulysses": ulysses, "dtype": dtype, "layouts": layouts}
+    for errors in pool.run(sweep, WORLD, timeout=TIMEOUT_S, **options):
+        assert len(errors) == (21 if len(layouts) == 4 else 9), errors
+        assert max(errors.values()) <= TOLERANCE[dtype], errors
+
+
+PLANTED = ["no state", "no halo", "no backward exchange", "A off by 1 %"]
+
+
+def wrong(ctx: RankContext, doubling: bool) -> dict[str, float]:
+    mesh, errors = mesh_of(2), {}
+    layout = mesh.layout("zigzag", 29)  # 8 pieces in the chain
+    with direct_up_to(2 if doubling else 8):
+        for kind in DIM:
+            for error in PLANTED:
+                key = f"{kind}: {error}"
+                errors[key] = worst_error(kind, layout, mesh, (), torch.float32, error=error)
+    return errors
+
+
+@pytest.mark.parametrize("doubling", [False, True])
+def test_an_error_in_the_mechanism_is_seen(pool, doubling):
+    """Decays near 1 and chains of several pieces: what tests with others would not see."""
+    by_rank = pool.run(wrong, WORLD, timeout=TIMEOUT_S, doubling=doubling)
+    worst = {key: max(errors[key] for errors in by_rank) for key in by_rank[0]}
+    assert len(worst) == 12 and min(worst.values()) > 1e-4, worst
+
+
+@contextlib.contextmanager
+def short_patience() -> Iterator[None]:
+    with mock.patch.object(watchdog, "_PATIENCE_S", 1.0):
+        yield
+
+
+def said(call: Callable[[], object]) -> str:
+    """What it raises, with its class; "" where it returns."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def disagreeing(ctx: RankContext, what: str) -> list[str]:
+    """What this rank is told where rank 1 does something else than the others, and then in a call
+    of all."""
+    mesh, odd = mesh_of(2), ctx.rank == 1
+    layout = mesh.layout("zigzag", 29)
+    local = [layout.shard(x, 1, ctx.rank) for x in inputs_of("head", 29, torch.float32)[:3]]
+    base = recurrence_of("head")
+    where: dict[str, Any] = {"mesh": mesh, "layout": layout, "dims": [1] * 3, "out_dim": 1}
+
+    def run(recurrence: Recurrence = base, tensors: Any = None, **changed: Any) -> torch.Tensor:
+        tensors = [x.clone().requires_grad_() for x in local] if tensors is None else tensors
+        return ds_usp.affine_scan(recurrence, tensors, **(where | changed))
+
+    def breaks(place: str) -> Recurrence:
+        def of_piece(tensors: Tensors, piece: Piece) -> PieceMap:
+            if place == "run":
+                raise RuntimeError("out of memory in run")
+            ran = PieceMap(*run_tokens("head", tensors))
+
+            def respond(state: torch.Tensor) -> torch.Tensor:
+                raise RuntimeError("out of memory in respond")
+
+            return ran._replace(respond=respond)
+
+        return replace(base, run=of_piece)
+
+    tall = replace(base, state_shape=(HEADS, N, M + 1))
+    actions: dict[str, Callable[[], object]] = {
+        "documents": lambda: run(documents=[0, 5, 29]),
+        "gradient": lambda: run(tensors=local),
+        "dtype": lambda: run(tensors=[x.double() for x in local]),
+        "state shape": lambda: run(recurrence=tall),
+        "tokens": lambda: run(tensors=[x[:, 1:] for x in local]),
+        "layout": lambda: run(layout=TokenLayout("zigzag", 29, 4, 1)),
+        "error in run": lambda: run(breaks("run")),
+        "error in finish": lambda: run(breaks("finish")),
+        "no backward": run,
+        "another function": lambda: ds_usp.causal_conv(
+            convolve, torch.ones(2, CHANNELS, layout.length(ctx.rank)), 4, mesh=mesh, layout=layout
+        ),
+    }
+    good: Callable[[], object] = lambda: run().sum().backward()  # noqa: E731
+    # What rank 1 leaves out it meets the others in with its next call.
+    late = what in ("error in finish", "no backward")
+    with short_patience():
+        texts = [said(actions[what] if odd else good)]
+        if late and odd:
+            texts = [said(good)]
+        return [*texts, said(good)]
+
+
+# And what every rank is told.
+DIFFERENT = {
+    "documents": "one document on ranks 0, 2-3, documents 0-5-29 on rank 1",
+    "gradient": "gradients: with on ranks 0, 2-3, without on rank 1",
+    "dtype": "torch.float64",
+    "state shape": "states [2, 3, 5], transitions [2] elementwise on rank 1",
+    "tokens": "tensor 0 has 6 tokens along dim 1",
+    "layout": "the layout is for ulysses 4 x ring 1",
+    "error in run": "out of memory in run",
+    "error in finish": "backward pass of call",
+    "no backward": "backward pass of call",
+    "another function": "affine_scan on ranks 0, 2-3, causal_conv on rank 1",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_rank_that_differs_is_refused_on_all(pool, what):
+    for first, then in pool.run(disagreeing, WORLD, timeout=TIMEOUT_S, what=what):
+        assert DIFFERENT[what] in first and then == "", first
+
+
+def around_a_scan(ctx: RankContext, enters: bool) -> str:
+    """What the backward passes of two forward passes say, where rank 0 needs no transition, and so
+    nothing of the convolution that makes them."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("contiguous", WORLD)
+    where: dict[str, Any] = {"mesh": mesh, "layout": layout}
+    generator, passes = torch.Generator().manual_seed(1), []
+
+    def without_enter(call: Any, tensors: Tensors) -> list[torch.Tensor]:
+        call.needs_grad, call._anchor = True, tensors[-1].flatten()[:0]
+        return list(tensors)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(short_patience())
+        if not enters:
+            stack.enter_context(mock.patch.object(exchange.ExchangeCall, "_enter", without_enter))
+        for _ in range(2):
+            whole = torch.randn(3, ROWS, CHANNELS, WORLD, generator=generator, dtype=torch.float64)
+            local = [layout.shard(x, 2, ctx.rank).requires_grad_() for x in whole]
+            mixed = [ds_usp.causal_conv(convolve, x, TAPS, **where).sigmoid() for x in local]
+            tensors = [x.unflatten(1, (HEADS, N)) for x in mixed]
+            recurrence = recurrence_of("element")
+            out = ds_usp.affine_scan(recurrence, tensors, dims=[3] * 3, out_dim=3, **where)
+            passes.append((whole, local, out))
+        for whole, local, out in passes:
+            text = said(lambda: (out.sum().backward(), mesh.check()))  # noqa: B023
+            if text:
+                return text
+            leaves = [x.clone().requires_grad_() for x in whole]
+            tensors = [convolve(x).sigmoid().unflatten(1, (HEADS, N)) for x in leaves]
+            run_tokens("element", tensors)[0].sum().backward()
+            for x, y in zip(local, leaves, strict=True):
+                torch.testing.assert_close(x.grad, layout.shard(y.grad, 2, ctx.rank))
+    return ""
+
+
+def test_every_exchange_before_a_scan_has_a_backward_exchange_on_every_rank(pool):
+    assert pool.run(around_a_scan, WORLD, timeout=TIMEOUT_S, enters=True) == [""] * WORLD
+    for text in pool.run(around_a_scan, WORLD, timeout=TIMEOUT_S, enters=False):
+        assert "backward pass of call" in text
+
+
+def refused(ctx: RankContext) -> list[str]:
+    """What is wrong on all ranks alike."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", 29)
+    a, b, read = (layout.shard(x, 1, ctx.rank) for x in inputs_of("head", 29, torch.float32)[:3])
+    base = recurrence_of("head")
+    parameter = torch.ones(HEADS, requires_grad=True)
+    dims: list[int | None] = [1, 1, 1]
+
+    def run(recurrence: Recurrence = base, tensors: Any = (a, b, read), **changed: Any) -> object:
+        where = {"mesh": mesh, "layout": layout, "dims": dims, "out_dim": 1} | changed
+        return ds_usp.affine_scan(recurrence, tensors, **where)
+
+    def with_parameter(tensors: Tensors, piece: Piece) -> PieceMap:
+        return PieceMap(*run_tokens("head", [tensors[0] * parameter, *tensors[1:3]]))
+
+    def lacking(field: str) -> Recurrence:
+        def of_piece(tensors: Tensors, piece: Piece) -> PieceMap:
+            return PieceMap(*run_tokens("head", tensors))._replace(**{field: None})
+
+        return replace(base, run=of_piece)
+
+    outside = replace(base, run=with_parameter)
+    texts = [
+        said(lambda: run(layout=mesh.layout("striped", 29))),
+        said(lambda: run(layout="zigzag")),
+        said(lambda: run(documents=[0, 28])),
+        said(lambda: run(dims=[1, 1])),
+        said(lambda: run(tensors=(a, b[:1], read))),
+        said(lambda: run(replace(base, state_shape=(HEADS, N, M + 1)))),
+        said(lambda: replace(base, matrix=True)),
+        said(lambda: run(outside)),
+        *(said(lambda f=f: run(lacking(f))) for f in ("state", "transition", "respond")),
+        said(lambda: ds_usp.causal_conv(convolve, a, 0, mesh=mesh, layout=layout)),
+        said(lambda: ds_usp.causal_conv(F.relu, a.transpose(1, 2), 0, mesh=mesh, layout=layout)),
+    ]
+    run(outside, (a, b, read, parameter), dims=[*dims, None]).sum().backward()
+    return texts
+
+
+REFUSED = [
+    "LayoutError: striped(29 tokens, ulysses 2 x ring 2) gives each rank tokens that are 2 apart",
+    "LayoutError: layout='zigzag' must be a TokenLayout, which mesh.layout(kind, seq_len) makes",
+    "ConfigError: the documents of sample 0 end at 28, the sequence has 29 tokens",
+    "ConfigError: 3 tensors have 2 dims",
+    "ConfigError: tensor 1 of affine_scan is [1, ",
+    "the recurrence gave piece ",
+    "ConfigError: A [2] does not fit a state [2, 3, 4] as a matrix on the left",
+    "a state of affine_scan has a gradient and none of its tensors has",
+    *("the recurrence gave piece " for _ in range(3)),  # to some ranks: the others quote it
+    "LayoutError: ",
+    "ConfigError: taps=0 must be a whole number of 1 or more",
+]
+
+
+def test_what_is_wrong_on_all_ranks_is_refused(pool):
+    for texts in pool.run(refused, WORLD, timeout=TIMEOUT_S):
+        for text, wanted in zip(texts, REFUSED, strict=True):
+            assert wanted in text
+
+
+def ledger(ctx: RankContext, pieces: int, kind: str, documents: Any) -> tuple[list[int], list[int]]:
+    """Bytes of states and halos that a forward and a backward pass count, and the formula's."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("context_parallel", 29)
+    counted, said_by_formula = list[int](), list[int]()
+    state, transition = recurrence_of(kind).state_shape, recurrence_of(kind).transition_shape
+    with direct_up_to(pieces):
+        of_batch = chains(layout, normalize_documents(documents), ROWS)
+        local = [
+            layout.shard(x, DIM[kind], ctx.rank) for x in inputs_of(kind, 29, torch.float32)[:3]
+        ]
+        x = layout.shard(inputs_of(kind, 29, torch.float32)[3], 2, ctx.rank).bfloat16()
+        where: dict[str, Any] = {"mesh": mesh, "layout": layout, "documents": documents}
+        options = {"dims": [DIM[kind]] * 3, "out_dim": DIM[kind]} | where
+        tensors = [x.requires_grad_() for x in local]
+        mesh.ledger.reset()
+        compared = mesh.consistency.number
+        out = ds_usp.affine_scan(recurrence_of(kind), tensors, **options)
+        convolved = ds_usp.causal_conv(convolve, x.requires_grad_(), TAPS, **where)
+        for backward in (False, True):
+            counted += [mesh.ledger.bytes["states"], mesh.ledger.bytes["halo"]]
+            sizes = math.prod(state), math.prod(transition)
+            said_by_formula += [
+                of_batch.sent_bytes(ctx.rank, *sizes, backward=backward),
+                of_batch.halo_bytes(ctx.rank, TAPS - 1, CHANNELS, 2, backward=backward),
+            ]
+            if not backward:
+                mesh.ledger.reset()
+                (out.sum() + convolved.sum()).backward()
+    # One comparison a call and a backward pass, however many exchanges there are.
+    assert mesh.consistency.number - compared == 4
+    return counted, said_by_formula
+
+
+@pytest.mark.parametrize("documents", [BATCHES["packed"][1], BATCHES["rows"][1], ()])
+@pytest.mark.parametrize("pieces", [2, 8])
+def test_bytes_are_those_of_the_formula(pool, pieces, documents):
+    options = {"pieces": pieces, "kind": "matrix", "documents": documents}
+    results = pool.run(ledger, WORLD, timeout=TIMEOUT_S, **options)
+    for counted, formula in results:
+        assert counted == formula
+    assert all(sum(counted[i] for counted, _ in results) > 0 for i in range(4))
+
+
+def kept_by_the_graph(ctx: RankContext) -> list[bool]:
+    """Whether something of a call outlives its output, without a collection of cycles."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", 29)
+    tensors = [
+        layout.shard(x, 1, ctx.rank).requires_grad_()
+        for x in inputs_of("head", 29, torch.float32)[:3]
+    ]
+    calls, whole = [], exchange.ExchangeCall.begin
+
+    def begin(call: Any, compute: Any) -> Any:
+        calls.append(weakref.ref(call))
+        return whole(call, compute)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(exchange.ExchangeCall, "begin", begin):
+            out = ds_usp.affine_scan(
+                recurrence_of("head"), tensors, mesh=mesh, layout=layout, dims=[1] * 3, out_dim=1
+            )
+        node = weakref.ref(out.grad_fn)
+        out.sum().backward()
+        del out
+        return [calls[0]() is None, node() is None]
+    finally:
+        gc.enable()
+
+
+def test_a_call_is_freed_with_its_output(pool):
+    assert pool.run(kept_by_the_graph, WORLD, timeout=TIMEOUT_S) == [[True, True]] * WORLD
+
+
+def in_autocast(ctx: RankContext) -> tuple[bool, bool]:
+    """Whether states are folded in fp32 under autocast; and where it stays on, as a wrong one."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", 29)
+    tensors = [layout.shard(x, 1, ctx.rank) for x in inputs_of("matrix", 29, torch.float32)[:3]]
+    base = recurrence_of("matrix")
+
+    def of_piece(tensors: Tensors, piece: Piece) -> PieceMap:
+        with torch.autocast("cpu", enabled=False):
+            return base.run(tensors, piece)
+
+    def run() -> torch.Tensor:
+        options: dict[str, Any] = {"mesh": mesh, "layout": layout, "dims": [1] * 3, "out_dim": 1}
+        return ds_usp.affine_scan(replace(base, run=of_piece), tensors, **options)
+
+    wanted = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = torch.equal(run(), wanted)
+        with mock.patch.object(scan, "no_autocast", lambda _: contextlib.nullcontext()):
+            return exact, torch.equal(run(), wanted)
+
+
+def test_states_are_folded_outside_of_autocast(pool):
+    results = pool.run(in_autocast, WORLD, timeout=TIMEOUT_S)
+    assert [exact for exact, _ in results] == [True] * WORLD
+    assert not all(wrong for _, wrong in results)
