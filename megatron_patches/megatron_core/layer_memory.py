@@ -69,17 +69,17 @@ def activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
     return product
 
 
-def save_less(layer: TransformerLayer, recompute: str, mlp_chunks: int) -> None:
+def save_less(layer: TransformerLayer, recompute: str, chunks: int) -> None:
     """Let a layer follow those memory settings of a run that are no wrapper around it: its MLP in
     chunks, and GEMM-last recomputation of what is not in chunks.
 
     Raises:
         ConfigError: a layer whose MLP is not dense, or that recomputes or offloads already.
     """
-    if mlp_chunks > 1:
-        mlp_in_chunks(layer, mlp_chunks)
+    if chunks > 1:
+        mlp_in_chunks(layer, chunks)
     if recompute == "gemm-last":
-        recompute_gemm_last(layer, mlp=mlp_chunks <= 1)
+        recompute_gemm_last(layer, mlp=chunks <= 1)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_core.core_attention import USPCoreAttention
 from megatron_patches.megatron_core.rotary import RotatingForward, rotary_table
-from megatron_patches.projection_overlap import has_hooks
+from megatron_patches.projection_checks import has_hooks
 
 # Options of a configuration with which a layer computes something else around attention.
 _OPTIONS = (

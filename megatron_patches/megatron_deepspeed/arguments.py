@@ -19,7 +19,7 @@ from ds_usp.memory import LayerMemory, run_for_gradients
 from ds_usp.planner import AUTO
 from ds_usp.settings import add_removed_flag, add_settings
 from ds_usp.training import check_zero_stage
-from megatron_patches import flags, projection_overlap, refusals
+from megatron_patches import flags, projection_checks, refusals
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.compat import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.startup import FRAMEWORK
@@ -101,8 +101,8 @@ def validate_args(
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
         apply_later(FRAMEWORK)
-    projection_overlap.check_projections(args, unserved_projections(_deepspeed_config(args)))
-    if projection_overlap.projects_again(args, args.ds_sequence_parallel_size):
+    projection_checks.check_projections(args, unserved_projections(_deepspeed_config(args)))
+    if projection_checks.projects_again(args, args.ds_sequence_parallel_size):
         verify_flag(FRAMEWORK, "--usp-projection-overlap")
     flags.check_mlp_chunks(args, min(map(layout.length, range(layout.degree))))
     return validated

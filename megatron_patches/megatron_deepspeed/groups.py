@@ -17,7 +17,7 @@ from megatron_patches.megatron_deepspeed.state import (
     is_active,
     set_state,
 )
-from megatron_patches.projection_overlap import projects_again
+from megatron_patches.projection_checks import projects_again
 
 Ranks = tuple[int, ...]
 

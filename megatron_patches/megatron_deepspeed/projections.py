@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import ConfigError
-from megatron_patches.projection_overlap import has_hooks
+from megatron_patches.projection_checks import has_hooks
 
 
 def prepare_layer(layer: Any, *, partitioned: bool) -> None:

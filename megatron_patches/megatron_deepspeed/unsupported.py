@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_patches import refusals
-from megatron_patches.projection_overlap import FLAG, OR_OFF
+from megatron_patches.projection_checks import FLAG, OR_OFF
 from megatron_patches.refusals import Refusal
 
 

@@ -25,7 +25,7 @@ from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
 from megatron_patches.megatron_lm.relied_on import FRAMEWORK
 from megatron_patches.patch_set import apply_later
-from megatron_patches.projection_overlap import check_projections
+from megatron_patches.projection_checks import check_projections
 from megatron_patches.refusals import refuse
 from megatron_patches.settings import MeshSettings
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_patches.megatron_lm.relied_on import FRAMEWORK, PROJECTIONS_FLAG
 from megatron_patches.patch_set import verify_flag
-from megatron_patches.projection_overlap import FLAG, OFF, OR_OFF, projects_again
+from megatron_patches.projection_checks import FLAG, OFF, OR_OFF, projects_again
 from megatron_patches.refusals import Refusal
 
 _LEAVE_OUT = f"Leave them out, {OR_OFF}"

@@ -127,7 +127,7 @@ def after_a_failure(ctx: RankContext) -> tuple[bool, bool, float]:
     failed = SequenceMesh.from_group(group, 2)
     if ctx.rank == 1:
         failed.consistency._fail(ds_usp.MeshError("for good"))
-        with pytest.raises(ds_usp.MeshError, match="from_group.*on every rank"):
+        with pytest.raises(ds_usp.MeshError, match=r"from_group.*on every rank"):
             SequenceMesh.shared(group, 2, "ulysses-ring")
     else:
         assert SequenceMesh.shared(group, 2, "ulysses-ring") is failed

@@ -7,7 +7,7 @@ from trainer_runs import PLAIN_SGD, degrees, relative_difference, train
 from usp_trainer.validate_args import PROJECTIONS_NOT_SERVED as NOT_SERVED
 
 import ds_usp
-from megatron_patches.projection_overlap import check_projections, projects_again
+from megatron_patches.projection_checks import check_projections, projects_again
 
 LIMIT = 1e-5
 AGAIN = " --usp-projection-overlap recompute"

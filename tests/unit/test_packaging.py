@@ -74,7 +74,7 @@ def test_the_wheel_says_its_commit_extras_and_program(wheel):
     assert "ds-usp = ds_usp.__main__:main" in programs
     extras = set(metadata.get_all("Provides-Extra", []))
     plain = {"flash", "flash4", "megatron", "deepspeed", "plots", "trainer", "test"}
-    assert extras == plain | {"transformers", "diffusers"}
+    assert extras == plain | {"transformers", "diffusers", "recurrence"}
     assert metadata["Keywords"] and metadata.get_all("Classifier")
     needed = metadata.get_all("Requires-Dist", [])
     assert [x for x in needed if x.startswith("tqdm")] == ['tqdm; extra == "trainer"']

@@ -41,7 +41,7 @@ from megatron_patches.megatron_core.core_attention import USPCoreAttention
 from megatron_patches.megatron_core.layer_memory import save_less, without_zero_offset
 from megatron_patches.megatron_core.projections import project_again
 from megatron_patches.megatron_core.rotary import rotate_in_projection
-from megatron_patches.projection_overlap import projects_again
+from megatron_patches.projection_checks import projects_again
 from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
 

@@ -15,7 +15,7 @@ from megatron_patches.flags import (
     SHARED_REFUSALS,
     check_mlp_chunks,
 )
-from megatron_patches.projection_overlap import FLAG, OR_OFF, check_projections
+from megatron_patches.projection_checks import FLAG, OR_OFF, check_projections
 from megatron_patches.refusals import Refusal, refuse
 from usp_trainer import (
     environment,
