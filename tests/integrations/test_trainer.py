@@ -397,9 +397,9 @@ def generates_in_a_callback(trainer: Any) -> None:
     trainer.add_callback(type("LogCompletionsCallback", (transformers.TrainerCallback,), {}))
 
 
-def scores_with_mamba(trainer: Any) -> None:
+def scores_with_rwkv(trainer: Any) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
-    trainer.value_model = transformers.MambaModel(transformers.MambaConfig(**sizes))
+    trainer.value_model = transformers.RwkvModel(transformers.RwkvConfig(**sizes))
 
 
 def refers_to_another_mesh(trainer: Any) -> None:
@@ -438,7 +438,7 @@ REFUSED: list[tuple[dict[str, Any] | Callable[[Any], None], str]] = [
         set_on("args.precompute_ref_log_probs", True),
         r"precompute_ref_log_probs=True.*shards ref_model too",
     ),
-    (scores_with_mamba, "the trainer's value_model would run whole"),
+    (scores_with_rwkv, "the trainer's value_model would run whole"),
     (refers_to_another_mesh, "the trainer's ref_model is enabled for another mesh"),
     (has_axes_of_accelerates, r"ParallelismConfig\(cp_size=2\)"),
     (attached, "attach was called for this trainer before"),
