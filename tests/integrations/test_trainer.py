@@ -451,7 +451,7 @@ def test_what_would_not_train_alike_is_refused(how, text):
     trainer = trainer_with(**(how if isinstance(how, dict) else {}))
     if callable(how):
         how(trainer)
-    is_model = how is scores_with_mamba
+    is_model = how is scores_with_rwkv
     with pytest.raises(UnsupportedAttentionError if is_model else ConfigError, match=text):
         attach(trainer, ONE_RANK)
 
