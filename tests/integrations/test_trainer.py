@@ -398,7 +398,7 @@ def generates_in_a_callback(trainer: Any) -> None:
 
 
 def scores_with_rwkv(trainer: Any) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 8}
     trainer.value_model = transformers.RwkvModel(transformers.RwkvConfig(**sizes))
 
 
