@@ -33,6 +33,7 @@ from model_runs import (
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.bamba import modeling_bamba
+from transformers.models.minimax import modeling_minimax
 
 import ds_usp
 from ds_usp import ConfigError, DataError, LayoutError
@@ -324,6 +325,29 @@ def own_mixer(model: Any) -> None:
     model.model.layers[0].mamba.__class__ = OwnMixer
 
 
+class OwnAttention(modeling_minimax.MiniMaxLightningAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(*args, **kwargs)
+        return 2 * out, weights
+
+
+def own_attention(model: Any) -> None:
+    """Of a layer whose forward a row replaces as a whole."""
+    model.__class__ = modeling_minimax.MiniMaxForCausalLM
+    small = meta("minimax")
+    model.config, model.model = small.config, small.model
+    for module in model.modules():
+        if type(module) is modeling_minimax.MiniMaxLightningAttention:
+            module.__class__ = OwnAttention
+
+
+def own_code(model: Any) -> None:
+    """As a checkpoint brings it."""
+    kind = type(model.model)
+    model.model.__class__ = type("RemoteModel", (transformers.PreTrainedModel,), dict(vars(kind)))
+    model.model.__class__.__module__ = "transformers_modules.bamba.modeling_bamba"
+
+
 def replaced(model: Any) -> None:
     model.model.layers[0].mamba.forward = lambda x, **_: x
 
@@ -340,6 +364,8 @@ def another_type(model: Any) -> None:
     ("change", "text"),
     [
         (own_mixer, "OwnMixer has a forward of its own around that of causal_conv1d_fn"),
+        (own_attention, "OwnAttention has a forward of its own around that of forward"),
+        (own_code, "RemoteModel is not transformers' own model of the type bamba"),
         (replaced, "the forward of BambaMixer was replaced"),
         (another_kind, "names 1 of them, and 0 call functions"),
         (another_type, "model type bamba2 are not served: they are not known"),
@@ -350,6 +376,22 @@ def test_layers_that_are_not_known_are_refused(change, text):
     change(model)
     with pytest.raises(Unsupported, match=text):
         enable(model, ds_usp.SequenceMesh.single())
+
+
+def test_numbers_of_documents_are_those_of_the_batch():
+    """Dropped, they would leave a state in the next document, which mamba_ssm keeps apart."""
+    model, ids = tiny_models.build("bamba"), plain_batch()["input_ids"][:1]
+    lengths = 9, ids.shape[1] - 9
+    numbers = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with enable(model, ds_usp.SequenceMesh.single()):
+        both = model(ids, position_ids=positions, seq_idx=numbers, labels=ids).loss
+        assert both == model(ids, position_ids=positions, labels=ids).loss
+        for others in ({}, {"position_ids": positions.roll(1)}):
+            with pytest.raises(DataError, match="seq_idx of row 0 has 2 documents"):
+                model(ids, seq_idx=numbers, **others)
+        with pytest.raises(DataError, match=r"seq_idx \[1, 8\] must be"):
+            model(ids, position_ids=positions, seq_idx=numbers[:, :8])
 
 
 def test_an_older_transformers_is_refused(monkeypatch):

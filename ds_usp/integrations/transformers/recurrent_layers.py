@@ -63,10 +63,16 @@ def functions_of(layer: nn.Module) -> Mapping[str, Row]:
 def _rows_of(kind: Any) -> Mapping[str, Row]:
     rows: dict[str, Row] = {}
     for base in kind.__mro__:
-        rows |= METHODS.get(base.__name__, {})
+        if is_of_transformers(base):
+            rows |= METHODS.get(base.__name__, {})
         if "forward" in vars(base):
             rows |= {name: FUNCTIONS[name] for name in _globals_of(base) if name in FUNCTIONS}
     return MappingProxyType(rows)
+
+
+def is_of_transformers(kind: type) -> bool:
+    """Whether a class is one of the package's models, not one of a checkpoint's own code."""
+    return kind.__module__.startswith("transformers.models.")
 
 
 def _globals_of(kind: Any) -> set[str]:
@@ -80,9 +86,13 @@ def reason_against_layer(layer: nn.Module) -> str:
     """Why the functions of a recurrent layer cannot be replaced; nothing if they can."""
     kind = type(layer)
     name = kind.__name__
-    hidden = functions_of(layer).keys() & FUNCTIONS.keys() - _globals_of(kind)
-    if hidden:
-        return f"{name} has a forward of its own around that of {', '.join(sorted(hidden))}"
+    rows = functions_of(layer)
+    hidden = rows.keys() & FUNCTIONS.keys() - _globals_of(kind)
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    if "forward" in rows and "forward" not in METHODS.get(owner.__name__, {}):
+        hidden = {"forward"}  # which the row would replace
+    if hidden or not is_of_transformers(owner):
+        return f"{name} has a forward of its own around that of {', '.join(sorted(hidden or rows))}"
     found = vars(layer).get("_old_forward", vars(layer).get("forward"))
     if found is not None and getattr(found, "__func__", None) is not kind.forward:
         return (

@@ -26,6 +26,7 @@ from ds_usp.integrations.transformers.recurrent_functions import (
     WITHOUT_ATTENTION,
 )
 from ds_usp.integrations.transformers.recurrent_layers import (
+    is_of_transformers,
     reason_against_layer,
     recurrent_layers,
 )
@@ -176,6 +177,14 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
             f"is {transformers.__version__}"
         )
         return
+    # A checkpoint's own code (trust_remote_code) may have other layers under the same name.
+    ours = {_package(base) for base in type(text_model(model)).__mro__ if is_of_transformers(base)}
+    if ours.isdisjoint(map(_package, type(text).__mro__)):
+        yield (
+            f"{states}: {type(text_model(model)).__name__} is not transformers' own model of the "
+            f"type {text.model_type}: load it without trust_remote_code"
+        )
+        return
     count = sum(kind in RECURRENT_KINDS for kind in given)
     if count != len(layers):
         yield (
@@ -185,6 +194,10 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
     for why in filter(None, map(reason_against_layer, layers)):
         yield f"{states}: {why}"
         return
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.rpartition(".")[0]
 
 
 def layout_of_states(model: PreTrainedModel, options: Options) -> str:

@@ -88,6 +88,8 @@ class WholeArguments:
                 )
         padding = _padding(given, size, seq_len)
         documents = _documents(given, padding, size, seq_len)
+        if "seq_idx" in given:
+            _check_numbers(given["seq_idx"], documents, size, seq_len)
         left_padded = any(first > 0 for first, _ in padding)
         return cls(given, size, seq_len, documents, left_padded)
 
@@ -331,6 +333,25 @@ def _documents(
     if not any(starts):
         return ()
     return tuple(borders_through(row, seq_len) for row in starts)
+
+
+def _check_numbers(
+    numbers: Tensor, documents: tuple[Borders, ...], size: int, seq_len: int
+) -> None:
+    """DataError where documents are numbered otherwise than the rest of the batch says: in
+    transformers Mamba's layers would keep those apart, and attention these."""
+    if tuple(numbers.shape) not in ((size, seq_len), (1, seq_len)):
+        raise DataError(f"seq_idx {list(numbers.shape)} must be [{size}, {seq_len}], as the tokens")
+    begins = [row.nonzero().flatten() + 1 for row in numbers[:, 1:] != numbers[:, :-1]]
+    of_numbers = [borders_through(row.tolist(), seq_len) for row in begins]
+    rows = list(documents or [(0, seq_len)]) * (size if len(documents) <= 1 else 1)
+    for row, (have, want) in enumerate(zip(of_numbers * (size // len(begins)), rows, strict=True)):
+        if have != want:
+            raise DataError(
+                f"seq_idx of row {row} has {len(have) - 1} documents, the rest of the batch "
+                f"{len(want) - 1} or other ones: give position_ids that start anew in each "
+                "document, beside seq_idx or in its place"
+            )
 
 
 def _starts(positions: Tensor | None, size: int) -> list[list[int]]:
