@@ -63,9 +63,14 @@ def causal_conv(
         line += [before[..., begin:end] for begin, end in spans]
         line += cuts[first:stop]
         lengths += [halo.width, sum(halo.lengths[first:stop])]
-    y = conv(_join(line))
-    if y.ndim != 3 or y.shape[2] != sum(lengths):
-        raise ConfigError(f"conv gave {list(y.shape)} for {sum(lengths)} tokens")
+    with call.raising_everywhere():
+        y = conv(_join(line))
+        if not isinstance(y, torch.Tensor):
+            raise ConfigError(f"conv gave a {type(y).__name__}, not a tensor")
+        if y.ndim != 3 or len(y) != len(tokens) or y.shape[2] != sum(lengths):
+            raise ConfigError(
+                f"conv gave {list(y.shape)} for {len(tokens)} rows of {sum(lengths)} tokens"
+            )
     return call.leave(_join(y.split(lengths, 2)[1::2]), 2)
 
 

@@ -3,7 +3,8 @@ compare in both passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -90,7 +91,7 @@ class ExchangeCall:
             return Signature.of(*signature, *fields), result
 
         given, self._given = self._given, None  # the graph keeps the call: no inputs with it
-        like = given[0][0] if given[0] else None
+        like = given[0][0] if isinstance(given[0], Sequence) and given[0] else None
         result = check_on_all_ranks(self.mesh, check, like)
         self.number = self.mesh.consistency.number
         return result
@@ -107,12 +108,21 @@ class ExchangeCall:
                 f"layout={layout!r} must be a TokenLayout, which mesh.layout(kind, seq_len) makes"
             )
         self.mesh.check_degrees(layout)
+        for what, given in (("tensors", tensors), ("dims", dims)):
+            if not isinstance(given, Sequence):
+                raise ConfigError(
+                    f"{what} of {self.name} must be a list or tuple, got a {type(given).__name__}"
+                )
         if len(dims) != len(tensors):
             raise ConfigError(f"{len(tensors)} tensors have {len(dims)} dims, one each is needed")
         rows, shapes, length = None, [], layout.length(self.mesh.rank)
         for number, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
             if not isinstance(x, torch.Tensor):
                 raise ConfigError(f"tensor {number} of {self.name} is a {type(x).__name__}")
+            if dim is not None and not is_dim(dim):
+                raise ConfigError(
+                    f"dims[{number}]={dim!r} of {self.name} must be a whole number, or None"
+                )
             shape = list[object](x.shape)
             if dim is not None:
                 shape[layout.check_dim(x, dim, length, f"tensor {number}")] = "s"
@@ -153,6 +163,18 @@ class ExchangeCall:
                 inputs[i] = x
         return inputs
 
+    @contextmanager
+    def raising_everywhere(self) -> Iterator[None]:
+        """Around what may raise on one rank once the ranks have compared the call: the others are
+        told in their next comparison."""
+        consistency = self.mesh.consistency
+        num_raised = consistency.num_raised
+        try:
+            yield
+        except Exception as error:
+            consistency.raise_everywhere(error, num_raised)
+            raise
+
     def exchange(
         self,
         parts: Sequence[torch.Tensor],
@@ -185,6 +207,11 @@ class ExchangeCall:
             return out
         left: torch.Tensor = _Leave.apply(consistency, self.number, self.name, out, *received)
         return left
+
+
+def is_dim(dim: object) -> bool:
+    """It is a whole number; whether a tensor has the dim is another check."""
+    return isinstance(dim, int) and not isinstance(dim, bool)
 
 
 def _fold_rows(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -136,13 +136,8 @@ def delta_rule(
     states = PieceStates(call, value.shape[2], key.shape[3], value.shape[3], key.device)
     rows = inputs[0].shape[0]
     q, k, v, decay, b = (x.flatten(0, 1)[None] for x in inputs)
-    consistency = mesh.consistency
-    num_raised = consistency.num_raised
-    try:
+    with call.raising_everywhere():
         out, _ = kernel(q, k, v, g=decay, beta=b, **states.arguments(), **options)
-    except Exception as error:
-        consistency.raise_everywhere(error, num_raised)
-        raise
     return call.leave(out[0].unflatten(0, (rows, -1)), 1)
 
 
@@ -285,17 +280,19 @@ def borders_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``cu_seqlens`` of a rank's pieces of all rows, one row after the other: on the device, where
     fla's caches know it by identity, and in host memory."""
-    host = torch.tensor(lengths * rows).cumsum(0)
-    host = torch.cat([host.new_zeros(1), host])
-    return host.to(device), host
+    with torch.inference_mode(False):  # kept: a later training pass saves them
+        host = torch.tensor(lengths * rows).cumsum(0)
+        host = torch.cat([host.new_zeros(1), host])
+        return host.to(device), host
 
 
 @functools.lru_cache(maxsize=64)
 def numbers_of(lengths: tuple[int, ...], rows: int, device: torch.device) -> torch.Tensor:
     """``seq_idx`` of pieces: the number of each token's piece ``[rows, tokens]``."""
-    numbers = torch.arange(len(lengths), dtype=torch.int32)
-    line = numbers.repeat_interleave(torch.tensor(lengths))
-    return line.expand(rows, -1).to(device).contiguous()
+    with torch.inference_mode(False):  # as borders_of
+        numbers = torch.arange(len(lengths), dtype=torch.int32)
+        line = numbers.repeat_interleave(torch.tensor(lengths))
+        return line.expand(rows, -1).to(device).contiguous()
 
 
 def _maps(

@@ -15,7 +15,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import Piece
 from ds_usp.recurrence import kernels
-from ds_usp.recurrence.scan import PieceMap, PieceMaps, Recurrence, affine_scan
+from ds_usp.recurrence.scan import PieceMap, PieceMaps, Recurrence, affine_scan, no_autocast
 
 Kernel = Callable[..., Any]
 
@@ -137,10 +137,11 @@ def mamba2(
                 step = step if dt_bias is None else step + dt_bias.to(step.dtype)
                 step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
                 step = step.to(state_dtype(step))
-                change = step * A  # logarithm of a token's decay [b, t, h]
-                weight = step * _after(change, 1).exp()
-                states[number] = _state_of(part[0], weight, part[2])
-                transitions[number] = change.sum(1).exp() if piece.imports else None
+                with no_autocast(x.device):
+                    change = step * A  # logarithm of a token's decay [b, t, h]
+                    weight = step * _after(change, 1).exp()
+                    states[number] = _state_of(part[0], weight, part[2])
+                    transitions[number] = change.sum(1).exp() if piece.imports else None
 
         def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
             outs = []
@@ -183,7 +184,7 @@ def _calls(pieces: Sequence[Piece], together: bool) -> list[tuple[int, int]]:
 
 
 def _state_of(x: torch.Tensor, weight: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of ``x B^T`` over tokens, ``[b, h, p, n]``.
+    """The weighted sum of ``x B^T`` over tokens, ``[b, h, p, n]``; with autocast off.
 
     Shapes: x ``[b, t, h, p]``, weight ``[b, t, h]``, B ``[b, t, groups, n]``.
     """
@@ -362,7 +363,8 @@ def lightning(
             if piece.exports:
                 after = torch.arange(piece.length - 1, -1, -1, device=k.device)
                 weight = torch.exp(-decay * after[:, None]).expand(len(k), -1, -1)
-                states[n] = _state_of(keys, weight, values)
+                with no_autocast(k.device):
+                    states[n] = _state_of(keys, weight, values)
                 transitions[n] = torch.exp(-decay * piece.length).expand(len(k), -1)
 
         def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import Move, Piece, RankRound, StateChains
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.recurrence.exchange import ExchangeCall
+from ds_usp.recurrence.exchange import ExchangeCall, is_dim
 
 Map = tuple[torch.Tensor | None, torch.Tensor]  # (A, B); without A, B is the state
 
@@ -151,11 +151,15 @@ def affine_scan(
     call = ExchangeCall("affine_scan", "states", tensors, dims, mesh, layout, documents)
 
     def compute(inputs: list[torch.Tensor]) -> tuple[list[str], PieceMaps]:
-        maps = _run(recurrence, inputs, dims, out_dim, call.chains.by_rank[mesh.rank])
+        if not isinstance(recurrence, Recurrence):
+            raise ConfigError(f"recurrence={recurrence!r} must be a Recurrence")
+        if not is_dim(out_dim):
+            raise ConfigError(f"out_dim={out_dim!r} must be a whole number")
+        maps, out = _run(recurrence, inputs, dims, out_dim, call)
         _check_maps(recurrence, maps, call)
         kind = "a matrix" if recurrence.matrix else "elementwise"
         shapes = list(recurrence.state_shape), list(recurrence.transition_shape)
-        return ["states {}, transitions {} {}".format(*shapes, kind)], maps
+        return ["states {}, transitions {} {}".format(*shapes, kind), f"output {out}"], maps
 
     maps = call.begin(compute)
     own = call.chains.by_rank[mesh.rank]
@@ -164,7 +168,26 @@ def affine_scan(
         dtype = torch.float64 if wide else torch.float32
         transfer = Transfer(recurrence, call, call.chains, dtype)
         states = transfer.states(own, maps)
-    return call.leave(maps.finish([states.get(piece) for piece in own]), out_dim)
+    with call.raising_everywhere():
+        out = maps.finish([states.get(piece) for piece in own])
+        tokens = sum(piece.length for piece in own)
+        _check_out(out, out_dim, call.chains.rows_of_piece, tokens, f"rank {mesh.rank}")
+    return call.leave(out, out_dim)
+
+
+def _check_out(out: object, dim: int, rows: int, tokens: int, what: str) -> str:
+    """The shape, but for the tokens; ConfigError if it is no output of so many tokens."""
+    if not isinstance(out, torch.Tensor):
+        raise ConfigError(f"the output of {what} is a {type(out).__name__}, not a tensor")
+    given = list[object](out.shape)
+    fits = -out.ndim <= dim < out.ndim and dim % out.ndim != 0
+    if not fits or out.shape[dim] != tokens or len(out) != rows:
+        raise ConfigError(
+            f"the output of {what} is {given} with out_dim={dim}: it needs {rows} rows along dim "
+            f"0 and {tokens} tokens along out_dim, another dim"
+        )
+    given[dim] = "s"
+    return str(given)
 
 
 def _run(
@@ -172,11 +195,15 @@ def _run(
     tensors: Sequence[torch.Tensor],
     dims: Sequence[int | None],
     out_dim: int,
-    pieces: Sequence[Piece],
-) -> PieceMaps:
+    call: ExchangeCall,
+) -> tuple[PieceMaps, str]:
+    """What it computes of all pieces; and as text, what the ranks compare of the output."""
+    pieces, rows = call.chains.by_rank[call.mesh.rank], call.chains.rows_of_piece
     if not recurrence.piecewise:
         maps: PieceMaps = recurrence.run(tensors, pieces)
-        return maps
+        if not isinstance(maps, PieceMaps):
+            raise ConfigError(f"the recurrence gave a {type(maps).__name__}, not PieceMaps")
+        return maps, f"along dim {out_dim}"
     # By split, whose backward is one cat: a slice's would fill the whole tensor for each piece.
     lengths = [piece.length for piece in pieces]
     split = [
@@ -186,6 +213,15 @@ def _run(
     ran: list[PieceMap] = [
         recurrence.run(list(parts), piece) for *parts, piece in zip(*split, pieces, strict=True)
     ]
+    shapes = list[str]()
+    for piece, x in zip(pieces, ran, strict=True):
+        if not isinstance(x, PieceMap):
+            raise ConfigError(
+                f"the recurrence gave piece {piece} a {type(x).__name__}, no PieceMap"
+            )
+        shapes.append(_check_out(x.out, out_dim, rows, piece.length, f"piece {piece}"))
+    if len(set(shapes)) > 1:
+        raise ConfigError(f"the outputs of pieces differ in more than their tokens: {shapes}")
 
     def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
         outs = []
@@ -200,7 +236,7 @@ def _run(
     missing = [p for p, x in zip(pieces, ran, strict=True) if p.imports and x.respond is None]
     if missing:
         raise ConfigError(f"the recurrence gave piece {missing[0]}, which imports, no respond")
-    return PieceMaps([x.state for x in ran], [x.transition for x in ran], finish)
+    return PieceMaps([x.state for x in ran], [x.transition for x in ran], finish), shapes[0]
 
 
 def _check_maps(recurrence: Recurrence, maps: PieceMaps, call: ExchangeCall) -> None:

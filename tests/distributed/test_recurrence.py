@@ -337,7 +337,19 @@ def disagreeing(ctx: RankContext, what: str) -> list[str]:
 
         return replace(base, run=of_piece)
 
+    def narrow(tensors: Tensors, piece: Piece) -> PieceMap:
+        ran = PieceMap(*run_tokens("head", tensors))
+        return ran._replace(out=ran.out[..., 1:])
+
+    def convolved(of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = torch.ones(2, CHANNELS, layout.length(ctx.rank), requires_grad=True)
+        return ds_usp.causal_conv(of, x, 4, mesh=mesh, layout=layout)
+
+    def no_memory(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory in conv")
+
     tall = replace(base, state_shape=(HEADS, N, M + 1))
+    at_once = recurrence_of("head", "states first")
     actions: dict[str, Callable[[], object]] = {
         "documents": lambda: run(documents=[0, 5, 29]),
         "gradient": lambda: run(tensors=local),
@@ -347,16 +359,28 @@ def disagreeing(ctx: RankContext, what: str) -> list[str]:
         "layout": lambda: run(layout=TokenLayout("zigzag", 29, 4, 1)),
         "error in run": lambda: run(breaks("run")),
         "error in finish": lambda: run(breaks("finish")),
+        "output": lambda: run(replace(base, run=narrow)),
+        "out_dim": lambda: run(out_dim=2),
+        "out_dim, states first": lambda: run(at_once, out_dim=2),
+        "no recurrence": lambda: run(None),  # type: ignore[arg-type]
+        "a generator": lambda: run(tensors=(x for x in local)),
+        "dims": lambda: run(dims=["x", 1, 1]),
+        "error in conv": lambda: convolved(no_memory),
+        "output of conv": lambda: convolved(lambda x: x[:, :, 1:]),
         "no backward": run,
-        "another function": lambda: ds_usp.causal_conv(
-            convolve, torch.ones(2, CHANNELS, layout.length(ctx.rank)), 4, mesh=mesh, layout=layout
+        "another function": lambda: convolved(convolve),
+    }
+    others: dict[str, Callable[[], object]] = {
+        "out_dim, states first": lambda: run(at_once).sum().backward(),
+        **dict.fromkeys(
+            ("error in conv", "output of conv"), lambda: convolved(convolve).sum().backward()
         ),
     }
     good: Callable[[], object] = lambda: run().sum().backward()  # noqa: E731
     # What rank 1 leaves out it meets the others in with its next call.
-    late = what in ("error in finish", "no backward")
+    late = what == "no backward"
     with short_patience():
-        texts = [said(actions[what] if odd else good)]
+        texts = [said(actions[what] if odd else others.get(what, good))]
         if late and odd:
             texts = [said(good)]
         return [*texts, said(good)]
@@ -371,9 +395,17 @@ DIFFERENT = {
     "tokens": "tensor 0 has 6 tokens along dim 1",
     "layout": "the layout is for ulysses 4 x ring 1",
     "error in run": "out of memory in run",
-    "error in finish": "backward pass of call",
+    "error in finish": "out of memory in respond",
+    "output": "output [2, 's', 2, 3] on rank 1",
+    "out_dim": "with out_dim=2: it needs 2 rows along dim 0 and ",
+    "out_dim, states first": "output along dim: 1 on ranks 0, 2-3, 2 on rank 1",
+    "no recurrence": "recurrence=None must be a Recurrence",
+    "a generator": "tensors of affine_scan must be a list or tuple, got a generator",
+    "dims": "dims[0]='x' of affine_scan must be a whole number, or None",
+    "error in conv": "out of memory in conv",
+    "output of conv": "conv gave [2, 6, ",
     "no backward": "backward pass of call",
-    "another function": "affine_scan on ranks 0, 2-3, causal_conv on rank 1",
+    "another function": "rank 1: causal_conv, ",
 }
 
 
@@ -447,6 +479,12 @@ def refused(ctx: RankContext) -> list[str]:
 
         return replace(base, run=of_piece)
 
+    first_states = recurrence_of("head", "states first")
+
+    def short(tensors: Tensors, pieces: Sequence[Piece]) -> PieceMaps:
+        maps = first_states.run(tensors, pieces)
+        return maps._replace(finish=lambda states: maps.finish(states)[:, 1:])
+
     outside = replace(base, run=with_parameter)
     texts = [
         said(lambda: run(layout=mesh.layout("striped", 29))),
@@ -458,6 +496,9 @@ def refused(ctx: RankContext) -> list[str]:
         said(lambda: replace(base, matrix=True)),
         said(lambda: run(outside)),
         *(said(lambda f=f: run(lacking(f))) for f in ("state", "transition", "respond")),
+        *(said(lambda n=n: run(out_dim=n)) for n in (0, 2, 7)),
+        said(lambda: run(out_dim=2, documents=[[0, 10, 29], [0, 20, 29]])),
+        said(lambda: run(replace(first_states, run=short))),
         said(lambda: ds_usp.causal_conv(convolve, a, 0, mesh=mesh, layout=layout)),
         said(lambda: ds_usp.causal_conv(F.relu, a.transpose(1, 2), 0, mesh=mesh, layout=layout)),
     ]
@@ -475,6 +516,9 @@ REFUSED = [
     "ConfigError: A [2] does not fit a state [2, 3, 4] as a matrix on the left",
     "a state of affine_scan has a gradient and none of its tensors has",
     *("the recurrence gave piece " for _ in range(3)),  # to some ranks: the others quote it
+    *(f"with out_dim={n}: it needs 2 rows along dim 0 and " for n in (0, 2, 7)),
+    "with out_dim=2: it needs 1 rows along dim 0 and ",
+    "ConfigError: the output of rank ",
     "LayoutError: ",
     "ConfigError: taps=0 must be a whole number of 1 or more",
 ]

@@ -144,7 +144,7 @@ def mamba2_kernel(
             state = state * same[:, None, None, None]
         into = (x[:, t] * step[:, t, :, None])[..., None] * B[:, t, :, None]
         state = state * (step[:, t] * A).exp()[..., None, None] + into
-        outs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t])
+        outs.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
     return torch.stack(outs, 1)
 
 
@@ -174,7 +174,7 @@ def lightning_kernel(
         state = 0 if initial_state is None else initial_state[n]
         for t in range(a, b):
             state = state * g_gamma.exp()[:, None, None] + k[0, t, :, :, None] * v[0, t, :, None]
-            outs.append(scale * torch.einsum("hk,hkv->hv", q[0, t], state))
+            outs.append(scale * (q[0, t, :, :, None] * state).sum(1))
     return torch.stack(outs)[None], None
 
 
@@ -334,3 +334,52 @@ def test_an_error_of_a_library_s_states_is_seen(pool, planted):
     by_rank = pool.run(sweep, WORLD, timeout=TIMEOUT_S, name="delta", planted=planted)
     for what in by_rank[0]:
         assert max(errors[what] for errors in by_rank) > 1e-4, by_rank
+
+
+def in_autocast(ctx: RankContext, name: str) -> list[bool]:
+    """Whether outputs and gradients are those without autocast, bit by bit: the library's kernels
+    compute in fp32 whatever it says, and those above have no product that it would cast."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", TOKENS)
+    given, sharded, dim = tensors_of(name, 1)
+    given = [x.float() for x in given]
+    own = [layout.shard(x, dim, ctx.rank) if i < sharded else x for i, x in enumerate(given)]
+    own = [x.clone().requires_grad_() for x in own]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = over(name, own, mesh=mesh, layout=layout)
+        results.append([out, *torch.autograd.grad(out.sum(), own)])
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["lightning", "mamba2"])
+def test_states_that_a_kernel_starts_from_are_made_outside_of_autocast(pool, name):
+    for exact in pool.run(in_autocast, WORLD, timeout=TIMEOUT_S, name=name):
+        assert all(exact), exact
+
+
+class Doubled(torch.autograd.Function):
+    """As the library's functions, keeps documents for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(documents)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        return 2 * dout, None
+
+
+def test_documents_first_needed_in_inference_are_there_for_training():
+    lengths, device = (3, 5, 7), torch.device("cpu")
+    for made in (kernels.borders_of, kernels.numbers_of):
+        made.cache_clear()
+        with torch.inference_mode():
+            made(lengths, 1, device)
+        kept = made(lengths, 1, device)
+        for documents in kept if isinstance(kept, tuple) else (kept,):
+            x = torch.ones(2, requires_grad=True)
+            Doubled.apply(x, documents).sum().backward()
+            assert x.grad.tolist() == [2, 2]
