@@ -432,9 +432,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "outputs that are not one value": ("pooled",),
     "layers that count": ("an attention that counts its tokens",),
     "models that share": ("a shared configuration", "another attention"),
-    "`ParallelismConfig` with": (
-        "test_trainer.py::test_what_would_not_train_alike_is_refused",
-    ),
+    "`ParallelismConfig` with": ("test_trainer.py::test_what_would_not_train_alike_is_refused",),
     "a trainer's `model_init`": ("test_trainer.py::test_a_trainer_trains_as_one_process_does",),
     "transformers before": ("another transformers",),
 }
