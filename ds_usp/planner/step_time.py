@@ -58,9 +58,9 @@ from ds_usp.planner.traffic import (
 
 _GEMMS = 4  # of a layer: QKV projection, output projection, both of the MLP; a launch each
 COMPONENTS = ("matrices", "attention", "recurrence", "elementwise", "tp", "sp", "recompute")
-# Of the peak that kernels of recurrences reach, from a delta layer of Qwen3-Next on one and two H100
-# (scripts/bench/results/recurrence_layer.csv): 115.9 and 86.0 ms at 128K, where 114.8 and 86.0 were
-# measured; with zigzag 105.8. Other recurrences were not timed.
+# Of the peak that kernels of recurrences reach, from a delta layer of Qwen3-Next on one and two
+# H100 (scripts/bench/results/recurrence_layer.csv): 115.9 and 86.0 ms at 128K, where 114.8 and 86.0
+# were measured; with zigzag 105.8. Other recurrences were not timed.
 _RECURRENT_EFFICIENCY = 0.05
 
 
