@@ -242,6 +242,8 @@ def prompts(learned: bool) -> Any:
 
 
 IDS = plain_batch()["input_ids"]
+NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
+PACKED = torch.tensor([[*range(9), *range(32)]])
 # What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
 CASES: Mapping[str, tuple[str, Act, Act]] = {
     "generate": ("generate: a new token", lambda: generate(True), lambda: generate(False)),
@@ -325,6 +327,16 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
             attention_mask=torch.ones(1, 41),
         ),
         lambda: llama(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor([0, 9, 41])),
+    ),
+    "numbers of documents alone": (
+        "position_ids that start anew in each document",
+        lambda: llama(input_ids=IDS[:1], seq_idx=NUMBERS),
+        lambda: llama(input_ids=IDS[:1], seq_idx=NUMBERS, position_ids=PACKED),
+    ),
+    "numbers of other tokens": (
+        "must be",
+        lambda: llama(input_ids=IDS[:1], seq_idx=NUMBERS[:, :8], position_ids=PACKED),
+        lambda: llama(input_ids=IDS[:1], seq_idx=NUMBERS, position_ids=PACKED),
     ),
     "labels of other rows": (
         "must be",
