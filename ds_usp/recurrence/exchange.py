@@ -165,8 +165,8 @@ class ExchangeCall:
 
     @contextmanager
     def raising_everywhere(self) -> Iterator[None]:
-        """Around what may raise on one rank once the ranks have compared the call: the others are
-        told in their next comparison."""
+        """Around what may raise on one rank after the ranks have compared the call: on the others
+        the next comparison raises a MeshError with its text."""
         consistency = self.mesh.consistency
         num_raised = consistency.num_raised
         try:

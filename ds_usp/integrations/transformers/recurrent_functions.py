@@ -36,7 +36,7 @@ _MAXIMUM = "their states are normalized by a running maximum"
 NOT_SERVED: Mapping[str, str] = MappingProxyType(
     {
         "deepseek_v4": "keys are compressed, to another number than a rank has tokens",
-        "qwen4_exp_text": "an indexer of theirs reads the mask of the whole sequence",
+        "qwen4_exp_text": "its indexer reads the mask of the whole sequence",
         **dict.fromkeys(("inkling_text", "inkling2_text"), _BIASES),
         "zaya": "their projections hold convolutions and a delayed value",
         **dict.fromkeys(("rwkv", "xlstm"), _MAXIMUM),
@@ -73,7 +73,7 @@ def _refuse(function: str, **given: Any) -> None:
             )
 
 
-# The functions are given what layers hand on, much of which is not theirs (`position_ids`): `_`.
+# The functions are given what layers hand on, much of which is for others (`position_ids`): `_`.
 def _conv(
     place: Place,
     kernel: Any,
