@@ -435,21 +435,23 @@ class _FlashAttentionForward:
             layout = self._mesh.layout(self._layout, q.shape[1] * self._mesh.sp_degree)
             whole = self._mesh.gather(local, layout, dim=1)
             documents = _documents(whole)
-            self._refuse_forgotten(documents, layout)
+            if not self._equal_documents:
+                self._refuse_forgotten(whole, documents)
             real = None if mask is None or bool((mask != 0).all()) else mask != 0
             known = self._keep(_Pass(_Given.of(positions), documents, real))
         known.check_padding(mask)
         return known
 
-    def _refuse_forgotten(self, documents: tuple[Borders, ...], layout: TokenLayout) -> None:
-        local = layout.seq_len // self._mesh.sp_degree
-        shards = tuple(range(0, layout.seq_len + 1, local))
-        if self._mesh.sp_degree > 1 and not self._equal_documents and documents == (shards,):
+    def _refuse_forgotten(self, whole: Tensor, documents: tuple[Borders, ...]) -> None:
+        ranks, seq_len = self._mesh.sp_degree, whole.shape[1]
+        local = seq_len // ranks
+        shards = tuple(range(0, seq_len + 1, local))
+        if ranks > 1 and documents == (shards,) and bool((whole[:, ::local] == 0).all()):
             raise DataError(
-                f"position_ids start at 0 on each of the {self._mesh.sp_degree} ranks and go up to "
-                f"{local - 1}: so does a model that is given none and counts its own tokens. Give "
-                "the model this rank's shard of the whole sequence's position_ids; if these are "
-                f"documents of {local} tokens each, say equal_documents=True"
+                f"position_ids start at 0 on each of the {ranks} ranks and go up to {local - 1}: "
+                "so does a model that is given none and counts its own tokens. Give the model this "
+                "rank's shard of the whole sequence's position_ids; if these are documents of "
+                f"{local} tokens each, say equal_documents=True"
             )
 
 
