@@ -81,7 +81,8 @@ def build(kind: str) -> Any:
 
 def batch_of(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
     """Token ids, next-token labels, positions in the documents and padding of whole rows."""
-    ids = torch.randint(3, VOCAB, (len(rows), TOKENS), generator=torch.Generator().manual_seed(1))
+    tokens = sum(map(abs, rows[0]))
+    ids = torch.randint(3, VOCAB, (len(rows), tokens), generator=torch.Generator().manual_seed(1))
     labels = torch.full_like(ids, IGNORED)
     labels[:, :-1] = ids[:, 1:]
     positions, real = torch.ones_like(ids), torch.ones_like(ids)  # of padding 1, as generate() has
