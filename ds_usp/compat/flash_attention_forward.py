@@ -31,6 +31,8 @@ from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 
+__all__ = ["PatchedFlashAttention", "flash_attention_forward", "patch_flash_attention"]
+
 FlashAttentionForward = Callable[..., Tensor]
 
 _NAME: Final = "_flash_attention_forward"
