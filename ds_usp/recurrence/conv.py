@@ -71,9 +71,7 @@ def causal_conv(
     return call.leave(out, 2)
 
 
-def _convolved(
-    conv: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor
-) -> torch.Tensor:
+def _convolved(conv: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """ConfigError for a result that is not of these rows and tokens."""
     y = conv(tokens)
     if not isinstance(y, torch.Tensor):
