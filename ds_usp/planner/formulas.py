@@ -53,7 +53,7 @@ def recurrent_flop_per_token(model: ModelShape, *, carries: bool = False) -> flo
     al., 2412.06464). Mamba-1 has no products, but an exponential an element.
 
     Args:
-        carries: a state comes in or goes out: with what a piece adds to the state, which is computed
+        carries: a state comes in or goes out: with what a piece adds to the state, computed
             before the kernel runs, of a delta rule also what it takes from it; of Mamba-1 the
             response to the state that comes in.
     """

@@ -20,7 +20,7 @@ from ds_usp.recurrence.exchange import ExchangeCall
 # Note [two convolutions of a shard]
 #
 #     shard    a a a a a b b b b b      pieces a and b, which do not follow each other; 3 taps
-#     y        . . y y y . . y y y      one call for all tokens; . saw what is before the shard, or a
+#     y        . . y y y . . y y y      one call for all tokens; . saw no tokens, or those of a
 #     line     0 0 a a | h h b b        pieces' first tokens, each behind its halo, or zeros
 #     out      + + y y y + + y y y      + of the line
 #
