@@ -162,7 +162,7 @@ def test_a_mended_peer_and_a_wrong_number_are_found():
     judge(name, row.theirs, 1e-7, row.version)
     with pytest.raises(pytest.fail.Exception, match=rf"mended in {row.peer} 99: delete this row"):
         judge(name, 1e-7, 1e-7, "99")
-    with pytest.raises(AssertionError, match="ds_usp is 0.001 off"):
+    with pytest.raises(AssertionError, match=r"ds_usp is 0\.001 off"):
         judge(name, row.theirs, 1e-3, row.version)
     with pytest.raises(AssertionError, match="write"):
         judge(name, 2 * row.theirs, 1e-7, row.version)
