@@ -568,8 +568,9 @@ def _weighted(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_loss(
         trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        parallel = getattr(trainer.accelerator, "parallelism_config", None)
-        if parallel is None or not parallel.sp_enabled or not trainer.model.training:
+        parallel: Any = getattr(trainer.accelerator, "parallelism_config", None)
+        sharded = parallel is not None and parallel.sp_enabled and trainer.model.training
+        if not sharded or parallel.sp_backend != "deepspeed":
             return original(trainer, model, inputs, return_outputs, **kwargs)
         for name in ("label_smoother", "compute_loss_func"):
             if getattr(trainer, name) is not None:
@@ -578,7 +579,7 @@ def _weighted(original: Callable[..., Any]) -> Callable[..., Any]:
                     "train without it, or use attach(trainer, mesh), with which it is computed"
                 )
         loss, outputs = original(trainer, model, inputs, True, **kwargs)
-        loss = loss * next(_WEIGHTS[trainer])
+        loss = loss * next(_WEIGHTS.get(trainer, iter(())), 1)  # none: a loss outside of a step
         return (loss, outputs) if return_outputs else loss
 
     return compute_loss
