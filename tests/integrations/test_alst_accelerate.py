@@ -163,6 +163,7 @@ def weights_on_two_meshes(ctx: RankContext) -> list[float]:
     mine = [torch.tensor(x).chunk(2)[ctx.rank % 2] for x in shards[ctx.rank // 2]]
     batches = [{"shift_labels": x[None]} for x in mine]
     trainer = Mock(args=Mock(average_tokens_across_devices=True))
+    trainer.accelerator.parallelism_config = Mock(sp_size=2, sp_backend="deepspeed")
     with patch.object(groups, "_get_sequence_parallel_group", lambda: halves[ctx.rank // 2]):
         alst._with_weights(lambda *_: (batches, None))(trainer, None, 2, "cpu")
     return [float(weight) for weight in alst._WEIGHTS[trainer]]

@@ -536,6 +536,11 @@ class PatchedAccelerate(AbstractContextManager["PatchedAccelerate"]):
 _WEIGHTS: WeakKeyDictionary[Any, Iterator[Tensor]] = WeakKeyDictionary()
 
 
+def _sequence_parallel_size(trainer: Any) -> int:
+    parallel: Any = getattr(trainer.accelerator, "parallelism_config", None)
+    return parallel.sp_size if parallel and parallel.sp_backend == "deepspeed" else 1
+
+
 def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Trainer.get_batch_samples``, which counts the loss tokens of a step by ``labels`` and finds
     none in shards: a step then is the mean of the micro batches' means."""
@@ -543,18 +548,18 @@ def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_batch_samples(trainer: Any, iterator: Any, count: int, device: Any) -> Any:
         samples, items = original(trainer, iterator, count, device)
-        if samples and "shift_labels" in samples[0]:
+        size = _sequence_parallel_size(trainer)
+        if size > 1 and samples and "shift_labels" in samples[0]:
             from deepspeed.utils import groups
 
             tokens = [(sample["shift_labels"] != IGNORE_INDEX).sum() for sample in samples]
             counts = torch.stack(tokens).to(device)
-            group = groups._get_sequence_parallel_group()
-            dist.all_reduce(counts, group=group)
+            dist.all_reduce(counts, group=groups._get_sequence_parallel_group())
             whole, meshes = counts.sum(), 1
             if trainer.args.average_tokens_across_devices:
-                meshes = dist.get_world_size() // dist.get_world_size(group)
+                meshes = dist.get_world_size() // size
                 dist.all_reduce(whole)  # each mesh's once for each of its ranks
-                whole = whole * meshes // dist.get_world_size()
+                whole = whole // size
             _WEIGHTS[trainer] = iter(counts * (len(samples) * meshes) / whole.clamp(min=1))
         return samples, items
 
@@ -568,14 +573,13 @@ def _weighted(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_loss(
         trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        parallel: Any = getattr(trainer.accelerator, "parallelism_config", None)
-        sharded = parallel is not None and parallel.sp_enabled and trainer.model.training
-        if not sharded or parallel.sp_backend != "deepspeed":
+        size = _sequence_parallel_size(trainer)
+        if size == 1 or not trainer.model.training:
             return original(trainer, model, inputs, return_outputs, **kwargs)
         for name in ("label_smoother", "compute_loss_func"):
             if getattr(trainer, name) is not None:
                 raise ConfigError(
-                    f"Trainer with sp_size={parallel.sp_size} leaves its {name} out of the loss: "
+                    f"Trainer with sp_size={size} leaves its {name} out of the loss: "
                     "train without it, or use attach(trainer, mesh), with which it is computed"
                 )
         loss, outputs = original(trainer, model, inputs, True, **kwargs)
