@@ -338,8 +338,8 @@ SCORE_MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
 
 
 def score_cases(ulysses: int, ring: int) -> list[Case]:
-    """Each change under one layout, on the next mesh under the next one, with other masks, heads and
-    tunings in turn."""
+    """Each change under one layout, on the next mesh under the next one, with other masks, heads
+    and tunings in turn."""
     masks = ("causal", "full", "window", "window both sides")
     kv_heads, at = (4, 8, 1), SCORE_MESHES.index((ulysses, ring))
     all_cases = []

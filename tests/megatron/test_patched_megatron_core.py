@@ -3,6 +3,7 @@
 import ast
 import sys
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,33 +86,36 @@ def usp_core(ulysses: int) -> Any:
     return ModuleSpec(USPCoreAttention, params={"mesh": mesh, "layout": "context_parallel"})
 
 
-def program(settings: dict[str, Any], options: dict[str, Any]) -> Any:
-    """The whole program: one line of ours, then megatron-core; or ours named in the layer spec."""
+def patched(settings: dict[str, Any]) -> dict[str, Any]:
+    """Our one line, or options of the program where ours is named in the layer spec."""
     from megatron.core.jit import disable_jit_fuser
 
     recurrent_kernels.install()
     disable_jit_fuser()  # a gated delta net compiles its norm, in a second
     if "in_spec" in settings:
         cpu_fallbacks_patch_set().apply()
-        return stock_megatron_core.step(core=partial(usp_core, settings["in_spec"]), **options)
+        return {"core": partial(usp_core, settings["in_spec"])}
     megatron_patches.apply("megatron_core", **settings)
-    return stock_megatron_core.step(**options)
+    return {}
 
 
 def programs(ctx: RankContext, *, cases: dict[str, tuple[dict, dict]]) -> dict[str, Any]:
+    """Each whole program: one line of ours, then megatron-core. Neighbours of the same settings are
+    patched once, as all of megatron-core is searched by it."""
     from megatron.core import parallel_state
 
     results = {}
-    for name, case in cases.items():
-        loss, gradients = program(*case)
-        groups = parallel_state
-        results[name] = SimpleNamespace(
-            loss=loss,
-            gradients=gradients,
-            tp_rank=groups.get_tensor_model_parallel_rank(),
-            replicas=groups.get_data_parallel_world_size(),
-        )
-        groups.destroy_model_parallel()
+    for settings, neighbours in groupby(cases.items(), key=lambda item: item[1][0]):
+        of_spec = patched(settings)
+        for name, (_, options) in neighbours:
+            loss, gradients = step(**options, **of_spec)
+            results[name] = SimpleNamespace(
+                loss=loss,
+                gradients=gradients,
+                tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+                replicas=parallel_state.get_data_parallel_world_size(),
+            )
+            parallel_state.destroy_model_parallel()
         megatron_patches.restore()
     return results
 
@@ -238,7 +242,8 @@ def raised(ctx: RankContext, *, cases: dict[str, tuple[dict, dict]]) -> dict[str
     errors = {}
     for name, case in cases.items():
         try:
-            errors[name] = program(*case), None
+            settings, options = case
+            errors[name] = step(**options, **patched(settings)), None
         except ValueError as error:
             errors[name] = error, parallel_state.is_initialized()
         parallel_state.destroy_model_parallel()
