@@ -3,7 +3,6 @@
 import ast
 import sys
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,14 +99,17 @@ def patched(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def programs(ctx: RankContext, *, cases: dict[str, tuple[dict, dict]]) -> dict[str, Any]:
-    """Each whole program: one line of ours, then megatron-core. Neighbours of the same settings are
-    patched once, as all of megatron-core is searched by it."""
+    """Each whole program: one line of ours, then megatron-core. Those of the same settings are
+    patched once, as every loaded module is searched by it."""
     from megatron.core import parallel_state
 
     results = {}
-    for settings, neighbours in groupby(cases.items(), key=lambda item: item[1][0]):
-        of_spec = patched(settings)
-        for name, (_, options) in neighbours:
+    by_settings: dict[str, dict[str, Any]] = {}
+    for name, (settings, options) in cases.items():
+        by_settings.setdefault(repr(settings), {})[name] = settings, options
+    for alike in by_settings.values():
+        of_spec = patched(next(iter(alike.values()))[0])
+        for name, (_, options) in alike.items():
             loss, gradients = step(**options, **of_spec)
             results[name] = SimpleNamespace(
                 loss=loss,
