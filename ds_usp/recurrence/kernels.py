@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -190,18 +190,13 @@ class PieceStates:
         """
         g, gk, chunk_size = (kwargs.get(name) for name in ("g", "gk", "chunk_size"))
         maps: dict[int, Map] = {}
-        lengths = [piece.length for _, piece in self._numbered()]
+        lengths = tuple(piece.length for _, piece in self._numbered())
         for first, stop, across in self._runs():
             into = _states(k, w, u, g, gk, chunk_size, self.cu_seqlens[first : stop + 1])
-            transitions: Sequence[torch.Tensor | None] = [None] * (stop - first)
-            if across:
-                of_run, before = tuple(lengths[first:stop]), sum(lengths[:first])
-                parts = [
-                    x if x is None else x[:, before : before + sum(of_run)] for x in (k, w, g, gk)
-                ]
-                transitions = _transitions(*parts, chunk_size, of_run, u.shape[2])
+            numbers = slice(first, stop)
+            through = _transitions(k, w, g, gk, chunk_size, lengths, numbers) if across else None
             for n in range(first, stop):
-                maps[n] = transitions[n - first], into[n - first]
+                maps[n] = None if through is None else through[n - first], into[n - first]
         self._transitions = {n: a for n, (a, _) in maps.items() if a is not None}
         return self._exchange(self.call.chains, maps)
 
@@ -339,24 +334,27 @@ def _transitions(
     w: torch.Tensor,
     g: torch.Tensor | None,
     gk: torch.Tensor | None,
-    chunk_size: int,
+    chunk_size: Any,
     lengths: tuple[int, ...],
-    of_values: int,
+    numbers: slice,
 ) -> torch.Tensor:
-    """A ``[pieces, heads, dk, dk]`` of pieces, which are all tokens given."""
+    """A ``[pieces, heads, dk, dk]`` of the pieces of these numbers."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
     from fla.ops.utils.index import prepare_chunk_indices
 
-    dk = k.shape[3]
-    borders, in_host = borders_of(lengths, 1, k.device)
-    unit = torch.eye(dk, dtype=torch.float32, device=k.device)
+    before, own = sum(lengths[: numbers.start]), lengths[numbers]
+    k, w = (x.narrow(1, before, sum(own)) for x in (k, w))
+    g, gk = (None if x is None else x.narrow(1, before, sum(own)) for x in (g, gk))
+    borders, in_host = borders_of(own, 1, k.device)
+    unit = torch.eye(k.shape[3], dtype=torch.float32, device=k.device)
     _, _, out = chunk_gated_delta_rule_fwd_h(
-        k=k, w=w, u=w.new_zeros(1, k.shape[1], of_values, dk), g=g, gk=gk,
-        initial_state=unit.repeat(len(lengths), of_values, 1, 1), output_final_state=True,
+        k=k, w=w, u=torch.zeros_like(w), g=g, gk=gk,
+        initial_state=unit.repeat(len(own), w.shape[2], 1, 1), output_final_state=True,
         save_new_value=False, chunk_size=chunk_size, cu_seqlens=borders,
         chunk_indices=prepare_chunk_indices(borders, chunk_size, cu_seqlens_cpu=in_host),
     )  # fmt: skip
-    return out
+    states: torch.Tensor = out
+    return states
 
 
 def _gradient_of_state(

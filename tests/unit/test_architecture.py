@@ -268,6 +268,8 @@ AUTOGRAD_FUNCTIONS = {
     "_Enter",
     "_Exchange",
     "_Leave",
+    "_Read",
+    "_Replace",
     "_Sum",
     "_View",
 }
