@@ -453,7 +453,9 @@ class Installed(AbstractContextManager["Installed"]):
 
     def __init__(self, ulysses_degree: int | None) -> None:
         known = sys.modules.get(_NAME)
-        if known is not None:
+        # A file ring_flash_attn.py that does nothing but this is still being imported: what stands
+        # in sys.modules after it is what its importers get.
+        if known is not None and not getattr(known.__spec__, "_initializing", False):
             raise PatchError(
                 f"{_NAME} is imported already, from {getattr(known, '__file__', None)}: what has "
                 "its functions would keep them. Call install() before the first import of it, and "

@@ -4,21 +4,17 @@ Its tests call the functions of packed tensors, causal, on equal shards or on pa
 lengths the ranks divide, and look at the output, the log-sum-exp and the gradients.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from types import SimpleNamespace
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import RankContext
 
 from ds_usp import testing as oracle
 from ds_usp.compat import ring_flash_attn
-from ds_usp.errors import ConfigError, MeshError, PatchError, UnsupportedAttentionError
 
 LIMIT = 1e-5
 HEAD_DIM, BATCH = 8, 2
