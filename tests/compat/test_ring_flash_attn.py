@@ -4,9 +4,11 @@ Its tests call the functions of packed tensors, causal, on equal shards or on pa
 lengths the ranks divide, and look at the output, the log-sum-exp and the gradients.
 """
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from harness import RankContext
 
 from ds_usp import testing as oracle
 from ds_usp.compat import ring_flash_attn
+from ds_usp.errors import ConfigError, MeshError, PatchError, UnsupportedAttentionError
 
 LIMIT = 1e-5
 HEAD_DIM, BATCH = 8, 2
@@ -65,19 +68,38 @@ def heads_of(name: str) -> tuple[int, int]:
     return (5, 5) if "qkvpacked" in name else (6, 2)
 
 
+@dataclass(frozen=True)
+class Where:
+    """The dtype of the tensors, where attention is computed, and, of one rank that holds all
+    tokens, whose are compared: (rank, world); None: its own."""
+
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    compared: tuple[int, int] | None = None
+
+
+CPU = Where()
+
+
 @lru_cache(maxsize=64)
-def problem(batch: int, heads: tuple[int, int]) -> dict[str, torch.Tensor]:
+def problem(
+    batch: int, heads: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     counts = {"q": heads[0], "k": heads[1], "v": heads[1], "dout": heads[0]}
     return {
-        name: torch.randn(batch, 64, count, HEAD_DIM, generator=generator)
+        name: torch.randn(batch, 64, count, HEAD_DIM, generator=generator).to(dtype)
         for name, count in counts.items()
     }
 
 
 @lru_cache(maxsize=64)
 def expected(
-    batch: int, heads: tuple[int, int], lengths: tuple[int, ...], option: str
+    batch: int,
+    heads: tuple[int, int],
+    lengths: tuple[int, ...],
+    option: str,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """The oracle's results for whole tensors ``[batch, tokens, ...]``."""
     given = OPTIONS[option]
@@ -85,7 +107,7 @@ def expected(
     tokens = range(64)
     allowed = oracle.window(tokens, tokens, left, 0 if given.get("causal") else right)
     allowed &= oracle.same_document(tokens, tokens, lengths)
-    full = problem(batch, heads)
+    full = problem(batch, heads, dtype)
     q, k, v = (full[name].double().requires_grad_() for name in "qkv")
     slopes = given.get("alibi_slopes")
     bias = None if slopes is None else oracle.alibi(slopes[: heads[0]], tokens)
@@ -99,30 +121,39 @@ def errors(
     names: list[str],
     ulysses: int,
     options: list[str],
-    order_of: Callable[[str], str] = str,
+    orders: dict[str, str] | None = None,
+    where: Where = CPU,
 ) -> dict[str, float]:
     """The largest relative error of each call's results on this rank.
 
     Args:
-        order_of: whose token order a function is given; another's is a planted error.
+        orders: of whose token order a function is given; another's is a planted error.
     """
     with ring_flash_attn.install(ulysses_degree=ulysses):
         import ring_flash_attn as package
 
         return {
-            f"{name} {option}": error(ctx, getattr(package, name), name, option, order_of(name))
+            f"{name} {option}": error(
+                ctx, getattr(package, name), name, option, (orders or {}).get(name, name), where
+            )
             for name in names
             for option in options
         }
 
 
 def error(
-    ctx: RankContext, function: Callable[..., Any], name: str, option: str, order: str
+    ctx: RankContext,
+    function: Callable[..., Any],
+    name: str,
+    option: str,
+    order: str,
+    where: Where,
 ) -> float:
     packed, heads = "varlen" in name, heads_of(name)
     batch = 1 if packed else BATCH
     rows = positions_of(order, ctx.world)[ctx.rank]
-    local = {key: x[:, rows] for key, x in problem(batch, heads).items()}
+    full = problem(batch, heads, where.dtype)
+    local = {key: x[:, rows].to(where.device) for key, x in full.items()}
     if packed:
         local = {key: x[0] for key, x in local.items()}
     q, k, v = (local[key].clone().requires_grad_() for key in "qkv")
@@ -130,26 +161,31 @@ def error(
         "qkvpacked_func": lambda: (torch.stack((q, k, v), -3),),
         "kvpacked_func": lambda: (q, torch.stack((k, v), -3)),
     }.get(name.rpartition("attn_")[2].removeprefix("varlen_"), lambda: (q, k, v))()
-    options = dict(OPTIONS[option])
+    options = dict(OPTIONS[option], group=ctx.group)
     if "alibi_slopes" in options:
         options["alibi_slopes"] = options["alibi_slopes"][: heads[0]]
-    out, lse, probs = function(
-        *tensors, *lengths_for(ctx, name, options), **options, return_attn_probs=True
-    )
+    lengths = lengths_for(ctx, name, options, where.device)
+    out, lse, probs = function(*tensors, *lengths, **options, return_attn_probs=True)
     assert probs is None and lse.dtype == torch.float32
     grads = torch.autograd.grad(out, (q, k, v), local["dout"])
-    assert torch.equal(out, function(*tensors, *lengths_for(ctx, name, options), **options))
+    assert torch.equal(out, function(*tensors, *lengths, **options))
     actual = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse.mT, *grads), strict=True))
-    whole = expected(batch, heads, lengths_of(name), option)
-    return max(
-        oracle.relative_error(x.reshape(batch, *x.shape[packed ^ 1 :]), whole[key][:, rows])
-        for key, x in actual.items()
-    )
+    whole = expected(batch, heads, lengths_of(name), option, where.dtype)
+    worst = 0.0
+    for key, x in actual.items():
+        have, want = x.cpu().reshape(whole[key][:, rows].shape), whole[key][:, rows]
+        if where.compared is not None:
+            rank, world = where.compared
+            have, want = (each[:, positions_of(name, world)[rank]] for each in (have, want))
+        worst = max(worst, oracle.relative_error(have, want))
+    return worst
 
 
-def lengths_for(ctx: RankContext, name: str, options: dict[str, Any]) -> tuple[Any, ...]:
+def lengths_for(
+    ctx: RankContext, name: str, options: dict[str, Any], device: str
+) -> tuple[Any, ...]:
     """What a function takes between its tensors and its options."""
-    borders = torch.tensor([0, *accumulate(lengths_of(name))], dtype=torch.int32)
+    borders = torch.tensor([0, *accumulate(lengths_of(name))], dtype=torch.int32, device=device)
     if "llama3" in name:
         *lengths, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
             borders, options.get("causal", False), ctx.rank, ctx.world
@@ -158,12 +194,157 @@ def lengths_for(ctx: RankContext, name: str, options: dict[str, Any]) -> tuple[A
     return (borders // ctx.world, 32 // ctx.world) if "varlen" in name else ()
 
 
+FUNCS = [name for name in NAMES if "packed" not in name]
+UNDER_ULYSSES = [name for name in NAMES if "stripe" not in name]
+
+
 @pytest.mark.parametrize(
-    ("world", "ulysses", "options"),
-    [(4, 1, list(OPTIONS)), (4, 2, ["causal", "both sides"]), (2, 2, ["causal"])],
+    ("world", "ulysses", "names", "options"),
+    [
+        (4, 1, NAMES, ["causal"]),
+        (4, 1, FUNCS, [option for option in OPTIONS if option != "causal"]),
+        (4, 2, UNDER_ULYSSES, ["causal"]),
+        (2, 2, [name for name in FUNCS if "stripe" not in name], ["both sides"]),
+    ],
 )
-def test_every_function_equals_the_oracle(pool, world, ulysses, options):
-    names = [name for name in NAMES if ulysses == 1 or "stripe" not in name]
+def test_every_function_equals_the_oracle(pool, world, ulysses, names, options):
     for by_call in pool.run(errors, world, names=names, ulysses=ulysses, options=options):
         wrong = {call: error for call, error in by_call.items() if not error <= LIMIT}
         assert len(by_call) == len(names) * len(options) and not wrong
+
+
+OTHERS_ORDER = {
+    "ring_flash_attn_func": "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_varlen_func": "ring_flash_attn_varlen_func",
+    "stripe_flash_attn_func": "ring_flash_attn_func",
+}
+
+
+def test_another_token_order_is_seen(pool):
+    names = list(OTHERS_ORDER)
+    planted = pool.run(errors, 4, names=names, ulysses=1, options=["causal"], orders=OTHERS_ORDER)
+    assert all(max(of_calls) > 0.1 for of_calls in zip(*(x.values() for x in planted), strict=True))
+
+
+def test_the_signatures_are_the_packages():
+    options = (
+        "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None"
+    )
+    expected = {
+        "ring_flash_attn_func": "q, k, v, ",
+        "stripe_flash_attn_kvpacked_func": "q, kv, ",
+        "zigzag_ring_flash_attn_varlen_qkvpacked_func": "qkv, cu_seqlens, max_seqlen, ",
+        "llama3_flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, "
+        "max_seqlen_k, heads_k_stride, local_k_slice, ",
+    }
+    for name, first in expected.items():
+        assert str(inspect.signature(getattr(ring_flash_attn, name))) == f"({first}{options})"
+    assert {*NAMES, "substitute_hf_flash_attn"} <= set(dir(ring_flash_attn))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("borders", "world"), [([0, 7, 14, 16], 8), ([0, 3, 3, 11, 12], 4)])
+def test_prepared_lengths_are_those_of_each_ranks_documents(borders, world, causal):
+    local = borders[-1] // world
+    for rank in range(world):
+        queries, keys, longest_q, longest_k, visible = (
+            ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+                torch.tensor(borders, dtype=torch.int32), causal, rank, world
+            )
+        )
+        assert (
+            queries.dtype == keys.dtype == torch.int32 and keys[-1] == visible.stop - visible.start
+        )
+        assert (longest_q, longest_k) == (queries.diff().max(), keys.diff().max())
+        for token in range(local):
+            position = rank * local + token
+            index = sum(border <= token for border in queries.tolist()) - 1
+            start, stop = next((a, b) for a, b in pairwise(borders) if a <= position < b)
+            assert visible.start + keys[index] == start
+            assert visible.start + keys[index + 1] == (
+                min(stop, (rank + 1) * local) if causal else stop
+            )
+
+
+LOCAL = torch.tensor([0, 8, 16])
+FULL_KEYS = ((LOCAL, LOCAL, 8, 8, 1, slice(0, 16)), (LOCAL, LOCAL, 8, 8, 1, slice(16, 32)))
+REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
+    "dropout": ("ring_flash_attn_func", (), {"dropout_p": 0.1}, "dropout 0.1 is not exact"),
+    "deterministic": (
+        "zigzag_ring_flash_attn_func",
+        (),
+        {"deterministic": True},
+        "torch.use_deterministic_algorithms",
+    ),
+    "slopes of each sample": (
+        "ring_flash_attn_func",
+        (),
+        {"alibi_slopes": torch.ones(1, 2)},
+        "alibi_slopes",
+    ),
+    "stripes": ("stripe_flash_attn_func", (), {}, "zigzag_ring_flash_attn"),
+    "packed": ("ring_flash_attn_qkvpacked_func", (), {}, "with 2 or 3 before the heads"),
+    "odd document": (
+        "zigzag_ring_flash_attn_varlen_func",
+        (torch.tensor([0, 7, 16]), 9),
+        {},
+        "14 tokens does not divide into 4 chunks",
+    ),
+    "of one rank": ("llama3_flash_attn_varlen_func", FULL_KEYS[1], {}, "of rank 0 with"),
+    "not causal": (
+        "llama3_flash_attn_varlen_func",
+        (LOCAL, LOCAL + torch.tensor([0, 0, 16]), 8, 8, 1, slice(0, 32)),
+        {"causal": True},
+        "with the same causal",
+    ),
+}
+
+
+def refused(ctx: RankContext) -> dict[str, Exception | None]:
+    """What each call raises; and where rank 1 alone is wrong."""
+    raised: dict[str, Exception | None] = {}
+    with ring_flash_attn.install(ulysses_degree=2) as installed:
+        package = installed.module
+        for name, (function, lengths, options, _) in REFUSED.items():
+            shape = (16, 2, 8) if "varlen" in function else (1, 16, 2, 8)
+            tensors = [torch.randn(shape)] * (1 if "qkv" in function else 3)
+            raised[name] = error_of(getattr(package, function), *tensors, *lengths, **options)
+        q = torch.randn(16, 2, 8)
+        prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+            torch.tensor([0, 5, 32]), True, ctx.rank if ctx.rank == 0 else 0, ctx.world
+        )
+        llama3 = package.llama3_flash_attn_varlen_func
+        raised["rank 1 has rank 0's"] = error_of(
+            llama3, q, q, q, *prepared[:4], 1, prepared[4], causal=True
+        )
+        q = q[None]
+        raised["rank 1 alone"] = error_of(
+            package.ring_flash_attn_func, q, q, q, deterministic=ctx.rank == 1
+        )
+        assert package.ring_flash_attn_func(q, q, q).shape == q.shape  # it goes on
+        raised["part"] = error_of(package.utils.AllGatherComm, ctx.group)
+        raised["again"] = error_of(ring_flash_attn.install)
+    return raised
+
+
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def test_what_is_not_exact_is_refused_on_every_rank(pool):
+    first, second = pool.run(refused, 2)
+    for name, (*_, text) in REFUSED.items():
+        for raised in (first, second):
+            assert text in str(raised[name]), (name, raised[name])
+    for name in ("rank 1 has rank 0's", "rank 1 alone"):
+        assert isinstance(first[name], MeshError) and isinstance(second[name], ConfigError)
+        assert str(second[name]) in str(first[name])
+    assert isinstance(first["part"], UnsupportedAttentionError)
+    assert isinstance(first["again"], PatchError)
+    with pytest.raises(ConfigError, match="which 4 ranks do not divide"):
+        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 7, 14]), True, 0, 4)
