@@ -1,4 +1,4 @@
-"""The public names of the package ``ring_flash_attn`` (0.1.8), with its arguments, results and token
+"""The names of the package ``ring_flash_attn`` (0.1.8), with its arguments, results and token
 orders, on this engine::
 
     from ds_usp.compat import ring_flash_attn
@@ -214,7 +214,7 @@ class _Functions:
         first, last = mesh.rank * tokens, (mesh.rank + 1) * tokens
         own, seen = [first + x for x in queries], [keys.start + x for x in visible]
         fits = (own[0], own[-1], seen[0], seen[-1]) == (first, last, keys.start, keys.stop)
-        fits &= own[1:-1] == seen[1:-1] and seen[0] <= first
+        fits &= own[1:-1] == seen[1:-1] and seen[0] <= first and queries == sorted(queries)
         if not fits or (seen[-1] != last if causal else seen[-1] < last):
             raise ConfigError(
                 f"cu_seqlens_q {queries}, cu_seqlens_k {visible} and local_k_slice {keys} are not "

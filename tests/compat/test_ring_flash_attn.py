@@ -318,6 +318,14 @@ def refused(ctx: RankContext) -> dict[str, Exception | None]:
         raised["rank 1 has rank 0's"] = error_of(
             llama3, q, q, q, *prepared[:4], 1, prepared[4], causal=True
         )
+        queries, *others, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+            torch.tensor([0, 5, 32]), True, ctx.rank, ctx.world
+        )
+        assert llama3(q, q, q, queries, *others, 1, keys, causal=True).shape == q.shape
+        queries = queries.clone() if ctx.rank else queries  # which rank 0 knows already
+        raised["a new tensor on rank 1"] = error_of(
+            llama3, q, q, q, queries, *others, 1, keys, causal=True
+        )
         q = q[None]
         raised["rank 1 alone"] = error_of(
             package.ring_flash_attn_func, q, q, q, deterministic=ctx.rank == 1
@@ -344,6 +352,8 @@ def test_what_is_not_exact_is_refused_on_every_rank(pool):
     for name in ("rank 1 has rank 0's", "rank 1 alone"):
         assert isinstance(first[name], MeshError) and isinstance(second[name], ConfigError)
         assert str(second[name]) in str(first[name])
+    for raised in (first, second):
+        assert "a gather over" in str(raised["a new tensor on rank 1"])
     assert isinstance(first["part"], UnsupportedAttentionError)
     assert isinstance(first["again"], PatchError)
     with pytest.raises(ConfigError, match="which 4 ranks do not divide"):

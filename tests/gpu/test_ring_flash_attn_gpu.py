@@ -1,4 +1,4 @@
-"""ring_flash_attn's functions over NCCL in bf16, as its own tests run them, against the fp64 oracle.
+"""ring_flash_attn's functions over NCCL in bf16, as its own tests run them, against the oracle.
 
 The tolerance is the kernel's own: at most 1.5 x the error of the same call on one GPU.
 """
