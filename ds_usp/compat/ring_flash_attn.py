@@ -41,6 +41,9 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.memory.compile_guard import disable_in_compile
 
+# The functions' names, which `__getattr__` finds, are in `dir()` of the module.
+__all__ = ["Installed", "install", "llama3_flash_attn_prepare_cu_seqlens"]
+
 # ------------------------------------------------------------------------------------------------
 # Its 18 functions: six families, each of which takes tensors in three forms.
 
