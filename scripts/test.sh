@@ -71,7 +71,10 @@ case "$group" in
   dist) paths=(tests/distributed) ;;
   megatron) paths=(tests/megatron) ;;
   transformers) paths=(tests/integrations) ;;
-  compat) paths=(tests/compat/test_flash_attention_forward.py tests/compat/test_other_trainers.py) ;;
+  compat)
+    paths=(tests/compat/test_flash_attention_forward.py tests/compat/test_ring_flash_attn_adapter.py
+      tests/compat/test_other_trainers.py)
+    ;;
   all) paths=(tests) ;;
   *) paths=() ;;
 esac

@@ -32,7 +32,9 @@ if ! up_to_date; then
   if ! up_to_date; then
     printf '[overlay] %s: %s\n' "$name" "${pins[*]}" >&2
     rm -rf "$folder"
-    env -u PIP_CONSTRAINT -u PIP_USER python -m pip --disable-pip-version-check --no-input install \
+    # Of flash-attn, the Python files: a build of its kernels takes hours, and a GPU's compiler.
+    env -u PIP_CONSTRAINT -u PIP_USER PIP_NO_BUILD_ISOLATION=0 FLASH_ATTENTION_FORCE_BUILD=TRUE \
+      FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE python -m pip --disable-pip-version-check --no-input install \
       --quiet --no-deps --no-compile --target "$folder" "${pins[@]}" >&2
     printf '%s\n' "$stamp" >"$folder/stamp" # last: without it the next call starts over
   fi

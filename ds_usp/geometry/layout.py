@@ -23,7 +23,7 @@ from ds_usp.geometry.segments import (
 
 ORDERS = ("ulysses-ring", "ring-ulysses")
 DEFAULT_SP_ORDER = ORDERS[0]
-_OF_DOCUMENTS = ("balanced", "context_parallel")
+_OF_DOCUMENTS = ("balanced", "context_parallel", "contiguous")
 
 MAX_SLICES = 2  # of a rank, in one dense exchange
 
@@ -103,6 +103,7 @@ class TokenLayout:
 
             * ``contiguous``: rank ``r`` of the group holds the ``r``-th piece, as
               ``torch.tensor_split`` cuts it, in both orders of the axes. Causal work is unbalanced.
+              Given documents, the ``r``-th piece of each of them; each has to divide.
             * ``zigzag``: the sequence is cut into ``2 * ring`` chunks, ring rank ``r`` holds
               chunks ``r`` and ``2 * ring - 1 - r``. Causal work is balanced.
             * ``striped``: ring rank ``r`` holds positions ``r, r + ring, r + 2 * ring, ...``
@@ -121,8 +122,8 @@ class TokenLayout:
         ulysses: ranks that exchange heads for sequence.
         ring: ranks that exchange keys and values.
         order: which of the two axes varies fastest over the ranks of the group.
-        documents: cumulative borders, as of ``MaskSpec``, for ``balanced`` and
-            ``context_parallel``. All samples of a batch share a layout, and so these documents.
+        documents: cumulative borders, as of ``MaskSpec``, for ``balanced``, ``context_parallel``
+            and ``contiguous``. All samples of a batch share a layout, and so these documents.
 
     Invariant: the shards of the Ulysses ranks of one ring rank together are that ring rank's
     tokens; :meth:`runs` says in which order.
@@ -200,11 +201,14 @@ class TokenLayout:
             raise LayoutError(
                 f"the documents end at {documents[0][-1]}, the sequence has {self.seq_len} tokens"
             )
-        indivisible = [b - a for a, b in pairwise(documents[0]) if (b - a) % (2 * self.degree)]
+        chunks, whose = self.degree, "of ring_flash_attn's varlen functions"
+        if self.kind == "context_parallel":
+            chunks, whose = 2 * self.degree, "of megatron-core"
+        indivisible = [b - a for a, b in pairwise(documents[0]) if (b - a) % chunks]
         if indivisible and not is_balanced:
             raise LayoutError(
-                f"a document of {indivisible[0]} tokens does not divide into {2 * self.degree} "
-                "chunks, as packed sequences of megatron-core must; the layout 'balanced' splits "
+                f"a document of {indivisible[0]} tokens does not divide into {chunks} "
+                f"chunks, as packed sequences {whose} must; the layout 'balanced' splits "
                 "any length"
             )
         return documents[0]
@@ -382,7 +386,8 @@ class TokenLayout:
 #
 # Causal work of a token grows with its position, so a rank needs one early and one late run.
 def _contiguous(layout: TokenLayout, ulysses_rank: int, ring_rank: int) -> tuple[Segment, ...]:
-    return (_nth_chunk(layout.seq_len, layout.degree, layout.sp_rank(ulysses_rank, ring_rank)),)
+    rank = layout.sp_rank(ulysses_rank, ring_rank)
+    return _chunks_of_documents(layout, layout.degree, (rank,))
 
 
 def _zigzag(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
@@ -415,10 +420,17 @@ def _context_parallel(
 ) -> tuple[Segment, ...]:
     """Megatron's order: each document's chunks r and 2 sp - 1 - r of 2 sp."""
     rank, chunks = layout.sp_rank(ulysses_rank, ring_rank), 2 * layout.degree
+    return _chunks_of_documents(layout, chunks, (rank, chunks - 1 - rank))
+
+
+def _chunks_of_documents(
+    layout: TokenLayout, chunks: int, indices: tuple[int, ...]
+) -> tuple[Segment, ...]:
+    """These of the chunks into which each document is cut; without documents the sequence is."""
     return tuple(
         replace(chunk, start=start + chunk.start)
         for start, stop in pairwise(layout.documents or (0, layout.seq_len))
-        for chunk in (_nth_chunk(stop - start, chunks, i) for i in (rank, chunks - 1 - rank))
+        for chunk in (_nth_chunk(stop - start, chunks, i) for i in indices)
     )
 
 

@@ -377,6 +377,11 @@ WRONG_DOCUMENTS: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
         LayoutError,
         "of 6 tokens does not divide into 4 chunks",
     ),
+    "does not divide either": (
+        ("contiguous", 16, 1, 4, "ulysses-ring", [0, 6, 16]),
+        LayoutError,
+        "of 6 tokens does not divide into 4 chunks, as packed sequences of ring_flash_attn",
+    ),
     "another layout": (("zigzag", 16, 1, 2, "ulysses-ring", [0, 16]), LayoutError, "'zigzag'"),
     "no borders": (("balanced", 16, 1, 2, "ulysses-ring", [3, 16]), ConfigError, "from 0"),
 }
@@ -393,6 +398,13 @@ def test_megatron_cores_packed_order_is_a_zigzag_for_each_document():
     layout = TokenLayout("context_parallel", 24, 1, 2, documents=[0, 8, 24])
     assert layout.positions(0) == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
     assert layout.positions(1) == [2, 3, 4, 5, *range(12, 20)]
+
+
+def test_contiguous_documents_are_cut_one_by_one():
+    layout = TokenLayout("contiguous", 24, 2, 2, documents=[0, 8, 24])
+    assert [layout.positions(rank) for rank in range(4)] == [
+        [*range(2 * rank, 2 * rank + 2), *range(8 + 4 * rank, 12 + 4 * rank)] for rank in range(4)
+    ]
 
 
 def test_a_layout_of_documents_is_a_value_that_prints():
