@@ -93,16 +93,19 @@ class RunningPass:
         targets: of the pass that runs; None after it, when calls are the caller's own.
         loss: what the model's loss function has returned in it. Not of the shard, which checkpoints
             keep: the loss's graph refers to these, and would never be freed.
+        router_loss: the load-balancing loss of its routers, over the whole batch.
         is_sharded: modules are given shards, from the model's or the text model's inputs on.
     """
 
     shard: Shard | None = None
     targets: Targets | None = None
     loss: Tensor | None = None
+    router_loss: Tensor | None = None
     is_sharded = False
 
     def begin(self, shard: Shard, is_sharded: bool) -> None:
-        self.shard, self.targets, self.loss = shard, shard.targets, None
+        self.shard, self.targets = shard, shard.targets
+        self.loss = self.router_loss = None
         self.is_sharded = is_sharded
 
     def __deepcopy__(self, _: dict[int, Any]) -> RunningPass:

@@ -52,7 +52,6 @@ _FLAGS = MappingProxyType(
         "use_cache": "there is no KV cache over a mesh: leave use_cache and past_key_values out; "
         "to generate, call generate before enable or after disable()",
         "output_attentions": "weights of tokens x tokens are never made; use one rank for them",
-        "output_router_logits": "the router's auxiliary loss is no sum over tokens; leave it out",
         "logits_to_keep": "a shard has other last tokens than the sequence; leave it out",
     }
 )
@@ -143,8 +142,6 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
             break
     if not (model._supports_attention_backend or text.model_type in SERVED):
         yield "it computes attention itself (_supports_attention_backend is not set)"
-    if getattr(text, "output_router_logits", False):
-        yield "config.output_router_logits: " + _FLAGS["output_router_logits"]
     if getattr(model.config, "output_attentions", False):
         yield "config.output_attentions: " + _FLAGS["output_attentions"]
     if getattr(model.config, "return_dict", True) is False:
