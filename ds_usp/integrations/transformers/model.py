@@ -187,6 +187,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._whole_head = refusals.needs_whole_head(inner)
+        self._code = sys.modules[type(inner).__module__]
         self._trunk = text_model(inner)
         # Where shards begin in passes that need whole inputs before them, or whole outputs after.
         self._text = self._trunk if self._whole_head or has_towers(inner) else inner
@@ -299,7 +300,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text or self._whole_head:
-                self._check_positions(batch)
+                self._check_positions(batch, [self._code])
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
@@ -334,7 +335,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _places_by_tokens(self, batch: WholeArguments) -> bool:
         """Whether a model around a text model makes masks or positions of all tokens."""
         counts = batch.left_padded and "position_ids" not in batch.arguments
-        counts = counts and refusals.positions_follow_padding(self._inner)
+        counts = counts and refusals.positions_follow_padding([self._code])
         return has_towers(self._inner) and (counts or "token_type_ids" in batch.arguments)
 
     def _asks_for_router_logits(self, arguments: Mapping[str, Any]) -> bool:
@@ -372,7 +373,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return None
         given = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
         batch = whole.handed_to_text(given, type(self._inner).__name__)
-        self._check_positions(batch)
+        self._check_positions(batch, {type(x) for x in text_modules(self._inner)})
         local = self._shard_of(batch, shard)
         if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
             local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
@@ -404,7 +405,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._running.is_sharded = False
         self._router_loss.end()
 
-    def _check_positions(self, batch: WholeArguments) -> None:
+    def _check_positions(self, batch: WholeArguments, owners: Iterable[Any]) -> None:
+        """DataError where a module or class of these would count other positions than a shard has
+        by its tokens' indices."""
         if "position_ids" in batch.arguments:
             return
         name = type(self._inner).__name__
@@ -413,7 +416,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 f"{name} does not count positions from 0: give position_ids of the whole batch "
                 "(padding_idx + 1 is the first)"
             )
-        if batch.left_padded and refusals.positions_follow_padding(self._inner):
+        if batch.left_padded and refusals.positions_follow_padding(owners):
             raise DataError(
                 f"{name} counts positions from the first real token, and the batch is padded on "
                 "the left: pad on the right, or give position_ids"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -347,11 +346,16 @@ def positions_are_offset(model: PreTrainedModel) -> bool:
     return any(hasattr(m, "create_position_ids_from_input_ids") for m in text_modules(model))
 
 
-def positions_follow_padding(model: PreTrainedModel) -> bool:
-    """Whether the code of a model seems to count positions from the first real token: then those of
-    a row that is padded on the left are not the index of its tokens."""
-    source = inspect.getsource(sys.modules[type(model).__module__])
-    return re.search(r"mask\S*\.cumsum|cumsum\(\w*mask|mask\.long\(\)\.cumsum", source) is not None
+def positions_follow_padding(owners: Iterable[Any]) -> bool:
+    """Whether the code of some modules or classes seems to count positions from the first real
+    token: then those of a row that is padded on the left are not the index of its tokens."""
+    return any(map(_counts_from_mask, owners))
+
+
+@lru_cache(maxsize=256)
+def _counts_from_mask(owner: Any) -> bool:
+    pattern = r"mask\S*\.cumsum|cumsum\(\w*mask|mask\.long\(\)\.cumsum"
+    return re.search(pattern, inspect.getsource(owner)) is not None
 
 
 def others_than_tokens(arguments: Mapping[str, Any]) -> list[str]:
