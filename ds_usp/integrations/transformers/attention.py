@@ -329,6 +329,7 @@ def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> Ma
     return replace(band.mask, documents=chunked)
 
 
+@disable_in_compile("blocks are read from a tensor")
 def _in_blocks(band: _Band, documents: tuple[Borders, ...], seq_len: int) -> MaskSpec:
     """The mask with the blocks of each row, cut where a document begins.
 
@@ -385,8 +386,8 @@ def _read(function: Callable[..., Any]) -> _Band:
     if function is masking_utils.bidirectional_mask_function:
         return _Band(MaskSpec.full())
     for join, overlays in _OVERLAYS.items():
-        parts = _closure(function)["mask_functions"] if _code(function) is join else ()
-        for first, second in (parts, parts[::-1]) if len(parts) == 2 else ():
+        parts = _closure(function)["mask_functions"] if _code(function) is join else []
+        for first, second in zip(parts, parts[::-1], strict=True) if len(parts) == 2 else []:
             reader = overlays.get(_code(first))
             if reader is not None:
                 return reader(_closure(first), _read(second))
