@@ -139,7 +139,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
                 "attn_temperature_tuning=False is the same for fewer than floor_scale tokens)"
             )
             break
-    if not (model._supports_attention_backend or text.model_type in SERVED):
+    if not (text_model(model)._supports_attention_backend or text.model_type in SERVED):
         yield "it computes attention itself (_supports_attention_backend is not set)"
     if getattr(model.config, "output_attentions", False):
         yield "config.output_attentions: " + _FLAGS["output_attentions"]
