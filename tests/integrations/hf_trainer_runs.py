@@ -48,8 +48,18 @@ class Run:
     evaluation: dict[str, float]
 
 
-def tiny_model(seed: int = 1) -> nn.Module:
-    config = transformers.Qwen3Config(
+# TRL adds a loss of the routers of these: to what the model returns, and in a head of its own.
+WITH_EXPERTS = ("dpo", "kto")
+
+
+def tiny_model(seed: int = 1, experts: bool = False) -> nn.Module:
+    kind, sizes = transformers.Qwen3Config, dict[str, Any]()
+    if experts:
+        kind = transformers.Qwen3MoeConfig
+        sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        sizes["router_aux_loss_coef"] = 0.3
+    config = kind(
+        **sizes,
         vocab_size=WORDS,
         hidden_size=32,
         intermediate_size=48,
@@ -63,7 +73,7 @@ def tiny_model(seed: int = 1) -> nn.Module:
         eos_token_id=2,
     )
     torch.manual_seed(seed)
-    return transformers.Qwen3ForCausalLM(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 class Documents(Dataset):
@@ -324,6 +334,8 @@ def trl_trainer(name: str, arguments: dict[str, Any], record: Record) -> Any:
     }
     trainer, config = kinds[name]
     model, other = tiny_model(), tiny_model(2)
+    if name in WITH_EXPERTS:
+        model, other = tiny_model(1, experts=True), tiny_model(2, experts=True)
     if name == "reward":
         torch.manual_seed(0)
         model.config.num_labels = 1
