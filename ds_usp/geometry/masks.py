@@ -77,6 +77,8 @@ class MaskSpec:
                 "documents: leave one of the two out"
             )
         if self.blocks:
+            blocks = tuple(tuple((int(a), int(b)) for a, b in sample) for sample in self.blocks)
+            object.__setattr__(self, "blocks", blocks)
             self._check_blocks()
 
     def _check_blocks(self) -> None:

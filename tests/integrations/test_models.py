@@ -2,6 +2,7 @@
 gradient checkpointing, at every split of ulysses x ring."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ import ds_usp
 from ds_usp import DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import attention, enable
 
+PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "transformers.md"
 WORLD = 4
 ULYSSES = (4, 2, 1)
 
@@ -230,6 +232,21 @@ def without_blocks(ctx: RankContext) -> float:
 
 def test_images_see_each_other_both_ways(pool):
     assert min(pool.run(without_blocks, 2)) > 1e-2
+
+
+def run_program_with_images(ctx: RankContext) -> list[float]:
+    names: dict[str, Any] = {}
+    section = PAGE.read_text(encoding="utf-8").split("## Images and sounds")[1]
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    losses: list[float] = names["losses"]
+    return losses
+
+
+def test_the_program_with_images_trains_on_four_ranks_as_on_one(pool):
+    (one,) = pool.run(run_program_with_images, 1)
+    assert one[-1] < one[0] - 0.1
+    for losses in pool.run(run_program_with_images, WORLD):
+        assert losses == pytest.approx(one, rel=1e-5)
 
 
 # ------------------------------------------------------------------ losses of routers
