@@ -233,6 +233,7 @@ class _Band:
         chunk: the chunk size of chunked attention (Llama 4).
         blocks: of all tokens of a batch, the number of its block, ``[b, seq_len]``, negative
             outside of blocks. Tokens of a block see each other both ways (images of Gemma 3).
+        max_block: tokens of the longest block for which this is the mask; None: any.
         refusal: why a layer cannot use this mask. Models make the masks of all kinds of layers,
             also of those that they do not have.
     """
@@ -240,6 +241,7 @@ class _Band:
     mask: MaskSpec
     chunk: int | None = None
     blocks: Tensor | None = None
+    max_block: int | None = None
     refusal: str = ""
 
 
@@ -358,6 +360,12 @@ def _in_blocks(band: _Band, documents: tuple[Borders, ...], seq_len: int) -> Mas
                 "both ways: served are blocks of consecutive tokens"
             )
         blocks.append(tuple(run for run, x in zip(runs, found, strict=True) if x[1] >= 0))
+        longest = max((stop - start for start, stop in blocks[-1]), default=0)
+        if band.max_block is not None and longest > band.max_block:
+            raise UnsupportedAttentionError(
+                f"a block of row {row} has {longest} tokens, which all see each other, beside a "
+                f"sliding window of {band.max_block}: served are blocks that fit into the window"
+            )
     return replace(band.mask, documents=rows, blocks=tuple(blocks))
 
 
@@ -416,13 +424,17 @@ def _two_sided_window(closure: dict[str, Any], inner: _Band) -> _Band:
 
 
 def _chunk(closure: dict[str, Any], inner: _Band) -> _Band:
-    _require(inner.mask.is_causal and inner.chunk is None, "chunked attention")
+    known = inner.mask.is_causal and inner.chunk is None and inner.blocks is None
+    _require(known, "chunked attention")
     return _Band(inner.mask, closure["chunk_size"])
 
 
 def _block(closure: dict[str, Any], inner: _Band) -> _Band:
-    _require(inner.mask.is_causal and inner.chunk is None, "a mask by blocks")
-    return _Band(inner.mask, blocks=closure["block_sequence_ids"])
+    known = inner.mask.right == 0 and inner.chunk is None and inner.blocks is None
+    _require(known, "a mask by blocks")
+    # Beside a window, and not inside of it, blocks would lift its left bound too.
+    longest = None if inner.mask.left is None else inner.mask.left + 1
+    return replace(inner, blocks=closure["block_sequence_ids"], max_block=longest)
 
 
 def _require(condition: bool, what: str) -> None:

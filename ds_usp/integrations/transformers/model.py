@@ -187,7 +187,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._whole_head = refusals.needs_whole_head(inner)
-        self._code = sys.modules[type(inner).__module__]
         self._trunk = text_model(inner)
         # Where shards begin in passes that need whole inputs before them, or whole outputs after.
         self._text = self._trunk if self._whole_head or has_towers(inner) else inner
@@ -300,7 +299,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text or self._whole_head:
-                self._check_positions(batch, [self._code])
+                self._check_positions(batch, [sys.modules[type(self._inner).__module__]])
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
@@ -335,8 +334,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _places_by_tokens(self, batch: WholeArguments) -> bool:
         """Whether a model around a text model makes masks or positions of all tokens."""
         counts = batch.left_padded and "position_ids" not in batch.arguments
-        counts = counts and refusals.positions_follow_padding([self._code])
-        return has_towers(self._inner) and (counts or "token_type_ids" in batch.arguments)
+        if not (counts or "token_type_ids" in batch.arguments) or not has_towers(self._inner):
+            return False
+        module = sys.modules[type(self._inner).__module__]
+        return "token_type_ids" in batch.arguments or refusals.positions_follow_padding([module])
 
     def _asks_for_router_logits(self, arguments: Mapping[str, Any]) -> bool:
         asked = arguments.get("output_router_logits")
@@ -373,7 +374,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return None
         given = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
         batch = whole.handed_to_text(given, type(self._inner).__name__)
-        self._check_positions(batch, {type(x) for x in text_modules(self._inner)})
+        kinds = (kind for x in text_modules(self._inner) for kind in type(x).__mro__)
+        self._check_positions(batch, filter(refusals.is_of_a_model, kinds))
         local = self._shard_of(batch, shard)
         if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
             local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
@@ -589,8 +591,8 @@ def join_outputs(
         if key in _LOG_PROBABILITIES:
             out[key] = join(value)[:, :-1] if drop_last else join(value)
         elif join_all and key == _ROUTERS:
-            rows = [x.unflatten(0, (batch, -1)) for x in value]
-            out[key] = tuple(join(x).flatten(0, 1) for x in rows)
+            rows = [x if x is None else x.unflatten(0, (batch, -1)) for x in value]
+            out[key] = tuple(x if x is None else join(x).flatten(0, 1) for x in rows)
         elif join_all and isinstance(value, tuple):
             out[key] = tuple(x if x is None else join(x) for x in value)
         elif join_all:

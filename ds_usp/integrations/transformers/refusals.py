@@ -352,10 +352,20 @@ def positions_follow_padding(owners: Iterable[Any]) -> bool:
     return any(map(_counts_from_mask, owners))
 
 
-@lru_cache(maxsize=256)
+def is_of_a_model(kind: type) -> bool:
+    """Whether a class is a model's own, and none of what all models have in common."""
+    name = kind.__module__
+    of_all = name.startswith(("builtins", "torch", "transformers."))
+    return name.startswith("transformers.models.") or not of_all
+
+
+@lru_cache(maxsize=1024)
 def _counts_from_mask(owner: Any) -> bool:
     pattern = r"mask\S*\.cumsum|cumsum\(\w*mask|mask\.long\(\)\.cumsum"
-    return re.search(pattern, inspect.getsource(owner)) is not None
+    try:
+        return re.search(pattern, inspect.getsource(owner)) is not None
+    except (OSError, TypeError):  # made at run time, of others that are asked too
+        return False
 
 
 def others_than_tokens(arguments: Mapping[str, Any]) -> list[str]:

@@ -139,6 +139,7 @@ class RouterLoss:
             real: which of this rank's tokens are no padding, ``[b, s_local]``; None: all.
             in_fused_head: TRL's head adds it to this rank's share of a loss, which is summed.
         """
+        self.end()  # of a pass that was interrupted
         self._real, self._in_fused_head = real, in_fused_head
         modules = [sys.modules.get(kind.__module__) for kind in type(self._model).__mro__]
         modules += [import_module(_OF_FUSED_HEADS)] if in_fused_head else []
@@ -196,7 +197,8 @@ def _router_sums(
         each = of_layer.to(chosen.device).softmax(-1)
         choices = each.topk(top_k, -1).indices
         chosen = chosen.scatter_add(0, choices.flatten(), weights.repeat_interleave(top_k))
-        probabilities = probabilities + weights @ each.float()
+        # No product of matrices, which autocast would compute in half precision.
+        probabilities = probabilities + (each.float() * weights[:, None]).sum(0)
     return torch.cat([chosen, probabilities, (weights.sum() * len(scores))[None]])
 
 
