@@ -338,8 +338,8 @@ def _in_blocks(band: _Band, documents: tuple[Borders, ...], seq_len: int) -> Mas
     Raises:
         UnsupportedAttentionError: numbers of a shard, or those of a block with others between.
     """
-    numbers = cast(Tensor, band.blocks).cpu()
-    if bool((numbers < 0).all()):
+    numbers = cast(Tensor, band.blocks)
+    if numbers.is_meta or bool(((numbers := numbers.cpu()) < 0).all()):  # or in a trial
         return replace(band.mask, documents=documents)
     if numbers.shape[1] != seq_len:
         raise UnsupportedAttentionError(
