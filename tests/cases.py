@@ -71,13 +71,15 @@ class Case:
     sinks: bool = False
     dropout_p: float = 0.0
     prefix: int = 0
+    # Whose tokens see each other both ways, for each sample that has documents of its own.
+    blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
     # Of another sequence of keys: its tokens and the kind of their layout.
     keys: tuple[int, str] | None = None
 
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
         """The mask as the package takes it."""
-        return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix)
+        return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix, self.blocks)
 
     @property
     def _borders(self) -> tuple[list[int], ...]:
@@ -99,7 +101,13 @@ class Case:
         if not self.documents:
             return window
         inside = [oracle.same_document(positions, positions, each) for each in self.documents]
-        return window & torch.stack(inside).expand(self.batch, -1, -1)
+        allowed = (window & torch.stack(inside)).clone()
+        for sample, blocks in enumerate(self.blocks):
+            for start, stop in blocks:
+                allowed[sample, start:stop, start:stop] |= torch.ones(
+                    stop - start, stop - start, dtype=torch.bool
+                ).triu()
+        return allowed.expand(self.batch, -1, -1)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -109,6 +117,7 @@ class Case:
             f"-{self.tuning.chunks}-{self.tuning.gather}"
             f"{'' if self.tuning.inner_ring == 'auto' else f'-inner{self.tuning.inner_ring}'}"
             + "".join(f"-{len(each)}docs{max(each)}" for each in self.documents)
+            + "".join(f"-{len(each)}blocks" for each in self.blocks)
             + f"{f'-prefix{self.prefix}' if self.prefix else ''}"
             f"{f'-keys{self.keys[0]}{self.keys[1]}' if self.keys else ''}"
             f"{f'-values{self.value_dim}' if self.value_dim else ''}"

@@ -126,7 +126,7 @@ _PARTS = (AttentionOptions, SequenceMesh, TokenLayout, MaskSpec, Tuning, Scores)
 _LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
     {
         TokenLayout: frozenset({"ulysses", "ring", "order", "documents"}),  # the mesh's; as below
-        MaskSpec: frozenset({"documents"}),  # break the graph
+        MaskSpec: frozenset({"documents", "blocks"}),  # break the graph
         Scores: frozenset({"alibi_slopes", "sinks"}),  # tensors of the op
     }
 )

@@ -171,6 +171,9 @@ def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:
 
     if mask.documents:
         lengths = (b - a for borders in mask.documents for a, b in pairwise(borders))
-        return sum(inside(n, n) for n in lengths) / len(mask.documents)
+        in_blocks = (b - a for blocks in mask.blocks for a, b in blocks)
+        # Of a block the pairs after the diagonal; under a right bound of 0 these are all more.
+        more = sum(n * (n - 1) // 2 for n in in_blocks) if mask.right == 0 else 0
+        return (sum(inside(n, n) for n in lengths) + more) / len(mask.documents)
     beyond = queries * mask.prefix - inside(queries, mask.prefix) if mask.prefix else 0
     return inside(queries, keys) + beyond

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +12,7 @@ from typing import Any
 from ds_usp.errors import ConfigError
 
 Borders = tuple[int, ...]
+Blocks = tuple[tuple[int, int], ...]  # half-open, ascending
 
 # Documents that are printed border by border; more are told apart by a digest of their borders.
 _PRINTED = 8
@@ -41,16 +42,22 @@ class MaskSpec:
             a document without tokens and is dropped. ``()`` or None: the sequence is one
             document; an empty list is refused.
         prefix: every query sees the first so many keys too, whatever the window is.
+        blocks: for each sample that has documents of its own half-open ranges of tokens, ascending
+            and each inside of a document. Within a block ``right`` does not bind: its tokens see
+            those after them too (images and prefixes of causal models). They need documents, of
+            which ``[0, seq_len]`` is one.
 
     Raises:
         ConfigError: a bound that is not a whole number of 0 or more; borders that do not start
-            at 0 or do not ascend; a prefix together with documents.
+            at 0 or do not ascend; a prefix together with documents; blocks of other samples than
+            the documents, that overlap, or across a border.
     """
 
     left: int | None = None
     right: int | None = None
     documents: tuple[Borders, ...] = ()
     prefix: int = 0
+    blocks: tuple[Blocks, ...] = ()
 
     def __post_init__(self) -> None:
         for name, bound in (("left", self.left), ("right", self.right)):
@@ -69,6 +76,32 @@ class MaskSpec:
                 f"a prefix of {self.prefix} tokens is the whole sequence's, and here it is "
                 "documents: leave one of the two out"
             )
+        if self.blocks:
+            blocks = tuple(tuple((int(a), int(b)) for a, b in sample) for sample in self.blocks)
+            object.__setattr__(self, "blocks", blocks)
+            self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        if len(self.blocks) != len(self.documents):
+            raise ConfigError(
+                f"blocks of {len(self.blocks)} samples, and documents of {len(self.documents)}: "
+                "give both for each sample"
+            )
+        for sample, blocks in enumerate(self.blocks):
+            after = 0
+            for start, stop in blocks:
+                border = self._end_of_document(start, sample)
+                if not after <= start < stop <= border:
+                    raise ConfigError(
+                        f"block {start}-{stop} of sample {sample} must be of 1 token or more, "
+                        f"begin at {after} or later and end at {border}, with its document, or "
+                        "before"
+                    )
+                after = stop
+
+    def _end_of_document(self, token: int, sample: int) -> int:
+        borders = self.documents[sample]
+        return borders[min(bisect_right(borders, token), len(borders) - 1)]
 
     @classmethod
     def causal(cls, documents: Any = ()) -> MaskSpec:
@@ -106,13 +139,23 @@ class MaskSpec:
 
     @property
     def band(self) -> MaskSpec:
-        """The mask without its documents."""
-        return MaskSpec(self.left, self.right) if self.documents else self
+        """What kernels are asked for: the mask without its documents. Blocks are windows whose
+        left bound is a query's own token."""
+        left = 0 if self.blocks and self.left is None else self.left
+        return MaskSpec(left, self.right) if self.documents else self
 
     @property
     def samples(self) -> int | None:
         """Samples of a batch that it was made for; None: any number, all alike."""
         return len(self.documents) if len(self.documents) > 1 else None
+
+    def blocks_of(self, sample: int, document: int) -> Blocks:
+        """The blocks inside of a document of a sample."""
+        if not self.blocks:
+            return ()
+        blocks, borders = self.blocks[sample], self.documents[sample]
+        first, last = (bisect_left(blocks, (x,)) for x in borders[document : document + 2])
+        return blocks[first:last]
 
     def check_length(self, seq_len: int, batch: int) -> None:
         """Check that the documents, and the prefix, are those of such a batch.
@@ -144,8 +187,10 @@ class MaskSpec:
         if key < self.prefix:
             return True
         distance = key - query
+        blocks = self.blocks[sample if len(self.blocks) > 1 else 0] if self.blocks else ()
+        in_block = any(a <= query < b and a <= key < b for a, b in blocks)
         return (self.left is None or -self.left <= distance) and (
-            self.right is None or distance <= self.right
+            self.right is None or distance <= self.right or in_block
         )
 
     def __str__(self) -> str:
@@ -153,6 +198,9 @@ class MaskSpec:
         if self.left is None and self.right in (0, None):
             text = "causal" if self.right == 0 else "full"
         text += f" with a prefix of {self.prefix}" if self.prefix else ""
+        if self.blocks:
+            count = sum(map(len, self.blocks))
+            text += f" with {count} blocks ({_digest(self.blocks)})"
         return f"{text} in {format_documents(self.documents)}" if self.documents else text
 
 
@@ -210,5 +258,8 @@ def format_documents(documents: tuple[Borders, ...]) -> str:
     count = sum(len(borders) - 1 for borders in documents)
     if count <= _PRINTED:
         return "documents " + " | ".join("-".join(map(str, borders)) for borders in documents)
-    digest = hashlib.blake2b(repr(documents).encode(), digest_size=8).hexdigest()
-    return f"{count} documents of {len(documents)} samples ({digest})"
+    return f"{count} documents of {len(documents)} samples ({_digest(documents)})"
+
+
+def _digest(numbers: tuple[Any, ...]) -> str:
+    return hashlib.blake2b(repr(numbers).encode(), digest_size=8).hexdigest()

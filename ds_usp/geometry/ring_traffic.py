@@ -148,7 +148,7 @@ def visible_runs(
     kv_layout = kv_layout or layout
     segments, kv_segments = ([x.ring_segments(r) for r in ranks] for x in (layout, kv_layout))
     visible: list[list[list[tuple[int, int]]]] = [[[] for _ in ranks] for _ in ranks]
-    for borders in mask.documents or ((),):
+    for sample, borders in enumerate(mask.documents or ((),)):
         shards, kv_shards = (
             [split_at_documents(shard, borders) for shard in x] for x in (segments, kv_segments)
         )
@@ -156,7 +156,8 @@ def visible_runs(
             for owner in ranks:
                 queries, keys, runs = shards[user], kv_shards[owner], visible[user][owner]
                 for document in queries.keys() & keys.keys():
-                    runs += visible_columns(queries[document], keys[document], mask)
+                    blocks = mask.blocks_of(sample, document)
+                    runs += visible_columns(queries[document], keys[document], mask, blocks)
     gaps = [min_gap(kv_layout.ring_length(owner)) for owner in ranks]
     return tuple(
         tuple(merge_runs(runs, gap) for runs, gap in zip(row, gaps, strict=True)) for row in visible

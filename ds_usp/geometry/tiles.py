@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from operator import attrgetter
 
 from ds_usp.errors import LayoutError, UnsupportedAttentionError
-from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.masks import Blocks, MaskSpec
 from ds_usp.geometry.segments import Segment, Shard, Span, split_at_documents
 
 Bounds = tuple[int | None, int | None]
@@ -117,7 +118,7 @@ class TileSupport:
 
 
 ANY_BAND = TileSupport()
-_FULL = MaskSpec.full()
+_OPEN: Bounds = (None, None)
 
 
 def plan_tiles(
@@ -146,7 +147,9 @@ def plan_tiles(
     queries, keys = (split_at_documents(x, borders) for x in (q_segments, k_segments))
     tiles_by_document: list[Tile] = []
     for document in sorted(queries.keys() & keys.keys()):
-        pairs = _segment_pairs(queries[document], keys[document], mask)
+        pairs = _segment_pairs(
+            queries[document], keys[document], mask, mask.blocks_of(sample, document)
+        )
         tiles = [tile for tile in (_tile(*pair) for pair in pairs) if tile is not None]
         for tile in _merge_tiles(tiles, open_left=mask.left is None) if len(tiles) > 1 else tiles:
             tiles_by_document += _legalize(tile, support)
@@ -154,25 +157,46 @@ def plan_tiles(
 
 
 def _segment_pairs(
-    queries: Shard, keys: Shard, mask: MaskSpec
-) -> Iterator[tuple[Segment, int, Segment, int, MaskSpec]]:
-    """Each query and key segment, their offsets, and the mask between them: full for keys before
-    the end of the prefix."""
+    queries: Shard, keys: Shard, mask: MaskSpec, blocks: Blocks = ()
+) -> Iterator[tuple[Segment, int, Segment, int, Bounds]]:
+    """Each query and key segment, their offsets, and the bounds between them: none for keys before
+    the end of the prefix; in a block those after the mask's right bound, too."""
     for k, k_at in keys:
-        inside = min(max(0, -(-(mask.prefix - k.start) // k.stride)), k.length)
+        inside = _tokens_before(mask.prefix, k)
         first, rest = (k.slice(0, inside), k.slice(inside, k.length)) if inside else (k, k)
         for q, q_at in queries:
             if inside:
-                yield q, q_at, first, k_at, _FULL
+                yield q, q_at, first, k_at, _OPEN
             if rest.length:
-                yield q, q_at, rest, k_at + inside, mask
+                yield q, q_at, rest, k_at + inside, (mask.left, mask.right)
+    if mask.right is None:
+        return
+    ahead = (-1 - mask.right, None)
+    for start, stop in blocks:
+        of_block = (_between(start, stop, shard) for shard in (queries, keys))
+        for (q, q_at), (k, k_at) in product(*of_block):
+            yield q, q_at, k, k_at, ahead
 
 
-def visible_columns(queries: Shard, keys: Shard, mask: MaskSpec) -> list[tuple[int, int]]:
+def _between(start: int, stop: int, shard: Shard) -> Iterator[tuple[Segment, int]]:
+    """The tokens of a shard at the positions ``start`` to ``stop``."""
+    for segment, at in shard:
+        first, last = (_tokens_before(position, segment) for position in (start, stop))
+        if first < last:
+            yield segment.slice(first, last), at + first
+
+
+def _tokens_before(position: int, segment: Segment) -> int:
+    return min(max(0, -(-(position - segment.start) // segment.stride)), segment.length)
+
+
+def visible_columns(
+    queries: Shard, keys: Shard, mask: MaskSpec, blocks: Blocks = ()
+) -> list[tuple[int, int]]:
     """For each query and key segment with a visible pair, the half-open range of the key shard's
     columns that some query sees."""
     columns = []
-    for q, _, k, k_at, window in _segment_pairs(queries, keys, mask):
+    for q, _, k, k_at, window in _segment_pairs(queries, keys, mask, blocks):
         low, high = _bounds(q, k, window)
         start, stop = max(0, low), min(k.length, high + q.length)
         if low <= high and start < stop:
@@ -180,19 +204,20 @@ def visible_columns(queries: Shard, keys: Shard, mask: MaskSpec) -> list[tuple[i
     return columns
 
 
-def _bounds(q: Segment, k: Segment, mask: MaskSpec) -> tuple[int, int]:
+def _bounds(q: Segment, k: Segment, window: Bounds) -> tuple[int, int]:
     """Bounds of ``j - i`` for the pairs of two runs, counted from their first tokens."""
-    if q.stride != k.stride and (mask.left, mask.right) != (None, None):
+    left, right = window
+    if q.stride != k.stride and window != _OPEN:
         raise LayoutError(f"queries of stride {q.stride} cannot meet keys of stride {k.stride}")
     # Positions q.start + stride * i and k.start + stride * j: their distance bounds j - i.
     distance = k.start - q.start
-    low = 1 - q.length if mask.left is None else -((mask.left + distance) // q.stride)
-    high = k.length - 1 if mask.right is None else (mask.right - distance) // q.stride
+    low = 1 - q.length if left is None else -((left + distance) // q.stride)
+    high = k.length - 1 if right is None else (right - distance) // q.stride
     return low, high
 
 
-def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) -> Tile | None:
-    low, high = _bounds(q, k, mask)
+def _tile(q: Segment, q_start: int, k: Segment, k_start: int, window: Bounds) -> Tile | None:
+    low, high = _bounds(q, k, window)
     shift = k_start - q_start
     return _trim(
         Tile(q_start, q_start + q.length, k_start, k_start + k.length, low + shift, high + shift)

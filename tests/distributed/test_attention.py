@@ -410,10 +410,23 @@ def prefix_cases(at: int) -> list[Case]:
     ]
 
 
+def block_cases() -> list[Case]:
+    """Blocks of one token, over several shards and next to each other, in documents of each sample
+    and in a window that is shorter than a block."""
+    documents = ((43,), (9, 34))
+    blocks = (((0, 1), (5, 27), (27, 31)), ((2, 9), (9, 20), (41, 43)))
+    one = replace(CROSS_BASE, documents=documents, blocks=blocks)
+    return [
+        *(replace(one, layout=layout) for layout in ALL_LAYOUTS),
+        replace(one, mask="window", tuning=GATHER),
+        replace(one, documents=documents[:1], blocks=blocks[:1], sinks=True, value_dim=8),
+    ]
+
+
 @pytest.mark.parametrize(("ulysses", "ring"), CROSS_MESHES)
 def test_cross_attention_equals_the_oracle(pool, ulysses, ring):
     at = CROSS_MESHES.index((ulysses, ring))
-    made = [*cross_cases(at), *prefix_cases(at)]
+    made = [*cross_cases(at), *prefix_cases(at), *block_cases()]
     if ulysses == 4:  # a head chunk needs a key/value head on each rank
         made = [replace(case, heads=8, kv_heads=2) for case in made]
     check(pool, made, ulysses, ring)

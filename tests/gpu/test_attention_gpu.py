@@ -46,6 +46,8 @@ DOUBLE = [Tuning(chunks, gather, inner_ring=2) for chunks in (1, 2) for gather i
 PACKED = replace(
     LOW, seq_len=1034, kv_heads=4, documents=((1, 7, 128, 600, 1, 129, 127, 41),), head_dim=128
 )
+# Inside of documents, next to each other, of one token and longer than a window.
+BLOCKS = (((2, 8), (136, 400), (400, 401), (500, 730), (740, 860)),)
 CASES = [
     *(replace(LONG, tuning=how, seed=seed) for how in TUNINGS for seed in (0, 1)),
     replace(LONG, tuning=Tuning(1, True), seq_len=6142, kv_heads=4),
@@ -84,6 +86,11 @@ CASES = [
     *(replace(PACKED, kernel=kernel, head_dim=192, value_dim=128) for kernel in WIDE),
     *(replace(LOW, kernel=kernel, softcap=3.0) for kernel in ("auto", *CAPPED)),
     *(replace(PACKED, kernel=kernel, softcap=3.0) for kernel in CAPPED),
+    *(
+        replace(PACKED, kernel=kernel, mask=mask, blocks=BLOCKS)
+        for kernel in ("auto", *WINDOWED)
+        for mask in ("causal", "window")
+    ),
     *(replace(LOW, kernel=kernel, prefix=200) for kernel in KERNELS),
     *(replace(LOW, kernel=kernel, mask="full", keys=(301, "zigzag")) for kernel in KERNELS),
     replace(LOW, alibi=True, seq_len=131),

@@ -48,8 +48,14 @@ class Run:
     evaluation: dict[str, float]
 
 
-def tiny_model(seed: int = 1) -> nn.Module:
-    config = transformers.Qwen3Config(
+def tiny_model(seed: int = 1, experts: bool = False) -> nn.Module:
+    kind, sizes = transformers.Qwen3ForCausalLM, dict[str, Any]()
+    if experts:
+        kind = transformers.Qwen3MoeForCausalLM
+        sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        sizes["router_aux_loss_coef"] = 0.3
+    config = kind.config_class(
+        **sizes,
         vocab_size=WORDS,
         hidden_size=32,
         intermediate_size=48,
@@ -63,7 +69,7 @@ def tiny_model(seed: int = 1) -> nn.Module:
         eos_token_id=2,
     )
     torch.manual_seed(seed)
-    return transformers.Qwen3ForCausalLM(config)
+    return kind(config)
 
 
 class Documents(Dataset):
@@ -306,8 +312,9 @@ def preference_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def trl_trainer(name: str, arguments: dict[str, Any], record: Record) -> Any:
-    """One of TRL's trainers of a tiny model, with a second model where it has one."""
+def trl_trainer(name: str, arguments: dict[str, Any], record: Record, experts: bool = False) -> Any:
+    """One of TRL's trainers of a tiny model, with a second model where it has one. With experts it
+    adds a loss of their routers: DPO to what the model returns, KTO in a head of its own."""
     import datasets
     import trl
     from trl.experimental import cpo, gkd, orpo, tpo
@@ -323,7 +330,7 @@ def trl_trainer(name: str, arguments: dict[str, Any], record: Record) -> Any:
         "reward": (trl.RewardTrainer, trl.RewardConfig),
     }
     trainer, config = kinds[name]
-    model, other = tiny_model(), tiny_model(2)
+    model, other = tiny_model(1, experts), tiny_model(2, experts)
     if name == "reward":
         torch.manual_seed(0)
         model.config.num_labels = 1
@@ -347,14 +354,14 @@ def trl_trainer(name: str, arguments: dict[str, Any], record: Record) -> Any:
 
 
 def run_trl(
-    ctx: RankContext, name: str, split: Split = Split(), **options: Any
+    ctx: RankContext, name: str, split: Split = Split(), experts: bool = False, **options: Any
 ) -> tuple[list[dict[str, float]], int]:
     """What a trainer has logged of each step, and the most tokens that its second model was given
     at once."""
     with restored_environment():
         replicas = ctx.world // (split.ulysses * split.ring)
         record = Record()
-        trainer = trl_trainer(name, arguments(split, replicas, **options), record)
+        trainer = trl_trainer(name, arguments(split, replicas, **options), record, experts)
         tokens = [0]
         for second in ("ref_model", "teacher_model"):
             if hasattr(trainer, second):

@@ -24,6 +24,7 @@ from test_refusals import (
 )
 from tiny_models import VOCAB, build
 from tiny_towers import batch_with_images, build_with_tower, random
+from transformers.models.mixtral import modeling_mixtral
 
 import ds_usp
 from ds_usp.integrations.transformers import enable, refusals, whole_arguments
@@ -101,8 +102,45 @@ class WithALossOfItsOwn(transformers.LlamaForCausalLM):
         return out
 
 
-def own_forward(**batch: Any) -> Any:
-    return run(WithALossOfItsOwn(build("llama").config), batch)
+class AddsToItsLoss(transformers.LlamaForCausalLM):
+    def forward(
+        self, input_ids: Any, position_ids: Any = None, labels: Any = None, **more: Any
+    ) -> Any:
+        out = super().forward(input_ids, position_ids=position_ids, labels=labels, **more)
+        if labels is not None:
+            out.loss.add_(out.logits.square().mean())
+        return out
+
+
+def own_forward(kind: Any = WithALossOfItsOwn, **batch: Any) -> Any:
+    return run(kind(build("llama").config), batch)
+
+
+class WithRoutersOfItsOwn(transformers.MixtralForCausalLM):
+    def forward(
+        self, input_ids: Any, position_ids: Any = None, labels: Any = None, **more: Any
+    ) -> Any:
+        asked = more.pop("output_router_logits", False)
+        out = super().forward(input_ids, position_ids=position_ids, labels=labels, **more)
+        out["aux_loss"] = out.logits.std() if asked else None
+        return out
+
+
+def another_router_loss(*_: Any) -> torch.Tensor:
+    return torch.ones(())
+
+
+def routers(own: bool, asked: bool) -> Any:
+    """A loss of the routers in a model's own way, or by another function than is known."""
+    model = build("mixtral")
+    if own:
+        model = WithRoutersOfItsOwn(model.config)
+    with pytest.MonkeyPatch.context() as patch:
+        if not own:
+            patch.setattr(modeling_mixtral, "load_balancing_loss_func", another_router_loss)
+        out = run(model, {**plain_batch(), "output_router_logits": asked})
+        assert own or modeling_mixtral.load_balancing_loss_func is another_router_loss
+    return out
 
 
 def loss_of_whole_logits() -> Any:
@@ -149,13 +187,12 @@ def opt(side: str, **more: Any) -> Any:
     return run(build("opt"), {**padded_batch(side), **more})
 
 
-def blocks_of_images(model_type: str, served: str | None = None) -> Any:
-    """An image whose tokens see each other, and another model that the table says is exact."""
-    model = build_with_tower(served or model_type)
-    extra: dict[str, Any] = {"pixel_values": random(2, 3, 28, 28)}
-    batch = batch_with_images(model, extra)
-    if not served:
-        batch["token_type_ids"] = (batch["input_ids"] == 90).long()
+def prefix(whole: bool) -> Any:
+    """A prefix whose tokens see each other, in two runs or in one."""
+    model = build_with_tower("paligemma")
+    batch = batch_with_images(model, {"pixel_values": random(2, 3, 28, 28)})
+    if not whole:
+        batch["token_type_ids"][:, -3:] = 0
     return run(model, batch)
 
 
@@ -248,15 +285,25 @@ PACKED = torch.tensor([[*range(9), *range(32)]])
 CASES: Mapping[str, tuple[str, Act, Act]] = {
     "generate": ("generate: a new token", lambda: generate(True), lambda: generate(False)),
     "images without a text model": ("Give inputs_embeds", lambda: phi4(False), lambda: phi4(True)),
-    "blocks of images": (
-        "masks by blocks",
-        lambda: blocks_of_images("gemma3"),
-        lambda: blocks_of_images("gemma3", "llava"),
+    "a prefix in two runs": (
+        "other tokens between its own",
+        lambda: prefix(False),
+        lambda: prefix(True),
     ),
-    "prefixes": (
-        "masks by blocks",
-        lambda: blocks_of_images("paligemma"),
-        lambda: blocks_of_images("", "internvl"),
+    "a router loss of its own": (
+        "leave output_router_logits out",
+        lambda: routers(True, True),
+        lambda: routers(True, False),
+    ),
+    "another router loss": (
+        "leave output_router_logits out",
+        lambda: routers(False, True),
+        lambda: routers(False, False),
+    ),
+    "more added to its loss": (
+        "in its own way",
+        lambda: own_forward(AddsToItsLoss, **plain_batch()),
+        loss_of_whole_logits,
     ),
     "a loss of its own": (
         "in its own way",
@@ -397,7 +444,6 @@ INSTEAD: Mapping[str, Callable[[], dict[str, Any]]] = {
     "use_cache": unlabeled,
     "logits_to_keep": unlabeled,
     "output_attentions": unlabeled,
-    "router logits": unlabeled,
     "return_dict": unlabeled,
     "ignore_index": plain_batch,
     "images": lambda: {"inputs_embeds": random(2, 41, 64)},
@@ -409,7 +455,6 @@ INSTEAD: Mapping[str, Callable[[], dict[str, Any]]] = {
 # What is enabled instead of each model of MODELS.
 OTHER_MODELS: Mapping[str, Act] = {
     **dict.fromkeys(("two sequences", "a state", "no positions"), lambda: command("llama")),
-    "a router's loss": lambda: run(build("mixtral")),
     "outputs without names": lambda: run(build("llama", return_dict=True)),
     "a loss that is no sum": lambda: run(with_a_loss_of_its_own(), logits="whole"),
     "an attention that counts its tokens": lambda: llama4(attn_temperature_tuning=False),
@@ -429,18 +474,19 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "KV caches, `logits_to_keep`": ("a cache", "use_cache", "logits_to_keep"),
     "`generate`": ("generate",),
     "images and sounds of models without": ("images without a text model", "images"),
-    "masks of blocks, images and prefixes": ("blocks of images", "prefixes", "states of images"),
+    "blocks of tokens that see": ("a prefix in two runs", "states of images"),
     "masks of tokens x tokens": ("a mask of tokens x tokens", "padding inside"),
     "positions that start anew": ("positions and a mask",),
     "labels of padding": ("labels of padding on the right", "labels of padding on the left"),
     "left padding where": ("left padding", "left padding, positions given"),
     "another `ignore_index`": ("ignore_index",),
     "RoBERTa": ("roberta",),
-    "a model that computes its loss": ("a loss of its own",),
+    "a model that computes its loss": ("a loss of its own", "more added to its loss"),
     "a `model.loss_function` of your own": ("own loss function",),
     '`gradients="sum"`': ("summed gradients", "shards of rows", "chunks of rows"),
     "padding that a head": ("another pad token", "padded answers"),
-    "router losses": ("router logits", "output_attentions", "a router's loss"),
+    "router losses": ("a router loss of its own", "another router loss"),
+    "`output_attentions`": ("output_attentions",),
     "outputs that are not one value": ("pooled",),
     "layers that count": ("an attention that counts its tokens",),
     "models that share": ("a shared configuration", "another attention"),

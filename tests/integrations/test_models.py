@@ -2,6 +2,7 @@
 gradient checkpointing, at every split of ulysses x ring."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cases import mesh_of
 from harness import RankContext
 from model_runs import (
     BOUND,
+    IGNORED,
     Result,
     counted_attention,
     mean_gradients,
@@ -20,11 +22,12 @@ from model_runs import (
     padded_batch,
     plain_batch,
     reference,
+    relative,
     take_gradients,
     whole_model,
 )
 from tiny_models import build
-from tiny_towers import TOWERS, batch_with_images, build_with_tower
+from tiny_towers import SPECIAL, TOWERS, batch_with_images, build_with_tower, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -32,6 +35,7 @@ import ds_usp
 from ds_usp import DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import attention, enable
 
+PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "transformers.md"
 WORLD = 4
 ULYSSES = (4, 2, 1)
 
@@ -127,31 +131,159 @@ def test_positions_that_follow_padding_are_exact_or_refused(pool):
 # ------------------------------------------------------------------ batches with images
 
 
-def images(model: Any, model_type: str, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {**batch_with_images(model, TOWERS[model_type][1](), batch)}
+def images(model_type: str, batch: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    model = build_with_tower(model_type)
+    return model, {**batch_with_images(model, TOWERS[model_type][1](), batch)}
+
+
+def with_a_video(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Another image in the first row becomes a video of two frames."""
+    ids, labels, kinds = (batch[x].clone() for x in ("input_ids", "labels", "mm_token_type_ids"))
+    ids[0, 20:28], labels[0, 20:28], kinds[0, 20:28] = SPECIAL["video_token_id"], IGNORED, 2
+    frames = {"pixel_values_videos": random(32, 12), "video_grid_thw": torch.tensor([[2, 4, 4]])}
+    return {**batch, "input_ids": ids, "labels": labels, "mm_token_type_ids": kinds, **frames}
+
+
+def images_alone(model: Any, packed: Mapping[str, Tensor], cut: int) -> tuple[Result, Tensor]:
+    """Two documents of a row, an image in each, without the other; and their positions: of text,
+    time, height and width."""
+    logits, positions = [], []
+    tokens = packed["input_ids"].shape[1]
+    pixel_values, grids = packed["pixel_values"].chunk(2), packed["image_grid_thw"].split(1)
+    for at, pixels, grid in zip((slice(cut), slice(cut, tokens)), pixel_values, grids, strict=True):
+        given = {name: packed[name][:, at] for name in ("input_ids", "mm_token_type_ids")}
+        given |= {"pixel_values": pixels, "image_grid_thw": grid}
+        logits.append(model(**given, use_cache=False).logits)
+        places = {name: x for name, x in given.items() if name != "pixel_values"}
+        each, _ = model.base_model.get_rope_index(**places)
+        positions.append(torch.cat([torch.arange(each.shape[-1]).expand(1, 1, -1), each]))
+        model.base_model.rope_deltas = None
+    joined = torch.cat(logits, 1)
+    loss = cross_entropy(joined[0, :-1], packed["labels"][0, 1:])
+    loss.backward()
+    want = Result(loss.detach(), joined.detach(), take_gradients(model))
+    return want, torch.cat(positions, -1)
+
+
+def packed_images(ctx: RankContext) -> float:
+    """Documents by positions of 4 rows: the first counts a document's tokens."""
+    model = build_with_tower("qwen2_5_vl")
+    two = batch_with_images(model, TOWERS["qwen2_5_vl"][1](), plain_batch())
+    row = {name: two[name] for name in ("pixel_values", "image_grid_thw")}
+    for name in ("input_ids", "labels", "mm_token_type_ids"):
+        row[name] = torch.cat([two[name][:1, :20], two[name][1:, :21]], 1)
+    row["labels"][0, 20] = IGNORED
+    want, positions = images_alone(model, row, 20)
+    with enable(model, mesh_of(2), logits="whole"):
+        return on_the_mesh(model, mesh_of(2), {**row, "position_ids": positions}).error(want)
+
+
+IMAGES: Mapping[str, tuple[str, Callable[[], dict[str, Tensor]]]] = {
+    "padded": ("qwen3_vl", lambda: padded_batch("right")),
+    "padded on the left": ("qwen2_5_vl", lambda: padded_batch("left")),
+    "text padded on the left": ("qwen2_5_vl", lambda: padded_batch("left")),
+    "a video": ("qwen2_5_vl", plain_batch),
+    "packed": ("llava", lambda: packed_batch((9, 21, 11), (30, 1, 10))),
+    "blocks": ("gemma3", lambda: padded_batch("right")),
+    "a prefix": ("paligemma", plain_batch),
+}
 
 
 def every_batch_with_images(ctx: RankContext) -> Errors:
-    """Padding and packed documents, beside images that some ranks have no token of."""
-    errors = {}
-    for model_type, name, batch in (
-        ("qwen3_vl", "padded", padded_batch("right")),
-        ("llava", "padded", padded_batch("right")),
-        ("llava", "packed", packed_batch((9, 21, 11), (30, 1, 10))),
-    ):
-        model = build_with_tower(model_type)
-        given = images(model, model_type, batch)
+    """Padding, documents and blocks, beside images that some ranks have no token of."""
+    errors = {"packed by 4 rows of positions": packed_images(ctx)}
+    for name, (model_type, batch) in IMAGES.items():
+        model, given = images(model_type, batch())
+        given = with_a_video(given) if name == "a video" else given
+        given = batch() if name.startswith("text") else given
         real = given.get("attention_mask", torch.ones_like(given["input_ids"]))[..., None]
         want = whole_model(model, given)
         want.logits *= real
         with enable(model, mesh_of(2), logits="whole"):
             have = on_the_mesh(model, mesh_of(2), given)
-        errors[f"{model_type}, {name}"] = have.error(want)
+        errors[name] = have.error(want)
     return errors
 
 
 def test_batches_with_images_are_exact(pool):
     for errors in pool.run(every_batch_with_images, WORLD):
+        assert max(errors.values()) < BOUND, errors
+
+
+def without_blocks(ctx: RankContext) -> float:
+    """The error of a mask that knows no images."""
+    model, given = images("gemma3", plain_batch())
+    want = whole_model(model, given)
+    right = attention._in_blocks
+    attention._in_blocks = lambda band, *_: band.mask
+    try:
+        with enable(model, mesh_of(2), logits="whole"):
+            return on_the_mesh(model, mesh_of(2), given).error(want)
+    finally:
+        attention._in_blocks = right
+
+
+def test_images_see_each_other_both_ways(pool):
+    assert min(pool.run(without_blocks, 2)) > 1e-2
+
+
+def run_program_with_images(ctx: RankContext) -> list[float]:
+    names: dict[str, Any] = {}
+    section = PAGE.read_text(encoding="utf-8").split("## Images and sounds")[1]
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    losses: list[float] = names["losses"]
+    return losses
+
+
+def test_the_program_with_images_trains_on_four_ranks_as_on_one(pool):
+    (one,) = pool.run(run_program_with_images, 1)
+    assert one[-1] < one[0] - 0.1
+    for losses in pool.run(run_program_with_images, WORLD):
+        assert losses == pytest.approx(one, rel=1e-5)
+
+
+# ------------------------------------------------------------------ losses of routers
+
+ROUTERS: Mapping[str, tuple[str, Callable[[], dict[str, Tensor]]]] = {
+    "padded on the right": ("mixtral", lambda: padded_batch("right")),
+    "padded on the left": ("gpt_oss", lambda: padded_batch("left")),
+    "packed": ("qwen3_moe", packed_batch),
+    "with a state": ("jamba", plain_batch),
+    "of two kinds": ("jetmoe", plain_batch),
+    "images": ("qwen3_vl_moe", lambda: padded_batch("right")),
+}
+
+
+def router_losses(ctx: RankContext) -> Errors:
+    """Both reductions of gradients, in turn; of the loss, and of what is returned beside it."""
+    errors = {}
+    for at, (name, (model_type, batch)) in enumerate(ROUTERS.items()):
+        if name == "images":
+            model, given = images(model_type, batch())
+        else:
+            model, given = build(model_type), batch()
+        text = model.config.get_text_config()
+        text.output_router_logits, text.router_aux_loss_coef = True, 0.5
+        model.router_aux_loss_coef = model.aux_loss_coef = 0.5
+        real = given.get("attention_mask", torch.ones_like(given["input_ids"]))[..., None]
+        out = model(**given, use_cache=False)
+        out.loss.backward()
+        want = Result(out.loss.detach(), out.logits.detach() * real, take_gradients(model))
+        gradients, divisor = (("mean", None), ("sum", 1))[at % 2]
+        with enable(model, mesh_of(2), logits="whole", gradients=gradients):
+            have = model(**given)
+            have.loss.backward()
+        joined = mean_gradients(model, divisor)
+        found = Result(have.loss.detach(), have.logits.detach() * real, joined)
+        errors[name] = max(found.error(want), relative(have.aux_loss, out.aux_loss))
+        scores = [x.router_logits[0] * real.flatten(0, 1) for x in (have, out)]
+        assert relative(*scores) < BOUND
+        assert out.aux_loss > 1, "a loss that is large enough to be seen"
+    return errors
+
+
+def test_losses_of_routers_are_exact(pool):
+    for errors in pool.run(router_losses, WORLD):
         assert max(errors.values()) < BOUND, errors
 
 

@@ -125,11 +125,6 @@ BATCHES: Mapping[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
     "use_cache": (lambda: unlabeled(use_cache=True), Unsupported, "no KV"),
     "logits_to_keep": (lambda: unlabeled(logits_to_keep=1), Unsupported, "last tokens"),
     "output_attentions": (lambda: unlabeled(output_attentions=True), Unsupported, "never made"),
-    "router logits": (
-        lambda: unlabeled(output_router_logits=True),
-        Unsupported,
-        "no sum over tokens",
-    ),
     "return_dict": (lambda: unlabeled(return_dict=False), Unsupported, "by their names"),
     "ignore_index": (lambda: {**plain_batch(), "ignore_index": 0}, Unsupported, "-100"),
     "images": (
@@ -235,11 +230,6 @@ MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "position_ids",
     ),
     "a loss that is no sum": (with_another_loss, ConfigError, "sum over tokens"),
-    "a router's loss": (
-        lambda: build("mixtral", output_router_logits=True),
-        Unsupported,
-        "auxiliary loss",
-    ),
     "outputs without names": (
         lambda: build("llama", return_dict=False),
         Unsupported,

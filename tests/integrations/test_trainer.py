@@ -135,7 +135,7 @@ EXACT = ["dpo", "kto", "orpo", "cpo", "tpo", "gkd", "reward"]
 @pytest.mark.parametrize("name", EXACT)
 def test_trls_trainers_train_as_one_process_does(pool, name):
     """Everything that they log. A reference or a teacher is given shards too."""
-    options = {"name": name, "micro": 2, "max_steps": 1}
+    options = {"name": name, "micro": 2, "max_steps": 1, "experts": name in ("dpo", "kto")}
     want, tokens = pool.run(run_trl, 1, **options)[0]
     engine = "zero3" if name == "dpo" else "ddp"  # where the reference is in an engine too
     logs, local_tokens = pool.run(run_trl, 2, split=Split(2, 1, engine), **options)[0]

@@ -71,6 +71,8 @@ PIXTRAL = tiny("pixtral", image_size=28, patch_size=7)
 SMALL = {"image_size": 28, "patch_size": 7, "hidden_size": 64, "intermediate_size": 96}
 SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
+PERCEIVER = {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_head_dim": 16}
+PERCEIVER |= {"hidden_size": 64, "resampler_n_heads": 4, "num_key_value_heads": 2}
 AUDIO = {"num_mel_bins": 8, "max_source_positions": 16, "intermediate_size": 256}
 
 
@@ -132,9 +134,22 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
         ),
         gemma4_patches,
     ),
+    "deepseek_vl": (parts("llama", SIGLIP), pixels()),
     "glm46v": (parts(mrope("glm4v_text", GLM_ROPE), GLM), patches(12)),
     "glm4v": (parts(mrope("glm4v_text", GLM_ROPE), GLM), patches(12)),
+    "glm4v_moe": (
+        parts(mrope("glm4v_moe_text", GLM_ROPE), GLM | {"model_type": "glm4v_moe_vision"}),
+        patches(12),
+    ),
+    "glm_ocr": (
+        parts(mrope("glm_ocr_text", GLM_ROPE), GLM | {"model_type": "glm_ocr_vision"}),
+        patches(12),
+    ),
     "got_ocr2": (parts("qwen2", tiny("got_ocr2_vision")), pixels(32)),
+    "idefics2": (
+        parts("mistral", vit("idefics2_vision"), perceiver_config=PERCEIVER),
+        pixels(crop=True),
+    ),
     "idefics3": (parts("llama", vit("idefics3_vision"), scale_factor=2), pixels(crop=True)),
     "internvl": (
         parts("qwen2", tiny("internvl_vision", image_size=[28, 28], patch_size=[7, 7])),
@@ -155,6 +170,7 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
     "llava": (parts("llama", CLIP), pixels()),
     "llava_next": (parts("llama", CLIP, **PINPOINTS), crops),
     "llava_onevision": (parts("qwen2", SIGLIP, **PINPOINTS), crops),
+    "llava_next_video": (parts("llama", CLIP, **PINPOINTS), crops),
     "mistral3": (parts("mistral", PIXTRAL, spatial_merge_size=2), sized),
     "ovis2": (
         parts(
@@ -181,7 +197,16 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
     "qwen3_5_moe": (parts(mrope("qwen3_5_moe_text"), QWEN_FLAT), patches(12)),
     "qwen3_vl": (parts(mrope("qwen3_vl_text"), QWEN_DEEP), patches(12)),
     "qwen3_vl_moe": (parts(mrope("qwen3_vl_moe_text"), QWEN_DEEP), patches(12)),
+    "qwen3_omni_moe_thinker": (
+        parts(
+            mrope("qwen3_omni_moe_text"),
+            QWEN_DEEP,
+            audio_config=tiny("qwen3_omni_moe_audio_encoder", **AUDIO),
+        ),
+        patches(12),
+    ),
     "smolvlm": (parts("llama", vit("smolvlm_vision"), scale_factor=2), pixels(crop=True)),
+    "video_llava": (parts("llama", CLIP), pixels()),
     "video_llama_3": (
         parts("qwen2", tiny("video_llama_3_vision", patch_size=2)),
         lambda: patches(12)() | {"image_merge_sizes": torch.tensor([2, 2])},
@@ -231,9 +256,12 @@ def batch_with_images(model: Any, extra: Batch, rows: Mapping[str, Tensor] | Non
     for row, count in enumerate(counts):
         at = slice(5 + 9 * row, 5 + 9 * row + count)
         batch["input_ids"][row, at], batch["labels"][row, at] = IMAGE, IGNORED
-    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
-    if "mm_token_type_ids" not in signature(model.base_model.forward).parameters:
-        del batch["mm_token_type_ids"]
+    kinds = batch["input_ids"] == IMAGE
+    if model.config.model_type == "paligemma":  # 0 is the prefix, whose tokens see each other
+        kinds = torch.arange(kinds.shape[1]).expand_as(kinds) > 20
+    takes = signature(model.base_model.forward).parameters
+    for name in takes.keys() & {"mm_token_type_ids", "token_type_ids"}:
+        batch[name] = kinds.long()
     return {**batch, **extra}
 
 

@@ -25,6 +25,12 @@ def test_a_query_sees_its_document_through_its_window_and_the_prefix(left, right
     allowed = torch.tensor([[mask.allows(q, k) for k in tokens] for q in tokens])
     assert torch.equal(allowed, window & oracle.same_document(tokens, tokens, lengths))
     assert allowed.diagonal().all(), "every token sees itself"
+    blocks = (((0, lengths[0]),),)
+    mask = MaskSpec(left, right, [0, *accumulate(lengths)], blocks=blocks)
+    within = torch.tensor([[mask.allows(q, k) for k in tokens] for q in tokens])
+    lifted = oracle.window(tokens, tokens, left, None)[: lengths[0], : lengths[0]]
+    assert torch.equal(within[: lengths[0], : lengths[0]], lifted)
+    assert torch.equal(within[lengths[0] :], allowed[lengths[0] :])
     mask = MaskSpec(left, right, prefix=prefix)
     allowed = torch.tensor([[mask.allows(q, k) for k in tokens] for q in tokens])
     assert torch.equal(allowed, window | (torch.tensor(tokens) < prefix))

@@ -65,6 +65,9 @@ class Problem:
                 bits.append(
                     (((1 << high) - (1 << low)) if low < high else 0) | (1 << mask.prefix) - 1
                 )
+        for start, stop in mask.blocks[sample] if mask.blocks and mask.right is not None else ():
+            for query in range(start, stop):
+                bits[query] |= (1 << stop) - (1 << query)
         return bits
 
 
@@ -72,6 +75,13 @@ def borders_of(tokens: int) -> st.SearchStrategy[list[int]]:
     """Few documents or many, of any lengths."""
     inner = st.sets(st.integers(1, tokens - 1), max_size=8) | st.just(set(range(1, tokens)))
     return inner.map(lambda borders: [0, *sorted(borders), tokens])
+
+
+@st.composite
+def blocks_in(draw: st.DrawFn, borders: list[int]) -> tuple[tuple[int, int], ...]:
+    """Blocks inside of documents, some next to each other."""
+    cuts = sorted({*borders, *draw(st.sets(st.integers(1, borders[-1] - 1), max_size=12))})
+    return tuple(block for block in pairwise(cuts) if draw(st.booleans()))
 
 
 @st.composite
@@ -86,9 +96,10 @@ def problems(draw: st.DrawFn, what: str) -> Problem:
     bounds = [(None, 0), (None, None), (left, 0), (left, right), (None, right), (left, None)]
     window = draw(st.sampled_from(bounds))
     layout, kv_layout, mask = TokenLayout(draw(kinds), tokens, *shape), None, MaskSpec(*window)
-    if what in ("documents", "balanced"):
+    if what in ("documents", "balanced", "blocks"):
         samples = draw(st.lists(borders_of(tokens), min_size=1, max_size=2))
-        mask = MaskSpec(*window, samples)
+        blocks = tuple(draw(blocks_in(x)) for x in samples) if what == "blocks" else ()
+        mask = MaskSpec(*window, samples, blocks=blocks)
         if what == "balanced":  # for these documents, or for others
             documents = draw(st.just(samples[0]) | borders_of(tokens))
             layout = TokenLayout("balanced", tokens, *shape, documents)
@@ -97,7 +108,7 @@ def problems(draw: st.DrawFn, what: str) -> Problem:
     elif what == "other keys":
         mask, keys = MaskSpec.full(), shortest + draw(st.integers(0, 30))
         kv_layout = TokenLayout(draw(kinds), keys, *shape)
-    support = TileSupport(draw(st.booleans()), mask.left is not None or draw(st.booleans()))
+    support = TileSupport(draw(st.booleans()), mask.band.left is not None or draw(st.booleans()))
     support = TileSupport(support.rectangular, support.window, tall=draw(st.booleans()))
     gather, position = draw(st.booleans()), draw(st.sampled_from(POSITIONS))
     inner_ring = draw(st.sampled_from([None, *inner]))
@@ -333,7 +344,10 @@ def check_bounds(problem: Problem, plans: list[RingSchedule]) -> None:
         assert plans[0].max_recv_tokens == max(received)
 
 
-@pytest.mark.parametrize("what", ["window", "documents", "balanced", "prefix", "other keys"])
+WHAT = ["window", "documents", "balanced", "blocks", "prefix", "other keys"]
+
+
+@pytest.mark.parametrize("what", WHAT)
 @given(data=st.data())
 @examples(60)
 def test_schedules_compute_every_pair_once_from_what_peers_send(what, data):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -93,16 +94,19 @@ class RunningPass:
         targets: of the pass that runs; None after it, when calls are the caller's own.
         loss: what the model's loss function has returned in it. Not of the shard, which checkpoints
             keep: the loss's graph refers to these, and would never be freed.
+        router_loss: the load-balancing loss of its routers, over the whole batch.
         is_sharded: modules are given shards, from the model's or the text model's inputs on.
     """
 
     shard: Shard | None = None
     targets: Targets | None = None
     loss: Tensor | None = None
+    router_loss: Tensor | None = None
     is_sharded = False
 
     def begin(self, shard: Shard, is_sharded: bool) -> None:
-        self.shard, self.targets, self.loss = shard, shard.targets, None
+        self.shard, self.targets = shard, shard.targets
+        self.loss = self.router_loss = None
         self.is_sharded = is_sharded
 
     def __deepcopy__(self, _: dict[int, Any]) -> RunningPass:
@@ -227,12 +231,17 @@ class _Band:
     Args:
         mask: a window in tokens.
         chunk: the chunk size of chunked attention (Llama 4).
+        blocks: of all tokens of a batch, the number of its block, ``[b, seq_len]``, negative
+            outside of blocks. Tokens of a block see each other both ways (images of Gemma 3).
+        max_block: tokens of the longest block for which this is the mask; None: any.
         refusal: why a layer cannot use this mask. Models make the masks of all kinds of layers,
             also of those that they do not have.
     """
 
     mask: MaskSpec
     chunk: int | None = None
+    blocks: Tensor | None = None
+    max_block: int | None = None
     refusal: str = ""
 
 
@@ -273,10 +282,18 @@ class StandIn(ABC):
 
 
 class LayerMask(StandIn):
-    """Stands where a layer expects the mask tensor that it hands to the attention function."""
+    """Stands where a layer expects the mask tensor that it hands to the attention function.
+
+    Attributes:
+        ndim, shape: as of a mask of tokens x tokens without any: mask functions ask for them where
+            they are given a mask that others have made. What computes with such a size fails.
+    """
+
+    ndim, shape = 4, (1, 1, 0, 0)
 
     def __init__(self, band: _Band) -> None:
         self._band = band
+        self._in_blocks: MaskSpec | None = None
 
     @staticmethod
     def refusal(what: str) -> UnsupportedAttentionError:
@@ -303,11 +320,53 @@ def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> Ma
     band: _Band = mask._band
     if band.refusal:
         raise UnsupportedAttentionError(band.refusal)
+    if band.blocks is not None:
+        if mask._in_blocks is None:  # read once for all layers
+            mask._in_blocks = _in_blocks(band, documents, seq_len)
+        return mask._in_blocks
     if band.chunk is None:
         return replace(band.mask, documents=documents)
     # Chunks are counted from the start of each document: they are shorter documents.
     chunked = tuple(_cut_documents(borders, band.chunk) for borders in documents or ((0, seq_len),))
     return replace(band.mask, documents=chunked)
+
+
+@disable_in_compile("blocks are read from a tensor")
+def _in_blocks(band: _Band, documents: tuple[Borders, ...], seq_len: int) -> MaskSpec:
+    """The mask with the blocks of each row, cut where a document begins.
+
+    Raises:
+        UnsupportedAttentionError: numbers of a shard, or those of a block with others between.
+    """
+    numbers = cast(Tensor, band.blocks)
+    if numbers.is_meta or bool(((numbers := numbers.cpu()) < 0).all()):  # or in a trial
+        return replace(band.mask, documents=documents)
+    if numbers.shape[1] != seq_len:
+        raise UnsupportedAttentionError(
+            f"the model makes masks by blocks of {numbers.shape[1]} tokens, and the batch has "
+            f"{seq_len}: no rank knows the blocks of the whole batch. Not served"
+        )
+    rows = documents or ((0, seq_len),)
+    rows = rows * len(numbers) if len(rows) == 1 else rows
+    blocks = []
+    for row, (of_row, borders) in enumerate(zip(numbers, rows, strict=True)):
+        begins = (of_row.diff().nonzero().flatten() + 1).tolist()
+        runs = list(pairwise(sorted({*borders, *begins})))
+        found = [(bisect_right(borders, start), int(of_row[start])) for start, _ in runs]
+        of_blocks = [x for x in found if x[1] >= 0]
+        if len(set(of_blocks)) < len(of_blocks):
+            raise UnsupportedAttentionError(
+                f"a block of row {row} has other tokens between its own, which see each other "
+                "both ways: served are blocks of consecutive tokens"
+            )
+        blocks.append(tuple(run for run, x in zip(runs, found, strict=True) if x[1] >= 0))
+        longest = max((stop - start for start, stop in blocks[-1]), default=0)
+        if band.max_block is not None and longest > band.max_block:
+            raise UnsupportedAttentionError(
+                f"a block of row {row} has {longest} tokens, which all see each other, beside a "
+                f"sliding window of {band.max_block}: served are blocks that fit into the window"
+            )
+    return replace(band.mask, documents=rows, blocks=tuple(blocks))
 
 
 def _cut_documents(borders: Borders, chunk: int) -> Borders:
@@ -317,10 +376,15 @@ def _cut_documents(borders: Borders, chunk: int) -> Borders:
 
 @disable_in_compile("masks are read from functions, which torch.compile cannot trace")
 def usp_mask(
-    *, mask_function: Callable[..., Any] = masking_utils.causal_mask_function, **_: Any
+    *,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Any = None,
+    **_: Any,
 ) -> LayerMask:
     """The mask interface of the attention implementation ``usp``; UnsupportedAttentionError for a
     mask function that is not known."""
+    if isinstance(attention_mask, LayerMask):  # made around the text model, for all of its layers
+        return attention_mask
     return LayerMask(_read(mask_function))
 
 
@@ -329,17 +393,16 @@ def _read(function: Callable[..., Any]) -> _Band:
         return _Band(MaskSpec.causal())
     if function is masking_utils.bidirectional_mask_function:
         return _Band(MaskSpec.full())
-    if _code(function) is _AND:
-        parts = _closure(function)["mask_functions"]
-        if len(parts) == 2:
-            for first, second in (parts, parts[::-1]):
-                reader = _OVERLAYS.get(_code(first))
-                if reader is not None:
-                    return reader(_closure(first), _read(second))
+    for join, overlays in _OVERLAYS.items():
+        parts = _closure(function)["mask_functions"] if _code(function) is join else []
+        for first, second in zip(parts, parts[::-1], strict=True) if len(parts) == 2 else []:
+            reader = overlays.get(_code(first))
+            if reader is not None:
+                return reader(_closure(first), _read(second))
     name = getattr(function, "__qualname__", repr(function))
     raise UnsupportedAttentionError(
         f"a layer asks for the mask function {name}, which is none of causal, bidirectional, "
-        "sliding window or chunked: masks by blocks, images or prefixes are not served"
+        "sliding window, chunked or by blocks of consecutive tokens: others are not served"
     )
 
 
@@ -352,7 +415,7 @@ def _causal_window(closure: dict[str, Any], inner: _Band) -> _Band:
             refusal=f"a sliding window of {size} tokens: a token would not even see itself; set "
             "the configuration's sliding_window to None or to 1 and more",
         )
-    return _Band(MaskSpec.window(size - 1))
+    return replace(inner, mask=MaskSpec.window(size - 1))
 
 
 def _two_sided_window(closure: dict[str, Any], inner: _Band) -> _Band:
@@ -361,8 +424,17 @@ def _two_sided_window(closure: dict[str, Any], inner: _Band) -> _Band:
 
 
 def _chunk(closure: dict[str, Any], inner: _Band) -> _Band:
-    _require(inner.mask.is_causal and inner.chunk is None, "chunked attention")
+    known = inner.mask.is_causal and inner.chunk is None and inner.blocks is None
+    _require(known, "chunked attention")
     return _Band(inner.mask, closure["chunk_size"])
+
+
+def _block(closure: dict[str, Any], inner: _Band) -> _Band:
+    known = inner.mask.right == 0 and inner.chunk is None and inner.blocks is None
+    _require(known, "a mask by blocks")
+    # Beside a window, and not inside of it, blocks would lift its left bound too.
+    longest = None if inner.mask.left is None else inner.mask.left + 1
+    return replace(inner, blocks=closure["block_sequence_ids"], max_block=longest)
 
 
 def _require(condition: bool, what: str) -> None:
@@ -385,11 +457,17 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
 
 
 # One mask function of each kind is made here, for its code object.
-_AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 _OVERLAYS = MappingProxyType(
     {
-        masking_utils.sliding_window_overlay(1).__code__: _causal_window,
-        masking_utils.sliding_window_bidirectional_overlay(1).__code__: _two_sided_window,
-        masking_utils.chunked_overlay(1, None).__code__: _chunk,
+        masking_utils.and_masks(masking_utils.causal_mask_function).__code__: MappingProxyType(
+            {
+                masking_utils.sliding_window_overlay(1).__code__: _causal_window,
+                masking_utils.sliding_window_bidirectional_overlay(1).__code__: _two_sided_window,
+                masking_utils.chunked_overlay(1, None).__code__: _chunk,
+            }
+        ),
+        masking_utils.or_masks(masking_utils.causal_mask_function).__code__: MappingProxyType(
+            {masking_utils.blockwise_overlay(None).__code__: _block}
+        ),
     }
 )

@@ -55,8 +55,10 @@ from ds_usp.integrations.transformers.whole_arguments import (
     holds_tensor,
 )
 from ds_usp.integrations.transformers.whole_batch_loss import (
+    ROUTER_LOSS,
     ChunkedHead,
     ChunkedLogits,
+    RouterLoss,
     WholeBatchLoss,
 )
 from ds_usp.kernels.registry import AUTO
@@ -198,6 +200,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         carry = self._recurrent.carry if self._recurrent.layers else None
         self._memory = LayersMemory(inner, options, carry)
         self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
+        self._router_loss = RouterLoss(inner, mesh, options.gradients, self._running)
         self._loss: WholeBatchLoss | None = None
         if refusals.has_head(inner) and not self._whole_head:
             stock = inner.loss_function
@@ -294,7 +297,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             others = refusals.others_than_tokens(arguments)
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
             batch = self._read(arguments)
-            self._check_positions(batch)
+            at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
+            if not at_text or self._whole_head:
+                self._check_positions(batch, [sys.modules[type(self._inner).__module__]])
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
@@ -302,7 +307,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             if self._whole_head:
                 refusals.check_padding(self._inner, batch, arguments.get("labels"))
             embeddings = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
-            if others and not self._whole_head:  # every rank embeds all tokens, and fails alike
+            if at_text and not self._whole_head:  # every rank embeds all tokens, and fails alike
                 embeddings = None
             outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
             batch.check_tokens(embeddings, targets, outputs)
@@ -316,12 +321,28 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             )
             shard = Shard(call, batch.documents, self._dropout_seed())
             shard.drop_last = "shift_labels" not in batch.arguments
-            at_text = self._whole_head or bool(others)
             local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
             self._set_targets(targets, shard, local)
             self._whole_batch = batch if at_text else None
             self._running.begin(shard, is_sharded=not at_text)
+            if self._asks_for_router_logits(arguments) and not self._whole_head:
+                real = batch.arguments.get("attention_mask")
+                real = None if real is None else layout.shard(real, 1, self.mesh.rank)
+                self._router_loss.begin(real, bool(local.get(_TRL_FUSED_HEAD)))
             return (), local
+
+    def _places_by_tokens(self, batch: WholeArguments) -> bool:
+        """Whether a model around a text model makes masks or positions of all tokens."""
+        counts = batch.left_padded and "position_ids" not in batch.arguments
+        if not (counts or "token_type_ids" in batch.arguments) or not has_towers(self._inner):
+            return False
+        module = sys.modules[type(self._inner).__module__]
+        return "token_type_ids" in batch.arguments or refusals.positions_follow_padding([module])
+
+    def _asks_for_router_logits(self, arguments: Mapping[str, Any]) -> bool:
+        asked = arguments.get("output_router_logits")
+        text = self._inner.config.get_text_config()
+        return bool(getattr(text, "output_router_logits", False) if asked is None else asked)
 
     def _read(self, arguments: Mapping[str, Any]) -> WholeArguments:
         """The batch; labels of whole sequences, which no shard is made of, are no part of it."""
@@ -353,6 +374,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return None
         given = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
         batch = whole.handed_to_text(given, type(self._inner).__name__)
+        kinds = (kind for x in text_modules(self._inner) for kind in type(x).__mro__)
+        self._check_positions(batch, filter(refusals.is_of_a_model, kinds))
         local = self._shard_of(batch, shard)
         if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
             local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
@@ -382,8 +405,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
         self._whole_batch, self._running.targets = None, None
         self._running.is_sharded = False
+        self._router_loss.end()
 
-    def _check_positions(self, batch: WholeArguments) -> None:
+    def _check_positions(self, batch: WholeArguments, owners: Iterable[Any]) -> None:
+        """DataError where a module or class of these would count other positions than a shard has
+        by its tokens' indices."""
         if "position_ids" in batch.arguments:
             return
         name = type(self._inner).__name__
@@ -392,7 +418,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 f"{name} does not count positions from 0: give position_ids of the whole batch "
                 "(padding_idx + 1 is the first)"
             )
-        if batch.left_padded and refusals.positions_follow_padding(self._inner):
+        if batch.left_padded and refusals.positions_follow_padding(owners):
             raise DataError(
                 f"{name} counts positions from the first real token, and the batch is padded on "
                 "the left: pad on the right, or give position_ids"
@@ -462,7 +488,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _join(self, shard: Shard, rows: int, out: dict[str, Any], *, join_all: bool) -> None:
         self._check_has_names(out)
         check_outputs(out, type(self._inner).__name__, (rows, shard.length))
-        join_outputs(out, self.whole, join_all=join_all, drop_last=shard.drop_last)
+        join_outputs(out, self.whole, join_all=join_all, drop_last=shard.drop_last, batch=rows)
 
     def _check_has_names(self, out: Any) -> None:
         if not isinstance(out, dict):
@@ -472,8 +498,16 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             )
 
     def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
-        loss, computed = out.get("loss"), self._running.loss
-        self._running.loss = None
+        loss, running = out.get("loss"), self._running
+        computed, of_routers = running.loss, running.router_loss
+        running.loss = running.router_loss = None
+        if of_routers is not None:
+            out["aux_loss"] = of_routers
+        elif isinstance(out.get("aux_loss"), Tensor):
+            raise UnsupportedAttentionError(
+                f"{type(self._inner).__name__} computes a loss of its routers from this rank's "
+                f"tokens in its own way, not by {ROUTER_LOSS}: leave output_router_logits out"
+            )
         if loss is None:
             if self._head is not None and shard.targets is not None and shard.targets.in_chunks:
                 raise UnsupportedAttentionError(
@@ -483,12 +517,17 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return
         if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
             out["loss"] = sum_of_shards(loss, self.mesh, self._options.gradients)
-        elif loss is not computed:
+        # Models add the loss of their routers in place; nothing else may be added.
+        elif loss is not computed or _times_written(loss) > (of_routers is not None):
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "
                 "what is no sum over tokens: leave labels out and compute the loss from logits "
                 "(logits='whole'), or use a model whose loss is model.loss_function"
             )
+
+
+def _times_written(x: Any) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 # What TRL's fused head returns for every token, of which trainers make losses: always joined.
@@ -498,7 +537,9 @@ _LOG_PROBABILITIES = frozenset(
 # What towers have made, and positions of generation: of whole inputs, the same on every rank.
 _WHOLE = frozenset({f"{kind}_hidden_states" for kind in ("image", "video", "audio")})
 _WHOLE |= {"rope_deltas"}
-_PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", *_LOG_PROBABILITIES})
+_ROUTERS = "router_logits"  # of each layer, rows and tokens in one dim
+_PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", _ROUTERS})
+_PER_TOKEN |= _LOG_PROBABILITIES
 
 
 def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) -> None:
@@ -511,12 +552,14 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
     Raises:
         UnsupportedAttentionError: which one.
     """
-    for key in out.keys() - {"loss"} - _WHOLE:
+    for key in out.keys() - {"loss", "aux_loss"} - _WHOLE:
         value = out[key]
         tensors = value if isinstance(value, tuple) else (value,)
-        ndim = 2 if key in _LOG_PROBABILITIES else 3
+        tokens = (shape[0] * shape[1],) if key == _ROUTERS else shape
+        ndim = 2 if key in {_ROUTERS, *_LOG_PROBABILITIES} else 3
         has_tokens = key in _PER_TOKEN and all(
-            x is None or (isinstance(x, Tensor) and x.ndim == ndim and tuple(x.shape[:2]) == shape)
+            x is None
+            or (isinstance(x, Tensor) and x.ndim == ndim and x.shape[: len(tokens)] == tokens)
             for x in tensors
         )
         if not has_tokens and holds_tensor(value):
@@ -534,10 +577,12 @@ def join_outputs(
     *,
     join_all: bool,
     drop_last: bool,
+    batch: int,
 ) -> None:
     """Replace outputs per token by those of the whole batch; collective.
 
     Args:
+        batch: rows.
         join_all: all of them, not only log-probabilities.
         drop_last: log-probabilities have none for the last token, whose label is not known.
     """
@@ -545,6 +590,9 @@ def join_outputs(
         value = out[key]
         if key in _LOG_PROBABILITIES:
             out[key] = join(value)[:, :-1] if drop_last else join(value)
+        elif join_all and key == _ROUTERS:
+            rows = [x if x is None else x.unflatten(0, (batch, -1)) for x in value]
+            out[key] = tuple(x if x is None else join(x).flatten(0, 1) for x in rows)
         elif join_all and isinstance(value, tuple):
             out[key] = tuple(x if x is None else join(x) for x in value)
         elif join_all:

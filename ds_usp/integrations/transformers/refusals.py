@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -52,7 +51,6 @@ _FLAGS = MappingProxyType(
         "use_cache": "there is no KV cache over a mesh: leave use_cache and past_key_values out; "
         "to generate, call generate before enable or after disable()",
         "output_attentions": "weights of tokens x tokens are never made; use one rank for them",
-        "output_router_logits": "the router's auxiliary loss is no sum over tokens; leave it out",
         "logits_to_keep": "a shard has other last tokens than the sequence; leave it out",
     }
 )
@@ -141,10 +139,8 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
                 "attn_temperature_tuning=False is the same for fewer than floor_scale tokens)"
             )
             break
-    if not (model._supports_attention_backend or text.model_type in SERVED):
+    if not (text_model(model)._supports_attention_backend or text.model_type in SERVED):
         yield "it computes attention itself (_supports_attention_backend is not set)"
-    if getattr(text, "output_router_logits", False):
-        yield "config.output_router_logits: " + _FLAGS["output_router_logits"]
     if getattr(model.config, "output_attentions", False):
         yield "config.output_attentions: " + _FLAGS["output_attentions"]
     if getattr(model.config, "return_dict", True) is False:
@@ -350,11 +346,26 @@ def positions_are_offset(model: PreTrainedModel) -> bool:
     return any(hasattr(m, "create_position_ids_from_input_ids") for m in text_modules(model))
 
 
-def positions_follow_padding(model: PreTrainedModel) -> bool:
-    """Whether the code of a model seems to count positions from the first real token: then those of
-    a row that is padded on the left are not the index of its tokens."""
-    source = inspect.getsource(sys.modules[type(model).__module__])
-    return re.search(r"mask\S*\.cumsum|cumsum\(\w*mask|mask\.long\(\)\.cumsum", source) is not None
+def positions_follow_padding(owners: Iterable[Any]) -> bool:
+    """Whether the code of some modules or classes seems to count positions from the first real
+    token: then those of a row that is padded on the left are not the index of its tokens."""
+    return any(map(_counts_from_mask, owners))
+
+
+def is_of_a_model(kind: type) -> bool:
+    """Whether a class is a model's own, and none of what all models have in common."""
+    name = kind.__module__
+    of_all = name.startswith(("builtins", "torch", "transformers."))
+    return name.startswith("transformers.models.") or not of_all
+
+
+@lru_cache(maxsize=1024)
+def _counts_from_mask(owner: Any) -> bool:
+    pattern = r"mask\S*\.cumsum|cumsum\(\w*mask|mask\.long\(\)\.cumsum"
+    try:
+        return re.search(pattern, inspect.getsource(owner)) is not None
+    except (OSError, TypeError):  # made at run time, of others that are asked too
+        return False
 
 
 def others_than_tokens(arguments: Mapping[str, Any]) -> list[str]:

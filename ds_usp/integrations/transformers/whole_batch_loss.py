@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import deepcopy
+from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -15,6 +18,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.integrations.replicas import Reduction, sum_of_shards
 from ds_usp.integrations.transformers.attention import RunningPass, StandIn
+from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training import chunked_weighted_loss
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
@@ -91,6 +95,131 @@ class WholeBatchLoss:
         loss = sum_of_shards(share, self._mesh, self._gradients)
         self.running.loss = loss
         return loss
+
+
+# The function of the auxiliary loss of routers, in the module of each model that has one.
+ROUTER_LOSS = "load_balancing_loss_func"
+# Where TRL's fused head takes it from, for all models.
+_OF_FUSED_HEADS = "transformers.models.mixtral.modeling_mixtral"
+
+
+class RouterLoss:
+    """The load-balancing loss of a model's routers over the whole batch, on every rank.
+
+    Args:
+        model: whose forward, or TRL's in its place, calls a function of its module for it.
+        running: the forward pass that runs, which has the tokens that count.
+    """
+
+    # Note [the router loss in shards]
+    # With T tokens times layers, C_e of their choices for expert e and P_e the sum of its
+    # probabilities, the loss is E * sum_e (C_e / T) * (P_e / T) (Switch Transformer, arXiv
+    # 2101.03961, eq. 4 to 6): no sum over tokens, but made of three. Ranks sum these, 2 E + 1
+    # numbers, and no rank has the routers' logits of all tokens. Models call the function by its
+    # name in their module, as TRL's fused head does in the place of their forward: in a forward
+    # pass of this model that name is another function, which is called with what the model gives.
+    # An original with another formula is found by a trial, and refused.
+    def __init__(
+        self, model: nn.Module, mesh: SequenceMesh, gradients: Reduction, running: RunningPass
+    ) -> None:
+        self._model, self._mesh, self._gradients = model, mesh, gradients
+        self._running = running
+        self._before: list[tuple[Any, Any]] = []
+        self._real: Tensor | None = None
+        self._in_fused_head = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
+        model, running = deepcopy(self._model, memo), deepcopy(self._running, memo)
+        return RouterLoss(model, self._mesh, self._gradients, running)
+
+    def begin(self, real: Tensor | None, in_fused_head: bool) -> None:
+        """Before a forward pass that asks for it.
+
+        Args:
+            real: which of this rank's tokens are no padding, ``[b, s_local]``; None: all.
+            in_fused_head: TRL's head adds it to this rank's share of a loss, which is summed.
+        """
+        self.end()  # of a pass that was interrupted
+        self._real, self._in_fused_head = real, in_fused_head
+        modules = [sys.modules.get(kind.__module__) for kind in type(self._model).__mro__]
+        modules += [import_module(_OF_FUSED_HEADS)] if in_fused_head else []
+        for module in dict.fromkeys(modules):
+            original = getattr(module, ROUTER_LOSS, None)
+            if original is not None:
+                self._before.append((module, original))
+                setattr(module, ROUTER_LOSS, partial(self._of_the_batch, original))
+
+    def end(self) -> None:
+        for module, original in self._before:
+            setattr(module, ROUTER_LOSS, original)
+        self._before.clear()
+        self._real = None
+
+    @disable_in_compile("the sums of routers are summed over the ranks")
+    def _of_the_batch(
+        self,
+        original: Callable[..., Any],
+        gate_logits: Any,
+        num_experts: int,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Any:
+        """Shapes: gate_logits a tuple of ``[b * s_local, experts]``; a scalar."""
+        if not self._before or not gate_logits:  # not in a forward pass; no layer has a router
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        if not _is_load_balancing(original):
+            raise UnsupportedAttentionError(
+                f"{original.__module__}.{ROUTER_LOSS} is another loss than Switch Transformer's, "
+                "whose sums over tokens are known: leave output_router_logits out"
+            )
+        real = None if attention_mask is None or self._real is None else self._real.flatten()
+        sums = _router_sums(gate_logits, num_experts, top_k, real)
+        loss = _load_balancing(sum_of_shards(sums, self._mesh, self._gradients))
+        self._running.router_loss = loss
+        if not self._in_fused_head:
+            return loss
+        # The sum over the ranks counts it once: of its gradient, "mean" multiplies by the ranks.
+        degree = self._mesh.sp_degree
+        share = loss / degree if self._gradients == "mean" else loss
+        return share + (loss / degree - share).detach()
+
+
+def _router_sums(
+    scores: tuple[Tensor, ...], num_experts: int, top_k: int, real: Tensor | None
+) -> Tensor:
+    """Choices and probabilities of each expert, and tokens, of all layers: ``[2 * E + 1]``."""
+    if real is None:
+        real = scores[0].new_ones(len(scores[0]))
+    weights = real.to(scores[0].device, torch.float32)
+    chosen = torch.zeros(num_experts, dtype=torch.float32, device=weights.device)
+    probabilities = torch.zeros_like(chosen)
+    for of_layer in scores:
+        each = of_layer.to(chosen.device).softmax(-1)
+        choices = each.topk(top_k, -1).indices
+        chosen = chosen.scatter_add(0, choices.flatten(), weights.repeat_interleave(top_k))
+        # No product of matrices, which autocast would compute in half precision.
+        probabilities = probabilities + (each.float() * weights[:, None]).sum(0)
+    return torch.cat([chosen, probabilities, (weights.sum() * len(scores))[None]])
+
+
+def _load_balancing(sums: Tensor) -> Tensor:
+    experts = len(sums) // 2
+    chosen, probabilities, tokens = sums.split([experts, experts, 1])
+    return (chosen / tokens * (probabilities / tokens)).sum() * experts
+
+
+@lru_cache(maxsize=64)
+def _is_load_balancing(function: Callable[..., Any]) -> bool:
+    """Whether a function is the loss that the sums make, tried on two layers of a few tokens."""
+    scores = tuple(torch.arange(24.0).mul(i).sin().view(6, 4) for i in (1.3, 2.1))
+    real = torch.tensor([1, 1, 0, 1, 1, 1])
+    try:
+        losses = [function(scores, 4, 2, x) for x in (None, real.view(2, 3))]
+    except (TypeError, ValueError, RuntimeError):  # of other arguments
+        return False
+    ours = [_load_balancing(_router_sums(scores, 4, 2, x)) for x in (None, real)]
+    pairs = zip(losses, ours, strict=True)
+    return all(isinstance(x, Tensor) and torch.allclose(x, y, rtol=1e-5) for x, y in pairs)
 
 
 Loss = Callable[..., Tensor]
