@@ -49,7 +49,9 @@ def patches(features: int, grid: tuple[int, int, int] = (1, 4, 4)) -> Callable[[
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
-    return {**shrunk(CONFIG_MAPPING[model_type]), "model_type": model_type, **changes}
+    known = model_type in CONFIG_MAPPING  # not in every version
+    small = shrunk(CONFIG_MAPPING[model_type]) if known else {}
+    return {**small, "model_type": model_type, **changes}
 
 
 def vit(model_type: str, **changes: Any) -> Any:

@@ -41,7 +41,7 @@ from ds_usp.integrations.transformers.whole_arguments import (
 from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
-OLDEST, BEFORE = "5.17", "6"
+OLDEST, BEFORE = "5.5", "6"
 OLDEST_WITH_STATES = "5.23"  # earlier layers call other functions
 
 # Tensors that a model may be given; others may hold tokens of the whole sequence.
