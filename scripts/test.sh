@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|gpu|all] [pytest arguments]
+# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|compat|gpu|all] [pytest arguments]
 #   fast      some cases of every test of ds_usp: less than three minutes on two cores
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
 #   transformers  Hugging Face's models and trainers, diffusion models, gloo
+#   compat    the function that trainers replace, with each transformers of constraints.txt
 #   all       everything (the default)
 # Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
 set -euo pipefail
@@ -12,14 +13,14 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 group=all
 case "${1:-}" in
-  fast | unit | dist | megatron | transformers | gpu | all)
+  fast | unit | dist | megatron | transformers | compat | gpu | all)
     group="$1"
     shift
     ;;
   */* | *.py*) group=paths ;; # the arguments name the tests
   "" | -*) ;;
   *)
-    sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
@@ -70,13 +71,15 @@ case "$group" in
   dist) paths=(tests/distributed) ;;
   megatron) paths=(tests/megatron) ;;
   transformers) paths=(tests/integrations) ;;
+  compat) paths=(tests/compat/test_flash_attention_forward.py) ;;
   all) paths=(tests) ;;
   *) paths=() ;;
 esac
 status=0
+overlay=()
 run() {
   local code=0
-  python -m pytest "$@" || code=$?
+  "${overlay[@]}" python -m pytest "$@" || code=$?
   ((code == 5 && has_gpu)) && code=0 # the arguments chose tests of another run
   ((status)) || status=$code
 }
@@ -84,6 +87,11 @@ if [[ "$group" != gpu ]]; then
   # A file's tests have up to eight ranks at a time, each of 40 MB.
   mapfile -t flags < <([[ "$group" == paths ]] || parallel 4 loadfile)
   ((has_gpu)) && paths+=(--ignore tests/gpu)
+  for name in $(bash scripts/with_versions.sh | grep "^$group-"); do
+    overlay=(bash scripts/with_versions.sh "$name")
+    run "${flags[@]}" "${paths[@]}" "$@"
+  done
+  overlay=()
   run "${flags[@]}" "${paths[@]}" "$@"
 fi
 if ((has_gpu)); then # see tests/gpu/conftest.py

@@ -1,0 +1,578 @@
+"""The function that transformers' models call for flash attention, over a mesh of ranks.
+
+Trainers that bring sequence parallelism of their own to transformers shard the batch themselves and
+replace this one function, ``_flash_attention_forward``. This replacement knows neither the model
+nor the trainer, so it serves every transformers from 4.51 on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ds_usp.attention.functional import usp_attention
+from ds_usp.attention.score_mod import Scores
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.kernels.registry import AUTO
+from ds_usp.memory.compile_guard import disable_in_compile
+
+FlashAttentionForward = Callable[..., Tensor]
+
+_NAME: Final = "_flash_attention_forward"
+_HOME: Final = "transformers.modeling_flash_attention_utils"
+_CALLER: Final = "transformers.integrations.flash_attention"
+_PACKAGES = ("transformers", "transformers_modules")  # its own models, and those of the hub
+
+# Tensors that models hand down with the rest of their keyword arguments and that say nothing about
+# attention.
+_KNOWN_TENSORS = frozenset({"cache_position", "num_items_in_batch", "labels", "shift_labels"})
+
+# Padding in gathered positions: of attention_mask, and of position_ids, which some trainers (swift)
+# fill up with -1.
+_MASKED, _FILLED = -2, -1
+
+# Passes whose documents are known. Backward passes of a pipeline recompute the layers of several
+# passes that are in flight; of more than these it gathers again, on all ranks alike.
+_KNOWN_PASSES = 16
+
+
+def flash_attention_forward(
+    mesh: SequenceMesh,
+    *,
+    layout: str = TokenLayout.CALLERS_KIND,
+    kernel: str = AUTO,
+    tuning: Tuning = AUTO_TUNING,
+    equal_documents: bool = False,
+    towers: FlashAttentionForward | None = None,
+) -> FlashAttentionForward:
+    """A replacement for transformers' ``_flash_attention_forward``, with its arguments, on shards.
+
+    Rank ``r`` of the mesh holds the ``r``-th of as many equal, contiguous pieces of every sequence
+    and calls with its own tokens. Collective over the mesh.
+
+    Shapes:
+        of a call: queries ``[b, s_local, h, d]``, keys and values ``[b, s_local, h_kv, d]`` ->
+        ``[b, s_local, h, d]``; ``position_ids`` ``[b or 1, s_local]``, ``attention_mask`` of
+        padding ``[b, s_local]``; ``cu_seq_lens_q`` and ``_k`` of the whole sequence, on every rank.
+
+    Documents are what the positions of the whole sequence say, which start anew at 0 in each: they
+    are gathered once a pass; or they are ``cu_seq_lens_q``, and nothing is gathered. Documents see
+    themselves alone, beside padding too (transformers' flash attention lets them see each other
+    there). A sliding window of ``w`` tokens counts the token itself, as in transformers' eager
+    attention (its flash attention has one more in old versions).
+
+    Args:
+        mesh: the process groups; any degrees.
+        layout: another kind of :class:`ds_usp.TokenLayout`, if the caller shards by it.
+        kernel, tuning: as of :func:`ds_usp.usp_attention`.
+        equal_documents: positions that start at 0 on every rank, and nowhere else, are documents of
+            the length of a shard. False refuses them: this is what a model makes of its own
+            tokens where it is given no ``position_ids``.
+        towers: computes calls of full attention without ``position_ids``, which are those of towers
+            of images and sounds, whose tokens are not sharded: transformers' own function. None
+            refuses them.
+
+    Raises:
+        ConfigError: no mesh.
+
+    The call raises, on every rank, ConfigError, DataError, LayoutError,
+    UnsupportedAttentionError: it cannot be computed exactly; MeshError: the ranks disagree.
+    """
+    _check_mesh(mesh)
+    return _FlashAttentionForward(mesh, layout, kernel, tuning, equal_documents, towers)
+
+
+def patch_flash_attention(
+    mesh: SequenceMesh,
+    *,
+    layout: str = TokenLayout.CALLERS_KIND,
+    kernel: str = AUTO,
+    tuning: Tuning = AUTO_TUNING,
+    equal_documents: bool = False,
+    towers: bool = False,
+) -> PatchedFlashAttention:
+    """Put :func:`flash_attention_forward` in the place of transformers' function, wherever its
+    modules hold it, until ``restore()`` or the end of a ``with`` block.
+
+    It is called by the models whose attention implementation is ``flash_attention_2`` (or any other
+    that transformers' flash attention serves); flash-attn itself need not be installed.
+
+    Args:
+        mesh, layout, kernel, tuning, equal_documents: as of :func:`flash_attention_forward`.
+        towers: full attention without ``position_ids``, of towers of images and sounds, is computed
+            by transformers' own function; False refuses it.
+
+    Raises:
+        ConfigError: no mesh, no transformers from 4.51 on, or its function is replaced already.
+    """
+    _check_mesh(mesh)
+    original = _own_function()
+    replacement = flash_attention_forward(
+        mesh,
+        layout=layout,
+        kernel=kernel,
+        tuning=tuning,
+        equal_documents=equal_documents,
+        towers=original if towers else None,
+    )
+    return PatchedFlashAttention(original, replacement)
+
+
+class PatchedFlashAttention:
+    """transformers with the function replaced; made by :func:`patch_flash_attention`.
+
+    Attributes:
+        original, replacement: the functions.
+    """
+
+    def __init__(self, original: FlashAttentionForward, replacement: FlashAttentionForward) -> None:
+        self.original, self.replacement = original, replacement
+        _exchange(original, replacement)
+
+    def restore(self) -> None:
+        """Put transformers' own function back; again does nothing. What others have put over it
+        since stays."""
+        # Looked for anew: a module that was loaded meanwhile has imported the replacement.
+        _exchange(self.replacement, self.original)
+
+    def __enter__(self) -> PatchedFlashAttention:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def _exchange(old: object, new: object) -> None:
+    """Put ``new`` where modules of transformers hold ``old``; those that imported it by name have
+    references of their own."""
+    for name, module in list(sys.modules.items()):
+        in_package = name.partition(".")[0] in _PACKAGES and isinstance(module, ModuleType)
+        if in_package and vars(module).get(_NAME) is old:
+            setattr(module, _NAME, new)
+
+
+def _own_function() -> FlashAttentionForward:
+    try:
+        home, caller = importlib.import_module(_HOME), importlib.import_module(_CALLER)
+        functions = {vars(module)[_NAME] for module in (home, caller)}
+    except (ImportError, KeyError) as error:
+        raise ConfigError(
+            f"{_CALLER} has no {_NAME} to replace: transformers from 4.51 on is needed "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    for function in functions:
+        if getattr(function, "__module__", None) != _HOME:
+            owner = f"{type(function).__module__}.{type(function).__qualname__}"
+            if hasattr(function, "__module__") and hasattr(function, "__qualname__"):
+                owner = f"{function.__module__}.{function.__qualname__}"
+            raise ConfigError(
+                f"transformers' {_NAME} is replaced already, by {owner}: restore() what replaced "
+                "it, or turn the trainer's own sequence parallelism off"
+            )
+    return functions.pop()
+
+
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, SequenceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
+            "ulysses_degree=...), or SequenceMesh.single() for one process"
+        )
+
+
+# Note [positions are gathered once a pass]
+#
+# Where documents begin is known from the positions of all ranks, and all layers of a pass are given
+# the same ones. So they are gathered at the first layer, a collective, and the documents kept with
+# the tensor they came from. A layer finds them by the memory and the version of its tensor, not by
+# the values: by values one rank could find a batch that looks like an earlier one while another
+# rank posts a gather that nobody answers. The same program gives new tensors on all ranks or on
+# none; where it does not, the ranks' comparison of the gather finds that. A checkpoint that
+# recomputes a layer gives it the same tensor (non-reentrant), or another object over its memory
+# (reentrant): either is found, and nothing is posted in backward.
+#
+# The record holds the tensor, so that its memory is not another batch's while it is looked up. A
+# change in place is another version. Tensors of inference mode have none: each layer gathers.
+#
+# Padding travels in the same gather: a model drops its mask where a shard has no padding, so only
+# some ranks have one, and nothing may be posted where one is met.
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """A tensor as a model gave it: its memory, in this version."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Given | None:
+        """None for a tensor without versions, which is not known again."""
+        return None if tensor.is_inference() else cls(tensor, tensor._version)
+
+    def is_(self, other: Tensor) -> bool:
+        x = self.tensor
+        same_memory = x is other or (
+            x.data_ptr() == other.data_ptr()
+            and (x.shape, x.stride()) == (other.shape, other.stride())
+            and (x.dtype, x.device) == (other.dtype, other.device)
+        )
+        return same_memory and not other.is_inference() and other._version == self.version
+
+
+@dataclass(eq=False)
+class _Pass:
+    """The documents of the pass that was given ``key``, position ids or cumulative lengths.
+
+    Args:
+        real: this rank's tokens that are no padding, ``[b, s_local]``; None: all.
+        padding_masks: tensors that are known to say the same.
+        masks: of its layers, by is_causal and sliding window.
+    """
+
+    key: _Given | None
+    documents: tuple[Borders, ...]
+    real: Tensor | None = None
+    padding_masks: list[_Given] = field(default_factory=list)
+    masks: dict[tuple[bool, int | None], MaskSpec] = field(default_factory=dict)
+
+    def mask(self, is_causal: bool, window: int | None) -> MaskSpec:
+        mask = self.masks.get((is_causal, window))
+        if mask is None:
+            mask = _mask(is_causal, window, self.documents)
+            self.masks[is_causal, window] = mask
+        return mask
+
+    def check_padding(self, mask: Tensor | None) -> None:
+        """DataError if a layer is given other padding than the first one of its pass."""
+        if mask is None:
+            is_same = self.real is None
+        elif any(seen.is_(mask) for seen in self.padding_masks):
+            return
+        elif self.real is None:
+            is_same = bool((mask != 0).all())
+        else:
+            is_same = self.real.shape == mask.shape and bool((self.real == (mask != 0)).all())
+        if not is_same:
+            raise DataError(
+                "layers of one pass are given different padding: attention_mask must be the same "
+                "for all that get the same position_ids. Give each pass position_ids of its own"
+            )
+        if mask is not None and (given := _Given.of(mask)) is not None:
+            self.padding_masks.append(given)
+
+
+def _mask(is_causal: bool, window: int | None, documents: tuple[Borders, ...]) -> MaskSpec:
+    if window is None:
+        return MaskSpec.causal(documents) if is_causal else MaskSpec.full(documents)
+    return MaskSpec.window(window - 1, 0, documents)
+
+
+class _FlashAttentionForward:
+    """What :func:`flash_attention_forward` returns."""
+
+    def __init__(
+        self,
+        mesh: SequenceMesh,
+        layout: str,
+        kernel: str,
+        tuning: Tuning,
+        equal_documents: bool,
+        towers: FlashAttentionForward | None,
+    ) -> None:
+        self._mesh, self._towers = mesh, towers
+        self._equal_documents = equal_documents
+        self._layout, self._kernel, self._tuning = layout, kernel, tuning
+        self._passes: deque[_Pass] = deque(maxlen=_KNOWN_PASSES)
+
+    @disable_in_compile("documents are read from positions")
+    def __call__(
+        self,
+        query_states: Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
+        attention_mask: Tensor | None,
+        query_length: int,
+        is_causal: bool,
+        dropout: float = 0.0,
+        position_ids: Tensor | None = None,
+        softmax_scale: float | None = None,
+        sliding_window: int | None = None,
+        use_top_left_mask: bool = False,
+        softcap: float | None = None,
+        deterministic: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        target_dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """See :func:`flash_attention_forward`. ``query_length`` and ``max_length_*`` are known from
+        the tensors; ``use_top_left_mask`` changes nothing where there are as many keys as
+        queries."""
+        if self._towers is not None and not is_causal and position_ids is None:
+            return self._towers(
+                query_states,
+                key_states,
+                value_states,
+                attention_mask,
+                query_length,
+                is_causal,
+                dropout=dropout,
+                softmax_scale=softmax_scale,
+                sliding_window=sliding_window,
+                use_top_left_mask=use_top_left_mask,
+                softcap=softcap,
+                deterministic=deterministic,
+                cu_seq_lens_q=cu_seq_lens_q,
+                cu_seq_lens_k=cu_seq_lens_k,
+                max_length_q=max_length_q,
+                max_length_k=max_length_k,
+                target_dtype=target_dtype,
+                **others,
+            )
+        sinks, layer = others.pop("s_aux", None), others.pop("layer_idx", None)
+        consistency = self._mesh.consistency
+        num_raised = consistency.num_raised
+        try:
+            _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
+            _refuse_unknown(others)
+            real = None
+            if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+                _refuse_beside_lengths(attention_mask)
+                this, of_keys = (
+                    self._pass_of_lengths(query_states, lengths)
+                    for lengths in (cu_seq_lens_q, cu_seq_lens_k)
+                )
+                if this.documents != of_keys.documents:
+                    raise UnsupportedAttentionError(
+                        "cu_seq_lens_q and cu_seq_lens_k differ: cross-attention, or a KV cache, "
+                        "is not sharded here"
+                    )
+                mask = this.mask(is_causal, sliding_window)
+            elif position_ids is not None:
+                this = self._pass_of_positions(query_states, position_ids, attention_mask)
+                mask, real = this.mask(is_causal, sliding_window), this.real
+            else:
+                _refuse_without_positions(is_causal, attention_mask)
+                mask = _mask(is_causal, sliding_window, ())
+            scores = Scores(softcap or None, sinks=sinks)
+        except Exception as error:
+            consistency.raise_everywhere(error, num_raised)
+            raise
+        q, k, v = query_states, key_states, value_states
+        if target_dtype is not None and q.dtype == torch.float32:
+            # Norms and rotary embeddings in fp32, as PEFT leaves them, before weights in bf16.
+            q, k, v = (x.to(target_dtype) for x in (q, k, v))
+        out = usp_attention(
+            q,
+            k,
+            v,
+            mesh=self._mesh,
+            layout=self._layout,
+            mask=mask,
+            softmax_scale=softmax_scale,
+            kernel=self._kernel,
+            tuning=self._tuning,
+            scores=scores,
+            label="" if layer is None else f"layer {layer}",
+        )
+        if real is not None:  # as transformers' own, which leaves padding out and fills with zeros
+            out = out.masked_fill(~real[:, :, None, None], 0.0)
+        return out
+
+    def _find(self, key: Tensor) -> _Pass | None:
+        passes = reversed(self._passes)
+        return next((known for known in passes if known.key and known.key.is_(key)), None)
+
+    def _keep(self, known: _Pass) -> _Pass:
+        if known.key is not None:
+            self._passes.append(known)
+        return known
+
+    def _pass_of_lengths(self, q: Tensor, lengths: Tensor | None) -> _Pass:
+        """Of cumulative lengths of the whole sequence; nothing is sent."""
+        if lengths is None:
+            raise DataError("cu_seq_lens_q and cu_seq_lens_k belong together: give both")
+        known = self._find(lengths)
+        if known is not None:
+            return known
+        seq_len = q.shape[1] * self._mesh.sp_degree
+        borders = lengths.tolist()
+        if q.shape[0] != 1:
+            raise DataError(
+                f"cu_seq_lens_q with a batch of {q.shape[0]} rows: pack them into one row, or give "
+                "position_ids, which say each row's documents"
+            )
+        if not borders or borders[-1] != seq_len:
+            raise DataError(
+                f"cu_seq_lens_q end at {borders[-1] if borders else None}, and the "
+                f"{self._mesh.sp_degree} ranks hold {q.shape[1]} tokens each, {seq_len}: give "
+                "every rank the cumulative lengths of the whole sequence (padding is a document of "
+                "its own)"
+            )
+        documents = MaskSpec.causal(borders).documents
+        documents = () if documents == ((0, seq_len),) else documents
+        return self._keep(_Pass(_Given.of(lengths), documents))
+
+    def _pass_of_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
+        known = self._find(positions)
+        if known is None:
+            local = _encode(positions, mask, q)
+            layout = self._mesh.layout(self._layout, q.shape[1] * self._mesh.sp_degree)
+            whole = self._mesh.gather(local, layout, dim=1)
+            documents = _documents(whole)
+            if not self._equal_documents:
+                self._refuse_forgotten(whole, documents)
+            real = None if mask is None or bool((mask != 0).all()) else mask != 0
+            known = self._keep(_Pass(_Given.of(positions), documents, real))
+        known.check_padding(mask)
+        return known
+
+    def _refuse_forgotten(self, whole: Tensor, documents: tuple[Borders, ...]) -> None:
+        ranks, seq_len = self._mesh.sp_degree, whole.shape[1]
+        local = seq_len // ranks
+        shards = tuple(range(0, seq_len + 1, local))
+        if ranks > 1 and documents == (shards,) and bool((whole[:, ::local] == 0).all()):
+            raise DataError(
+                f"position_ids start at 0 on each of the {ranks} ranks and go up to {local - 1}: "
+                "so does a model that is given none and counts its own tokens. Give the model this "
+                "rank's shard of the whole sequence's position_ids; if these are documents of "
+                f"{local} tokens each, say equal_documents=True"
+            )
+
+
+def _refuse(
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool,
+    dropout: float,
+    window: int | None,
+    deterministic: bool | None,
+) -> None:
+    if q.shape[1] != k.shape[1]:
+        raise UnsupportedAttentionError(
+            f"{q.shape[1]} queries and {k.shape[1]} keys: cross-attention, or a KV cache, is not "
+            "sharded here. Train with use_cache=False, and generate() without the patch"
+        )
+    if dropout:
+        raise UnsupportedAttentionError(
+            f"attention dropout of {dropout}: which weights are dropped would depend on the "
+            "degrees. Set the configuration's attention_dropout to 0"
+        )
+    if window is not None and window < 1:
+        raise ConfigError(f"sliding_window={window} must be 1 or more, or None")
+    if window is not None and not is_causal:
+        raise UnsupportedAttentionError(
+            f"sliding_window={window} of full attention: transformers' versions count its tokens "
+            "differently. Use ds_usp.integrations.transformers.enable"
+        )
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedAttentionError(
+            "deterministic=True: kernels are chosen by torch.use_deterministic_algorithms(True); "
+            "call that"
+        )
+
+
+def _refuse_unknown(others: Mapping[str, Any]) -> None:
+    if others.get("output_attentions"):
+        raise UnsupportedAttentionError(
+            "output_attentions: weights of tokens x tokens are never made; use one rank for them"
+        )
+    for name, value in others.items():
+        if isinstance(value, Tensor) and name not in _KNOWN_TENSORS:
+            raise UnsupportedAttentionError(
+                f"attention is given the tensor {name} {list(value.shape)}, which is not known here"
+            )
+
+
+def _refuse_beside_lengths(mask: Tensor | None) -> None:
+    if mask is not None:
+        raise DataError(
+            f"attention_mask {list(mask.shape)} beside cu_seq_lens_q: padding is a document of its "
+            "own there; leave attention_mask out"
+        )
+
+
+def _refuse_without_positions(is_causal: bool, mask: Tensor | None) -> None:
+    if not is_causal:
+        raise UnsupportedAttentionError(
+            "full attention without position_ids: whether these tokens are a shard of a sequence "
+            "or whole, as those of a tower of images, is unknown. If they are whole, give towers"
+        )
+    if mask is not None:
+        raise DataError(
+            f"attention_mask {list(mask.shape)} without position_ids, with which padding of all "
+            "ranks is found: this model hands none on. Pack the rows, or give batches without "
+            "padding"
+        )
+
+
+def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
+    """What is gathered: this rank's positions, with padding instead where there is some."""
+    batch, local = q.shape[:2]
+    rows = positions.shape[0] if positions.ndim == 2 else 0
+    if positions.ndim != 2 or positions.shape[1] != local or rows not in (1, batch):
+        raise DataError(
+            f"position_ids {list(positions.shape)} with queries of {batch} rows of {local} tokens: "
+            "they must be this rank's shard, [rows, tokens]; of three rows for images (M-RoPE) "
+            "give those of the text"
+        )
+    encoded = positions.to(q.device, torch.int64).expand(batch, local).clamp(min=_FILLED)
+    if mask is None:
+        return encoded
+    if mask.shape != (batch, local):
+        raise DataError(
+            f"attention_mask is {list(mask.shape)}, expected this rank's shard of the padding, "
+            f"[{batch}, {local}]: masks of pairs of tokens are not served"
+        )
+    real = mask.to(q.device) != 0
+    if bool((real & (mask.to(q.device) != 1)).any()):
+        raise DataError(
+            "attention_mask has numbers other than 0 and 1: it says which tokens are real. Packed "
+            "documents are given by position_ids that start anew, or by cu_seq_lens_q"
+        )
+    return encoded.masked_fill(~real, _MASKED)
+
+
+def _documents(whole: Tensor) -> tuple[Borders, ...]:
+    """Documents and runs of padding in the positions of whole rows ``[b, seq_len]``: one tuple of
+    borders for all, or one each; () without any.
+
+    Raises:
+        DataError: positions that neither go on by one nor start anew at 0.
+    """
+    seq_len, padding = whole.shape[1], whole < 0
+    both, changes = padding[:, 1:] & padding[:, :-1], padding[:, 1:] != padding[:, :-1]
+    # From -1 to 0 positions go on by one, and padding ends.
+    starts = pad(((whole.diff(dim=1) != 1) & ~both) | changes, (1, 0), value=True)
+    runs = zip(starts.nonzero().tolist(), whole[starts].tolist(), strict=True)
+    documents = []
+    for row, in_row in groupby(runs, key=lambda run: run[0][0]):
+        firsts = [(column, position) for (_, column), position in in_row]
+        real = [first for first in firsts if first[1] >= 0]
+        for column, position in real[1:]:
+            if position != 0:
+                raise DataError(
+                    f"position ids of row {row} of the whole sequence are {position} at token "
+                    f"{column}, which does not follow the token before: they must go on by one, or "
+                    "start anew at 0 where the next packed document begins, with padding between "
+                    "documents only"
+                )
+        documents.append((*(column for column, _ in firsts), seq_len))
+    if len(set(documents)) == 1:
+        documents = documents[:1]
+    return () if documents == [(0, seq_len)] else tuple(documents)
