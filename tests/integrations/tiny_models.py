@@ -24,7 +24,7 @@ from ds_usp.integrations.transformers.refusals import OLDEST_WITH_STATES
 VERSION = Version(transformers.__version__)
 HAS_STATES = Version(OLDEST_WITH_STATES) <= VERSION
 VOCAB = 97
-MAX_PARAMETERS = 5_000_000
+MAX_PARAMETERS = 3_000_000
 SPREAD = 0.08  # of the weights: scores of order 1 at 64 hidden units, so that positions matter
 
 SIZES: Mapping[str, Any] = {
@@ -108,7 +108,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "csm_depth_decoder_model": {"num_codebooks": 64},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64}
+        | {"moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "deepseek_v3": {"head_dim": 8, "num_hidden_layers": 3},
