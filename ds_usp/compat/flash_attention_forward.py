@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import groupby
 from types import ModuleType
 from typing import Any, Final
@@ -30,6 +31,8 @@ from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 
+__all__ = ["PatchedFlashAttention", "flash_attention_forward", "patch_flash_attention"]
+
 FlashAttentionForward = Callable[..., Tensor]
 
 _NAME: Final = "_flash_attention_forward"
@@ -37,9 +40,8 @@ _HOME: Final = "transformers.modeling_flash_attention_utils"
 _CALLER: Final = "transformers.integrations.flash_attention"
 _PACKAGES = ("transformers", "transformers_modules")  # its own models, and those of the hub
 
-# Tensors that models hand down with the rest of their keyword arguments and that say nothing about
-# attention.
-_KNOWN_TENSORS = frozenset({"cache_position", "num_items_in_batch", "labels", "shift_labels"})
+# Arguments that transformers' own function hands to this one, and that choose among its kernels.
+_OF_KERNELS = frozenset({"s_aux", "layer_idx", "attn_implementation", "implementation"})
 
 # Padding in gathered positions: of attention_mask, and of position_ids, which some trainers (swift)
 # fill up with -1.
@@ -186,6 +188,14 @@ def _own_function() -> FlashAttentionForward:
     return functions.pop()
 
 
+def _arguments_of_transformers() -> frozenset[str]:
+    """What the installed transformers reads in a call of flash attention, if it is loaded."""
+    home = sys.modules.get(_HOME)
+    functions = [getattr(home, name, None) for name in (_NAME, "_process_flash_attention_kwargs")]
+    parameters = [signature(function).parameters for function in functions if callable(function)]
+    return frozenset(name for names in parameters for name in names)
+
+
 def _check_mesh(mesh: object) -> None:
     if not isinstance(mesh, SequenceMesh):
         raise ConfigError(
@@ -295,6 +305,7 @@ class _FlashAttentionForward:
         self._mesh, self._towers = mesh, towers
         self._equal_documents = equal_documents
         self._layout, self._kernel, self._tuning = layout, kernel, tuning
+        self._unknown = _arguments_of_transformers() - _OF_KERNELS - {*signature(self).parameters}
         self._passes: deque[_Pass] = deque(maxlen=_KNOWN_PASSES)
 
     @disable_in_compile("documents are read from positions")
@@ -349,7 +360,7 @@ class _FlashAttentionForward:
         num_raised = consistency.num_raised
         try:
             _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
-            _refuse_unknown(others)
+            self._refuse_unknown(others)
             real = None
             if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                 _refuse_beside_lengths(attention_mask)
@@ -393,6 +404,21 @@ class _FlashAttentionForward:
         if real is not None:  # as transformers' own, which leaves padding out and fills with zeros
             out = out.masked_fill(~real[:, :, None, None], 0.0)
         return out
+
+    # Models hand down whatever their forward() was given, and transformers' function ignores what
+    # it does not know. What the installed one knows, and this one does not, is refused.
+    def _refuse_unknown(self, others: Mapping[str, Any]) -> None:
+        if others.get("output_attentions"):
+            raise UnsupportedAttentionError(
+                "output_attentions: weights of tokens x tokens are never made; use one rank for "
+                "them"
+            )
+        for name in sorted(self._unknown & others.keys()):
+            if others[name] is not None:
+                raise UnsupportedAttentionError(
+                    f"attention is given {name}, which transformers' function reads and this one "
+                    "does not know: a KV cache in pages, or something newer than this ds_usp"
+                )
 
     def _find(self, key: Tensor) -> _Pass | None:
         passes = reversed(self._passes)
@@ -485,18 +511,6 @@ def _refuse(
             "deterministic=True: kernels are chosen by torch.use_deterministic_algorithms(True); "
             "call that"
         )
-
-
-def _refuse_unknown(others: Mapping[str, Any]) -> None:
-    if others.get("output_attentions"):
-        raise UnsupportedAttentionError(
-            "output_attentions: weights of tokens x tokens are never made; use one rank for them"
-        )
-    for name, value in others.items():
-        if isinstance(value, Tensor) and name not in _KNOWN_TENSORS:
-            raise UnsupportedAttentionError(
-                f"attention is given the tensor {name} {list(value.shape)}, which is not known here"
-            )
 
 
 def _refuse_beside_lengths(mask: Tensor | None) -> None:

@@ -16,7 +16,6 @@ from flash_forward_runs import (
     PACKED_ROWS,
     PADDED_PACK,
     RIGHT,
-    ROWS,
     Case,
     compare,
     patched,
@@ -28,11 +27,10 @@ BOUND = 1e-5
 SEEN = 1e-4  # an error that a comparison must find
 
 CASES = [
-    *(Case("llama", rows, 2) for rows in (PACKED_ROWS, LEFT, RIGHT, PADDED_PACK)),
+    *(Case("llama", rows, 2) for rows in (PACKED_ROWS, RIGHT)),
     Case("llama", PACKED, 1, layout="zigzag"),
     Case("qwen3", PACKED, 4, "reentrant"),
     Case("qwen3", LEFT, 2, "plain"),
-    Case("qwen3", ROWS, 1),
     Case("gemma2", PACKED, 2, "plain"),
     Case("gemma2", PACKED, 4, lengths=True),
     Case("gemma2", RIGHT, 1, "reentrant"),
@@ -41,7 +39,7 @@ CASES = [
 ]
 PLANTED = [
     Case("gemma2", PACKED, 2, plant=name)
-    for name in ("softcap", "sliding_window", "position_ids", "softmax_scale")
+    for name in ("", "softcap", "sliding_window", "position_ids", "softmax_scale")
 ] + [Case("gpt_oss", PACKED, 2, plant="s_aux")]
 
 
@@ -56,14 +54,14 @@ def outcomes_of(pool, cases, world):
 def test_every_gradient_is_that_of_one_process(pool):
     for case, out in outcomes_of(pool, CASES, 4):
         assert out.error <= BOUND, (case, out)
-        passes = 2 if case.lengths is False else 1
-        assert out.gathers == passes, (case, out)  # once a pass, none in a recomputation
-        assert out.calls == out.layers * (4 if case.recompute else 2), (case, out)
+        # Once a pass, none in a recomputation, and none where lengths are given.
+        assert out.gathers == (1 if case.lengths else 2), (case, out)
+        assert out.calls == out.layers * (3 if case.recompute else 2), (case, out)
 
 
 def test_a_broken_argument_is_found(pool):
     for case, out in outcomes_of(pool, PLANTED, 2):
-        assert out.error > SEEN, (case, out)
+        assert out.error > SEEN if case.plant else out.error <= BOUND, (case, out)
 
 
 REFUSED = {
@@ -72,7 +70,7 @@ REFUSED = {
     "full window": ("UnsupportedAttentionError", "sliding_window=3 of full attention"),
     "deterministic": ("UnsupportedAttentionError", "use_deterministic_algorithms"),
     "cache": ("UnsupportedAttentionError", "1 queries and 8 keys"),
-    "unknown tensor": ("UnsupportedAttentionError", "the tensor block_table [1, 8]"),
+    "something new": ("UnsupportedAttentionError", "is given new_mask"),
     "weights": ("UnsupportedAttentionError", "output_attentions"),
     "one of two lengths": ("DataError", "give both"),
     "other lengths of keys": ("UnsupportedAttentionError", "cu_seq_lens_k differ"),
