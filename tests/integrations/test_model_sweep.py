@@ -18,6 +18,7 @@ from tiny_towers import TOWERS, tower_case
 
 from ds_usp import MaskSpec
 from ds_usp.integrations.transformers import attention
+from ds_usp.integrations.transformers.refusals import OLDEST, OLDEST_WITH_STATES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "transformers-models.md"
 TYPES = [name for name in model_types() if name not in NOT_BUILT]
@@ -120,6 +121,11 @@ def page(outcomes: dict[str, Outcome], with_towers: dict[str, Outcome]) -> str:
         "batch and on packed documents, forward and backward. *Exact*: loss, logits and the "
         f"gradient of every parameter are within {BOUND:g} (relative) of those of one process, "
         "which computes each packed document alone. What is not exact is refused.",
+        "",
+        f"With earlier versions, from {OLDEST} on, `scripts/test.sh versions` runs the same sweep: "
+        "every type that a version has is exact or refused there too. Layers that carry a state "
+        f"are served from {OLDEST_WITH_STATES} on. The command `python -m "
+        "ds_usp.integrations.transformers TYPE` answers for the version that is installed.",
         "",
         "| outcome | model types |",
         "|---|---:|",
