@@ -263,6 +263,11 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: own_forward(**plain_batch()),
         loss_of_whole_logits,
     ),
+    "a masked head's loss of its own": (
+        f"AlbertForMaskedLM of transformers {transformers.__version__} computes its loss",
+        lambda: run(build("albert")),
+        lambda: run(build("albert"), unlabeled()),
+    ),
     "own loss function": (
         "logits='whole'",
         lambda: run(with_a_loss_of_its_own()),
@@ -439,7 +444,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "left padding where": ("left padding", "left padding, positions given"),
     "another `ignore_index`": ("ignore_index",),
     "RoBERTa": ("roberta",),
-    "a model that computes its loss": ("a loss of its own",),
+    "a model that computes its loss": ("a loss of its own", "a masked head's loss of its own"),
     "a `model.loss_function` of your own": ("own loss function",),
     '`gradients="sum"`': ("summed gradients", "shards of rows", "chunks of rows"),
     "padding that a head": ("another pad token", "padded answers"),

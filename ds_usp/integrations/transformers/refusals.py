@@ -236,6 +236,19 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
                 )
 
 
+def check_loss(model: PreTrainedModel) -> None:
+    """UnsupportedAttentionError for a model that would compute a loss of what it is given without
+    its ``loss_function``, which has the whole batch's labels: of a shard of logits and a whole
+    mask, it ends in an error of shapes (heads of Gemma 3 and Llama 4 before 5.17)."""
+    source = _source_of_forward(type(model))
+    if "CrossEntropyLoss(" in source and "loss_function(" not in source:
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} of transformers {transformers.__version__} computes its loss "
+            "in its own way: leave labels out and compute the loss from logits (logits='whole'), "
+            "or use a model whose loss is model.loss_function"
+        )
+
+
 def needs_whole_head(model: PreTrainedModel) -> bool:
     """Whether head and loss are computed of whole sequences on every rank: a loss that is no sum
     over tokens, as those of heads for classification and rewards are, has no shares to sum."""
