@@ -201,7 +201,8 @@ NAMES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM
 # Types that other versions have not, or that cannot be made, or given a batch, as here.
 OTHERWISE = frozenset(TOWERS) - frozenset(NAMES) | frozenset(TOWERS) & frozenset(NOT_BUILT)
 if Version("5.9") > VERSION:
-    OTHERWISE |= {"paligemma"}  # trains with token_type_ids only
+    # One trains with token_type_ids only, one has other widths.
+    OTHERWISE |= {"paligemma", "llama4"}
 TOWERS = {name: made for name, made in TOWERS.items() if name not in OTHERWISE}
 
 

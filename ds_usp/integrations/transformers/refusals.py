@@ -240,7 +240,8 @@ def check_loss(model: PreTrainedModel) -> None:
     """UnsupportedAttentionError for a model that would compute a loss of what it is given without
     its ``loss_function``, which has the whole batch's labels: of a shard of logits and a whole
     mask, it ends in an error of shapes (heads of Gemma 3 and Llama 4 before 5.17)."""
-    source = _source_of_forward(type(model))
+    kind: Any = type(model)
+    source = _source_of_forward(kind)
     if "CrossEntropyLoss(" in source and "loss_function(" not in source:
         raise UnsupportedAttentionError(
             f"{type(model).__name__} of transformers {transformers.__version__} computes its loss "
