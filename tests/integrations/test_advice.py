@@ -156,6 +156,7 @@ def blocks_of_images(model_type: str, served: str | None = None) -> Any:
     batch = batch_with_images(model, extra)
     if not served:
         batch["token_type_ids"] = (batch["input_ids"] == 90).long()
+        del batch["labels"]  # before 5.17 the loss is refused first
     return run(model, batch)
 
 

@@ -14,7 +14,7 @@ import transformers
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, sweep_case
 from tiny_models import FP64, NOT_BUILT, model_types
-from tiny_towers import TOWERS, tower_case
+from tiny_towers import TRIED, tower_case
 
 from ds_usp import MaskSpec
 from ds_usp.integrations.transformers import attention
@@ -48,7 +48,7 @@ def test_the_model_is_exact_or_refused(pool, outcomes, model_type):
         assert len(on_each_mesh) == 1, f"{model_type}: refused on one mesh only: {found}"
 
 
-@pytest.mark.parametrize("model_type", TOWERS)
+@pytest.mark.parametrize("model_type", TRIED)
 def test_images_and_sounds_are_exact_or_refused(pool, outcomes, model_type):
     found = run_tower(pool, outcomes, model_type)
     wrong = {name: x for name, x in found.items() if isinstance(x, float) and not x <= BOUND}
@@ -83,7 +83,7 @@ def test_the_sweep_sees_a_wrong_mask(pool, model_type, wrong):
 def test_the_page_lists_what_is_exact_and_what_is_refused(pool, outcomes, pytestconfig):
     text = page(
         {name: run(pool, outcomes, name) for name in TYPES},
-        {name: run_tower(pool, outcomes, name) for name in TOWERS},
+        {name: run_tower(pool, outcomes, name) for name in TRIED},
     )
     if pytestconfig.getoption("--write-support-table"):
         PAGE.write_text(text, encoding="utf-8")

@@ -203,7 +203,7 @@ OTHERWISE = frozenset(TOWERS) - frozenset(NAMES) | frozenset(TOWERS) & frozenset
 if Version("5.9") > VERSION:
     # One trains with token_type_ids only, one has other widths.
     OTHERWISE |= {"paligemma", "llama4"}
-TOWERS = {name: made for name, made in TOWERS.items() if name not in OTHERWISE}
+TRIED = tuple(name for name in TOWERS if name not in OTHERWISE)
 
 
 def class_of(model_type: str) -> Any:
