@@ -15,7 +15,7 @@ MEGATRON = ["megatron-core>=0.16", "einops"]  # its context parallel groups impo
 DEEPSPEED = ["deepspeed>=0.19"]
 PLOTS = ["matplotlib"]
 TRANSFORMERS = [
-    "transformers>=5.17,<6",
+    "transformers>=5.5,<6",
     "accelerate>=1.12",
     "trl>=1.10",
     "peft>=0.18",

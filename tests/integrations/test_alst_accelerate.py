@@ -39,6 +39,22 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "position_ids": positions, "labels": labels}
 
 
+def test_accelerate_has_the_backend_of_deepspeed_alone():
+    """``patch_accelerate`` replaces DeepSpeed's classes, and Accelerate 1.15.0, the newest release,
+    has no other backend. The first one with huggingface/accelerate#4209 has."""
+    import accelerate
+
+    try:
+        accelerate.ParallelismConfig(sp_size=2, sp_backend="torch")
+    except ValueError as refusal:
+        assert "['deepspeed']" in str(refusal)  # the list of them
+    else:
+        pytest.fail(
+            f"accelerate {accelerate.__version__} has sp_backend='torch' (its pull request 4209), "
+            "which patch_accelerate does not replace: let it, or let it refuse that backend"
+        )
+
+
 def arguments_of(sp: int, stage: int | None) -> dict[str, Any]:
     from accelerate import ParallelismConfig
 

@@ -14,10 +14,11 @@ import transformers
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, sweep_case
 from tiny_models import FP64, NOT_BUILT, model_types
-from tiny_towers import TOWERS, tower_case
+from tiny_towers import TRIED, tower_case
 
 from ds_usp import MaskSpec
 from ds_usp.integrations.transformers import attention
+from ds_usp.integrations.transformers.refusals import OLDEST, OLDEST_WITH_STATES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "transformers-models.md"
 TYPES = [name for name in model_types() if name not in NOT_BUILT]
@@ -47,7 +48,7 @@ def test_the_model_is_exact_or_refused(pool, outcomes, model_type):
         assert len(on_each_mesh) == 1, f"{model_type}: refused on one mesh only: {found}"
 
 
-@pytest.mark.parametrize("model_type", TOWERS)
+@pytest.mark.parametrize("model_type", TRIED)
 def test_images_and_sounds_are_exact_or_refused(pool, outcomes, model_type):
     found = run_tower(pool, outcomes, model_type)
     wrong = {name: x for name, x in found.items() if isinstance(x, float) and not x <= BOUND}
@@ -82,7 +83,7 @@ def test_the_sweep_sees_a_wrong_mask(pool, model_type, wrong):
 def test_the_page_lists_what_is_exact_and_what_is_refused(pool, outcomes, pytestconfig):
     text = page(
         {name: run(pool, outcomes, name) for name in TYPES},
-        {name: run_tower(pool, outcomes, name) for name in TOWERS},
+        {name: run_tower(pool, outcomes, name) for name in TRIED},
     )
     if pytestconfig.getoption("--write-support-table"):
         PAGE.write_text(text, encoding="utf-8")
@@ -120,6 +121,11 @@ def page(outcomes: dict[str, Outcome], with_towers: dict[str, Outcome]) -> str:
         "batch and on packed documents, forward and backward. *Exact*: loss, logits and the "
         f"gradient of every parameter are within {BOUND:g} (relative) of those of one process, "
         "which computes each packed document alone. What is not exact is refused.",
+        "",
+        f"With earlier versions, from {OLDEST} on, `scripts/test.sh versions` runs the same sweep: "
+        "every type that a version has is exact or refused there too. Layers that carry a state "
+        f"are served from {OLDEST_WITH_STATES} on. The command `python -m "
+        "ds_usp.integrations.transformers TYPE` answers for the version that is installed.",
         "",
         "| outcome | model types |",
         "|---|---:|",

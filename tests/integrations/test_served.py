@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 from harness import RankContext
-from tiny_models import NOT_BUILT, config, model_types
+from tiny_models import HAS_STATES, NOT_BUILT, config, model_types
 
 from ds_usp.integrations.transformers.__main__ import judge, main
 
@@ -60,6 +60,8 @@ def test_the_command_refuses_what_the_sweep_finds_refused(pool):
     ],
 )
 def test_the_command_says_what_is_served(name, code, text, capsys):
+    if name not in transformers.CONFIG_MAPPING or (name == "mamba2" and not HAS_STATES):
+        pytest.skip(f"transformers {transformers.__version__} has it not, or not served")
     assert main([name]) == code
     printed = capsys.readouterr().out
     assert re.search(text, printed), printed

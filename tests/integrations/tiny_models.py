@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from ds_usp.integrations.transformers.refusals import OLDEST_WITH_STATES
+
+VERSION = Version(transformers.__version__)
+HAS_STATES = Version(OLDEST_WITH_STATES) <= VERSION
 VOCAB = 97
 MAX_PARAMETERS = 3_000_000
 SPREAD = 0.08  # of the weights: scores of order 1 at 64 hidden units, so that positions matter
@@ -103,7 +108,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "csm_depth_decoder_model": {"num_codebooks": 64},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64}
+        | {"moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "deepseek_v3": {"head_dim": 8, "num_hidden_layers": 3},
@@ -183,6 +189,12 @@ NOT_BUILT: Mapping[str, str] = {
     "gemma4_assistant": "drafts from the KV of the model that it assists",
     "gemma4_unified_assistant": "drafts from the KV of the model that it assists",
 }
+if Version("5.23") > VERSION:
+    NOT_BUILT = {**NOT_BUILT, "csm": "its class is that of a part, with the whole's configuration"}
+if "got_ocr2_vision" not in CONFIG_MAPPING:
+    NOT_BUILT = {**NOT_BUILT, "got_ocr2": "its tower has no model type, by which it is shrunk"}
+if Version("5.6") > VERSION:
+    NOT_BUILT = {**NOT_BUILT, "gemma3": "trains with token_type_ids only"}
 # Types whose gradients in fp32, on one process, are more than 1e-5 off those in fp64.
 FP64 = frozenset({"gemma4", "gemma4_text", "gemma4_unified_text"})
 

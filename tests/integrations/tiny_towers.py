@@ -11,7 +11,8 @@ import transformers
 from cases import mesh_of
 from harness import RankContext
 from model_runs import IGNORED, MESHES, on_the_mesh, plain_batch, whole_model
-from tiny_models import FP64, SPREAD, shrunk
+from packaging.version import Version
+from tiny_models import FP64, NOT_BUILT, SPREAD, VERSION, shrunk
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -49,7 +50,9 @@ def patches(features: int, grid: tuple[int, int, int] = (1, 4, 4)) -> Callable[[
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
-    return {**shrunk(CONFIG_MAPPING[model_type]), "model_type": model_type, **changes}
+    known = model_type in CONFIG_MAPPING  # not in every version
+    small = shrunk(CONFIG_MAPPING[model_type]) if known else {}
+    return {**small, "model_type": model_type, **changes}
 
 
 def vit(model_type: str, **changes: Any) -> Any:
@@ -219,9 +222,17 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
 }
 
 
+NAMES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+# Types that other versions have not, or that cannot be made, or given a batch, as here.
+OTHERWISE = frozenset(TOWERS) - frozenset(NAMES) | frozenset(TOWERS) & frozenset(NOT_BUILT)
+if Version("5.9") > VERSION:
+    # One trains with token_type_ids only, one has other widths.
+    OTHERWISE |= {"paligemma", "llama4"}
+TRIED = tuple(name for name in TOWERS if name not in OTHERWISE)
+
+
 def class_of(model_type: str) -> Any:
-    name = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
-    return getattr(transformers, name[model_type])
+    return getattr(transformers, NAMES[model_type])
 
 
 def build_with_tower(model_type: str) -> Any:
@@ -244,8 +255,14 @@ def features(model: Any, extra: Batch) -> list[Tensor]:
         out = model.get_audio_features(**extra).pooler_output
         return list(out.split(len(out) // len(extra["input_features"])))
     owner = model if hasattr(model, "get_image_features") else model.base_model
+    strategy = signature(owner.get_image_features).parameters.get("vision_feature_select_strategy")
+    if strategy is not None and strategy.default is strategy.empty:  # Llama 4 of 5.17
+        extra = {**extra, strategy.name: "default"}  # type: ignore[dict-item]
     out = owner.get_image_features(**extra)
-    return list(out.last_hidden_state if out.pooler_output is None else out.pooler_output)
+    found = out.last_hidden_state if out.pooler_output is None else out.pooler_output
+    if isinstance(found, Tensor) and found.ndim == 2:  # of both images, Gemma 4 of 5.17
+        found = found.split(len(found) // 2)
+    return list(found)
 
 
 def batch_with_images(model: Any, extra: Batch, rows: Mapping[str, Tensor] | None = None) -> Batch:
@@ -280,12 +297,12 @@ def tower_case(ctx: RankContext, model_type: str) -> dict[str, float | str]:
         alone = features(model, extra)
     outcomes: dict[str, float | str] = {}
     for name, ulysses in MESHES.items():
-        with enable(model, mesh_of(ulysses), logits="whole"):
-            with torch.no_grad():
-                unchanged = all(map(torch.equal, alone, features(model, extra)))
-            try:
+        try:
+            with enable(model, mesh_of(ulysses), logits="whole"):
+                with torch.no_grad():
+                    unchanged = all(map(torch.equal, alone, features(model, extra)))
                 error = on_the_mesh(model, mesh_of(ulysses), batch).error(want)
                 outcomes[name] = error if unchanged else float("inf")
-            except ds_usp.USPError as refusal:
-                outcomes[name] = str(refusal)
+        except ds_usp.USPError as refusal:
+            outcomes[name] = str(refusal)
     return outcomes

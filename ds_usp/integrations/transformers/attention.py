@@ -456,6 +456,8 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
     return getattr(function, "__code__", None)
 
 
+# Before 5.9 transformers has none for blocks: each model writes its own, which is refused.
+_BLOCKWISE = getattr(masking_utils, "blockwise_overlay", None)
 # One mask function of each kind is made here, for its code object.
 _OVERLAYS = MappingProxyType(
     {
@@ -467,7 +469,7 @@ _OVERLAYS = MappingProxyType(
             }
         ),
         masking_utils.or_masks(masking_utils.causal_mask_function).__code__: MappingProxyType(
-            {masking_utils.blockwise_overlay(None).__code__: _block}
+            {_BLOCKWISE(None).__code__: _block} if _BLOCKWISE else {}
         ),
     }
 )

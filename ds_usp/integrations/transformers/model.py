@@ -304,6 +304,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
+            if targets is not None and not arguments.get(_TRL_FUSED_HEAD):
+                refusals.check_loss(self._inner)
             if self._whole_head:
                 refusals.check_padding(self._inner, batch, arguments.get("labels"))
             embeddings = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)

@@ -40,7 +40,7 @@ from ds_usp.integrations.transformers.whole_arguments import (
 from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
-OLDEST, BEFORE = "5.17", "6"
+OLDEST, BEFORE = "5.5", "6"
 OLDEST_WITH_STATES = "5.23"  # earlier layers call other functions
 
 # Tensors that a model may be given; others may hold tokens of the whole sequence.
@@ -230,6 +230,20 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
                     f"and a document of row {row} begins at token {start} with position {first}: "
                     "give position_ids that begin at 0 with each document, or pad on the right"
                 )
+
+
+def check_loss(model: PreTrainedModel) -> None:
+    """UnsupportedAttentionError for a model that would compute a loss of what it is given without
+    its ``loss_function``, which has the whole batch's labels: of a shard of logits and a whole
+    mask, it ends in an error of shapes (heads of Gemma 3 and Llama 4 before 5.17)."""
+    kind: Any = type(model)
+    source = _source_of_forward(kind)
+    if "CrossEntropyLoss(" in source and "loss_function(" not in source:
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} of transformers {transformers.__version__} computes its loss "
+            "in its own way: leave labels out and compute the loss from logits (logits='whole'), "
+            "or use a model whose loss is model.loss_function"
+        )
 
 
 def needs_whole_head(model: PreTrainedModel) -> bool:

@@ -67,11 +67,13 @@ class TextAttention:
         self._before = [(c, c._attn_implementation) for c in everything.values()]
         kept = {id(model.config.get_text_config())}
         kept |= {id(m.config) for m in _models(_without_towers(model, model))}
-        # By transformers' own rules, which know what a model can set; then back again in towers.
+        # By transformers' own rules, which know what a model can set. Then back again in towers,
+        # and set where a rule about source code left the text model (ModernBERT of 5.6): a model
+        # whose layers do not read it is refused after its first pass.
         model.set_attn_implementation(implementation)
         for config, before in self._before:
-            if id(config) not in kept:
-                config._attn_implementation_internal = before
+            value = implementation if id(config) in kept else before
+            config._attn_implementation_internal = value
 
     def restore(self) -> None:
         for config, before in self._before:
