@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from types import ModuleType
@@ -41,8 +41,6 @@ _PACKAGES = ("transformers", "transformers_modules")  # its own models, and thos
 # attention.
 _KNOWN_TENSORS = frozenset({"cache_position", "num_items_in_batch", "labels", "shift_labels"})
 
-_LAYOUT: Final = TokenLayout.CALLERS_KIND
-
 # Padding in gathered positions: of attention_mask, and of position_ids, which some trainers (swift)
 # fill up with -1.
 _MASKED, _FILLED = -2, -1
@@ -55,6 +53,7 @@ _KNOWN_PASSES = 16
 def flash_attention_forward(
     mesh: SequenceMesh,
     *,
+    layout: str = TokenLayout.CALLERS_KIND,
     kernel: str = AUTO,
     tuning: Tuning = AUTO_TUNING,
     equal_documents: bool = False,
@@ -63,7 +62,7 @@ def flash_attention_forward(
     """A replacement for transformers' ``_flash_attention_forward``, with its arguments, on shards.
 
     Rank ``r`` of the mesh holds the ``r``-th of as many equal, contiguous pieces of every sequence
-    (``TokenLayout`` ``contiguous``), and calls with its own tokens. Collective over the mesh.
+    and calls with its own tokens. Collective over the mesh.
 
     Shapes:
         of a call: queries ``[b, s_local, h, d]``, keys and values ``[b, s_local, h_kv, d]`` ->
@@ -71,12 +70,14 @@ def flash_attention_forward(
         padding ``[b, s_local]``; ``cu_seq_lens_q`` and ``_k`` of the whole sequence, on every rank.
 
     Documents are what the positions of the whole sequence say, which start anew at 0 in each: they
-    are gathered once a pass; or they are ``cu_seq_lens_q``, and nothing is gathered. A sliding
-    window of ``w`` tokens counts the token itself, as in transformers' eager attention (its flash
-    attention of old versions adds one).
+    are gathered once a pass; or they are ``cu_seq_lens_q``, and nothing is gathered. Documents see
+    themselves alone, beside padding too (transformers' flash attention lets them see each other
+    there). A sliding window of ``w`` tokens counts the token itself, as in transformers' eager
+    attention (its flash attention has one more in old versions).
 
     Args:
         mesh: the process groups; any degrees.
+        layout: another kind of :class:`ds_usp.TokenLayout`, if the caller shards by it.
         kernel, tuning: as of :func:`ds_usp.usp_attention`.
         equal_documents: positions that start at 0 on every rank, and nowhere else, are documents of
             the length of a shard. False refuses them: this is what a model makes of its own
@@ -92,12 +93,13 @@ def flash_attention_forward(
     UnsupportedAttentionError: it cannot be computed exactly; MeshError: the ranks disagree.
     """
     _check_mesh(mesh)
-    return _FlashAttentionForward(mesh, kernel, tuning, equal_documents, towers)
+    return _FlashAttentionForward(mesh, layout, kernel, tuning, equal_documents, towers)
 
 
 def patch_flash_attention(
     mesh: SequenceMesh,
     *,
+    layout: str = TokenLayout.CALLERS_KIND,
     kernel: str = AUTO,
     tuning: Tuning = AUTO_TUNING,
     equal_documents: bool = False,
@@ -110,7 +112,7 @@ def patch_flash_attention(
     that transformers' flash attention serves); flash-attn itself need not be installed.
 
     Args:
-        mesh, kernel, tuning, equal_documents: as of :func:`flash_attention_forward`.
+        mesh, layout, kernel, tuning, equal_documents: as of :func:`flash_attention_forward`.
         towers: full attention without ``position_ids``, of towers of images and sounds, is computed
             by transformers' own function; False refuses it.
 
@@ -121,6 +123,7 @@ def patch_flash_attention(
     original = _own_function()
     replacement = flash_attention_forward(
         mesh,
+        layout=layout,
         kernel=kernel,
         tuning=tuning,
         equal_documents=equal_documents,
@@ -136,9 +139,7 @@ class PatchedFlashAttention:
         original, replacement: the functions.
     """
 
-    def __init__(
-        self, original: FlashAttentionForward, replacement: FlashAttentionForward
-    ) -> None:
+    def __init__(self, original: FlashAttentionForward, replacement: FlashAttentionForward) -> None:
         self.original, self.replacement = original, replacement
         _exchange(original, replacement)
 
@@ -159,9 +160,9 @@ def _exchange(old: object, new: object) -> None:
     """Put ``new`` where modules of transformers hold ``old``; those that imported it by name have
     references of their own."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _PACKAGES and isinstance(module, ModuleType):
-            if vars(module).get(_NAME) is old:
-                setattr(module, _NAME, new)
+        in_package = name.partition(".")[0] in _PACKAGES and isinstance(module, ModuleType)
+        if in_package and vars(module).get(_NAME) is old:
+            setattr(module, _NAME, new)
 
 
 def _own_function() -> FlashAttentionForward:
@@ -200,15 +201,37 @@ def _check_mesh(mesh: object) -> None:
 # the tensor they came from. A layer finds them by the memory and the version of its tensor, not by
 # the values: by values one rank could find a batch that looks like an earlier one while another
 # rank posts a gather that nobody answers. The same program gives new tensors on all ranks or on
-# none. A checkpoint that recomputes a layer gives it the same tensor (non-reentrant), or another
-# tensor object over the same memory (reentrant); either is found, and nothing is posted in backward.
+# none; where it does not, the ranks' comparison of the gather finds that. A checkpoint that
+# recomputes a layer gives it the same tensor (non-reentrant), or another object over its memory
+# (reentrant): either is found, and nothing is posted in backward.
 #
-# The record holds the tensor: its memory cannot be used for another batch's as long as it is looked
-# up. A change in place is another version. Tensors made in inference mode have none: these gather at
-# every layer.
+# The record holds the tensor, so that its memory is not another batch's while it is looked up. A
+# change in place is another version. Tensors of inference mode have none: each layer gathers.
 #
-# Padding travels in the same gather. A model drops its mask where a shard has no padding, so that
-# only some ranks have one: nothing else may be posted where it is met.
+# Padding travels in the same gather: a model drops its mask where a shard has no padding, so only
+# some ranks have one, and nothing may be posted where one is met.
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """A tensor as a model gave it: its memory, in this version."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Given | None:
+        """None for a tensor without versions, which is not known again."""
+        return None if tensor.is_inference() else cls(tensor, tensor._version)
+
+    def is_(self, other: Tensor) -> bool:
+        x = self.tensor
+        same_memory = x is other or (
+            x.data_ptr() == other.data_ptr()
+            and (x.shape, x.stride()) == (other.shape, other.stride())
+            and (x.dtype, x.device) == (other.dtype, other.device)
+        )
+        return same_memory and not other.is_inference() and other._version == self.version
+
+
 @dataclass(eq=False)
 class _Pass:
     """The documents of the pass that was given ``key``, position ids or cumulative lengths.
@@ -219,15 +242,11 @@ class _Pass:
         masks: of its layers, by is_causal and sliding window.
     """
 
-    key: Tensor
-    version: int
+    key: _Given | None
     documents: tuple[Borders, ...]
     real: Tensor | None = None
-    padding_masks: list[Tensor] = field(default_factory=list)
+    padding_masks: list[_Given] = field(default_factory=list)
     masks: dict[tuple[bool, int | None], MaskSpec] = field(default_factory=dict)
-
-    def is_of(self, key: Tensor) -> bool:
-        return _same_memory(self.key, key) and self.version == key._version
 
     def mask(self, is_causal: bool, window: int | None) -> MaskSpec:
         mask = self.masks.get((is_causal, window))
@@ -237,11 +256,11 @@ class _Pass:
         return mask
 
     def check_padding(self, mask: Tensor | None) -> None:
-        """DataError if a layer is given another padding mask than the first one of its pass."""
-        if any(mask is seen for seen in self.padding_masks):
-            return
+        """DataError if a layer is given other padding than the first one of its pass."""
         if mask is None:
             is_same = self.real is None
+        elif any(seen.is_(mask) for seen in self.padding_masks):
+            return
         elif self.real is None:
             is_same = bool((mask != 0).all())
         else:
@@ -251,16 +270,8 @@ class _Pass:
                 "layers of one pass are given different padding: attention_mask must be the same "
                 "for all that get the same position_ids. Give each pass position_ids of its own"
             )
-        if mask is not None:
-            self.padding_masks.append(mask)
-
-
-def _same_memory(first: Tensor, second: Tensor) -> bool:
-    return first is second or (
-        first.data_ptr() == second.data_ptr()
-        and (first.shape, first.stride()) == (second.shape, second.stride())
-        and (first.dtype, first.device) == (second.dtype, second.device)
-    )
+        if mask is not None and (given := _Given.of(mask)) is not None:
+            self.padding_masks.append(given)
 
 
 def _mask(is_causal: bool, window: int | None, documents: tuple[Borders, ...]) -> MaskSpec:
@@ -275,6 +286,7 @@ class _FlashAttentionForward:
     def __init__(
         self,
         mesh: SequenceMesh,
+        layout: str,
         kernel: str,
         tuning: Tuning,
         equal_documents: bool,
@@ -282,7 +294,7 @@ class _FlashAttentionForward:
     ) -> None:
         self._mesh, self._towers = mesh, towers
         self._equal_documents = equal_documents
-        self._options = {"mesh": mesh, "layout": _LAYOUT, "kernel": kernel, "tuning": tuning}
+        self._layout, self._kernel, self._tuning = layout, kernel, tuning
         self._passes: deque[_Pass] = deque(maxlen=_KNOWN_PASSES)
 
     @disable_in_compile("documents are read from positions")
@@ -338,12 +350,18 @@ class _FlashAttentionForward:
         try:
             _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
             _refuse_unknown(others)
-            if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-                raise DataError("cu_seq_lens_q and cu_seq_lens_k belong together: give both")
             real = None
-            if cu_seq_lens_q is not None:
-                this = self._pass_of_lengths(query_states, cu_seq_lens_q, cu_seq_lens_k)
-                _refuse_padding(attention_mask, "cu_seq_lens_q")
+            if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+                _refuse_beside_lengths(attention_mask)
+                this, of_keys = (
+                    self._pass_of_lengths(query_states, lengths)
+                    for lengths in (cu_seq_lens_q, cu_seq_lens_k)
+                )
+                if this.documents != of_keys.documents:
+                    raise UnsupportedAttentionError(
+                        "cu_seq_lens_q and cu_seq_lens_k differ: cross-attention, or a KV cache, "
+                        "is not sharded here"
+                    )
                 mask = this.mask(is_causal, sliding_window)
             elif position_ids is not None:
                 this = self._pass_of_positions(query_states, position_ids, attention_mask)
@@ -359,64 +377,67 @@ class _FlashAttentionForward:
         if target_dtype is not None and q.dtype == torch.float32:
             # Norms and rotary embeddings in fp32, as PEFT leaves them, before weights in bf16.
             q, k, v = (x.to(target_dtype) for x in (q, k, v))
-        label = "" if layer is None else f"layer {layer}"
         out = usp_attention(
-            q, k, v, mask=mask, softmax_scale=softmax_scale, scores=scores, label=label,
-            **self._options,
+            q,
+            k,
+            v,
+            mesh=self._mesh,
+            layout=self._layout,
+            mask=mask,
+            softmax_scale=softmax_scale,
+            kernel=self._kernel,
+            tuning=self._tuning,
+            scores=scores,
+            label="" if layer is None else f"layer {layer}",
         )
         if real is not None:  # as transformers' own, which leaves padding out and fills with zeros
             out = out.masked_fill(~real[:, :, None, None], 0.0)
         return out
 
     def _find(self, key: Tensor) -> _Pass | None:
-        if key.is_inference():
-            return None
-        return next((known for known in reversed(self._passes) if known.is_of(key)), None)
+        passes = reversed(self._passes)
+        return next((known for known in passes if known.key and known.key.is_(key)), None)
 
-    def _keep(self, key: Tensor, documents: tuple[Borders, ...], **fields: Any) -> _Pass:
-        if key.is_inference():
-            return _Pass(key, 0, documents, **fields)
-        known = _Pass(key, key._version, documents, **fields)
-        self._passes.append(known)
+    def _keep(self, known: _Pass) -> _Pass:
+        if known.key is not None:
+            self._passes.append(known)
         return known
 
-    def _pass_of_lengths(self, q: Tensor, lengths: Tensor, lengths_k: Tensor | None) -> _Pass:
+    def _pass_of_lengths(self, q: Tensor, lengths: Tensor | None) -> _Pass:
         """Of cumulative lengths of the whole sequence; nothing is sent."""
+        if lengths is None:
+            raise DataError("cu_seq_lens_q and cu_seq_lens_k belong together: give both")
         known = self._find(lengths)
+        if known is not None:
+            return known
         seq_len = q.shape[1] * self._mesh.sp_degree
-        if known is None:
-            borders, keys = lengths.tolist(), lengths_k if lengths_k is not None else lengths
-            if keys is not lengths and keys.tolist() != borders:
-                raise UnsupportedAttentionError(
-                    "cu_seq_lens_q and cu_seq_lens_k differ: cross-attention, or a KV cache, is "
-                    "not sharded here"
-                )
-            if q.shape[0] != 1:
-                raise DataError(
-                    f"cu_seq_lens_q with a batch of {q.shape[0]} rows: pack them into one row, or "
-                    "give position_ids, which say each row's documents"
-                )
-            if not borders or borders[-1] != seq_len:
-                ends = borders[-1] if borders else None
-                raise DataError(
-                    f"cu_seq_lens_q end at {ends}, and the {self._mesh.sp_degree} ranks hold "
-                    f"{q.shape[1]} tokens each, {seq_len}: give every rank the cumulative lengths "
-                    "of the whole sequence (padding is a document of its own)"
-                )
-            known = self._keep(lengths, MaskSpec.causal(borders).documents)
-        return known
+        borders = lengths.tolist()
+        if q.shape[0] != 1:
+            raise DataError(
+                f"cu_seq_lens_q with a batch of {q.shape[0]} rows: pack them into one row, or give "
+                "position_ids, which say each row's documents"
+            )
+        if not borders or borders[-1] != seq_len:
+            raise DataError(
+                f"cu_seq_lens_q end at {borders[-1] if borders else None}, and the "
+                f"{self._mesh.sp_degree} ranks hold {q.shape[1]} tokens each, {seq_len}: give "
+                "every rank the cumulative lengths of the whole sequence (padding is a document of "
+                "its own)"
+            )
+        documents = MaskSpec.causal(borders).documents
+        documents = () if documents == ((0, seq_len),) else documents
+        return self._keep(_Pass(_Given.of(lengths), documents))
 
     def _pass_of_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
         known = self._find(positions)
         if known is None:
             local = _encode(positions, mask, q)
-            layout = self._mesh.layout(_LAYOUT, q.shape[1] * self._mesh.sp_degree)
+            layout = self._mesh.layout(self._layout, q.shape[1] * self._mesh.sp_degree)
             whole = self._mesh.gather(local, layout, dim=1)
             documents = _documents(whole)
             self._refuse_forgotten(documents, layout)
             real = None if mask is None or bool((mask != 0).all()) else mask != 0
-            masks = [] if mask is None else [mask]
-            known = self._keep(positions, documents, real=real, padding_masks=masks)
+            known = self._keep(_Pass(_Given.of(positions), documents, real))
         known.check_padding(mask)
         return known
 
@@ -476,11 +497,11 @@ def _refuse_unknown(others: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_padding(mask: Tensor | None, beside: str) -> None:
+def _refuse_beside_lengths(mask: Tensor | None) -> None:
     if mask is not None:
         raise DataError(
-            f"attention_mask {list(mask.shape)} beside {beside}: padding is a document of its own "
-            f"there; leave attention_mask out"
+            f"attention_mask {list(mask.shape)} beside cu_seq_lens_q: padding is a document of its "
+            "own there; leave attention_mask out"
         )
 
 
@@ -527,41 +548,29 @@ def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
 
 def _documents(whole: Tensor) -> tuple[Borders, ...]:
     """Documents and runs of padding in the positions of whole rows ``[b, seq_len]``: one tuple of
-    borders for all, or one each; () without any."""
-    batch, seq_len = whole.shape
-    padding = whole < 0
+    borders for all, or one each; () without any.
+
+    Raises:
+        DataError: positions that neither go on by one nor start anew at 0.
+    """
+    seq_len, padding = whole.shape[1], whole < 0
     both, changes = padding[:, 1:] & padding[:, :-1], padding[:, 1:] != padding[:, :-1]
     # From -1 to 0 positions go on by one, and padding ends.
     starts = pad(((whole.diff(dim=1) != 1) & ~both) | changes, (1, 0), value=True)
     runs = zip(starts.nonzero().tolist(), whole[starts].tolist(), strict=True)
     documents = []
     for row, in_row in groupby(runs, key=lambda run: run[0][0]):
-        first = [(column, position) for (_, column), position in in_row]
-        for text in _refusals(first):
-            raise DataError(f"row {row} of the whole sequence has {text}")
-        documents.append((*(column for column, _ in first), seq_len))
+        firsts = [(column, position) for (_, column), position in in_row]
+        real = [first for first in firsts if first[1] >= 0]
+        for column, position in real[1:]:
+            if position != 0:
+                raise DataError(
+                    f"position ids of row {row} of the whole sequence are {position} at token "
+                    f"{column}, which does not follow the token before: they must go on by one, or "
+                    "start anew at 0 where the next packed document begins, with padding between "
+                    "documents only"
+                )
+        documents.append((*(column for column, _ in firsts), seq_len))
     if len(set(documents)) == 1:
         documents = documents[:1]
     return () if documents == [(0, seq_len)] else tuple(documents)
-
-
-def _refusals(runs: list[tuple[int, int]]) -> Iterator[str]:
-    """What is wrong with the runs of a row: the token where each begins, and its position."""
-    is_masked = any(position == _MASKED for _, position in runs)
-    real = [column for column, position in runs if position >= 0]
-    for (_, before), (column, position) in zip(runs[:-1], runs[1:], strict=True):
-        if before >= 0 and position > 0:
-            yield (
-                f"position {position} at token {column}, which goes on by one from none: positions "
-                "must go on by one, or start anew at 0 where the next packed document begins"
-            )
-        if is_masked and before >= 0 and position >= 0:
-            yield (
-                f"padding, and position_ids that start anew at token {column}: beside padding "
-                "transformers lets such documents see each other. Leave attention_mask out and "
-                "give padding a document of its own, or do not pack"
-            )
-    if is_masked and len(real) > 1:
-        yield (
-            f"padding between real tokens, which begin at {real}: pad on one side, or both"
-        )

@@ -229,5 +229,7 @@ def planted(what: str) -> Iterator[None]:
             kwargs[what] = None
         return function(*args, **kwargs)
 
-    with mock.patch.object(flash_attention, "_flash_attention_forward", broken if what else function):
+    with mock.patch.object(
+        flash_attention, "_flash_attention_forward", broken if what else function
+    ):
         yield
