@@ -1,11 +1,15 @@
-"""verl's own FSDP engines on a tiny model: what ranks run in test_verl.py, and on two GPUs
-scripts/check_verl.py."""
+"""verl's own FSDP engines on a tiny model, and recorded ones where verl is missing: what ranks run in
+test_verl.py, and on GPUs ``torchrun --nproc-per-node 2 tests/compat/verl_runs.py``."""
 
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +17,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ds_usp.compat.verl import install
+import ds_usp.compat.verl  # noqa: F401  # as verl's entry point does
 
-LENGTHS = ((3, 8), (5, 14), (4, 1), (2, 11), (7, 9), (6, 12))  # prompts and responses
+HAS_VERL = find_spec("verl") is not None
+ON_GPU = torch.cuda.is_available()
+
+LENGTHS = ((3, 8), (5, 14), (4, 1), (2, 11), (7, 9), (6, 12)) * 2  # prompts and responses
 VOCAB = 61
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -31,63 +39,84 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "use_sliding_window": False,
     "attention_dropout": 0.0,
 }
 LEARNING_RATE = 1e-2
-
-os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # verl registers no engines for CPUs; these run
-
-
-def use_cpu() -> None:
-    """Give verl CPUs by its interface for platforms; it has none for them."""
-    from verl.plugin.platform import set_platform
-    from verl.plugin.platform.platform_cuda import PlatformCUDA
-
-    class Platform(PlatformCUDA):
-        device_name, device_module = "cpu", torch.cpu
-
-        def current_device(self) -> str:
-            return "cpu"
-
-        def communication_backend_name(self) -> str:
-            return "gloo"
-
-    set_platform(Platform())
+Numbers = dict[str, Tensor]
 
 
-def save_model(folder: Path, kind: str = "Qwen3", head: str = "CausalLM", **sizes: Any) -> None:
-    """Write a tiny model with weights of order one."""
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "num_labels": 1, **sizes})
-    config._attn_implementation = "eager"
-    torch.manual_seed(3)
-    model = getattr(transformers, f"{kind}For{head}")(config)
+def config_of(kind: str, **sizes: Any) -> Any:
+    return getattr(transformers, f"{kind}Config")(**{**SIZES, "num_labels": 1, **sizes})
+
+
+def set_weights(model: Any) -> None:
+    """Weights of order one: masks and positions show in all numbers."""
     for index, weight in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(index)
         spread = 0.3 if weight.ndim > 1 else 0.5
         weight.data = spread * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
+
+
+def save_model(folder: Path, kind: str = "Qwen3", head: str = "CausalLM", **sizes: Any) -> None:
+    config = config_of(kind, **sizes)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}For{head}")(config)
+    set_weights(model)
     model.save_pretrained(folder)
 
 
-def engine_of(
-    folder: Path, sp: int, ring: int | None, role: str = "actor", strategy: str = "fsdp2", **more: Any
-) -> Any:
-    """An engine as verl's workers make it. ``sp`` 1: padded rows and torch's attention, which needs
-    none of what is tested."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
+# ------------------------------------------------------------------ verl's engines
 
+if HAS_VERL:
+    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the only engines that it registers
+    if not ON_GPU:
+        # By verl's interface for platforms, before its modules ask for the device.
+        from verl.plugin.platform import set_platform
+        from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+        class _Platform(PlatformCUDA):
+            device_name, device_module = "cpu", torch.cpu
+
+            def current_device(self) -> str:
+                return "cpu"
+
+            def communication_backend_name(self) -> str:
+                return "gloo"
+
+        set_platform(_Platform())
+    from tensordict import TensorDict
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils import tensordict_utils
+    from verl.workers.config import (
+        FSDPActorConfig,
+        FSDPCriticConfig,
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+    )
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.utils.losses import ppo_loss, value_loss
+
+
+def engine_of(
+    folder: Path,
+    role: str,
+    sp: int,
+    model: dict[str, Any] | None = None,
+    strategy: str = "fsdp2",
+    **fields: Any,
+) -> Any:
+    """An engine as verl's workers make it. With ``sp`` 1 padded rows and torch's attention, which
+    need nothing of what is tested."""
     kind = "value_model" if role == "critic" else "language_model"
-    model = HFModelConfig(
+    attention = "sdpa" if sp == 1 else "flash_attention_2"
+    model_config = HFModelConfig(
         path=str(folder),
         load_tokenizer=False,
         model_type=kind,
-        override_config={"attn_implementation": "sdpa" if sp == 1 else "flash_attention_2"},
         use_remove_padding=sp > 1,
-        **more,
+        **{"override_config": {"attn_implementation": attention}, **(model or {})},
     )
-    given = {} if ring is None else {"ring_degree": ring}
     config = FSDPEngineConfig(
         strategy=strategy,
         ulysses_sequence_parallel_size=sp,
@@ -95,63 +124,75 @@ def engine_of(
         mixed_precision=dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32"),
         model_dtype="fp32",
         use_torch_compile=False,
-        use_dynamic_bsz=False,
-        **given,
+        **fields,
     )
     optimizer = FSDPOptimizerConfig(
-        lr=LEARNING_RATE, total_training_steps=4, lr_warmup_steps=0, clip_grad=1e9, weight_decay=0.0,
-        optimizer="SGD", optimizer_impl="torch.optim",
+        optimizer="SGD",
+        optimizer_impl="torch.optim",
+        lr=LEARNING_RATE,
+        weight_decay=0.0,
+        clip_grad=1e9,
+        total_training_steps=4,
+        lr_warmup_steps=0,
     )
     engine = EngineRegistry.new(
         model_type=kind,
         backend=strategy,
-        model_config=model,
+        model_config=model_config,
         engine_config=config,
         optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
     )
-    # flash-attn is not there on CPUs; what is tested calls no function of it.
-    allowed = mock.patch.object(
-        transformers.PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True
-    )
-    with allowed, mock.patch.multiple(
-        "transformers.modeling_utils",
-        lazy_import_flash_attention=mock.DEFAULT,
-        lazy_import_paged_flash_attention=mock.DEFAULT,
-    ):
+    with ExitStack() as stack:
+        _pretend_flash_attn(stack)
+        if not ON_GPU:  # verl pins the memory of a reference
+            policy = CPUOffloadPolicy(pin_memory=False)
+            name = "verl.workers.engine.fsdp.transformer_impl.CPUOffloadPolicy"
+            stack.enter_context(mock.patch(name, lambda **_: policy))
         engine.initialize()
+    if sp == 1:  # verl asks for flash attention in a critic whatever the config says
+        engine.module.set_attn_implementation("sdpa")
     return engine
+
+
+def _pretend_flash_attn(stack: ExitStack) -> None:
+    """transformers looks for flash-attn before it makes a model, and nothing here calls it."""
+    can = mock.patch.object(transformers.PreTrainedModel, "_flash_attn_can_dispatch", _can)
+    stack.enter_context(can)
+    for name in ("lazy_import_flash_attention", "lazy_import_paged_flash_attention"):
+        name = f"transformers.modeling_utils.{name}"
+        stack.enter_context(mock.patch(name, create=True))  # of several versions
+
+
+def _can(*_: Any, **__: Any) -> bool:
+    return True
 
 
 def batch_of(engine: Any, role: str) -> Any:
     """This data-parallel rank's samples, as the driver sends them to workers."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-
     rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     each = len(LENGTHS) // size
-    chosen = range(rank * each, (rank + 1) * each)
 
     def nested(make: Any) -> Tensor:
-        rows = [make(torch.Generator().manual_seed(n), *LENGTHS[n]) for n in chosen]
+        rows = [
+            make(torch.Generator().manual_seed(n), *LENGTHS[n])
+            for n in range(rank * each, (rank + 1) * each)
+        ]
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-    def numbers(g: torch.Generator, _: int, response: int) -> Tensor:
-        return torch.randn(response, generator=g)
 
     def ids(g: torch.Generator, prompt: int, response: int) -> Tensor:
         return torch.randint(3, VOCAB, (prompt + response,), generator=g)
 
-    def mask(_: torch.Generator, prompt: int, response: int) -> Tensor:
-        return torch.cat([torch.zeros(prompt), torch.ones(response)])
+    def numbers(g: torch.Generator, _: int, response: int) -> Tensor:
+        return torch.randn(response, generator=g)
 
     fields = {
         "input_ids": nested(ids),
         "position_ids": nested(lambda _, p, r: torch.arange(p + r)),
+        "loss_mask": nested(lambda _, p, r: torch.cat([torch.zeros(p), torch.ones(r)])),
         "prompts": nested(lambda g, p, r: ids(g, p, r)[:p]),
         "responses": nested(lambda g, p, r: ids(g, p, r)[p:]),
         "response_mask": nested(lambda _, p, r: torch.ones(r, dtype=torch.int64)),
-        "loss_mask": nested(mask),
         "old_log_probs": nested(lambda g, p, r: numbers(g, p, r) * 0.1 - 4),
         "ref_log_prob": nested(lambda g, p, r: numbers(g, p, r) * 0.1 - 4),
         "advantages": nested(numbers),
@@ -159,14 +200,14 @@ def batch_of(engine: Any, role: str) -> Any:
         "returns": nested(numbers),
     }
     data = TensorDict(fields, batch_size=[each])
-    tu.assign_non_tensor(
+    tensordict_utils.assign_non_tensor(
         data,
         temperature=0.7,
         use_remove_padding=engine.use_remove_padding,
-        use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=each,
-        global_batch_size=len(LENGTHS),
         use_fused_kernels=engine.model_config.use_fused_kernels,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=each if each % 2 else each // 2,  # two micro batches
+        global_batch_size=len(LENGTHS),
         calculate_entropy=role == "actor",
         pad_token_id=0,
     )
@@ -175,42 +216,41 @@ def batch_of(engine: Any, role: str) -> Any:
 
 def loss_of(role: str) -> Any:
     """verl's own PPO loss of the actor, with entropy and KL, or of the critic."""
-    from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPOptimizerConfig
-    from verl.workers.utils.losses import ppo_loss, value_loss
-
     sizes = {"ppo_micro_batch_size_per_gpu": 1, "strategy": "fsdp2"}
     optim = FSDPOptimizerConfig(lr=LEARNING_RATE)
     if role == "critic":
         return partial(value_loss, config=FSDPCriticConfig(optim=optim, **sizes))
-    config = FSDPActorConfig(
-        optim=optim, rollout_n=1, use_kl_loss=True, entropy_coeff=0.01, **sizes
-    )
-    return partial(ppo_loss, config=config)
+    more = {"rollout_n": 1, "use_kl_loss": True, "entropy_coeff": 0.01}
+    return partial(ppo_loss, config=FSDPActorConfig(optim=optim, **more, **sizes))
 
 
-def numbers_of(engine: Any, role: str) -> dict[str, Tensor]:
-    """Outputs for every token of every sample, of all data-parallel ranks, then one update: loss,
-    norm of the gradient, and the weights after it."""
-    device = next(engine.module.parameters()).device
+def numbers_of(engine: Any, role: str) -> Numbers:
+    """Outputs for every token of every sample, of all data-parallel ranks; then of one update the
+    loss, the gradient's norm, and what each weight changed by."""
     with engine.eval_mode():
         outputs = engine.infer_batch(batch_of(engine, role))["model_output"]
     # The label of a sample's last token is the first of whatever is packed behind it.
     numbers = {
-        name: _of_all_samples(engine, value, unused=1 if name == "log_probs" else 0)
+        name: _of_all_samples(engine, value, unused=int(name == "log_probs"))
         for name, value in outputs.items()
     }
     if role == "ref":
         return numbers
+    before = _weights(engine)
     with engine.train_mode():
         result = engine.train_batch(batch_of(engine, role), loss_of(role))
-        loss = torch.tensor(sum(result["loss"]), device=device)
-        dist.all_reduce(loss, dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM)
-        numbers["loss"] = loss.cpu() / (1 if device.type == "cuda" else dist.get_world_size())
-    norm = result["metrics"].get("grad_norm")
+        norm = result["metrics"].get("grad_norm")
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, sum(result["loss"]))
+    numbers["loss"] = torch.tensor(sum(losses) / len(losses))
     if norm is not None:
         numbers["grad_norm"] = torch.tensor(norm)
+    return numbers | {name: weight - before[name] for name, weight in _weights(engine).items()}
+
+
+def _weights(engine: Any) -> Numbers:
     weights, _ = engine.get_per_tensor_param()
-    return numbers | {name: weight.detach().cpu() for name, weight in weights}
+    return {name: weight.detach().cpu().clone() for name, weight in weights}
 
 
 def _of_all_samples(engine: Any, value: Tensor, unused: int) -> Tensor:
@@ -220,8 +260,69 @@ def _of_all_samples(engine: Any, value: Tensor, unused: int) -> Tensor:
     return torch.cat(pieces)
 
 
-def run(ctx: Any, folder: Path, role: str, settings: dict[str, Any]) -> dict[str, Tensor]:
-    install()
-    if not torch.cuda.is_available():
-        use_cpu()
-    return numbers_of(engine_of(folder, role=role, **settings), role)
+def run_engines(_: Any, cases: list[tuple[Path, dict[str, Any]]]) -> list[Numbers | str]:
+    """Of each case its numbers, or the refusal. Engines stay alive, as those of one worker do."""
+    results: list[Numbers | str] = []
+    engines = []
+    for folder, settings in cases:
+        try:
+            engines.append(engine_of(folder, **settings))
+            results.append(numbers_of(engines[-1], settings["role"]))
+        except (ValueError, TypeError, AssertionError) as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+# ------------------------------------------------------------------ recorded engines
+
+RECORDED = Path(__file__).with_name("recorded_verl")
+DOCUMENTS = (7, 5)
+
+
+def run_recorded(ctx: Any, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """Of sizes and settings the errors of logits and gradients against each document alone, or the
+    refusal."""
+    sys.path.insert(0, str(RECORDED))
+    sys.modules.pop("verl", None)
+    results: list[Any] = []
+    with ExitStack() as stack:
+        _pretend_flash_attn(stack)
+        for sizes, settings in cases:
+            try:
+                results.append(_recorded_errors(ctx, config_of(**{"kind": "Qwen3"} | sizes), settings))
+            except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+                results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def _recorded_errors(ctx: Any, config: Any, settings: dict[str, Any]) -> list[float]:
+    from verl.workers.config.engine import FSDPEngineConfig
+    from verl.workers.engine.fsdp.transformer_impl import EngineTrainModeCtx, FSDPEngine
+
+    config._attn_implementation = settings.pop("attention", "flash_attention_2")
+    sp = settings.get("ulysses_sequence_parallel_size", ctx.world)
+    engine_config = FSDPEngineConfig(**{"ulysses_sequence_parallel_size": sp} | settings)
+    engine = FSDPEngine(SimpleNamespace(hf_config=config), engine_config, None, None)
+    model = engine._build_module()
+    set_weights(model)
+    ids = torch.randint(3, VOCAB, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    alone = type(model)(type(config)(**config.to_dict()))
+    alone.load_state_dict(model.state_dict())
+    alone.set_attn_implementation("eager")
+    expected = torch.cat([alone(i).logits for i in ids.split(DOCUMENTS, 1)], 1)
+    expected.square().sum().backward()
+    shard = [x.chunk(sp, 1)[ctx.rank % sp] for x in (ids, positions)]
+    with EngineTrainModeCtx(engine):
+        logits = model(input_ids=shard[0], position_ids=shard[1], use_cache=False).logits
+        logits.square().sum().backward()
+    errors = [_error(logits, expected.chunk(sp, 1)[ctx.rank % sp])]
+    for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
+        if sp > 1:
+            dist.all_reduce(weight.grad, group=engine.ulysses_parallel_group)
+        errors.append(_error(weight.grad, other.grad))
+    return errors
+
+
+def _error(ours: Tensor, other: Tensor) -> float:
+    return ((ours - other).abs().max() / other.abs().max()).item()
