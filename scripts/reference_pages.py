@@ -43,6 +43,7 @@ MODULES = {
     "ds_usp.memory": "recomputation and offload",
     "ds_usp.profiling.exposed": "where a step's time goes",
     "ds_usp.integrations.transformers": "models of Hugging Face transformers",
+    "ds_usp.compat.flash_attention_forward": "the function that trainers replace in transformers",
     "ds_usp.integrations.diffusers": "diffusion transformers and pipelines of diffusers",
     "ds_usp.planner": "memory, time and degrees from formulas",
     "megatron_patches": "patches of Megatron-DeepSpeed, megatron-core and DeepSpeed",

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import groupby
 from types import ModuleType
 from typing import Any, Final
@@ -30,6 +31,8 @@ from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 
+__all__ = ["PatchedFlashAttention", "flash_attention_forward", "patch_flash_attention"]
+
 FlashAttentionForward = Callable[..., Tensor]
 
 _NAME: Final = "_flash_attention_forward"
@@ -37,9 +40,8 @@ _HOME: Final = "transformers.modeling_flash_attention_utils"
 _CALLER: Final = "transformers.integrations.flash_attention"
 _PACKAGES = ("transformers", "transformers_modules")  # its own models, and those of the hub
 
-# Tensors that models hand down with the rest of their keyword arguments and that say nothing about
-# attention.
-_KNOWN_TENSORS = frozenset({"cache_position", "num_items_in_batch", "labels", "shift_labels"})
+# Arguments that transformers' own function hands to this one, and that choose among its kernels.
+_OF_KERNELS = frozenset({"s_aux", "layer_idx", "attn_implementation", "implementation"})
 
 # Padding in gathered positions: of attention_mask, and of position_ids, which some trainers (swift)
 # fill up with -1.
@@ -186,6 +188,14 @@ def _own_function() -> FlashAttentionForward:
     return functions.pop()
 
 
+def _arguments_of_transformers() -> frozenset[str]:
+    """What the installed transformers reads in a call of flash attention, if it is loaded."""
+    home = sys.modules.get(_HOME)
+    functions = [getattr(home, name, None) for name in (_NAME, "_process_flash_attention_kwargs")]
+    parameters = [signature(function).parameters for function in functions if callable(function)]
+    return frozenset(name for names in parameters for name in names)
+
+
 def _check_mesh(mesh: object) -> None:
     if not isinstance(mesh, SequenceMesh):
         raise ConfigError(
@@ -295,6 +305,7 @@ class _FlashAttentionForward:
         self._mesh, self._towers = mesh, towers
         self._equal_documents = equal_documents
         self._layout, self._kernel, self._tuning = layout, kernel, tuning
+        self._unknown = _arguments_of_transformers() - _OF_KERNELS - {*signature(self).parameters}
         self._passes: deque[_Pass] = deque(maxlen=_KNOWN_PASSES)
 
     @disable_in_compile("documents are read from positions")
@@ -349,7 +360,7 @@ class _FlashAttentionForward:
         num_raised = consistency.num_raised
         try:
             _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
-            _refuse_unknown(others)
+            self._refuse_unknown(others)
             real = None
             if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                 _refuse_beside_lengths(attention_mask)
@@ -394,6 +405,21 @@ class _FlashAttentionForward:
             out = out.masked_fill(~real[:, :, None, None], 0.0)
         return out
 
+    # Models hand down whatever their forward() was given, and transformers' function ignores what
+    # it does not know. What the installed one knows, and this one does not, is refused.
+    def _refuse_unknown(self, others: Mapping[str, Any]) -> None:
+        if others.get("output_attentions"):
+            raise UnsupportedAttentionError(
+                "output_attentions: weights of tokens x tokens are never made; use one rank for "
+                "them"
+            )
+        for name in sorted(self._unknown & others.keys()):
+            if others[name] is not None:
+                raise UnsupportedAttentionError(
+                    f"attention is given {name}, which transformers' function reads and this one "
+                    "does not know: a KV cache in pages, or something newer than this ds_usp"
+                )
+
     def _find(self, key: Tensor) -> _Pass | None:
         passes = reversed(self._passes)
         return next((known for known in passes if known.key and known.key.is_(key)), None)
@@ -435,21 +461,23 @@ class _FlashAttentionForward:
             layout = self._mesh.layout(self._layout, q.shape[1] * self._mesh.sp_degree)
             whole = self._mesh.gather(local, layout, dim=1)
             documents = _documents(whole)
-            self._refuse_forgotten(documents, layout)
+            if not self._equal_documents:
+                self._refuse_forgotten(whole, documents)
             real = None if mask is None or bool((mask != 0).all()) else mask != 0
             known = self._keep(_Pass(_Given.of(positions), documents, real))
         known.check_padding(mask)
         return known
 
-    def _refuse_forgotten(self, documents: tuple[Borders, ...], layout: TokenLayout) -> None:
-        local = layout.seq_len // self._mesh.sp_degree
-        shards = tuple(range(0, layout.seq_len + 1, local))
-        if self._mesh.sp_degree > 1 and not self._equal_documents and documents == (shards,):
+    def _refuse_forgotten(self, whole: Tensor, documents: tuple[Borders, ...]) -> None:
+        ranks, seq_len = self._mesh.sp_degree, whole.shape[1]
+        local = seq_len // ranks
+        shards = tuple(range(0, seq_len + 1, local))
+        if ranks > 1 and documents == (shards,) and bool((whole[:, ::local] == 0).all()):
             raise DataError(
-                f"position_ids start at 0 on each of the {self._mesh.sp_degree} ranks and go up to "
-                f"{local - 1}: so does a model that is given none and counts its own tokens. Give "
-                "the model this rank's shard of the whole sequence's position_ids; if these are "
-                f"documents of {local} tokens each, say equal_documents=True"
+                f"position_ids start at 0 on each of the {ranks} ranks and go up to {local - 1}: "
+                "so does a model that is given none and counts its own tokens. Give the model this "
+                "rank's shard of the whole sequence's position_ids; if these are documents of "
+                f"{local} tokens each, say equal_documents=True"
             )
 
 
@@ -483,18 +511,6 @@ def _refuse(
             "deterministic=True: kernels are chosen by torch.use_deterministic_algorithms(True); "
             "call that"
         )
-
-
-def _refuse_unknown(others: Mapping[str, Any]) -> None:
-    if others.get("output_attentions"):
-        raise UnsupportedAttentionError(
-            "output_attentions: weights of tokens x tokens are never made; use one rank for them"
-        )
-    for name, value in others.items():
-        if isinstance(value, Tensor) and name not in _KNOWN_TENSORS:
-            raise UnsupportedAttentionError(
-                f"attention is given the tensor {name} {list(value.shape)}, which is not known here"
-            )
 
 
 def _refuse_beside_lengths(mask: Tensor | None) -> None:

@@ -3,9 +3,13 @@ ranks run in test_flash_attention_forward.py. Works with every transformers from
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -15,10 +19,12 @@ import transformers
 from harness import RankContext
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import modeling_flash_attention_utils as utils
 from transformers.integrations import flash_attention
 
 import ds_usp
-from ds_usp.compat.flash_attention_forward import patch_flash_attention
+from ds_usp.comm import mesh as of_mesh
+from ds_usp.compat.flash_attention_forward import flash_attention_forward, patch_flash_attention
 
 VOCAB, TOKENS = 97, 48
 IGNORED = -100
@@ -52,6 +58,7 @@ PACKED = ((9, 21, 18),)
 ROWS = ((48,), (48,))
 PACKED_ROWS = ((9, 21, 18), (30, 18))
 LEFT, RIGHT = ((48,), (-13, 35)), ((48,), (30, -18))
+PADDED_PACK = ((9, 14, -3, 12, -10), (48,))
 
 
 def has(kind: str) -> bool:
@@ -74,10 +81,11 @@ def build(kind: str) -> Any:
 
 def batch_of(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
     """Token ids, next-token labels, positions in the documents and padding of whole rows."""
-    ids = torch.randint(3, VOCAB, (len(rows), TOKENS), generator=torch.Generator().manual_seed(1))
+    tokens = sum(map(abs, rows[0]))
+    ids = torch.randint(3, VOCAB, (len(rows), tokens), generator=torch.Generator().manual_seed(1))
     labels = torch.full_like(ids, IGNORED)
     labels[:, :-1] = ids[:, 1:]
-    positions, real = torch.zeros_like(ids), torch.ones_like(ids)
+    positions, real = torch.ones_like(ids), torch.ones_like(ids)  # of padding 1, as generate() has
     for row, (start, stop, is_real) in runs_of(rows):
         labels[row, stop - 1] = IGNORED
         if is_real:
@@ -104,6 +112,7 @@ def numbers_of(model: Any, loss: Tensor) -> Numbers:
     return {"loss": loss.detach(), **{n: g for n, g in gradients.items() if g is not None}}
 
 
+@cache
 def alone(kind: str, rows: tuple[tuple[int, ...], ...]) -> Numbers:
     """One process, eager attention, each document without the others and without padding: nothing
     depends on how a version of transformers packs and pads."""
@@ -129,26 +138,22 @@ def error_of(have: Numbers, want: Numbers) -> float:
     errors = [float((have["loss"] - want["loss"]).abs() / want["loss"].abs())]
     for name, value in want.items():
         if name != "loss":
-            difference = float((have[name] - value).norm())
+            difference = float((have.get(name, torch.zeros(())) - value).norm())
             errors.append(difference / max(float(value.norm()), scale))
-    assert have.keys() == want.keys() and scale > 0
     return max(e if e == e else float("inf") for e in errors)
-
-
-def shard(x: Tensor, ctx: RankContext) -> Tensor:
-    return x.tensor_split(ctx.world, dim=1)[ctx.rank].contiguous()
 
 
 def sharded(
     model: Any,
     ctx: RankContext,
     rows: tuple[tuple[int, ...], ...],
+    layout: ds_usp.TokenLayout,
     *,
     lengths: bool = False,
 ) -> Numbers:
     """The loss and gradients of this rank's shard, summed over the ranks: as a trainer calls."""
     whole = batch_of(rows)
-    local = {name: shard(x, ctx) for name, x in whole.items()}
+    local = {name: layout.shard(x, dim=1, rank=ctx.rank) for name, x in whole.items()}
     given = {"input_ids": local["ids"], "position_ids": local["positions"]}
     if not whole["real"].all():
         given["attention_mask"] = local["real"]
@@ -159,6 +164,8 @@ def sharded(
         given |= {"max_length_q": max(rows[0]), "max_length_k": max(rows[0])}
     logits = model(**given, use_cache=False).logits
     loss = loss_of(logits, local["labels"]) / (whole["labels"] != IGNORED).sum()
+    if not loss.requires_grad:
+        return {}
     numbers = numbers_of(model, loss)
     for value in numbers.values():
         dist.all_reduce(value, group=ctx.group)
@@ -172,44 +179,74 @@ def use_flash(model: Any) -> Any:
     return model
 
 
-def compare(
-    ctx: RankContext,
-    *,
-    kind: str,
-    rows: tuple[tuple[int, ...], ...],
-    ulysses: int,
-    recompute: str = "",
-    lengths: bool = False,
-    passes: int = 1,
-    plant: str = "",
-) -> tuple[float, int]:
-    """The error against one process, and how many gathers a forward and backward pass posts."""
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses)
-    model = use_flash(build(kind))
-    if recompute:
-        use_reentrant = recompute == "reentrant"
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        # A reentrant checkpoint has a gradient only where an input has one.
-        model.enable_input_require_grads()
-    with patch_flash_attention(mesh), planted(plant), counted_gathers() as gathers:
-        for _ in range(passes):
-            have = sharded(model, ctx, rows, lengths=lengths)
-    return error_of(have, alone(kind, rows)), len(gathers) // passes
+@dataclass(frozen=True)
+class Case:
+    """A model, the rows of its batch, the degrees, and how it is called.
+
+    Args:
+        recompute: ``reentrant`` or ``plain`` checkpoints of the layers.
+        lengths: documents are given as cumulative lengths too.
+        plant: which argument is broken.
+    """
+
+    kind: str
+    rows: tuple[tuple[int, ...], ...]
+    ulysses: int
+    recompute: str = ""
+    lengths: bool = False
+    layout: str = "contiguous"
+    plant: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The error against one process; the gathers and attention calls of a forward pass and of one
+    with its backward, and the layers."""
+
+    error: float
+    gathers: int
+    calls: int
+    layers: int
+
+
+def compare(ctx: RankContext, *, cases: list[Case]) -> list[Outcome | None]:
+    """Rank 0's; None for a model that this transformers does not have."""
+    return [compare_one(ctx, case) if has(case.kind) else None for case in cases]
+
+
+def compare_one(ctx: RankContext, case: Case) -> Outcome | None:
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, case.ulysses)
+    model = use_flash(build(case.kind))
+    if case.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": case.recompute == "reentrant"})
+        model.enable_input_require_grads()  # without which a reentrant checkpoint has no gradient
+    gathers, calls = list[object](), list[object]()
+    layout = mesh.layout(case.layout, TOKENS)
+    with (
+        patch_flash_attention(mesh, layout=case.layout),
+        counted(of_mesh, "gather_shards", gathers),
+        planted(case.plant),
+        counted(flash_attention, "_flash_attention_forward", calls),
+    ):
+        with torch.no_grad():
+            sharded(model, ctx, ROWS, layout)  # whose documents must be forgotten
+        have = sharded(model, ctx, case.rows, layout, lengths=case.lengths)
+    if ctx.rank:
+        return None
+    layers = model.config.num_hidden_layers
+    return Outcome(error_of(have, alone(case.kind, case.rows)), len(gathers), len(calls), layers)
 
 
 @contextmanager
-def counted_gathers() -> Iterator[list[object]]:
-    from ds_usp.comm import mesh
+def counted(module: Any, name: str, calls: list[object]) -> Iterator[None]:
+    original = getattr(module, name)
 
-    gathers: list[object] = []
-    original = mesh.gather_shards
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return original(*args, **kwargs)
 
-    def count(*args: Any) -> Any:
-        gathers.append(args)
-        return original(*args)
-
-    with mock.patch.object(mesh, "gather_shards", count):
-        yield gathers
+    with mock.patch.object(module, name, count):
+        yield
 
 
 @contextmanager
@@ -218,18 +255,184 @@ def planted(what: str) -> Iterator[None]:
     function: Callable[..., Tensor] = flash_attention._flash_attention_forward
 
     def broken(*args: Any, **kwargs: Any) -> Tensor:
-        if what == "window" and kwargs.get("sliding_window"):
-            kwargs["sliding_window"] += 1
-        elif what == "documents":
+        if what == "sliding_window" and kwargs.get(what):
+            kwargs[what] += 1
+        elif what == "position_ids":
             start = dist.get_rank() * args[0].shape[1]
-            kwargs["position_ids"] = torch.arange(start, start + args[0].shape[1])[None]
-        elif what == "scale":
-            kwargs["softmax_scale"] = 1.01 * kwargs["softmax_scale"]
+            kwargs[what] = torch.arange(start, start + args[0].shape[1])[None]
+        elif what == "softmax_scale":
+            kwargs[what] *= 1.01
         else:
             kwargs[what] = None
         return function(*args, **kwargs)
 
-    with mock.patch.object(
-        flash_attention, "_flash_attention_forward", broken if what else function
-    ):
+    wanted = broken if what else function
+    with mock.patch.object(flash_attention, "_flash_attention_forward", wanted):
         yield
+
+
+# ------------------------------------------------------------------ calls of the function itself
+
+Call = dict[str, Any]
+
+
+def call_of(ctx: RankContext, mesh: ds_usp.SequenceMesh, **changes: Any) -> Call:
+    """Arguments of one call on this rank's shard of 16 tokens."""
+    local = 16 // ctx.world
+    generator = torch.Generator().manual_seed(ctx.rank)
+    q, k, v = torch.randn(3, 1, local, 2, 4, generator=generator).unbind()
+    call = {
+        "query_states": q,
+        "key_states": k,
+        "value_states": v,
+        "attention_mask": None,
+        "query_length": local,
+        "is_causal": True,
+        "position_ids": torch.arange(ctx.rank * local, (ctx.rank + 1) * local)[None],
+    }
+    return {**call, **changes}
+
+
+def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
+    """The error of every bad call, by name; each on the mesh that refused the one before."""
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
+    with mock.patch.object(utils, "_flash_attention_forward", lambda *, new_mask, **_: None):
+        forward = flash_attention_forward(mesh)
+    local = 16 // ctx.world
+    positions = torch.arange(ctx.rank * local, (ctx.rank + 1) * local)[None]
+    zeros = torch.zeros(1, local, dtype=torch.int64)
+    whole = torch.tensor([0, 5, 16], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": whole, "cu_seq_lens_k": whole}
+    other = torch.tensor([0, 6, 16], dtype=torch.int32)
+    mine = torch.tensor([0, local], dtype=torch.int32)
+    bad: dict[str, Call] = {
+        "dropout": {"dropout": 0.1},
+        "window of none": {"sliding_window": 0},
+        "full window": {"sliding_window": 3, "is_causal": False},
+        "deterministic": {"deterministic": True},
+        "cache": {"query_states": torch.randn(1, 1, 2, 4)},
+        "something new": {"new_mask": zeros},
+        "weights": {"output_attentions": True},
+        "one of two lengths": {"cu_seq_lens_q": whole},
+        "other lengths of keys": {**lengths, "cu_seq_lens_k": other},
+        "lengths of the shard": {"cu_seq_lens_q": mine, "cu_seq_lens_k": mine},
+        "lengths and padding": {**lengths, "attention_mask": zeros},
+        "whole positions": {"position_ids": torch.arange(16)[None]},
+        "positions of images": {"position_ids": positions.expand(3, 1, local)},
+        "mask of pairs": {"attention_mask": torch.ones(1, 1, local, local)},
+        "documents as a mask": {"attention_mask": zeros + 2},
+        "a jump": {"position_ids": positions * 2},
+        "forgotten positions": {"position_ids": torch.arange(local)[None]},
+        "full without positions": {"position_ids": None, "is_causal": False},
+        "padding without positions": {"position_ids": None, "attention_mask": zeros},
+        "softcap": {"softcap": -1.0},
+        "on rank 1": {"dropout": 0.1 * ctx.rank},
+        "a mask of rank 1, no positions": {
+            "position_ids": None,
+            "attention_mask": zeros if ctx.rank else None,
+        },
+        "lengths on rank 1": lengths if ctx.rank else {},
+        "other lengths on rank 1": {**lengths, "cu_seq_lens_q": other, "cu_seq_lens_k": other}
+        if ctx.rank
+        else lengths,
+    }
+    errors = {}
+    for name, changes in bad.items():
+        errors[name] = error_of_call(forward, call_of(ctx, mesh, **changes))
+        # What a trainer gives its model beside these goes through to here.
+        good = call_of(ctx, mesh, loss_weights=zeros, new_mask=None)
+        assert forward(**good).shape == (1, local, 2, 4), name
+    call = call_of(ctx, mesh, attention_mask=zeros + (ctx.rank == 0))
+    forward(**call)
+    errors["other padding"] = error_of_call(forward, {**call, "attention_mask": None})
+    forward(**call)
+    # One rank gives the tensor that it gave before, and would post no gather.
+    again = call if ctx.rank else call_of(ctx, mesh)
+    errors["one rank's old positions"] = error_of_call(forward, again)
+    return errors
+
+
+def error_of_call(forward: Callable[..., Tensor], call: Call) -> tuple[str, str]:
+    try:
+        forward(**call)
+    except ds_usp.USPError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def results(ctx: RankContext) -> dict[str, bool]:
+    """What holds of calls on one rank, each against a new function."""
+    mesh = ds_usp.SequenceMesh.single()
+    one = RankContext(0, 1, ctx.group)
+    forward, held = flash_attention_forward(mesh), {}
+
+    def fresh(call: Call) -> Tensor:
+        return flash_attention_forward(mesh)(**call)
+
+    positions = torch.arange(16)[None]
+    call = call_of(one, mesh, position_ids=positions)
+    first = forward(**call)
+    positions[:, 8:] -= 8  # in place: documents of 8 tokens
+    held["a change in place"] = bool((forward(**call) == fresh(call)).all())
+    held["which shows"] = not bool((fresh(call) == first).all())
+    with torch.inference_mode():
+        positions = torch.arange(16)[None]
+        call = call_of(one, mesh, position_ids=positions)
+        forward(**call)
+        positions[:, 8:] -= 8
+        held["in inference mode"] = bool((forward(**call) == fresh(call)).all())
+    call = call_of(one, mesh, position_ids=torch.tensor([[*range(13), -1, -1, -1]]))
+    borders = torch.tensor([0, 13, 16])
+    as_lengths = {**call, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    held["filled with -1"] = bool((forward(**call) == forward(**as_lengths)).all())
+    mask = torch.tensor([[0] * 3 + [1] * 13])
+    held["padding is zero"] = not forward(**call_of(one, mesh, attention_mask=mask))[0, :3].any()
+    doubled = {n: x.double() if n.endswith("_states") else x for n, x in call.items()}
+    held["target_dtype is of fp32"] = forward(**doubled, target_dtype=torch.bfloat16).dtype is (
+        torch.float64
+    )
+    held["target_dtype"] = forward(**call, target_dtype=torch.bfloat16).dtype is torch.bfloat16
+    towers = flash_attention_forward(mesh, towers=lambda *args, **kwargs: (len(args), kwargs))
+    args, kwargs = towers(**{**call, "position_ids": None, "is_causal": False, "softcap": 2.0})
+    held["a tower"] = args == 6 and kwargs["softcap"] == 2.0 and "position_ids" not in kwargs
+    held["a decoder beside a tower"] = bool((towers(**call) == forward(**call)).all())
+    return held
+
+
+def patched(ctx: RankContext) -> dict[str, bool]:
+    """What holds of the patch and its end."""
+    mesh, held = ds_usp.SequenceMesh.single(), {}
+    own = utils._flash_attention_forward
+    before, after = ModuleType("transformers.of_before"), ModuleType("transformers_modules.late")
+    trainer = ModuleType("a_trainer")
+    before._flash_attention_forward = trainer._flash_attention_forward = own  # type: ignore[attr-defined]
+    modules = {module.__name__: module for module in (before, after, trainer)}
+
+    def of(module: Any) -> Any:
+        return module._flash_attention_forward
+
+    with mock.patch.dict(sys.modules, modules):
+        with patch_flash_attention(mesh) as patch:
+            after._flash_attention_forward = of(utils)  # type: ignore[attr-defined]
+            places = utils, flash_attention, before, after
+            held["installed"] = all(of(place) is patch.replacement for place in places)
+            held["not where a trainer holds it"] = of(trainer) is own
+            held["twice"] = "flash_attention_forward" in refusal(mesh)
+        held["restored"] = all(of(place) is own for place in places)
+        patch.restore()
+        with mock.patch.object(flash_attention, "_flash_attention_forward", partial(own)):
+            held["a trainer's"] = "functools.partial" in refusal(mesh)
+    with mock.patch.object(utils, "_flash_attention_forward"):
+        del utils._flash_attention_forward
+        held["no such function"] = "4.51" in refusal(mesh)
+        utils._flash_attention_forward = own
+    held["no mesh"] = "SequenceMesh" in refusal("mesh")
+    return held
+
+
+def refusal(mesh: Any) -> str:
+    try:
+        patch_flash_attention(mesh)
+    except ds_usp.ConfigError as error:
+        return str(error)
+    return ""

@@ -23,6 +23,7 @@ OPTIONAL = {
 NO_PROCESS_GROUPS = ("ds_usp/kernels/", "ds_usp/memory/")
 PUBLIC_MODULES = {
     "ds_usp",
+    "ds_usp.compat.flash_attention_forward",
     "ds_usp.errors",
     "ds_usp.integrations.diffusers",
     "ds_usp.integrations.transformers",

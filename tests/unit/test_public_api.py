@@ -29,6 +29,9 @@ ORDERS = {
     "ds_usp.USPAttention": None,  # CALLER, compared with what a loader gave
     "ds_usp.USPConfig": LOADER,
     "ds_usp.training.SequenceParallelDataLoader": CALLER,
+    # tests/compat/test_flash_attention_forward.py
+    "ds_usp.compat.flash_attention_forward.flash_attention_forward": CALLER,
+    "ds_usp.compat.flash_attention_forward.patch_flash_attention": CALLER,
     "apply('deepspeed')": None,
     # megatron-core's own batch slicing; tests/megatron/test_patched_megatron_core.py
     "apply('megatron_core')": "context_parallel",
@@ -99,7 +102,8 @@ def default_of(entry: object, name: str) -> object:
 
 def test_one_rule_gives_the_default_order():
     orders = {}
-    for module in ("ds_usp", "ds_usp.training", "ds_usp.memory", "ds_usp.profiling.exposed"):
+    doors = "ds_usp", "ds_usp.training", "ds_usp.memory", "ds_usp.profiling.exposed"
+    for module in (*doors, "ds_usp.compat.flash_attention_forward"):
         for name, entry in reference_pages.members(module):
             default = default_of(entry, "layout")
             if default is not inspect.Parameter.empty:
