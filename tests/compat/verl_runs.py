@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "attention_dropout": 0.0,
 }
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 8.0  # changes of weights are not lost in the weights
 Numbers = dict[str, Tensor]
 
 
