@@ -71,7 +71,7 @@ case "$group" in
   dist) paths=(tests/distributed) ;;
   megatron) paths=(tests/megatron) ;;
   transformers) paths=(tests/integrations) ;;
-  compat) paths=(tests/compat/test_flash_attention_forward.py) ;;
+  compat) paths=(tests/compat/test_flash_attention_forward.py tests/compat/test_other_trainers.py) ;;
   all) paths=(tests) ;;
   *) paths=() ;;
 esac

@@ -61,6 +61,12 @@ LEFT, RIGHT = ((48,), (-13, 35)), ((48,), (30, -18))
 PADDED_PACK = ((9, 14, -3, 12, -10), (48,))
 
 
+def device() -> torch.device:
+    """A GPU where tests/gpu runs these."""
+    is_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda" if is_gpu else "cpu")
+
+
 def has(kind: str) -> bool:
     return hasattr(transformers, f"{KINDS[kind][0]}ForCausalLM")
 
@@ -76,7 +82,7 @@ def build(kind: str) -> Any:
         # Scores of order 1, so that masks, caps and sinks show in them.
         spread = 0.3 if weight.ndim > 1 else 0.5
         weight.data = spread * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
-    return model.train()
+    return model.to(device()).train()
 
 
 def batch_of(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
@@ -92,7 +98,8 @@ def batch_of(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
             positions[row, start:stop] = torch.arange(stop - start)
         else:
             labels[row, start:stop], real[row, start:stop] = IGNORED, 0
-    return {"ids": ids, "labels": labels, "positions": positions, "real": real}
+    batch = {"ids": ids, "labels": labels, "positions": positions, "real": real}
+    return {name: x.to(device()) for name, x in batch.items()}
 
 
 def runs_of(rows: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, tuple[int, int, bool]]]:
@@ -159,7 +166,7 @@ def sharded(
         given["attention_mask"] = local["real"]
     if lengths:
         borders = [0, *torch.tensor(rows[0]).cumsum(0).tolist()]
-        cumulative = torch.tensor(borders, dtype=torch.int32)
+        cumulative = torch.tensor(borders, dtype=torch.int32, device=device())
         given |= {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative}
         given |= {"max_length_q": max(rows[0]), "max_length_k": max(rows[0])}
     logits = model(**given, use_cache=False).logits
@@ -259,7 +266,7 @@ def planted(what: str) -> Iterator[None]:
             kwargs[what] += 1
         elif what == "position_ids":
             start = dist.get_rank() * args[0].shape[1]
-            kwargs[what] = torch.arange(start, start + args[0].shape[1])[None]
+            kwargs[what] = torch.arange(start, start + args[0].shape[1], device=device())[None]
         elif what == "softmax_scale":
             kwargs[what] *= 1.01
         else:
