@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|compat|gpu|all] [pytest arguments]
+# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|compat|verl|gpu|all] [pytest arguments]
 #   fast      some cases of every test of ds_usp: less than three minutes on two cores
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
 #   transformers  Hugging Face's models and trainers, diffusion models, gloo
 #   compat    the function that trainers replace, with each transformers of constraints.txt
+#   verl      its own FSDP engines with a ring, in verl's overlay of constraints.txt
 #   all       everything (the default)
 # Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
 set -euo pipefail
@@ -13,14 +14,14 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 group=all
 case "${1:-}" in
-  fast | unit | dist | megatron | transformers | compat | gpu | all)
+  fast | unit | dist | megatron | transformers | compat | verl | gpu | all)
     group="$1"
     shift
     ;;
   */* | *.py*) group=paths ;; # the arguments name the tests
   "" | -*) ;;
   *)
-    sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,10s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
@@ -72,6 +73,7 @@ case "$group" in
   megatron) paths=(tests/megatron) ;;
   transformers) paths=(tests/integrations) ;;
   compat) paths=(tests/compat/test_flash_attention_forward.py tests/compat/test_other_trainers.py) ;;
+  verl) paths=(tests/compat/test_verl.py) ;;
   all) paths=(tests) ;;
   *) paths=() ;;
 esac

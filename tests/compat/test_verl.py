@@ -5,12 +5,13 @@ the names that the plug-in changes, in the order in which verl uses them, compar
 """
 
 import ast
-import importlib
-import inspect
+import re
+import sys
 
 import pytest
 import verl_runs
 from harness import fork_world
+from programs import ROOT, python
 
 needs_verl = pytest.mark.skipif(
     not verl_runs.HAS_VERL, reason="** verl IS NOT HERE: its engines do NOT run (scripts/test.sh verl)"
@@ -105,7 +106,90 @@ def test_engines_compute_what_one_rank_does(models):
 
 
 @needs_verl
-def test_three_ranks(models):
-    alone = [(name, ACTOR | {"sp": 1}) for name in ("actor", "most")]
-    cases = [(name, ACTOR | {"sp": 3, "ring_degree": ring}) for name in ("actor", "most") for ring in (1, 3)]
-    compared(models, 3, alone, cases)
+def test_three_ranks_with_heads_that_do_and_do_not_divide(models):
+    names = ("actor", "most")
+    alone = [(name, ACTOR | {"sp": 1}) for name in names]
+    rings = [ACTOR | {"sp": 3, "ring_degree": ring} for ring in (1, 3)]
+    compared(models, 3, alone, [(name, settings) for name in names for settings in rings])
+
+
+@needs_verl
+def test_engines_refuse(models):
+    ring = {"sp": 2, "ring_degree": 2}
+    eager = {"override_config": {"attn_implementation": "eager"}}
+    refused = [
+        ("actor", ACTOR | ring | {"ring_degree": 3}, "does not divide"),
+        ("actor", ACTOR | ring | {"model": eager}, "attn_implementation=eager"),
+        ("actor", ACTOR | ring | {"strategy": "fsdp_turbo"}, "strategy=fsdp_turbo"),
+        ("mixed", ACTOR | ring, "FalconH1ForCausalLM has layers that carry a state"),
+        ("most", ACTOR | {"sp": 2}, "num_attention_heads 3 must be divisible by ulysses_sp_size 2"),
+    ]
+    cases = [(models / name, settings) for name, settings, _ in refused]
+    for results in fork_world(verl_runs.run_engines, 2, cases=cases):
+        for (*case, text), result in zip(refused, results, strict=True):
+            assert isinstance(result, str) and text in result, (case, result)
+
+
+@needs_verl
+def test_the_recorded_engine_has_what_verl_has():
+    compared_names = 0
+    for path in verl_runs.RECORDED.rglob("*.py"):
+        names = path.relative_to(verl_runs.RECORDED)
+        theirs = ast.parse((verl_runs.VERL / names.relative_to("verl")).read_text())
+        for name, parameters in signatures(ast.parse(path.read_text())).items():
+            assert signatures(theirs)[name] == parameters, (names, name)
+            compared_names += 1
+    assert compared_names > 12
+
+
+def signatures(tree):
+    """Names of the parameters of functions and methods, by their names; classes without."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = None
+            found |= {f"{node.name}.{name}": x for name, x in signatures(node).items()}
+        elif isinstance(node, ast.FunctionDef):
+            parameters = node.args
+            every = [*parameters.posonlyargs, *parameters.args, parameters.vararg]
+            every += [*parameters.kwonlyargs, parameters.kwarg]
+            found[node.name] = [parameter.arg for parameter in every if parameter]
+    return found
+
+
+CONFIGS = """
+import pathlib, pickle, sys
+import verl
+from hydra import compose, initialize_config_dir
+from verl.utils.config import omega_conf_to_dataclass
+folder = pathlib.Path(verl.__file__).parent / "trainer" / "config"
+small = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
+with initialize_config_dir(str(folder), version_base=None):
+    config = compose("ppo_trainer", [*sys.argv[1:], *small])
+    sft = compose("sft_trainer_engine", ["engine.ulysses_sequence_parallel_size=8", "+engine.ring_degree=2"])
+actor_rollout_ref = config.actor_rollout_ref
+actor = omega_conf_to_dataclass(actor_rollout_ref.actor).engine
+parts = (actor_rollout_ref.ref.fsdp_config, config.critic.fsdp, sft.engine)
+for engine in (actor, pickle.loads(pickle.dumps(actor)), *map(omega_conf_to_dataclass, parts)):
+    print(type(engine).__name__, engine.ulysses_sequence_parallel_size, engine.ring_degree)
+print("verl.workers.engine" in sys.modules)
+"""
+
+
+@needs_verl
+def test_verl_finds_the_plugin_and_takes_the_command_line_of_the_page(tmp_path):
+    """As installed: the entry point of setup.py in the metadata of a package."""
+    (entry,) = re.findall(r'"verl.plugins": \["(.+)"\]', (ROOT / "setup.py").read_text())
+    metadata = tmp_path / "ds_usp-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ds-usp\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{entry}\n")
+    page = (ROOT / "docs" / "usage" / "verl.md").read_text()
+    (overrides,) = re.findall(r"^```text\n(.+?)^```", page, re.MULTILINE | re.DOTALL)
+    path = f"{tmp_path}:{':'.join(filter(None, sys.path))}"
+    arguments = ("-c", CONFIGS, *overrides.split())
+    found = python(*arguments, PYTHONPATH=path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-6:] == ["FSDPEngineConfig 8 2"] * 5 + ["False"]
+    without = python(*arguments, PYTHONPATH=path, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert "unexpected keyword argument 'ring_degree'" in without.stderr

@@ -1,10 +1,12 @@
 """verl's own FSDP engines on a tiny model, and recorded ones where verl is missing: what ranks run in
-test_verl.py, and on GPUs ``torchrun --nproc-per-node 2 tests/compat/verl_runs.py``."""
+test_verl.py. On GPUs, with what CPUs cannot run: ``torchrun --nproc-per-node 2
+tests/compat/verl_runs.py``."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -41,6 +43,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "attention_dropout": 0.0,
 }
+FP32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
 LEARNING_RATE = 8.0  # changes of weights are not lost in the weights
 Numbers = dict[str, Tensor]
 
@@ -69,6 +72,8 @@ def save_model(folder: Path, kind: str = "Qwen3", head: str = "CausalLM", **size
 
 if HAS_VERL:
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the only engines that it registers
+    if find_spec("ray") is None:  # 240 MB, of which engines call nothing
+        sys.modules["ray"] = mock.MagicMock()
     if not ON_GPU:
         # By verl's interface for platforms, before its modules ask for the device.
         from verl.plugin.platform import set_platform
@@ -84,6 +89,7 @@ if HAS_VERL:
                 return "gloo"
 
         set_platform(_Platform())
+    import verl
     from tensordict import TensorDict
     from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils
@@ -96,6 +102,8 @@ if HAS_VERL:
     )
     from verl.workers.engine import EngineRegistry
     from verl.workers.utils.losses import ppo_loss, value_loss
+
+    VERL = Path(verl.__file__).parent
 
 
 def engine_of(
@@ -121,10 +129,9 @@ def engine_of(
         strategy=strategy,
         ulysses_sequence_parallel_size=sp,
         forward_only=role == "ref",
-        mixed_precision=dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32"),
         model_dtype="fp32",
         use_torch_compile=False,
-        **fields,
+        **{"mixed_precision": FP32, **fields},
     )
     optimizer = FSDPOptimizerConfig(
         optimizer="SGD",
@@ -326,3 +333,51 @@ def _recorded_errors(ctx: Any, config: Any, settings: dict[str, Any]) -> list[fl
 
 def _error(ours: Tensor, other: Tensor) -> float:
     return ((ours - other).abs().max() / other.abs().max()).item()
+
+
+# ------------------------------------------------------------------ on GPUs
+
+
+def main() -> None:
+    """Both strategies, every role, every ring degree over all ranks, against padded rows on each
+    rank; in fp32, then in verl's bf16. Exits with 1 if fp32 is off by more than 1e-5."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if ON_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    if rank == 0:
+        save_model(folder / "actor")
+        save_model(folder / "critic", head="TokenClassification")
+    dist.barrier()
+    worst = 0.0
+    rings = [ring for ring in range(1, world + 1) if world % ring == 0]
+    for strategy in ("fsdp2", "fsdp") if ON_GPU else ("fsdp2",):
+        for role, precision in (*((r, "fp32") for r in ("actor", "critic", "ref")), ("actor", "bf16")):
+            given: dict[str, Any] = {"role": role, "strategy": strategy}
+            if precision == "bf16":
+                given["mixed_precision"] = FP32 | {"param_dtype": "bf16"}
+            settings = [{"sp": 1}, *({"sp": world, "ring_degree": ring} for ring in rings)]
+            model = folder / ("critic" if role == "critic" else "actor")
+            results = run_engines(None, [(model, given | more) for more in settings])
+            for more, numbers in zip(settings, results, strict=True):
+                errors = numbers
+                if not isinstance(numbers, str) and not isinstance(results[0], str):
+                    errors = {name: _error(numbers[name], results[0][name]) for name in numbers}
+                    name = max(errors, key=errors.get)  # type: ignore[arg-type]
+                    worst = max(worst, errors[name]) if precision == "fp32" else worst
+                    errors = f"{errors[name]:.1e} {name}"
+                else:
+                    worst = float("inf")
+                if rank == 0:
+                    print(strategy, role, precision, more, errors, flush=True)
+    if rank == 0:
+        print("worst in fp32", worst, "on", torch.cuda.get_device_name() if ON_GPU else "CPUs")
+    dist.destroy_process_group()
+    sys.exit(worst > 1e-5)
+
+
+if __name__ == "__main__":
+    main()
