@@ -40,7 +40,8 @@ def test_recorded_engines_are_exact_and_refuse():
         ({}, {"ring_degree": 2, "attention": "sdpa"}, "attn_implementation=sdpa"),
         ({"kind": "Gemma3"}, {"ring_degree": 2}, "images and sounds"),
         (linear, {"ring_degree": 2}, "linear_attention"),
-        ({"kind": "OPT", "word_embed_proj_dim": 32}, {"ring_degree": 2}, "packed samples begin"),
+        ({}, {"ring_degree": 2, "stateful": True}, "Qwen3ForCausalLM has layers that carry a state"),
+        ({}, {"ring_degree": 2, "positions": False}, "where packed samples begin"),
     ]
     cases = [*served, *(case[:2] for case in refused)]
     for rank in fork_world(verl_runs.run_recorded, 2, cases=cases):
@@ -121,7 +122,7 @@ def test_engines_refuse(models):
         ("actor", ACTOR | ring | {"ring_degree": 3}, "does not divide"),
         ("actor", ACTOR | ring | {"model": eager}, "attn_implementation=eager"),
         ("actor", ACTOR | ring | {"strategy": "fsdp_turbo"}, "strategy=fsdp_turbo"),
-        ("mixed", ACTOR | ring, "FalconH1ForCausalLM has layers that carry a state"),
+        ("mixed", ACTOR | ring, "falcon_h1: it has layers of kind hybrid"),
         ("most", ACTOR | {"sp": 2}, "num_attention_heads 3 must be divisible by ulysses_sp_size 2"),
     ]
     cases = [(models / name, settings) for name, settings, _ in refused]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers.integrations import flash_attention
 
 import ds_usp.compat.verl  # noqa: F401  # as verl's entry point does
 
@@ -307,10 +308,13 @@ def _recorded_errors(ctx: Any, config: Any, settings: dict[str, Any]) -> list[fl
     from verl.workers.engine.fsdp.transformer_impl import EngineTrainModeCtx, FSDPEngine
 
     config._attn_implementation = settings.pop("attention", "flash_attention_2")
+    # As models of the hub may be.
+    stateful, positioned = settings.pop("stateful", False), settings.pop("positions", True)
     sp = settings.get("ulysses_sequence_parallel_size", ctx.world)
     engine_config = FSDPEngineConfig(**{"ulysses_sequence_parallel_size": sp} | settings)
     engine = FSDPEngine(SimpleNamespace(hf_config=config), engine_config, None, None)
-    model = engine._build_module()
+    with mock.patch.object(transformers.Qwen3PreTrainedModel, "_is_stateful", stateful):
+        model = engine._build_module()
     set_weights(model)
     ids = torch.randint(3, VOCAB, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
@@ -321,6 +325,9 @@ def _recorded_errors(ctx: Any, config: Any, settings: dict[str, Any]) -> list[fl
     expected.square().sum().backward()
     shard = [x.chunk(sp, 1)[ctx.rank % sp] for x in (ids, positions)]
     with EngineTrainModeCtx(engine):
+        if not positioned:
+            qkv = torch.ones(3, 1, 6, 4, 8).unbind()
+            flash_attention._flash_attention_forward(*qkv, None, 6, is_causal=True)
         logits = model(input_ids=shard[0], position_ids=shard[1], use_cache=False).logits
         logits.square().sum().backward()
     errors = [_error(logits, expected.chunk(sp, 1)[ctx.rank % sp])]

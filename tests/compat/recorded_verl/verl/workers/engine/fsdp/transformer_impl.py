@@ -4,7 +4,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from verl.models.transformers.monkey_patch import apply_monkey_patch
-from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+from verl.workers.engine.base import BaseEngineCtx
 
 
 class FSDPEngine:
@@ -30,22 +30,15 @@ class FSDPEngine:
         return model
 
 
-class BaseEngineCtx:
-    """The engine whose ranks share a sequence meanwhile."""
-
-    def __init__(self, engine, **kwargs):
-        self.engine = engine
-
-    def __enter__(self):
-        set_ulysses_sequence_parallel_group(self.engine.ulysses_parallel_group)
-
-    def __exit__(self, exc_type, exc_value, traceback):
-        set_ulysses_sequence_parallel_group(None)
-
-
 class EngineEvalModeCtx(BaseEngineCtx):
     """Without gradients."""
+
+    def __init__(self, engine, **kwargs):
+        super().__init__(engine, "eval", **kwargs)
 
 
 class EngineTrainModeCtx(BaseEngineCtx):
     """With them."""
+
+    def __init__(self, engine, **kwargs):
+        super().__init__(engine, "train", **kwargs)
