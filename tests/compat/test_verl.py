@@ -14,7 +14,8 @@ from harness import fork_world
 from programs import ROOT, python
 
 needs_verl = pytest.mark.skipif(
-    not verl_runs.HAS_VERL, reason="** verl IS NOT HERE: its engines do NOT run (scripts/test.sh verl)"
+    not verl_runs.HAS_VERL,
+    reason="** verl IS NOT HERE: its engines do NOT run (scripts/test.sh verl)",
 )
 BOUND = 1e-5
 MOST = {"num_attention_heads": 3, "num_key_value_heads": 1}
@@ -40,7 +41,11 @@ def test_recorded_engines_are_exact_and_refuse():
         ({}, {"ring_degree": 2, "attention": "sdpa"}, "attn_implementation=sdpa"),
         ({"kind": "Gemma3"}, {"ring_degree": 2}, "images and sounds"),
         (linear, {"ring_degree": 2}, "linear_attention"),
-        ({}, {"ring_degree": 2, "stateful": True}, "Qwen3ForCausalLM has layers that carry a state"),
+        (
+            {},
+            {"ring_degree": 2, "stateful": True},
+            "Qwen3ForCausalLM has layers that carry a state",
+        ),
         ({}, {"ring_degree": 2, "positions": False}, "where packed samples begin"),
     ]
     cases = [*served, *(case[:2] for case in refused)]

@@ -297,7 +297,8 @@ def run_recorded(ctx: Any, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -
         _pretend_flash_attn(stack)
         for sizes, settings in cases:
             try:
-                results.append(_recorded_errors(ctx, config_of(**{"kind": "Qwen3"} | sizes), settings))
+                config = config_of(**{"kind": "Qwen3"} | sizes)
+                results.append(_recorded_errors(ctx, config, settings))
             except (ValueError, TypeError, RuntimeError, AssertionError) as error:
                 results.append(f"{type(error).__name__}: {error}")
     return results
@@ -362,9 +363,10 @@ def main() -> None:
     worst = 0.0
     rings = [ring for ring in range(1, world + 1) if world % ring == 0]
     for strategy in ("fsdp2", "fsdp") if ON_GPU else ("fsdp2",):
-        for role, precision in (*((r, "fp32") for r in ("actor", "critic", "ref")), ("actor", "bf16")):
+        for role in ("actor", "critic", "ref", "actor in bf16"):
+            role, _, precision = role.partition(" in ")
             given: dict[str, Any] = {"role": role, "strategy": strategy}
-            if precision == "bf16":
+            if precision:
                 given["mixed_precision"] = FP32 | {"param_dtype": "bf16"}
             settings = [{"sp": 1}, *({"sp": world, "ring_degree": ring} for ring in rings)]
             model = folder / ("critic" if role == "critic" else "actor")
@@ -374,14 +376,14 @@ def main() -> None:
                 if not isinstance(numbers, str) and not isinstance(results[0], str):
                     errors = {name: _error(numbers[name], results[0][name]) for name in numbers}
                     name = max(errors, key=errors.get)  # type: ignore[arg-type]
-                    worst = max(worst, errors[name]) if precision == "fp32" else worst
+                    worst = worst if precision else max(worst, errors[name])
                     errors = f"{errors[name]:.1e} {name}"
                 else:
                     worst = float("inf")
                 if rank == 0:
-                    print(strategy, role, precision, more, errors, flush=True)
+                    print(strategy, role, precision or "fp32", more, errors, flush=True)  # noqa: T201
     if rank == 0:
-        print("worst in fp32", worst, "on", torch.cuda.get_device_name() if ON_GPU else "CPUs")
+        print("worst in fp32", worst, "on", torch.cuda.get_device_name() if ON_GPU else "CPUs")  # noqa: T201
     dist.destroy_process_group()
     sys.exit(worst > 1e-5)
 
