@@ -41,11 +41,11 @@ def _change_config(module: ModuleType) -> None:
     init = config.__init__
 
     @wraps(init)
-    def __init__(self: Any, *args: Any, ring_degree: int | None = None, **fields: Any) -> None:
+    def initialize(self: Any, *args: Any, ring_degree: int | None = None, **fields: Any) -> None:
         init(self, *args, **fields)
         self.ring_degree = ring_degree
 
-    config.__init__ = __init__
+    config.__init__ = initialize
 
 
 def _change_engine(module: ModuleType) -> None:
@@ -109,17 +109,17 @@ def _follow(context: Any, running: list[FlashAttentionForward | None]) -> None:
     enter, leave = context.__enter__, context.__exit__
 
     @wraps(enter)
-    def __enter__(self: Any) -> Any:
+    def enter_and_follow(self: Any) -> Any:
         entered = enter(self)
         running.append(getattr(self.engine, _OURS, None))
         return entered
 
     @wraps(leave)
-    def __exit__(self: Any, *error: Any) -> Any:
+    def leave_and_return(self: Any, *error: Any) -> Any:
         running.pop()
         return leave(self, *error)
 
-    context.__enter__, context.__exit__ = __enter__, __exit__
+    context.__enter__, context.__exit__ = enter_and_follow, leave_and_return
 
 
 def _ring_degree(engine: Any) -> int | None:
@@ -138,6 +138,8 @@ def _check_config(model: Any, strategy: str, sp: int, ring: int) -> None:
         getattr(model, name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )
     Degrees(sp=sp, ring=ring, heads=heads, kv_heads=kv_heads).check(_NAMES)
+    if sp == 1:  # nothing is shared
+        return
     others = sorted(set(getattr(model, "layer_types", None) or ()) - _SERVED_LAYERS)
     if strategy not in ("fsdp", "fsdp2"):
         reason = f"strategy={strategy} shards sequences in a way of its own"

@@ -1,7 +1,8 @@
 """verl's FSDP engines with a ring degree compute what they compute without sequence parallelism.
 
-verl's own engines run in its overlay (``scripts/test.sh verl``). Without verl a recorded engine runs:
-the names that the plug-in changes, in the order in which verl uses them, compared there with verl's.
+verl's own engines run in its overlay (``scripts/test.sh verl``). Without verl a recorded engine
+runs: the names that the plug-in changes, in the order in which verl uses them; the overlay's run
+compares them with verl's.
 """
 
 import ast
@@ -172,7 +173,8 @@ folder = pathlib.Path(verl.__file__).parent / "trainer" / "config"
 small = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
 with initialize_config_dir(str(folder), version_base=None):
     config = compose("ppo_trainer", [*sys.argv[1:], *small])
-    sft = compose("sft_trainer_engine", ["engine.ulysses_sequence_parallel_size=8", "+engine.ring_degree=2"])
+    degrees = ["engine.ulysses_sequence_parallel_size=8", "+engine.ring_degree=2"]
+    sft = compose("sft_trainer_engine", degrees)
 actor_rollout_ref = config.actor_rollout_ref
 actor = omega_conf_to_dataclass(actor_rollout_ref.actor).engine
 parts = (actor_rollout_ref.ref.fsdp_config, config.critic.fsdp, sft.engine)

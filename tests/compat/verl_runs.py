@@ -1,5 +1,5 @@
-"""verl's own FSDP engines on a tiny model, and recorded ones where verl is missing: what ranks run in
-test_verl.py. On GPUs, with what CPUs cannot run: ``torchrun --nproc-per-node 2
+"""verl's own FSDP engines on a tiny model, and recorded ones where verl is missing: what ranks run
+in test_verl.py. On GPUs, with what CPUs cannot run: ``torchrun --nproc-per-node 2
 tests/compat/verl_runs.py``."""
 
 from __future__ import annotations
