@@ -29,6 +29,7 @@ def test_recorded_engines_are_exact_and_refuse():
         ({}, {"ring_degree": 1}),
         ({}, {"ring_degree": 2}),
         (MOST, {"ring_degree": 2}),
+        ({}, {"ring_degree": 2, "documents": (6, 6)}),  # each fills a shard
         ({}, {"ring_degree": 1, "ulysses_sequence_parallel_size": 1, "attention": "eager"}),
     ]
     linear = {"layer_types": ["linear_attention", "full_attention"]}
@@ -47,7 +48,8 @@ def test_recorded_engines_are_exact_and_refuse():
             {"ring_degree": 2, "stateful": True},
             "Qwen3ForCausalLM has layers that carry a state",
         ),
-        ({}, {"ring_degree": 2, "positions": False}, "where packed samples begin"),
+        ({}, {"ring_degree": 2, "bare_call": "inside"}, "where packed samples begin"),
+        ({}, {"ring_degree": 2, "bare_call": "outside"}, "verl's own attention over 2 ranks"),
     ]
     cases = [*served, *(case[:2] for case in refused)]
     for rank in fork_world(verl_runs.run_recorded, 2, cases=cases):

@@ -310,33 +310,40 @@ def _recorded_errors(ctx: Any, config: Any, settings: dict[str, Any]) -> list[fl
 
     config._attn_implementation = settings.pop("attention", "flash_attention_2")
     # As models of the hub may be.
-    stateful, positioned = settings.pop("stateful", False), settings.pop("positions", True)
+    stateful, bare_call = settings.pop("stateful", False), settings.pop("bare_call", "")
+    documents = settings.pop("documents", DOCUMENTS)
     sp = settings.get("ulysses_sequence_parallel_size", ctx.world)
     engine_config = FSDPEngineConfig(**{"ulysses_sequence_parallel_size": sp} | settings)
     engine = FSDPEngine(SimpleNamespace(hf_config=config), engine_config, None, None)
     with mock.patch.object(transformers.Qwen3PreTrainedModel, "_is_stateful", stateful):
         model = engine._build_module()
     set_weights(model)
-    ids = torch.randint(3, VOCAB, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    ids = torch.randint(3, VOCAB, (1, sum(documents)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in documents])[None]
     alone = type(model)(type(config)(**config.to_dict()))
     alone.load_state_dict(model.state_dict())
     alone.set_attn_implementation("eager")
-    expected = torch.cat([alone(i).logits for i in ids.split(DOCUMENTS, 1)], 1)
+    expected = torch.cat([alone(i).logits for i in ids.split(documents, 1)], 1)
     expected.square().sum().backward()
     shard = [x.chunk(sp, 1)[ctx.rank % sp] for x in (ids, positions)]
     with EngineTrainModeCtx(engine):
-        if not positioned:
-            qkv = torch.ones(3, 1, 6, 4, 8).unbind()
-            flash_attention._flash_attention_forward(*qkv, None, 6, is_causal=True)
+        if bare_call == "inside":
+            _call_without_positions()
         logits = model(input_ids=shard[0], position_ids=shard[1], use_cache=False).logits
         logits.square().sum().backward()
+    if bare_call == "outside":
+        _call_without_positions()
     errors = [_error(logits, expected.chunk(sp, 1)[ctx.rank % sp])]
     for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
         if sp > 1:
             dist.all_reduce(weight.grad, group=engine.ulysses_parallel_group)
         errors.append(_error(weight.grad, other.grad))
     return errors
+
+
+def _call_without_positions() -> None:
+    qkv = torch.ones(3, 1, 6, 4, 8).unbind()
+    flash_attention._flash_attention_forward(*qkv, None, 6, is_causal=True)
 
 
 def _error(ours: Tensor, other: Tensor) -> float:
