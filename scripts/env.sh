@@ -98,8 +98,24 @@ stop_ticker() {
   ticker=""
 }
 
+# Compiles just the modules that are used (pip would compile everything), and proves they import.
+first_import() {
+  env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -W ignore -c "import $*"
+}
+
+# Beside each other; what they share is torch.
+first_imports() {
+  local frameworks status=0
+  first_import torch, deepspeed, megatron.core.models.gpt.gpt_model, matplotlib.pyplot, tqdm, pytest &
+  frameworks=$!
+  first_import torch, accelerate, datasets, diffusers, peft, transformers.trainer, trl\; \
+    'print("torch", torch.__version__, "CUDA", torch.version.cuda)' || status=$?
+  wait "$frameworks" || status=$?
+  return "$status"
+}
+
 build() {
-  local python have="" make_venv pip constraints="$root/constraints.txt" torch=(torch)
+  local python have="" make_venv pip compiling constraints="$root/constraints.txt" torch=(torch)
   python="$(find_python)"
   make_venv=("$python" -m venv)
   if [[ "${USP_SYSTEM_TORCH:-0}" == 1 ]]; then
@@ -124,13 +140,13 @@ build() {
     --constraint "$constraints" --no-compile)
   # DeepSpeed is built from source, and its setup imports what this stage installs.
   stage "2/4 torch" "${pip[@]}" "${torch[@]}" numpy packaging setuptools wheel ninja py-cpuinfo
+  # pip works on one core: another compiles torch meanwhile.
+  first_import torch, torch._dynamo, torch.distributed.fsdp >>"$log" 2>&1 9>&- &
+  compiling=$!
   stage "3/4 DeepSpeed, megatron-core, transformers, diffusers and tools" env DS_BUILD_OPS=0 "${pip[@]}" \
     --no-build-isolation --editable "${root}[trainer,transformers,diffusers,test]"
-  # Compiles just the modules that are used (pip would compile everything), and proves they import.
-  stage "4/4 first import" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -W ignore -c \
-    'import torch, deepspeed, megatron.core.models.gpt.gpt_model, matplotlib.pyplot, tqdm, pytest
-import accelerate, datasets, diffusers, peft, transformers.trainer, trl
-print("torch", torch.__version__, "CUDA", torch.version.cuda)'
+  wait "$compiling" || true # what does not import, the next stage says
+  stage "4/4 first import" first_imports
   if nvidia-smi >/dev/null 2>&1 && ! "$venv/bin/python" -c \
     'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     say "WARNING: there is an NVIDIA GPU here, but the installed torch cannot use it"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import groupby
@@ -94,7 +94,11 @@ def flash_attention_forward(
     The call raises, on every rank, ConfigError, DataError, LayoutError,
     UnsupportedAttentionError: it cannot be computed exactly; MeshError: the ranks disagree.
     """
-    _check_mesh(mesh)
+    if not isinstance(mesh, SequenceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
+            "ulysses_degree=...), or SequenceMesh.single() for one process"
+        )
     return _FlashAttentionForward(mesh, layout, kernel, tuning, equal_documents, towers)
 
 
@@ -121,7 +125,6 @@ def patch_flash_attention(
     Raises:
         ConfigError: no mesh, no transformers from 4.51 on, or its function is replaced already.
     """
-    _check_mesh(mesh)
     original = _own_function()
     replacement = flash_attention_forward(
         mesh,
@@ -196,14 +199,6 @@ def _arguments_of_transformers() -> frozenset[str]:
     return frozenset(name for names in parameters for name in names)
 
 
-def _check_mesh(mesh: object) -> None:
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-            "ulysses_degree=...), or SequenceMesh.single() for one process"
-        )
-
-
 # Note [positions are gathered once a pass]
 #
 # Where documents begin is known from the positions of all ranks, and all layers of a pass are given
@@ -261,8 +256,8 @@ class _Pass:
     def mask(self, is_causal: bool, window: int | None) -> MaskSpec:
         mask = self.masks.get((is_causal, window))
         if mask is None:
-            mask = _mask(is_causal, window, self.documents)
-            self.masks[is_causal, window] = mask
+            left, right = None if window is None else window - 1, 0 if is_causal else None
+            mask = self.masks[is_causal, window] = MaskSpec(left, right, self.documents)
         return mask
 
     def check_padding(self, mask: Tensor | None) -> None:
@@ -274,7 +269,8 @@ class _Pass:
         elif self.real is None:
             is_same = bool((mask != 0).all())
         else:
-            is_same = self.real.shape == mask.shape and bool((self.real == (mask != 0)).all())
+            real = mask.to(self.real.device) != 0
+            is_same = self.real.shape == real.shape and bool((self.real == real).all())
         if not is_same:
             raise DataError(
                 "layers of one pass are given different padding: attention_mask must be the same "
@@ -282,12 +278,6 @@ class _Pass:
             )
         if mask is not None and (given := _Given.of(mask)) is not None:
             self.padding_masks.append(given)
-
-
-def _mask(is_causal: bool, window: int | None, documents: tuple[Borders, ...]) -> MaskSpec:
-    if window is None:
-        return MaskSpec.causal(documents) if is_causal else MaskSpec.full(documents)
-    return MaskSpec.window(window - 1, 0, documents)
 
 
 class _FlashAttentionForward:
@@ -361,25 +351,14 @@ class _FlashAttentionForward:
         try:
             _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
             self._refuse_unknown(others)
-            real = None
             if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-                _refuse_beside_lengths(attention_mask)
-                this, of_keys = (
-                    self._pass_of_lengths(query_states, lengths)
-                    for lengths in (cu_seq_lens_q, cu_seq_lens_k)
-                )
-                if this.documents != of_keys.documents:
-                    raise UnsupportedAttentionError(
-                        "cu_seq_lens_q and cu_seq_lens_k differ: cross-attention, or a KV cache, "
-                        "is not sharded here"
-                    )
-                mask = this.mask(is_causal, sliding_window)
+                lengths = cu_seq_lens_q, cu_seq_lens_k
+                this = self._pass_of_lengths(query_states, lengths, attention_mask)
             elif position_ids is not None:
                 this = self._pass_of_positions(query_states, position_ids, attention_mask)
-                mask, real = this.mask(is_causal, sliding_window), this.real
             else:
-                _refuse_without_positions(is_causal, attention_mask)
-                mask = _mask(is_causal, sliding_window, ())
+                this = _pass_of_nothing(is_causal, attention_mask)
+            mask = this.mask(is_causal, sliding_window)
             scores = Scores(softcap or None, sinks=sinks)
         except Exception as error:
             consistency.raise_everywhere(error, num_raised)
@@ -401,8 +380,8 @@ class _FlashAttentionForward:
             scores=scores,
             label="" if layer is None else f"layer {layer}",
         )
-        if real is not None:  # as transformers' own, which leaves padding out and fills with zeros
-            out = out.masked_fill(~real[:, :, None, None], 0.0)
+        if this.real is not None:  # as transformers' own, which leaves padding out, fills with 0
+            out = out.masked_fill(~this.real[:, :, None, None], 0.0)
         return out
 
     # Models hand down whatever their forward() was given, and transformers' function ignores what
@@ -429,8 +408,24 @@ class _FlashAttentionForward:
             self._passes.append(known)
         return known
 
-    def _pass_of_lengths(self, q: Tensor, lengths: Tensor | None) -> _Pass:
-        """Of cumulative lengths of the whole sequence; nothing is sent."""
+    def _pass_of_lengths(
+        self, q: Tensor, lengths: Sequence[Tensor | None], mask: Tensor | None
+    ) -> _Pass:
+        """Of cumulative lengths of the whole sequence, of queries and keys; nothing is sent."""
+        if mask is not None:
+            raise DataError(
+                f"attention_mask {list(mask.shape)} beside cu_seq_lens_q: padding is a document of "
+                "its own there; leave attention_mask out"
+            )
+        this, of_keys = (self._pass_of_one_tensor(q, x) for x in lengths)
+        if this.documents != of_keys.documents:
+            raise UnsupportedAttentionError(
+                "cu_seq_lens_q and cu_seq_lens_k differ: cross-attention, or a KV cache, is not "
+                "sharded here"
+            )
+        return this
+
+    def _pass_of_one_tensor(self, q: Tensor, lengths: Tensor | None) -> _Pass:
         if lengths is None:
             raise DataError("cu_seq_lens_q and cu_seq_lens_k belong together: give both")
         known = self._find(lengths)
@@ -463,7 +458,9 @@ class _FlashAttentionForward:
             documents = _documents(whole)
             if not self._equal_documents:
                 self._refuse_forgotten(whole, documents)
-            real = None if mask is None or bool((mask != 0).all()) else mask != 0
+            real = None if mask is None else mask.to(q.device) != 0
+            if real is not None and bool(real.all()):
+                real = None
             known = self._keep(_Pass(_Given.of(positions), documents, real))
         known.check_padding(mask)
         return known
@@ -513,15 +510,8 @@ def _refuse(
         )
 
 
-def _refuse_beside_lengths(mask: Tensor | None) -> None:
-    if mask is not None:
-        raise DataError(
-            f"attention_mask {list(mask.shape)} beside cu_seq_lens_q: padding is a document of its "
-            "own there; leave attention_mask out"
-        )
-
-
-def _refuse_without_positions(is_causal: bool, mask: Tensor | None) -> None:
+def _pass_of_nothing(is_causal: bool, mask: Tensor | None) -> _Pass:
+    """Of a model that hands on neither positions nor lengths: one document."""
     if not is_causal:
         raise UnsupportedAttentionError(
             "full attention without position_ids: whether these tokens are a shard of a sequence "
@@ -533,6 +523,7 @@ def _refuse_without_positions(is_causal: bool, mask: Tensor | None) -> None:
             "ranks is found: this model hands none on. Pack the rows, or give batches without "
             "padding"
         )
+    return _Pass(None, ())
 
 
 def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
@@ -553,8 +544,9 @@ def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
             f"attention_mask is {list(mask.shape)}, expected this rank's shard of the padding, "
             f"[{batch}, {local}]: masks of pairs of tokens are not served"
         )
-    real = mask.to(q.device) != 0
-    if bool((real & (mask.to(q.device) != 1)).any()):
+    mask = mask.to(q.device)
+    real = mask != 0
+    if bool((real & (mask != 1)).any()):
         raise DataError(
             "attention_mask has numbers other than 0 and 1: it says which tokens are real. Packed "
             "documents are given by position_ids that start anew, or by cu_seq_lens_q"

@@ -99,8 +99,9 @@ class Halo(NamedTuple):
     """Where one rank finds the tokens before each of its pieces.
 
     Attributes:
-        lengths: into which its shard is cut, so that pieces and what is sent are whole cuts.
+        lengths: into which its shard is cut, so that pieces, heads and what is sent are whole cuts.
         pieces: for each piece its cuts, as a half-open range.
+        heads: for each piece the cuts of its first ``width`` tokens, or of all where it has fewer.
         sends: for each rank, the cuts that it is sent, in the order of its need.
         received: tokens from each rank; this rank's own are among them.
         halos: for each piece, the tokens of the receive buffer that come before it, as half-open
@@ -111,6 +112,7 @@ class Halo(NamedTuple):
 
     lengths: tuple[int, ...]
     pieces: tuple[tuple[int, int], ...]
+    heads: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, ...], ...]
     received: tuple[int, ...]
     halos: tuple[tuple[tuple[int, int], ...], ...]
@@ -392,10 +394,13 @@ def _halo_of_rank(
 ) -> Halo:
     own = chains.by_rank[rank]
     edges = {edge for piece in own for edge in (piece.offset, piece.offset + piece.length)}
+    behind = [piece.offset + min(width, piece.length) for piece in own]
+    edges |= set(behind)
     edges |= {edge for spans in sends[rank] for span in spans for edge in span}
     ordered = sorted(edges)
     cut_at = {edge: index for index, edge in enumerate(ordered)}
     pieces = tuple((cut_at[p.offset], cut_at[p.offset + p.length]) for p in own)
+    heads = tuple((first, cut_at[edge]) for (first, _), edge in zip(pieces, behind, strict=True))
     to_ranks = tuple(
         tuple(cut for a, b in spans for cut in range(cut_at[a], cut_at[b])) for spans in sends[rank]
     )
@@ -407,4 +412,4 @@ def _halo_of_rank(
         total += tokens
     halos = tuple(tuple((begins[s][n], begins[s][n + 1]) for s, n in needs[piece]) for piece in own)
     lengths = tuple(b - a for a, b in pairwise(ordered))
-    return Halo(lengths, pieces, to_ranks, received, halos, width, False)
+    return Halo(lengths, pieces, heads, to_ranks, received, halos, width, False)

@@ -46,27 +46,27 @@ def attention_flop_per_token(
     return 4 * model.q_width * visible
 
 
-def recurrent_flop_per_token(model: ModelShape, *, respond: bool = False) -> float:
+def recurrent_flop_per_token(model: ModelShape, *, carries: bool = False) -> float:
     """Forward FLOP of one layer's recurrence, in chunks of C tokens: what tokens read of the state
     and add to it, ``4 k v`` a head, and each other's part, ``2 C (k + v)``; a delta rule also what
     it takes from the state, ``2 k v``, and the inverse of its chunk, ``2 C (2 k + v)`` (Yang et
     al., 2412.06464). Mamba-1 has no products, but an exponential an element.
 
     Args:
-        respond: with the response to the state that comes in: of a delta rule, whose values are
-            longer by k, of others the product that reads it.
+        carries: a state comes in or goes out: with what a piece adds to the state, computed
+            before the kernel runs, of a delta rule also what it takes from it; of Mamba-1 the
+            response to the state that comes in.
     """
     mixer = model.recurrent
     if mixer is None or not mixer.heads:
         return 0.0
     key, value = mixer.key, mixer.value
     if mixer.decay == "element":
-        return mixer.state_elements * _ELEMENT_FLOP * (2 if respond else 1)
-    read = 2.0 * key * value if respond else 0.0
+        return mixer.state_elements * _ELEMENT_FLOP * (2 if carries else 1)
+    piece = 2.0 * key * value if carries else 0.0
     if mixer.decay == "head":
-        return mixer.heads * (4 * key * value + 2 * SCAN_CHUNK * (key + value) + read)
-    value += key if respond else 0
-    return mixer.heads * (6 * key * value + 2 * SCAN_CHUNK * (3 * key + 2 * value) + read)
+        return mixer.heads * (4 * key * value + 2 * SCAN_CHUNK * (key + value) + piece)
+    return mixer.heads * (6 * key * value + 2 * SCAN_CHUNK * (3 * key + 2 * value) + 2 * piece)
 
 
 def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int] = ()) -> float:
@@ -203,19 +203,18 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
 def recurrent_elements(model: ModelShape, config: ParallelConfig) -> float:
     """What a recurrent mixer saves, in elements per token: what its product and its convolution
     make, its output before and after the norm; a delta rule its keys and queries for each head of
-    the values, and the inverse of its chunk. The response to a state that comes in adds values that
-    are longer by the keys, and what it reads the state with; for others its product and decays.
+    the values, and the inverse of its chunk. Where a state is carried on, a delta rule's kernels
+    save no more; other recurrences what makes the states of pieces, their product and decays.
     Read off what flash-linear-attention's and mamba_ssm's functions save; not measured.
     """
     mixer = model.recurrent
     if mixer is None:
         return 0.0
     elements = mixer.into + mixer.channels + 2 * mixer.out
-    responds = config.sp > 1 and mixer.heads > 0
-    if mixer.decay != "matrix" or not mixer.heads:
-        return elements + (2 * mixer.out if responds else 0)
-    elements += mixer.heads * (2 * mixer.key + SCAN_CHUNK)
-    return elements + (mixer.heads * (mixer.value + 2 * mixer.key) if responds else 0)
+    if mixer.decay == "matrix" and mixer.heads:
+        return elements + mixer.heads * (2 * mixer.key + SCAN_CHUNK)
+    carries = config.sp > 1 and mixer.heads > 0
+    return elements + (2 * mixer.out if carries else 0)
 
 
 def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:

@@ -59,8 +59,8 @@ from ds_usp.planner.traffic import (
 _GEMMS = 4  # of a layer: QKV projection, output projection, both of the MLP; a launch each
 COMPONENTS = ("matrices", "attention", "recurrence", "elementwise", "tp", "sp", "recompute")
 # Of the peak that kernels of recurrences reach, from a delta layer of Qwen3-Next on one and two
-# H100 (scripts/bench/results/recurrence_layer.csv): 115.9 and 86.0 ms at 128K, where 114.8 and 86.0
-# were measured; with zigzag 105.8. Other recurrences were not timed.
+# H100 (scripts/bench/results/recurrence_layer.csv): 115.9 and 67.8 ms at 128K, where 114.3 and 64.0
+# were measured; with zigzag 66.5. Other recurrences were not timed.
 _RECURRENT_EFFICIENCY = 0.05
 
 
@@ -171,12 +171,12 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
 def _recurrence_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, *, backward: bool
 ) -> tuple[float, float]:
-    """Of a layer's recurrent mixer: its kernels, with the response to what comes in on the slowest
-    rank, backward 2.5 times as long, as flash kernels; its exchange, under which nothing runs."""
+    """Of a layer's recurrent mixer: its kernels, with the maps of pieces on the slowest rank,
+    backward 2.5 times as long, as flash kernels; its exchange, under which nothing runs."""
     if work.model.recurrent is None:
         return 0.0, 0.0
-    responds = chain_traffic(work, config).states > 0
-    flop = recurrent_flop_per_token(work.model, respond=responds) * (2.5 if backward else 1)
+    carries = chain_traffic(work, config).states > 0
+    flop = recurrent_flop_per_token(work.model, carries=carries) * (2.5 if backward else 1)
     rate = cluster.peak_flop_per_s * _RECURRENT_EFFICIENCY
     kernels = work.rank_tokens(config) * flop / rate
     return kernels, _chain_exchange_s(cluster, work, config)

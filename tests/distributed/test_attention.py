@@ -44,16 +44,20 @@ def heads_of(name: str) -> dict[str, int]:
 
 
 def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
-    """Masks x heads x lengths, then one case for each other size, in fp32 and fp64.
+    """Masks x heads, then one case for each other size, in fp32 and fp64.
 
-    Each of the first is on two of the four layouts: as it is on one, in chunks on the other. A
-    layout has every mask with every number of heads, half of each length, half of each in chunks.
-    Each of the others is on two of the four layouts of a mesh, on the other two of the next mesh.
+    Each of the first is on two of the four layouts of a mesh, with one length as it is and with the
+    other in chunks, and on the other two of the next mesh. On each mesh a layout has every mask and
+    every number of heads, both lengths, some in chunks. Each of the others is on one layout of a
+    mesh, on the next one of the next mesh.
     """
     base, turn = Case(batch=1), ALL_LAYOUTS.index(layout)
+    at = MESHES.index((ulysses, ring))
     masks, lengths = ("causal", "full", "window", "window both sides"), (64, 67)
     product_cases, nth = [], count(turn)
     for m, h in product(range(len(masks)), range(len(PRODUCT_HEADS))):
+        if (m + m // 2 + h + at) % 2 != (turn in (1, 2)):
+            continue
         name, seq_len = PRODUCT_HEADS[h], lengths[(m + h + turn) % 2]
         case = replace(base, mask=masks[m], seq_len=seq_len, **heads_of(name))
         in_chunks = (m // 2 + h + turn // 2) % 2
@@ -75,7 +79,7 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
             for n in (64, 67)
         ),
     ]
-    single_cases = single_cases[(turn + MESHES.index((ulysses, ring))) % 2 :: 2]
+    single_cases = single_cases[(turn + at) % 4 :: 4]
     return [replace(case, layout=layout) for case in product_cases + single_cases]
 
 
@@ -99,13 +103,12 @@ def test_equals_the_oracle(pool, ulysses, ring, layout):
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (4, 2), (2, 4)])
 def test_ranks_may_lie_ring_first(pool, ulysses, ring):
+    masks, tunings = ("causal", "window both sides"), (ds_usp.Tuning(), ds_usp.Tuning(gather=True))
     cases = [
-        Case(layout=layout, mask=mask, seq_len=67, heads=6, kv_heads=2, tuning=tuning)
-        for layout, mask, tuning in product(
-            ALL_LAYOUTS,
-            ("causal", "window both sides"),
-            (ds_usp.Tuning(), ds_usp.Tuning(gather=True)),
-        )
+        Case(layout=layout, mask=masks[m], seq_len=67, heads=6, kv_heads=2, tuning=tunings[t])
+        for turn, layout in enumerate(ALL_LAYOUTS, start=ulysses // 2)
+        for m, t in product((0, 1), (0, 1))
+        if (turn + m + t) % 2
     ]
     check(pool, cases, ulysses, ring, order="ring-ulysses")
 
@@ -144,15 +147,15 @@ def test_degrees_need_not_be_powers_of_two(pool, ulysses, ring, layout):
 def test_ranks_may_hold_a_token_or_two(pool, ring, layout):
     # Not causal: the first token's dq would be 0, which leaves nothing to be relative to.
     shortest = 2 * ring if layout == "context_parallel" else ring
+    choices = list(product(("full", "window ahead"), ("auto", "eager")))
     tunings = (ds_usp.Tuning(), ds_usp.Tuning(chunks=3, gather=True))
-    cases = [
-        Case(layout=layout, seq_len=seq_len, mask=mask, kernel=kernel, tuning=tunings[turn % 2])
-        for seq_len in range(shortest, shortest + 4)
-        for turn, (mask, kernel) in enumerate(
-            product(("full", "window ahead"), ("auto", "eager")), start=seq_len
+    turn, cases = ALL_LAYOUTS.index(layout), []
+    for n in range(4):  # each choice with each length on one layout, on two layouts in chunks
+        mask, kernel = choices[(n + turn) % 4]
+        tuning = tunings[(n + turn // 2) % 2]
+        cases.append(
+            Case(layout=layout, seq_len=shortest + n, mask=mask, kernel=kernel, tuning=tuning)
         )
-        if turn // 2 % 2 == turn % 2  # each with two of the lengths, once in chunks
-    ]
     check(pool, cases, 1, ring)
 
 
@@ -335,21 +338,23 @@ SCORE_MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
 
 
 def score_cases(ulysses: int, ring: int) -> list[Case]:
-    """Each change under two layouts, on the next mesh under the others, with other masks, heads and
-    tunings in turn."""
+    """Each change under one layout, on the next mesh under the next one, with other masks, heads
+    and tunings in turn."""
     masks = ("causal", "full", "window", "window both sides")
-    kv_heads = (4, 8, 1)
+    kv_heads, at = (4, 8, 1), SCORE_MESHES.index((ulysses, ring))
     all_cases = []
-    for position, (layout, change) in enumerate(product(ALL_LAYOUTS, CHANGES)):
+    for turn, change in enumerate(CHANGES, start=at):
         case = replace(
-            BASE, layout=layout, mask=masks[position % 4], kv_heads=kv_heads[position % 3]
+            BASE,
+            layout=ALL_LAYOUTS[turn % 4],
+            mask=masks[(turn + turn // 4) % 4],
+            kv_heads=kv_heads[turn % 3],
         )
-        parts = ds_usp.geometry.heads.HeadSplit(8, case.kv_heads, ulysses).max_chunks
-        tuning = TUNINGS[position % (4 if parts > 1 else 2)]
+        parts = HeadSplit(8, case.kv_heads, ulysses).max_chunks
+        tuning = TUNINGS[(turn + at) % (4 if parts > 1 else 2)]
         all_cases.append(replace(case, tuning=tuning, **CHANGES[change]))
     documents = ((1, 17, 25), (30, 13))  # each sample its own
     changes = ("sinks and values of 8", "all")
-    all_cases = all_cases[SCORE_MESHES.index((ulysses, ring)) % 2 :: 2]
     return all_cases + [replace(BASE, documents=documents, **CHANGES[each]) for each in changes]
 
 
@@ -363,13 +368,15 @@ CROSS_BASE = Case(batch=2, seq_len=43, heads=6, kv_heads=3, head_dim=16)
 GATHER = ds_usp.Tuning(gather=True)
 
 
-def cross_cases() -> list[Case]:
-    """Each kind of layout for either sequence, the keys fewer or more."""
+def cross_cases(at: int) -> list[Case]:
+    """Each kind of layout for either sequence, the keys fewer or more; half of the pairs on each
+    mesh, the others on the next."""
     pairs = product(ALL_LAYOUTS, ALL_LAYOUTS)
     lengths = (17, 96, 43)
     cases = [
         replace(CROSS_BASE, layout=q_kind, mask="full", keys=(lengths[position % 3], kv_kind))
         for position, (q_kind, kv_kind) in enumerate(pairs)
+        if (position + position // 4 + at) % 2
     ]
     one = replace(CROSS_BASE, mask="full", keys=(29, "contiguous"))
     return [
@@ -381,17 +388,19 @@ def cross_cases() -> list[Case]:
     ]
 
 
-def prefix_cases() -> list[Case]:
-    """A prefix of one token, inside of a shard, over several and of all, under some windows."""
+def prefix_cases(at: int) -> list[Case]:
+    """A prefix of one token, inside of a shard, over several and of all, under some windows; with
+    half of the layouts on each mesh, with the others on the next."""
     prefixes = (1, 5, 22, 42, 43)
     cases = [
         replace(
             CROSS_BASE,
             layout=layout,
             prefix=prefix,
-            tuning=GATHER if position % 2 else CROSS_BASE.tuning,
+            tuning=GATHER if position // 2 % 2 else CROSS_BASE.tuning,
         )
         for position, (layout, prefix) in enumerate(product(ALL_LAYOUTS, prefixes))
+        if (position + at) % 2
     ]
     return [
         *cases,
@@ -403,7 +412,8 @@ def prefix_cases() -> list[Case]:
 
 @pytest.mark.parametrize(("ulysses", "ring"), CROSS_MESHES)
 def test_cross_attention_equals_the_oracle(pool, ulysses, ring):
-    made = [*cross_cases(), *prefix_cases()]
+    at = CROSS_MESHES.index((ulysses, ring))
+    made = [*cross_cases(at), *prefix_cases(at)]
     if ulysses == 4:  # a head chunk needs a key/value head on each rank
         made = [replace(case, heads=8, kv_heads=2) for case in made]
     check(pool, made, ulysses, ring)

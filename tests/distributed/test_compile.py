@@ -338,10 +338,10 @@ class Counted:
 
 
 def checkpointed(
-    ctx: RankContext, how: str, reentrant: bool, fullgraph: bool = False
+    ctx: RankContext, how: str, reentrant: bool, ulysses: int, fullgraph: bool = False
 ) -> tuple[list[bool], int]:
     """Whether the gradients have the same bits; how often attention was computed forward."""
-    mesh, layer = mesh_of(2), Layer(mesh_of(2), BASE)
+    mesh, layer = mesh_of(ulysses), Layer(mesh_of(ulysses), BASE)
     q, k, v, dout = shards(mesh, BASE).values()
 
     def gradients(run: Any) -> list[torch.Tensor]:
@@ -371,23 +371,24 @@ def checkpointed(
 
 
 @pytest.mark.parametrize(
-    ("how", "reentrant"),
+    ("how", "reentrant", "ulysses"),
     [
-        ("compiled inside", False),
-        ("compiled inside", True),
-        ("compiled around it", False),
-        ("selective", False),
+        ("compiled inside", False, 1),
+        ("compiled inside", True, 2),
+        ("compiled around it", False, 2),
+        ("selective", False, 1),
     ],
 )
-def test_attention_in_a_graph_is_kept(pool, how, reentrant):
-    for same, calls in pool.run(checkpointed, 4, how=how, reentrant=reentrant):
+def test_attention_in_a_graph_is_kept(pool, how, reentrant, ulysses):
+    case = {"how": how, "reentrant": reentrant, "ulysses": ulysses}
+    for same, calls in pool.run(checkpointed, 2, **case):
         assert all(same)
         assert calls == 1
 
 
 def test_keeping_in_a_graph_is_refused(pool):
-    case = {"how": "compiled around it", "reentrant": False, "fullgraph": True}
-    for error in pool.errors(checkpointed, 4, **case):
+    case = {"how": "compiled around it", "reentrant": False, "ulysses": 2, "fullgraph": True}
+    for error in pool.errors(checkpointed, 2, **case):
         assert "create_selective_checkpoint_contexts" in str(error)
 
 

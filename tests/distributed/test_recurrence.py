@@ -153,10 +153,10 @@ def planted(error: str) -> Iterator[None]:
     lost: dict[str, tuple[object, str, Callable[..., Any]]] = {
         "no state": (scan.Transfer, "states", lambda *_: {}),
         "no halo": (
-            conv,
-            "_exchange",
-            lambda call, halo, cuts: torch.zeros(
-                *cuts[0].shape[:2], sum(halo.received), dtype=cuts[0].dtype
+            conv._Shard,
+            "exchange",
+            lambda shard, call: shard.tokens.new_zeros(
+                *shard.tokens.shape[:2], sum(shard.halo.received)
             ),
         ),
         "no backward exchange": (

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from gpu_ranks import run_on_gpus
 
 from ds_usp import SequenceMesh
+from ds_usp.recurrence import kernels
 from ds_usp.recurrence.recurrences import delta_rule, lightning, mamba2
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -290,3 +291,78 @@ def _errors(got: Tensors, truth: Tensors) -> list[float]:
     sums = torch.stack([x for pair in squares for x in pair])
     dist.all_reduce(sums)
     return (sums[::2] / sums[1::2]).sqrt().tolist()
+
+
+@pytest.mark.several_gpus
+def test_an_enabled_hybrid_model_runs_the_kernels_of_the_library() -> None:
+    pytest.importorskip("fla")
+    run_on_gpus(_enabled, 2)
+
+
+def _enabled(rank: int, world: int) -> None:
+    """Qwen3-Next in bf16, fla's kernels: loss and all gradients on two ranks against fp64."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+    from triton.runtime.autotuner import Autotuner
+
+    from ds_usp.integrations.transformers import enable
+
+    config = qwen.Qwen3NextConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=2,
+        num_experts_per_tok=2,  # all: a choice by rounded scores would be another one in fp64
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=KEY_HEADS,
+        linear_num_value_heads=HEADS,
+        linear_key_head_dim=DIM,
+        linear_value_head_dim=DIM,
+        use_cache=False,
+        experts_implementation="eager",  # the others have no fp64
+    )
+    device = torch.device("cuda", rank)
+    torch.manual_seed(0)
+    model = qwen.Qwen3NextForCausalLM(config).bfloat16().to(device)
+    tokens = torch.randint(512, (1, TOKENS), device=device)
+    wide = qwen.Qwen3NextForCausalLM(config)
+    wide.load_state_dict(model.state_dict())
+    wide = wide.double().to(device)
+    in_torch = {
+        name: getattr(qwen, name).__wrapped__
+        for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+    }
+    with mock.patch.multiple(qwen, **in_torch):
+        truth = _loss_and_grads(wide, tokens)
+    with mock.patch.object(Autotuner, "prune_configs", _one_config):
+        allowed = _errors(_loss_and_grads(model, tokens), truth)
+        for degree in (1, world):
+            mesh = SequenceMesh.from_group(dist.group.WORLD, ulysses_degree=degree)
+            enabled = enable(model, mesh)
+            with mock.patch.object(kernels, "_states", wraps=kernels._states) as states:
+                got = _loss_and_grads(model, tokens)
+            ran = torch.tensor(states.call_count, device=device)
+            dist.all_reduce(ran)
+            assert ran > 0  # of fla, pieces in one call
+            for grad in got[1:]:
+                dist.all_reduce(grad)
+                grad /= world
+            for (error, limit), what in zip(
+                zip(_errors(got, truth), allowed, strict=True), ("loss", "gradients"), strict=True
+            ):
+                assert error <= 1.5 * max(limit, 1e-3) and limit < 0.1, (degree, what, error, limit)
+                if rank == 0:
+                    print(f"Qwen3-Next, ulysses {degree}, {what}: {error:.1e}, one GPU {limit:.1e}")  # noqa: T201
+            enabled.disable()
+
+
+def _loss_and_grads(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    grads = [x.grad.double().flatten() for x in model.parameters() if x.grad is not None]
+    return [loss.detach().double()[None], torch.cat(grads)]

@@ -21,7 +21,7 @@ from ds_usp.integrations.transformers import attach
 from ds_usp.training import prepare_deepspeed
 
 WORDS = 97
-STEPS = 4
+STEPS = 2
 BATCH = 4  # sequences in a step, in micro batches of all replicas
 
 

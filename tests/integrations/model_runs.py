@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import pairwise
@@ -191,16 +191,22 @@ def sweep_case(ctx: RankContext, model_type: str, layout: str = "auto") -> dict[
     with suppress(ValueError):
         want = reference(model, BATCHES[batch_name]())
     for mesh_name, ulysses_degree in MESHES.items():
-        mesh = mesh_of(ulysses_degree)
-        for name, make in BATCHES.items():
-            outcome: float | str
+        mesh, refused = mesh_of(ulysses_degree), ""
+        with ExitStack() as stack:
             try:
-                with enable(model, mesh, layout=layout, logits="whole"):
-                    have = on_the_mesh(model, mesh, make())
-                outcome = have.error(want) if want and name == batch_name else float("inf")
+                stack.enter_context(enable(model, mesh, layout=layout, logits="whole"))
             except ds_usp.USPError as refusal:
-                outcome = str(refusal)
-                take_gradients(model)
-            if name == batch_name:
-                outcomes[f"{name}, {mesh_name}"] = outcome
+                refused = str(refusal)
+            for name, make in BATCHES.items():
+                outcome: float | str = refused
+                try:
+                    if not refused:
+                        have = on_the_mesh(model, mesh, make())
+                        mine = want is not None and name == batch_name
+                        outcome = have.error(want) if mine else float("inf")
+                except ds_usp.USPError as refusal:
+                    outcome = str(refusal)
+                    take_gradients(model)
+                if name == batch_name:
+                    outcomes[f"{name}, {mesh_name}"] = outcome
     return outcomes

@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -11,12 +12,18 @@ from harness import RankContext, WorkerPool
 from hf_trainer_runs import Record, restored_environment, tiny_model, tokenizer
 
 from ds_usp.errors import ConfigError
-from ds_usp.integrations.transformers import UlyssesSPAttentionHF, patch_accelerate, sequence_mesh
+from ds_usp.integrations.transformers import (
+    UlyssesSPAttentionHF,
+    alst,
+    patch_accelerate,
+    sequence_mesh,
+)
 from ds_usp.training import prepare_deepspeed
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of 35 tokens, which 4 ranks do not divide, of two documents each."""
+    """Rows of 35 tokens, which 4 ranks do not divide, of two documents each; every second one has
+    few labels, so that micro batches of a step weigh unlike."""
 
     def __init__(self, count: int = 16) -> None:
         self.ids = torch.randint(3, 97, (count, 35), generator=torch.Generator().manual_seed(7))
@@ -27,7 +34,8 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = 5 + index
         positions = torch.cat([torch.arange(start), torch.arange(35 - start)])
-        labels = self.ids[index].masked_fill(positions == 0, -100)
+        unlabelled = torch.arange(35) < 25 * (index % 2)
+        labels = self.ids[index].masked_fill(unlabelled | (positions == 0), -100)
         return {"input_ids": self.ids[index], "position_ids": positions, "labels": labels}
 
 
@@ -143,6 +151,38 @@ def test_an_unedited_sft_trainer_trains_as_one_process_does(pool):
     for run in pool.run(train, 4, sp=4, degree=2, stage=2, sft=True):
         assert run["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert run["norms"] == pytest.approx(want["norms"], rel=1e-5)
+
+
+def weights_on_two_meshes(ctx: RankContext) -> list[float]:
+    """Of two micro batches: 3 and 1 loss tokens on the first mesh, 2 and 4 on the second. Over gloo
+    the backward of transformers' loss needs rank 0 in every mesh."""
+    from deepspeed.utils import groups
+
+    halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    shards = [[[1, 2, 3, -100], [4, -100, -100, -100]], [[1, 2, -100, -100], [3, 4, 5, 6]]]
+    mine = [torch.tensor(x).chunk(2)[ctx.rank % 2] for x in shards[ctx.rank // 2]]
+    batches = [{"shift_labels": x[None]} for x in mine]
+    trainer = Mock(args=Mock(average_tokens_across_devices=True))
+    trainer.accelerator.parallelism_config = Mock(sp_size=2, sp_backend="deepspeed")
+    with patch.object(groups, "_get_sequence_parallel_group", lambda: halves[ctx.rank // 2]):
+        alst._with_weights(lambda *_: (batches, None))(trainer, None, 2, "cpu")
+    return [float(weight) for weight in alst._WEIGHTS[trainer]]
+
+
+def test_micro_batches_weigh_by_the_loss_tokens_of_all_meshes(pool):
+    """Times the mean over its tokens, over 2 micro batches and 2 meshes: the mean over 10."""
+    first, second = [3 * 4 / 10, 1 * 4 / 10], [2 * 4 / 10, 4 * 4 / 10]
+    want = [first, first, second, second]
+    assert pool.run(weights_on_two_meshes, 4) == [pytest.approx(x) for x in want]
+
+
+def smoothed(ctx: RankContext) -> None:
+    with pytest.raises(ConfigError, match="sp_size=2 leaves its label_smoother out of the loss"):
+        train(ctx, sp=2, degree=1, stage=1, label_smoothing_factor=0.1)
+
+
+def test_what_trainer_leaves_out_of_the_loss_is_refused(pool):
+    pool.run(smoothed, 2)
 
 
 def mesh_of_sizes(ctx: RankContext, **sizes: int) -> Any:

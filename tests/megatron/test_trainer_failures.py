@@ -70,7 +70,7 @@ def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_pa
 
 
 ASKED = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 from argparse import Namespace
 
 import torch.distributed as dist
@@ -94,6 +94,10 @@ def main(args):
         return signals.STOPPED
 
 device = launch.select_device("cpu")
+other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+other.start()
+nothing = launch.spawn_ranks(lambda args: None, Namespace(device=device), 2)
+print(nothing, other.is_alive(), flush=True)
 for number in (signal.SIGINT, signal.SIGUSR1):
     args = Namespace(device=device, number=number, stuck=False)
     print(launch.spawn_ranks(main, args, 2), flush=True)
@@ -106,9 +110,10 @@ except SystemExit as end:
 
 
 def test_a_signal_stops_the_ranks_and_a_second_one_ends_them(tmp_path):
+    """And no other child of the process: of ranks that end by themselves neither."""
     done = command(["-c", ASKED], tmp_path)
     ctrl_c, warning = ([f"{name} on 1 of 1 ranks"] * 2 for name in ("SIGTERM", "SIGUSR1"))
-    expected = [*ctrl_c, "75", *warning, "75", "143 True"]
+    expected = ["0 True", *ctrl_c, "75", *warning, "75", "143 True"]
     assert done.stdout.splitlines() == expected, done.stderr
     assert done.stderr == ""
 
@@ -204,23 +209,6 @@ def test_ranks_stop_at_one_step_whichever_of_them_a_signal_reaches(tmp_path):
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     (expected,) = train(1, ADAM + degrees(), output_dir=tmp_path / "one", steps=5)
     assert relative_difference([(r["loss"], r["grad_norm"]) for r in steps], expected) < 1e-5
-
-
-BESIDE = """
-import multiprocessing, time
-from argparse import Namespace
-from usp_trainer import launch
-
-launch.select_device("cpu")
-other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
-other.start()
-print(launch.spawn_ranks(lambda args: None, Namespace(device="cpu"), 2), other.is_alive())
-"""
-
-
-def test_other_children_of_the_process_go_on(tmp_path):
-    done = command(["-c", BESIDE], tmp_path)
-    assert done.stdout == "0 True\n", done.stderr
 
 
 PARENT_ENDS = """

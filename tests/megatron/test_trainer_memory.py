@@ -44,8 +44,9 @@ GROUPED = {
 
 @pytest.mark.parametrize("grid", GROUPED)
 def test_one_checkpoint_for_several_layers_trains_bitwise_alike(grid, tmp_path):
-    """Five layers; under the pipeline three and two."""
-    flags = degrees(**GRIDS[grid]) + PLAIN_SGD + " --global-batch-size 2 --num-layers 5"
+    """Five layers; under the pipeline three and two, and a batch for each stage."""
+    batches = GRIDS[grid].get("pp", 1)
+    flags = f"{degrees(**GRIDS[grid])}{PLAIN_SGD} --global-batch-size {batches} --num-layers 5"
     first, *grouped = GROUPED[grid]
     runs = [f"{flags} --usp-recompute {first}"]
     runs += [f"{flags} --usp-recompute {policy} --usp-checkpoint-layers 3" for policy in grouped]

@@ -13,6 +13,7 @@ from ds_usp import CheckpointError
 FLAGS = ADAM + " --weight-decay 0.1"
 SAVED = {"sp": 4, "u": 2, "zero": 1}
 TOTAL_STEPS, SAVED_AT = 3, 1
+HALF_BATCH = " --global-batch-size 2"
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +23,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbe
     return folder / "save", save_and_continue(folder, SAVED)
 
 
-def save_and_continue(folder: Path, grid: dict[str, int], world: int = 4) -> Numbers:
-    flags = degrees(**grid) + FLAGS + f" --save {folder / 'save'}"
+def save_and_continue(
+    folder: Path, grid: dict[str, int], world: int = 4, more: str = ""
+) -> Numbers:
+    flags = degrees(**grid) + FLAGS + more + f" --save {folder / 'save'}"
     (numbers,) = train(world, flags, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
     return numbers
 
 
-def resume(folder: Path, checkpoint: Path, *grids: dict[str, int]) -> list[Numbers]:
-    runs = [degrees(**grid) + FLAGS + f" --load {checkpoint}" for grid in grids]
+def resume(folder: Path, checkpoint: Path, *grids: dict[str, int], more: str = "") -> list[Numbers]:
+    runs = [degrees(**grid) + FLAGS + more + f" --load {checkpoint}" for grid in grids]
     return train(4, *runs, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
 
 
@@ -60,8 +63,8 @@ def test_resuming_on_other_sequence_degrees_is_exact(uninterrupted, tmp_path):
     ids=str,
 )
 def test_every_kind_of_checkpoint_resumes(grid, tmp_path):
-    numbers = save_and_continue(tmp_path, grid)
-    assert resume(tmp_path, tmp_path / "save", grid) == [numbers[SAVED_AT:]]
+    numbers = save_and_continue(tmp_path, grid, more=HALF_BATCH)
+    assert resume(tmp_path, tmp_path / "save", grid, more=HALF_BATCH) == [numbers[SAVED_AT:]]
 
 
 def test_zero0_resumes_on_another_number_of_ranks(tmp_path):

@@ -41,7 +41,7 @@ CONSTANT_TYPES = {"Final", "Mapping", "Sequence", "tuple"}
 
 
 class Source(NamedTuple):
-    """A file of the repository."""
+    """A file of the product."""
 
     path: str
     text: str
@@ -57,9 +57,7 @@ def source(path: str, text: str) -> Source:
 
 @cache
 def project() -> tuple[Source, ...]:
-    files = [ROOT / "setup.py"]
-    for folder in (*PRODUCT, "tests", "scripts"):
-        files += sorted((ROOT / folder).rglob("*.py"))
+    files = [file for folder in PRODUCT for file in sorted((ROOT / folder).rglob("*.py"))]
     return tuple(
         source(PurePosixPath(f.relative_to(ROOT)).as_posix(), f.read_text(encoding="utf-8"))
         for f in files
@@ -85,8 +83,8 @@ def within(name: str, package: str) -> bool:
 
 def optional_libraries(file: Source) -> Iterator[str]:
     """ds_usp can be imported without DeepSpeed, Megatron and the flash libraries."""
-    for line, name, at_load in imports(file.tree):
-        if file.of("ds_usp") and at_load and name.split(".")[0] in OPTIONAL:
+    for line, name, at_load in imports(file.tree) if file.of("ds_usp") else ():
+        if at_load and name.split(".")[0] in OPTIONAL:
             yield f"{line}: import {name} inside the function that needs it"
 
 

@@ -389,13 +389,13 @@ def test_kinds_are_all_layers():
 
 
 def test_a_recurrence_by_hand():
-    """A delta rule, a decay a head: in chunks of 64 tokens, with the response to what comes in."""
+    """A delta rule, a decay a head: in chunks of 64 tokens, with the maps of pieces."""
     delta = RecurrentMixer(1, 1, heads=2, key=16, value=8, decay="matrix")
     model = replace(SMALL, attention=False, recurrent=delta)
     state = 16 * 8
     assert recurrent_flop_per_token(model) == 2 * (6 * state + 128 * (3 * 16 + 2 * 8))
-    responds = 2 * (6 * 16 * 24 + 128 * (3 * 16 + 2 * 24) + 2 * state)
-    assert recurrent_flop_per_token(model, respond=True) == responds
+    carries = 2 * (6 * state + 128 * (3 * 16 + 2 * 8) + 4 * state)
+    assert recurrent_flop_per_token(model, carries=True) == carries
     scan = replace(model, recurrent=replace(delta, decay="head"))
     assert recurrent_flop_per_token(scan) == 2 * (4 * state + 128 * (16 + 8))
     assert recurrent_flop_per_token(SMALL) == 0

@@ -109,11 +109,13 @@ def test_halos_are_the_tokens_before_each_piece(chains, width):
                     received.append((row, layout.positions(source)[place]))
             arrived = sum(halo.received[: source + 1])
             assert len(received) == arrived
-        for piece, (first, stop), spans in zip(
-            chains.by_rank[rank], halo.pieces, halo.halos, strict=True
+        for piece, (first, stop), head, spans in zip(
+            chains.by_rank[rank], halo.pieces, halo.heads, halo.halos, strict=True
         ):
             assert sum(halo.lengths[:first]) == piece.offset
             assert sum(halo.lengths[first:stop]) == piece.length
+            assert head[0] == first
+            assert sum(halo.lengths[slice(*head)]) == min(width, piece.length)
             found = [received[i] for begin, end in spans for i in range(begin, end)]
             positions = range(max(piece.first, piece.start - width), piece.start)
             assert found == [(piece.row or 0, position) for position in positions]

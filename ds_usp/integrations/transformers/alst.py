@@ -15,9 +15,10 @@ many times too large. Here gradients are divided there.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -483,7 +484,9 @@ def patch_accelerate(
         from ds_usp.integrations.transformers import patch_accelerate
         patch_accelerate(ulysses_degree=2)
 
-    Evaluation runs without sharding, each rank its own batches, as Accelerate wants it.
+    Evaluation runs without sharding, each rank its own batches, as Accelerate wants it. Trainer's
+    micro batches are weighed by their loss tokens; its label smoothing and ``compute_loss_func``,
+    which transformers leaves out of this loss, are a ConfigError in the first step.
 
     Args:
         ulysses_degree, layout: see :meth:`UlyssesSPAttentionHF.register_with_transformers`.
@@ -498,10 +501,12 @@ def patch_accelerate(
 
 
 class PatchedAccelerate(AbstractContextManager["PatchedAccelerate"]):
-    """DeepSpeed's two classes of ALST, replaced where Accelerate imports them."""
+    """DeepSpeed's two classes of ALST, replaced where Accelerate imports them, and what Trainer
+    leaves out of its loss there."""
 
     def __init__(self, ulysses_degree: int | None, layout: str) -> None:
         import deepspeed.runtime.sequence_parallel.ulysses_sp as stock
+        import transformers  # its trainer takes seconds to import
 
         if issubclass(stock.UlyssesSPAttentionHF, UlyssesSPAttentionHF):
             raise ConfigError("Accelerate is patched already: restore() it before another degree")
@@ -513,13 +518,75 @@ class PatchedAccelerate(AbstractContextManager["PatchedAccelerate"]):
             {"ulysses_degree": ulysses_degree, "layout": layout},
         )
         stock.UlyssesSPDataLoaderAdapter = UlyssesSPDataLoaderAdapter
+        self._trainer = transformers.Trainer
+        self._methods = self._trainer.get_batch_samples, self._trainer.compute_loss
+        self._trainer.get_batch_samples = _with_weights(self._trainer.get_batch_samples)
+        self._trainer.compute_loss = _weighted(self._trainer.compute_loss)
 
     def restore(self) -> None:
         """Put DeepSpeed's own classes back; models that run keep the classes they have."""
         self._stock.UlyssesSPAttentionHF, self._stock.UlyssesSPDataLoaderAdapter = self._originals
+        self._trainer.get_batch_samples, self._trainer.compute_loss = self._methods
 
     def __exit__(self, *_: object) -> None:
         self.restore()
+
+
+# Of each trainer: what the micro batches of this step weigh in the mean over its loss tokens.
+_WEIGHTS: WeakKeyDictionary[Any, Iterator[Tensor]] = WeakKeyDictionary()
+
+
+def _sequence_parallel_size(trainer: Any) -> int:
+    parallel: Any = getattr(trainer.accelerator, "parallelism_config", None)
+    return parallel.sp_size if parallel and parallel.sp_backend == "deepspeed" else 1
+
+
+def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.get_batch_samples``, which counts the loss tokens of a step by ``labels`` and finds
+    none in shards: a step then is the mean of the micro batches' means."""
+
+    @functools.wraps(original)
+    def get_batch_samples(trainer: Any, iterator: Any, count: int, device: Any) -> Any:
+        samples, items = original(trainer, iterator, count, device)
+        size = _sequence_parallel_size(trainer)
+        if size > 1 and samples and "shift_labels" in samples[0]:
+            from deepspeed.utils import groups
+
+            tokens = [(sample["shift_labels"] != IGNORE_INDEX).sum() for sample in samples]
+            counts = torch.stack(tokens).to(device)
+            dist.all_reduce(counts, group=groups._get_sequence_parallel_group())
+            whole, meshes = counts.sum(), 1
+            if trainer.args.average_tokens_across_devices:
+                meshes = dist.get_world_size() // size
+                dist.all_reduce(whole)  # each mesh's once for each of its ranks
+                whole = whole // size
+            _WEIGHTS[trainer] = iter(counts * (len(samples) * meshes) / whole.clamp(min=1))
+        return samples, items
+
+    return get_batch_samples
+
+
+def _weighted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.compute_loss``, which over shards takes the model's loss whatever it was told."""
+
+    @functools.wraps(original)
+    def compute_loss(
+        trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        size = _sequence_parallel_size(trainer)
+        if size == 1 or not trainer.model.training:
+            return original(trainer, model, inputs, return_outputs, **kwargs)
+        for name in ("label_smoother", "compute_loss_func"):
+            if getattr(trainer, name) is not None:
+                raise ConfigError(
+                    f"Trainer with sp_size={size} leaves its {name} out of the loss: "
+                    "train without it, or use attach(trainer, mesh), with which it is computed"
+                )
+        loss, outputs = original(trainer, model, inputs, True, **kwargs)
+        loss = loss * next(_WEIGHTS.get(trainer, iter(())), 1)  # none: a loss outside of a step
+        return (loss, outputs) if return_outputs else loss
+
+    return compute_loss
 
 
 def sequence_mesh(parallelism_config: Any, ulysses_degree: int | None = None) -> SequenceMesh:
