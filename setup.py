@@ -120,6 +120,9 @@ setup(
         "trainer": [*DEEPSPEED, *MEGATRON, *PLOTS, "tqdm"],
         "test": ["hypothesis", "pytest>=8", "pytest-xdist>=3.8", "ruff", "mypy", "import-linter"],
     },
-    entry_points={"console_scripts": ["ds-usp = ds_usp.__main__:main"]},
+    entry_points={
+        "console_scripts": ["ds-usp = ds_usp.__main__:main"],
+        "verl.plugins": ["ds_usp = ds_usp.compat.verl"],  # loaded by verl, which calls nothing
+    },
     cmdclass={"build_py": BuildPy, "sdist": Sdist},
 )

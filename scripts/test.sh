@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|compat|versions|gpu|all] [pytest arguments]
+# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|compat|verl|versions|gpu|all] [pytest arguments]
 #   fast      some cases of every test of ds_usp: less than three minutes on two cores
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
 #   transformers  Hugging Face's models and trainers, diffusion models, gloo
 #   compat    the function that trainers replace, with each transformers of constraints.txt
 #   versions  transformers without diffusion models, with each of its versions in constraints.txt
+#   verl      its own FSDP engines with a ring, in verl's overlay of constraints.txt
 #   all       everything (the default)
 # Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
 set -euo pipefail
@@ -14,7 +15,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 group=all
 case "${1:-}" in
-  fast | unit | dist | megatron | transformers | compat | versions | gpu | all)
+  fast | unit | dist | megatron | transformers | compat | verl | versions | gpu | all)
     group="$1"
     shift
     ;;
@@ -78,6 +79,7 @@ case "$group" in
     paths=(tests/compat/test_flash_attention_forward.py tests/compat/test_ring_flash_attn_adapter.py
       tests/compat/test_other_trainers.py)
     ;;
+  verl) paths=(tests/compat/test_verl.py) ;;
   all) paths=(tests) ;;
   *) paths=() ;;
 esac

@@ -10,4 +10,5 @@ harness.PRELOAD = (
     "transformers.models.gemma2.modeling_gemma2",
     "transformers.models.gpt_oss.modeling_gpt_oss",
     "flash_forward_runs",
+    "verl_runs",
 )

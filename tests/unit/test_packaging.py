@@ -72,6 +72,7 @@ def test_the_wheel_says_its_commit_extras_and_program(wheel):
     assert metadata["Version"] == VERSION
     assert {"ds_usp/py.typed", "megatron_patches/py.typed", "ds_usp/__main__.py"} <= names
     assert "ds-usp = ds_usp.__main__:main" in programs
+    assert "[verl.plugins]\nds_usp = ds_usp.compat.verl" in programs
     extras = set(metadata.get_all("Provides-Extra", []))
     plain = {"flash", "flash4", "megatron", "deepspeed", "plots", "trainer", "test"}
     assert extras == plain | {"transformers", "diffusers", "recurrence"}
