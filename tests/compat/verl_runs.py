@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.integrations import flash_attention
 
 import ds_usp.compat.verl  # noqa: F401  # as verl's entry point does
+from ds_usp.compat import flash_attention_forward as replaced
 
 HAS_VERL = find_spec("verl") is not None
 ON_GPU = torch.cuda.is_available()
@@ -377,7 +378,19 @@ def main() -> None:
                 given["mixed_precision"] = FP32 | {"param_dtype": "bf16"}
             settings = [{"sp": 1}, *({"sp": world, "ring_degree": ring} for ring in rings)]
             model = folder / ("critic" if role == "critic" else "actor")
-            results = run_engines(None, [(model, given | more) for more in settings])
+            degrees = set[tuple[int, int]]()
+            attend = replaced.usp_attention
+
+            def seen(*args: Any, mesh: Any, **kw: Any) -> Any:
+                degrees.add((mesh.ulysses_degree, mesh.ring_degree))  # noqa: B023 - called here
+                return attend(*args, mesh=mesh, **kw)  # noqa: B023
+
+            with mock.patch.object(replaced, "usp_attention", seen):
+                results = run_engines(None, [(model, given | more) for more in settings])
+            missing = {(world // ring, ring) for ring in rings} - degrees
+            if missing:
+                print(f"NOT SHARDED as {missing}, but {degrees}", flush=True)  # noqa: T201
+                worst = float("inf")
             for more, numbers in zip(settings, results, strict=True):
                 errors = numbers
                 if not isinstance(numbers, str) and not isinstance(results[0], str):
