@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import transformers
 from harness import RankContext
 from hf_trainer_runs import (
     Record,
@@ -27,24 +29,37 @@ STEPS = 3
 
 @dataclass
 class Rollouts:
-    """What a run has logged of each step, what it was rewarded for, and its weights."""
+    """What a run has logged of each step, what it has generated, and left."""
 
     logs: list[dict[str, float]]
-    completions: list[str]
-    table: list[str]
     evaluation: dict[str, float]
+    completions: list[str]  # of this rank, in order
+    table: list[str]  # of all ranks, as they are logged
     weights: list[Tensor]
-    shapes: set[tuple[bool, int]]  # of the policy's passes: with a gradient, tokens of a row
+    tokens: dict[str, int]  # of a row in the longest pass of a model; on a mesh, in a sharded one
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [sum(int(word[1:]) for word in x.split()) % 17 / 17 for x in completions]
+class Reward:
+    """A function that only the first rank of a mesh calls right, and draws from each rank's random
+    state as often as it likes."""
+
+    __name__ = "reward"
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.seen = rank, list[str]()
+
+    def __call__(self, completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        self.seen += completions
+        torch.rand(3 * self.rank)
+        if self.rank:
+            return [0.0] * len(completions)
+        log_metric("words", sum(len(x.split()) for x in completions))
+        return [sum(int(word[1:]) for word in x.split()) % 17 / 17 for x in completions]
 
 
-def rl_trainer(
-    name: str, split: Split, replicas: int, folder: str, record: Record, **options: Any
-) -> Any:
+def rl_trainer(name: str, model: Any, reward: Reward, record: Record, **options: Any) -> Any:
     import datasets
+    import peft
     import trl
 
     datasets.disable_progress_bars()
@@ -53,23 +68,32 @@ def rl_trainer(
         "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
     }
     trainer, config = kinds[name]
-    made = options.pop("made", {})
-    rewards = options.pop("rewards", reward)
-    model = tiny_model()
-    model.config._name_or_path = folder
+    made: dict[str, Any] = {"reward_funcs": [reward]}
+    if options.pop("lora", False):
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+        made["peft_config"] = lora
+    if options.pop("reward_model", False):
+        torch.manual_seed(0)
+        settings = tiny_model().config
+        settings.num_labels = 1
+        made["reward_funcs"] += [transformers.Qwen3ForSequenceClassification(settings)]
+        made["reward_processing_classes"] = [None, tokenizer()]
+    if options.pop("rollouts", False):
+        made["rollout_func"] = rollouts
     rows = [{"prompt": text([(i * 7 + j) % 90 + 3 for j in range(4 + i % 5)])} for i in range(32)]
     defaults = {
+        "micro": 2,
         "max_steps": STEPS,
         "bf16": False,
         "num_generations": 2,
         "max_completion_length": 9,
-        "top_k": 20,
         "gradient_checkpointing": False,
     }
+    replicas = options.pop("replicas")
     return trainer(
         model=model,
-        reward_funcs=rewards,
-        args=config(**arguments(split, replicas, **{**defaults, **options})),
+        args=config(**arguments(options.pop("split"), replicas, **{**defaults, **options})),
         train_dataset=datasets.Dataset.from_list(rows),
         eval_dataset=datasets.Dataset.from_list(rows[:4]),
         processing_class=tokenizer(),
@@ -78,10 +102,48 @@ def rl_trainer(
     )
 
 
-def saved_reference(folder: str) -> None:
-    """What a trainer makes its reference model of: other weights than the policy's."""
-    if not Path(folder, "config.json").exists():
-        tiny_model(2).save_pretrained(folder)
+def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions of a program of one's own, which generates; other ones on each rank."""
+    made = [tokenizer()(x, return_tensors="pt")["input_ids"] for x in prompts]
+    with torch.inference_mode():
+        length = 5 + dist.get_rank()
+        ids = [trainer.model.generate(x, max_new_tokens=length, do_sample=True) for x in made]
+    completions = [y[0, x.shape[1] :].tolist() for x, y in zip(made, ids, strict=True)]
+    return {
+        "prompt_ids": [x[0].tolist() for x in made],
+        "completion_ids": completions,
+        "logprobs": [[-4.5] * len(x) for x in completions],
+    }
+
+
+def serve_by_vllm(trainer: Any) -> None:
+    """TRL's client of a vLLM server, whose server is the first rank's model itself."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    client = VLLMGeneration.__new__(VLLMGeneration)
+    client.accelerator, client.mode, client.logprobs = trainer.accelerator, "server", 0
+    client.temperature = client.top_p = client.repetition_penalty = 1.0
+    client.top_k, client.min_p, client.max_completion_length = 0, None, 7
+    client.structured_outputs_regex, client.generation_kwargs = None, {}
+    client.vllm_client, client.sync_weights = Server(), lambda: None
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, client, -1
+
+
+class Server:
+    """Answers a prompt by numbers that are made of it, others in each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def generate(self, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
+        self.calls += 1
+        starts = [(sum(ids) + 5 * i + self.calls) % 80 for ids in prompts for i in range(n)]
+        made = [list(range(start + 3, start + 6 + start % 4)) for start in starts]
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": made,
+            "logprobs": [[[-4.5 - x % 3 / 10] for x in ids] for ids in made],
+        }
 
 
 def run_rl(
@@ -89,32 +151,44 @@ def run_rl(
 ) -> Rollouts:
     with restored_environment():
         size = split.ulysses * split.ring
-        evaluate = options.pop("evaluate", False)
-        record = Record()
-        seen: list[str] = []
-        shapes: set[tuple[bool, int]] = set()
-
-        def noted(completions: list[str], **kwargs: Any) -> list[float]:
-            seen.extend(completions)
-            return reward(completions, **kwargs)
-
+        evaluate, vllm = (options.pop(x, False) for x in ("evaluate", "vllm"))
+        mesh = mesh_of(ctx, split) if size > 1 else None
+        reward, record = Reward(mesh.rank if mesh else 0), Record()
+        model = tiny_model()
+        model.config._name_or_path = folder
         trainer = rl_trainer(
-            name, split, ctx.world // size, folder, record, rewards=noted, **options
+            name, model, reward, record, split=split, replicas=ctx.world // size, **options
         )
         if split.engine == "fsdp2":
             use_fsdp2(trainer)
-        layer = trainer.model.model.layers[0]
-        layer.register_forward_pre_hook(
-            lambda _, x: shapes.add((torch.is_grad_enabled(), x[0].shape[1]))
-        )
-        if size > 1:
-            attach(trainer, mesh_of(ctx, split))
+        if vllm:
+            serve_by_vllm(trainer)
+        tokens = dict.fromkeys(("policy", "reference"), 0)
+        counted = {"policy": model, "reference": getattr(trainer, "ref_model", None)}
+        for kind, counts in counted.items():
+            if counts is not None:
+
+                def count(layer: Any, args: Any, kind: str = kind) -> None:
+                    if not mesh or layer.self_attn.config._attn_implementation == "usp":
+                        tokens[kind] = max(tokens[kind], args[0].shape[1])
+
+                layers = [x for x in counts.modules() if type(x).__name__ == "Qwen3DecoderLayer"]
+                layers[0].register_forward_pre_hook(count)
+        if mesh:
+            attach(trainer, mesh)
         trainer.train()
         return Rollouts(
             [log for log in record.logs if "loss" in log],
-            seen,
-            list(trainer._logs["completion"]),
             trainer.evaluate() if evaluate else {},
+            reward.seen,
+            list(trainer._logs["completion"]),
             weights_of(trainer.model),
-            shapes,
+            tokens,
         )
+
+
+def saved_reference(folder: str) -> str:
+    """What a trainer makes its reference model of: other weights than the policy's."""
+    if not Path(folder, "config.json").exists():
+        tiny_model(2).save_pretrained(folder)
+    return folder
