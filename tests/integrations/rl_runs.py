@@ -25,6 +25,7 @@ from torch import Tensor
 from ds_usp.integrations.transformers import attach
 
 STEPS = 3
+ALONE = Split()
 
 
 @dataclass
@@ -63,11 +64,12 @@ def rl_trainer(name: str, model: Any, reward: Reward, record: Record, **options:
     import trl
 
     datasets.disable_progress_bars()
-    kinds: dict[str, tuple[Any, Any]] = {
-        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-    }
-    trainer, config = kinds[name]
+    trainer: Any = {"grpo": trl.GRPOTrainer, "rloo": trl.RLOOTrainer}.get(name)
+    config: Any = {"rloo": trl.RLOOConfig}.get(name, trl.GRPOConfig)
+    if name == "gmpo":
+        from trl.experimental import gmpo
+
+        trainer, config = gmpo.GMPOTrainer, gmpo.GMPOConfig
     made: dict[str, Any] = {"reward_funcs": [reward]}
     if options.pop("lora", False):
         torch.manual_seed(0)
@@ -147,7 +149,7 @@ class Server:
 
 
 def run_rl(
-    ctx: RankContext, name: str = "grpo", split: Split = Split(), folder: str = "", **options: Any
+    ctx: RankContext, name: str = "grpo", split: Split = ALONE, folder: str = "", **options: Any
 ) -> Rollouts:
     with restored_environment():
         size = split.ulysses * split.ring

@@ -2,6 +2,7 @@
 table, or a place that raises, without a remedy that was tried fails."""
 
 import ast
+import contextlib
 import re
 import traceback
 from collections.abc import Callable, Mapping
@@ -72,7 +73,11 @@ def generate(enabled: bool) -> Any:
     handle = enable(model, ds_usp.SequenceMesh.single())
     if not enabled:
         handle.disable()
-    return model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2, use_cache=False)
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    if not enabled:
+        model.generate(ids, max_new_tokens=2, use_cache=False)
+    with contextlib.nullcontext() if enabled else enable(model, handle.mesh), torch.no_grad():
+        return model.generate(ids, max_new_tokens=2)
 
 
 def phi4(as_embeddings: bool) -> Any:
@@ -427,7 +432,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     '`layout="striped"`': ("a layout without neighbours",),
     "documents of RecurrentGemma": ("documents from another position",),
     "KV caches, `logits_to_keep`": ("a cache", "use_cache", "logits_to_keep"),
-    "`generate`": ("generate",),
+    "`generate` where": ("generate",),
     "images and sounds of models without": ("images without a text model", "images"),
     "masks of blocks, images and prefixes": ("blocks of images", "prefixes", "states of images"),
     "masks of tokens x tokens": ("a mask of tokens x tokens", "padding inside"),

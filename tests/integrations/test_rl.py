@@ -1,15 +1,28 @@
 """GRPO and RLOO on ulysses x ring: rollouts, rewards, losses and what they log as on one process.
 
-With several meshes, as on as many processes as there are meshes: each has random numbers of its own.
+With several meshes, as on as many processes: each mesh has random numbers of its own.
 """
 
+import re
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_trainer_runs import Split
-from rl_runs import Rollouts, run_rl, saved_reference
+import transformers
+from harness import RankContext
+from hf_trainer_runs import Record, Split, mesh_of, restored_environment, tiny_model
+from packaging.version import Version
+from rl_runs import Reward, Rollouts, rl_trainer, run_rl, saved_reference
 
+from ds_usp.errors import ConfigError
+from ds_usp.integrations.transformers import attach
+
+pytestmark = pytest.mark.skipif(
+    Version(version("trl")) < Version("1.15"), reason="TRL before 1.15 is refused"
+)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "usage" / "rl.md"
 SLOW = pytest.mark.slow
 KL: dict[str, Any] = {
     "beta": 0.1,
@@ -45,6 +58,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "rloo": {**RLOO, "evaluate": True},
     "lora": {"lora": True, **KL},
     "reward model": {"reward_model": True, **AGAIN},
+    "gmpo": {"name": "gmpo", **AGAIN},
     "gspo": {"loss_type": "grpo", **SEQUENCE, **AGAIN},
     "dr_grpo": {"loss_type": "dr_grpo", "num_generations": 4, "entropy_coef": 0.1},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, **AGAIN},
@@ -69,8 +83,8 @@ for world, split in SPLITS:
 
 
 def same_logs(got: Rollouts, want: Rollouts) -> None:
-    assert len(got.logs) == len(want.logs)
-    for log, expected in zip([*got.logs, got.evaluation], [*want.logs, want.evaluation]):
+    pairs = zip([*got.logs, got.evaluation], [*want.logs, want.evaluation], strict=True)
+    for log, expected in pairs:
         assert log.keys() == expected.keys()
         for name, value in expected.items():
             if "time" in name or "per_second" in name:
@@ -97,3 +111,82 @@ def test_a_trainer_that_generates_trains_as_one_process_does(pool, split, world,
     assert got.table == want.table
     for weight, expected in zip(got.weights, want.weights, strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def tool(x: int) -> int:
+    """Double a number.
+
+    Args:
+        x: the number.
+
+    Returns:
+        Twice the number.
+    """
+    return 2 * x
+
+
+def with_tools(trainer: Any) -> None:
+    trainer.tools = [tool]
+
+
+def with_environments(trainer: Any) -> None:
+    trainer.environment_factories = {None: object}
+
+
+def of_older_trl(trainer: Any) -> None:
+    trainer.__class__ = type("GRPOTrainer", (transformers.Trainer,), {})
+
+
+def evaluates(trainer: Any) -> None:
+    trainer.args.do_eval, trainer.args.eval_strategy = True, "steps"
+    trainer.num_generations_eval = 3
+
+
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({}, with_tools, "GRPOTrainer with tools: every rank of a mesh"),
+    ({}, with_environments, "GRPOTrainer with environment: every rank of a mesh"),
+    ({}, of_older_trl, "use trl>=1.15"),
+    ({}, evaluates, "1 meshes evaluate 2 completions at once"),
+    ({"num_generations": 4}, id, "1 meshes make 2 completions at once .*num_generations=4"),
+]
+
+
+def refusals(ctx: RankContext) -> list[str]:
+    texts = []
+    for options, change, _ in REFUSED:
+        options = {"gradient_accumulation_steps": 1, "split": Split(), "replicas": 2, **options}
+        with restored_environment():
+            trainer = rl_trainer("grpo", tiny_model(), Reward(0), Record(), **options)
+            change(trainer)
+            with pytest.raises(ConfigError) as error:
+                attach(trainer, mesh_of(ctx, Split(2, 1)))
+            texts.append(str(error.value))
+    return texts
+
+
+def test_what_a_mesh_would_not_do_alike_is_refused_on_every_rank(pool):
+    for texts in pool.run(refusals, 2):
+        for text, (_, _, expected) in zip(texts, REFUSED, strict=True):
+            assert re.search(expected, text)
+
+
+# ------------------------------------------------------------------ the page
+
+
+def run_first_program(ctx: RankContext) -> list[dict[str, float]]:
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    with restored_environment():
+        exec(programs[0], names)
+    logs: list[dict[str, float]] = names["trainer"].state.log_history[:-1]
+    return logs
+
+
+def test_the_first_program_trains_on_two_ranks_as_on_one(pool):
+    (one,), two = pool.run(run_first_program, 1), pool.run(run_first_program, 2)
+    for logs in two:
+        for name in ("reward", "loss", "grad_norm", "num_tokens"):
+            assert [x[name] for x in logs] == pytest.approx([x[name] for x in one], abs=1e-4)

@@ -504,11 +504,7 @@ class _OfReplicas(Accelerator):
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
-        data: Any
-        if use_gather_object:
-            data = self.gather_objects(input_data)
-        else:
-            data = self.gather(input_data)
+        data: Any = (self.gather_objects if use_gather_object else self.gather)(input_data)
         state = self.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return data
