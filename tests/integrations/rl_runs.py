@@ -41,19 +41,15 @@ class Rollouts:
 
 
 class Reward:
-    """A function that only the first rank of a mesh calls right, and draws from each rank's random
-    state as often as it likes."""
+    """A function that a mesh calls once, and that leaves its ranks other random states."""
 
     __name__ = "reward"
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.seen = rank, list[str]()
+    def __init__(self) -> None:
+        self.seen: list[str] = []
 
     def __call__(self, completions: list[str], log_metric: Any, **_: Any) -> list[float]:
         self.seen += completions
-        torch.rand(3 * self.rank)
-        if self.rank:
-            return [0.0] * len(completions)
         log_metric("words", sum(len(x.split()) for x in completions))
         return [sum(int(word[1:]) for word in x.split()) % 17 / 17 for x in completions]
 
@@ -155,7 +151,7 @@ def run_rl(
         size = split.ulysses * split.ring
         evaluate, vllm = (options.pop(x, False) for x in ("evaluate", "vllm"))
         mesh = mesh_of(ctx, split) if size > 1 else None
-        reward, record = Reward(mesh.rank if mesh else 0), Record()
+        reward, record = Reward(), Record()
         model = tiny_model()
         model.config._name_or_path = folder
         trainer = rl_trainer(
@@ -173,6 +169,7 @@ def run_rl(
                 def count(layer: Any, args: Any, kind: str = kind) -> None:
                     if not mesh or layer.self_attn.config._attn_implementation == "usp":
                         tokens[kind] = max(tokens[kind], args[0].shape[1])
+                    torch.rand(3 * mesh.rank if mesh else 0)  # as dropout of a shard may
 
                 layers = [x for x in counts.modules() if type(x).__name__ == "Qwen3DecoderLayer"]
                 layers[0].register_forward_pre_hook(count)

@@ -2,7 +2,6 @@
 table, or a place that raises, without a remedy that was tried fails."""
 
 import ast
-import contextlib
 import re
 import traceback
 from collections.abc import Callable, Mapping
@@ -69,15 +68,13 @@ def hole_as_documents() -> dict[str, Any]:
 
 
 def generate(enabled: bool) -> Any:
-    model = build("llama")
-    handle = enable(model, ds_usp.SequenceMesh.single())
-    if not enabled:
-        handle.disable()
-    ids = torch.ones(1, 4, dtype=torch.int64)
-    if not enabled:
-        model.generate(ids, max_new_tokens=2, use_cache=False)
-    with contextlib.nullcontext() if enabled else enable(model, handle.mesh), torch.no_grad():
-        return model.generate(ids, max_new_tokens=2)
+    model, ids = build("llama"), torch.ones(1, 4, dtype=torch.int64)
+    with enable(model, ds_usp.SequenceMesh.single()):
+        if enabled:
+            return model.generate(ids, max_new_tokens=2)
+        with torch.no_grad():
+            model.generate(ids, max_new_tokens=2)
+    return model.generate(ids, max_new_tokens=2, use_cache=False)
 
 
 def phi4(as_embeddings: bool) -> Any:

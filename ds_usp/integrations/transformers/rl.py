@@ -13,10 +13,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.metadata import version
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from packaging.version import Version
 from transformers import Trainer
 
@@ -52,12 +55,12 @@ def check_rollouts(trainer: Trainer) -> None:
             f"{name} of TRL {version('trl')} generates and asks its model for the logits of "
             f"completions alone: there is no generation over a mesh with it; use trl>={_OLDEST_TRL}"
         )
-    for option in ("tools", "environment_factories"):
+    for option in ("tools", "environments", "environment_factories"):
         if getattr(trainer, option, None):
             raise ConfigError(
-                f"{name} with {option.removesuffix('_factories')}: every rank of a mesh would call "
-                "them, and what they give may differ. Call them in rollout_func, of which the "
-                "first rank's completions count, or leave them out"
+                f"{name} with {option}: every rank of a mesh would call them, and what they give "
+                "may differ. Call them in rollout_func, of which the first rank's completions "
+                "count, or leave them out"
             )
 
 
@@ -118,9 +121,24 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
 
         return made
 
+    def once(reward: Callable[..., Any]) -> Callable[..., Any]:
+        """Called on the first rank of a mesh: it may cost money, or draw numbers of its own."""
+
+        def rewards(*args: Any, **kwargs: Any) -> Any:
+            with mesh.agreeing("rewards"):
+                value = reward(*args, **kwargs) if mesh.rank == 0 else None
+            return of_first_rank(value)
+
+        return rewards
+
     setattr(trainer, _GENERATE, without_mesh(getattr(trainer, _GENERATE)))
     if getattr(trainer, "rollout_func", None) is not None:
         trainer.rollout_func = without_mesh(trainer.rollout_func)
+    # Models are sharded, and so called on all ranks; functions that run at once in any order cannot
+    # send. Rewards are gathered from first ranks: what those of other ranks give is dropped.
+    trainer.reward_funcs[:] = [
+        f if isinstance(f, nn.Module) or _is_async(f) else once(f) for f in trainer.reward_funcs
+    ]
     score = getattr(trainer, _SCORE)
     names = [_VLLM, *(kind.__module__ for kind in type(trainer).__mro__)]
 
@@ -133,6 +151,12 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
         return batch
 
     setattr(trainer, _SCORE, scored)
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
 
 
 @contextmanager
