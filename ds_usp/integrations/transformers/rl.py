@@ -12,15 +12,15 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from packaging.version import Version
+from torch import nn
 from transformers import Trainer
 
 from ds_usp.comm.mesh import SequenceMesh
@@ -50,10 +50,11 @@ def makes_rollouts(trainer: Trainer) -> bool:
 def check_rollouts(trainer: Trainer) -> None:
     """ConfigError for what the ranks of a mesh would not do alike."""
     name = type(trainer).__name__
-    if Version(version("trl")) < Version(_OLDEST_TRL) or not hasattr(trainer, _GENERATE):
+    is_known = all(hasattr(trainer, x) for x in (_GENERATE, _SCORE))
+    if not is_known or Version(version("trl")) < Version(_OLDEST_TRL):
         raise ConfigError(
-            f"{name} of TRL {version('trl')} generates and asks its model for the logits of "
-            f"completions alone: there is no generation over a mesh with it; use trl>={_OLDEST_TRL}"
+            f"{name} generates in another way than that of TRL {_OLDEST_TRL} and later, which "
+            f"leaves the mesh for it; there is no generation over a mesh: use trl>={_OLDEST_TRL}"
         )
     for option in ("tools", "environments", "environment_factories"):
         if getattr(trainer, option, None):
@@ -103,21 +104,25 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
     set_seed(trainer.args.seed + accelerator._usp_replicas.rank)
     first_rank = BatchBroadcast(mesh.sp_group, "cpu")
 
-    def of_first_rank(value: Any) -> Any:
-        return first_rank.send(first_rank.pack(value) if mesh.rank == 0 else None)
+    def of_first_rank(what: str, make: Callable[[], Any]) -> Any:
+        with mesh.agreeing(what):
+            value = make()
+            message = first_rank.pack(value) if mesh.rank == 0 else None
+        return first_rank.send(message)
 
     def without_mesh(make: Callable[..., Any]) -> Callable[..., Any]:
         """What the first rank of a mesh makes, on all its ranks, the model as it was."""
 
         def made(*args: Any, **kwargs: Any) -> Any:
             enabled = find_enabled(trainer.model, find_model(trainer.model))
-            with mesh.agreeing("completions"), ExitStack() as stack:
-                if enabled is not None:
-                    stack.enter_context(enabled.paused())
-                value = make(*args, **kwargs)
+
+            def whole() -> Any:
+                with enabled.paused() if enabled else nullcontext():
+                    return make(*args, **kwargs)
+
             # Also where ranks have drawn from the same state: sums of a GPU may differ in order,
             # and an engine of vLLM has a seed of its own.
-            return of_first_rank(value)
+            return of_first_rank("completions", whole)
 
         return made
 
@@ -125,9 +130,9 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
         """Called on the first rank of a mesh: it may cost money, or draw numbers of its own."""
 
         def rewards(*args: Any, **kwargs: Any) -> Any:
-            with mesh.agreeing("rewards"):
-                value = reward(*args, **kwargs) if mesh.rank == 0 else None
-            return of_first_rank(value)
+            return of_first_rank(
+                "rewards", lambda: reward(*args, **kwargs) if mesh.rank == 0 else None
+            )
 
         return rewards
 
@@ -136,7 +141,7 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
         trainer.rollout_func = without_mesh(trainer.rollout_func)
     # Models are sharded, and so called on all ranks; functions that run at once in any order cannot
     # send. Rewards are gathered from first ranks: what those of other ranks give is dropped.
-    trainer.reward_funcs[:] = [
+    trainer.reward_funcs = [
         f if isinstance(f, nn.Module) or _is_async(f) else once(f) for f in trainer.reward_funcs
     ]
     score = getattr(trainer, _SCORE)
@@ -147,7 +152,7 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
             batch = score(inputs)
         # TRL shuffles the batch next, by this state. Dropout may have drawn other numbers of it on
         # each rank.
-        torch.set_rng_state(of_first_rank(torch.get_rng_state()))
+        torch.set_rng_state(of_first_rank("a random state", torch.get_rng_state))
         return batch
 
     setattr(trainer, _SCORE, scored)

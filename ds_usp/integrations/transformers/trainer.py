@@ -49,7 +49,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     made and before ``train``, ``evaluate`` or ``predict``. All ranks of a mesh then get the same
     batches: ``per_device_train_batch_size`` is the number of sequences of a *mesh*, and the total
     batch is that times accumulation times the number of meshes. Other models that the trainer
-    holds, such as ``ref_model`` and ``teacher_model``, are enabled too.
+    holds, such as ``ref_model`` and ``teacher_model``, are enabled too. GRPO and RLOO leave the
+    mesh while they generate.
 
     Args:
         trainer: its model is enabled here if it is not yet; enable it before with other options
@@ -59,8 +60,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
         The enabled model.
 
     Raises:
-        ConfigError: an option of the trainer that would not train as one process does; a trainer
-            or a callback that generates; a model that is enabled for another mesh; meshes of
+        ConfigError: an option of the trainer that would not train as one process does; another
+            trainer or a callback that generates; a model that is enabled for another mesh; meshes of
             different sizes. On every rank.
         UnsupportedAttentionError: a model that is not served, which is named.
     """
