@@ -49,6 +49,8 @@ harness.PRELOAD = (
     "transformers.trainer",
     "transformers.models.qwen3.modeling_qwen3",
     "trl.trainer.sft_trainer",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
     "peft",
     "ds_usp.integrations.transformers",
     "diffusers.pipelines.flux.pipeline_flux",

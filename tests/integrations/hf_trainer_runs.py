@@ -14,6 +14,7 @@ import transformers
 from harness import RankContext
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_usp
 from ds_usp.geometry.ranks import RankGrid
@@ -171,7 +172,8 @@ def weights_of(model: nn.Module) -> list[Tensor]:
 
 @contextlib.contextmanager
 def restored_environment() -> Iterator[None]:
-    """Accelerate hands its options on in the environment, and the next case is another one."""
+    """Accelerate hands its options on in the environment, transformers ZeRO-3 to models that are
+    loaded later, and the next case is another one."""
     before = dict(os.environ)
     # It asks for these even where torch.distributed runs already.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
@@ -181,6 +183,7 @@ def restored_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        unset_hf_deepspeed_config()
 
 
 def run_trainer(ctx: RankContext, **options: Any) -> Run:

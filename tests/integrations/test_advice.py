@@ -69,11 +69,13 @@ def hole_as_documents() -> dict[str, Any]:
 
 
 def generate(enabled: bool) -> Any:
-    model = build("llama")
-    handle = enable(model, ds_usp.SequenceMesh.single())
-    if not enabled:
-        handle.disable()
-    return model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2, use_cache=False)
+    model, ids = build("llama"), torch.ones(1, 4, dtype=torch.int64)
+    with enable(model, ds_usp.SequenceMesh.single()):
+        if enabled:
+            return model.generate(ids, max_new_tokens=2)
+        with torch.no_grad():
+            model.generate(ids, max_new_tokens=2)
+    return model.generate(ids, max_new_tokens=2, use_cache=False)
 
 
 def phi4(as_embeddings: bool) -> Any:
@@ -480,7 +482,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     '`layout="striped"`': ("a layout without neighbours",),
     "documents of RecurrentGemma": ("documents from another position",),
     "KV caches, `logits_to_keep`": ("a cache", "use_cache", "logits_to_keep"),
-    "`generate`": ("generate",),
+    "`generate` where": ("generate",),
     "images and sounds of models without": ("images without a text model", "images"),
     "blocks of tokens that see": ("a prefix in two runs", "states of images"),
     "masks of tokens x tokens": ("a mask of tokens x tokens", "padding inside"),

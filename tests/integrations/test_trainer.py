@@ -257,6 +257,14 @@ class Sampler(transformers.TrainerCallback):
         prompt = torch.tensor([Documents().items[self._rank][:4]])
         with enabled.paused() if enabled else contextlib.nullcontext(model) as whole:
             ids = whole.generate(prompt, max_new_tokens=6, do_sample=False)
+        for gradients_off in (torch.no_grad, torch.inference_mode):
+            with gradients_off():
+                again = model.generate(prompt, max_new_tokens=6, do_sample=False)
+            assert again.tolist() == ids.tolist()
+        if enabled:
+            with pytest.raises(KeyError), enabled.paused():
+                raise KeyError
+            assert find_enabled(model, model) is enabled
         self.texts.append(ids[0].tolist())
 
 
@@ -345,12 +353,9 @@ GENERATING = [
     "AsyncDistillationTrainer",
     "AsyncGRPOTrainer",
     "DistillationTrainer",
-    "GMPOTrainer",
     "GOLDTrainer",
-    "GRPOTrainer",
     "IWOPDTrainer",
     "OnlineDPOTrainer",
-    "RLOOTrainer",
     "SDFTTrainer",
     "SDPOTrainer",
     "ServerDistillationTrainer",
@@ -361,7 +366,7 @@ def test_every_trainer_of_trl_is_exact_or_refused_by_name():
     """Those of the installed version; the page says which."""
     from trl.trainer.base_trainer import _TELEMETRY_TRAINERS
 
-    exact = {f"{name}Trainer".lower() for name in (*EXACT, "sft")}
+    exact = {f"{name}Trainer".lower() for name in (*EXACT, "sft", "grpo", "gmpo", "rloo")}
     assert exact | {name.lower() for name in GENERATING} == {
         name.lower() for name in _TELEMETRY_TRAINERS
     }
@@ -373,7 +378,7 @@ def test_every_trainer_of_trl_is_exact_or_refused_by_name():
 @pytest.mark.parametrize("name", GENERATING)
 def test_trainers_that_generate_are_refused_by_name(name):
     # The class's name only: most are slow to import and to make.
-    parent = {"GMPOTrainer": "GRPOTrainer", "ServerDistillationTrainer": "DistillationTrainer"}
+    parent = {"ServerDistillationTrainer": "DistillationTrainer"}
     base: Any = transformers.Trainer
     if name in parent:
         base = type(parent[name], (base,), {})

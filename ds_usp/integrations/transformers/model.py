@@ -207,7 +207,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             self._loss = WholeBatchLoss(stock, mesh, options.gradients, self._running)
             inner.loss_function = self._loss
         self._attention = TextAttention(inner, IMPLEMENTATION)
-        inner.generate = refusals.refuse_generate(type(inner).__name__)
+        inner.generate = self._generate
         # The first of the hooks before and the first of those after: users' own see this rank's
         # shard on the way in, as the layers do, and whole outputs on the way out.
         self._handles: list[RemovableHandle] = [
@@ -264,7 +264,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
         Every rank runs it alone, on inputs of its own: to generate, above all. It may be wrapped by
         DistributedDataParallel; engines that shard weights need the same calls on all ranks, as
-        ever.
+        ever. At the end the model is enabled again, also after an exception; collective over the
+        mesh. ``model.generate`` does so by itself in ``torch.no_grad()``.
         """
         was_enabled, forward_passes = self._enabled, self._forward_passes
         self.disable()
@@ -274,6 +275,12 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             if was_enabled:
                 EnabledModel.__init__(self, self.model, self._inner, self.mesh, self._options)
                 self._forward_passes = forward_passes  # dropout goes on
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate`` of an enabled model: of the whole model, on each rank."""
+        refusals.check_generate(self._inner)
+        with self.paused():
+            return self._inner.generate(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnabledModel:
         copied = memo[id(self)] = object.__new__(EnabledModel)

@@ -418,13 +418,13 @@ def check_arguments(arguments: Mapping[str, Any], takes_others: bool) -> None:
         )
 
 
-def refuse_generate(name: str) -> Callable[..., Any]:
-    """What stands in the place of ``model.generate``: it always raises."""
-
-    def generate(*_: Any, **__: Any) -> Any:
+def check_generate(model: PreTrainedModel) -> None:
+    """UnsupportedAttentionError for generation where a gradient may be wanted of it, as of any call
+    of an enabled model: none goes through the whole model that generates."""
+    if torch.is_grad_enabled():
         raise UnsupportedAttentionError(
-            f"{name}.generate: a new token's forward pass is too short to be sharded, and there is "
-            "no KV cache over a mesh: call generate before enable or after disable()"
+            f"{type(model).__name__}.generate: a new token's forward pass is too short to be "
+            "sharded, and there is no KV cache over a mesh: call generate before enable or after "
+            "disable(), or on every rank of the mesh in torch.no_grad() or in enabled.paused(), "
+            "where each runs the model as it was"
         )
-
-    return generate

@@ -28,6 +28,12 @@ from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
 from ds_usp.integrations.transformers.refusals import find_model
+from ds_usp.integrations.transformers.rl import (
+    check_rollouts,
+    count_completions,
+    makes_rollouts,
+    share_rollouts,
+)
 from ds_usp.training.data_loader import BatchBroadcast, DataParallelRanks, data_parallel_ranks
 
 if TYPE_CHECKING:
@@ -43,7 +49,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     made and before ``train``, ``evaluate`` or ``predict``. All ranks of a mesh then get the same
     batches: ``per_device_train_batch_size`` is the number of sequences of a *mesh*, and the total
     batch is that times accumulation times the number of meshes. Other models that the trainer
-    holds, such as ``ref_model`` and ``teacher_model``, are enabled too.
+    holds, such as ``ref_model`` and ``teacher_model``, are enabled too. GRPO and RLOO leave the
+    mesh while they generate.
 
     Args:
         trainer: its model is enabled here if it is not yet; enable it before with other options
@@ -53,13 +60,15 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
         The enabled model.
 
     Raises:
-        ConfigError: an option of the trainer that would not train as one process does; a trainer
-            or a callback that generates; a model that is enabled for another mesh; meshes of
+        ConfigError: an option of the trainer that would not train as one process does; another
+            trainer or a callback that generates; a model that is enabled for another mesh; meshes of
             different sizes. On every rank.
         UnsupportedAttentionError: a model that is not served, which is named.
     """
     _check_trainer(trainer)
-    share_batches(trainer.accelerator, mesh)
+    replicas = share_batches(trainer.accelerator, mesh)
+    if makes_rollouts(trainer):
+        count_completions(trainer, replicas.size)
     trainer.gather_function = partial(  # which it took from the accelerator when it was made
         trainer.accelerator.gather_for_metrics,
         use_gather_object=trainer.args.eval_use_gather_object,
@@ -68,6 +77,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     _check_mesh_of(enabled, mesh, "model")
     _enable_others(trainer, enabled)
     _count_replicas(trainer, mesh.sp_degree)
+    if makes_rollouts(trainer):
+        share_rollouts(trainer, mesh)
     _join_logits(trainer)
     return enabled
 
@@ -158,11 +169,14 @@ def _check_trainer(trainer: Trainer) -> None:
             "precompute_ref_log_probs=True: the trainer has run its reference on whole sequences "
             "on every rank, before attach could shard it; leave it out, attach shards ref_model too"
         )
+    if makes_rollouts(trainer):
+        check_rollouts(trainer)
     for reason in _reasons_it_generates(trainer):
         raise ConfigError(
-            f"{reason}, and there is no generation over a mesh. Train on completions that were "
-            "made before, by SFT, DPO, KTO, ORPO, CPO or TPO; or generate between steps, where "
-            "enabled.paused() gives the model back as it was"
+            f"{reason}, and there is no generation over a mesh. Train by GRPO or RLOO, which leave "
+            "the mesh to generate; on completions that were made before, by SFT, DPO, KTO, ORPO, "
+            "CPO or TPO; or generate between steps, where enabled.paused() gives the model back as "
+            "it was"
         )
 
 
@@ -174,10 +188,8 @@ _GENERATING = frozenset(
         "AsyncGRPOTrainer",
         "DistillationTrainer",
         "GOLDTrainer",
-        "GRPOTrainer",
         "IWOPDTrainer",
         "OnlineDPOTrainer",
-        "RLOOTrainer",
         "SDFTTrainer",
         "SDPOTrainer",
         "LogCompletionsCallback",
@@ -196,6 +208,7 @@ def _reasons_it_generates(trainer: Trainer) -> Iterator[str]:
         names = [kind.__name__ for kind in type(part).__mro__]
         # Trainers of others: what they make of a prompt, they say in these options.
         many = part is trainer and getattr(trainer.args, "num_generations", None) is not None
+        many = many and not makes_rollouts(trainer)
         if many or _GENERATING.intersection(names):
             yield f"{names[0]} generates completions"
 
@@ -245,7 +258,7 @@ def _join_logits(trainer: Trainer) -> None:
     ) -> Any:
         # A callback may have disabled the model, and enabled it again since.
         enabled = find_enabled(trainer.model, find_model(trainer.model))
-        if enabled is None or prediction_loss_only:
+        if enabled is None or prediction_loss_only or makes_rollouts(trainer):
             return step(model, inputs, prediction_loss_only, **kwargs)
         with _whole_logits(enabled):
             return step(model, inputs, prediction_loss_only, **kwargs)
@@ -350,6 +363,7 @@ class _OfReplicas(Accelerator):
 
     _usp_replicas: DataParallelRanks
     _usp_first_ranks: list[int]
+    _usp_takes_first = False  # inside of of_first_ranks
 
     @property
     def num_processes(self) -> int:
@@ -357,6 +371,23 @@ class _OfReplicas(Accelerator):
         # But Accelerate itself asks how many ranks hold a state or are in an engine.
         ranks: int = self.state.num_processes
         return ranks if _caller().startswith("accelerate.") else self._usp_replicas.size
+
+    @property
+    def process_index(self) -> int:
+        rank: int = self.state.process_index
+        is_rank = not self._usp_takes_first or _caller().startswith("accelerate.")
+        return rank if is_rank else self._usp_replicas.rank
+
+    @contextmanager
+    def of_first_ranks(self) -> Iterator[None]:
+        """Inside, what the first rank of each mesh has is gathered, whatever the others have; and
+        the number of a process is that of its mesh, as code that takes its part of what it has
+        gathered needs it."""
+        self._usp_takes_first = True
+        try:
+            yield
+        finally:
+            self._usp_takes_first = False
 
     def prepare_data_loader(
         self,
@@ -428,7 +459,7 @@ class _OfReplicas(Accelerator):
             return gathered
         parts = gathered.reshape(len(first_ranks), -1, *gathered.shape[1:])
         for rank, first in enumerate(first_ranks):
-            if not _are_same(parts[rank], parts[first]):
+            if not self._usp_takes_first and not _are_same(parts[rank], parts[first]):
                 raise DataError(
                     f"gather: {list(parts.shape[1:])} {gathered.dtype} differs between ranks "
                     f"{first} and {rank}, which are one replica: it is of a shard, of a number of "
@@ -460,19 +491,21 @@ class _OfReplicas(Accelerator):
             error_on_other_type=True,
         )
 
+    def gather_objects(self, objects: Any) -> list[Any]:
+        """The lists of each mesh's first rank, one after the other."""
+        from accelerate.utils import gather_object
+
+        parts = gather_object([objects])
+        return [x for rank in sorted(set(self._usp_first_ranks)) for x in parts[rank]]
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        from accelerate.utils import gather_object, recursively_apply
+        from accelerate.utils import recursively_apply
 
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
-        data: Any
-        if use_gather_object:
-            parts = gather_object([input_data])
-            data = [x for rank in sorted(set(self._usp_first_ranks)) for x in parts[rank]]
-        else:
-            data = self.gather(input_data)
+        data: Any = (self.gather_objects if use_gather_object else self.gather)(input_data)
         state = self.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return data

@@ -1,0 +1,181 @@
+"""TRL's trainers that generate while they train: GRPO and RLOO on a mesh.
+
+Such a trainer makes its batches itself, from completions of its own model. Generation leaves the
+mesh: each rank runs the whole model, and the first rank of a mesh gives its completions to the
+others. The passes of log-probabilities and of the loss are sharded as any other. Rewards,
+advantages and what is logged are counted as :class:`~ds_usp.integrations.transformers.trainer`
+counts batches: each mesh is one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from importlib.metadata import version
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from transformers import Trainer
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError
+from ds_usp.integrations.transformers.model import find_enabled
+from ds_usp.integrations.transformers.refusals import find_model
+from ds_usp.training.data_loader import BatchBroadcast
+
+if TYPE_CHECKING:
+    from ds_usp.integrations.transformers.trainer import _OfReplicas
+
+# Of TRL 1.16; their subclasses too, as GMPO.
+_SERVED = frozenset({"GRPOTrainer", "RLOOTrainer"})
+# Before it, the head of these trainers is given logits_to_keep, which a shard does not know.
+_OLDEST_TRL = "1.15"
+# What makes rollouts, and what makes batches of them.
+_GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"
+# Where TRL deals completions out to processes besides the trainers' own modules.
+_VLLM = "trl.generation.vllm_generation"
+
+
+def makes_rollouts(trainer: Trainer) -> bool:
+    """Whether a trainer generates its batches in a way that is served."""
+    return not _SERVED.isdisjoint(kind.__name__ for kind in type(trainer).__mro__)
+
+
+def check_rollouts(trainer: Trainer) -> None:
+    """ConfigError for what the ranks of a mesh would not do alike."""
+    name = type(trainer).__name__
+    is_known = all(hasattr(trainer, x) for x in (_GENERATE, _SCORE))
+    if not is_known or Version(version("trl")) < Version(_OLDEST_TRL):
+        raise ConfigError(
+            f"{name} generates in another way than that of TRL {_OLDEST_TRL} and later, which "
+            f"leaves the mesh for it; there is no generation over a mesh: use trl>={_OLDEST_TRL}"
+        )
+    for option in ("tools", "environments", "environment_factories"):
+        if getattr(trainer, option, None):
+            raise ConfigError(
+                f"{name} with {option}: every rank of a mesh would call them, and what they give "
+                "may differ. Call them in rollout_func, of which the first rank's completions "
+                "count, or leave them out"
+            )
+
+
+def count_completions(trainer: Any, replicas: int) -> None:
+    """Set right what a trainer's arguments have derived from the number of ranks.
+
+    Raises:
+        ConfigError: the completions of a prompt would be in several batches.
+    """
+    args = trainer.args
+    micro, steps = args.per_device_train_batch_size, args.steps_per_generation
+    size = micro * replicas * steps
+    if size % trainer.num_generations:
+        raise ConfigError(
+            f"{replicas} meshes make {size} completions at once (per_device_train_batch_size="
+            f"{micro}, of a mesh, and steps_per_generation={steps}), which is no multiple of "
+            f"num_generations={trainer.num_generations}: set one of the three"
+        )
+    evaluated = args.per_device_eval_batch_size * replicas
+    evaluates = args.do_eval and args.eval_strategy != "no"
+    if evaluates and evaluated % trainer.num_generations_eval:
+        raise ConfigError(
+            f"{replicas} meshes evaluate {evaluated} completions at once "
+            f"(per_device_eval_batch_size={args.per_device_eval_batch_size}, of a mesh), which is "
+            f"no multiple of {trainer.num_generations_eval} for each prompt: set "
+            "per_device_eval_batch_size or num_generations_eval"
+        )
+    args.generation_batch_size = size
+    for name, kept in trainer._logs.items():  # as many as are made at once
+        if isinstance(kept, deque):
+            trainer._logs[name] = deque(kept, maxlen=size)
+
+
+def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
+    """Let the ranks of a mesh train on the same completions, which are made without the mesh."""
+    from accelerate.utils import set_seed
+
+    accelerator = trainer.accelerator
+    # TRL has seeded each rank with a number of its own, so that their completions differ.
+    set_seed(trainer.args.seed + accelerator._usp_replicas.rank)
+    first_rank = BatchBroadcast(mesh.sp_group, "cpu")
+
+    def of_first_rank(what: str, make: Callable[[], Any]) -> Any:
+        with mesh.agreeing(what):
+            value = make()
+            message = first_rank.pack(value) if mesh.rank == 0 else None
+        return first_rank.send(message)
+
+    def without_mesh(make: Callable[..., Any]) -> Callable[..., Any]:
+        """What the first rank of a mesh makes, on all its ranks, the model as it was."""
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            enabled = find_enabled(trainer.model, find_model(trainer.model))
+
+            def whole() -> Any:
+                with enabled.paused() if enabled else nullcontext():
+                    return make(*args, **kwargs)
+
+            # Also where ranks have drawn from the same state: sums of a GPU may differ in order,
+            # and an engine of vLLM has a seed of its own.
+            return of_first_rank("completions", whole)
+
+        return made
+
+    def once(reward: Callable[..., Any]) -> Callable[..., Any]:
+        """Called on the first rank of a mesh: it may cost money, or draw numbers of its own."""
+
+        def rewards(*args: Any, **kwargs: Any) -> Any:
+            return of_first_rank(
+                "rewards", lambda: reward(*args, **kwargs) if mesh.rank == 0 else None
+            )
+
+        return rewards
+
+    setattr(trainer, _GENERATE, without_mesh(getattr(trainer, _GENERATE)))
+    if getattr(trainer, "rollout_func", None) is not None:
+        trainer.rollout_func = without_mesh(trainer.rollout_func)
+    # Models are sharded, and so called on all ranks; functions that run at once in any order cannot
+    # send. Rewards are gathered from first ranks: what those of other ranks give is dropped.
+    trainer.reward_funcs = [
+        f if isinstance(f, nn.Module) or _is_async(f) else once(f) for f in trainer.reward_funcs
+    ]
+    score = getattr(trainer, _SCORE)
+    names = [_VLLM, *(kind.__module__ for kind in type(trainer).__mro__)]
+
+    def scored(inputs: Any) -> Any:
+        with _counts_meshes(accelerator, [sys.modules[x] for x in names if x in sys.modules]):
+            batch = score(inputs)
+        # TRL shuffles the batch next, by this state. Dropout may have drawn other numbers of it on
+        # each rank.
+        torch.set_rng_state(of_first_rank("a random state", torch.get_rng_state))
+        return batch
+
+    setattr(trainer, _SCORE, scored)
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
+
+
+@contextmanager
+def _counts_meshes(accelerator: _OfReplicas, modules: list[Any]) -> Iterator[None]:
+    """Gather from the first rank of each mesh what TRL gathers past its accelerator, and let it
+    take its part of that by the number of its mesh."""
+    from accelerate.utils import gather, gather_object
+
+    functions = [(gather, accelerator.gather), (gather_object, accelerator.gather_objects)]
+    with ExitStack() as stack:
+        for original, function in functions:
+            name = original.__name__
+            for module in [x for x in modules if getattr(x, name, None) is original]:
+                setattr(module, name, function)
+                stack.callback(setattr, module, name, original)
+        stack.enter_context(accelerator.of_first_ranks())
+        yield
