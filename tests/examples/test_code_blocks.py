@@ -6,6 +6,7 @@ A block that cannot be run says why in a comment above it, ``<!-- not run: reaso
 import contextlib
 import doctest
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -133,7 +134,11 @@ def run_python(ctx: RankContext, *, page: list[Block]) -> list[str]:
     Blocks that start and end ``torch.distributed`` run in the groups that the ranks have.
     """
     space = namespace(ctx)
-    with patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT):
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # Accelerate asks for them
+    with (
+        patch.dict(os.environ, launched),
+        patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT),
+    ):
         return run_blocks(page, space)
 
 
