@@ -61,8 +61,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
 
     Raises:
         ConfigError: an option of the trainer that would not train as one process does; another
-            trainer or a callback that generates; a model that is enabled for another mesh; meshes of
-            different sizes. On every rank.
+            trainer or a callback that generates; a model that is enabled for another mesh; meshes
+            of different sizes. On every rank.
         UnsupportedAttentionError: a model that is not served, which is named.
     """
     _check_trainer(trainer)
