@@ -17,7 +17,7 @@ from hf_trainer_runs import Record, Split, mesh_of, restored_environment, tiny_m
 from packaging.version import Version
 from rl_runs import Reward, Rollouts, rl_trainer, run_rl, saved_reference
 
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, MeshError
 from ds_usp.integrations.transformers import attach
 
 pytestmark = pytest.mark.skipif(
@@ -172,6 +172,27 @@ def test_what_a_mesh_would_not_do_alike_is_refused_on_every_rank(pool):
     for texts in pool.run(refusals, 2):
         for text, (_, _, expected) in zip(texts, REFUSED, strict=True):
             assert re.search(expected, text)
+
+
+class Fails(Reward):
+    def __call__(self, completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        raise KeyError("a judge that does not answer")
+
+
+def judged(ctx: RankContext) -> str:
+    with restored_environment():
+        trainer = rl_trainer("grpo", tiny_model(), Fails(), Record(), split=Split(), replicas=2)
+        attach(trainer, mesh_of(ctx, Split(1, 2)))
+        with pytest.raises((KeyError, MeshError)) as error:
+            trainer.train()
+        return f"{error.type.__name__} {error.value}"
+
+
+def test_an_error_of_a_reward_is_one_of_its_mesh(pool):
+    """It is called on one rank, and the other waits for its rewards."""
+    first, second = pool.run(judged, 2)
+    assert first.startswith("KeyError") and second.startswith("MeshError")
+    assert "a judge that does not answer" in second
 
 
 # ------------------------------------------------------------------ the page
