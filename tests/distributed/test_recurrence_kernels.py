@@ -3,7 +3,7 @@ states and gradients as the library's do, and lack what those lack."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -246,10 +246,16 @@ def over(name: str, x: Tensors, **where: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def on_a_cpu(planted: str = "") -> Iterator[None]:
     """The delta rule's kernels of states in torch, with an error."""
-    scale = (1.0, 1.01 if planted == "A off by 1 %" else 1.0)
+    scale = 1.01 if planted == "A off by 1 %" else 1.0
 
-    def into(*given: Any) -> Any:
-        return tuple(x if x is None else x * f for x, f in zip(maps(*given), scale, strict=True))
+    def states(*given: Any) -> Any:
+        return maps(*given, False)[0]
+
+    def transitions(
+        k: Any, w: Any, g: Any, gk: Any, chunk_size: Any, lengths: Any, numbers: slice
+    ) -> Any:
+        borders = torch.tensor([0, *accumulate(lengths)])[numbers.start : numbers.stop + 1]
+        return scale * maps(k, w, None, g, gk, chunk_size, borders, True)[1]
 
     def gradient(*given: Any) -> Any:
         return gradient_of_state(*given) * (planted != "no gradient")
@@ -257,7 +263,8 @@ def on_a_cpu(planted: str = "") -> Iterator[None]:
     with (
         mock.patch.object(kernels, "_is_joined", lambda: True),
         mock.patch.object(kernels, "takes_states", lambda kernel, _: "gated" in kernel.__module__),
-        mock.patch.object(kernels, "_maps", into),
+        mock.patch.object(kernels, "_states", states),
+        mock.patch.object(kernels, "_transitions", transitions),
         mock.patch.object(kernels, "_gradient_of_state", gradient),
     ):
         yield
