@@ -573,12 +573,8 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
 def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, ...]:
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     consistency = MESH_REGISTRY.lookup(given["mesh"]).consistency
-    num_raised = consistency.num_raised
-    try:
+    with consistency.raising_everywhere():
         sinks, slopes, seq_lens, *saved = ctx.saved_tensors
-    except Exception as error:
-        consistency.raise_everywhere(error, num_raised)
-        raise
     dq, dk, dv, *dsinks = attention_backward(
         grads[0], saved, sinks, slopes, seq_lens, *ctx.keys, *ctx.values
     )

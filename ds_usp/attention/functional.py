@@ -120,7 +120,7 @@ class UnifiedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
         plan: AttentionPlan = ctx.plan
         consistency = ctx.mesh.consistency
-        num_raised = consistency.num_raised
+        num_raised = consistency.num_raised  # raising_everywhere(), without calls in each pass
         try:
             refuse_second_derivative("attention", UnsupportedAttentionError)
             # May recompute, which is compared, or raise: before this rank says that it is ready.

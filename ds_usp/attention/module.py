@@ -352,13 +352,9 @@ class USPAttention(torch.nn.Module):
             # The caller's code may run out of memory here, or return another dtype, on one rank;
             # the others must not wait for it in the exchange that follows.
             consistency, arguments = self.mesh.consistency, arguments._replace(args=plan.args)
-            num_raised = consistency.num_raised
-            try:
+            with consistency.raising_everywhere():
                 out, flat = self._attend_locally(q, k, v, plan.batch_second, plan.rotary, arguments)
                 returned = returned_text(out)
-            except Exception as error:
-                consistency.raise_everywhere(error, num_raised)
-                raise
             consistency.check_part(returned, wait=out.device.type == "cpu")
             (out,) = exchange_heads(plan.call, call, False, out)
             out = out.flatten(2) if flat else out

@@ -310,6 +310,17 @@ class ConsistencyChecker:
         signature = Signature((text,))
         self._compare(signature, Kind.CALL, text, None, wait, MAX_IN_FLIGHT - 1)
 
+    @contextlib.contextmanager
+    def raising_everywhere(self) -> Iterator[None]:
+        """Around what may raise on this rank alone, right before a comparison: then it raises on
+        every rank."""
+        num_raised = self.num_raised
+        try:
+            yield
+        except Exception as error:
+            self.raise_everywhere(error, num_raised)
+            raise
+
     def raise_everywhere(self, error: Exception, num_raised: int) -> None:
         """Raise on every rank what this one has raised right before a comparison: pass it to that
         comparison, in which the others wait or will. Returns where the others know: a comparison

@@ -35,9 +35,9 @@ __all__ = ["PatchedFlashAttention", "flash_attention_forward", "patch_flash_atte
 
 FlashAttentionForward = Callable[..., Tensor]
 
-_NAME: Final = "_flash_attention_forward"
-_HOME: Final = "transformers.modeling_flash_attention_utils"
-_CALLER: Final = "transformers.integrations.flash_attention"
+FUNCTION: Final = "_flash_attention_forward"
+HOME: Final = "transformers.modeling_flash_attention_utils"
+CALLER: Final = "transformers.integrations.flash_attention"
 _PACKAGES = ("transformers", "transformers_modules")  # its own models, and those of the hub
 
 # Arguments that transformers' own function hands to this one, and that choose among its kernels.
@@ -166,35 +166,35 @@ def _exchange(old: object, new: object) -> None:
     references of their own."""
     for name, module in list(sys.modules.items()):
         in_package = name.partition(".")[0] in _PACKAGES and isinstance(module, ModuleType)
-        if in_package and vars(module).get(_NAME) is old:
-            setattr(module, _NAME, new)
+        if in_package and vars(module).get(FUNCTION) is old:
+            setattr(module, FUNCTION, new)
 
 
 def _own_function() -> FlashAttentionForward:
     try:
-        home, caller = importlib.import_module(_HOME), importlib.import_module(_CALLER)
-        functions = {vars(module)[_NAME] for module in (home, caller)}
+        home, caller = importlib.import_module(HOME), importlib.import_module(CALLER)
+        functions = {vars(module)[FUNCTION] for module in (home, caller)}
     except (ImportError, KeyError) as error:
         raise ConfigError(
-            f"{_CALLER} has no {_NAME} to replace: transformers from 4.51 on is needed "
+            f"{CALLER} has no {FUNCTION} to replace: transformers from 4.51 on is needed "
             f"({type(error).__name__}: {error})"
         ) from error
     for function in functions:
-        if getattr(function, "__module__", None) != _HOME:
-            owner = f"{type(function).__module__}.{type(function).__qualname__}"
-            if hasattr(function, "__module__") and hasattr(function, "__qualname__"):
-                owner = f"{function.__module__}.{function.__qualname__}"
+        if getattr(function, "__module__", None) != HOME:
+            named = function if hasattr(function, "__qualname__") else type(function)
             raise ConfigError(
-                f"transformers' {_NAME} is replaced already, by {owner}: restore() what replaced "
-                "it, or turn the trainer's own sequence parallelism off"
+                f"transformers' {FUNCTION} is replaced already, by {named.__module__}."
+                f"{named.__qualname__}: restore() what replaced it, or turn the trainer's own "
+                "sequence parallelism off"
             )
     return functions.pop()
 
 
 def _arguments_of_transformers() -> frozenset[str]:
     """What the installed transformers reads in a call of flash attention, if it is loaded."""
-    home = sys.modules.get(_HOME)
-    functions = [getattr(home, name, None) for name in (_NAME, "_process_flash_attention_kwargs")]
+    home = sys.modules.get(HOME)
+    names = FUNCTION, "_process_flash_attention_kwargs"
+    functions = [getattr(home, name, None) for name in names]
     parameters = [signature(function).parameters for function in functions if callable(function)]
     return frozenset(name for names in parameters for name in names)
 
@@ -346,9 +346,7 @@ class _FlashAttentionForward:
                 **others,
             )
         sinks, layer = others.pop("s_aux", None), others.pop("layer_idx", None)
-        consistency = self._mesh.consistency
-        num_raised = consistency.num_raised
-        try:
+        with self._mesh.consistency.raising_everywhere():
             _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
             self._refuse_unknown(others)
             if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -360,9 +358,6 @@ class _FlashAttentionForward:
                 this = _pass_of_nothing(is_causal, attention_mask)
             mask = this.mask(is_causal, sliding_window)
             scores = Scores(softcap or None, sinks=sinks)
-        except Exception as error:
-            consistency.raise_everywhere(error, num_raised)
-            raise
         q, k, v = query_states, key_states, value_states
         if target_dtype is not None and q.dtype == torch.float32:
             # Norms and rotary embeddings in fp32, as PEFT leaves them, before weights in bf16.

@@ -31,6 +31,9 @@ from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.compat.flash_attention_forward import (
+    CALLER,
+    FUNCTION,
+    HOME,
     FlashAttentionForward,
     PatchedFlashAttention,
     flash_attention_forward,
@@ -157,8 +160,7 @@ class _Functions:
         **lengths: Any,
     ) -> Any:
         mesh = self.mesh(group)
-        num_raised = mesh.consistency.num_raised
-        try:  # what one rank refuses before the comparison of the call all do
+        with mesh.consistency.raising_everywhere():
             _refuse_options(name, kind, mesh, deterministic)
             q, k, v = _unpack(name, packed, ndim=3 if lengths else 4)
             documents: Borders = ()
@@ -177,9 +179,6 @@ class _Functions:
                 layout = mesh.layout(kind, documents[-1], documents)
             mask = MaskSpec.window(*_window(causal, window_size), documents=documents)
             scores = NO_SCORE_MOD if alibi_slopes is None else Scores(alibi_slopes=alibi_slopes)
-        except Exception as error:
-            mesh.consistency.raise_everywhere(error, num_raised)
-            raise
         attend: Any = usp_attention
         result = attend(
             q,
@@ -422,8 +421,8 @@ def call_function_of_home(module: torch.nn.Module, *args: Any, **kwargs: Any) ->
     """transformers' own entry of ``ALL_ATTENTION_FUNCTIONS``, with the function that stands in its
     home now: programs (axolotl's ``batch_ring``) replace it there, and the entry's module has a
     reference of its own."""
-    home, caller = import_module(_HOME), import_module(_CALLER)
-    setattr(caller, _FUNCTION, getattr(home, _FUNCTION))
+    home, caller = import_module(HOME), import_module(CALLER)
+    setattr(caller, FUNCTION, getattr(home, FUNCTION))
     return caller.flash_attention_forward(module, *args, **kwargs)
 
 
@@ -483,9 +482,6 @@ class Installed(AbstractContextManager["Installed"]):
 
 
 _NAME: Final = "ring_flash_attn"
-_HOME: Final = "transformers.modeling_flash_attention_utils"
-_CALLER: Final = "transformers.integrations.flash_attention"
-_FUNCTION: Final = "_flash_attention_forward"
 _PUBLIC = ("substitute_hf_flash_attn", "update_ring_flash_attn_params")
 
 

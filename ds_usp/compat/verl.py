@@ -49,7 +49,7 @@ def _change_config(module: ModuleType) -> None:
 
 
 def _change_engine(module: ModuleType) -> None:
-    """A mesh over the ranks that share a sequence, and our attention where it is theirs."""
+    """A mesh over the ranks that share a sequence, and attention over it in the place of verl's."""
     from ds_usp.comm.mesh import SequenceMesh
     from ds_usp.compat.flash_attention_forward import flash_attention_forward
 

@@ -549,13 +549,9 @@ class ProjectedAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         consistency = call.mesh.consistency
-        num_raised = consistency.num_raised
-        try:
+        with consistency.raising_everywhere():
             refuse_second_derivative("projected_attention", UnsupportedAttentionError)
             sinks, *saved = ctx.saved_tensors  # once, or hooks would unpack them again
-        except Exception as error:
-            consistency.raise_everywhere(error, num_raised)
-            raise
         consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
         tensors, (out, *lses) = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
         inputs, scores = call.inputs(*tensors), replace(call.scores, sinks=sinks)

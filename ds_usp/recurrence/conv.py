@@ -66,7 +66,7 @@ def causal_conv(
 
     shard = call.begin(compute)
     before = shard.exchange(call)
-    with call.raising_everywhere():
+    with mesh.consistency.raising_everywhere():
         out = shard.finish(conv, before)
     return call.leave(out, 2)
 

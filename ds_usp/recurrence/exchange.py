@@ -3,8 +3,7 @@ compare in both passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -163,18 +162,6 @@ class ExchangeCall:
                 inputs[i] = x
         return inputs
 
-    @contextmanager
-    def raising_everywhere(self) -> Iterator[None]:
-        """Around what may raise on one rank after the ranks have compared the call: on the others
-        the next comparison raises a MeshError with its text."""
-        consistency = self.mesh.consistency
-        num_raised = consistency.num_raised
-        try:
-            yield
-        except Exception as error:
-            consistency.raise_everywhere(error, num_raised)
-            raise
-
     def exchange(
         self,
         parts: Sequence[torch.Tensor],
@@ -288,13 +275,9 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        num_raised = ctx.consistency.num_raised
-        try:
+        with ctx.consistency.raising_everywhere():
             refuse_second_derivative(ctx.name)
             _ = ctx.saved_tensors  # may recompute, or raise: before this rank says it is ready
-        except Exception as error:
-            ctx.consistency.raise_everywhere(error, num_raised)
-            raise
         ctx.consistency.check_backward(ctx.number, wait=grad.device.type == "cpu")
         zeros = (grad.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
         return None, None, None, grad, *zeros

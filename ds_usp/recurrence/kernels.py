@@ -136,7 +136,7 @@ def delta_rule(
     states = PieceStates(call, value.shape[2], key.shape[3], value.shape[3], key.device)
     rows = inputs[0].shape[0]
     q, k, v, decay, b = (x.flatten(0, 1)[None] for x in inputs)
-    with call.raising_everywhere():
+    with mesh.consistency.raising_everywhere():
         out, _ = kernel(q, k, v, g=decay, beta=b, **states.arguments(), **options)
     return call.leave(out[0].unflatten(0, (rows, -1)), 1)
 

@@ -168,7 +168,7 @@ def affine_scan(
         dtype = torch.float64 if wide else torch.float32
         transfer = Transfer(recurrence, call, call.chains, dtype)
         states = transfer.states(own, maps)
-    with call.raising_everywhere():
+    with mesh.consistency.raising_everywhere():
         out = maps.finish([states.get(piece) for piece in own])
         tokens = sum(piece.length for piece in own)
         _check_out(out, out_dim, call.chains.rows_of_piece, tokens, f"rank {mesh.rank}")

@@ -311,7 +311,7 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
     whole = torch.tensor([0, 5, 16], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": whole, "cu_seq_lens_k": whole}
     other = torch.tensor([0, 6, 16], dtype=torch.int32)
-    mine = torch.tensor([0, local], dtype=torch.int32)
+    of_shard = torch.tensor([0, local], dtype=torch.int32)
     bad: dict[str, Call] = {
         "dropout": {"dropout": 0.1},
         "window of none": {"sliding_window": 0},
@@ -322,7 +322,7 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
         "weights": {"output_attentions": True},
         "one of two lengths": {"cu_seq_lens_q": whole},
         "other lengths of keys": {**lengths, "cu_seq_lens_k": other},
-        "lengths of the shard": {"cu_seq_lens_q": mine, "cu_seq_lens_k": mine},
+        "lengths of the shard": {"cu_seq_lens_q": of_shard, "cu_seq_lens_k": of_shard},
         "lengths and padding": {**lengths, "attention_mask": zeros},
         "whole positions": {"position_ids": torch.arange(16)[None]},
         "positions of images": {"position_ids": positions.expand(3, 1, local)},

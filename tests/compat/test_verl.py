@@ -144,9 +144,9 @@ def test_the_recorded_engine_has_what_verl_has():
     compared_names = 0
     for path in verl_runs.RECORDED.rglob("*.py"):
         names = path.relative_to(verl_runs.RECORDED)
-        theirs = ast.parse((verl_runs.VERL / names.relative_to("verl")).read_text())
+        of_verl = ast.parse((verl_runs.VERL / names.relative_to("verl")).read_text())
         for name, parameters in signatures(ast.parse(path.read_text())).items():
-            assert signatures(theirs)[name] == parameters, (names, name)
+            assert signatures(of_verl)[name] == parameters, (names, name)
             compared_names += 1
     assert compared_names > 12
 

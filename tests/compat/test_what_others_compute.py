@@ -20,9 +20,9 @@ from harness import RankContext, RankError, fork_world
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/what-others-compute.md").read_text(encoding="utf-8")
 OURS = 1e-5
-THEIRS = 100 * OURS  # at least; below, the row goes
+WRONG = 100 * OURS  # at least; below, the row goes
 LINES = 20  # of a block, empty ones not counted; the head of all programs may have more
-RESULT = re.compile(r"^(.+): theirs (\S+), ours (\S+)$", re.MULTILINE)
+RESULT = re.compile(r"^(.+): peer (\S+), ds_usp (\S+)$", re.MULTILINE)
 
 # Imported once by the server that ranks are forked from: a program alone needs 20 s for it.
 harness.PRELOAD = (
@@ -45,12 +45,12 @@ class Row:
 
     peer: str
     version: str
-    theirs: float
+    error: float
 
 
 ROWS = {
-    program: Row(peer, number, float(theirs))
-    for program, peer, number, theirs in re.findall(
+    program: Row(peer, number, float(of_peer))
+    for program, peer, number, of_peer in re.findall(
         r"^\| (.+?) \| (\w+) ([\d.]+) \| .+? \| (\S+) \| \S+ \|$", TEXT, re.MULTILINE
     )
 }
@@ -104,21 +104,21 @@ def run(ctx: RankContext, *, text: str, folder: str) -> str:
 
 @functools.cache
 def results(program: Program, folder: str) -> list[tuple[str, float, float]]:
-    """Of each row that a program reports: its name, their error, ours."""
+    """Of each row that a program reports: its name, the peer's error, that of ds_usp."""
     ranks = 4 if program.section.startswith("diffusers") else 2
     printed = fork_world(run, ranks, text=program.text, folder=folder)
     found = RESULT.findall(printed[0])
-    return [(row, float(theirs), float(ours)) for row, theirs, ours in found]
+    return [(row, float(of_peer), float(ours)) for row, of_peer, ours in found]
 
 
-def judge(program: str, theirs: float, ours: float, installed: str) -> None:
+def judge(program: str, of_peer: float, ours: float, installed: str) -> None:
     """Fail where a row does not say what was just seen."""
     row = ROWS[program]
     assert ours <= OURS, f"{program}: ds_usp is {ours:g} off one process"
-    if theirs <= THEIRS:
+    if of_peer <= WRONG:
         pytest.fail(f"{program}: mended in {row.peer} {installed}: delete this row")
     if installed == row.version:
-        assert theirs == pytest.approx(row.theirs, rel=0.2), f"{program}: write {theirs:g}"
+        assert of_peer == pytest.approx(row.error, rel=0.2), f"{program}: write {of_peer:g}"
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,8 @@ def test_each_row_is_still_true(program, folder):
     except RankError as error:
         pytest.fail(f"{program} raises; a peer that refuses now leaves the page:\n{error}")
     assert found, "it reports nothing"
-    for row, theirs, ours in found:
-        judge(row, theirs, ours, version(ROWS[row].peer))
+    for row, of_peer, ours in found:
+        judge(row, of_peer, ours, version(ROWS[row].peer))
 
 
 def test_each_row_has_a_program(folder):
@@ -159,10 +159,10 @@ def test_the_table_has_the_versions_of_the_constraints():
 
 def test_a_mended_peer_and_a_wrong_number_are_found():
     name, row = next(iter(ROWS.items()))
-    judge(name, row.theirs, 1e-7, row.version)
+    judge(name, row.error, 1e-7, row.version)
     with pytest.raises(pytest.fail.Exception, match=rf"mended in {row.peer} 99: delete this row"):
         judge(name, 1e-7, 1e-7, "99")
     with pytest.raises(AssertionError, match=r"ds_usp is 0\.001 off"):
-        judge(name, row.theirs, 1e-3, row.version)
+        judge(name, row.error, 1e-3, row.version)
     with pytest.raises(AssertionError, match="write"):
-        judge(name, 2 * row.theirs, 1e-7, row.version)
+        judge(name, 2 * row.error, 1e-7, row.version)

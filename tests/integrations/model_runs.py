@@ -202,8 +202,8 @@ def sweep_case(ctx: RankContext, model_type: str, layout: str = "auto") -> dict[
                 try:
                     if not refused:
                         have = on_the_mesh(model, mesh, make())
-                        mine = want is not None and name == batch_name
-                        outcome = have.error(want) if mine else float("inf")
+                        is_asked = want is not None and name == batch_name
+                        outcome = have.error(want) if is_asked else float("inf")
                 except ds_usp.USPError as refusal:
                     outcome = str(refusal)
                     take_gradients(model)

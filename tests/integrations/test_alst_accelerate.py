@@ -176,8 +176,8 @@ def weights_on_two_meshes(ctx: RankContext) -> list[float]:
 
     halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     shards = [[[1, 2, 3, -100], [4, -100, -100, -100]], [[1, 2, -100, -100], [3, 4, 5, 6]]]
-    mine = [torch.tensor(x).chunk(2)[ctx.rank % 2] for x in shards[ctx.rank // 2]]
-    batches = [{"shift_labels": x[None]} for x in mine]
+    own = [torch.tensor(x).chunk(2)[ctx.rank % 2] for x in shards[ctx.rank // 2]]
+    batches = [{"shift_labels": x[None]} for x in own]
     trainer = Mock(args=Mock(average_tokens_across_devices=True))
     trainer.accelerator.parallelism_config = Mock(sp_size=2, sp_backend="deepspeed")
     with patch.object(groups, "_get_sequence_parallel_group", lambda: halves[ctx.rank // 2]):
