@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(
     Version(version("trl")) < Version("1.15"), reason="TRL before 1.15 is refused"
 )
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "usage" / "rl.md"
-SLOW = pytest.mark.slow
 KL: dict[str, Any] = {
     "beta": 0.1,
     "num_iterations": 2,
@@ -76,8 +75,8 @@ SPLITS = [
     (4, Split(2, 1, "zero3")),
     (2, Split(1, 2, "fsdp2")),
 ]
-CASES += [
-    pytest.param(*split, options, marks=SLOW, id=f"{name}-{split[1]}")
+MORE = [
+    pytest.param(*split, options, id=f"{name}-{split[1]}")
     for split, (name, options) in zip(cycle(SPLITS), OTHERS.items(), strict=False)
 ]
 
@@ -97,6 +96,18 @@ def same_logs(got: Rollouts, want: Rollouts) -> None:
 
 @pytest.mark.parametrize(("world", "split", "options"), CASES, ids=str)
 def test_a_trainer_that_generates_trains_as_one_process_does(pool, split, world, options, tmp_path):
+    trains_as_one_process_does(pool, split, world, options, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "split", "options"), MORE)
+def test_further_losses_and_options_do(pool, split, world, options, tmp_path):
+    trains_as_one_process_does(pool, split, world, options, tmp_path)
+
+
+def trains_as_one_process_does(
+    pool: Any, split: Split, world: int, options: dict[str, Any], tmp_path: Path
+) -> None:
     options = {"folder": saved_reference(str(tmp_path)), **options}
     size = split.ulysses * split.ring
     wanted = pool.run(run_rl, world // size, **options)
