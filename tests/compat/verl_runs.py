@@ -46,6 +46,7 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 FP32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+OUTPUTS = ("log_probs", "entropy", "values")
 LEARNING_RATE = 8.0  # changes of weights are not lost in the weights
 Numbers = dict[str, Tensor]
 
@@ -356,7 +357,8 @@ def _error(ours: Tensor, other: Tensor) -> float:
 
 def main() -> None:
     """Both strategies, every role, every ring degree over all ranks, against padded rows on each
-    rank; in fp32, then in verl's bf16. Exits with 1 if fp32 is off by more than 1e-5."""
+    rank; in fp32, then in verl's bf16. Exits with 1 if fp32 is off by more than 1e-5, or if
+    attention was not sharded."""
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     if ON_GPU:
@@ -378,30 +380,35 @@ def main() -> None:
                 given["mixed_precision"] = FP32 | {"param_dtype": "bf16"}
             settings = [{"sp": 1}, *({"sp": world, "ring_degree": ring} for ring in rings)]
             model = folder / ("critic" if role == "critic" else "actor")
-            degrees = set[tuple[int, int]]()
+            shards: dict[int, set[tuple[int, int]]] = {ring: set() for ring in rings}
             attend = replaced.usp_attention
 
-            def seen(*args: Any, mesh: Any, **kw: Any) -> Any:
-                degrees.add((mesh.ulysses_degree, mesh.ring_degree))  # noqa: B023 - called here
-                return attend(*args, mesh=mesh, **kw)  # noqa: B023
+            def seen(q: Tensor, *args: Any, mesh: Any, mask: Any, **kw: Any) -> Any:
+                whole = mask.documents[0][-1]
+                shards[mesh.ring_degree].add((q.shape[1], whole))  # noqa: B023 - called here
+                return attend(q, *args, mesh=mesh, mask=mask, **kw)  # noqa: B023
 
             with mock.patch.object(replaced, "usp_attention", seen):
                 results = run_engines(None, [(model, given | more) for more in settings])
-            missing = {(world // ring, ring) for ring in rings} - degrees
-            if missing:
-                print(f"NOT SHARDED as {missing}, but {degrees}", flush=True)  # noqa: T201
-                worst = float("inf")
             for more, numbers in zip(settings, results, strict=True):
-                errors = numbers
-                if not isinstance(numbers, str) and not isinstance(results[0], str):
+                told = [strategy, role, precision or "fp32", more]
+                if isinstance(numbers, str) or isinstance(results[0], str):
+                    worst = float("inf")
+                    told.append(numbers)
+                else:
                     errors = {name: _error(numbers[name], results[0][name]) for name in numbers}
                     name = max(errors, key=errors.get)  # type: ignore[arg-type]
+                    outputs = [f"{x} {errors[x]:.1e}" for x in errors if x in OUTPUTS]
+                    told += [*outputs, f"worst {name} {errors[name]:.1e}"]
                     worst = worst if precision else max(worst, errors[name])
-                    errors = f"{errors[name]:.1e} {name}"
-                else:
-                    worst = float("inf")
-                if rank == 0:
-                    print(strategy, role, precision or "fp32", more, errors, flush=True)  # noqa: T201
+                if ring := more.get("ring_degree"):
+                    told.append(f"attention saw (tokens here, of all) {sorted(shards[ring])}")
+                    cut = all(here * world == whole for here, whole in shards[ring])
+                    if not shards[ring] or not cut:
+                        told.append("NOT SHARDED")
+                        worst = float("inf")
+                if rank == 0 or told[-1] == "NOT SHARDED":
+                    print(*told, flush=True)  # noqa: T201
     if rank == 0:
         print("worst in fp32", worst, "on", torch.cuda.get_device_name() if ON_GPU else "CPUs")  # noqa: T201
     dist.destroy_process_group()
