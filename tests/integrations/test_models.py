@@ -26,7 +26,7 @@ from model_runs import (
     take_gradients,
     whole_model,
 )
-from tiny_models import build
+from tiny_models import HAS_STATES, build
 from tiny_towers import SPECIAL, TOWERS, batch_with_images, build_with_tower, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -258,6 +258,8 @@ def router_losses(ctx: RankContext) -> Errors:
     """Both reductions of gradients, in turn; of the loss, and of what is returned beside it."""
     errors = {}
     for at, (name, (model_type, batch)) in enumerate(ROUTERS.items()):
+        if name == "with a state" and not HAS_STATES:
+            continue
         if name == "images":
             model, given = images(model_type, batch())
         else:
