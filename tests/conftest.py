@@ -119,9 +119,9 @@ class Outcomes:
             result = self.result()
             self.record.write_text(json.dumps(result, indent=1) + "\n")
             terminalreporter.section("recorded")
+            counts = f"{self.passed} passed, {len(self.failed)} failed, {self.skipped.total()} skipped"
             terminalreporter.write_line(
-                f"{self.passed} passed, {len(self.failed)} failed, {self.skipped.total()} skipped in"
-                f" {result['seconds']} s on {result['machine']}: {self.record}"
+                f"{counts} in {result['seconds']} s on {result['machine']}: {self.record}"
             )
 
     def result(self) -> dict[str, object]:
