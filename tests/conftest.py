@@ -119,9 +119,10 @@ class Outcomes:
             result = self.result()
             self.record.write_text(json.dumps(result, indent=1) + "\n")
             terminalreporter.section("recorded")
-            counts = f"{self.passed} passed, {len(self.failed)} failed, {self.skipped.total()} skipped"
+            counts = self.passed, len(self.failed), self.skipped.total()
             terminalreporter.write_line(
-                f"{counts} in {result['seconds']} s on {result['machine']}: {self.record}"
+                "{} passed, {} failed, {} skipped".format(*counts)
+                + f" in {result['seconds']} s on {result['machine']}: {self.record}"
             )
 
     def result(self) -> dict[str, object]:
