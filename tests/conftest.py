@@ -34,6 +34,7 @@ for _folder in ("examples_deepspeed/sequence_parallel", "scripts", "scripts/benc
     sys.path.append(str(TESTS.parent / _folder))
 
 import fast_tier  # noqa: E402
+from golden_curves import GoldenCurves  # noqa: E402
 from harness import WorkerPool, no_work, set_seeds  # noqa: E402
 
 _POOL = pytest.StashKey[WorkerPool]()
@@ -45,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--write-support-table", action="store_true", help="rewrite the tables in docs"
     )
     parser.addoption("--write-durations", action="store_true", help="rewrite tests/durations.json")
+    parser.addoption("--write-golden", action="store_true", help="record the curves that are run")
     parser.addoption("--record", type=Path, help="a JSON file of the run's result, or of one more")
 
 
@@ -148,6 +150,12 @@ class Outcomes:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     set_seeds()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> GoldenCurves:
+    """The recorded curves of 20 steps."""
+    return GoldenCurves(request.config.getoption("--write-golden"))
 
 
 @pytest.fixture(scope="session")
