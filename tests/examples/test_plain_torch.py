@@ -91,7 +91,7 @@ def slightly_wrong(ctx: RankContext, *, how: str) -> str:
         else:
             model.rotate = lambda x, positions: rotate(x, positions + ctx.rank)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            ddp.main("--ulysses 1 --ring 2 --check --steps 2".split())
+            ddp.main(["--ulysses", "1", "--ring", "2", "--check", "--steps", "2"])
     finally:
         ddp.training.loss_token_weight, model.rotate = weight_of, rotate
     return out.getvalue()
