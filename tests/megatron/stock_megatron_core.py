@@ -68,6 +68,30 @@ def step(
     return reduced(model, torch.stack(losses).sum())
 
 
+def train(
+    steps: int, *, cp: int = 1, lr: float = 0.05, **model_options: Any
+) -> tuple[list[float], list[float]]:
+    """Loss and gradient norm of each of some steps of SGD, each on text of its own."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    model_parallel_cuda_manual_seed(1)
+    model = gpt_model(tp=1, cp=cp, **model_options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses, norms = [], []
+    for seed in range(steps):
+        batch = get_batch_on_this_cp_rank(full_batch(False, seed))
+        weights, tokens = batch.pop("loss_mask"), batch.pop("tokens")
+        loss, gradients = reduced(model, (model(tokens, **batch) * weights).sum() / (B * S))
+        losses.append(loss)
+        norms.append(torch.stack([x.norm() for x, _ in gradients.values()]).norm().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
 def gpt_model(
     *,
     tp: int,
@@ -156,9 +180,9 @@ def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str
     return loss.item(), gradients
 
 
-def full_batch(dense_mask: bool) -> dict[str, Any]:
+def full_batch(dense_mask: bool, seed: int = 2) -> dict[str, Any]:
     """The batch before it is cut over the context-parallel ranks."""
-    torch.manual_seed(2)
+    torch.manual_seed(seed)
     text = torch.randint(VOCAB, (B, S + 1))
     return {
         "tokens": text[:, :-1].contiguous(),

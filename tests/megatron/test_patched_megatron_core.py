@@ -14,8 +14,9 @@ import stock_megatron_core
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from golden_curves import STEPS
 from harness import RankContext, fork_world
-from stock_megatron_core import DenseAttention, gpt_model, step
+from stock_megatron_core import DenseAttention, gpt_model, step, train
 
 import megatron_patches
 from ds_usp import (
@@ -152,6 +153,15 @@ def test_a_stock_program_gives_one_ranks_loss_and_gradients(one_rank, cases, wor
     for results in fork_world(programs, world, cases=cases):
         for name, result in results.items():
             check(name, result, one_rank[name], cases[name][1].get("tp", 1))
+
+
+def recorded_steps(ctx: RankContext) -> tuple[list[float], list[float]]:
+    megatron_patches.apply("megatron_core", ulysses_degree=2)
+    return train(STEPS, cp=2, kv_heads=2)
+
+
+def test_twenty_steps_are_the_recorded_ones(golden):
+    golden.check("megatron-core, 2x1, SGD", *fork_world(recorded_steps, 2)[0])
 
 
 def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
