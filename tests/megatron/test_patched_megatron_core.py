@@ -423,6 +423,14 @@ YARN = {
 }
 DOCUMENTS = {"documents": ([5, 9, 16], [8, 16, 16])}
 WINDOWS = {"window_size": (5, 0), "window_attn_skip_freq": 2, "kv_heads": 2}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+    "add_bias_linear": False,
+    "moe_ffn_hidden_size": 32,
+}
 UP_PROJECTION = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 MODELS = {
@@ -441,6 +449,14 @@ MODELS = {
     "packed and padded": {"kv_heads": 2, **DOCUMENTS},
     "multi-token prediction": {"mtp_num_layers": 1, "calculate_per_token_loss": True},
     "learned positions": {"rotary": False},
+    "experts, all-to-all": {
+        **EXPERTS,
+        "ep": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    },
+    "experts, all-gather": {**EXPERTS, "ep": 4, "moe_token_dispatcher_type": "allgather"},
 }
 # What is computed another way, with the same result.
 RECOMPUTED = {
@@ -488,7 +504,9 @@ def one_rank_of() -> dict[str, Any]:
     """Each document alone on one rank: dense attention for MLA, else megatron-core's own."""
     cases = {}
     for name, model in MODELS.items():
-        options = {**model, "alone": True} if "documents" in model else dict(model)
+        options = {**model, "ep": 1}
+        if "documents" in model:
+            options["alone"] = True
         cases[name] = ({}, {**options, "core": dense} if "mla" in model else options)
     (results,) = fork_world(programs, 1, cases=cases)
     return results

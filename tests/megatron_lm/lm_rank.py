@@ -83,14 +83,20 @@ def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def plain_name(name: str, layers: dict[str, int]) -> str:
-    """The parameter's name in a model without a pipeline.
+    """The parameter's name in a model without a pipeline and without expert parallelism.
 
     Args:
         name: as ``named_parameters`` gives it.
         layers: the number of each layer in the whole model, from 0, by its name in this one.
     """
+    from megatron.core import parallel_state
     from megatron.training import get_args
 
+    held = (get_args().num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first = held * parallel_state.get_expert_model_parallel_rank()
+    name = re.sub(
+        r"(?<=local_experts\.)\d+", lambda number: str(first + int(number.group())), name
+    )
     for layer, number in layers.items():
         if name.startswith(f"{layer}."):
             return f"decoder.layers.{number}{name[len(layer) :]}"
