@@ -114,8 +114,11 @@ def keyed_weight(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     args = get_args()
     split = getattr(parameter, "tensor_model_parallel", False) or "softmax_offset" in name
     dim = parameter.partition_dim if getattr(parameter, "partition_dim", -1) >= 0 else 0
-    shards = parallel_state.get_tensor_model_parallel_world_size() if split else 1
-    rank = parallel_state.get_tensor_model_parallel_rank() if split else 0
+    if ".experts." in name:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    shards, rank = (group.size(), group.rank()) if split else (1, 0)
     shape = list(parameter.shape)
     shape[dim] *= shards
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
