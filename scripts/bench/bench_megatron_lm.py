@@ -9,9 +9,9 @@ bf16, DistributedDataParallel, the distributed optimizer, gradient reduction and
 overlapped; context parallelism over all ranks. In one run, on the same model and weights (the
 learning rate is 0): in TransformerEngine's layers its own p2p and a2a and every mesh of ds_usp; in
 the local layers every mesh of ds_usp; "stock": the layers as they are, every sequence on one rank,
-where the sequences divide among the ranks (the local layers on CPUs only). --backend and --kernel
-choose the attention kernel of both (fused: cuDNN; flash: FlashAttention, where TransformerEngine
-finds it).
+where the sequences divide among the ranks (the local layers on CPUs only). --backend and --kernels
+choose the attention kernels of both (fused: cuDNN; flash: FlashAttention, where TransformerEngine
+finds it); ds_usp runs on each of its own.
 
 A row is the median of --iterations steps after --warm-up, over --rounds, in which the baselines of
 one model take turns. With --losses N a row is the loss and the gradient norm of one of N training
@@ -24,7 +24,7 @@ import argparse
 import gc
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,11 +45,12 @@ from ds_usp.geometry.degrees import divisors
 TIMES = ("tokens_per_s_per_gpu", "ms", "loss", "grad_norm", "peak_gib")
 
 
-def baseline_names(layers: str, context: int) -> list[str]:
+def baseline_names(layers: str, context: int, kernels: Sequence[str]) -> list[str]:
     """What one model's layers can attend by, at a context-parallel size."""
     if context == 1:
         return ["stock"]
-    meshes = [f"ds_usp {u}x{context // u}" for u in reversed(divisors(context))]
+    degrees = list(reversed(divisors(context)))
+    meshes = [f"ds_usp {u}x{context // u} {kernel}" for kernel in kernels for u in degrees]
     return [*(["TE p2p", "TE a2a"] if layers == "te" else []), *meshes]
 
 
@@ -67,7 +68,7 @@ def training(
             session,
             workload,
             layers=layers,
-            kernel=args.kernel,
+            kernels=args.kernels,
             backend=args.backend,
             bf16=args.precision == "bf16",
             **options,
@@ -109,7 +110,7 @@ def time_model(
 ) -> None:
     """Time the baselines of one model in turns, and add their rows."""
     workload, times, label = model.workload, {}, LAYERS[layers]
-    names = baseline_names(layers, model.config.context_parallel_size)
+    names = baseline_names(layers, model.config.context_parallel_size, args.kernels)
     rows: dict[str, list[str]] = {}
     for _ in range(args.rounds):
         for name in names:
@@ -163,7 +164,7 @@ def losses(
     context: int,
 ) -> None:  # fmt: skip
     """Add the losses of every baseline of one kind of layers, each from the same weights."""
-    for name in baseline_names(layers, context):
+    for name in baseline_names(layers, context, args.kernels):
         for seed in args.seeds:
             with training(session, args, workload, layers, context, lr=args.lr, seed=seed) as model:
                 label = f"{name}, {LAYERS[layers]}"
@@ -185,8 +186,7 @@ def main() -> None:
     if not session.on_gpu:
         without_gpu()
     columns = ("seed", "step", "loss", "grad_norm") if args.losses else TIMES
-    kernel = f"{args.backend} of TransformerEngine, {args.kernel} of ds_usp"
-    note = f"{args.precision}, {kernel}"
+    note = f"{args.precision}, {args.backend} of TransformerEngine"
     tables = [Table(session, args.out, ("workload", "contender", *columns), note)]
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def parse() -> argparse.Namespace:
         help="models of the planner, or tiny",
     )
     parser.add_argument("--layers", nargs="+", choices=LAYERS, help="default: all, local on CPUs")
-    parser.add_argument("--kernel", help="of ds_usp (default: cudnn, auto on CPUs)")
+    parser.add_argument("--kernels", nargs="+", help="of ds_usp (default: cudnn, auto on CPUs)")
     parser.add_argument("--backend", default="fused", choices=("fused", "flash", "auto"))
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16, fp32 on CPUs")
     parser.add_argument("--iterations", type=int, default=7)
@@ -236,7 +236,7 @@ def parse() -> argparse.Namespace:
     on_gpu = args.device == "cuda"
     args.layers = args.layers or (list(LAYERS) if on_gpu else ["local"])
     args.precision = args.precision or ("bf16" if on_gpu else "fp32")
-    args.kernel = args.kernel or ("cudnn" if on_gpu else "auto")
+    args.kernels = args.kernels or ["cudnn" if on_gpu else "auto"]
     return args
 
 

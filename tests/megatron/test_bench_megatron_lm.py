@@ -17,7 +17,7 @@ sys.path.insert(0, str(BENCH))
 from megatron_train import Workload  # noqa: E402
 from step_trace import COLUMNS  # noqa: E402
 
-CONTENDERS = ["ds_usp 2x1", "ds_usp 1x2", "stock"]
+CONTENDERS = ["ds_usp 2x1 auto", "ds_usp 1x2 auto", "stock"]
 SETTINGS = ("--device", "cpu", "--workloads", "tiny:64:2")
 TINY = "tiny 2 layers 64 x 2"
 

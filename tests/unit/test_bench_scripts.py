@@ -68,10 +68,13 @@ def test_attention_and_its_errors(pool, tmp_path):
     run(pool, "bench_attention", *SHAPE, "--rounds", "1", "--out", str(path))
     meshes = ["one GPU, eager", "ds_usp 2x1, eager", "ds_usp 1x2, eager"]
     assert [row["contender"] for row in read(path)] == meshes
-    run(pool, "bench_attention", *SHAPE, "--errors", "--out", str(path))
-    assert [row["contender"] for row in read(path)] == meshes[1:]
+    shapes = ("--shapes", "64:2:2:16", "67:4:2:16:documents=4-16")
+    flags = ("--kernels", "eager", "--errors", "--peers", "plain", "--out", str(path))
+    run(pool, "bench_attention", *shapes, *flags)
+    assert [row["contender"] for row in read(path)] == 2 * [*meshes[1:], "plain all-to-all, eager"]
+    assert all(float(row["worst_ratio"]) <= 1.5 for row in read(path))
     nothing = ("--shapes", "64:2:2:16", "--kernels", "flash4", "--errors")
-    assert "0 checked: FAILED" in run(pool, "bench_attention", *nothing, code=1)
+    assert "0 meshes checked: FAILED" in run(pool, "bench_attention", *nothing, code=1)
 
 
 PLAIN_SHAPES = {
