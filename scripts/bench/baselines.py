@@ -251,7 +251,7 @@ def even_piece(shape: Shape) -> list[int]:
 
 def mirrored_chunks(borders: Sequence[int], world: int, rank: int) -> list[int]:
     """What TransformerEngine's load balancing gives a rank: each document is padded to a multiple
-    of 2 x world and cut into as many chunks, of which rank r has chunk r and the r-th from behind."""
+    of 2 x world and cut into as many chunks; rank r has chunk r and the r-th from behind."""
     positions = []
     for start, stop in pairwise(borders):
         chunk = math.ceil((stop - start) / (2 * world))
@@ -584,25 +584,10 @@ def thd_attend(attention: Callable[..., torch.Tensor], shape: Shape) -> Attend:
     return run
 
 
-def ring_flash_attn(kernels: Sequence[str]) -> Iterator[Baseline]:
-    """ring-flash-attn's zigzag ring, on the package flash-attn."""
-
-    def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
-        from ring_flash_attn import zigzag_ring_flash_attn_func
-
-        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return zigzag_ring_flash_attn_func(q, k, v, causal=True, group=dist.group.WORLD)
-
-        return run, shape, causal_chunks(shape)
-
-    yield Baseline("ring-flash-attn zigzag", "flash2", attend)
-
-
 PEERS = {
     "deepspeed": deepspeed_ulysses,
     "plain": plain_all_to_alls,
     "torch": torch_context_parallel,
     "yunchang": yunchang,
     "te": transformer_engine,
-    "ring_flash_attn": ring_flash_attn,
 }

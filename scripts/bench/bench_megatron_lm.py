@@ -26,7 +26,6 @@ import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from bench_harness import Session, Table, common_flags
@@ -38,7 +37,6 @@ from megatron_train import (
     destroy_groups,
     without_gpu,
 )
-from step_trace import COLUMNS, traced
 
 from ds_usp.geometry.degrees import divisors
 
@@ -106,7 +104,7 @@ def peak_gib(session: Session, model: Training) -> float:
 
 
 def time_model(
-    session: Session, args: argparse.Namespace, tables: list[Table], model: Training, layers: str
+    session: Session, args: argparse.Namespace, table: Table, model: Training, layers: str
 ) -> None:
     """Time the baselines of one model in turns, and add their rows."""
     workload, times, label = model.workload, {}, LAYERS[layers]
@@ -130,33 +128,12 @@ def time_model(
     for name, measured in times.items():
         median = statistics.median(measured)
         rate = workload.sequences * workload.seq_len / median / session.world
-        table = [str(workload), f"{name}, {label}", f"{rate:.1f}", f"{median * 1e3:.2f}"]
-        tables[0].add([*table, *rows[name]])
+        row = [str(workload), f"{name}, {label}", f"{rate:.1f}", f"{median * 1e3:.2f}"]
+        table.add([*row, *rows[name]])
         session.print0(
             f"{workload}  {name + ', ' + label:40} {rate:10,.0f} tokens/s per GPU "
             f"{median * 1e3:9.2f} ms  loss {rows[name][0]}  {rows[name][2]} GiB"
         )
-    if args.trace:
-        for name in times:
-            if prepared(session, model, name, 2) is None:
-                trace_baseline(session, args, tables[1], model, name, label)
-
-
-def trace_baseline(
-    session: Session,
-    args: argparse.Namespace,
-    table: Table,
-    model: Training,
-    name: str,
-    label: str,
-) -> None:
-    """Trace a warmed-up baseline, and add its row."""
-    title = f"{model.workload} {name} {label}".translate(str.maketrans(" /'", "__ "))
-    path = args.trace / f"{title.replace(' ', '')}.json"
-    parts = traced(session, model.step, args.trace_steps, path)
-    table.add([str(model.workload), f"{name}, {label}", *(f"{parts[c]:.2f}" for c in COLUMNS)])
-    text = " ".join(f"{column} {parts[column]:.1f}" for column in COLUMNS)
-    session.print0(f"{model.workload}  {name + ', ' + label:40} {text} ms")
 
 
 def losses(
@@ -187,11 +164,7 @@ def main() -> None:
         without_gpu()
     columns = ("seed", "step", "loss", "grad_norm") if args.losses else TIMES
     note = f"{args.precision}, {args.backend} of TransformerEngine"
-    tables = [Table(session, args.out, ("workload", "contender", *columns), note)]
-    if args.trace:
-        args.trace.mkdir(parents=True, exist_ok=True)
-        path = args.trace / "summary.csv"
-        tables.append(Table(session, path, ("workload", "contender", *COLUMNS), f"{note}; ms"))
+    table = Table(session, args.out, ("workload", "contender", *columns), note)
     for context in (session.world, 1):
         create_groups(context)
         for text, layers in itertools.product(args.workloads, args.layers):
@@ -199,13 +172,13 @@ def main() -> None:
                 continue  # materializes all scores of a sequence
             workload = Workload.parse(text)
             if args.losses:
-                losses(session, args, tables[0], workload, layers, context)
+                losses(session, args, table, workload, layers, context)
                 continue
             with training(session, args, workload, layers, context) as model:
                 if isinstance(model, str):
                     session.print0(f"{workload}  {LAYERS[layers]}, {context}: left out, {model}")
                 else:
-                    time_model(session, args, tables, model, layers)
+                    time_model(session, args, table, model, layers)
         destroy_groups()
     session.close()
 
@@ -227,8 +200,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--trace", type=Path, help="folder for traces and their summary.csv")
-    parser.add_argument("--trace-steps", type=int, default=2)
     parser.add_argument("--losses", type=int, default=0, metavar="N", help="train N steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234])
     parser.add_argument("--lr", type=float, default=1e-4, help="of --losses")

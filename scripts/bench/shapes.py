@@ -157,9 +157,7 @@ class Shape:
         return " ".join(filter(None, words))
 
 
-def packed(
-    tokens: int, shortest: int, longest: int, seed: int, multiple: int = 1
-) -> list[int]:
+def packed(tokens: int, shortest: int, longest: int, seed: int, multiple: int = 1) -> list[int]:
     """Cumulative log-uniform document lengths (``cu_seqlens``), each rounded down to a multiple,
     the last cut at ``tokens``."""
     if tokens % multiple or shortest < multiple:

@@ -18,7 +18,6 @@ import bench_attention
 import bench_harness
 import reference
 import shapes
-import step_trace
 import tables
 
 from ds_usp.geometry.layout import TokenLayout
@@ -47,28 +46,6 @@ def test_warm_up_defaults_to_gpus_only():
         bench_harness.comparison_flags(parser)
         args = parser.parse_args(["--device", *text.split()])
         assert bench_harness.warm_up_seconds(args) == expected
-
-
-def test_kernels_are_counted_by_kind():
-    names = {
-        "ncclDevKernel_AllGather": "communication",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
-        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",
-        "void multi_tensor_apply_kernel<AdamFunctor>": "optimizer",
-        "Memcpy HtoD (Pinned -> Device)": "copy",
-        "void at::native::vectorized_elementwise_kernel": "other",
-    }
-    assert {name: step_trace.kind_of(name) for name in names} == names
-    millisecond = 1_000_000
-    events = [  # two GEMMs overlap, and hide half of the communication; then one idle millisecond
-        ("gemm_a", 0, 2 * millisecond),
-        ("gemm_b", millisecond, 3 * millisecond),
-        ("ncclDevKernel_SendRecv", 2 * millisecond, 4 * millisecond),
-        ("adam", 5 * millisecond, 6 * millisecond),
-    ]
-    times = step_trace.kinds_ms(events)
-    expected = {"gemm": 3, "communication": 2, "optimizer": 1, "exposed": 1, "idle": 1, "span": 6}
-    assert times.items() >= {(name, float(value)) for name, value in expected.items()}
 
 
 def test_rank_0_alone_writes_a_table_that_reads_back(tmp_path, monkeypatch):

@@ -120,14 +120,6 @@ def test_plain_all_to_alls_compute_the_kernel(pool, text):
         assert max(x.abs().max().item() for x in differences) < 1e-12
 
 
-def test_projected(pool, tmp_path):
-    path = tmp_path / "projected.csv"
-    run(pool, "bench_projected", "--shapes", "64:32:4:4", "--rounds", "1", "--out", str(path))
-    rows = read(path)
-    assert len(rows) == 2 * 2  # Ulysses alone and a ring alone, two paths
-    assert all(float(row["error"]) <= 1.5 and float(row["layer_ms"]) > 0 for row in rows)
-
-
 def test_memory_policies_and_moments(pool, tmp_path):
     path, moments = tmp_path / "memory.csv", tmp_path / "moments.csv"
     policies = ["none", "gemm-last", "attention", "full", "gemm-last+0.5", "attention+1"]
