@@ -102,16 +102,15 @@ def plain_results(ctx: RankContext, *, text: str) -> list[torch.Tensor]:
 
     shape = Shape.parse(text)
     (baseline,) = baselines.plain_all_to_alls(["eager"])
-    attend, _, tokens = baseline.attend(shape)
-    start = 0 if ctx.rank == 0 else shape.seq_len - tokens
+    attend, _, positions = baseline.attend(shape)
     full = [x.double() for x in shape.random(torch.device("cpu"), shape.seq_len)]
-    local = [x[:, start : start + tokens].clone() for x in full]
+    local = [x[:, positions].clone() for x in full]
     results = []
     for run_attend, tensors in ((attend, local), (baselines.local_kernel(shape, "eager"), full)):
         inputs = [x.requires_grad_() for x in tensors[:3]]
         out = run_attend(*inputs)
         results.append([out.detach(), *torch.autograd.grad(out, inputs, tensors[3])])
-    return [a - b[:, start : start + tokens] for a, b in zip(*results, strict=True)]
+    return [a - b[:, positions] for a, b in zip(*results, strict=True)]
 
 
 @pytest.mark.parametrize("text", ["64:4:2:16", "65:4:2:16:batch=3", "65:4:4:16:full"])
