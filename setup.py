@@ -27,7 +27,7 @@ DIFFUSERS = [
     "accelerate>=1.12",
     "peft>=0.18",
 ]
-# The newest of each; pymdown-extensions needs Python 3.11.5. Where they are missing, only the site is.
+# The site; what they bring along needs Python 3.11.5.
 DOCS = [
     f'{name}; python_full_version >= "3.11.5"'
     for name in ("mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3")
