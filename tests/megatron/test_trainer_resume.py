@@ -50,21 +50,32 @@ def test_resuming_on_other_sequence_degrees_is_exact(uninterrupted, tmp_path):
         assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [
-        {"sp": 4, "u": 2, "zero": 0},
-        {"sp": 2, "u": 2, "zero": 2},
-        {"sp": 4, "u": 2, "zero": 3},
-        {"sp": 2, "tp": 2, "zero": 1},
-        {"sp": 2, "pp": 2, "zero": 1},
-        {"sp": 2, "pp": 2, "zero": 0},
-    ],
-    ids=str,
+KINDS = (
+    {"sp": 4, "u": 2, "zero": 0},
+    {"sp": 2, "u": 2, "zero": 2},
+    {"sp": 4, "u": 2, "zero": 3},
+    {"sp": 2, "tp": 2, "zero": 1},
+    {"sp": 2, "pp": 2, "zero": 1},
+    {"sp": 2, "pp": 2, "zero": 0},
 )
-def test_every_kind_of_checkpoint_resumes(grid, tmp_path):
-    numbers = save_and_continue(tmp_path, grid, more=HALF_BATCH)
-    assert resume(tmp_path, tmp_path / "save", grid, more=HALF_BATCH) == [numbers[SAVED_AT:]]
+
+
+@pytest.fixture(scope="module")
+def runs_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Numbers, Numbers]]:
+    """Numbers of each kind's run, and of one that resumes it: one start of ranks for all of each."""
+    folder = tmp_path_factory.mktemp("kinds")
+    flags = [f"{degrees(**grid)}{FLAGS}{HALF_BATCH}" for grid in KINDS]
+    saving = [f"{run} --save {folder / str(kind)}" for kind, run in enumerate(flags)]
+    loading = [f"{run} --load {folder / str(kind)}" for kind, run in enumerate(flags)]
+    saved = train(4, *saving, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
+    resumed = train(4, *loading, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
+    return list(zip(saved, resumed, strict=True))
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=map(str, KINDS))
+def test_every_kind_of_checkpoint_resumes(kind, runs_of_kinds):
+    numbers, resumed = runs_of_kinds[kind]
+    assert resumed == numbers[SAVED_AT:]
 
 
 def test_zero0_resumes_on_another_number_of_ranks(tmp_path):
