@@ -9,7 +9,9 @@
 #   verl      its own FSDP engines with a ring, in verl's overlay of constraints.txt
 #   all       everything (the default)
 # Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
+# gpu --record FILE writes the result to FILE too: date, commit, machine, counts, why tests were skipped.
 set -euo pipefail
+start="$(date +%s)"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -22,7 +24,7 @@ case "${1:-}" in
   */* | *.py*) group=paths ;; # the arguments name the tests
   "" | -*) ;;
   *)
-    sed -n '2,10s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,12s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
@@ -103,9 +105,17 @@ if [[ "$group" != gpu ]]; then
   run "${flags[@]}" "${paths[@]}" "$@"
 fi
 if ((has_gpu)); then # see tests/gpu/conftest.py
+  if [[ "$group" == gpu && "${1:-}" == --record ]]; then
+    record="$2"
+    shift 2
+  else
+    record="$(mktemp)"
+    trap 'rm "$record"' EXIT
+  fi
+  printf '{"start": %d}\n' "$start" >"$record" # both runs are one result
   mapfile -t flags < <(parallel 24 worksteal)
-  run "${flags[@]}" tests/gpu -m "not several_gpus" "$@"
+  run "${flags[@]}" tests/gpu -m "not several_gpus" --record "$record" "$@"
   mapfile -t flags < <(parallel 4 worksteal)
-  run "${flags[@]}" tests/gpu -m several_gpus "$@"
+  run "${flags[@]}" tests/gpu -m several_gpus --record "$record" "$@"
 fi
 exit "$status"

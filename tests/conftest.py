@@ -1,8 +1,12 @@
-"""Fixtures and marks that every test shares."""
+"""Fixtures and marks that every test shares, and what is said of a run at its end."""
 
 import gc
+import json
 import os
+import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +34,7 @@ for _folder in ("examples_deepspeed/sequence_parallel", "scripts", "scripts/benc
     sys.path.append(str(TESTS.parent / _folder))
 
 import fast_tier  # noqa: E402
+from golden_curves import GoldenCurves  # noqa: E402
 from harness import WorkerPool, no_work, set_seeds  # noqa: E402
 
 _POOL = pytest.StashKey[WorkerPool]()
@@ -41,9 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--write-support-table", action="store_true", help="rewrite the tables in docs"
     )
     parser.addoption("--write-durations", action="store_true", help="rewrite tests/durations.json")
+    parser.addoption("--write-golden", action="store_true", help="record the curves that are run")
+    parser.addoption("--record", type=Path, help="a JSON file of the run's result, or of one more")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Outcomes(config.getoption("--record")))
     if config.getoption("--write-durations"):
         config.pluginmanager.register(fast_tier.Durations())
 
@@ -66,9 +75,87 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+class Outcomes:
+    """Counts what the tests of a run came to, and says at its end why some were skipped.
+
+    Several runs are one result where they have one file: each adds to what the file holds.
+    """
+
+    def __init__(self, record: Path | None) -> None:
+        self.record = record
+        self.passed = 0
+        self.failed: list[str] = []
+        self.skipped: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self.start = time.time()
+        if record and record.exists() and record.stat().st_size:
+            before = json.loads(record.read_text())
+            self.start = before["start"]
+            self.passed = before.get("passed", 0)
+            self.failed = before.get("failed", [])
+            self.skipped.update(before.get("skipped", {}))
+            self.seconds.update(before.get("seconds_of_files", {}))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+        if report.failed:
+            self.failed.append(report.nodeid)
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+        elif report.when == "call":
+            self.passed += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Of a file that is skipped, or fails, as a whole."""
+        if report.failed:
+            self.failed.append(report.nodeid)
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.skipped:
+            terminalreporter.section("skipped, by reason")
+            for reason, count in self.skipped.most_common():
+                terminalreporter.write_line(f"{count:6} {reason}")
+        if self.record:
+            result = self.result()
+            self.record.write_text(json.dumps(result, indent=1) + "\n")
+            terminalreporter.section("recorded")
+            counts = self.passed, len(self.failed), self.skipped.total()
+            terminalreporter.write_line(
+                "{} passed, {} failed, {} skipped".format(*counts)
+                + f" in {result['seconds']} s on {result['machine']}: {self.record}"
+            )
+
+    def result(self) -> dict[str, object]:
+        """What the file holds; the commit is ``GIT_COMMIT`` where there is no git."""
+        git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+        commit = subprocess.run(git, cwd=TESTS, capture_output=True, text=True).stdout.strip()
+        gpus = Counter(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+        machine = [f"{count} x {name}" for name, count in gpus.items()]
+        return {
+            "start": self.start,
+            "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.start)),
+            "commit": commit or os.environ.get("GIT_COMMIT", "unknown"),
+            "machine": ", ".join([*machine, f"{os.cpu_count()} CPU cores"]),
+            "software": f"torch {torch.__version__}, CUDA {torch.version.cuda}",
+            "seconds": round(time.time() - self.start),
+            "passed": self.passed,
+            "failed": self.failed,
+            "skipped": dict(self.skipped.most_common()),
+            "seconds_of_files": {k: round(s, 1) for k, s in sorted(self.seconds.items())},
+        }
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     set_seeds()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> GoldenCurves:
+    """The recorded curves of 20 steps."""
+    return GoldenCurves(request.config.getoption("--write-golden"))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from flash_forward_runs import SIZES, VOCAB, set_weights
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.integrations import flash_attention
@@ -29,37 +30,15 @@ HAS_VERL = find_spec("verl") is not None
 ON_GPU = torch.cuda.is_available()
 
 LENGTHS = ((3, 8), (5, 14), (4, 1), (2, 11), (7, 9), (6, 12)) * 2  # prompts and responses
-VOCAB = 61
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-}
+TRAINED = {**SIZES, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
 FP32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+OUTPUTS = ("log_probs", "entropy", "values")
 LEARNING_RATE = 8.0  # changes of weights are not lost in the weights
 Numbers = dict[str, Tensor]
 
 
 def config_of(kind: str, **sizes: Any) -> Any:
-    return getattr(transformers, f"{kind}Config")(**{**SIZES, "num_labels": 1, **sizes})
-
-
-def set_weights(model: Any) -> None:
-    """Weights of order one: masks and positions show in all numbers."""
-    for index, weight in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(index)
-        spread = 0.3 if weight.ndim > 1 else 0.5
-        weight.data = spread * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
+    return getattr(transformers, f"{kind}Config")(**{**TRAINED, "num_labels": 1, **sizes})
 
 
 def save_model(folder: Path, kind: str = "Qwen3", head: str = "CausalLM", **sizes: Any) -> None:
@@ -356,9 +335,10 @@ def _error(ours: Tensor, other: Tensor) -> float:
 
 def main() -> None:
     """Both strategies, every role, every ring degree over all ranks, against padded rows on each
-    rank; in fp32, then in verl's bf16. Exits with 1 if fp32 is off by more than 1e-5."""
+    rank; in fp32, then in verl's bf16. Exits with 1 if fp32 is off by more than 1e-5, or if
+    attention was not sharded."""
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
+    rank = dist.get_rank()
     if ON_GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
@@ -369,43 +349,53 @@ def main() -> None:
         save_model(folder / "critic", head="TokenClassification")
     dist.barrier()
     worst = 0.0
-    rings = [ring for ring in range(1, world + 1) if world % ring == 0]
     for strategy in ("fsdp2", "fsdp") if ON_GPU else ("fsdp2",):
         for role in ("actor", "critic", "ref", "actor in bf16"):
-            role, _, precision = role.partition(" in ")
-            given: dict[str, Any] = {"role": role, "strategy": strategy}
-            if precision:
-                given["mixed_precision"] = FP32 | {"param_dtype": "bf16"}
-            settings = [{"sp": 1}, *({"sp": world, "ring_degree": ring} for ring in rings)]
-            model = folder / ("critic" if role == "critic" else "actor")
-            degrees = set[tuple[int, int]]()
-            attend = replaced.usp_attention
-
-            def seen(*args: Any, mesh: Any, **kw: Any) -> Any:
-                degrees.add((mesh.ulysses_degree, mesh.ring_degree))  # noqa: B023 - called here
-                return attend(*args, mesh=mesh, **kw)  # noqa: B023
-
-            with mock.patch.object(replaced, "usp_attention", seen):
-                results = run_engines(None, [(model, given | more) for more in settings])
-            missing = {(world // ring, ring) for ring in rings} - degrees
-            if missing:
-                print(f"NOT SHARDED as {missing}, but {degrees}", flush=True)  # noqa: T201
-                worst = float("inf")
-            for more, numbers in zip(settings, results, strict=True):
-                errors = numbers
-                if not isinstance(numbers, str) and not isinstance(results[0], str):
-                    errors = {name: _error(numbers[name], results[0][name]) for name in numbers}
-                    name = max(errors, key=errors.get)  # type: ignore[arg-type]
-                    worst = worst if precision else max(worst, errors[name])
-                    errors = f"{errors[name]:.1e} {name}"
-                else:
-                    worst = float("inf")
-                if rank == 0:
-                    print(strategy, role, precision or "fp32", more, errors, flush=True)  # noqa: T201
+            error = compare(folder, strategy, *role.split(" in "))
+            worst = max(worst, 0.0 if "bf16" in role and error < float("inf") else error)
     if rank == 0:
         print("worst in fp32", worst, "on", torch.cuda.get_device_name() if ON_GPU else "CPUs")  # noqa: T201
     dist.destroy_process_group()
     sys.exit(worst > 1e-5)
+
+
+def compare(folder: Path, strategy: str, role: str, precision: str = "fp32") -> float:
+    """The largest error of any ring degree; infinite where attention did not see shards."""
+    world, worst = dist.get_world_size(), 0.0
+    rings = [ring for ring in range(1, world + 1) if world % ring == 0]
+    given: dict[str, Any] = {"role": role, "strategy": strategy}
+    given["mixed_precision"] = FP32 | {"param_dtype": precision}
+    settings = [{"sp": 1}, *({"sp": world, "ring_degree": ring} for ring in rings)]
+    # Of each call of a ring degree: tokens here, and of the whole sequence.
+    shards: dict[int, set[tuple[int, int]]] = {ring: set() for ring in rings}
+    attend = replaced.usp_attention
+
+    def seen(q: Tensor, *args: Any, mesh: Any, mask: Any, **kw: Any) -> Any:
+        shards[mesh.ring_degree].add((q.shape[1], mask.documents[0][-1]))
+        return attend(q, *args, mesh=mesh, mask=mask, **kw)
+
+    model = folder / ("critic" if role == "critic" else "actor")
+    with mock.patch.object(replaced, "usp_attention", seen):
+        results = run_engines(None, [(model, given | more) for more in settings])
+    reference = results[0]
+    for more, numbers in zip(settings, results, strict=True):
+        told = [strategy, role, precision, more]
+        if isinstance(numbers, str) or isinstance(reference, str):
+            worst = float("inf")
+            told.append(numbers)
+        else:
+            errors = {name: _error(x, reference[name]) for name, x in numbers.items()}
+            worst = max(worst, *errors.values())
+            outputs = [f"{name} {errors[name]:.1e}" for name in OUTPUTS if name in errors]
+            told += [*outputs, f"worst {max((x, name) for name, x in errors.items())}"]
+        if ring := more.get("ring_degree"):
+            told.append(f"attention saw (tokens here, of all) {sorted(shards[ring])}")
+            if not shards[ring] or any(here * world != whole for here, whole in shards[ring]):
+                worst = float("inf")
+                told.append("NOT SHARDED")
+        if dist.get_rank() == 0 or "NOT SHARDED" in told:
+            print(*told, flush=True)  # noqa: T201
+    return worst
 
 
 if __name__ == "__main__":

@@ -1,23 +1,41 @@
 """Ranks of which each has a GPU: spawned, because a process that has used CUDA cannot be forked."""
 
+import faulthandler
 import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from programs import free_port
 
+HERE = torch.cuda.device_count()
+LIMIT_S = 240.0  # of all that a test's ranks do, with kernels that they compile
+WORLDS = [world for world in (2, 4) if world <= HERE] or [1]
+# To parametrize a test: worlds that do not fit are skipped, and counted.
+EVERY_WORLD = [
+    *WORLDS,
+    *(
+        pytest.param(world, marks=pytest.mark.skip(reason=f"needs {world} GPUs"))
+        for world in (2, 4)
+        if world > HERE
+    ),
+]
+needs_two = pytest.mark.skipif(HERE < 2, reason="needs 2 GPUs")
+
 
 def run_on_gpus(fn: Callable[..., None], world: int, *args: Any) -> None:
     """Run the module-level ``fn(rank, world, *args)`` on fresh ranks, over NCCL."""
-    mp.spawn(_rank_main, (world, free_port(), fn, args), nprocs=world)
+    mp.spawn(join_and_run, (world, free_port(), fn, args), nprocs=world)
 
 
-def _rank_main(
+def join_and_run(
     rank: int, world: int, port: str, fn: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
+    """One rank, in a process that is started for it."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a rank that hangs fails its test
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world)

@@ -14,20 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case
-from gpu_ranks import run_on_gpus
+from gpu_ranks import EVERY_WORLD, run_on_gpus
 from joint_attention_cases import Joint
 
 import ds_usp
 from ds_usp import Tuning
 from ds_usp.attention import tuning
 from ds_usp.attention.tuning import AUTO_TUNING
-from ds_usp.kernels.registry import _load, available_kernels
+from ds_usp.kernels.registry import KERNELS as TABLE
+from ds_usp.kernels.registry import _load, available_kernels, unusable_reason
 from ds_usp.kernels.score_mod import SOFTCAP
 from ds_usp.testing import relative_error
 
 LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, batch=1)
 CAPS = {row.name: kernel.caps for row in available_kernels("cuda") for kernel in _load(row)[:1]}
 KERNELS = list(CAPS)
+ABSENT = [
+    pytest.param(row.name, marks=pytest.mark.skip(reason=f"the kernel {row.name}: {reason}"))
+    for row in TABLE
+    if (reason := unusable_reason(row, "cuda"))
+]
 WINDOWED = [name for name, caps in CAPS.items() if caps.tiles.window]
 CAPPED = [name for name, caps in CAPS.items() if SOFTCAP in caps.score_features]
 WIDE = [name for name, caps in CAPS.items() if (caps.head_dims.limit or 192) >= 192]
@@ -136,12 +142,9 @@ def rank_main(rank: int, world: int, folder: str, kernel: str) -> None:
         torch.save(results, Path(folder, "results.pt"))
 
 
-WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()] or [1]
-
-
 @pytest.mark.several_gpus
-@pytest.mark.parametrize("kernel", ["auto", *KERNELS])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kernel", ["auto", *KERNELS, *ABSENT])
+@pytest.mark.parametrize("world", EVERY_WORLD)
 def test_equals_the_oracle_as_well_as_the_dense_kernel(world, kernel, tmp_path):
     run_on_gpus(rank_main, world, str(tmp_path), kernel)
     results = torch.load(tmp_path / "results.pt", weights_only=False)
@@ -178,7 +181,7 @@ def joint_main(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.several_gpus
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", EVERY_WORLD)
 def test_joint_tokens_equal_the_oracle(world, tmp_path):
     run_on_gpus(joint_main, world, str(tmp_path))
     for rank in range(world):

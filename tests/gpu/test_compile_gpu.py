@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import run_on_gpus
+from gpu_ranks import EVERY_WORLD, run_on_gpus
 from torch._dynamo.utils import counters
 
 import ds_usp
 from ds_usp.testing import relative_error
 
 pytestmark = pytest.mark.several_gpus
-WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()] or [1]
 STEPS = 4  # as many as torch's CUDA graphs need to warm up, to record and to replay twice
 
 
@@ -54,6 +53,6 @@ def rank_main(rank: int, world: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", EVERY_WORLD)
 def test_a_compiled_layer_equals_the_layer(world, mode):
     run_on_gpus(rank_main, world, mode)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gpu_ranks import join_and_run, needs_two, run_on_gpus
 from programs import free_port
 from torch import Tensor
 
@@ -26,7 +27,7 @@ import ds_usp
 pytestmark = [
     pytest.mark.several_gpus,
     pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers"),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    needs_two,
 ]
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
@@ -51,25 +52,22 @@ ZERO = ("--deepspeed", '{"zero_optimization": {"stage": 2}}')
 Check = Callable[[torch.device], Iterator[tuple[str, float]]]
 
 
-def join_group(rank: int, port: str, device: str = "cuda") -> None:
+def set_up(rank: int) -> None:
+    """What the checks and the programs of the examples need of a rank's process."""
     sys.path += [str(ROOT / "tests" / "integrations"), str(ROOT / "examples_deepspeed/diffusion")]
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        torch.backends.cudnn.allow_tf32 = False  # of convolutions
-    backend = {"cuda": "nccl", "cpu": "gloo"}[device]
-    dist.init_process_group(backend, rank=rank, world_size=WORLD)
+    os.environ.update(ranks)
+    torch.backends.cudnn.allow_tf32 = False  # of convolutions
 
 
-def rank_main(rank: int, port: str, checks: tuple[Check, ...], device: str = "cuda") -> None:
+def rank_main(rank: int, world: int, checks: tuple[Check, ...]) -> None:
     """Every check yields a name and an error; all are run before one that is too large raises."""
-    join_group(rank, port, device)
+    set_up(rank)
     errors: dict[str, float] = {}
     for check in checks:
         begin = time.perf_counter()
         try:
-            of_check = dict(check(torch.device(device)))
+            of_check = dict(check(torch.device("cuda")))
         except pytest.fail.Exception as failed:  # of pytest.raises: no Exception, so spawn would
             raise AssertionError(str(failed)) from failed  # say "exit code 1" and nothing more
         seconds = time.perf_counter() - begin
@@ -79,11 +77,10 @@ def rank_main(rank: int, port: str, checks: tuple[Check, ...], device: str = "cu
     wrong = {name: error for name, error in errors.items() if not error <= BOUND}
     assert not wrong, wrong
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def run(*checks: Check) -> None:
-    mp.spawn(rank_main, (free_port(), checks), nprocs=WORLD)
+    run_on_gpus(rank_main, WORLD, checks)
 
 
 def say(*lines: str) -> None:
@@ -187,12 +184,11 @@ def refused_capture(device: torch.device) -> Iterator[tuple[str, float]]:
     transformer, given = model_on(device, "WanTransformer3DModel")
     with torch.no_grad(), enable(transformer, ds_usp.SequenceMesh.from_group(None, 2)):
         want = transformer(**given).sample
-        if device.type == "cuda":
-            with (
-                pytest.raises(ds_usp.UnsupportedAttentionError, match="CUDA graph captures"),
-                torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
-            ):
-                transformer(**given)
+        with (
+            pytest.raises(ds_usp.UnsupportedAttentionError, match="CUDA graph captures"),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+        ):
+            transformer(**given)
         yield "after a refused CUDA graph", relative(transformer(**given).sample, want)
 
 
@@ -221,8 +217,6 @@ def host_and_gpu(device: torch.device) -> Iterator[tuple[str, float]]:
 
 def waits(transformer: Any, given: Mapping[str, Any]) -> str:
     """Where the host waits for the GPU first within a pass."""
-    if not torch.cuda.is_available():
-        return ""
     torch.cuda.set_sync_debug_mode("error")
     try:
         transformer(**given)
@@ -381,12 +375,12 @@ def of_turns(transformer: Any, batches: list[Any], wants: list[Tensor]) -> float
     return max(relative(*pair) for pair in zip(outputs, 4 * wants, strict=True))
 
 
-def killed_main(rank: int, port: str, ulysses: int, outcome: Any) -> None:
+def killed_main(rank: int, world: int, ulysses: int, outcome: Any) -> None:
     """Replay passes until rank 1 is killed; rank 0 puts its error, the seconds that it took, and
     those until the GPU was idle."""
     from ds_usp.integrations.diffusers import enable
 
-    join_group(rank, port)
+    set_up(rank)
     transformer, given = model_on(torch.device("cuda"), "WanTransformer3DModel")
     mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
     with torch.no_grad(), enable(transformer, mesh, cuda_graphs=True):
@@ -415,7 +409,11 @@ def test_a_rank_killed_between_replays(ulysses):
     context = mp.get_context("spawn")
     outcome, port = context.Queue(), free_port()
     ranks = [
-        context.Process(target=killed_main, args=(rank, port, ulysses, outcome), daemon=True)
+        context.Process(
+            target=join_and_run,
+            args=(rank, WORLD, port, killed_main, (ulysses, outcome)),
+            daemon=True,
+        )
         for rank in range(WORLD)
     ]
     for process in ranks:

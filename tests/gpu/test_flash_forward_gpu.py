@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import run_on_gpus
+from gpu_ranks import needs_two, run_on_gpus
 from harness import RankContext
 
 pytest.importorskip("transformers")
@@ -15,10 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "compat"))
 
 from flash_forward_runs import LEFT, PACKED, PADDED_PACK, Case, compare
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.several_gpus,
-]
+pytestmark = [needs_two, pytest.mark.several_gpus]
 
 CASES = [
     Case(kind, rows, ulysses, recompute)

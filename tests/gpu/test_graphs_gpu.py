@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from gpu_ranks import run_on_gpus
-from test_attention_gpu import WORLDS
+from gpu_ranks import WORLDS, needs_two, run_on_gpus
 
 import ds_usp
 from ds_usp import Tuning
@@ -94,7 +93,7 @@ def check_graphs_of_forward_and_backward(calls: Calls) -> None:
 
 
 @pytest.mark.several_gpus
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("ulysses, tokens", [(1, 1024), (2, 1021)])
 def test_calls_can_be_captured_in_cuda_graphs(ulysses, tokens, copies):

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_ranks import run_on_gpus
+from gpu_ranks import needs_two, run_on_gpus
 
 from ds_usp import SequenceMesh
 from ds_usp.recurrence import kernels
 from ds_usp.recurrence.recurrences import delta_rule, lightning, mamba2
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [needs_two, pytest.mark.several_gpus]
 
 TOKENS = 714  # in no layout a multiple of the chunks of a kernel
 DOCUMENTS: tuple[Any, ...] = ((), (0, 1, 130, 131, 300, 700, TOKENS))
@@ -192,7 +192,6 @@ KINDS = {
 }
 
 
-@pytest.mark.several_gpus
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_round_as_one_device_does(kind: str) -> None:
     pytest.importorskip("fla")
@@ -293,7 +292,6 @@ def _errors(got: Tensors, truth: Tensors) -> list[float]:
     return (sums[::2] / sums[1::2]).sqrt().tolist()
 
 
-@pytest.mark.several_gpus
 def test_an_enabled_hybrid_model_runs_the_kernels_of_the_library() -> None:
     pytest.importorskip("fla")
     run_on_gpus(_enabled, 2)

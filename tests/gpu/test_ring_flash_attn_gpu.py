@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import run_on_gpus
+from gpu_ranks import needs_two, run_on_gpus
 from harness import RankContext
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "compat"))
 
 from test_ring_flash_attn import NAMES, UNDER_ULYSSES, Where, errors
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.several_gpus,
-]
+pytestmark = [needs_two, pytest.mark.several_gpus]
 
 
 def test_every_function_is_as_exact_as_on_one_gpu():

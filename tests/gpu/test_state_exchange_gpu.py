@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_ranks import run_on_gpus
+from gpu_ranks import needs_two, run_on_gpus
 
 import ds_usp
 from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.geometry.state_chains import Piece
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [needs_two, pytest.mark.several_gpus]
 
 TOKENS, CHANNELS = 61, 16
 # The second rank needs nothing of the first, or tokens but no state; documents of one token.

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 import ds_usp
 from ds_usp.integrations.transformers import enable
+from ds_usp.integrations.transformers.refusals import check_loss
 
 BOUND = 1e-5
 SMALL = 1e-2  # of the norm of all gradients: below it a parameter's own norm is no scale
@@ -99,9 +100,22 @@ def documents_of(batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]:
 
 def whole_model(model: Any, batch: Mapping[str, Tensor]) -> Result:
     """One process, all of it as the model does it."""
-    out = model(**batch, use_cache=False)
-    out.loss.backward()
-    return Result(out.loss.detach(), out.logits.detach(), take_gradients(model))
+    loss, logits = forward(model, batch, use_cache=False)
+    loss.backward()
+    return Result(loss.detach(), logits.detach(), take_gradients(model))
+
+
+def forward(model: Any, batch: Mapping[str, Tensor], **given: Any) -> tuple[Tensor, Tensor]:
+    """Loss and logits. Where labels are refused, because a model computes its loss by itself, it is
+    one of the logits (Gemma 3 before transformers 5.17)."""
+    try:
+        check_loss(model)
+    except ds_usp.UnsupportedAttentionError:
+        unlabeled = {name: x for name, x in batch.items() if name != "labels"}
+        logits = model(**unlabeled, **given).logits
+        return cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()), logits
+    out = model(**batch, **given)
+    return out.loss, out.logits
 
 
 def documents_alone(model: Any, batch: Mapping[str, Tensor]) -> Result:
@@ -134,13 +148,13 @@ def reference(model: Any, batch: Mapping[str, Tensor]) -> Result:
 
 def on_the_mesh(model: Any, mesh: ds_usp.SequenceMesh, batch: Mapping[str, Tensor]) -> Result:
     """The enabled model on this rank; the gradients are the means over the ranks."""
-    out = model(**batch)
-    out.loss.backward()
+    loss, logits = forward(model, batch)
+    loss.backward()
     gradients = mean_gradients(model)
-    logits = out.logits.detach()
+    logits = logits.detach()
     if "attention_mask" in batch:  # what padding gives is nobody's
         logits = logits * batch["attention_mask"][..., None]
-    return Result(out.loss.detach(), logits, gradients)
+    return Result(loss.detach(), logits, gradients)
 
 
 def mean_gradients(model: Any, divisor: int | None = None) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from golden_curves import STEPS as RECORDED
 from harness import RankContext, WorkerPool
 from hf_trainer_runs import (
     Documents,
@@ -109,6 +110,19 @@ def test_an_sft_trainer_trains_as_one_process_does(pool, split, options):
     assert_same(run, want)
     for log, expected in zip(run.state["logs"], want.state["logs"], strict=True):
         assert log["num_tokens"] == expected["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("program", "run", "split", "options"),
+    [
+        ("transformers Trainer, 1x2", run_trainer, Split(1, 2), {}),
+        ("TRL SFTTrainer, packed, 2x1", run_sft, Split(2, 1), {"packing": True}),
+    ],
+)
+def test_twenty_steps_are_the_recorded_ones(golden, pool, program, run, split, options):
+    options = {**options, **CLIP, "max_steps": RECORDED, "micro": 2}
+    seen = pool.run(run, 2, split=split, **options)[0]
+    golden.check(program, seen.losses, seen.norms)
 
 
 def test_lora_made_by_the_sft_trainer_trains_as_one_process_does(pool):

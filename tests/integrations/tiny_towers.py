@@ -34,10 +34,10 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5))
 
 
-def pixels(size: int = 28, crop: bool = False) -> Callable[[], Batch]:
+def pixels(size: int = 28, crop: bool = False, name: str = "pixel_values") -> Callable[[], Batch]:
     """Two images, or two of one crop."""
     shape = (2, 1, 3, size, size) if crop else (2, 3, size, size)
-    return lambda: {"pixel_values": random(*shape)}
+    return lambda: {name: random(*shape)}
 
 
 def patches(features: int, grid: tuple[int, int, int] = (1, 4, 4)) -> Callable[[], Batch]:
@@ -209,7 +209,10 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
         patches(12),
     ),
     "smolvlm": (parts("llama", vit("smolvlm_vision"), scale_factor=2), pixels(crop=True)),
-    "video_llava": (parts("llama", CLIP), pixels()),
+    "video_llava": (
+        parts("llama", CLIP),
+        pixels(name="pixel_values" if Version("5.23") <= VERSION else "pixel_values_images"),
+    ),
     "video_llama_3": (
         parts("qwen2", tiny("video_llama_3_vision", patch_size=2)),
         lambda: patches(12)() | {"image_merge_sizes": torch.tensor([2, 2])},

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from golden_curves import STEPS
 from harness import RankContext, fork_world
 
 import ds_usp
+import ds_usp.training
 import megatron_patches
 from ds_usp import ConfigError, LayoutError, MaskSpec, PatchError, UnsupportedAttentionError
 from ds_usp import testing as oracle
@@ -241,6 +243,39 @@ def train_late(ctx: RankContext) -> str:
     except ds_usp.USPError as error:
         return str(error)
     return ""
+
+
+def recorded_steps(ctx: RankContext) -> tuple[list[float], list[float]]:
+    """SGD at ZeRO-1 towards random outputs, over our class where the model has DeepSpeed's."""
+    from deepspeed_model import CausalAttention, Model
+
+    ds_usp.training.prepare_deepspeed()
+    mesh = ds_usp.SequenceMesh.from_group(None, ulysses_degree=1)
+    known = {"mask": MaskSpec.causal(), "dropout_p": 0.0}
+    attention = ds_usp.USPAttention(CausalAttention(), mesh=mesh, gather_idx=1, **known)
+    model, groups = Model(attention), ds_usp.training.ParallelGroups.from_mesh(mesh)
+    config = {"train_micro_batch_size_per_gpu": B, "zero_optimization": {"stage": 1}}
+    config |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, rule = ds_usp.training.initialize_deepspeed(model, optimizer, config, groups)
+    scale = rule.loss_scale(micro_batches=1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        x, wanted = (
+            torch.randn(B, S, 32, generator=torch.Generator().manual_seed(seed))
+            for seed in (step, STEPS)
+        )
+        x, wanted = (mesh.layout("contiguous", S).shard(each, 1, mesh.rank) for each in (x, wanted))
+        loss = (engine(x) - wanted).square().sum() / (B * S * 32) * scale
+        engine.backward(loss)
+        losses.append(ds_usp.training.mean_loss([loss], scale, groups.sp_dp))
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms
+
+
+def test_twenty_steps_are_the_recorded_ones(golden):
+    golden.check("DeepSpeed engine, USPAttention, 1x2, ZeRO-1", *fork_world(recorded_steps, 2)[0])
 
 
 def test_the_engine_that_runs_is_the_one_that_is_checked():

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from golden_curves import STEPS
 from harness import RankContext, RankError, fork_world
 from trainer_runs import (
     ADAM,
@@ -64,6 +65,11 @@ def test_sgd_without_clipping_equals_one_rank(grid, zero, numbers_of):
 def test_adam_with_clipping_equals_one_rank(grid, zero, numbers_of):
     expected = numbers_of("one rank", ADAM)[0]
     assert relative_difference(numbers_of(grid, ADAM)[zero], expected) < LIMIT
+
+
+def test_twenty_steps_are_the_recorded_ones(golden, tmp_path):
+    (numbers,) = train(2, degrees(sp=2, u=1, zero=1) + ADAM, output_dir=tmp_path, steps=STEPS)
+    golden.check("GPT trainer, 1x2, ZeRO-1, Adam", *zip(*numbers, strict=True))
 
 
 def test_another_clipping_shows(numbers_of, tmp_path):
