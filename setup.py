@@ -11,20 +11,24 @@ ROOT = Path(__file__).resolve().parent
 # Builds need neither torch nor ds_usp itself, nor git.
 VERSION = runpy.run_path(str(ROOT / "ds_usp" / "_version.py"))
 
-MEGATRON = ["megatron-core>=0.16", "einops"]  # its context parallel groups import einops undeclared
-DEEPSPEED = ["deepspeed>=0.19"]
+# Upper bounds stand where ds_usp patches or reads what is inside of a package, at the first version
+# that may change it (CONTRIBUTING, "Versions and releases"); in extras only, so that nobody is kept
+# from another version: `ds-usp env` names what is out of bounds, the code checks what it patches.
+# einops: megatron-core's context parallel groups import it undeclared.
+MEGATRON = ["megatron-core>=0.16,<0.17", "einops"]
+DEEPSPEED = ["deepspeed>=0.19,<0.20"]
 PLOTS = ["matplotlib"]
 TRANSFORMERS = [
     "transformers>=5.5,<6",
-    "accelerate>=1.12",
-    "trl>=1.10",
+    "accelerate>=1.12,<2",
+    "trl>=1.10,<2",
     "peft>=0.18",
     "datasets>=4",
 ]
 # diffusers 0.42 needs Python 3.11.
 DIFFUSERS = [
     'diffusers>=0.42,<1; python_version >= "3.11"',
-    "accelerate>=1.12",
+    "accelerate>=1.12,<2",
     "peft>=0.18",
 ]
 # The site; what they bring along needs Python 3.11.5.
@@ -79,6 +83,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    author="The ds_usp contributors",
     keywords=[
         "sequence parallelism",
         "context parallelism",
@@ -90,7 +95,7 @@ setup(
         "pytorch",
     ],
     classifiers=[
-        "Development Status :: 3 - Alpha",
+        "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",
         "Intended Audience :: Developers",
         "Operating System :: POSIX :: Linux",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-BASE = "0.1.0.dev0"
+BASE = "0.1.0"
 COMMIT_FILE = "commit.txt"  # written by setup.py into wheels and source distributions
 _PACKAGE = Path(__file__).resolve().parent
 _SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256
@@ -28,8 +28,12 @@ def commit(package: Path = _PACKAGE) -> str | None:
 
 
 def version(sha: str | None) -> str:
-    """The version as in PEP 440, with the commit as its local part where it is known."""
-    return BASE if sha is None else f"{BASE}+g{sha[:9]}"
+    """The version as in PEP 440; between releases with the commit as its local part, if known.
+
+    A release is one commit, which its tag names: its version says no more. Indexes of packages
+    take no local part.
+    """
+    return BASE if sha is None or ".dev" not in BASE else f"{BASE}+g{sha[:9]}"
 
 
 def _built(package: Path) -> str:

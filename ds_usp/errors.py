@@ -47,7 +47,7 @@ class MeshError(USPError):
     @property
     def said(self) -> tuple[str, ...]:
         """:attr:`signatures` under its old name."""
-        warnings.warn("MeshError.said is now signatures", DeprecationWarning, stacklevel=2)
+        warn_renamed("MeshError.said", "signatures", goes_in="0.3")
         return self.signatures
 
 
@@ -83,7 +83,14 @@ def _emit_once(text: str) -> None:
     logging.getLogger("ds_usp").warning("%s", text)
 
 
-def renamed_keywords(**new_names: str) -> Callable[[FunctionT], FunctionT]:
+def warn_renamed(old: str, new: str, *, goes_in: str) -> None:
+    """A DeprecationWarning where the caller of the caller stands; ``goes_in`` is the first version
+    without the old name (CONTRIBUTING, "Versions and releases")."""
+    text = f"{old} is now {new}; the old name goes in {goes_in}"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+
+def renamed_keywords(*, goes_in: str, **new_names: str) -> Callable[[FunctionT], FunctionT]:
     """Decorator: the function takes these keywords by their old names too, with a
     DeprecationWarning."""
 
@@ -91,8 +98,8 @@ def renamed_keywords(**new_names: str) -> Callable[[FunctionT], FunctionT]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for old in new_names.keys() & kwargs.keys():
-                text = f"{function.__name__}({old}=) is now {new_names[old]}="
-                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                called = f"{function.__name__}({old}=)"
+                warn_renamed(called, f"{new_names[old]}=", goes_in=goes_in)
                 kwargs[new_names[old]] = kwargs.pop(old)
             return function(*args, **kwargs)
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, warn_renamed
 from megatron_patches.checkout import Checkout
 from megatron_patches.guards import Guard, fingerprint
 from megatron_patches.patch import Bypass, Patch
@@ -48,7 +47,7 @@ def frameworks() -> tuple[str, ...]:
 
 def hosts() -> tuple[str, ...]:
     """The old name of :func:`frameworks`."""
-    warnings.warn("hosts() is called frameworks()", DeprecationWarning, stacklevel=2)
+    warn_renamed("hosts()", "frameworks()", goes_in="0.3")
     return frameworks()
 
 

@@ -16,16 +16,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 import ds_usp
 from ds_usp._version import commit
 from ds_usp.config import environment, p2p_disabled_reason, single_hw_queue, torchrun_env
 from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import OneLineParser
 
+_REPORT = "the issue tracker of the repository that you have ds_usp from (SECURITY.md: holes)"
 _DISTRIBUTIONS = re.compile(
     r"torch|triton|pytorch-triton|deepspeed|megatron-core|transformer[-_]engine\S*|flash[-_]attn\S*|"
     r"cuda-bindings|nvidia-(nccl|cudnn|cuda-runtime)\S*|einops|numpy|transformers|accelerate|peft|"
-    r"trl|diffusers|datasets|tokenizers|safetensors"
+    r"trl|diffusers|datasets|tokenizers|safetensors|huggingface[-_]hub|fla[-_]core|"
+    r"flash-linear-attention|mamba[-_]ssm|causal[-_]conv1d|verl|openrlhf|axolotl|ms[-_]swift|"
+    r"llamafactory|vllm|ring[-_]flash[-_]attn|liger[-_]kernel|bitsandbytes|apex"
 )
 _VARIABLES = (
     *("CUDA_", "DS_", "FLASH_ATTENTION_", "FLASH_ATTN_", "GLOO_", "LOCAL_", "MASTER_", "MEGATRON_"),
@@ -95,6 +101,7 @@ def _package() -> dict[str, Any]:
         "commit": commit() or "unknown: neither built from a checkout nor in one",
         "changes": _attempt(changes) if (root.parent / ".git").exists() else "not a checkout",
         "folder": str(root),
+        "bugs to": _REPORT,
     }
 
 
@@ -123,7 +130,26 @@ def _versions() -> dict[str, str]:
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
         return f"NCCL {nccl}, cuDNN {torch.backends.cudnn.version() or 'none'}"
 
-    return {**dict(sorted(versions.items())), "loaded by torch": _attempt(loaded)}
+    facts = {**dict(sorted(versions.items())), "loaded by torch": _attempt(loaded)}
+    return {**facts, **_against_requirements(versions)}
+
+
+def _against_requirements(versions: Mapping[str, str]) -> dict[str, str]:
+    """What ds-usp's own requirements and extras name and is absent, or is of another version."""
+    have = {canonicalize_name(name): version for name, version in versions.items()}
+    absent, other = set(), set()
+    try:
+        needed = [Requirement(line) for line in metadata.requires("ds-usp") or ()]
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return {}
+    for package in needed:
+        version = have.get(canonicalize_name(package.name))
+        if version is None and _DISTRIBUTIONS.fullmatch(package.name):
+            absent.add(package.name)
+        elif version and not package.specifier.contains(version, prereleases=True):
+            other.add(f"{package.name} {version}, not {package.specifier}")
+    rows = {"not installed": absent, "not as required": other}
+    return {name: ", ".join(sorted(found)) for name, found in rows.items() if found}
 
 
 def _gpus() -> dict[str, str]:

@@ -5,10 +5,10 @@ Geometry and the standard library only; ``python -m ds_usp.planner`` is the comm
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ds_usp.errors import warn_renamed
 from ds_usp.planner.choose_degree import AUTO, Choice, choose_ulysses, cluster_of, degree_or_auto
 from ds_usp.planner.explain import explain
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements, model_flop_per_token
@@ -45,9 +45,8 @@ _OLD_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def __getattr__(name: str) -> object:
-    """The names of before version 0.3, with a deprecation warning."""
+    """The old names, with a deprecation warning."""
     if name not in _OLD_NAMES:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    new = _OLD_NAMES[name]
-    warnings.warn(f"ds_usp.planner.{name} is now {new}", DeprecationWarning, stacklevel=2)
-    return globals()[new]
+    warn_renamed(f"ds_usp.planner.{name}", _OLD_NAMES[name], goes_in="0.3")
+    return globals()[_OLD_NAMES[name]]

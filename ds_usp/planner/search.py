@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ds_usp.errors import ConfigError, renamed_keywords
+from ds_usp.errors import ConfigError, renamed_keywords, warn_renamed
 from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.arguments import MOST_SEQUENCES
 from ds_usp.planner.formulas import layer_bytes, stage_elements
@@ -61,7 +60,7 @@ class Plan:
     @property
     def split(self) -> ParallelConfig:
         """:attr:`config` under its old name."""
-        warnings.warn("Plan.split is now config", DeprecationWarning, stacklevel=2)
+        warn_renamed("Plan.split", "config", goes_in="0.3")
         return self.config
 
 
@@ -122,7 +121,7 @@ _SLOWER = "slower than those that are listed"
 _MAX_PLANS, _MAX_OVER_MEMORY = 64, 8
 
 
-@renamed_keywords(how="framework")
+@renamed_keywords(how="framework", goes_in="0.3")
 def search(
     cluster: Cluster,
     work: Workload,

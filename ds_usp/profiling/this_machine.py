@@ -20,7 +20,7 @@ _USABLE = 0.9
 _WORKSPACE_BYTES = 2 * 2**30  # in no formula: cuBLAS, gradient buckets, attention workspaces
 
 
-@renamed_keywords(given="requested")
+@renamed_keywords(given="requested", goes_in="0.3")
 def this_cluster(requested: str | None, ranks: int, *, on_gpu: bool) -> Cluster:
     """The cluster that the user names, else the built-in one of the GPU here; with the GPUs of this
     node and their memory.
@@ -40,7 +40,7 @@ def this_cluster(requested: str | None, ranks: int, *, on_gpu: bool) -> Cluster:
     return cluster_of(requested, torch.cuda.get_device_name(), local_ranks, memory)
 
 
-@renamed_keywords(asked="requested")
+@renamed_keywords(asked="requested", goes_in="0.3")
 def solved_ratio(
     requested: float | str,
     work: Workload,

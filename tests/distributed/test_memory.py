@@ -73,7 +73,7 @@ def test_peak_at_ring_8_is_that_at_ring_4(pool, local):
 def test_a_double_ring_adds_five_blocks_at_most(pool):
     local, inner = 256, ds_usp.Tuning(inner_ring=2)
     straight, double = (
-        max(pool.run(peak_bytes, 8, ulysses=1, local=local, tuning=tuning, repeats=1))
+        max(pool.run(peak_bytes, 8, ulysses=1, local=local, tuning=tuning, repeats=3))
         for tuning in (AUTO_TUNING, inner)
     )
     # There are three outer steps. In memory: the blocks in use, the next ones, two gradient sums in

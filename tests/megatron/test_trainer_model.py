@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import RankContext, fork_world
-from trainer_runs import ADAM, PLAIN_SGD, degrees, relative_difference, start, train
+from trainer_runs import ADAM, PLAIN_SGD, Numbers, degrees, relative_difference, start, train
 
 LIMIT = 1e-5
 LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
@@ -29,13 +29,26 @@ GRIDS_OF = {
 GRIDS_OF["tied"] = list(GRIDS)
 
 
+@pytest.fixture(scope="module")
+def of_variants(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Numbers, list[Numbers]]]:
+    """Numbers of one rank of each variant, and of its grids: two starts of ranks for all."""
+    folder = tmp_path_factory.mktemp("variants")
+    flags = {x: f"{PLAIN_SGD}{more} --global-batch-size 2" for x, more in VARIANTS.items()}
+    ones = train(1, *(degrees() + flags[x] for x in VARIANTS), output_dir=folder)
+    runs = [GRIDS[grid] + flags[x] for x in VARIANTS for grid in GRIDS_OF[x]]
+    numbers = iter(train(4, *runs, output_dir=folder))
+    return {
+        x: (one, [next(numbers) for _ in GRIDS_OF[x]])
+        for x, one in zip(VARIANTS, ones, strict=True)
+    }
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_of_the_model_equals_one_rank(variant, tmp_path):
-    flags = PLAIN_SGD + VARIANTS[variant] + " --global-batch-size 2"
-    (one,) = train(1, degrees() + flags, output_dir=tmp_path)
-    grids = GRIDS_OF[variant]
-    runs = [GRIDS[grid] + flags for grid in grids]
-    for grid, numbers in zip(grids, train(4, *runs, output_dir=tmp_path), strict=True):
+def test_every_variant_of_the_model_equals_one_rank(variant, of_variants):
+    one, of_grids = of_variants[variant]
+    for grid, numbers in zip(GRIDS_OF[variant], of_grids, strict=True):
         assert relative_difference(numbers, one) < LIMIT, grid
 
 
@@ -80,20 +93,20 @@ def token_losses_on_rank(ctx: RankContext, *, runs: list[str], folder: str) -> l
 CHANGED = 37
 
 
-@pytest.mark.parametrize("u", [1, 2, 4])
-def test_no_token_changes_the_loss_of_an_earlier_position(u, tmp_path):
+def test_no_token_changes_the_loss_of_an_earlier_position(tmp_path):
     from ds_usp import TokenLayout
 
-    runs = [degrees(sp=4, u=u) + f" --usp-layout {layout}" for layout in LAYOUTS]
+    cases = [(u, kind) for u in (1, 2, 4) for kind in LAYOUTS]
+    runs = [degrees(sp=4, u=u) + f" --usp-layout {kind}" for u, kind in cases]
     ranks = fork_world(token_losses_on_rank, 4, runs=runs, folder=str(tmp_path))
     (((one_rank, _),),) = fork_world(
         token_losses_on_rank, 1, runs=[degrees()], folder=str(tmp_path)
     )
-    for index, kind in enumerate(LAYOUTS):
+    for index, (u, kind) in enumerate(cases):
         layout = TokenLayout(kind, seq_len=64, ulysses=u, ring=4 // u)
         before, after = (
             layout.gather([rank[index][which] for rank in ranks], dim=1) for which in (0, 1)
         )
-        assert torch.equal(before[:, :CHANGED], after[:, :CHANGED]), kind
-        assert (before[:, CHANGED:] != after[:, CHANGED:]).all(), kind
+        assert torch.equal(before[:, :CHANGED], after[:, :CHANGED]), (u, kind)
+        assert (before[:, CHANGED:] != after[:, CHANGED:]).all(), (u, kind)
         torch.testing.assert_close(before, one_rank, rtol=1e-5, atol=1e-6)

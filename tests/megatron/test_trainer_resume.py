@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 from harness import RankContext, RankError, fork_world
-from trainer_runs import ADAM, Numbers, degrees, errors, patched, relative_difference, start, train
+from trainer_runs import (
+    ADAM,
+    Numbers,
+    degrees,
+    errors,
+    errors_of_runs,
+    patched,
+    relative_difference,
+    start,
+    train,
+)
 
 from ds_usp import CheckpointError
 
@@ -36,35 +46,43 @@ def resume(folder: Path, checkpoint: Path, *grids: dict[str, int], more: str = "
     return train(4, *runs, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
 
 
-def test_resuming_is_bit_exact(uninterrupted, tmp_path):
-    checkpoint, numbers = uninterrupted
-    assert resume(tmp_path, checkpoint, SAVED) == [numbers[SAVED_AT:]]
-
-
-def test_resuming_on_other_sequence_degrees_is_exact(uninterrupted, tmp_path):
+def test_resuming_is_bit_exact_and_exact_on_other_sequence_degrees(uninterrupted, tmp_path):
     checkpoint, numbers = uninterrupted
     # Of the same 4 ranks; the rest is data.
     degrees_of_runs = ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1))
     others = [{"sp": sp, "u": u, "zero": SAVED["zero"]} for sp, u in degrees_of_runs]
-    for resumed in resume(tmp_path, checkpoint, *others):
-        assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
+    same, *resumed = resume(tmp_path, checkpoint, SAVED, *others)
+    assert same == numbers[SAVED_AT:]
+    for other in resumed:
+        assert relative_difference(other, numbers[SAVED_AT:]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [
-        {"sp": 4, "u": 2, "zero": 0},
-        {"sp": 2, "u": 2, "zero": 2},
-        {"sp": 4, "u": 2, "zero": 3},
-        {"sp": 2, "tp": 2, "zero": 1},
-        {"sp": 2, "pp": 2, "zero": 1},
-        {"sp": 2, "pp": 2, "zero": 0},
-    ],
-    ids=str,
+KINDS = (
+    {"sp": 4, "u": 2, "zero": 0},
+    {"sp": 2, "u": 2, "zero": 2},
+    {"sp": 4, "u": 2, "zero": 3},
+    {"sp": 2, "tp": 2, "zero": 1},
+    {"sp": 2, "pp": 2, "zero": 1},
+    {"sp": 2, "pp": 2, "zero": 0},
 )
-def test_every_kind_of_checkpoint_resumes(grid, tmp_path):
-    numbers = save_and_continue(tmp_path, grid, more=HALF_BATCH)
-    assert resume(tmp_path, tmp_path / "save", grid, more=HALF_BATCH) == [numbers[SAVED_AT:]]
+
+
+@pytest.fixture(scope="module")
+def runs_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Numbers, Numbers]]:
+    """Numbers of the run of each kind, and of one that resumes it: two starts of ranks for all."""
+    folder = tmp_path_factory.mktemp("kinds")
+    flags = [f"{degrees(**grid)}{FLAGS}{HALF_BATCH}" for grid in KINDS]
+    saving = [f"{run} --save {folder / str(kind)}" for kind, run in enumerate(flags)]
+    loading = [f"{run} --load {folder / str(kind)}" for kind, run in enumerate(flags)]
+    saved = train(4, *saving, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
+    resumed = train(4, *loading, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
+    return list(zip(saved, resumed, strict=True))
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=map(str, KINDS))
+def test_every_kind_of_checkpoint_resumes(kind, runs_of_kinds):
+    numbers, resumed = runs_of_kinds[kind]
+    assert resumed == numbers[SAVED_AT:]
 
 
 def test_zero0_resumes_on_another_number_of_ranks(tmp_path):
@@ -73,27 +91,19 @@ def test_zero0_resumes_on_another_number_of_ranks(tmp_path):
     assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("flags", "messages"),
-    [
-        (
-            degrees(**SAVED) + " --num-layers 3",
-            ["num_layers 2 in the checkpoint, 3 now", "another model"],
-        ),
-        (
-            degrees(**{**SAVED, "zero": 3}),
-            ["zero_stage 1 in the checkpoint, 3 now", "without pipeline"],
-        ),
-        (degrees(sp=2, pp=2, zero=1), ["pipeline_model_parallel_size 1 in the checkpoint, 2 now"]),
-        (degrees(sp=2, pp=2, zero=1), ["sequence_x_data_ranks 4 in the checkpoint, 2 now"]),
-    ],
-)
-def test_another_model_or_parallel_config_is_refused_on_every_rank(
-    flags, messages, uninterrupted, tmp_path
-):
-    for error in errors(4, f"{flags} {FLAGS} --load {uninterrupted[0]}", tmp_path):
-        assert isinstance(error, CheckpointError)
-        assert all(text in str(error) for text in messages), error
+def test_another_model_or_parallel_config_is_refused_on_every_rank(uninterrupted, tmp_path):
+    changed = {
+        "num_layers 2 in the checkpoint, 3 now": degrees(**SAVED) + " --num-layers 3",
+        "zero_stage 1 in the checkpoint, 3 now": degrees(**{**SAVED, "zero": 3}),
+        "pipeline_model_parallel_size 1 in the checkpoint, 2 now": degrees(sp=2, pp=2, zero=1),
+    }
+    also = ("another model", "without pipeline", "sequence_x_data_ranks 4 in the checkpoint, 2 now")
+    runs = [f"{flags} {FLAGS} --load {uninterrupted[0]}" for flags in changed.values()]
+    found = errors_of_runs(4, runs, tmp_path)
+    for *texts, of_run in zip(changed, also, found, strict=True):
+        for error in of_run:
+            assert isinstance(error, CheckpointError), texts
+            assert all(text in str(error) for text in texts), error
 
 
 RESPLIT = {
@@ -111,18 +121,27 @@ RESPLIT = {
 }
 
 
-@pytest.mark.parametrize(("flags", "saved", "others"), RESPLIT.values(), ids=RESPLIT)
-def test_resuming_under_another_tensor_parallel_size_is_exact(flags, saved, others, tmp_path):
-    flags += FLAGS + " --make-vocab-size-divisible-by 4"
-    (numbers,) = train(
-        4,
-        f"{degrees(**saved)} {flags} --save {tmp_path}",
-        output_dir=tmp_path,
-        steps=TOTAL_STEPS,
-        save_at=SAVED_AT,
-    )
-    runs = [f"{degrees(**grid)} {flags} --load {tmp_path}" for grid in others]
-    for resumed in train(4, *runs, output_dir=tmp_path, steps=TOTAL_STEPS - SAVED_AT):
+@pytest.fixture(scope="module")
+def resplit(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Numbers, list[Numbers]]]:
+    """Numbers of each run, and of those that go on from its checkpoint on other degrees."""
+    folder, saving, loading = tmp_path_factory.mktemp("resplit"), [], []
+    for name, (flags, saved, others) in RESPLIT.items():
+        flags += f"{FLAGS} --make-vocab-size-divisible-by 4"
+        saving.append(f"{degrees(**saved)} {flags} --save {folder / name}")
+        loading += [f"{degrees(**grid)} {flags} --load {folder / name}" for grid in others]
+    numbers = train(4, *saving, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
+    resumed = iter(train(4, *loading, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT))
+    counts = [len(others) for _, _, others in RESPLIT.values()]
+    return {
+        name: (of_run, [next(resumed) for _ in range(count)])
+        for name, of_run, count in zip(RESPLIT, numbers, counts, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", RESPLIT)
+def test_resuming_under_another_tensor_parallel_size_is_exact(name, resplit):
+    numbers, others = resplit[name]
+    for resumed in others:
         assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
 

@@ -129,24 +129,36 @@ def numbers_on_rank(
     return numbers_of_runs
 
 
-def error_on_rank(
-    ctx: RankContext, *, flags: str, output_dir: str, patches: Mapping[str, Any]
-) -> ValueError | None:
-    """What starting a run, or its first step, raises on this rank."""
-    try:
-        with patched(patches):
-            start(flags, output_dir).step()
-    except ValueError as error:
-        return error
-    return None
+def errors_on_rank(
+    ctx: RankContext, *, runs: list[str], output_dir: str, patches: Mapping[str, Any]
+) -> list[ValueError | None]:
+    """What starting each run, or its first step, raises on this rank."""
+    errors: list[ValueError | None] = []
+    for flags in runs:
+        try:
+            with patched(patches):
+                start(flags, output_dir).step()
+        except ValueError as error:
+            errors.append(error)
+        else:
+            errors.append(None)
+    return errors
+
+
+def errors_of_runs(
+    world: int, runs: list[str], output_dir: Path, patches: Mapping[str, Any] | None = None
+) -> list[list[ValueError | None]]:
+    """What each run (first index) raises on each rank (second index), in one start of ranks."""
+    ranks = fork_world(
+        errors_on_rank, world, runs=runs, output_dir=str(output_dir), patches=patches or {}
+    )
+    return [list(of_run) for of_run in zip(*ranks, strict=True)]
 
 
 def errors(
     world: int, flags: str, output_dir: Path, patches: Mapping[str, Any] | None = None
 ) -> list[ValueError | None]:
-    return fork_world(
-        error_on_rank, world, flags=flags, output_dir=str(output_dir), patches=patches or {}
-    )
+    return errors_of_runs(world, [flags], output_dir, patches)[0]
 
 
 # Each leaves its groups behind, which share one gloo thread: a twelfth run takes as long as the

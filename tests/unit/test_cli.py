@@ -45,12 +45,15 @@ def test_help_version_and_the_planner_start_without_torch():
         assert f"\n  {command} " in done.stdout
 
 
-def test_version_has_the_commit(capsys):
+def test_version_has_the_commit_between_releases(capsys, monkeypatch):
     assert program.main(["--version"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"ds-usp {ds_usp.__version__} (commit ")
-    assert _version.version(SHA) == f"{_version.BASE}+g{SHA[:9]}"
-    assert _version.version(None) == _version.BASE
+    monkeypatch.setattr(_version, "BASE", "0.2.0.dev0")
+    assert _version.version(SHA) == f"0.2.0.dev0+g{SHA[:9]}"
+    assert _version.version(None) == "0.2.0.dev0"
+    monkeypatch.setattr(_version, "BASE", "0.2.0")
+    assert _version.version(SHA) == "0.2.0"
 
 
 def test_commit_is_read_from_a_build_or_from_git_without_git(tmp_path):
@@ -118,12 +121,16 @@ def test_env_survives_missing_and_broken_libraries(monkeypatch):
 
 
 def test_env_says_the_version_that_is_imported(tmp_path, monkeypatch):
-    """The first on the path, also beside what a broken installation has left."""
+    """The first on the path, also beside what a broken installation has left; and what of the
+    extras is absent or of another version than the extras say."""
+    extras = ("trl>=2", "datasets>=4", "flash_attn_4>=4.0.0b36", "torch>=2.6", "ruff>=99")
+    needed = "".join(f"Requires-Dist: {x}\n" for x in extras)
     for folder, text in (
         ("1/trl-2.5.dist-info", "Name: trl\nVersion: 2.5\n"),
         ("1/~rl-2.dist-info", ""),
         ("2/trl-1.5.dist-info", "Name: trl\nVersion: 1.5\n"),
         ("2/datasets-0.1.dist-info", "Name: datasets\nVersion: 0.1\n"),
+        ("1/ds_usp-0.dist-info", f"Name: ds-usp\nVersion: 0\n{needed}"),
     ):
         (tmp_path / folder).mkdir(parents=True)
         if text:
@@ -131,6 +138,8 @@ def test_env_says_the_version_that_is_imported(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path / "1"), str(tmp_path / "2"), *sys.path])
     versions = environment.collect()["versions"]
     assert (versions["trl"], versions["datasets"]) == ("2.5", "0.1")
+    assert versions["not as required"] == "datasets 0.1, not >=4"
+    assert versions["not installed"] == "flash_attn_4"
     assert versions["torch"] == metadata.version("torch")
 
 

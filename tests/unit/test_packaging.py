@@ -8,30 +8,25 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
 import fast_tier
 import pytest
+from packaging.version import Version
 from programs import python
 
 from ds_usp import _version
 
 ROOT = Path(__file__).resolve().parents[2]
-SHA = "0123456789abcdef0123456789abcdef01234567"
-SOURCES = (
-    "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt",
-    "mkdocs.yml",
-)  # fmt: skip
-VERSION = f"{_version.BASE}+g{SHA[:9]}"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
 def run(*command: str | Path, cwd: Path, **settings: str) -> str:
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | settings,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "USP_NO_INSTALL": "1"} | settings,
         capture_output=True,
         text=True,
         timeout=300,
@@ -40,37 +35,88 @@ def run(*command: str | Path, cwd: Path, **settings: str) -> str:
     return done.stdout
 
 
+def git(*command: str, cwd: Path) -> str:
+    who = {f"GIT_{x}_{y}": "x@y" for x in ("AUTHOR", "COMMITTER") for y in ("NAME", "EMAIL")}
+    return run("git", *command, cwd=cwd, **who).strip()
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is built, at a commit of its own; git itself is not asked."""
-    copy = tmp_path_factory.mktemp("checkout")
-    for name in SOURCES:
-        shutil.copy(ROOT / name, copy)
-    skip = shutil.ignore_patterns("__pycache__")
-    for name in ("ds_usp", "megatron_patches", "examples_deepspeed", "scripts", "docs"):
-        shutil.copytree(ROOT / name, copy / name, ignore=skip)
-    (copy / ".git").mkdir()
-    (copy / ".git/HEAD").write_text(f"{SHA}\n")
+    """What is here, committed or not, as one commit of a repository of its own: a source
+    distribution has none."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed: nothing is committed here, and nothing is released")
+    copy = tmp_path_factory.mktemp("checkout") / "one"
+    skip = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=skip)
+    for name in ("PKG-INFO", "setup.cfg", f"ds_usp/{_version.COMMIT_FILE}"):
+        (copy / name).unlink(missing_ok=True)  # of a source distribution
+    git("init", "-q", cwd=copy)
+    git("add", "--all", cwd=copy)
+    git("commit", "-q", "-m", "All", cwd=copy)
     return copy
 
 
 @pytest.fixture(scope="module")
-def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ".", cwd=checkout)
-    (path,) = folder.glob("*.whl")
-    yield path
+def release(checkout: Path) -> Path:
+    """The folder of what ``scripts/release.sh`` builds."""
+    run("bash", "scripts/release.sh", cwd=checkout)
+    return checkout / "dist"
 
 
-def test_the_wheel_says_its_commit_extras_and_program(wheel):
+@pytest.fixture(scope="module")
+def wheel(release: Path) -> Path:
+    (path,) = release.glob("*.whl")
+    return path
+
+
+def test_a_release_has_the_same_bytes_wherever_it_is_built(checkout, release, tmp_path):
+    """In another folder, under another umask, clock and time zone, beside files of one's own."""
+    again = tmp_path / "another"
+    git("clone", "-q", str(checkout), str(again), cwd=tmp_path)
+    for path in (again, *again.rglob("*")):
+        if ".git" not in path.parts:
+            path.chmod(path.stat().st_mode & 0o700)
+            os.utime(path, (1_500_000_000, 1_500_000_000))
+    (again / "scripts" / "mine.py").write_text("1\n")
+    (again / "ds_usp" / "mine.py").write_text("1\n")
+    built = run("bash", "-c", "umask 077; bash scripts/release.sh out", cwd=again, TZ="Asia/Tokyo")
+    assert built == (release / "SHA256SUMS").read_text()
+    assert len(built.splitlines()) == 2
+    run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=again / "out")
+
+
+def test_a_release_refuses_what_is_not_committed_and_tags_of_other_versions(checkout, tmp_path):
+    def refusal() -> str:
+        done = subprocess.run(
+            ("bash", "scripts/release.sh", str(tmp_path / "out")),
+            cwd=other,
+            env=os.environ | {"USP_NO_INSTALL": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1 and not list((tmp_path / "out").glob("*"))
+        return done.stderr
+
+    other = tmp_path / "other"
+    git("clone", "-q", str(checkout), str(other), cwd=tmp_path)
+    git("tag", "v0.0.1", cwd=other)
+    assert f"the tag v0.0.1 is at version {_version.BASE} of ds_usp/_version.py" in refusal()
+    (other / "README.md").write_text("")
+    assert "commit or undo first:  M README.md" in refusal()
+    shutil.rmtree(other / ".git")
+    assert "needs a git checkout" in refusal()
+
+
+def test_the_wheel_says_its_commit_extras_and_program(checkout, wheel):
+    sha = git("rev-parse", "HEAD", cwd=checkout)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (folder,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
         metadata = Parser().parsestr(archive.read(f"{folder}/METADATA").decode())
         programs = archive.read(f"{folder}/entry_points.txt").decode()
-        assert archive.read(f"ds_usp/{_version.COMMIT_FILE}").decode() == f"{SHA}\n"
-    assert metadata["Version"] == VERSION
+        assert archive.read(f"ds_usp/{_version.COMMIT_FILE}").decode() == f"{sha}\n"
+    assert metadata["Version"] == _version.version(sha)
     assert {"ds_usp/py.typed", "megatron_patches/py.typed", "ds_usp/__main__.py"} <= names
     assert "ds-usp = ds_usp.__main__:main" in programs
     assert "[verl.plugins]\nds_usp = ds_usp.compat.verl" in programs
@@ -84,41 +130,52 @@ def test_the_wheel_says_its_commit_extras_and_program(wheel):
     assert flash4.startswith("flash-attn-4>=4.0.0b")  # a pre-release: pip takes it without --pre
 
 
-def test_the_installed_wheel_runs(wheel, tmp_path):
+def test_the_installed_wheel_runs(checkout, wheel, tmp_path):
     """From a folder that knows no checkout: env says what is there, verify's sweep is exact."""
-    target = tmp_path / "target"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
-    run(*pip, "install", "--no-deps", "--no-compile", "--target", target, wheel, cwd=tmp_path)
+    target, sha = tmp_path / "target", git("rev-parse", "HEAD", cwd=checkout)
+    run(*PIP, "install", "--no-deps", "--no-compile", "--target", target, wheel, cwd=tmp_path)
     program = target / "bin/ds-usp"
     printed = run(program, "env", cwd=tmp_path, PYTHONPATH=str(target))
-    assert f"version  {VERSION}" in printed and f"folder   {target.resolve()}/ds_usp" in printed
-    assert f"commit   {SHA}" in printed and "changes  not a checkout" in printed
+    assert f"version  {_version.version(sha)}" in printed
+    assert f"folder   {target.resolve()}/ds_usp" in printed
+    assert f"commit   {sha}" in printed and "changes  not a checkout" in printed
+    assert "bugs to  the issue tracker" in printed
     printed = run(program, "verify", cwd=tmp_path, PYTHONPATH=str(target))
-    assert printed.splitlines()[0].startswith(f"ds-usp {VERSION}, 4 ranks")
+    assert printed.splitlines()[0].startswith(f"ds-usp {_version.version(sha)}, 4 ranks")
     assert printed.splitlines()[-1] == "EXACT (18 exact, 0 WRONG, 0 refused)"
 
 
-def test_the_source_distribution_holds_a_checkout(checkout, tmp_path):
-    """It builds the same wheel without git: it says its commit itself."""
-    run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=checkout)
-    (path,) = tmp_path.glob("*.tar.gz")
+def test_the_source_distribution_holds_a_checkout(checkout, release):
+    """All that is committed, so that what a checkout runs runs from it; and its commit."""
+    (path,) = release.glob("*.tar.gz")
     with tarfile.open(path) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-        member = f"{path.name.removesuffix('.tar.gz')}/ds_usp/{_version.COMMIT_FILE}"
-        file = archive.extractfile(member)
-        assert file is not None and file.read().decode() == f"{SHA}\n"
-    for name in (
-        "constraints.txt",
-        "scripts/env.sh",
-        "scripts/bench/bench_memory.py",
-        "examples_deepspeed/sequence_parallel/pretrain_gpt_usp.py",
-        "megatron_patches/README.md",
-        "docs/usage/python.md",
-        "mkdocs.yml",
-    ):
-        assert name in names, name
-    assert not any("__pycache__" in name or name.endswith(".log") for name in names)
-    assert not (checkout / "ds_usp" / _version.COMMIT_FILE).exists()
+        names = {x.name.partition("/")[2] for x in archive.getmembers() if x.isfile()}
+    committed = set(git("ls-files", cwd=checkout).splitlines())
+    made = {x for x in names - committed if not x.startswith("ds_usp.egg-info/")}
+    assert committed <= names
+    assert made == {"PKG-INFO", "setup.cfg", f"ds_usp/{_version.COMMIT_FILE}"}
+
+
+def test_the_version_is_the_changelogs():
+    """A release has a dated section; what comes after it, a version between releases."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, *sections = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    released = [re.fullmatch(r"\[([\d.]+)\] - \d{4}-\d\d-\d\d", x) for x in sections]
+    assert first == "[Unreleased]" and all(released), sections
+    unreleased = text.partition(f"## {first}")[2].partition("\n## ")[0].strip()
+    base, newest = Version(_version.BASE), Version(released[0][1])
+    assert base > newest if base.is_devrelease else base == newest, (base, newest)
+    assert base.is_devrelease or not unreleased, (
+        f"changes after {newest}: BASE in ds_usp/_version.py is the next version's .dev0 then"
+    )
+
+
+def test_deprecated_names_go_when_their_warnings_say():
+    """CONTRIBUTING, "Versions and releases": no release has what its own warnings say is gone."""
+    paths = [p for x in ("ds_usp", "megatron_patches") for p in (ROOT / x).rglob("*.py")]
+    promised = re.findall(r'goes_in="([\d.]+)"', "".join(p.read_text("utf-8") for p in paths))
+    assert len(promised) > 4
+    assert all(Version(version) > Version(_version.BASE) for version in promised)
 
 
 RESULTS = ROOT / "scripts" / "bench" / "results"

@@ -59,8 +59,11 @@ def test_names_arguments_defaults_and_flags_are_frozen():
     lines = reference_pages.signatures().splitlines()
     changed = [line for line in ndiff(frozen, lines) if line.startswith(("-", "+"))]
     assert lines == frozen, (
-        "what users call has changed: undo it, or run python scripts/reference_pages.py "
-        "--signatures and say so in CHANGELOG.md\n" + "\n".join(changed)
+        "what users call has changed. New names: run `python scripts/reference_pages.py "
+        f"--signatures`, which writes {reference_pages.SIGNATURES.relative_to(ROOT)}, and add a "
+        "line to CHANGELOG.md. Removed or renamed ones, and other defaults: the old name stays "
+        'with warn_renamed for a minor version (CONTRIBUTING, "Versions and releases"); then the '
+        "same\n" + "\n".join(changed)
     )
 
 
