@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import groupby
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,9 +47,9 @@ _OF_KERNELS = frozenset({"s_aux", "layer_idx", "attn_implementation", "implement
 # fill up with -1.
 _MASKED, _FILLED = -2, -1
 
-# Passes whose documents are known. Backward passes of a pipeline recompute the layers of several
+# Tensors whose documents are known. Backward passes of a pipeline recompute the layers of several
 # passes that are in flight; of more than these it gathers again, on all ranks alike.
-_KNOWN_PASSES = 16
+_KNOWN_TENSORS = 16
 
 
 def flash_attention_forward(
@@ -237,9 +237,30 @@ class _Given:
         return same_memory and not other.is_inference() and other._version == self.version
 
 
+Reading = TypeVar("Reading")
+
+
+class Readings(Generic[Reading]):
+    """What was read of the last few tensors of positions or lengths, until they are changed: layers
+    share a tensor, and to read it waits for the GPU or for the other ranks."""
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[_Given, Hashable, Reading]] = deque(maxlen=_KNOWN_TENSORS)
+
+    def of(self, tensor: Tensor, key: Hashable, read: Callable[[], Reading]) -> Reading:
+        """What ``read()`` has returned of this tensor; ``key`` is what else that depends on."""
+        for given, known, reading in reversed(self._known):
+            if known == key and given.is_(tensor):
+                return reading
+        reading = read()
+        if (given_now := _Given.of(tensor)) is not None:
+            self._known.append((given_now, key, reading))
+        return reading
+
+
 @dataclass(eq=False)
 class _Pass:
-    """The documents of the pass that was given ``key``, position ids or cumulative lengths.
+    """The documents of one pass.
 
     Args:
         real: this rank's tokens that are no padding, ``[b, s_local]``; None: all.
@@ -247,7 +268,6 @@ class _Pass:
         masks: of its layers, by is_causal and sliding window.
     """
 
-    key: _Given | None
     documents: tuple[Borders, ...]
     real: Tensor | None = None
     padding_masks: list[_Given] = field(default_factory=list)
@@ -296,7 +316,7 @@ class _FlashAttentionForward:
         self._equal_documents = equal_documents
         self._layout, self._kernel, self._tuning = layout, kernel, tuning
         self._unknown = _arguments_of_transformers() - _OF_KERNELS - {*signature(self).parameters}
-        self._passes: deque[_Pass] = deque(maxlen=_KNOWN_PASSES)
+        self._passes: Readings[_Pass] = Readings()
 
     @disable_in_compile("documents are read from positions")
     def __call__(
@@ -394,15 +414,6 @@ class _FlashAttentionForward:
                     "does not know: a KV cache in pages, or something newer than this ds_usp"
                 )
 
-    def _find(self, key: Tensor) -> _Pass | None:
-        passes = reversed(self._passes)
-        return next((known for known in passes if known.key and known.key.is_(key)), None)
-
-    def _keep(self, known: _Pass) -> _Pass:
-        if known.key is not None:
-            self._passes.append(known)
-        return known
-
     def _pass_of_lengths(
         self, q: Tensor, lengths: Sequence[Tensor | None], mask: Tensor | None
     ) -> _Pass:
@@ -423,9 +434,10 @@ class _FlashAttentionForward:
     def _pass_of_one_tensor(self, q: Tensor, lengths: Tensor | None) -> _Pass:
         if lengths is None:
             raise DataError("cu_seq_lens_q and cu_seq_lens_k belong together: give both")
-        known = self._find(lengths)
-        if known is not None:
-            return known
+        shape = tuple(q.shape[:2])
+        return self._passes.of(lengths, shape, lambda: self._read_lengths(q, lengths))
+
+    def _read_lengths(self, q: Tensor, lengths: Tensor) -> _Pass:
         seq_len = q.shape[1] * self._mesh.sp_degree
         borders = lengths.tolist()
         if q.shape[0] != 1:
@@ -442,23 +454,26 @@ class _FlashAttentionForward:
             )
         documents = MaskSpec.causal(borders).documents
         documents = () if documents == ((0, seq_len),) else documents
-        return self._keep(_Pass(_Given.of(lengths), documents))
+        return _Pass(documents)
 
     def _pass_of_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
-        known = self._find(positions)
-        if known is None:
-            local = _encode(positions, mask, q)
-            layout = self._mesh.layout(self._layout, q.shape[1] * self._mesh.sp_degree)
-            whole = self._mesh.gather(local, layout, dim=1)
-            documents = _documents(whole)
-            if not self._equal_documents:
-                self._refuse_forgotten(whole, documents)
-            real = None if mask is None else mask.to(q.device) != 0
-            if real is not None and bool(real.all()):
-                real = None
-            known = self._keep(_Pass(_Given.of(positions), documents, real))
-        known.check_padding(mask)
-        return known
+        shape = tuple(q.shape[:2])
+        this = self._passes.of(positions, shape, lambda: self._read_positions(q, positions, mask))
+        this.check_padding(mask)
+        return this
+
+    def _read_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
+        """Collective over the mesh."""
+        local = _encode(positions, mask, q)
+        layout = self._mesh.layout(self._layout, q.shape[1] * self._mesh.sp_degree)
+        whole = self._mesh.gather(local, layout, dim=1)
+        documents = _documents(whole)
+        if not self._equal_documents:
+            self._refuse_forgotten(whole, documents)
+        real = None if mask is None else mask.to(q.device) != 0
+        if real is not None and bool(real.all()):
+            real = None
+        return _Pass(documents, real)
 
     def _refuse_forgotten(self, whole: Tensor, documents: tuple[Borders, ...]) -> None:
         ranks, seq_len = self._mesh.sp_degree, whole.shape[1]
@@ -518,7 +533,7 @@ def _pass_of_nothing(is_causal: bool, mask: Tensor | None) -> _Pass:
             "ranks is found: this model hands none on. Pack the rows, or give batches without "
             "padding"
         )
-    return _Pass(None, ())
+    return _Pass(())
 
 
 def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:

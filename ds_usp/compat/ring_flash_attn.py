@@ -25,7 +25,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
@@ -36,6 +35,7 @@ from ds_usp.compat.flash_attention_forward import (
     HOME,
     FlashAttentionForward,
     PatchedFlashAttention,
+    Readings,
     flash_attention_forward,
     patch_flash_attention,
 )
@@ -102,8 +102,7 @@ class _Functions:
     Attributes:
         ulysses_degree: ranks of a group that exchange heads; None: all.
         names: the 18 functions, by name.
-        borders: of documents, by the tensor that a call was given, with its version: layers share
-            it, and reading it waits for the GPU.
+        borders: of documents.
     """
 
     def __init__(self, ulysses_degree: int | None) -> None:
@@ -113,7 +112,7 @@ class _Functions:
             for family in _FAMILIES
             for form, tensors in _FORMS.items()
         }
-        self.borders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.borders: Readings[Borders] = Readings()
 
     def _function(self, name: str, family: str, tensors: tuple[str, ...]) -> Callable[..., Any]:
         """One of the functions, with the signature of the package's."""
@@ -167,14 +166,14 @@ class _Functions:
             layout: Any = kind
             if "local_k_slice" in lengths:
                 cu_seqlens, keys = lengths["cu_seqlens_q"], lengths["local_k_slice"]
-                documents = self._once(
+                documents = self.borders.of(
                     cu_seqlens,
-                    (mesh.name, keys.start, keys.stop, causal),
+                    (mesh.name, q.shape[1], keys.start, keys.stop, causal),
                     lambda: self._whole_documents(mesh, q.shape[1], causal, lengths),
                 )
             elif lengths:
                 cu_seqlens = lengths["cu_seqlens"]
-                local = self._once(cu_seqlens, None, lambda: tuple(cu_seqlens.tolist()))
+                local = self.borders.of(cu_seqlens, None, lambda: tuple(cu_seqlens.tolist()))
                 documents = tuple(mesh.sp_degree * border for border in local)
                 layout = mesh.layout(kind, documents[-1], documents)
             mask = MaskSpec.window(*_window(causal, window_size), documents=documents)
@@ -195,16 +194,6 @@ class _Functions:
         results = result if return_attn_probs else (result,)
         out, *lse = (x.squeeze(0) for x in results) if lengths else results
         return (out, *lse, None) if return_attn_probs else out
-
-    def _once(self, tensor: torch.Tensor, key: object, read: Callable[[], Borders]) -> Borders:
-        """What is read of a tensor of cumulative lengths, until it is changed."""
-        if tensor.is_inference():  # has no version
-            return read()
-        known = self.borders.get(tensor)
-        if known is None or known[0] != (tensor._version, key):
-            known = self.borders[tensor] = (tensor._version, key), read()
-        borders: Borders = known[1]
-        return borders
 
     def _whole_documents(
         self, mesh: SequenceMesh, tokens: int, causal: bool, prepared: Mapping[str, Any]

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 
 import ds_usp
-from ds_usp.errors import ConfigError, MeshError
+from ds_usp.errors import ConfigError, MeshError, UnsupportedAttentionError
 from megatron_patches.megatron_core.recurrent_layers import ATTRIBUTE, OneRank, OverMesh
 from megatron_patches.settings import MeshSettings
 
@@ -103,7 +103,9 @@ class ContextParallel:
 
         Raises:
             ConfigError: a layer that asks for another kind of context parallelism.
-            MeshError, UnsupportedAttentionError: as :class:`USPCoreAttention`.
+            UnsupportedAttentionError: as :class:`USPCoreAttention`; a subclass that computes
+                something of its own in ``forward``.
+            MeshError: as :class:`USPCoreAttention`.
         """
         settings, signature = self.settings, inspect.signature(original)
         # MLA gives them to any core attention; megatron-core's local one does not take them.
@@ -118,6 +120,7 @@ class ContextParallel:
         ):
             original(core, *args, **kwargs)
             return
+        _refuse_own_forward(original, core, arguments["layer_number"])
         from megatron_patches.megatron_core.core_attention import USPCoreAttention
 
         keywords = dict(list(arguments.items())[1:])  # without self
@@ -252,6 +255,28 @@ def _uses_usp(arguments: dict[str, Any]) -> bool:
         f"was applied to replace it by USP. Leave cp_comm_type out or set it to {USP!r}; to mix "
         f"both, give a list with one entry a layer, {USP!r} for some"
     )
+
+
+def _refuse_own_forward(original: Callable[..., None], core: Any, layer_number: int) -> None:
+    """Refuse a subclass of megatron-core's attention whose ``forward`` would not be called, because
+    its object becomes another class.
+
+    Args:
+        original: ``__init__`` of megatron-core's class.
+
+    Raises:
+        UnsupportedAttentionError: with the name of the subclass.
+    """
+    for cls in type(core).__mro__:
+        if getattr(vars(cls).get("__init__"), "__wrapped__", None) is original:
+            return
+        if "forward" in vars(cls):
+            raise UnsupportedAttentionError(
+                f"layer {layer_number}: {cls.__module__}.{cls.__name__} has a forward of its own, "
+                "which USP attention in its place would leave out. Name in the layer spec a "
+                "subclass of megatron_patches.megatron_core.core_attention.USPCoreAttention that "
+                "computes the same of this rank's tokens, or use context_parallel_size=1"
+            )
 
 
 class ListByLayerNumber(list):

@@ -93,10 +93,39 @@ def refuse_inexact_options(
             config.batch_invariant_mode or num_splits is not None,
             "the order of sums is the kernel's and depends on the degrees; leave both out",
         ),
+        **_refused_experts(config),
     }
     for option, (is_set, fix) in refused.items():
         if is_set:
             raise UnsupportedAttentionError(f"layer {layer_number}: {option}: {fix}")
+
+
+def _refused_experts(config: TransformerConfig) -> dict[str, tuple[bool, str]]:
+    """What experts' routers decide by the tokens of a rank: another model with other degrees."""
+    balancing, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    losses = coefficients if isinstance(coefficients, list) else [coefficients]
+    over_ranks = config.num_moe_experts is not None and config.context_parallel_size > 1
+    return {
+        f"moe_expert_capacity_factor={config.moe_expert_capacity_factor}": (
+            over_ranks and (config.moe_expert_capacity_factor or 0) > 0,
+            "each rank would drop tokens by what its own shard of the sequence sends to an expert; "
+            "leave it out",
+        ),
+        "moe_router_load_balancing_type='sinkhorn'": (
+            over_ranks and "sinkhorn" in kinds,
+            "each rank would balance its own shard of the sequence; use aux_loss, seq_aux_loss, "
+            "global_aux_loss or none",
+        ),
+        f"calculate_per_token_loss with moe_aux_loss_coeff={coefficients}, "
+        f"moe_z_loss_coeff={config.moe_z_loss_coeff}": (
+            over_ranks
+            and config.calculate_per_token_loss
+            and any([*losses, config.moe_z_loss_coeff]),
+            "megatron-core divides the gradient of the routers' losses by the number of "
+            "context-parallel ranks; set these coefficients to 0, or calculate_per_token_loss=False",
+        ),
+    }
 
 
 # ------------------------------------------------------------------------------------------------

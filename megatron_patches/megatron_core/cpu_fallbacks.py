@@ -146,6 +146,14 @@ def p2p_ops(original: Callable[..., Any], **kwargs: Any) -> Any:
     return original(**kwargs)
 
 
+def move_to_host(
+    original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    """``maybe_move_tensor_to_cpu``, whose array is of the sizes that an all-to-all takes: it makes
+    one of a tensor on CUDA alone."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
 def initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``initialize_megatron``, which refuses to start without CUDA."""
     return original(*args, **{**kwargs, "allow_no_cuda": True})

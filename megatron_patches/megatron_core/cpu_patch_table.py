@@ -28,7 +28,15 @@ def without_gpu() -> tuple[Patch, ...]:
         guard=megatron_core_guard("c1708840a6b63c32"),
         reason="the schedule frees outputs whose sends are in flight, which gloo still reads",
     )
-    return (*_tensors(), *_streams(), *_random_states(), p2p, *without_apex.patches())
+    splits = _wrap(
+        "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        cpu_fallbacks.move_to_host,
+        also_in=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",),
+        guard=megatron_core_guard("12f153572964a09b"),
+        reason="leaves the sizes of the experts' all-to-alls, which are on the CPU already, as "
+        "tensors, which gloo's all-to-all does not take",
+    )
+    return (*_tensors(), *_streams(), *_random_states(), p2p, splits, *without_apex.patches())
 
 
 def training_without_gpu() -> tuple[Patch, ...]:

@@ -13,14 +13,14 @@ from megatron_patches.step import dropout_seeds, run_step
 # Dropout seeds that differ over context-parallel and data-parallel ranks, where USP shards
 # sequences.
 #
-# Megatron-LM seeds all of them alike, so the masks of hidden dropout would be equal for all
-# shards of a sequence. Seeds depend on the number of the step: a resumed run draws what an
-# uninterrupted one does, whatever the checkpoint contains.
+# Megatron-LM seeds all of them alike, so the masks of hidden dropout, and the noise of
+# --moe-input-jitter-eps, would be equal for all shards of a sequence. Seeds depend on the number of
+# the step: a resumed run draws what an uninterrupted one does, whatever the checkpoint contains.
 
 
 def seed_step(flags: Any) -> None:
-    """Seed this step, where USP shards sequences and dropout is on."""
-    if uses_usp(flags) and flags.hidden_dropout > 0:
+    """Seed this step, where USP shards sequences, and dropout or the jitter of routers is on."""
+    if uses_usp(flags) and (flags.hidden_dropout > 0 or flags.moe_input_jitter_eps):
         _seed(flags)
 
 

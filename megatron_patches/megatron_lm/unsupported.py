@@ -135,6 +135,20 @@ _LOSS = (
         "Leave --calculate-per-token-loss out: the loss is the mean over the tokens of all ranks",
     ),
 )
+_EXPERTS = (
+    Refusal(
+        lambda args: args.num_experts and (args.moe_expert_capacity_factor or 0) > 0,
+        "--moe-expert-capacity-factor {moe_expert_capacity_factor} lets each rank drop tokens by "
+        f"what its own shard of the sequence sends to an expert, {_CP}",
+        "Leave it out: no token is dropped",
+    ),
+    Refusal(
+        lambda args: args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type,
+        "--moe-router-load-balancing-type sinkhorn balances each rank's own shard of the sequence, "
+        f"{_CP}",
+        "Use aux_loss, seq_aux_loss, global_aux_loss or none",
+    ),
+)
 _WITHOUT_GPU = (
     Refusal(
         lambda args: (
@@ -215,7 +229,7 @@ def refuse(args: Any) -> None:
     """
     refusals.refuse(_WITHOUT_GPU, args)
     if uses_usp(args):
-        refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_SCHEDULE), args)
+        refusals.refuse((*_ATTENTION, *_MODEL, *_EXPERTS, *_LOSS, *_SCHEDULE), args)
     elif attends_on_one_rank(args):
         refusals.refuse(_ATTENTION, args)
 

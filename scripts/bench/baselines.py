@@ -2,19 +2,22 @@
 
 A step is a forward (and backward) pass over q ``[b, s_local, h, d]`` and k, v
 ``[b, s_local, h_kv, d]``, bf16. A library that is not installed raises ImportError, and one that
-cannot compute a shape's mask ValueError.
+cannot compute a shape's mask ValueError. Which tokens a rank holds is a list of their positions, in
+storage order; -1 is a token of padding.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,14 +46,14 @@ class Baseline:
 
     Attributes:
         attend: from the shape of the whole problem to the attention of q, k and v, the shape that
-            gives this rank's heads and head dim, and the number of this rank's tokens.
+            gives this rank's heads and head dim, and the positions of this rank's tokens.
         mesh: the mesh, for ds_usp only.
         around: context manager in which each forward and backward pass runs.
     """
 
     name: str
     kernel: str
-    attend: Callable[[Shape], tuple[Attend, Shape, int]]
+    attend: Callable[[Shape], tuple[Attend, Shape, list[int]]]
     mesh: ds_usp.SequenceMesh | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -61,8 +64,8 @@ class Baseline:
 
     def make(self, shape: Shape, device: torch.device) -> Step:
         """A step (forward, and backward unless the shape says forward) on fresh random tensors."""
-        attend, share, tokens = self.attend(shape)
-        q, k, v, dout = share.random(device, tokens)
+        attend, share, positions = self.attend(shape)
+        q, k, v, dout = share.random(device, len(positions))
         for x in (q, k, v):
             x.requires_grad_(not shape.forward)
 
@@ -177,9 +180,9 @@ def all_meshes() -> list[ds_usp.SequenceMesh]:
 def ds_usp_baseline(mesh: ds_usp.SequenceMesh, kernel: str) -> Baseline:
     """ds_usp over one mesh, in the shape's token layout."""
 
-    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
+    def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
         layout = mesh.layout(shape.layout_kind, shape.seq_len, shape.borders)
-        return usp_attend(mesh, layout, kernel, shape.mask), shape, layout.length(mesh.rank)
+        return usp_attend(mesh, layout, kernel, shape.mask), shape, layout.positions(mesh.rank)
 
     return Baseline(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
 
@@ -187,11 +190,11 @@ def ds_usp_baseline(mesh: ds_usp.SequenceMesh, kernel: str) -> Baseline:
 def single_gpu_baseline(kernel: str) -> Baseline:
     """The kernel without communication: full sequence, 1/world of the heads. The upper limit."""
 
-    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
+    def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
         world, mesh = dist.get_world_size(), ds_usp.SequenceMesh.single()
         local = replace(shape, heads=shape.heads // world, kv_heads=max(shape.kv_heads // world, 1))
         layout = mesh.layout("contiguous", shape.seq_len)
-        return usp_attend(mesh, layout, kernel, shape.mask), local, shape.seq_len
+        return usp_attend(mesh, layout, kernel, shape.mask), local, layout.positions(0)
 
     return Baseline("one GPU", kernel, attend)
 
@@ -237,12 +240,25 @@ def time_baselines(
 # ------------------------------------------------------------------ other libraries
 
 
-def even_tokens(shape: Shape) -> int:
-    """Tokens of each rank of a library that shards evenly; ValueError if they do not divide."""
+def even_piece(shape: Shape) -> list[int]:
+    """This rank's piece, one after the other, of a library that shards evenly; ValueError if the
+    tokens do not divide."""
     tokens, rest = divmod(shape.seq_len, dist.get_world_size())
     if rest:
         raise ValueError(f"{shape.seq_len} tokens do not divide among {dist.get_world_size()}")
-    return tokens
+    return list(range(dist.get_rank() * tokens, (dist.get_rank() + 1) * tokens))
+
+
+def mirrored_chunks(borders: Sequence[int], world: int, rank: int) -> list[int]:
+    """What TransformerEngine's load balancing gives a rank: each document is padded to a multiple
+    of 2 x world and cut into as many chunks; rank r has chunk r and the r-th from behind."""
+    positions = []
+    for start, stop in pairwise(borders):
+        chunk = math.ceil((stop - start) / (2 * world))
+        for index in (rank, 2 * world - 1 - rank):
+            chunk_positions = range(start + index * chunk, start + (index + 1) * chunk)
+            positions += [p if p < stop else -1 for p in chunk_positions]
+    return positions
 
 
 def check_heads_divide(shape: Shape) -> None:
@@ -252,27 +268,30 @@ def check_heads_divide(shape: Shape) -> None:
         raise ValueError(f"{shape.heads}/{shape.kv_heads} heads do not divide by {world}")
 
 
-def causal_tokens(shape: Shape) -> int:
-    """:func:`even_tokens` of a library that is called with a causal mask alone."""
+def causal_chunks(shape: Shape) -> list[int]:
+    """:func:`mirrored_chunks` of a library that is called with a causal mask alone."""
     if shape.mask != ds_usp.MaskSpec.causal():
         raise ValueError("this comparison is causal")
-    return even_tokens(shape)
+    world = dist.get_world_size()
+    if shape.seq_len % (2 * world):
+        raise ValueError(f"{shape.seq_len} tokens do not divide into {2 * world} chunks")
+    return mirrored_chunks((0, shape.seq_len), world, dist.get_rank())
 
 
 def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Baseline]:
     """DeepSpeed's DistributedAttention around the same kernel."""
     for kernel in kernels:
 
-        def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
+        def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, list[int]]:
             import deepspeed.comm
             from deepspeed.sequence.layer import DistributedAttention
 
             if not deepspeed.comm.is_initialized():
                 deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)
-            tokens = even_tokens(shape)
+            positions = even_piece(shape)
             check_heads_divide(shape)  # else its uneven_heads_all2all may hang: 40/5 heads, 2 ranks
             attention = DistributedAttention(local_kernel(shape, kernel), dist.group.WORLD, 2, 1)
-            return lambda q, k, v: attention(q, k, v, 0), shape, tokens
+            return lambda q, k, v: attention(q, k, v, 0), shape, positions
 
         yield Baseline("DeepSpeed ulysses", kernel, attend)
 
@@ -333,18 +352,19 @@ def plain_all_to_alls(kernels: Sequence[str]) -> Iterator[Baseline]:
     all_to_all_single, the kernel, and one back. Uneven tokens are allowed, heads must divide."""
     for kernel in kernels:
 
-        def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
+        def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, list[int]]:
             world = dist.get_world_size()
             check_heads_divide(shape)
             tokens, rest = divmod(shape.seq_len, world)
             lengths = [tokens + (rank < rest) for rank in range(world)]
+            start = sum(lengths[: dist.get_rank()])
             local = local_kernel(shape, kernel)
 
             def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 heads = [AllToAll.apply(x, lengths, True) for x in (q, k, v)]
                 return AllToAll.apply(local(*heads), lengths, False)
 
-            return run, shape, lengths[dist.get_rank()]
+            return run, shape, list(range(start, start + lengths[dist.get_rank()]))
 
         yield Baseline("plain all-to-all", kernel, attend)
 
@@ -373,8 +393,8 @@ def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Baseline]:
     for kernel in (k for k in kernels if k in BACKENDS):
         for method in ("allgather", "alltoall"):
 
-            def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
-                return torch_attend(kernel), shape, causal_tokens(shape)
+            def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, list[int]]:
+                return torch_attend(kernel), shape, causal_chunks(shape)
 
             around = partial(torch_rotation, method)
             yield Baseline(f"torch {method}", kernel, attend, around=around)
@@ -461,14 +481,17 @@ def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:
     world = dist.get_world_size()
     for ulysses in reversed(divisors(world)):
 
-        def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, int]:
+        def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, list[int]]:
             with torch_flash_attn():
                 from yunchang import LongContextAttention, set_seq_parallel_pg
                 from yunchang.kernels import AttnType
 
+            causal_chunks(shape)  # refuses what it is not called for
             set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
             attention = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
-            return lambda q, k, v: attention(q, k, v, causal=True), shape, causal_tokens(shape)
+            layout = ds_usp.TokenLayout("zigzag", shape.seq_len, ulysses, world // ulysses)
+            positions = layout.positions(dist.get_rank())
+            return lambda q, k, v: attention(q, k, v, causal=True), shape, positions
 
         yield Baseline(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
 
@@ -488,13 +511,14 @@ def load_cudnn() -> None:
 
 def transformer_engine(kernels: Sequence[str]) -> Iterator[Baseline]:
     """TransformerEngine's DotProductAttention over all ranks, on cuDNN whatever ``kernels`` are:
-    one baseline for each kind of context parallelism, ``a2a+p2p`` on 4 ranks only."""
+    one baseline for each kind of context parallelism, ``a2a+p2p`` on 4 ranks only. Documents are
+    its ``thd`` format."""
     world = dist.get_world_size()
     world_ranks = list(range(world))
     kinds = ["p2p", "a2a"] + (["a2a+p2p"] if world == 4 else [])
     for kind in kinds:
 
-        def attend(shape: Shape, kind: str = kind) -> tuple[Attend, Shape, int]:
+        def attend(shape: Shape, kind: str = kind) -> tuple[Attend, Shape, list[int]]:
             """See ``Baseline.attend``; collective for ``a2a+p2p``, which creates its groups."""
             load_cudnn()
             from transformer_engine.pytorch import DotProductAttention
@@ -504,8 +528,8 @@ def transformer_engine(kernels: Sequence[str]) -> Iterator[Baseline]:
                 shape.head_dim,
                 num_gqa_groups=shape.kv_heads,
                 attention_dropout=0.0,
-                qkv_format="bshd",
-                attn_mask_type="causal",
+                qkv_format="thd" if shape.documents else "bshd",
+                attn_mask_type="padding_causal" if shape.documents else "causal",
             )
             group: object = dist.group.WORLD
             if kind == "a2a+p2p":
@@ -514,27 +538,50 @@ def transformer_engine(kernels: Sequence[str]) -> Iterator[Baseline]:
                 rank = dist.get_rank()
                 group = [pairs[rank // 2], pairs[2 + rank % 2]]
             attention.set_context_parallel_group(group, world_ranks, torch.cuda.Stream(), kind)
+            if shape.documents:
+                return thd_attend(attention, shape), shape, thd_chunks(shape)
 
             def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return attention(q, k, v).unflatten(2, (shape.heads, -1))
 
-            return run, shape, causal_tokens(shape)
+            return run, shape, causal_chunks(shape)
 
         yield Baseline(f"TransformerEngine {kind}", "cudnn", attend)
 
 
-def ring_flash_attn(kernels: Sequence[str]) -> Iterator[Baseline]:
-    """ring-flash-attn's zigzag ring, on the package flash-attn."""
+def thd_chunks(shape: Shape) -> list[int]:
+    """:func:`mirrored_chunks` of causal documents."""
+    if shape.window or shape.full or shape.batch > 1:
+        raise ValueError("this comparison of documents is causal and of one sequence")
+    return mirrored_chunks(shape.borders, dist.get_world_size(), dist.get_rank())
 
-    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
-        from ring_flash_attn import zigzag_ring_flash_attn_func
 
-        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return zigzag_ring_flash_attn_func(q, k, v, causal=True, group=dist.group.WORLD)
+def thd_attend(attention: Callable[..., torch.Tensor], shape: Shape) -> Attend:
+    """TransformerEngine's attention of documents, in its format ``thd``: where all lengths are
+    multiples of 2 x world without padding, else with padding behind each document."""
+    unit = 2 * dist.get_world_size()
+    lengths = [stop - start for start, stop in pairwise(shape.borders)]
+    padded = [math.ceil(length / unit) * unit for length in lengths]
+    borders = torch.tensor(shape.borders, dtype=torch.int32, device="cuda")
+    padded_borders = borders  # the same object says that there is no padding
+    if padded != lengths:
+        sums = [0, *accumulate(padded)]
+        padded_borders = torch.tensor(sums, dtype=torch.int32, device="cuda")
+    longest = math.ceil(max(padded) / 128) * 128
+    options = {
+        "cu_seqlens_q": borders,
+        "cu_seqlens_kv": borders,
+        "cu_seqlens_q_padded": padded_borders,
+        "cu_seqlens_kv_padded": padded_borders,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
 
-        return run, shape, causal_tokens(shape)
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = attention(q[0], k[0], v[0], **options)
+        return out.view(1, -1, shape.heads, v.shape[3])
 
-    yield Baseline("ring-flash-attn zigzag", "flash2", attend)
+    return run
 
 
 PEERS = {
@@ -543,5 +590,4 @@ PEERS = {
     "torch": torch_context_parallel,
     "yunchang": yunchang,
     "te": transformer_engine,
-    "ring_flash_attn": ring_flash_attn,
 }

@@ -14,9 +14,9 @@ shapes.py; `python scripts/bench/tables.py --compare short.csv` prints the rows 
 With --graphs every step is captured in a CUDA graph and the replay is timed: short passes are
 launch-bound without a graph.
 
-With --errors nothing is timed: the script reports the error of every mesh against fp64 as a
-multiple of the error of the same kernel on one GPU, and fails above 1.5 or for NaN. Smallest run,
-on CPUs: --device cpu --shapes 512:4:4:16.
+With --errors nothing is timed: the script reports the error of every mesh and library against fp64
+as a multiple of the error of the same kernel on one GPU, and fails if a mesh of ds_usp is above 1.5
+or NaN. Smallest run, on CPUs: --device cpu --shapes 512:4:4:16.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ import reference
 from baselines import (
     COLUMNS,
     PEERS,
+    Baseline,
     all_baselines,
     all_meshes,
+    ds_usp_baseline,
     parse_baseline_args,
     shape_flags,
     time_baselines,
@@ -76,49 +78,55 @@ def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -
     columns = ["shape", "contender", "worst_ratio", *reference.NAMES, *kernel_names]
     table = Table(session, args.out, columns, "bf16, causal, batch 1; relative errors against fp64")
     meshes = all_meshes()
+    peers = [baseline for peer in args.peers for baseline in PEERS[peer](args.kernels)]
     short = [replace(shape, seq_len=min(shape.seq_len, LONGEST_CHECKED)) for shape in shapes]
     ratios = []
     for shape in dict.fromkeys(short):
         inputs = reference.fresh_inputs(session, shape)
-        expected = reference.causal_reference(session, inputs)
+        expected = reference.causal_reference(session, shape, inputs)
         for kernel in args.kernels:
-            alone = ds_usp.SequenceMesh.single()
-            kernel_errors = errors_or_reason(session, alone, kernel, inputs, expected)
+            alone = ds_usp_baseline(ds_usp.SequenceMesh.single(), kernel)
+            kernel_errors = errors_or_reason(session, alone, shape, inputs, expected)
             if isinstance(kernel_errors, str):
                 session.print0(f"{shape}  one GPU, {kernel}: left out, {kernel_errors}")
                 continue
-            for mesh in meshes:
-                name = f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}, {kernel}"
-                mesh_errors = errors_or_reason(session, mesh, kernel, inputs, expected)
-                if isinstance(mesh_errors, str):
-                    session.print0(f"{shape}  {name}: fails, {mesh_errors}")
-                    mesh_errors = [float("nan")] * len(reference.NAMES)
-                ratios.append(reference.worst_ratio(mesh_errors, kernel_errors))
-                numbers = ratios[-1], *mesh_errors, *kernel_errors
-                table.add([str(shape), name, *(f"{x:.4g}" for x in numbers)])
-                session.print0(f"{shape}  {name:30} {ratios[-1]:.3f} x the kernel's error")
+            ours = [ds_usp_baseline(mesh, kernel) for mesh in meshes]
+            for baseline in [*ours, *(peer for peer in peers if peer.kernel == kernel)]:
+                errors = errors_or_reason(session, baseline, shape, inputs, expected)
+                if isinstance(errors, str):
+                    session.print0(f"{shape}  {baseline.label}: fails, {errors}")
+                    if baseline.mesh is None:
+                        continue
+                    errors = [float("nan")] * len(reference.NAMES)
+                ratio = reference.worst_ratio(errors, kernel_errors)
+                ratios += [ratio] if baseline.mesh is not None else []
+                numbers = ratio, *errors, *kernel_errors
+                table.add([str(shape), baseline.label, *(f"{x:.4g}" for x in numbers)])
+                session.print0(f"{shape}  {baseline.label:30} {ratio:.3f} x the kernel's error")
     passed = bool(ratios) and all(ratio <= LARGEST_RATIO for ratio in ratios)
-    session.print0(f"{len(ratios)} checked: {'passed' if passed else 'FAILED'}")
+    session.print0(f"{len(ratios)} meshes checked: {'passed' if passed else 'FAILED'}")
     return passed
 
 
 def errors_or_reason(
     session: Session,
-    mesh: ds_usp.SequenceMesh,
-    kernel: str,
+    baseline: Baseline,
+    shape: Shape,
     inputs: reference.Tensors,
     expected: reference.Tensors,
 ) -> list[float] | str:
     """Relative L2 errors of out, dq, dk and dv, or the first rank's message if any rank fails.
 
-    Collective over all ranks; the same result on each. ``SequenceMesh.single()`` gives the errors
-    of the kernel alone, with which those of the other meshes are compared.
+    Collective over all ranks; the same result on each. ds_usp over ``SequenceMesh.single()`` gives
+    the errors of the kernel alone, with which the others are compared.
 
     Args:
         inputs: q, k, v and dout of the full sequence.
         expected: out, dq, dk and dv in fp64.
     """
-    return session.try_all_ranks(lambda: reference.errors(session, mesh, kernel, inputs, expected))
+    return session.try_all_ranks(
+        lambda: reference.errors(session, baseline, shape, inputs, expected)
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -133,8 +141,8 @@ def parse() -> argparse.Namespace:
     args = parse_baseline_args(parser)
     if args.graphs and (args.errors or args.device == "cpu"):
         parser.error("--graphs times CUDA graphs: not with --errors or --device cpu")
-    if args.errors and any(s.forward or not s.mask.is_causal for s in requested_shapes(args)):
-        parser.error("--errors checks causal shapes, forward and backward")
+    if args.errors and any(s.forward or s.full or s.window for s in requested_shapes(args)):
+        parser.error("--errors checks causal shapes without a window, forward and backward")
     if args.peers is None:
         args.peers = list(PEERS) if args.device == "cuda" else []
     return args

@@ -9,9 +9,9 @@ bf16, DistributedDataParallel, the distributed optimizer, gradient reduction and
 overlapped; context parallelism over all ranks. In one run, on the same model and weights (the
 learning rate is 0): in TransformerEngine's layers its own p2p and a2a and every mesh of ds_usp; in
 the local layers every mesh of ds_usp; "stock": the layers as they are, every sequence on one rank,
-where the sequences divide among the ranks (the local layers on CPUs only). --backend and --kernel
-choose the attention kernel of both (fused: cuDNN; flash: FlashAttention, where TransformerEngine
-finds it).
+where the sequences divide among the ranks (the local layers on CPUs only). --backend and --kernels
+choose the attention kernels of both (fused: cuDNN; flash: FlashAttention, where TransformerEngine
+finds it); ds_usp runs on each of its own.
 
 A row is the median of --iterations steps after --warm-up, over --rounds, in which the baselines of
 one model take turns. With --losses N a row is the loss and the gradient norm of one of N training
@@ -24,9 +24,8 @@ import argparse
 import gc
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from bench_harness import Session, Table, common_flags
@@ -38,18 +37,18 @@ from megatron_train import (
     destroy_groups,
     without_gpu,
 )
-from step_trace import COLUMNS, traced
 
 from ds_usp.geometry.degrees import divisors
 
 TIMES = ("tokens_per_s_per_gpu", "ms", "loss", "grad_norm", "peak_gib")
 
 
-def baseline_names(layers: str, context: int) -> list[str]:
+def baseline_names(layers: str, context: int, kernels: Sequence[str]) -> list[str]:
     """What one model's layers can attend by, at a context-parallel size."""
     if context == 1:
         return ["stock"]
-    meshes = [f"ds_usp {u}x{context // u}" for u in reversed(divisors(context))]
+    degrees = list(reversed(divisors(context)))
+    meshes = [f"ds_usp {u}x{context // u} {kernel}" for kernel in kernels for u in degrees]
     return [*(["TE p2p", "TE a2a"] if layers == "te" else []), *meshes]
 
 
@@ -67,7 +66,7 @@ def training(
             session,
             workload,
             layers=layers,
-            kernel=args.kernel,
+            kernels=args.kernels,
             backend=args.backend,
             bf16=args.precision == "bf16",
             **options,
@@ -105,11 +104,11 @@ def peak_gib(session: Session, model: Training) -> float:
 
 
 def time_model(
-    session: Session, args: argparse.Namespace, tables: list[Table], model: Training, layers: str
+    session: Session, args: argparse.Namespace, table: Table, model: Training, layers: str
 ) -> None:
     """Time the baselines of one model in turns, and add their rows."""
     workload, times, label = model.workload, {}, LAYERS[layers]
-    names = baseline_names(layers, model.config.context_parallel_size)
+    names = baseline_names(layers, model.config.context_parallel_size, args.kernels)
     rows: dict[str, list[str]] = {}
     for _ in range(args.rounds):
         for name in names:
@@ -129,33 +128,12 @@ def time_model(
     for name, measured in times.items():
         median = statistics.median(measured)
         rate = workload.sequences * workload.seq_len / median / session.world
-        table = [str(workload), f"{name}, {label}", f"{rate:.1f}", f"{median * 1e3:.2f}"]
-        tables[0].add([*table, *rows[name]])
+        row = [str(workload), f"{name}, {label}", f"{rate:.1f}", f"{median * 1e3:.2f}"]
+        table.add([*row, *rows[name]])
         session.print0(
             f"{workload}  {name + ', ' + label:40} {rate:10,.0f} tokens/s per GPU "
             f"{median * 1e3:9.2f} ms  loss {rows[name][0]}  {rows[name][2]} GiB"
         )
-    if args.trace:
-        for name in times:
-            if prepared(session, model, name, 2) is None:
-                trace_baseline(session, args, tables[1], model, name, label)
-
-
-def trace_baseline(
-    session: Session,
-    args: argparse.Namespace,
-    table: Table,
-    model: Training,
-    name: str,
-    label: str,
-) -> None:
-    """Trace a warmed-up baseline, and add its row."""
-    title = f"{model.workload} {name} {label}".translate(str.maketrans(" /'", "__ "))
-    path = args.trace / f"{title.replace(' ', '')}.json"
-    parts = traced(session, model.step, args.trace_steps, path)
-    table.add([str(model.workload), f"{name}, {label}", *(f"{parts[c]:.2f}" for c in COLUMNS)])
-    text = " ".join(f"{column} {parts[column]:.1f}" for column in COLUMNS)
-    session.print0(f"{model.workload}  {name + ', ' + label:40} {text} ms")
 
 
 def losses(
@@ -163,7 +141,7 @@ def losses(
     context: int,
 ) -> None:  # fmt: skip
     """Add the losses of every baseline of one kind of layers, each from the same weights."""
-    for name in baseline_names(layers, context):
+    for name in baseline_names(layers, context, args.kernels):
         for seed in args.seeds:
             with training(session, args, workload, layers, context, lr=args.lr, seed=seed) as model:
                 label = f"{name}, {LAYERS[layers]}"
@@ -185,13 +163,8 @@ def main() -> None:
     if not session.on_gpu:
         without_gpu()
     columns = ("seed", "step", "loss", "grad_norm") if args.losses else TIMES
-    kernel = f"{args.backend} of TransformerEngine, {args.kernel} of ds_usp"
-    note = f"{args.precision}, {kernel}"
-    tables = [Table(session, args.out, ("workload", "contender", *columns), note)]
-    if args.trace:
-        args.trace.mkdir(parents=True, exist_ok=True)
-        path = args.trace / "summary.csv"
-        tables.append(Table(session, path, ("workload", "contender", *COLUMNS), f"{note}; ms"))
+    note = f"{args.precision}, {args.backend} of TransformerEngine"
+    table = Table(session, args.out, ("workload", "contender", *columns), note)
     for context in (session.world, 1):
         create_groups(context)
         for text, layers in itertools.product(args.workloads, args.layers):
@@ -199,13 +172,13 @@ def main() -> None:
                 continue  # materializes all scores of a sequence
             workload = Workload.parse(text)
             if args.losses:
-                losses(session, args, tables[0], workload, layers, context)
+                losses(session, args, table, workload, layers, context)
                 continue
             with training(session, args, workload, layers, context) as model:
                 if isinstance(model, str):
                     session.print0(f"{workload}  {LAYERS[layers]}, {context}: left out, {model}")
                 else:
-                    time_model(session, args, tables, model, layers)
+                    time_model(session, args, table, model, layers)
         destroy_groups()
     session.close()
 
@@ -221,14 +194,12 @@ def parse() -> argparse.Namespace:
         help="models of the planner, or tiny",
     )
     parser.add_argument("--layers", nargs="+", choices=LAYERS, help="default: all, local on CPUs")
-    parser.add_argument("--kernel", help="of ds_usp (default: cudnn, auto on CPUs)")
+    parser.add_argument("--kernels", nargs="+", help="of ds_usp (default: cudnn, auto on CPUs)")
     parser.add_argument("--backend", default="fused", choices=("fused", "flash", "auto"))
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16, fp32 on CPUs")
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--trace", type=Path, help="folder for traces and their summary.csv")
-    parser.add_argument("--trace-steps", type=int, default=2)
     parser.add_argument("--losses", type=int, default=0, metavar="N", help="train N steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234])
     parser.add_argument("--lr", type=float, default=1e-4, help="of --losses")
@@ -236,7 +207,7 @@ def parse() -> argparse.Namespace:
     on_gpu = args.device == "cuda"
     args.layers = args.layers or (list(LAYERS) if on_gpu else ["local"])
     args.precision = args.precision or ("bf16" if on_gpu else "fp32")
-    args.kernel = args.kernel or ("cudnn" if on_gpu else "auto")
+    args.kernels = args.kernels or ["cudnn" if on_gpu else "auto"]
     return args
 
 

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from bench_harness import Session, Table, common_flags
-from step_trace import record_events
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import ds_usp
 from ds_usp.memory import GemmLast, LayerMemory, Offload, recompute_before
@@ -167,6 +168,26 @@ def measure(session: Session, stack: Stack, args: argparse.Namespace) -> list[st
     rate = stack.shape.seq_len / session.world / seconds
     share = f"{hidden:.3f}" if copies else ""
     return [f"{seconds * 1e3:.2f}", f"{rate:.0f}", f"{peak:.3f}", f"{sent / GIB:.3f}", share]
+
+
+def record_events(
+    session: Session, step: Callable[[], object], steps: int
+) -> list[tuple[str, int, int]]:
+    """Profiler events of ``steps`` steps on this device: (name, start, stop) in nanoseconds."""
+    kind = "CUDA" if session.on_gpu else "CPU"
+    dist.barrier()
+    session.synchronize()
+    with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
+        for _ in range(steps):
+            step()
+        session.synchronize()
+    results = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return [
+        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in results
+        if event.device_type() == getattr(torch.autograd.DeviceType, kind)
+        and event.duration_ns() > 0
+    ]
 
 
 def moments(session: Session, stack: Stack) -> list[tuple[float, float]]:

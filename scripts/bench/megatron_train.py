@@ -76,7 +76,7 @@ class Training:
 
     Args:
         layers: a key of :data:`LAYERS`.
-        kernel: attention kernel of ds_usp.
+        kernels: attention kernels of ds_usp.
         backend: TransformerEngine's: fused, flash or auto.
         lr: learning rate; 0 keeps the weights, so that steps can be compared.
 
@@ -90,7 +90,7 @@ class Training:
         workload: Workload,
         *,
         layers: str,
-        kernel: str = "auto",
+        kernels: Sequence[str] = ("auto",),
         backend: str = "fused",
         lr: float = 0.0,
         seed: int = 1234,
@@ -99,7 +99,7 @@ class Training:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        self.session, self.workload, self.kernel = session, workload, kernel
+        self.session, self.workload = session, workload
         context = parallel_state.get_context_parallel_world_size()
         model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
@@ -113,14 +113,14 @@ class Training:
             for ulysses in range(context, 0, -1)
             if context > 1 and context % ulysses == 0
         }
-        self._model = self._build(layers)
+        self._model = self._build(layers, kernels)
         self._optimizer = self._wrap(lr, bf16)
         self._attentions: dict[str, list[torch.nn.Module]] = {}
         self._batches = self._shards(seed)
         self.losses: list[float] = []
         self.grad_norm = float("nan")
 
-    def _build(self, layers: str) -> Any:
+    def _build(self, layers: str, kernels: Sequence[str]) -> Any:
         """The model on this rank's device, in the weights' dtype."""
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -136,7 +136,7 @@ class Training:
                 qk_layernorm=model.qk_norm, normalization=self.config.normalization
             )
         if self._meshes:  # the local layers' own attention refuses context parallelism
-            attention, params = self._usp(next(iter(self._meshes)))
+            attention, params = self._usp(next(iter(self._meshes)), kernels[0])
             core = ModuleSpec(attention, params=params)
             spec.submodules.self_attention.submodules.core_attention = core
         if not model.learned_positions:
@@ -203,17 +203,17 @@ class Training:
             batches.append({k: x.to(self.session.device) for k, x in shards.items()})
         return batches
 
-    def _usp(self, ulysses: int) -> tuple[type, dict[str, Any]]:
+    def _usp(self, ulysses: int, kernel: str) -> tuple[type, dict[str, Any]]:
         """ds_usp's core attention and its parameters in a layer spec."""
         from megatron_patches.megatron_core.core_attention import USPCoreAttention
 
         mesh = self._meshes[ulysses]
-        params = {"mesh": mesh, "layout": "context_parallel", "kernel": self.kernel}
+        params = {"mesh": mesh, "layout": "context_parallel", "kernel": kernel}
         return USPCoreAttention, params
 
     def attend_by(self, name: str) -> None:
-        """Give every layer a core attention: ``ds_usp UxR``, ``TE p2p``, ``TE a2a``, or ``stock``,
-        what the layers have at context-parallel size 1."""
+        """Give every layer a core attention: ``ds_usp UxR KERNEL``, ``TE p2p``, ``TE a2a``, or
+        ``stock``, what the layers have at context-parallel size 1."""
         if name == "stock":
             return
         if name not in self._attentions:
@@ -234,12 +234,12 @@ class Training:
             "attn_mask_type": AttnMaskType.causal,
             "attention_type": "self",
         }
-        program, kind = name.split()
+        program, kind, *kernel = name.split()
         if program == "TE":
             from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
             return TEDotProductAttention(**options, cp_comm_type=kind)
-        attention, params = self._usp(int(kind.partition("x")[0]))
+        attention, params = self._usp(int(kind.partition("x")[0]), *kernel)
         return attention(**options, **params).to(self.session.device)
 
     def step(self) -> None:

@@ -43,6 +43,18 @@ SHAPE_SETS = {
         "32768:32:8:128:window=4096",
         "32768:32:8:128:documents=1024-8192",
     ),
+    # Packed documents: lengths that TransformerEngine need not pad, then lengths as they are.
+    "packed": (
+        "16384:32:8:128:documents=256-8192/8",
+        "16384:32:32:128:documents=256-8192/8",
+        "32768:32:8:128:documents=256-8192/8",
+        "32768:32:32:128:documents=256-8192/8",
+        "131072:32:8:128:documents=256-8192/8",
+        "131072:32:8:128:documents=1024-32768/8",
+        "131072:32:32:128:documents=1024-32768/8",
+        "32768:32:8:128:documents=256-8192",
+        "131072:32:8:128:documents=1024-32768",
+    ),
 }
 
 
@@ -54,7 +66,8 @@ class Shape:
         full: every token sees every other one; else the mask is causal.
         forward: no backward pass, and no gradients.
         window: tokens to the left that a token sees; 0: all.
-        documents: ``shortest-longest`` length of packed documents in tokens; empty: one document.
+        documents: ``shortest-longest`` length of packed documents in tokens, log-uniform; with
+            ``/n`` each length is a multiple of n; empty: one document.
     """
 
     seq_len: int
@@ -69,7 +82,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """From :data:`SHAPE_SYNTAX`, or ``:documents=SHORTEST-LONGEST`` for packed documents."""
+        """From :data:`SHAPE_SYNTAX`, or ``:documents=SHORTEST-LONGEST[/MULTIPLE]``."""
         words = text.split(":")
         options = dict(word.partition("=")[::2] for word in words[4:])
         shape = cls(
@@ -89,7 +102,9 @@ class Shape:
         """Cumulative lengths of the documents; empty without documents."""
         if not self.documents:
             return ()
-        return tuple(packed(self.seq_len, *map(int, self.documents.split("-")), seed=0))
+        bounds, _, multiple = self.documents.partition("/")
+        shortest, longest = map(int, bounds.split("-"))
+        return tuple(packed(self.seq_len, shortest, longest, seed=0, multiple=int(multiple or 1)))
 
     @property
     def mask(self) -> ds_usp.MaskSpec:
@@ -142,11 +157,14 @@ class Shape:
         return " ".join(filter(None, words))
 
 
-def packed(tokens: int, shortest: int, longest: int, seed: int) -> list[int]:
-    """Cumulative log-uniform document lengths (``cu_seqlens``), the last cut at ``tokens``."""
+def packed(tokens: int, shortest: int, longest: int, seed: int, multiple: int = 1) -> list[int]:
+    """Cumulative log-uniform document lengths (``cu_seqlens``), each rounded down to a multiple,
+    the last cut at ``tokens``."""
+    if tokens % multiple or shortest < multiple:
+        raise ValueError(f"{tokens} tokens, or {shortest}, in documents of multiples of {multiple}")
     draw, borders = random.Random(seed), [0]
     while borders[-1] < tokens:
-        length = int(shortest * (longest / shortest) ** draw.random())
+        length = int(shortest * (longest / shortest) ** draw.random()) // multiple * multiple
         borders.append(min(tokens, borders[-1] + length))
     return borders
 

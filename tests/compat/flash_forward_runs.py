@@ -6,17 +6,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
-from harness import RankContext
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import modeling_flash_attention_utils as utils
@@ -25,6 +24,9 @@ from transformers.integrations import flash_attention
 import ds_usp
 from ds_usp.comm import mesh as of_mesh
 from ds_usp.compat.flash_attention_forward import flash_attention_forward, patch_flash_attention
+
+if TYPE_CHECKING:
+    from harness import RankContext
 
 VOCAB, TOKENS = 97, 48
 IGNORED = -100
@@ -71,17 +73,21 @@ def has(kind: str) -> bool:
     return hasattr(transformers, f"{KINDS[kind][0]}ForCausalLM")
 
 
+def set_weights(model: Any) -> None:
+    """Weights of order one, so that positions, masks, caps and sinks show in all numbers."""
+    for index, weight in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(index)
+        spread = 0.3 if weight.ndim > 1 else 0.5
+        weight.data = spread * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
+
+
 def build(kind: str) -> Any:
     name, options = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
     config._attn_implementation = "eager"
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for index, weight in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(index)
-        # Scores of order 1, so that masks, caps and sinks show in them.
-        spread = 0.3 if weight.ndim > 1 else 0.5
-        weight.data = spread * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
+    set_weights(model)
     return model.to(device()).train()
 
 
@@ -370,7 +376,7 @@ def error_of_call(forward: Callable[..., Tensor], call: Call) -> tuple[str, str]
 def results(ctx: RankContext) -> dict[str, bool]:
     """What holds of calls on one rank, each against a new function."""
     mesh = ds_usp.SequenceMesh.single()
-    one = RankContext(0, 1, ctx.group)
+    one = replace(ctx, rank=0, world=1)
     forward, held = flash_attention_forward(mesh), {}
 
     def fresh(call: Call) -> Tensor:

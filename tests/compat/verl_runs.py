@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from flash_forward_runs import SIZES, VOCAB, set_weights
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.integrations import flash_attention
@@ -29,22 +30,7 @@ HAS_VERL = find_spec("verl") is not None
 ON_GPU = torch.cuda.is_available()
 
 LENGTHS = ((3, 8), (5, 14), (4, 1), (2, 11), (7, 9), (6, 12)) * 2  # prompts and responses
-VOCAB = 61
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-}
+TRAINED = {**SIZES, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
 FP32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
 OUTPUTS = ("log_probs", "entropy", "values")
 LEARNING_RATE = 8.0  # changes of weights are not lost in the weights
@@ -52,15 +38,7 @@ Numbers = dict[str, Tensor]
 
 
 def config_of(kind: str, **sizes: Any) -> Any:
-    return getattr(transformers, f"{kind}Config")(**{**SIZES, "num_labels": 1, **sizes})
-
-
-def set_weights(model: Any) -> None:
-    """Weights of order one: masks and positions show in all numbers."""
-    for index, weight in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(index)
-        spread = 0.3 if weight.ndim > 1 else 0.5
-        weight.data = spread * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
+    return getattr(transformers, f"{kind}Config")(**{**TRAINED, "num_labels": 1, **sizes})
 
 
 def save_model(folder: Path, kind: str = "Qwen3", head: str = "CausalLM", **sizes: Any) -> None:

@@ -4,7 +4,8 @@ One forward and backward pass of a ``GPTModel`` on the local layer spec, with me
 groups, batch slicing, rotary embedding and vocabulary-parallel loss.
 """
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ def step(
     *,
     tp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     levels: list[int] | None = None,
     dense_mask: bool = False,
     contiguous: bool = False,
@@ -33,6 +35,7 @@ def step(
     """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts.
 
     Args:
+        ep: ranks that share the experts of a layer.
         contiguous: the program shards its batches itself, in this order.
         documents: their lengths, and those of their places in a packed sequence (``thd``).
         alone: one pass for each of them instead, without packing and padding.
@@ -46,10 +49,11 @@ def step(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
+        expert_model_parallel_size=ep,
         hierarchical_context_parallel_sizes=levels,
     )
     model_parallel_cuda_manual_seed(1)
-    model = gpt_model(tp=tp, cp=cp, **model_options)
+    model = gpt_model(tp=tp, cp=cp, expert_model_parallel_size=ep, **model_options)
     if change:
         change(model)
     if documents:
@@ -139,7 +143,10 @@ def gpt_model(
         **config_fields,
     )
     spec = get_gpt_layer_local_spec(
-        multi_latent_attention=mla, qk_layernorm=mla, normalization=config.normalization
+        num_experts=config.num_moe_experts,
+        multi_latent_attention=mla,
+        qk_layernorm=mla,
+        normalization=config.normalization,
     )
     if core:
         spec.submodules.self_attention.submodules.core_attention = core()
@@ -154,7 +161,37 @@ def gpt_model(
     else:
         model = GPTModel(config, spec, mtp_block_spec=mtp, **sizes)
     remember_long(model)
+    if config.num_moe_experts:
+        draw_by_name(model)
     return model
+
+
+def draw_by_name(model: torch.nn.Module) -> None:
+    """Draw each matrix by its name in the whole model: a rank has some of the experts."""
+    for name, weight in named_weights(model):
+        if weight.ndim == 2:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            weight.data = 0.1 * torch.randn(weight.shape, generator=generator)
+
+
+def named_weights(
+    model: torch.nn.Module, ep_rank: int | None = None
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The weights, experts by their number in the whole model.
+
+    Args:
+        ep_rank: of the rank that holds these experts; None: this one.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_expert_model_parallel_rank() if ep_rank is None else ep_rank
+    for name, weight in model.named_parameters():
+        layer, of_experts, rest = name.partition(".experts.local_experts.")
+        if of_experts:
+            number, _, rest = rest.partition(".")
+            held = len(model.get_submodule(layer).local_expert_indices)
+            rest = f"{rank * held + int(number)}.{rest}"
+        yield layer + of_experts + rest, weight
 
 
 def remember_long(model: torch.nn.Module) -> None:
@@ -172,11 +209,20 @@ def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     loss = loss.detach()
     dist.all_reduce(loss, group=group)
+    holders = parallel_state.get_expert_model_parallel_group()
     gradients = {}
-    for name, weight in model.named_parameters():
-        dist.all_reduce(weight.grad, group=group)
+    names = zip(*([name for name, _ in named_weights(model, i)] for i in range(holders.size())))
+    for weight, of_holders in zip(model.parameters(), names):
         is_cut = getattr(weight, "tensor_model_parallel", False)
-        gradients[name] = weight.grad, getattr(weight, "partition_dim", 0) if is_cut else None
+        dim = getattr(weight, "partition_dim", 0) if is_cut else None
+        held = [weight.grad]
+        if len(set(of_holders)) > 1:  # an expert, of whose weights other ranks hold others
+            dist.all_reduce(weight.grad, group=parallel_state.get_expert_data_parallel_group())
+            held = [torch.empty_like(weight.grad) for _ in of_holders]
+            dist.all_gather(held, weight.grad, group=holders)
+        else:
+            dist.all_reduce(weight.grad, group=group)
+        gradients |= {name: (gradient, dim) for name, gradient in zip(of_holders, held)}
     return loss.item(), gradients
 
 

@@ -263,6 +263,27 @@ def raised(ctx: RankContext, *, cases: dict[str, tuple[dict, dict]]) -> dict[str
     return errors
 
 
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+    "add_bias_linear": False,
+    "moe_ffn_hidden_size": 32,
+}
+
+
+def scaled() -> type:
+    """A core attention that scales queries by their positions before megatron-core's own."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Scaled(DotProductAttention):
+        def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().forward(query * (1 + len(query)), *args, **kwargs)
+
+    return Scaled
+
+
 REFUSED_BEFORE_GROUPS = {
     "degrees that do not divide": (
         {"ulysses_degree": 3},
@@ -289,6 +310,35 @@ REFUSED_BEFORE_GROUPS = {
 REFUSED_BY_LAYERS = {
     "another kind": ({}, {"cp": 4, "comm_type": "p2p"}, ConfigError, "cp_comm_type='p2p'"),
     "dropout": ({}, {"cp": 4, "dropout": 0.1}, UnsupportedAttentionError, "attention_dropout=0"),
+    "experts that drop tokens": (
+        {},
+        {"cp": 4, **EXPERTS, "moe_expert_capacity_factor": 1.0},
+        UnsupportedAttentionError,
+        "moe_expert_capacity_factor=1.0: each rank would drop tokens by what its own shard",
+    ),
+    "experts of a balanced shard": (
+        {},
+        {
+            "cp": 4,
+            **EXPERTS,
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_load_balancing_type": "sinkhorn",
+        },
+        UnsupportedAttentionError,
+        "'sinkhorn': each rank would balance its own shard of the sequence; use aux_loss",
+    ),
+    "losses of routers a token": (
+        {},
+        {"cp": 4, **EXPERTS, "calculate_per_token_loss": True},
+        UnsupportedAttentionError,
+        "set these coefficients to 0, or calculate_per_token_loss=False",
+    ),
+    "a subclass that computes more": (
+        {},
+        {"cp": 4, "core": scaled},
+        UnsupportedAttentionError,
+        "Scaled has a forward of its own, which USP attention in its place would leave out",
+    ),
     "a delta net with gelu": (
         {},
         {"cp": 4, **HYBRID, "activation_func": F.gelu},
@@ -451,6 +501,14 @@ MODELS = {
     "packed and padded": {"kv_heads": 2, **DOCUMENTS},
     "multi-token prediction": {"mtp_num_layers": 1, "calculate_per_token_loss": True},
     "learned positions": {"rotary": False},
+    "experts, all-to-all": {
+        **EXPERTS,
+        "ep": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    },
+    "experts, all-gather": {**EXPERTS, "ep": 4, "moe_token_dispatcher_type": "allgather"},
 }
 # What is computed another way, with the same result.
 RECOMPUTED = {
@@ -498,7 +556,9 @@ def one_rank_of() -> dict[str, Any]:
     """Each document alone on one rank: dense attention for MLA, else megatron-core's own."""
     cases = {}
     for name, model in MODELS.items():
-        options = {**model, "alone": True} if "documents" in model else dict(model)
+        options = {**model, "ep": 1}
+        if "documents" in model:
+            options["alone"] = True
         cases[name] = ({}, {**options, "core": dense} if "mla" in model else options)
     (results,) = fork_world(programs, 1, cases=cases)
     return results

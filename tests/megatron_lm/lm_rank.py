@@ -83,14 +83,20 @@ def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def plain_name(name: str, layers: dict[str, int]) -> str:
-    """The parameter's name in a model without a pipeline.
+    """The parameter's name in a model without a pipeline and without expert parallelism.
 
     Args:
         name: as ``named_parameters`` gives it.
         layers: the number of each layer in the whole model, from 0, by its name in this one.
     """
+    from megatron.core import parallel_state
     from megatron.training import get_args
 
+    held = (get_args().num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first = held * parallel_state.get_expert_model_parallel_rank()
+    name = re.sub(
+        r"(?<=local_experts\.)\d+", lambda number: str(first + int(number.group())), name
+    )
     for layer, number in layers.items():
         if name.startswith(f"{layer}."):
             return f"decoder.layers.{number}{name[len(layer) :]}"
@@ -108,8 +114,11 @@ def keyed_weight(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     args = get_args()
     split = getattr(parameter, "tensor_model_parallel", False) or "softmax_offset" in name
     dim = parameter.partition_dim if getattr(parameter, "partition_dim", -1) >= 0 else 0
-    shards = parallel_state.get_tensor_model_parallel_world_size() if split else 1
-    rank = parallel_state.get_tensor_model_parallel_rank() if split else 0
+    if ".experts." in name:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    shards, rank = (group.size(), group.rank()) if split else (1, 0)
     shape = list(parameter.shape)
     shape[dim] *= shards
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")

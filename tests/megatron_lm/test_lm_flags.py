@@ -332,6 +332,14 @@ REFUSED = [
         "Leave --calculate-per-token-loss out",
     ),
     (
+        f"{REFUSED_CP4} --num-experts 2 --moe-expert-capacity-factor 1",
+        "--moe-expert-capacity-factor 1.0 lets each rank drop tokens by what its own shard",
+    ),
+    (
+        f"{REFUSED_CP4} --num-experts 2 --moe-router-load-balancing-type sinkhorn",
+        "Use aux_loss, seq_aux_loss, global_aux_loss or none",
+    ),
+    (
         f"{REFUSED_CP4} --sft --pipeline-model-parallel-size 2",
         "gives the documents to the first and the last stage alone",
     ),

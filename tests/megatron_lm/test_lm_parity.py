@@ -226,6 +226,60 @@ def test_what_the_patches_add_trains_as_one_rank_does(server, more):
     check_close(numbers_of(two), numbers_of(one), LIMIT)
 
 
+ROUTED = f"{EXPERTS} --moe-router-topk 2 --moe-z-loss-coeff 0.1 --moe-token-dispatcher-type"
+# name: grid, flags of all ranks, those that its reference has too
+SHARED_EXPERTS = {
+    "over Ulysses ranks": ("u2", "", f"{ROUTED} alltoall --moe-aux-loss-coeff 0.1"),
+    "over a ring": ("r2", "", f"{ROUTED} allgather --moe-aux-loss-coeff 0.1"),
+    "over both": (
+        "u2r2",
+        "--expert-model-parallel-size 4 --usp-recompute full",
+        f"{ROUTED} alltoall --moe-aux-loss-coeff 0.1",
+    ),
+    "over half of a group": (
+        "u2r2",
+        "",
+        f"{ROUTED} alltoall --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+    ),
+    "over replicas too": (
+        "r2-dp2",
+        "--expert-model-parallel-size 4 --overlap-grad-reduce --overlap-param-gather",
+        f"{ROUTED} alltoall --moe-shared-expert-intermediate-size 32 --moe-layer-freq 2 "
+        f"{SGD_BY_ADAM} --use-distributed-optimizer",
+    ),
+    "beside tensor parallelism": (
+        "u2-tp2",
+        "--expert-tensor-parallel-size 1 --sequence-parallel",
+        f"{ROUTED} alltoall --moe-aux-loss-coeff 0.1",
+    ),
+    "a bias instead of a loss": (
+        "u2-pp2v",
+        "",
+        f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-bias-update-rate 0.1 --moe-token-dispatcher-type alltoall",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
+def test_experts_of_several_ranks_train_as_those_of_one(server, name):
+    """Expert-parallel ranks are also ranks of a context-parallel group."""
+    grid, more, model = SHARED_EXPERTS[name]
+    world, degrees = GRIDS[grid]
+    several = measure(
+        server, world, flags(more=f"{model} --expert-model-parallel-size 2 {more}", **degrees)
+    )
+    check_close(several, one_rank(server, model), EXACT)
+
+
+def test_a_loss_over_all_replicas_is_that_of_the_replicas_alone(server):
+    """It counts the tokens of a step's replicas together, so that one rank has another loss."""
+    model = f"{ROUTED} alltoall --moe-router-load-balancing-type global_aux_loss"
+    model = f"{model} --moe-aux-loss-coeff 0.1"
+    several = measure(server, 4, flags(r=2, more=f"{model} --expert-model-parallel-size 2"))
+    check_close(several, measure(server, 2, flags(more=model), patched=False), EXACT)
+
+
 HYBRID = """
     --spec lm_hybrid STACK --hybrid-override-pattern ME*M --swiglu --train-iters 3
     --mamba-num-heads 6 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 2
@@ -281,6 +335,19 @@ def test_dropout_is_recomputed(server):
     plain = server.run(2, flags(r=2, more=DROPOUT))
     recomputed = server.run(2, flags(r=2, more=f"{DROPOUT} --usp-recompute full"))
     assert numbers_of(plain) == numbers_of(recomputed)
+
+
+@pytest.mark.parametrize("drawn", [{}, {"hidden_dropout": 0.1}, {"moe_input_jitter_eps": 0.01}])
+def test_a_step_is_seeded_where_shards_would_draw_the_same(monkeypatch, drawn):
+    from megatron_patches.megatron_lm import step as training_step
+
+    seeded: list[Any] = []
+    monkeypatch.setattr(training_step, "_seed", seeded.append)
+    flags = {"hidden_dropout": 0.0, "moe_input_jitter_eps": None, **drawn}
+    training_step.seed_step(
+        SimpleNamespace(context_parallel_size=2, cp_comm_type=["usp"], **flags)
+    )
+    assert len(seeded) == len(drawn)
 
 
 def test_ranks_with_other_tokens_draw_other_masks(monkeypatch):

@@ -13,12 +13,14 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
+import baselines
 import bench_attention
 import bench_harness
 import reference
 import shapes
-import step_trace
 import tables
+
+from ds_usp.geometry.layout import TokenLayout
 
 SESSION = bench_harness.Session(torch.device("cpu"), rank=0, world=4)
 
@@ -44,28 +46,6 @@ def test_warm_up_defaults_to_gpus_only():
         bench_harness.comparison_flags(parser)
         args = parser.parse_args(["--device", *text.split()])
         assert bench_harness.warm_up_seconds(args) == expected
-
-
-def test_kernels_are_counted_by_kind():
-    names = {
-        "ncclDevKernel_AllGather": "communication",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
-        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",
-        "void multi_tensor_apply_kernel<AdamFunctor>": "optimizer",
-        "Memcpy HtoD (Pinned -> Device)": "copy",
-        "void at::native::vectorized_elementwise_kernel": "other",
-    }
-    assert {name: step_trace.kind_of(name) for name in names} == names
-    millisecond = 1_000_000
-    events = [  # two GEMMs overlap, and hide half of the communication; then one idle millisecond
-        ("gemm_a", 0, 2 * millisecond),
-        ("gemm_b", millisecond, 3 * millisecond),
-        ("ncclDevKernel_SendRecv", 2 * millisecond, 4 * millisecond),
-        ("adam", 5 * millisecond, 6 * millisecond),
-    ]
-    times = step_trace.kinds_ms(events)
-    expected = {"gemm": 3, "communication": 2, "optimizer": 1, "exposed": 1, "idle": 1, "span": 6}
-    assert times.items() >= {(name, float(value)) for name, value in expected.items()}
 
 
 def test_rank_0_alone_writes_a_table_that_reads_back(tmp_path, monkeypatch):
@@ -103,6 +83,10 @@ def test_document_lengths_are_log_uniform_and_equal_in_every_run(seed):
     bins = [sum(low <= x < 2 * low for x in lengths) for low in (2048, 4096, 8192, 16384)]
     assert bins == pytest.approx([len(lengths) / 4] * 4, rel=0.2)
     assert min(lengths) < 2048 * 1.02 and max(lengths) > 32768 / 1.02
+    even = shapes.packed(1 << 24, 2048, 32768, seed, multiple=8)
+    assert all(border % 8 == 0 for border in even) and even[-1] == 1 << 24
+    pairs = zip(lengths, (b - a for a, b in pairwise(even)), strict=False)
+    assert all(0 <= length - rounded < 8 for length, rounded in pairs)
 
 
 @pytest.mark.parametrize("name", shapes.SHAPE_SETS)
@@ -112,6 +96,18 @@ def test_a_set_names_distinct_shapes(name):
     assert str(requested[-1]) == "64 2/2 d16"
     forward = shapes.requested_shapes(Namespace(shapes=[name], forward=True))
     assert all(shape.forward and not str(shape).endswith("d128") for shape in forward)
+
+
+def test_chunks_of_documents_are_megatrons_order_and_padding_is_behind_each_document():
+    """ds_usp's layout of this name is checked against megatron-core's own slices elsewhere."""
+    even, uneven = (0, 8, 24, 64), (0, 5, 24, 61)
+    for rank in range(2):
+        layout = TokenLayout("context_parallel", 64, 1, 2, documents=even)
+        assert baselines.mirrored_chunks(even, 2, rank) == layout.positions(rank)
+    padded = [baselines.mirrored_chunks(uneven, 2, rank) for rank in range(2)]
+    assert [len(positions) for positions in padded] == [(8 + 20 + 40) // 2] * 2
+    assert padded[0][:4] == [0, 1, -1, -1] and padded[1][:4] == [2, 3, 4, -1]
+    assert sorted(p for positions in padded for p in positions if p >= 0) == list(range(61))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +151,7 @@ ErrorsOrReason = Callable[..., "list[float] | str"]
 
 def over_mesh(errors: list[float] | str) -> ErrorsOrReason:
     """The single-GPU kernel errs by 1; the mesh by ``errors``."""
-    return lambda _session, mesh, *_: errors if mesh.ring_degree > 1 else [1.0] * 4
+    return lambda _session, baseline, *_: errors if baseline.mesh.ring_degree > 1 else [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -175,5 +171,5 @@ def test_a_check_fails_above_the_limit_and_if_nothing_was_checked(errors, passes
     monkeypatch.setattr(reference, "fresh_inputs", lambda *_: ())
     monkeypatch.setattr(reference, "causal_reference", lambda *_: ())
     shapes = [bench_attention.Shape(length, 4, 4, 16) for length in (16384, 32768)]
-    args = Namespace(out=None, kernels=["sdpa"])
+    args = Namespace(out=None, kernels=["sdpa"], peers=[])
     assert bench_attention.check(SESSION, args, shapes) is passes

@@ -1,0 +1,850 @@
+"""A GPT of 117M parameters trained for 1,000 steps on real text, sharded and on one rank.
+
+    python scripts/bench/long_run_data.py DATA                  # the text, once
+    python scripts/bench/long_run.py all DATA OUT               # every curve, side by side on all GPUs
+    python scripts/bench/long_run.py train DATA OUT trainer-2x1 # one of them
+    python scripts/bench/long_run.py plot OUT                   # tables and the plot into results/
+    python scripts/bench/long_run.py all /tmp/tiny OUT --tiny   # on a CPU, to see that it runs
+
+Four programs train the same model from the same weights on the same batches of one sequence of
+16,384 tokens, in bf16, with the same learning rates: the trainer of examples_deepspeed, the
+unedited Megatron-DeepSpeed and Megatron-LM (``--mds``, ``--mlm``: their checkouts) and
+transformers' Trainer; each on one rank, on Ulysses 2 and on a ring of 2. A second seed draws other
+initial weights. A curve that is there whole is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel"
+NEVER = 1 << 30
+HOSTS = {
+    "trainer": "the trainer",
+    "mds": "Megatron-DeepSpeed",
+    "mlm": "Megatron-LM",
+    "hf": "transformers",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Model and schedule; all programs read them from here."""
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 6
+    ffn: int = 2304
+    vocabulary: int = 32_000
+    seq_len: int = 16_384
+    train: int = 1_010  # documents of a sequence each
+    validation: int = 16  # sequences, behind which there is one more document for the last label
+    steps: int = 1_000
+    interval: int = 100  # steps from validation to validation
+    warmup: int = 100
+    lr: float = 6e-4
+    min_lr: float = 6e-5
+    decay: float = 0.1
+    beta2: float = 0.95
+    std: float = 0.02
+    bucket: int = 1_024  # tokens
+    paired: int = 8  # validation sequences whose tokens are evaluated at every position
+
+
+TINY = Size(2, 64, 4, 96, 256, 128, 40, 4, 20, 10, 5, 2e-3, 2e-4, bucket=32, paired=2)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One training: a program, its mesh, and the seed of the initial weights."""
+
+    host: str
+    ulysses: int = 1
+    ring: int = 1
+    seed: int = 1
+    kernel: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return self.ulysses * self.ring
+
+    @property
+    def label(self) -> str:
+        mesh = "one rank" if self.ranks == 1 else f"{self.ulysses} x {self.ring}"
+        more = f", seed {self.seed}" if self.seed != 1 else ""
+        return f"{HOSTS[self.host]}, {mesh}{more}{f', {self.kernel}' if self.kernel else ''}"
+
+
+CURVES = {
+    "trainer-1x1": Curve("trainer"),
+    "trainer-1x1-seed2": Curve("trainer", seed=2),
+    "mlm-1x1": Curve("mlm"),
+    "mds-1x1": Curve("mds"),
+    "hf-1x1": Curve("hf"),
+    **{f"{host}-{u}x{r}": Curve(host, u, r) for host in HOSTS for u, r in ((2, 1), (1, 2))},
+    # Rounding alone: the same run on another attention kernel.
+    "trainer-1x1-flash2": Curve("trainer", kernel="flash2"),
+}
+
+
+# The initial weights: by name, so that every program begins with the same.
+
+
+class Weights:
+    """Draws the initial matrices of the model, rounded to bf16, by layer and name."""
+
+    def __init__(self, size: Size, seed: int) -> None:
+        self.size, self.seed = size, seed
+
+    def fill(self, parameter: Any, layer: int, *names: str, by_head: bool = False) -> None:
+        """Set a parameter ``[rows, columns]`` to matrices of equal size below each other; by head:
+        one head of each in turn."""
+        import torch
+
+        rows = parameter.shape[0] // len(names)
+        parts = [self._draw(f"{layer} {name}", rows, parameter.shape[1]) for name in names]
+        if by_head:
+            heads = [part.unflatten(0, (self.size.heads, -1)) for part in parts]
+            whole = torch.stack(heads, 1).flatten(0, 2)
+        else:
+            whole = torch.cat(parts)
+        with torch.no_grad():
+            parameter.copy_(whole)
+
+    def _draw(self, name: str, rows: int, columns: int) -> Any:
+        import torch
+
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
+        std = self.size.std
+        if name.endswith((" out", " down")):
+            std /= math.sqrt(2 * self.size.layers)
+        return (torch.randn(rows, columns, generator=generator) * std).bfloat16().float()
+
+    def fill_megatron(self, model: Any) -> None:
+        """Set a model of megatron-core's layers, whose projection has query, key and value of a head
+        behind each other, or of Megatron-DeepSpeed's, which has all queries, all keys, all values.
+        """
+        for module in model.modules():
+            kind = type(module).__name__
+            if kind == "TransformerLayer":
+                attention, mlp = module.self_attention, module.mlp
+                matrices = (
+                    attention.linear_qkv,
+                    attention.linear_proj,
+                    mlp.linear_fc1,
+                    mlp.linear_fc2,
+                )
+            elif kind == "ParallelTransformerLayer":
+                attention, mlp = module.self_attention, module.mlp
+                matrices = attention.query_key_value, attention.dense
+                matrices += mlp.dense_h_to_4h, mlp.dense_4h_to_h
+            else:
+                continue
+            qkv, out, up, down = (matrix.weight for matrix in matrices)
+            number = module.layer_number
+            self.fill(qkv, number, "query", "key", "value", by_head=kind == "TransformerLayer")
+            self.fill(out, number, "out")
+            self.fill(up, number, "gate", "up")
+            self.fill(down, number, "down")
+        (embedding,) = (
+            parameter
+            for name, parameter in model.named_parameters()
+            if name.endswith("word_embeddings.weight")
+        )
+        self.fill(embedding, 0, "embedding")
+
+    def fill_llama(self, model: Any) -> None:
+        """Set a LlamaForCausalLM with tied embeddings."""
+        for number, layer in enumerate(model.model.layers, 1):
+            attention, mlp = layer.self_attn, layer.mlp
+            for name, matrix in (
+                ("query", attention.q_proj),
+                ("key", attention.k_proj),
+                ("value", attention.v_proj),
+                ("out", attention.o_proj),
+                ("gate", mlp.gate_proj),
+                ("up", mlp.up_proj),
+                ("down", mlp.down_proj),
+            ):
+                self.fill(matrix.weight, number, name)
+        self.fill(model.model.embed_tokens.weight, 0, "embedding")
+
+
+@dataclass
+class Record:
+    """What one run writes: losses, gradient norms, validation losses by step."""
+
+    path: Path
+    head: list[str]
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def step(self) -> int:
+        return len(self.rows)
+
+    def add(self, loss: float, norm: float) -> None:
+        if not self.rows:
+            self.first = time.monotonic()
+        self.rows[self.step + 1] = {"loss": loss, "grad_norm": norm}
+
+    def validated(self, loss: float) -> None:
+        self.rows[self.step]["valid_loss"] = loss
+        if self.is_writer:
+            print(f"{self.path.stem} step {self.step} {self.rows[self.step]}", flush=True)
+            self.write(whole=False)
+
+    @property
+    def is_writer(self) -> bool:
+        return os.environ.get("RANK", "0") == "0"
+
+    def write(self, *, whole: bool) -> None:
+        if not self.is_writer:
+            return
+        now = time.monotonic()
+        times = (
+            f"# {now - self.started:.1f} s, of which {now - self.first:.1f} s after the first step"
+        )
+        lines = [
+            *self.head,
+            times,
+            *(["# whole"] if whole else []),
+            "step,loss,grad_norm,valid_loss",
+        ]
+        for step, row in self.rows.items():
+            valid = f"{row['valid_loss']:.6f}" if "valid_loss" in row else ""
+            lines.append(f"{step},{row['loss']:.6f},{row['grad_norm']:.5f},{valid}")
+        self.path.write_text("\n".join(lines) + "\n")
+
+
+# The data: sequences in the order of the file, in every program.
+
+
+def data_in_file_order(size: Size, original: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+    """``GPTDataset.__init__`` of megatron-core and of Megatron-DeepSpeed without its shuffles, which
+    differ. Validations evaluate the same sequences each time; documents are equally long, so
+    nothing else depends on their order."""
+    original(dataset, *args, **kwargs)
+    core = hasattr(dataset, "document_index")
+    documents, shuffle = ("document_index", "shuffle_index") if core else ("doc_idx", "shuffle_idx")
+    index = getattr(dataset, documents)
+    used = numpy.unique(index)
+    setattr(dataset, documents, numpy.tile(used, len(index) // len(used)))
+    samples = numpy.arange(len(getattr(dataset, shuffle)))
+    name = dataset.index_split.name if core else dataset.name
+    setattr(dataset, shuffle, samples % size.validation if name == "valid" else samples)
+
+
+def common_flags(size: Size, curve: Curve, data: Path, device: str) -> str:
+    """Flags that the trainer, Megatron-DeepSpeed and Megatron-LM share."""
+    return f"""
+        --num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads}
+        --ffn-hidden-size {size.ffn} --swiglu --disable-bias-linear
+        --seq-length {size.seq_len} --max-position-embeddings {size.seq_len}
+        --micro-batch-size 1 --global-batch-size 1 --train-iters {size.steps}
+        --lr {size.lr} --min-lr {size.min_lr} --lr-decay-style cosine
+        --lr-decay-iters {size.steps} --lr-warmup-iters {size.warmup}
+        --weight-decay {size.decay} --adam-beta1 0.9 --adam-beta2 {size.beta2} --clip-grad 1
+        --attention-dropout 0 --hidden-dropout 0 --init-method-std {size.std}
+        --eval-interval {size.interval} --eval-iters {size.validation} --seed 1234
+        --split {size.train},{size.validation + 1},0 --data-path {data / "tokens"}
+        --usp-kernel {curve.kernel or ("cudnn" if device == "cuda" else "auto")}
+        {"--bf16" if device == "cuda" else ""}
+    """
+
+
+# The programs. Each is started as its users start it, with a recorder beside it.
+
+
+def run_trainer(run: Run) -> None:
+    sys.path.insert(0, str(TRAINER))
+    import pretrain_gpt_usp
+    from usp_trainer import launch
+
+    size, curve = run.size, run.curve
+    start = launch.run_rank
+
+    def run_rank(pretrain: Any, args: Any) -> int:
+        watch_trainer(run)
+        return start(pretrain, args)
+
+    launch.run_rank = run_rank
+    flags = common_flags(size, curve, run.data, run.device)
+    flags += f"""
+        --ds-sequence-parallel-size {curve.ranks} --ulysses-degree {curve.ulysses} --zero-stage 1
+        --normalization rmsnorm --layernorm-epsilon 1e-5 --use-rotary-position-embeddings
+        --rotary-base 10000 --vocab-size {size.vocabulary} --transformer-impl local
+        --device {run.device} --output-dir {run.folder} --overwrite-output --quiet
+    """
+    code = pretrain_gpt_usp.main(flags.split())
+    if code:
+        raise SystemExit(code)
+
+
+def watch_trainer(run: Run) -> None:
+    """Set the trainer's weights and order of data, and record its steps."""
+    import torch
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+    from usp_trainer import data, loop
+
+    size, record = run.size, run.record
+    build, rate = loop.build_model, loop.learning_rate
+    step, validate, begin = loop.TrainingLoop.step, loop.TrainingLoop.validate, GPTDataset.__init__
+
+    def build_model(*args: Any) -> Any:
+        model = build(*args)
+        Weights(size, run.curve.seed).fill_megatron(model)
+        return model
+
+    def recorded_step(self: Any) -> Any:
+        row = step(self)
+        record.add(row["loss"], row["grad_norm"])
+        return row
+
+    def recorded_validate(self: Any) -> float:
+        loss = validate(self)
+        record.validated(loss)
+        if record.step == size.steps:
+            with torch.no_grad():
+                write_losses_by_position(run, self)
+        return loss
+
+    # Warm-up as in the other programs, whose first step has a learning rate of 0.
+    loop.learning_rate = lambda args, n: (
+        args.lr * n / args.lr_warmup_iters if n < args.lr_warmup_iters else rate(args, n)
+    )
+    GPTDataset.__init__ = lambda *args, **kwargs: data_in_file_order(size, begin, *args, **kwargs)
+    data.ShuffledEpochs = lambda dataset, seed: data.InOrder(dataset)
+    loop.build_model = build_model
+    loop.TrainingLoop.step, loop.TrainingLoop.validate = recorded_step, recorded_validate
+
+
+class Shifted:
+    """Validation text as a circle that is cut into sequences at another place: samples as
+    GPTDataset gives them."""
+
+    def __init__(self, text: numpy.ndarray, seq_len: int, shift: int) -> None:
+        self.text, self.seq_len, self.shift = text, seq_len, shift
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        place = numpy.arange(self.seq_len + 1) + index * self.seq_len + self.shift
+        tokens = torch.from_numpy(self.text[place % len(self.text)].astype("int64"))
+        mask = torch.ones(self.seq_len)
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask}
+
+
+def write_losses_by_position(run: Run, loop: Any) -> None:
+    """Mean validation loss by position in the sequence. The text is cut at every multiple of the
+    bucket, so every token is predicted once in every bucket: buckets differ by what precedes."""
+    import torch
+    import torch.distributed as dist
+    from usp_trainer import model
+
+    size = run.size
+    tokens = numpy.fromfile(run.data / "tokens.bin", dtype="<u2").reshape(-1, size.seq_len)
+    text = tokens[size.train : size.train + size.paired].flatten()
+    buckets = size.seq_len // size.bucket
+    sums = torch.zeros(2, buckets, dtype=torch.float64, device=loop.args.device)
+    positions: Any = None
+    per_token = model.token_losses
+
+    def kept(logits: Any, labels: Any) -> Any:
+        losses = per_token(logits, labels)
+        place = positions.expand_as(losses).flatten() // size.bucket
+        sums[0].index_add_(0, place, losses.detach().double().flatten())
+        sums[1].index_add_(0, place, torch.ones_like(place, dtype=torch.float64))
+        return losses
+
+    from ds_usp.training import local_positions
+
+    positions = local_positions(loop.data._layout, loop.mesh.rank, torch.device(loop.args.device))
+    model.token_losses = kept
+    for shift in range(0, size.seq_len, size.bucket):
+        samples = Shifted(text, size.seq_len, shift)
+        for index in range(size.paired):
+            loop.trainer.evaluate([loop.data._batch(samples, [index])])
+    model.token_losses = per_token
+    dist.all_reduce(sums, group=loop.groups.sp_dp)
+    losses, counts = sums.tolist()
+    if run.record.is_writer:
+        rows = [
+            f"{bucket * size.bucket},{loss / count:.6f},{count:.0f}"
+            for bucket, (loss, count) in enumerate(zip(losses, counts, strict=True))
+        ]
+        path = run.record.path.with_suffix(".positions")
+        path.write_text("\n".join(["position,valid_loss,tokens", *rows]) + "\n")
+        print(run.record.path.stem, "losses by position", *rows, flush=True)
+
+
+def run_mds(run: Run) -> None:
+    import megatron_patches
+    from megatron_patches import Patch, PatchSet
+    from megatron_patches import run as starter
+
+    size, curve, record = run.size, run.curve, run.record
+    script = Path(run.mds) / "pretrain_gpt.py"
+    megatron_patches.prepare("megatron_deepspeed", script)
+
+    def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
+        models = original(*args, **kwargs)
+        Weights(size, curve.seed).fill_megatron(models[0])
+        return models
+
+    def log(original: Any, losses: Any, *args: Any, **kwargs: Any) -> Any:
+        record.add(float(losses["lm loss"]), float(args[9][0].get_global_grad_norm()))
+        return original(losses, *args, **kwargs)
+
+    def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        record.validated(float(result[0]["lm loss"]))
+        return result
+
+    def dataset(original: Any, *args: Any, **kwargs: Any) -> None:
+        data_in_file_order(size, original, *args, **kwargs)
+
+    wraps = {
+        "megatron.training:get_model": set_weights,
+        "megatron.training:training_log": log,
+        "megatron.training:evaluate": evaluate,
+        "megatron.data.gpt_dataset:GPTDataset.__init__": dataset,
+    }
+    PatchSet("long run", [Patch(target, fn, "wrap") for target, fn in wraps.items()]).apply()
+    config = {
+        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": NEVER,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": run.device == "cuda"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    path = run.folder / "deepspeed.json"
+    path.write_text(json.dumps(config))
+    flags = common_flags(size, curve, run.data, run.device)
+    flags += f"""
+        --ds-sequence-parallel-size {curve.ranks} --ulysses-degree {curve.ulysses} --zero-stage 1
+        --normalization rmsnorm --layernorm-epsilon 1e-5 --use-rotary-position-embeddings
+        --rotary-position-embeddings-theta 10000 --no-pipeline-parallel
+        --tokenizer-type NullTokenizer --vocab-size {size.vocabulary - 1}
+        --deepspeed --deepspeed_config {path} --data-impl mmap --num-workers 0
+        --log-interval {size.interval} --no-gradient-accumulation-fusion
+        --no-async-tensor-model-parallel-allreduce --data-cache-path {run.folder}
+    """
+    if run.device == "cpu":
+        import megatron.optimizer
+        import torch
+
+        megatron.optimizer.Adam = torch.optim.AdamW  # as on GPUs; else torch's Adam
+        flags += """
+            --distributed-backend gloo --no-masked-softmax-fusion --no-bias-gelu-fusion
+            --no-bias-dropout-fusion
+        """
+    starter.main([str(script), *flags.split()])
+
+
+def run_mlm(run: Run) -> None:
+    from importlib.util import find_spec
+
+    import megatron_patches
+    from megatron_patches import Patch, PatchSet
+    from megatron_patches import run as starter
+
+    size, curve, record = run.size, run.curve, run.record
+    script = Path(run.mlm) / "pretrain_gpt.py"
+    megatron_patches.prepare("megatron_lm", script)
+
+    def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
+        chunks = original(*args, **kwargs)
+        Weights(size, curve.seed).fill_megatron(chunks[0])
+        return chunks
+
+    def log(original: Any, losses: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = losses["lm loss"]
+        loss = loss[0] / loss[1] if loss.numel() == 2 else loss
+        record.add(float(loss), float(args[6]))
+        return original(losses, *args, **kwargs)
+
+    def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        record.validated(float(result[0]["lm loss"]))
+        return result
+
+    def dataset(original: Any, *args: Any, **kwargs: Any) -> None:
+        data_in_file_order(size, original, *args, **kwargs)
+
+    wraps = {
+        "megatron.training.training:get_model": set_weights,
+        "megatron.training.training:training_log": log,
+        "megatron.training.training:evaluate": evaluate,
+        "megatron.core.datasets.gpt_dataset:GPTDataset.__init__": dataset,
+    }
+    PatchSet("long run", [Patch(target, fn, "wrap") for target, fn in wraps.items()]).apply()
+    flags = common_flags(size, curve, run.data, run.device)
+    flags += f"""
+        --context-parallel-size {curve.ranks} --ulysses-degree {curve.ulysses}
+        --normalization RMSNorm --norm-epsilon 1e-5
+        --position-embedding-type rope --rotary-base 10000
+        --tokenizer-type NullTokenizer --vocab-size {size.vocabulary - 1}
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+        --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion
+        --log-interval 1 --num-workers 0 --data-cache-path {run.folder}
+    """
+    if run.device == "cpu" or not find_spec("transformer_engine"):
+        flags += """
+            --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion
+            --no-rope-fusion
+        """
+    if run.device == "cpu":
+        flags += "--distributed-backend gloo --disable-jit-fuser"
+    starter.main([str(script), *flags.split()])
+
+
+def run_hf(run: Run) -> None:
+    import torch
+    import transformers
+    from torch.utils.data import Dataset, SequentialSampler
+
+    import ds_usp
+    from ds_usp.integrations.transformers import attach, enable
+
+    size, curve, record = run.size, run.curve, run.record
+    tokens = numpy.fromfile(run.data / "tokens.bin", dtype="<u2").reshape(-1, size.seq_len)
+
+    class Documents(Dataset):
+        def __init__(self, first: int, count: int) -> None:
+            self.first, self.count = first, count
+
+        def __len__(self) -> int:
+            return self.count
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            ids = torch.from_numpy(tokens[self.first + index].astype("int64"))
+            return {"input_ids": ids, "labels": ids}
+
+    class InOrder(transformers.Trainer):
+        losses: list[Any] = []
+
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            self.losses.append(loss.detach())  # logs are rounded
+            return loss
+
+    class Recorder(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "grad_norm" in logs:
+                record.add(float(InOrder.losses[-1]), float(logs["grad_norm"]))
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+            record.validated(float(metrics["eval_loss"]))
+
+    on_gpu = run.device == "cuda"
+    args = transformers.TrainingArguments(
+        output_dir=str(run.folder),
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        max_steps=size.steps,
+        learning_rate=size.lr,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": size.min_lr},
+        warmup_steps=size.warmup,
+        weight_decay=size.decay,
+        adam_beta2=size.beta2,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=size.interval,
+        prediction_loss_only=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        ddp_backend=("nccl" if on_gpu else "gloo") if curve.ranks > 1 else None,
+        ddp_find_unused_parameters=False if curve.ranks > 1 else None,
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        head_dim=size.hidden // size.heads,
+        max_position_embeddings=size.seq_len,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        use_cache=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    Weights(size, curve.seed).fill_llama(model)
+    trainer = InOrder(
+        model=model,
+        args=args,
+        train_dataset=Documents(0, size.train),
+        eval_dataset=Documents(size.train, size.validation),
+        data_collator=transformers.default_data_collator,
+        callbacks=[Recorder()],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    if curve.ranks > 1:
+        mesh = ds_usp.SequenceMesh.from_group(None, ulysses_degree=curve.ulysses)
+        enable(trainer.model, mesh, kernel="cudnn" if on_gpu else "auto")
+        attach(trainer, mesh)
+    trainer.train()
+
+
+PROGRAMS = {"trainer": run_trainer, "mds": run_mds, "mlm": run_mlm, "hf": run_hf}
+
+
+@dataclass
+class Run:
+    """A rank's view of the curve that it trains."""
+
+    size: Size
+    curve: Curve
+    data: Path
+    folder: Path
+    record: Record
+    device: str
+    mds: str
+    mlm: str
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """Train one curve, as one of its ranks."""
+    import torch
+
+    curve = CURVES[args.curve]
+    size = size_of(args)
+    folder = args.out / f"{args.curve}.files"
+    folder.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU, fp32"
+    head = [f"# {curve.label}; {curve.ranks} x {where}, torch {torch.__version__}"]
+    record = Record(args.out / f"{args.curve}.csv", head)
+    sys.path.insert(0, str(ROOT))
+    run = Run(size, curve, args.data, folder, record, device, args.mds, args.mlm)
+    PROGRAMS[curve.host](run)
+    record.write(whole=record.step == size.steps)
+
+
+def size_of(args: argparse.Namespace) -> Size:
+    from dataclasses import replace
+
+    size = TINY if args.tiny else Size()
+    if args.steps:
+        size = replace(
+            size, steps=args.steps, interval=max(1, args.steps // 2), warmup=args.steps // 4
+        )
+    return size
+
+
+def is_whole(path: Path) -> bool:
+    return path.is_file() and "\n# whole\n" in path.read_text()
+
+
+def start(args: argparse.Namespace, name: str, gpus: Sequence[int] = ()) -> Any:
+    """Start the ranks of a curve; their output goes to a file."""
+    curve = CURVES[name]
+    command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone")]
+    command += ["--nproc-per-node", str(curve.ranks), __file__, "rank", str(args.data)]
+    command += [str(args.out), name, "--mds", args.mds, "--mlm", args.mlm]
+    command += (["--tiny"] if args.tiny else []) + ["--steps", str(args.steps)]
+    # A program that dies while it uses NVLink multicast can leave all GPUs of its node unusable.
+    variables = {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    if gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    else:
+        variables["DS_ACCELERATOR"] = "cpu"
+    log = (args.out / f"{name}.log").open("w")
+    environment = {**os.environ, **variables}
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def train_all(args: argparse.Namespace) -> int:
+    """Train every curve that is not there whole, as many at a time as there are GPUs; the number of
+    those that failed."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.tiny and not (args.data / "tokens.bin").is_file():
+        tiny_text(args.data)
+    waiting = [name for name in args.curves if not is_whole(args.out / f"{name}.csv")]
+    free, running, failed = sorted(list(range(args.gpus)) * args.share), {}, 0
+    begin = time.monotonic()
+    while waiting or running:
+        for name, (process, gpus, started) in list(running.items()):
+            seconds = time.monotonic() - started
+            out_of_time = time.monotonic() - begin > args.budget or seconds > args.limit
+            if process.poll() is None and not out_of_time:
+                continue
+            code = process.poll()
+            if code is None:
+                process.terminate()
+                process.wait()
+            free, whole = sorted(free + gpus), is_whole(args.out / f"{name}.csv")
+            del running[name]
+            print(
+                f"{name}: {'whole' if whole else f'FAILED ({code})'}, {seconds:.0f} s", flush=True
+            )
+            if not whole:
+                failed += 1
+                print(*last_lines(args.out / f"{name}.log", args.tail), sep="\n", flush=True)
+        if time.monotonic() - begin >= args.budget:
+            waiting.clear()
+        for name in list(waiting):
+            count = CURVES[name].ranks if args.gpus else 0
+            if len(set(free)) >= count and (args.gpus or not running):
+                gpus = sorted(set(free), key=free.count)[-count:] if count else []
+                for gpu in gpus:
+                    free.remove(gpu)
+                running[name] = start(args, name, gpus), gpus, time.monotonic()
+                waiting.remove(name)
+        time.sleep(0.2)
+    return failed
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The end of what the ranks printed, without torchrun's own traceback."""
+    lines = log.read_text(errors="replace").splitlines()
+    ends = (n for n, line in enumerate(lines) if "torch/distributed/run.py" in line)
+    return lines[: next(ends, len(lines))][-count:]
+
+
+def tiny_text(folder: Path) -> None:
+    """Bytes of CPython's own documentation as the tokens of a tiny run."""
+    from pydoc_data.topics import topics
+
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(text for _, text in sorted(topics.items())).encode()
+    count = TINY.train + TINY.validation + 1
+    tokens = numpy.frombuffer(text, dtype=numpy.uint8)[: count * TINY.seq_len]
+    from long_run_data import write_documents
+
+    write_documents(folder / "tokens", tokens.reshape(count, TINY.seq_len))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in ("all", "train", "rank"):
+        sub = commands.add_parser(command)
+        sub.add_argument("data", type=Path)
+        sub.add_argument("out", type=Path)
+        sub.add_argument("--tiny", action="store_true")
+        sub.add_argument("--steps", type=int, default=0, help="other than 1,000: to try it")
+        sub.add_argument("--mds", default=os.environ.get("MEGATRON_DEEPSPEED_PATH", ""))
+        sub.add_argument("--mlm", default=os.environ.get("MEGATRON_LM_PATH", ""))
+        if command == "all":
+            sub.add_argument("--curves", nargs="+", choices=CURVES, default=list(CURVES))
+        else:
+            sub.add_argument("curve", choices=CURVES)
+        if command != "rank":
+            sub.add_argument("--gpus", type=int, default=gpu_count())
+            sub.add_argument("--share", type=int, default=1, help="curves on a GPU at a time")
+            sub.add_argument("--budget", type=float, default=1e9, help="seconds, of all curves")
+            sub.add_argument("--limit", type=float, default=1e9, help="seconds, of a curve")
+            sub.add_argument("--tail", type=int, default=25, help="lines of a failed log to print")
+    sub = commands.add_parser("plot")
+    sub.add_argument("out", type=Path)
+    args = parser.parse_args()
+    if args.command == "rank":
+        rank_main(args)
+    elif args.command == "plot":
+        plot(args.out)
+    else:
+        if args.command == "train":
+            args.curves = [args.curve]
+        failed = train_all(args)
+        summarize(args.out)
+        sys.exit(min(failed, 1))
+
+
+def gpu_count() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([gpu for gpu in visible.split(",") if gpu])
+    try:
+        text = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return 0
+    return len(text.splitlines())
+
+
+def read_curve(path: Path) -> dict[str, list[float]]:
+    """Columns of a curve's file; validation losses with their steps."""
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    checked = [row for row in rows if row["valid_loss"]]
+    return {
+        "loss": [float(row["loss"]) for row in rows],
+        "steps": [int(row["step"]) for row in checked],
+        "valid_loss": [float(row["valid_loss"]) for row in checked],
+    }
+
+
+def difference(one: dict[str, list[float]], other: dict[str, list[float]], key: str) -> list[float]:
+    """Absolute differences of losses at the same steps."""
+    return [abs(a - b) for a, b in zip(one[key], other[key], strict=False)]
+
+
+def summarize(out: Path) -> None:
+    """Print the last validation loss of each curve, and how far it is from its one rank."""
+    curves = {
+        name: read_curve(out / f"{name}.csv") for name in CURVES if (out / f"{name}.csv").is_file()
+    }
+    for name, curve in curves.items():
+        if not curve["valid_loss"]:
+            continue
+        times = (out / f"{name}.csv").read_text().splitlines()[1]
+        line = f"{name:20} step {curve['steps'][-1]} validation loss {curve['valid_loss'][-1]:.4f}"
+        base = f"{CURVES[name].host}-1x1"
+        if base in curves and base != name:
+            valid = difference(curve, curves[base], "valid_loss")
+            train = difference(curve, curves[base], "loss")
+            line += f" to {base}: {max(valid):.5f} at most, mean {sum(valid) / len(valid):.5f}"
+            line += f", training mean {sum(train) / len(train):.5f}"
+        print(line, times, flush=True)
+
+
+def plot(out: Path) -> None:
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    main()
