@@ -44,6 +44,7 @@ class GoldenCurves:
             rewrite(program, losses, norms)
             return
         expected = recorded(program)
+        assert len(norms) == len(expected["norms"]), (program, TO_WRITE)
         if difference := first_difference(losses, norms, expected):
             made = ", ".join(f"{name} {number}" for name, number in expected["made_with"].items())
             pytest.fail(f"{program}: {difference}. Recorded with {made}. {TO_WRITE}", pytrace=False)
@@ -64,7 +65,7 @@ def first_difference(
     pairs = ("loss", losses, expected["losses"]), ("gradient norm", norms, expected["norms"])
     for step in range(len(losses)):
         for what, values, wanted in pairs:
-            if values:
+            if wanted:
                 error = abs(values[step] - wanted[step]) / abs(wanted[step])
                 if not error <= LIMIT:
                     return (

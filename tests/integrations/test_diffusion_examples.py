@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from golden_curves import STEPS
 from harness import RankContext, WorkerPool
 from programs import ROOT, run_script
 
@@ -107,14 +108,15 @@ def test_the_tiny_script_generates_as_one_rank_does(pool, tmp_path):
         assert any((tmp_path / model / name).exists() for name in files)
 
 
-def test_the_tiny_script_trains_as_one_rank_does(pool, tmp_path):
-    all_weights = printed(TRAIN, OUTPUT=str(tmp_path / "wan"))
+def test_the_tiny_script_trains_as_one_rank_does_and_as_it_did(golden, pool, tmp_path):
+    all_weights = printed(TRAIN, OUTPUT=str(tmp_path / "wan"), STEPS=str(STEPS))
     # Two replicas, ZeRO-3, low-rank matrices.
     settings = {"MODEL": "tiny-flux", "SIZE": "10 14", "LR": "0.02", "STEPS": "3", "LORA": "4"}
     settings |= {"SP_SIZE": "2", "ZERO_STAGE": "3", "OUTPUT": str(tmp_path / "flux")}
     for text in (texts := run(pool, all_weights, printed(TRAIN, **settings))):
         assert "limit 1e-05: ok" in text, text
-    losses = [float(line.split()[3]) for line in texts[0].splitlines()[:10]]
+    losses = [float(line.split()[3]) for line in texts[0].splitlines()[:STEPS]]
+    golden.check("diffusion program, tiny Wan, 2x2, ZeRO-2, SGD", losses)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
     assert (tmp_path / "wan" / "diffusion_pytorch_model.safetensors").exists()
     assert (tmp_path / "flux" / "pytorch_lora_weights.safetensors").exists()

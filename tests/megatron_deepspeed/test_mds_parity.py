@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_curves import STEPS as RECORDED
 from mds_runs import TrainingServer, flags, losses_of, relative_difference
 from programs import Numbers, check_close, numbers_of, python, reported_kinds
 
@@ -107,6 +108,11 @@ def check(
 )
 def test_it_trains_as_one_rank_does(server, grid, zero, model, recompute):
     check(server, grid, zero, model, RECOMPUTE[recompute])
+
+
+def test_twenty_steps_are_the_recorded_ones(golden, server):
+    losses, norms = measure(server, "u2r2", 1, "llama", "", RECORDED)
+    golden.check("Megatron-DeepSpeed, 2x2, ZeRO-1, SGD", losses[:RECORDED], norms)
 
 
 @pytest.mark.parametrize(

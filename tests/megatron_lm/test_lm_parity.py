@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_curves import STEPS as RECORDED
 from lm_packed import PATCHES
 from lm_runs import SGD, SGD_BY_ADAM, TrainingServer, flags
 from programs import (
@@ -145,6 +146,12 @@ def check(
 )
 def test_it_trains_as_one_rank_does(server, grid, model, optimizer, recompute):
     check(server, grid, model, optimizer, RECOMPUTE[recompute])
+
+
+def test_twenty_steps_are_the_recorded_ones(golden, server):
+    text = flags(u=2, r=2, more=f"{MODELS['llama']} --train-iters {RECORDED}")
+    losses, norms = measure(server, 4, text)
+    golden.check("Megatron-LM, 2x2, SGD", losses[:RECORDED], norms)
 
 
 def test_lengths_that_do_not_divide_are_refused(server):
