@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import recurrent_kernels
 import stock_megatron_core
-import torch
 from harness import RankContext, fork_world
 
 import megatron_patches
