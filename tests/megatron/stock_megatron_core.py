@@ -215,7 +215,7 @@ def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str
     for weight, *of_holders in zip(model.parameters(), *of_ranks, strict=True):
         is_cut = getattr(weight, "tensor_model_parallel", False)
         dim = getattr(weight, "partition_dim", 0) if is_cut else None
-        held = [weight.grad]
+        held = [weight.grad] * len(of_holders)
         if len(set(of_holders)) > 1:  # an expert, of whose weights other ranks hold others
             dist.all_reduce(weight.grad, group=parallel_state.get_expert_data_parallel_group())
             held = [torch.empty_like(weight.grad) for _ in of_holders]
