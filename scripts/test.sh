@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|compat|verl|versions|gpu|all] [pytest arguments]
+# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|compat|verl|bridge|versions|gpu|all] [pytest arguments]
 #   fast      some cases of every test of ds_usp: less than three minutes on two cores
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
@@ -7,6 +7,7 @@
 #   compat    the function that trainers replace, with each transformers of constraints.txt
 #   versions  transformers without diffusion models, with each of its versions in constraints.txt
 #   verl      its own FSDP engines with a ring, in verl's overlay of constraints.txt
+#   bridge    Megatron-Bridge's providers, in its overlay of constraints.txt, gloo
 #   all       everything (the default)
 # Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
 # gpu --record FILE writes the result to FILE too: date, commit, machine, counts, why tests were skipped.
@@ -17,7 +18,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 group=all
 case "${1:-}" in
-  fast | unit | dist | megatron | transformers | compat | verl | versions | gpu | all)
+  fast | unit | dist | megatron | transformers | compat | verl | bridge | versions | gpu | all)
     group="$1"
     shift
     ;;
@@ -82,6 +83,7 @@ case "$group" in
       tests/compat/test_other_trainers.py)
     ;;
   verl) paths=(tests/compat/test_verl.py) ;;
+  bridge) paths=(tests/megatron/test_megatron_bridge.py) ;;
   all) paths=(tests) ;;
   *) paths=() ;;
 esac

@@ -123,7 +123,8 @@ def _refused_experts(config: TransformerConfig) -> dict[str, tuple[bool, str]]:
             and config.calculate_per_token_loss
             and any([*losses, config.moe_z_loss_coeff]),
             "megatron-core divides the gradient of the routers' losses by the number of "
-            "context-parallel ranks; set these coefficients to 0, or calculate_per_token_loss=False",
+            "context-parallel ranks; set these coefficients to 0, or "
+            "calculate_per_token_loss=False",
         ),
     }
 

@@ -211,18 +211,20 @@ def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str
     dist.all_reduce(loss, group=group)
     holders = parallel_state.get_expert_model_parallel_group()
     gradients = {}
-    names = zip(*([name for name, _ in named_weights(model, i)] for i in range(holders.size())))
-    for weight, of_holders in zip(model.parameters(), names):
+    of_ranks = ([name for name, _ in named_weights(model, i)] for i in range(holders.size()))
+    for weight, *of_holders in zip(model.parameters(), *of_ranks, strict=True):
         is_cut = getattr(weight, "tensor_model_parallel", False)
         dim = getattr(weight, "partition_dim", 0) if is_cut else None
-        held = [weight.grad]
+        held = [weight.grad] * len(of_holders)
         if len(set(of_holders)) > 1:  # an expert, of whose weights other ranks hold others
             dist.all_reduce(weight.grad, group=parallel_state.get_expert_data_parallel_group())
             held = [torch.empty_like(weight.grad) for _ in of_holders]
             dist.all_gather(held, weight.grad, group=holders)
         else:
             dist.all_reduce(weight.grad, group=group)
-        gradients |= {name: (gradient, dim) for name, gradient in zip(of_holders, held)}
+        gradients |= {
+            name: (gradient, dim) for name, gradient in zip(of_holders, held, strict=True)
+        }
     return loss.item(), gradients
 
 

@@ -94,9 +94,7 @@ def plain_name(name: str, layers: dict[str, int]) -> str:
 
     held = (get_args().num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
     first = held * parallel_state.get_expert_model_parallel_rank()
-    name = re.sub(
-        r"(?<=local_experts\.)\d+", lambda number: str(first + int(number.group())), name
-    )
+    name = re.sub(r"(?<=local_experts\.)\d+", lambda number: str(first + int(number.group())), name)
     for layer, number in layers.items():
         if name.startswith(f"{layer}."):
             return f"decoder.layers.{number}{name[len(layer) :]}"

@@ -344,9 +344,7 @@ def test_a_step_is_seeded_where_shards_would_draw_the_same(monkeypatch, drawn):
     seeded: list[Any] = []
     monkeypatch.setattr(training_step, "_seed", seeded.append)
     flags = {"hidden_dropout": 0.0, "moe_input_jitter_eps": None, **drawn}
-    training_step.seed_step(
-        SimpleNamespace(context_parallel_size=2, cp_comm_type=["usp"], **flags)
-    )
+    training_step.seed_step(SimpleNamespace(context_parallel_size=2, cp_comm_type=["usp"], **flags))
     assert len(seeded) == len(drawn)
 
 
