@@ -1,7 +1,7 @@
 """A GPT of 117M parameters trained for 1,000 steps on real text, sharded and on one rank.
 
     python scripts/bench/long_run_data.py DATA                  # the text, once
-    python scripts/bench/long_run.py all DATA OUT               # every curve, side by side on all GPUs
+    python scripts/bench/long_run.py all DATA OUT               # every curve, on all GPUs
     python scripts/bench/long_run.py train DATA OUT trainer-2x1 # one of them
     python scripts/bench/long_run.py land OUT                   # curves and the plot into results/
     python scripts/bench/long_run.py all /tmp/tiny OUT --tiny   # on a CPU, to see that it runs
@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -934,9 +934,7 @@ class Landed:
         for name, about in other.about.items():
             if len(other.training[name]) >= len(self.training.get(name, ())):
                 self.about[name] = about
-                for mine, others in zip(
-                    self.tables.values(), other.tables.values(), strict=True
-                ):
+                for mine, others in zip(self.tables.values(), other.tables.values(), strict=True):
                     if name in others:
                         mine[name] = others[name]
 
@@ -966,8 +964,8 @@ def land(folders: Sequence[Path], results: Path) -> None:
     draw(landed, results / "long_run.svg")
 
 
-def table(results: Path = RESULTS) -> list[str]:
-    """Each curve beside one rank of the trainer: rows of Markdown."""
+def table(results: Path = RESULTS) -> str:
+    """Each curve beside one rank of the trainer, in Markdown."""
     landed = Landed.read(results)
     lines = [
         f"| curve | steps | training loss, steps 1 to {EARLY}: at most | validation loss at the end"
@@ -985,7 +983,7 @@ def table(results: Path = RESULTS) -> list[str]:
             cells[2] = f"{max(early):.5f}"
             cells[4:] = f"{max(valid):.3f}", f"{sum(valid) / len(valid):.3f}"
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return "\n".join(lines) + "\n"
 
 
 def draw(landed: Landed, path: Path) -> None:
