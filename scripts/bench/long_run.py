@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 
@@ -140,8 +140,9 @@ class Weights:
         return (torch.randn(rows, columns, generator=generator) * std).bfloat16().float()
 
     def fill_megatron(self, model: Any) -> None:
-        """Set a model of megatron-core's layers, whose projection has query, key and value of a head
-        behind each other, or of Megatron-DeepSpeed's, which has all queries, all keys, all values.
+        """Set a model of megatron-core's layers, whose projection has query, key and value of a
+        head behind each other, or of Megatron-DeepSpeed's, which has all queries, all keys, all
+        values.
         """
         for module in model.modules():
             kind = type(module).__name__
@@ -240,8 +241,8 @@ class Record:
 
 
 def data_in_file_order(size: Size, original: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-    """``GPTDataset.__init__`` of megatron-core and of Megatron-DeepSpeed without its shuffles, which
-    differ. Validations evaluate the same sequences each time; documents are equally long, so
+    """``GPTDataset.__init__`` of megatron-core and of Megatron-DeepSpeed without its shuffles,
+    which differ. Validations evaluate the same sequences each time; documents are equally long, so
     nothing else depends on their order."""
     original(dataset, *args, **kwargs)
     core = hasattr(dataset, "document_index")
@@ -276,6 +277,7 @@ def common_flags(size: Size, curve: Curve, data: Path, device: str) -> str:
 
 
 def run_trainer(run: Run) -> None:
+    """Train in the trainer of examples_deepspeed."""
     sys.path.insert(0, str(TRAINER))
     import pretrain_gpt_usp
     from usp_trainer import launch
@@ -398,6 +400,7 @@ def write_losses_by_position(run: Run, loop: Any) -> None:
 
 
 def run_mds(run: Run) -> None:
+    """Train in the unedited Megatron-DeepSpeed."""
     import megatron_patches
     from megatron_patches import Patch, PatchSet
     from megatron_patches import run as starter
@@ -465,6 +468,7 @@ def run_mds(run: Run) -> None:
 
 
 def run_mlm(run: Run) -> None:
+    """Train in the unedited Megatron-LM."""
     from importlib.util import find_spec
 
     import megatron_patches
@@ -522,6 +526,7 @@ def run_mlm(run: Run) -> None:
 
 
 def run_hf(run: Run) -> None:
+    """Train in transformers' Trainer."""
     import torch
     import transformers
     from torch.utils.data import Dataset, SequentialSampler
@@ -544,7 +549,7 @@ def run_hf(run: Run) -> None:
             return {"input_ids": ids, "labels": ids}
 
     class InOrder(transformers.Trainer):
-        losses: list[Any] = []
+        losses: ClassVar[list[Any]] = []
 
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return SequentialSampler(self.train_dataset)
@@ -661,6 +666,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def size_of(args: argparse.Namespace) -> Size:
+    """The model and schedule of a command line."""
     from dataclasses import replace
 
     size = TINY if args.tiny else Size()
@@ -672,6 +678,7 @@ def size_of(args: argparse.Namespace) -> Size:
 
 
 def is_whole(path: Path) -> bool:
+    """Whether a curve's file has all its steps."""
     return path.is_file() and "\n# whole\n" in path.read_text()
 
 
@@ -780,6 +787,7 @@ def tiny_text(folder: Path) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
