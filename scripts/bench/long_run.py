@@ -1,16 +1,16 @@
 """A GPT of 117M parameters trained for 1,000 steps on real text, sharded and on one rank.
 
     python scripts/bench/long_run_data.py DATA                  # the text, once
-    python scripts/bench/long_run.py all DATA OUT               # every curve, side by side on all GPUs
+    python scripts/bench/long_run.py all DATA OUT               # every curve, on all GPUs
     python scripts/bench/long_run.py train DATA OUT trainer-2x1 # one of them
-    python scripts/bench/long_run.py plot OUT                   # tables and the plot into results/
+    python scripts/bench/long_run.py land OUT                   # curves and the plot into results/
     python scripts/bench/long_run.py all /tmp/tiny OUT --tiny   # on a CPU, to see that it runs
 
 Four programs train the same model from the same weights on the same batches of one sequence of
 16,384 tokens, in bf16, with the same learning rates: the trainer of examples_deepspeed, the
 unedited Megatron-DeepSpeed and Megatron-LM (``--mds``, ``--mlm``: their checkouts) and
 transformers' Trainer; each on one rank, on Ulysses 2 and on a ring of 2. A second seed draws other
-initial weights. A curve that is there whole is not trained again.
+initial weights. A curve that is there whole is not trained again; one that was cut begins anew.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import hashlib
 import json
 import math
 import os
-import struct
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results"
 TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel"
 NEVER = 1 << 30
 HOSTS = {
@@ -138,8 +140,9 @@ class Weights:
         return (torch.randn(rows, columns, generator=generator) * std).bfloat16().float()
 
     def fill_megatron(self, model: Any) -> None:
-        """Set a model of megatron-core's layers, whose projection has query, key and value of a head
-        behind each other, or of Megatron-DeepSpeed's, which has all queries, all keys, all values.
+        """Set a model of megatron-core's layers, whose projection has query, key and value of a
+        head behind each other, or of Megatron-DeepSpeed's, which has all queries, all keys, all
+        values.
         """
         for module in model.modules():
             kind = type(module).__name__
@@ -238,8 +241,8 @@ class Record:
 
 
 def data_in_file_order(size: Size, original: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-    """``GPTDataset.__init__`` of megatron-core and of Megatron-DeepSpeed without its shuffles, which
-    differ. Validations evaluate the same sequences each time; documents are equally long, so
+    """``GPTDataset.__init__`` of megatron-core and of Megatron-DeepSpeed without its shuffles,
+    which differ. Validations evaluate the same sequences each time; documents are equally long, so
     nothing else depends on their order."""
     original(dataset, *args, **kwargs)
     core = hasattr(dataset, "document_index")
@@ -274,6 +277,7 @@ def common_flags(size: Size, curve: Curve, data: Path, device: str) -> str:
 
 
 def run_trainer(run: Run) -> None:
+    """Train in the trainer of examples_deepspeed."""
     sys.path.insert(0, str(TRAINER))
     import pretrain_gpt_usp
     from usp_trainer import launch
@@ -396,6 +400,7 @@ def write_losses_by_position(run: Run, loop: Any) -> None:
 
 
 def run_mds(run: Run) -> None:
+    """Train in the unedited Megatron-DeepSpeed."""
     import megatron_patches
     from megatron_patches import Patch, PatchSet
     from megatron_patches import run as starter
@@ -463,6 +468,7 @@ def run_mds(run: Run) -> None:
 
 
 def run_mlm(run: Run) -> None:
+    """Train in the unedited Megatron-LM."""
     from importlib.util import find_spec
 
     import megatron_patches
@@ -520,6 +526,7 @@ def run_mlm(run: Run) -> None:
 
 
 def run_hf(run: Run) -> None:
+    """Train in transformers' Trainer."""
     import torch
     import transformers
     from torch.utils.data import Dataset, SequentialSampler
@@ -542,7 +549,7 @@ def run_hf(run: Run) -> None:
             return {"input_ids": ids, "labels": ids}
 
     class InOrder(transformers.Trainer):
-        losses: list[Any] = []
+        losses: ClassVar[list[Any]] = []
 
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return SequentialSampler(self.train_dataset)
@@ -659,6 +666,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def size_of(args: argparse.Namespace) -> Size:
+    """The model and schedule of a command line."""
     from dataclasses import replace
 
     size = TINY if args.tiny else Size()
@@ -670,10 +678,11 @@ def size_of(args: argparse.Namespace) -> Size:
 
 
 def is_whole(path: Path) -> bool:
+    """Whether a curve's file has all its steps."""
     return path.is_file() and "\n# whole\n" in path.read_text()
 
 
-def start(args: argparse.Namespace, name: str, gpus: Sequence[int] = ()) -> Any:
+def start(args: argparse.Namespace, name: str, gpus: Sequence[str] = ()) -> Any:
     """Start the ranks of a curve; their output goes to a file."""
     curve = CURVES[name]
     command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone")]
@@ -688,9 +697,11 @@ def start(args: argparse.Namespace, name: str, gpus: Sequence[int] = ()) -> Any:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     if gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     else:
         variables["DS_ACCELERATOR"] = "cpu"
+    # What a killed run left there may be half written, as an index of the data.
+    shutil.rmtree(args.out / f"{name}.files", ignore_errors=True)
     log = (args.out / f"{name}.log").open("w")
     environment = {**os.environ, **variables}
     return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -703,38 +714,56 @@ def train_all(args: argparse.Namespace) -> int:
     if args.tiny and not (args.data / "tokens.bin").is_file():
         tiny_text(args.data)
     waiting = [name for name in args.curves if not is_whole(args.out / f"{name}.csv")]
-    free, running, failed = sorted(list(range(args.gpus)) * args.share), {}, 0
+    free, failed = args.gpus * args.share, 0
+    running: dict[str, tuple[Any, list[str], float]] = {}
     begin = time.monotonic()
-    while waiting or running:
-        for name, (process, gpus, started) in list(running.items()):
-            seconds = time.monotonic() - started
-            out_of_time = time.monotonic() - begin > args.budget or seconds > args.limit
-            if process.poll() is None and not out_of_time:
-                continue
-            code = process.poll()
-            if code is None:
-                process.terminate()
-                process.wait()
-            free, whole = sorted(free + gpus), is_whole(args.out / f"{name}.csv")
-            del running[name]
-            print(
-                f"{name}: {'whole' if whole else f'FAILED ({code})'}, {seconds:.0f} s", flush=True
-            )
-            if not whole:
-                failed += 1
-                print(*last_lines(args.out / f"{name}.log", args.tail), sep="\n", flush=True)
-        if time.monotonic() - begin >= args.budget:
-            waiting.clear()
-        for name in list(waiting):
-            count = CURVES[name].ranks if args.gpus else 0
-            if len(set(free)) >= count and (args.gpus or not running):
-                gpus = sorted(set(free), key=free.count)[-count:] if count else []
-                for gpu in gpus:
-                    free.remove(gpu)
-                running[name] = start(args, name, gpus), gpus, time.monotonic()
-                waiting.remove(name)
-        time.sleep(0.2)
+    # As after Ctrl-C: a time limit that ends this program must not leave ranks on the GPUs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        while waiting or running:
+            for name, (process, gpus, started) in list(running.items()):
+                seconds = time.monotonic() - started
+                out_of_time = time.monotonic() - begin > args.budget or seconds > args.limit
+                if process.poll() is None and not out_of_time:
+                    continue
+                code = process.poll()
+                if code is None:
+                    end(process)
+                free += gpus
+                whole = is_whole(args.out / f"{name}.csv")
+                del running[name]
+                result = "whole" if whole else f"FAILED ({code})"
+                print(f"{name}: {result}, {seconds:.0f} s", flush=True)
+                if not whole:
+                    failed += 1
+                    print(*last_lines(args.out / f"{name}.log", args.tail), sep="\n", flush=True)
+            if time.monotonic() - begin >= args.budget:
+                failed += len(waiting)
+                waiting.clear()
+            for name in list(waiting):
+                count = CURVES[name].ranks if args.gpus else 0
+                idle = sorted(dict.fromkeys(free), key=free.count, reverse=True)
+                if len(idle) >= count and (args.gpus or not running):
+                    for gpu in idle[:count]:
+                        free.remove(gpu)
+                    process = start(args, name, idle[:count])
+                    running[name] = process, idle[:count], time.monotonic()
+                    waiting.remove(name)
+            time.sleep(0.2)
+    finally:
+        for process, *_ in running.values():
+            end(process)
     return failed
+
+
+def end(process: Any) -> None:
+    """End torchrun, which ends its ranks; 30 seconds later without asking."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def last_lines(log: Path, count: int) -> list[str]:
@@ -758,6 +787,7 @@ def tiny_text(folder: Path) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -775,18 +805,21 @@ def main() -> None:
         else:
             sub.add_argument("curve", choices=CURVES)
         if command != "rank":
-            sub.add_argument("--gpus", type=int, default=gpu_count())
+            sub.add_argument(
+                "--gpus", type=visible_gpus, default=visible_gpus(), help="how many of the visible"
+            )
             sub.add_argument("--share", type=int, default=1, help="curves on a GPU at a time")
             sub.add_argument("--budget", type=float, default=1e9, help="seconds, of all curves")
             sub.add_argument("--limit", type=float, default=1e9, help="seconds, of a curve")
             sub.add_argument("--tail", type=int, default=25, help="lines of a failed log to print")
-    sub = commands.add_parser("plot")
-    sub.add_argument("out", type=Path)
+    sub = commands.add_parser("land")
+    sub.add_argument("out", type=Path, nargs="*", help="none: draw again what is landed")
+    sub.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.command == "rank":
         rank_main(args)
-    elif args.command == "plot":
-        plot(args.out)
+    elif args.command == "land":
+        land(args.out, args.results)
     else:
         if args.command == "train":
             args.curves = [args.curve]
@@ -795,55 +828,211 @@ def main() -> None:
         sys.exit(min(failed, 1))
 
 
-def gpu_count() -> int:
+def visible_gpus(count: str = "") -> list[str]:
+    """Names for CUDA_VISIBLE_DEVICES of the first ``count`` GPUs that this program may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([gpu for gpu in visible.split(",") if gpu])
-    try:
-        text = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except OSError:
-        return 0
-    return len(text.splitlines())
+        names = [name for name in visible.split(",") if name]
+    else:
+        try:
+            text = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        except OSError:
+            text = ""
+        names = [str(number) for number in range(text.count("\n"))]
+    if count and int(count) > len(names):
+        raise argparse.ArgumentTypeError(f"{count} GPUs, but {len(names)} are visible: {names}")
+    return names[: int(count)] if count else names
 
 
-def read_curve(path: Path) -> dict[str, list[float]]:
-    """Columns of a curve's file; validation losses with their steps."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV file below its comments."""
     with path.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    checked = [row for row in rows if row["valid_loss"]]
-    return {
-        "loss": [float(row["loss"]) for row in rows],
-        "steps": [int(row["step"]) for row in checked],
-        "valid_loss": [float(row["valid_loss"]) for row in checked],
-    }
-
-
-def difference(one: dict[str, list[float]], other: dict[str, list[float]], key: str) -> list[float]:
-    """Absolute differences of losses at the same steps."""
-    return [abs(a - b) for a, b in zip(one[key], other[key], strict=False)]
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
 def summarize(out: Path) -> None:
     """Print the last validation loss of each curve, and how far it is from its one rank."""
-    curves = {
-        name: read_curve(out / f"{name}.csv") for name in CURVES if (out / f"{name}.csv").is_file()
-    }
-    for name, curve in curves.items():
-        if not curve["valid_loss"]:
-            continue
-        times = (out / f"{name}.csv").read_text().splitlines()[1]
-        line = f"{name:20} step {curve['steps'][-1]} validation loss {curve['valid_loss'][-1]:.4f}"
+    found = Landed.of_runs([out])
+    for name in found.validation:
+        steps = list(found.validation[name])
+        last = found.validation[name][steps[-1]]
+        line = f"{name:20} step {steps[-1]} validation loss {last:.4f}"
         base = f"{CURVES[name].host}-1x1"
-        if base in curves and base != name:
-            valid = difference(curve, curves[base], "valid_loss")
-            train = difference(curve, curves[base], "loss")
+        if base in found.validation and base != name:
+            valid = differences(found.validation[name], found.validation[base])
+            train = differences(found.training[name], found.training[base])
             line += f" to {base}: {max(valid):.5f} at most, mean {sum(valid) / len(valid):.5f}"
             line += f", training mean {sum(train) / len(train):.5f}"
-        print(line, times, flush=True)
+        print(line, found.about[name], flush=True)
 
 
-def plot(out: Path) -> None:
-    raise NotImplementedError
+def differences(one: dict[int, float], other: dict[int, float]) -> list[float]:
+    """Absolute differences where both have a value, in order."""
+    return [abs(value - other[at]) for at, value in one.items() if at in other]
+
+
+# What the results folder holds.
+
+
+@dataclass
+class Landed:
+    """Losses by curve: training and validation by step, validation by position; and a line about
+    each."""
+
+    about: dict[str, str] = field(default_factory=dict)
+    training: dict[str, dict[int, float]] = field(default_factory=dict)
+    validation: dict[str, dict[int, float]] = field(default_factory=dict)
+    positions: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> dict[str, dict[str, dict[int, float]]]:
+        """Each kind of losses by the name of its file; its first column is the last word."""
+        return {
+            "long_run_training_by_step.csv": self.training,
+            "long_run_validation_by_step.csv": self.validation,
+            "long_run_validation_by_position.csv": self.positions,
+        }
+
+    @classmethod
+    def of_runs(cls, folders: Sequence[Path]) -> Landed:
+        """What runs have written so far; of a curve in several folders the longest."""
+        found = cls()
+        for folder in folders:
+            for name in CURVES:
+                path = folder / f"{name}.csv"
+                rows = read_rows(path) if path.is_file() else []
+                if len(rows) <= len(found.training.get(name, ())):
+                    continue
+                machine, times, *_ = path.read_text(encoding="utf-8").splitlines()
+                found.about[name] = f"{machine[2:]}; {len(rows)} steps; {times[2:]}"
+                found.training[name] = {int(row["step"]): float(row["loss"]) for row in rows}
+                found.validation[name] = {
+                    int(row["step"]): float(row["valid_loss"]) for row in rows if row["valid_loss"]
+                }
+                by_position = path.with_suffix(".positions")
+                if is_whole(path) and by_position.is_file():
+                    found.positions[name] = {
+                        int(row["position"]): float(row["valid_loss"])
+                        for row in read_rows(by_position)
+                    }
+        return found
+
+    @classmethod
+    def read(cls, results: Path) -> Landed:
+        """What is landed."""
+        found = cls()
+        for file, table in found.tables.items():
+            path = results / file
+            if not path.is_file():
+                continue
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if line.startswith("# ") and ": " in line:
+                    name, text = line[2:].split(": ", 1)
+                    found.about[name] = text
+            key = path.stem.rsplit("_", 1)[1]
+            for row in read_rows(path):
+                at = int(row.pop(key))
+                for name, loss in row.items():
+                    if loss:
+                        table.setdefault(name, {})[at] = float(loss)
+        return found
+
+    def add(self, other: Landed) -> None:
+        """Take the curves of another that are not shorter than those here."""
+        for name, about in other.about.items():
+            if len(other.training[name]) >= len(self.training.get(name, ())):
+                self.about[name] = about
+                for mine, others in zip(self.tables.values(), other.tables.values(), strict=True):
+                    if name in others:
+                        mine[name] = others[name]
+
+    def write(self, results: Path) -> None:
+        """A file for each kind of losses, a column for each curve."""
+        for file, table in self.tables.items():
+            names = [name for name in CURVES if table.get(name)]
+            key = Path(file).stem.rsplit("_", 1)[1]
+            lines = [f"# {name}: {self.about[name]}" for name in names]
+            lines.append(",".join([key, *names]))
+            for at in sorted({at for name in names for at in table[name]}):
+                losses = [f"{table[name][at]:.6f}" if at in table[name] else "" for name in names]
+                lines.append(",".join([str(at), *losses]))
+            (results / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+BASE = "trainer-1x1"
+SEED = "trainer-1x1-seed2"
+EARLY = 20  # steps before differences of rounding have grown
+
+
+def land(folders: Sequence[Path], results: Path) -> None:
+    """Add the curves of runs to those in the results folder, and draw all."""
+    landed = Landed.read(results)
+    landed.add(Landed.of_runs(folders))
+    landed.write(results)
+    draw(landed, results / "long_run.svg")
+
+
+def table(results: Path = RESULTS) -> str:
+    """Each curve beside one rank of the trainer, in Markdown."""
+    landed = Landed.read(results)
+    lines = [
+        f"| curve | steps | training loss, steps 1 to {EARLY}: at most | validation loss at the end"
+        " | each 100 steps: at most | mean |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in (name for name in CURVES if name in landed.training):
+        steps = len(landed.training[name])
+        whole = steps == Size.steps
+        last = f"{landed.validation[name][steps]:.3f}" if whole else "not reached"
+        cells = [CURVES[name].label, f"{steps:,}", "", last, "", ""]
+        if name != BASE:
+            early = differences(landed.training[name], landed.training[BASE])[:EARLY]
+            valid = differences(landed.validation[name], landed.validation[BASE])
+            cells[2] = f"{max(early):.5f}"
+            cells[4:] = f"{max(valid):.3f}", f"{sum(valid) / len(valid):.3f}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(landed: Landed, path: Path) -> None:
+    """Validation losses, differences from one rank of the trainer, losses by position."""
+    sys.path.insert(0, str(ROOT))
+    from ds_usp.planner.plot import new_figure, save_svg
+
+    figure = new_figure(9.5, 10)
+    curves, apart, positions = figure.subplots(3)
+    colors = ("#444444", "#a0a0a0", "#1558d6", "#c2410c", "#15803d", "#7e22ce", "#b91c1c")
+    names = [name for name in CURVES if name in landed.training]
+    color = {name: colors[number % len(colors)] for number, name in enumerate(names)}
+    for name in names:
+        steps = len(landed.training[name])
+        label = CURVES[name].label + ("" if steps == Size.steps else f" (cut at {steps})")
+        look: dict[str, Any] = {"color": color[name], "label": label}
+        look["linestyle"] = "--" if name == SEED else "-"
+        if landed.validation[name]:
+            curves.plot(*zip(*landed.validation[name].items(), strict=True), marker=".", **look)
+        if name != BASE and BASE in landed.training:
+            gaps = differences(landed.training[name], landed.training[BASE])
+            window = 10
+            means = [
+                sum(gaps[first : first + window]) / window
+                for first in range(0, len(gaps) - window + 1, window)
+            ]
+            apart.plot([window * (n + 0.5) for n in range(len(means))], means, **look)
+        if name in landed.positions:
+            positions.plot(*zip(*landed.positions[name].items(), strict=True), marker=".", **look)
+    for axes, title, x in (
+        (curves, "Validation loss", "step"),
+        (apart, "Training loss: difference from the trainer on one rank, mean of 10 steps", "step"),
+        (positions, "Validation loss of the same tokens by their position", "first position"),
+    ):
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set_xlabel(x)
+        axes.grid(color="#e4e4e4")
+        if axes.lines:
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    apart.set_yscale("log")
+    save_svg(figure, path)
 
 
 if __name__ == "__main__":

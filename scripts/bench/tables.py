@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/benchmarks.md from the files under results/.
+"""Writes the tables of README.md and pages under docs/ from the files under results/.
 
     python scripts/bench/tables.py            # rewrite the tables in place
     python scripts/bench/tables.py --check    # exit 1 if one of them differs from its file
@@ -21,9 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import long_run
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/one-real-run.md")
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 ALL_METHODS = (
@@ -339,6 +341,7 @@ def _rounded(milliseconds: float) -> str:
 COMPARED = "attention.csv"
 TABLES: Mapping[str, Callable[[], str]] = {
     "headline": partial(headline_table, HEADLINES),
+    "long-run": long_run.table,
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),

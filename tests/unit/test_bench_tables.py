@@ -1,5 +1,6 @@
 """The tables of README and docs/benchmarks.md are those of the results files."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
+import long_run
 import tables
 
 
@@ -97,3 +99,35 @@ def test_rows_that_a_run_wrote_anew_count_once(tmp_path, monkeypatch):
     path.write_text("\n".join(map(json.dumps, [row, row, *anew])), encoding="utf-8")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.json_lines("rows.jsonl") == [row, row, anew[2], anew[1]]
+
+
+def test_curves_are_landed_beside_those_that_are_there_the_longer_one_wins(tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+
+    def run(steps, loss, folder="out"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        rows = [f"{n},{loss},1.0,{loss + 1 if n % 2 == 0 else ''}" for n in range(1, steps + 1)]
+        lines = ["# one rank", "# 1 s", "# whole", "step,loss,grad_norm,valid_loss", *rows]
+        (tmp_path / folder / "hf-1x1.csv").write_text("\n".join(lines), encoding="utf-8")
+        (tmp_path / folder / "hf-1x1.positions").write_text(
+            f"position,valid_loss,tokens\n0,{loss},8\n", encoding="utf-8"
+        )
+        long_run.land([tmp_path / folder], results)
+        return long_run.Landed.read(results)
+
+    landed = run(4, 2.0)
+    assert landed.training == {"hf-1x1": dict.fromkeys(range(1, 5), 2.0)}
+    assert landed.validation == {"hf-1x1": {2: 3.0, 4: 3.0}}
+    assert landed.positions == {"hf-1x1": {0: 2.0}}
+    assert landed.about == {"hf-1x1": "one rank; 4 steps; 1 s"}
+    assert run(2, 5.0) == landed
+    assert run(6, 5.0).validation == {"hf-1x1": {2: 6.0, 4: 6.0, 6: 6.0}}
+
+
+def test_curves_take_the_gpus_that_they_are_given(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert long_run.visible_gpus() == ["2", "3"]
+    assert long_run.visible_gpus("1") == ["2"]
+    with pytest.raises(argparse.ArgumentTypeError, match="4 GPUs, but 2 are visible"):
+        long_run.visible_gpus("4")
