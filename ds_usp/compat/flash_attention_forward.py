@@ -546,7 +546,12 @@ def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
             "they must be this rank's shard, [rows, tokens]; of three rows for images (M-RoPE) "
             "give those of the text"
         )
-    encoded = positions.to(q.device, torch.int64).expand(batch, local).clamp(min=_FILLED)
+    if positions.is_floating_point() or bool((positions < _FILLED).any()):
+        raise DataError(
+            f"position_ids of {positions.dtype} from {positions.min().item()} on: they are "
+            f"integers of 0 and more, {_FILLED} where there is padding"
+        )
+    encoded = positions.to(q.device, torch.int64).expand(batch, local)
     if mask is None:
         return encoded
     if mask.shape != (batch, local):

@@ -166,14 +166,14 @@ class _Functions:
             layout: Any = kind
             if "local_k_slice" in lengths:
                 cu_seqlens, keys = lengths["cu_seqlens_q"], lengths["local_k_slice"]
+                seen = self._local_borders(name, lengths["cu_seqlens_k"])
                 documents = self.borders.of(
                     cu_seqlens,
-                    (mesh.name, q.shape[1], keys.start, keys.stop, causal),
+                    (mesh.name, q.shape[1], repr(keys), seen, causal),
                     lambda: self._whole_documents(mesh, q.shape[1], causal, lengths),
                 )
             elif lengths:
-                cu_seqlens = lengths["cu_seqlens"]
-                local = self.borders.of(cu_seqlens, None, lambda: tuple(cu_seqlens.tolist()))
+                local = self._local_borders(name, lengths["cu_seqlens"])
                 documents = tuple(mesh.sp_degree * border for border in local)
                 layout = mesh.layout(kind, documents[-1], documents)
             mask = MaskSpec.window(*_window(causal, window_size), documents=documents)
@@ -195,12 +195,17 @@ class _Functions:
         out, *lse = (x.squeeze(0) for x in results) if lengths else results
         return (out, *lse, None) if return_attn_probs else out
 
+    def _local_borders(self, name: str, cu_seqlens: torch.Tensor) -> Borders:
+        return self.borders.of(cu_seqlens, None, lambda: _borders_in(name, cu_seqlens))
+
     def _whole_documents(
         self, mesh: SequenceMesh, tokens: int, causal: bool, prepared: Mapping[str, Any]
     ) -> Borders:
         """Borders of the whole sequence, from what each rank was given of its own ``tokens``.
         Collective over the mesh."""
         keys: slice = prepared["local_k_slice"]
+        if not isinstance(keys, slice) or None in (keys.start, keys.stop):
+            raise ConfigError(f"local_k_slice={keys!r} must be a slice with a start and a stop")
         queries, visible = (prepared[name].tolist() for name in _PREPARED[:2])
         first, last = mesh.rank * tokens, (mesh.rank + 1) * tokens
         own, seen = [first + x for x in queries], [keys.start + x for x in visible]
@@ -224,6 +229,18 @@ class _Functions:
                 "and causal=False: prepare the lengths with causal=False"
             )
         return borders
+
+
+def _borders_in(name: str, cu_seqlens: torch.Tensor) -> Borders:
+    """Cumulative lengths; ConfigError for what are none."""
+    borders = tuple(cu_seqlens.tolist()) if cu_seqlens.ndim == 1 else ()
+    whole = not cu_seqlens.is_floating_point() and borders == tuple(sorted(borders))
+    if len(borders) < 2 or borders[0] != 0 or not whole:
+        raise ConfigError(
+            f"{name}: cumulative lengths are integers [documents + 1] that begin with 0 and do not "
+            f"fall, not {cu_seqlens.tolist()}, {cu_seqlens.dtype}"
+        )
+    return borders
 
 
 def _refuse_options(name: str, kind: str, mesh: SequenceMesh, deterministic: bool) -> None:
@@ -277,9 +294,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
         ``cu_seqlens_q``, ``cu_seqlens_k``, the longest of each, and the slice of the keys.
 
     Raises:
-        ConfigError: the tokens do not divide.
+        ConfigError: no cumulative lengths or no rank of these, or the tokens do not divide.
     """
-    borders = cu_seqlens.tolist()
+    borders = list(_borders_in("llama3_flash_attn_prepare_cu_seqlens", cu_seqlens))
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} must be one of 0 to {world_size - 1}, of world_size")
     tokens, rest = divmod(borders[-1], world_size)
     if rest:
         raise ConfigError(

@@ -335,6 +335,8 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
         "mask of pairs": {"attention_mask": torch.ones(1, 1, local, local)},
         "documents as a mask": {"attention_mask": zeros + 2},
         "a jump": {"position_ids": positions * 2},
+        "negative positions": {"position_ids": positions - 50},
+        "positions in fp32": {"position_ids": positions + 0.25},
         "forgotten positions": {"position_ids": torch.arange(local)[None]},
         "full without positions": {"position_ids": None, "is_causal": False},
         "padding without positions": {"position_ids": None, "attention_mask": zeros},
@@ -355,6 +357,13 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
         # What a trainer gives its model beside these goes through to here.
         good = call_of(ctx, mesh, loss_weights=zeros, new_mask=None)
         assert forward(**good).shape == (1, local, 2, 4), name
+    rows = {
+        name: x.expand(2, -1, -1, -1) for name, x in call_of(ctx, mesh).items() if "states" in name
+    }
+    forward(**call_of(ctx, mesh, position_ids=None, **lengths))
+    errors["known lengths, two rows"] = error_of_call(
+        forward, call_of(ctx, mesh, **{**lengths, **rows, "position_ids": None})
+    )
     call = call_of(ctx, mesh, attention_mask=zeros + (ctx.rank == 0))
     forward(**call)
     errors["other padding"] = error_of_call(forward, {**call, "attention_mask": None})

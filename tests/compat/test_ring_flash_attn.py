@@ -292,6 +292,18 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
         "14 tokens does not divide into 4 chunks",
     ),
     "of one rank": ("llama3_flash_attn_varlen_func", FULL_KEYS[1], {}, "of rank 0 with"),
+    "no documents": (
+        "ring_flash_attn_varlen_func",
+        (torch.tensor([], dtype=torch.int32), 16),
+        {},
+        "begin with 0 and do not fall, not [], torch.int32",
+    ),
+    "lengths in fp32": (
+        "ring_flash_attn_varlen_func",
+        (torch.tensor([0.0, 16.0]), 16),
+        {},
+        "not [0.0, 16.0], torch.float32",
+    ),
     "not causal": (
         "llama3_flash_attn_varlen_func",
         (LOCAL, LOCAL + torch.tensor([0, 0, 16]), 8, 8, 1, slice(0, 32)),
@@ -322,6 +334,12 @@ def refused(ctx: RankContext) -> dict[str, Exception | None]:
             torch.tensor([0, 5, 32]), True, ctx.rank, ctx.world
         )
         assert llama3(q, q, q, queries, *others, 1, keys, causal=True).shape == q.shape
+        longer, *rest = others
+        other = longer.clone()
+        other[-1] += 1
+        raised["other keys later"] = error_of(
+            llama3, q, q, q, queries, other, *rest, 1, keys, causal=True
+        )
         queries = queries.clone() if ctx.rank else queries  # which rank 0 knows already
         raised["a new tensor on rank 1"] = error_of(
             llama3, q, q, q, queries, *others, 1, keys, causal=True
@@ -354,7 +372,13 @@ def test_what_is_not_exact_is_refused_on_every_rank(pool):
         assert str(second[name]) in str(first[name])
     for raised in (first, second):
         assert "a gather over" in str(raised["a new tensor on rank 1"])
+        assert "are not those of the tokens" in str(raised["other keys later"])
     assert isinstance(first["part"], UnsupportedAttentionError)
     assert isinstance(first["again"], PatchError)
     with pytest.raises(ConfigError, match="which 4 ranks do not divide"):
         ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 7, 14]), True, 0, 4)
+    for borders, rank, text in (([3, 16], 0, "begin with 0"), ([0, 16], 5, "one of 0 to 1")):
+        with pytest.raises(ConfigError, match=text):
+            ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+                torch.tensor(borders), True, rank, 2
+            )

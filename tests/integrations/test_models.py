@@ -26,8 +26,7 @@ from model_runs import (
     take_gradients,
     whole_model,
 )
-from packaging.version import Version
-from tiny_models import HAS_STATES, VERSION, build
+from tiny_models import HAS_BLOCKS, HAS_STATES, build
 from tiny_towers import SPECIAL, TOWERS, batch_with_images, build_with_tower, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -188,9 +187,7 @@ IMAGES: Mapping[str, tuple[str, Callable[[], dict[str, Tensor]]]] = {
     "blocks": ("gemma3", lambda: padded_batch("right")),
     "a prefix": ("paligemma", plain_batch),
 }
-# Before transformers 5.9 their models write their masks of blocks themselves.
 OF_BLOCKS = frozenset({"gemma3", "paligemma"})
-HAS_BLOCKS = Version("5.9") <= VERSION
 
 
 def every_batch_with_images(ctx: RankContext) -> Errors:

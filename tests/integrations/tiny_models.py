@@ -23,6 +23,8 @@ from ds_usp.integrations.transformers.refusals import OLDEST_WITH_STATES
 
 VERSION = Version(transformers.__version__)
 HAS_STATES = Version(OLDEST_WITH_STATES) <= VERSION
+# Before it models write their masks of blocks themselves, and these are refused.
+HAS_BLOCKS = Version("5.9") <= VERSION
 VOCAB = 97
 MAX_PARAMETERS = 3_000_000
 SPREAD = 0.08  # of the weights: scores of order 1 at 64 hidden units, so that positions matter
