@@ -65,12 +65,20 @@ TE_LAYERS = "TransformerEngine's layers"
 # What README's table of benchmarks compares.
 HEADLINES = (
     ("8K, 32/8 heads, FlashAttention-4, 2 GPUs", "attention_short.csv", "8K 32/8 d128", "flash4"),
-    ("32K, 32/32, FlashAttention-4, 4 GPUs", "attention.csv", "32K 32/32 d128", "flash4"),
+    *(
+        (
+            f"{tokens}, 32/8, packed, cuDNN, 2 H100",
+            "attention_packed.csv",
+            f"{tokens} 32/8 d128 documents 256-8192/8",
+            "cudnn",
+        )
+        for tokens in ("32K", "128K")
+    ),
     ("128K, 32/32, FlashAttention-4, 4 GPUs", "attention.csv", "128K 32/32 d128", "flash4"),
     ("128K, 32/32, cuDNN, 4 GPUs", "attention.csv", "128K 32/32 d128", "cudnn"),
     *(
         (
-            f"GPT 1.3B step, {tokens}, batch {batch}, cuDNN, 2 GPUs",
+            f"GPT 1.3B step, {tokens}, cuDNN, 2 GPUs",
             "megatron_lm.csv",
             f"gpt-1.3b 24 layers {tokens} x {batch}",
             f"cudnn, {TE_LAYERS}",
@@ -176,6 +184,32 @@ def ratio_table(files: Mapping[str, str]) -> str:
         )
     head = ["what", "file", "shapes x kernels", "lowest", "median", "highest", "below 1"]
     return markdown(head, lines)
+
+
+def packed_table(results: str) -> str:
+    """Milliseconds of packed documents, a line for each shape: the fastest mesh of ds_usp on each
+    kernel beside each kind of TransformerEngine's context parallelism, which is on cuDNN.
+
+    The last columns are the time of its fastest kind over that of ds_usp: above 1, ds_usp is
+    faster.
+    """
+    shapes: dict[str, dict[str, dict[str, float]]] = {}
+    for (shape, kernel), times in _times(read(results)).items():
+        shapes.setdefault(shape, {})[kernel] = times
+    lines, kernels, kinds = [], ("flash4", "cudnn", "flash2"), ("a2a", "p2p")
+    for shape, by_kernel in shapes.items():
+        meshes = [
+            min((ms, name) for name, ms in by_kernel[kernel].items() if name.startswith("ds_usp"))
+            for kernel in kernels
+        ]
+        peers = [by_kernel["cudnn"][f"TransformerEngine {kind}"] for kind in kinds]
+        ours = [f"{ms:.2f}, {name[7:].replace('x', ' x ')}" for ms, name in meshes]
+        ratios = [f"{min(peers) / ms:.3f}" for ms, _ in (meshes[1], meshes[0])]
+        lines.append([shape, *ours, *(f"{ms:.2f}" for ms in peers), *ratios])
+    head = [f"ds_usp, {KERNELS[kernel]}" for kernel in kernels]
+    others = [f"TransformerEngine `{kind}`, cuDNN" for kind in kinds]
+    ratio_heads = ["ratio, cuDNN", "ratio, FlashAttention-4 to cuDNN"]
+    return markdown(["shape", *head, *others, *ratio_heads], lines)
 
 
 def factor_table(results: str) -> str:
@@ -372,6 +406,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),
+    "attention-packed": partial(packed_table, "attention_packed.csv"),
     "attention-ratios": partial(
         ratio_table,
         {

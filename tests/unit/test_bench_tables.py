@@ -87,6 +87,18 @@ def test_each_kernel_of_a_run_is_a_line_beside_the_same_peers(tmp_path, monkeypa
     ]
 
 
+def test_packed_documents_compare_the_fastest_of_each_kernel(tmp_path, monkeypatch):
+    times = {"ds_usp 2x1, flash4": 4, "ds_usp 1x2, flash4": 5, "ds_usp 2x1, cudnn": 9}
+    times |= {"ds_usp 1x2, cudnn": 8, "ds_usp 1x2, flash2": 7, "one GPU, cudnn": 1}
+    times |= {"TransformerEngine p2p, cudnn": 6, "TransformerEngine a2a, cudnn": 7}
+    rows = [f'16K documents,"{name}",{ms}' for name, ms in times.items()]
+    (tmp_path / "packed.csv").write_text("\n".join(["shape,contender,ms", *rows]))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    *_, line = tables.packed_table("packed.csv").splitlines()
+    ours = "4.00, 2 x 1 | 8.00, 1 x 2 | 7.00, 1 x 2"
+    assert line == f"| 16K documents | {ours} | 7.00 | 6.00 | 0.750 | 1.500 |"
+
+
 def test_methods_of_transformers_compare_medians_under_one_engine(tmp_path, monkeypatch):
     measured = [
         ("ds_usp 2x1, FSDP2", 0, 100.0),
