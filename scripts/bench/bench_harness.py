@@ -276,7 +276,7 @@ def common_flags(description: str | None) -> argparse.ArgumentParser:
 
 def _strip_folder(flag: str) -> str:
     name, equals, value = flag.rpartition("=")
-    return name + equals + Path(value).name if "/" in value and ":" not in value else flag
+    return name + equals + Path(value).name if "/" in value and ":" not in flag else flag
 
 
 def _launch(graph: torch.cuda.CUDAGraph, step: Step) -> None:

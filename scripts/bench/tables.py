@@ -67,15 +67,23 @@ TE_LAYERS = "TransformerEngine's layers"
 # What README's table of benchmarks compares.
 HEADLINES = (
     ("8K, 32/8 heads, FlashAttention-4, 2 GPUs", "attention_short.csv", "8K 32/8 d128", "flash4"),
-    ("32K, 32/32, FlashAttention-4, 4 GPUs", "attention.csv", "32K 32/32 d128", "flash4"),
+    *(
+        (
+            f"{tokens}, 32/8, packed, cuDNN, 2 H100",
+            "attention_packed.csv",
+            f"{tokens} 32/8 d128 documents 256-8192/8",
+            "cudnn",
+        )
+        for tokens in ("32K", "128K")
+    ),
     ("128K, 32/32, FlashAttention-4, 4 GPUs", "attention.csv", "128K 32/32 d128", "flash4"),
     ("128K, 32/32, cuDNN, 4 GPUs", "attention.csv", "128K 32/32 d128", "cudnn"),
     *(
         (
-            f"GPT 1.3B step, {tokens}, batch {batch}, cuDNN, 2 GPUs",
+            f"GPT 1.3B step, {tokens}, cuDNN, 2 GPUs",
             "megatron_lm.csv",
             f"gpt-1.3b 24 layers {tokens} x {batch}",
-            TE_LAYERS,
+            f"cudnn, {TE_LAYERS}",
         )
         for tokens, batch in (("16K", 2), ("32K", 1))
     ),
@@ -132,24 +140,78 @@ def comparison_table(rows: Sequence[Mapping[str, str]]) -> str:
     The last column is the time of the fastest other library over that of the fastest ds_usp mesh:
     above 1, ds_usp is faster.
     """
-    runs: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        method, _, kernel = row["contender"].rpartition(", ")
-        runs.setdefault((row["shape"], kernel), {})[method] = float(row["ms"])
+    runs = _times(rows)
     methods = list(dict.fromkeys(method for times in runs.values() for method in times))
     meshes = sorted(method for method in methods if method.startswith("ds_usp"))[::-1]
     libraries = [method for method in methods if method not in (*meshes, ALONE)]
     columns = [*meshes, *libraries, *(method for method in methods if method == ALONE)]
     lines = []
     for (shape, kernel), times in runs.items():
-        fastest = [
-            min(filter(None, map(times.get, names)), default=0.0) for names in (meshes, libraries)
-        ]
-        ratio = f"{fastest[1] / fastest[0]:.3f}" if all(fastest) else ""
+        ratio = f"{fastest:.3f}" if (fastest := _ratio(times)) else ""
         cells = [f"{times[name]:.3f}" if name in times else "" for name in columns]
         lines.append([shape, KERNELS.get(kernel, kernel), *cells, ratio])
     names = ["kernel alone" if name == ALONE else name for name in columns]
     return markdown(["shape", "kernel", *names, "best peer / best ds_usp"], lines)
+
+
+def _times(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], dict[str, float]]:
+    """Milliseconds by shape and kernel, then by method."""
+    runs: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        method, _, kernel = row["contender"].rpartition(", ")
+        runs.setdefault((row["shape"], kernel), {})[method] = float(row["ms"])
+    return runs
+
+
+def _ratio(times: Mapping[str, float]) -> float:
+    """Time of the fastest other library over that of the fastest ds_usp mesh; 0 without one."""
+    ours = [x for name, x in times.items() if name.startswith("ds_usp")]
+    others = [x for name, x in times.items() if not name.startswith("ds_usp") and name != ALONE]
+    return min(others) / min(ours) if ours and others else 0.0
+
+
+def ratio_table(files: Mapping[str, str]) -> str:
+    """Lowest, median and highest ratio of each file of :func:`comparison_table`.
+
+    Args:
+        files: what each file of bench_attention.py measured.
+    """
+    lines = []
+    for name, what in files.items():
+        ratios = sorted(filter(None, map(_ratio, _times(read(name)).values())))
+        slower = sum(ratio < 1 for ratio in ratios)
+        middle = (ratios[0], statistics.median(ratios), ratios[-1])
+        lines.append(
+            [what, f"`{name}`", str(len(ratios)), *(f"{x:.2f}" for x in middle), str(slower)]
+        )
+    head = ["what", "file", "shapes x kernels", "lowest", "median", "highest", "below 1"]
+    return markdown(head, lines)
+
+
+def packed_table(results: str) -> str:
+    """Milliseconds of packed documents, a line for each shape: the fastest mesh of ds_usp on each
+    kernel beside each kind of TransformerEngine's context parallelism, which is on cuDNN.
+
+    The last columns are the time of its fastest kind over that of ds_usp: above 1, ds_usp is
+    faster.
+    """
+    shapes: dict[str, dict[str, dict[str, float]]] = {}
+    for (shape, kernel), times in _times(read(results)).items():
+        shapes.setdefault(shape, {})[kernel] = times
+    lines, kernels, kinds = [], ("flash4", "cudnn", "flash2"), ("a2a", "p2p")
+    for shape, by_kernel in shapes.items():
+        meshes = [
+            min((ms, name) for name, ms in by_kernel[kernel].items() if name.startswith("ds_usp"))
+            for kernel in kernels
+        ]
+        peers = [by_kernel["cudnn"][f"TransformerEngine {kind}"] for kind in kinds]
+        ours = [f"{ms:.2f}, {name[7:].replace('x', ' x ')}" for ms, name in meshes]
+        ratios = [f"{min(peers) / ms:.3f}" for ms, _ in (meshes[1], meshes[0])]
+        lines.append([shape, *ours, *(f"{ms:.2f}" for ms in peers), *ratios])
+    head = [f"ds_usp, {KERNELS[kernel]}" for kernel in kernels]
+    others = [f"TransformerEngine `{kind}`, cuDNN" for kind in kinds]
+    ratio_heads = ["ratio, cuDNN", "ratio, FlashAttention-4 to cuDNN"]
+    return markdown(["shape", *head, *others, *ratio_heads], lines)
 
 
 def factor_table(results: str) -> str:
@@ -174,23 +236,16 @@ def factor_table(results: str) -> str:
     return markdown([*head, "ms a step", "tokens/s per GPU", "speed"], rows)
 
 
-def training_table(results: Mapping[str, str], layers: str) -> str:
+def training_table(results: Sequence[tuple[str, str]], layers: str) -> str:
     """Tokens/s per GPU in megatron-core's loop, a line for each workload and kernel of ds_usp.
 
     The last column is the rate of the fastest ds_usp mesh over that of TransformerEngine's faster
     context parallelism in the same run: above 1, ds_usp is faster.
 
     Args:
-        results: the results file of each kernel of ds_usp.
+        results: a machine and its results file, whose meshes of ds_usp end in their kernel.
         layers: whose layers, as they end the name of a method there.
     """
-    rates: dict[str, dict[str, dict[str, float]]] = {}
-    for kernel, file in results.items():
-        for row in read(file):
-            name, _, kind = row["contender"].partition(", ")
-            if kind == layers:
-                of = rates.setdefault(row["workload"], {}).setdefault(kernel, {})
-                of[name] = float(row["tokens_per_s_per_gpu"])
     columns = {
         "ds_usp 2x1": "ds_usp 2 x 1",
         "ds_usp 1x2": "ds_usp 1 x 2",
@@ -198,18 +253,24 @@ def training_table(results: Mapping[str, str], layers: str) -> str:
         "TE a2a": "TransformerEngine `a2a`",
     }
     lines = []
-    for workload, kernels in rates.items():
-        model, layer_count, _, length, _, sequences = workload.split()
-        label = f"{MODELS[model, layer_count]}, {length}, {sequences}"
-        for kernel, of in kernels.items():
-            best_usp, best_peer = (
-                max(rate for name, rate in of.items() if name.startswith(prefix))
-                for prefix in ("ds_usp", "TE")
-            )
-            cells = [f"{of[name]:,.0f}" for name in columns]
-            lines.append([label, KERNELS[kernel], *cells, f"{best_usp / best_peer:.3f}"])
-    head = ["model, tokens, batch", "kernel of ds_usp", *columns.values(), "best / best"]
-    return markdown(head, lines)
+    for machine, file in results:
+        rates: dict[str, dict[str, float]] = {}
+        for row in read(file):
+            name, _, kind = row["contender"].partition(", ")
+            if kind == layers:
+                rates.setdefault(row["workload"], {})[name] = float(row["tokens_per_s_per_gpu"])
+        for workload, of in rates.items():
+            model, layer_count, _, length, _, sequences = workload.split()
+            label = f"{MODELS[model, layer_count]}, {length}, {sequences}"
+            peers = {name: rate for name, rate in of.items() if name.startswith("TE ")}
+            meshes = [name.rpartition(" ") for name in of if name.startswith("ds_usp")]
+            for kernel in dict.fromkeys(kernel for *_, kernel in meshes):
+                ours = {name: of[f"{name} {kernel}"] for name, _, k in meshes if k == kernel}
+                cells = [f"{x:,.0f}" if (x := (ours | peers).get(m)) else "" for m in columns]
+                ratio = f"{max(ours.values()) / max(peers.values()):.3f}"
+                lines.append([label, machine, KERNELS[kernel], *cells, ratio])
+    head = ["model, tokens, batch", "machine", "kernel of ds_usp"]
+    return markdown([*head, *columns.values(), "best / best"], lines)
 
 
 def transformers_table(columns: Sequence[tuple[str, str, str]]) -> str:
@@ -303,25 +364,28 @@ def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
 
     Args:
         cases: what the table says, the results file, the shape or workload, and the kernel,
-            engine or layers, as they end the name of a method there.
+            engine or layers, as they end the name of a method there; ``kernel, layers`` where
+            meshes of ds_usp are on several kernels beside the same methods.
     """
     lines = []
     for label, results, case, last in cases:
+        kernel, _, group = last.rpartition(", ")
         rounds: dict[str, list[float]] = {}
         for row in json_lines(results) if results.endswith(".jsonl") else read(results):
             name, _, kind = (row.get("contender") or row["case"]).partition(", ")
             timed = not (row.get("refused") or row.get("wrong"))
-            if timed and case == (row.get("shape") or row.get("workload")) and kind == last:
+            if timed and case == (row.get("shape") or row.get("workload")) and kind == group:
                 rounds.setdefault(name, []).append(_milliseconds(row))
         times = {name: statistics.median(of) for name, of in rounds.items()}
-        meshes = [name for name in times if name.startswith("ds_usp")]
-        others = [name for name in times if name not in (*meshes, ALONE, UNSHARDED)]
-        ours, other = min(meshes, key=times.__getitem__), min(others, key=times.__getitem__)
-        mesh = ours.removeprefix("ds_usp ").replace("x", " x ").replace("graphs", "CUDA graphs,")
+        ours = {n: ms for n, ms in times.items() if n.startswith("ds_usp") and n.endswith(kernel)}
+        others = {n: ms for n, ms in times.items() if n.split()[0] not in ("ds_usp", UNSHARDED)}
+        others.pop(ALONE, None)
+        best, other = min(ours, key=ours.__getitem__), min(others, key=others.__getitem__)
+        mesh = best.removeprefix("ds_usp ").removesuffix(kernel).strip()
+        mesh = mesh.replace("x", " x ").replace("graphs", "CUDA graphs,")
         method = SHORT_NAMES.get(other, other)
-        ratio = times[other] / times[ours]
-        cells = [f"{_rounded(times[ours])} ms, {mesh}", f"{_rounded(times[other])} ms, {method}"]
-        lines.append([label, *cells, f"{ratio:.3f}"])
+        cells = [f"{_rounded(ours[best])} ms, {mesh}", f"{_rounded(others[other])} ms, {method}"]
+        lines.append([label, *cells, f"{others[other] / ours[best]:.3f}"])
     ratio_means = "ratio; above 1: ds_usp is faster"
     return markdown(["H200 unless named", "ds_usp", "fastest other", ratio_means], lines)
 
@@ -345,14 +409,22 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),
-    "attention-short": lambda: comparison_table(read("attention_short.csv")),
-    "attention-inference": lambda: comparison_table(read("attention_inference.csv")),
-    "attention-held-out": lambda: comparison_table(read("attention_held_out.csv")),
+    "attention-packed": partial(packed_table, "attention_packed.csv"),
+    "attention-ratios": partial(
+        ratio_table,
+        {
+            "attention_short.csv": "causal, forward + backward, 8K to 128K tokens",
+            "attention_inference.csv": "full mask, forward: image and video models",
+            "attention_held_out.csv": "odd lengths, few KV heads, head dims 64 to 192, windows",
+        },
+    ),
     "diffusers": partial(diffusion_table, "diffusers.jsonl"),
     "diffusers-h100": partial(diffusion_table, "diffusers_h100.jsonl"),
     "factors": partial(factor_table, "step_factors.csv"),
     "megatron-lm": partial(
-        training_table, {"cudnn": "megatron_lm.csv", "flash4": "megatron_lm_flash4.csv"}, TE_LAYERS
+        training_table,
+        (("2 H200", "megatron_lm.csv"), ("2 H200", "megatron_lm_flash4.csv")),
+        TE_LAYERS,
     ),
     "transformers": partial(
         transformers_table,

@@ -63,11 +63,18 @@ def test_rank_0_alone_writes_a_table_that_reads_back(tmp_path, monkeypatch):
 
 
 def test_a_command_names_no_folder_outside_the_repository():
-    argv = ["/home/me/x/bench_memory.py", "--shapes", "1", "--out", "/home/me/a.csv", "--x=/b/c"]
+    argv = [
+        "/home/me/x/bench_memory.py",
+        "--shapes",
+        "8:2:2:16:documents=4-8/2",
+        "--out",
+        "/home/me/a.csv",
+        "--x=/b/c",
+    ]
     environment = {"NCCL_P2P_DISABLE": "1", "HOME": "/home/me"}
     assert bench_harness.command(argv, 2, environment) == (
         "NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 scripts/bench/bench_memory.py "
-        "--shapes 1 --out a.csv --x=c"
+        "--shapes 8:2:2:16:documents=4-8/2 --out a.csv --x=c"
     )
 
 
