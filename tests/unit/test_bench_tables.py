@@ -1,4 +1,4 @@
-"""The tables of README and docs/benchmarks.md are those of the results files."""
+"""The tables of README and docs/benchmarks.md are those of the results files; README's picture."""
 
 import json
 import sys
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path[:0] = [str(SCRIPTS / "bench"), str(SCRIPTS)]
 
+import mesh_picture
 import tables
 
 
@@ -97,3 +99,7 @@ def test_rows_that_a_run_wrote_anew_count_once(tmp_path, monkeypatch):
     path.write_text("\n".join(map(json.dumps, [row, row, *anew])), encoding="utf-8")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.json_lines("rows.jsonl") == [row, row, anew[2], anew[1]]
+
+
+def test_the_picture_of_the_mesh_is_that_of_the_geometry():
+    assert mesh_picture.FILE.read_text(encoding="utf-8") == mesh_picture.picture()
