@@ -54,8 +54,8 @@ from ds_usp.planner.traffic import attention_bytes, recurrent_bytes
 
 _EMIT = (
     "the best plan as flags of megatron_patches.run, flags of Megatron-LM (whose program calls "
-    'megatron_patches.apply("megatron_core")), DeepSpeed\'s configuration, or a script beside '
-    "those of examples_deepspeed/sequence_parallel"
+    'megatron_patches.apply("megatron_core")), DeepSpeed\'s configuration, a script beside '
+    "those of examples_deepspeed/sequence_parallel, or a command for transformers' Trainer"
 )
 
 

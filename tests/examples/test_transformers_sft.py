@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 from harness import RankContext
-from programs import ROOT, run_script
+from programs import ROOT, python, run_script
 
 FOLDER = ROOT / "examples_deepspeed" / "transformers_sft"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("sft_*.sh"))
@@ -103,6 +103,24 @@ def test_the_tiny_script_trains_as_transformers_does_on_one_rank(pool, tmp_path)
         assert [code for code, _ in results] == [0] * ranks, results
     assert "6 losses and gradient norms agree" in results[0][1]
     assert (tmp_path / "tiny_s512_g4_sp4_u2" / "model.safetensors").exists()
+
+
+@pytest.mark.transformers
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="Accelerate is not installed")
+def test_accelerate_launch_trains_as_one_process_does(tmp_path):
+    program = FOLDER / "accelerate_trainer.py"
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", FOLDER / "accelerate.yaml")
+    several, one = tmp_path / "several", tmp_path / "one"
+    done = python(*launcher, program, "--output_dir", several)
+    assert done.returncode == 0, done.stderr
+    done = python(program, "--output_dir", one, "--compare_with", several)
+    assert done.returncode == 0, done.stderr
+    assert "6 losses and gradient norms agree" in done.stdout
+    # Another step: the comparison finds it.
+    flags = ("--learning_rate", "0.5", "--output_dir", one, "--compare_with", several)
+    done = python(program, *flags)
+    assert done.returncode == 1 and "DO NOT AGREE" in done.stdout, done.stderr
 
 
 if __name__ == "__main__":
