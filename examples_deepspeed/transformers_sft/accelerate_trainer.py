@@ -6,18 +6,18 @@
 On GPUs, with a model and data of your own, ``patch_accelerate`` is all that a script adds.
 """
 
-import os
 from dataclasses import dataclass, field
 
 import torch
 import transformers as hf
+from accelerate import ParallelismConfig
 from tiny import losses_match, tiny_model
 
 import ds_usp
 from ds_usp.integrations.transformers import patch_accelerate
 from ds_usp.training import prepare_deepspeed
 
-SP_SIZE = int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1"))  # of the YAML
+SP_SIZE = ParallelismConfig().sp_size  # of the YAML; without accelerate launch 1
 # Of this comparison: plain SGD, and the accumulation of the YAML. Flags go before them.
 DEFAULTS = {
     "max_steps": 3,
