@@ -284,7 +284,11 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
                 print("\n".join(map(str, why)), file=sys.stderr)
             return Result(content, [emitted])
         alone = self.global_batch is None and self.gpus > 1
-        text = [name, report.plans_text(result, self.top), *([_ONE_SEQUENCE] if alone else [])]
+        text: list[object] = [
+            name,
+            report.plans_text(result, self.top),
+            *([_ONE_SEQUENCE] if alone else []),
+        ]
         text += ["", *why] if why else []
         return Result(content, text, 0 if plans else 1)
 

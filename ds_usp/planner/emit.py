@@ -389,7 +389,7 @@ def transformers(work: Workload, config: ParallelConfig) -> str:
             f"transformers' Trainer has no tp {config.tp}, pp {config.pp} and recompute "
             f"{config.recompute}: search with --engine transformers"
         )
-    tokens = config.micro_batch * work.seq_len // config.sp
+    memory = _memory_flags(work, config).items()
     flags = {
         "trainer": "transformers",
         "packing": "true" if work.documents else "false",
@@ -398,10 +398,7 @@ def transformers(work: Workload, config: ParallelConfig) -> str:
         "ulysses_degree": config.ulysses,
         "per_device_train_batch_size": config.micro_batch,  # of a replica
         "gradient_accumulation_steps": config.micro_batches(work.global_batch),
-        "usp_recompute": config.recompute,
-        "usp_offload_ratio": f"{config.offload_ratio:g}",
-        "usp_loss_chunks": -(-tokens // _CHUNK_TOKENS) if config.fused_loss else 0,
-        "usp_mlp_chunks": config.mlp_chunks,
+        **{name.replace("-", "_"): value for name, value in memory if name.startswith("usp")},
         "bf16": "true",
         "output_dir": f"usp_output/{work.model.name}",
         "deepspeed": f"'{json.dumps(json.loads(ds_config(work, config)))}'",

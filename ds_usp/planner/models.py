@@ -107,9 +107,9 @@ class ModelShape:
             that the queries' product makes too (Qwen3-Next).
         recurrent: what its layers have in the place of attention, or beside it.
         experts: its layers have experts beside an MLP of width ``ffn`` (0: experts alone).
+        kinds: where layers differ: the layers of each kind, as a model of their own.
         other_vectors: elements of a layer's vectors that no other field counts: biases of experts,
             sinks, further norms.
-        kinds: where layers differ: the layers of each kind, as a model of their own.
 
     Raises:
         ConfigError: sizes that make no model; the text names the constraint.
@@ -137,8 +137,8 @@ class ModelShape:
     output_gate: bool = False
     recurrent: RecurrentMixer | None = None
     experts: Experts | None = None
-    other_vectors: CountOrZero = 0
     kinds: tuple[ModelShape, ...] = ()
+    other_vectors: CountOrZero = 0
 
     def __post_init__(self) -> None:
         for wrong in violations(self):
