@@ -25,7 +25,7 @@ _PLANNER: Mapping[str, str] = MappingProxyType(
         "memory": "bytes that one GPU needs",
         "max-length": "the longest sequence that fits (also: longest)",
         "comm": "bytes that attention sends",
-        "explain": "what one rank does in an attention call, in which order, and when",
+        "explain": "what a step communicates (--model), or one call, in order (--schedule)",
         "profile": "measure this machine for the planner, alone or under torchrun",
     }
 )

@@ -20,7 +20,8 @@ Reason = str | Exception
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """One kernel: its public name and where its class is; imported when it is first considered."""
+    """One kernel: its public name and where its class is; imported when it is first considered. The
+    name of one that is in no table is its place: ``module:Class``."""
 
     name: str
     module: str
@@ -53,18 +54,24 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
     """
     check_kernel_name(name)
     reasons, without_varlen = [], []
-    for entry in KERNELS:
-        if name in (AUTO, entry.name):
-            kernel, reason = _load_if_suitable(entry, request)
-            if kernel is None:
-                reasons.append(f"  {entry.name}: {reason}")
-            elif request.documents and not kernel.caps.varlen:
-                without_varlen.append(kernel)
-            else:
-                return _with_padding_if_needed(kernel, request)
+    for entry in _named(name):
+        kernel, reason = _load_if_suitable(entry, request)
+        if kernel is None:
+            reasons.append(f"  {entry.name}: {reason}")
+        elif request.documents and not kernel.caps.varlen:
+            without_varlen.append(kernel)
+        else:
+            return _with_padding_if_needed(kernel, request)
     if without_varlen:
         return _with_padding_if_needed(without_varlen[0], request)
     raise UnsupportedAttentionError(f"no attention kernel serves {request}:\n" + "\n".join(reasons))
+
+
+def _named(name: str) -> tuple[KernelEntry, ...]:
+    """The rows of a name; of "auto" all, of a kernel of the user's own one that is made of it."""
+    if ":" in name:
+        return (KernelEntry(name, *name.split(":")),)
+    return tuple(entry for entry in KERNELS if name in (AUTO, entry.name))
 
 
 def _with_padding_if_needed(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
@@ -96,11 +103,15 @@ def missing_libraries(request: KernelRequest) -> str | None:
 
 
 def check_kernel_name(name: str) -> None:
-    """UnsupportedAttentionError if it is not in the table."""
+    """UnsupportedAttentionError if it is neither in the table nor the place of a class,
+    ``module:Class``."""
     known = [AUTO, *(entry.name for entry in KERNELS)]
-    if name not in known:
+    module, colon, class_name = name.partition(":") if isinstance(name, str) else ("", "", "")
+    is_place = colon and class_name.isidentifier() and module.replace(".", "_").isidentifier()
+    if name not in known and not is_place:
         raise UnsupportedAttentionError(
-            f"unknown attention kernel {name!r}; there are {', '.join(known)}"
+            f"unknown attention kernel {name!r}; there are {', '.join(known)}, or one of your own, "
+            "'module:Class'"
         )
 
 

@@ -490,8 +490,11 @@ def _predicted(
 
 
 def _kernel_s(cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool) -> float:
-    # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
-    length = work.seq_len / (2 * config.ring if config.ring > 1 else 1)
+    # A zigzag's kernel calls are as long as its chunks, of which a rank holds two; those of a
+    # window as long as the window.
+    length = min(
+        work.seq_len / (2 * config.ring if config.ring > 1 else 1), work.model.window or inf
+    )
     efficiency = interpolate_curve(cluster.attention_efficiency, length)
     flop = rank_flop(work, config)
     return flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * efficiency)

@@ -52,10 +52,14 @@ from ds_usp.planner.report import ClusterFlags, Command, Result
 from ds_usp.planner.search import AXES, GIB, SearchResult, search
 from ds_usp.planner.traffic import attention_bytes, recurrent_bytes
 
+_ONE_SEQUENCE = (
+    "--global-batch is 1 by default: all GPUs share one sequence, without data parallelism; give "
+    "that of your run"
+)
 _EMIT = (
     "the best plan as flags of megatron_patches.run, flags of Megatron-LM (whose program calls "
-    'megatron_patches.apply("megatron_core")), DeepSpeed\'s configuration, or a script beside '
-    "those of examples_deepspeed/sequence_parallel"
+    'megatron_patches.apply("megatron_core")), DeepSpeed\'s configuration, a script beside '
+    "those of examples_deepspeed/sequence_parallel, or a command for transformers' Trainer"
 )
 
 
@@ -224,7 +228,7 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
 
     gpus: Gpus = flag("GPUs of all nodes")
     gpus_per_node: Gpus | None = flag("in one node (default: the cluster's)", None)
-    global_batch: Sequences = flag("sequences of a step", 1)
+    global_batch: Sequences | None = flag("sequences of a step (default: 1)", None)
     documents: tuple[int, ...] | None = flag(
         f"lengths of the packed documents, with commas, {TOKENS}", None, type=lengths
     )
@@ -254,7 +258,7 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
         if self.gpus_per_node is not None:
             cluster = cluster.with_gpus_per_node(self.gpus_per_node)
         model = load_model(self.model)
-        work = Workload(model, self.seq_len, self.global_batch, self.documents or ())
+        work = Workload(model, self.seq_len, self.global_batch or 1, self.documents or ())
         budget = None if self.memory_gib is None else self.memory_gib * GIB
         fixed = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
         settings = ("fused_activation", "fused_loss", *LENGTH_FLAGS)
@@ -279,7 +283,13 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
             if why and not self.json:
                 print("\n".join(map(str, why)), file=sys.stderr)
             return Result(content, [emitted])
-        text = [name, report.plans_text(result, self.top), *([""] if why else []), *why]
+        alone = self.global_batch is None and self.gpus > 1
+        text: list[object] = [
+            name,
+            report.plans_text(result, self.top),
+            *([_ONE_SEQUENCE] if alone else []),
+        ]
+        text += ["", *why] if why else []
         return Result(content, text, 0 if plans else 1)
 
     def _framework(self, base: ParallelConfig) -> FrameworkCaps:

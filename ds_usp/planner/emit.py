@@ -368,6 +368,46 @@ def script(work: Workload, config: ParallelConfig) -> str:
     ).rstrip()
 
 
+_TRAINER = """# {name} on sequences of {seq_length} tokens, {num_gpus} GPUs: planned by ds-usp plan.
+# In a checkout; several nodes: NNODES, and RENDEZVOUS="--node-rank N --master-addr HOST"
+torchrun --nnodes "${{NNODES:-1}}" --nproc-per-node $(({num_gpus} / ${{NNODES:-1}})) \\
+    ${{RENDEZVOUS:---standalone}} examples_deepspeed/transformers_sft/sft.py \\
+    --model "${{MODEL:?the folder or the hub id of {name}}}" --data "${{DATA_PATH:-}}" \\
+"""
+
+
+def transformers(work: Workload, config: ParallelConfig) -> str:
+    """A command of ``examples_deepspeed/transformers_sft/sft.py``: a Trainer under DeepSpeed. The
+    model's facts are in its own configuration.
+
+    Raises:
+        ConfigError: tensor or pipeline parallelism, or what models of transformers have not.
+    """
+    caps = framework_caps("transformers").with_settings_of(config)
+    if max(config.tp, config.pp) > 1 or config.recompute not in caps.recompute:
+        raise ConfigError(
+            f"transformers' Trainer has no tp {config.tp}, pp {config.pp} and recompute "
+            f"{config.recompute}: search with --engine transformers"
+        )
+    memory = _memory_flags(work, config).items()
+    flags = {
+        "trainer": "transformers",
+        "packing": "true" if work.documents else "false",
+        "max_length": work.seq_len,
+        "sequence_parallel_size": config.sp,
+        "ulysses_degree": config.ulysses,
+        "per_device_train_batch_size": config.micro_batch,  # of a replica
+        "gradient_accumulation_steps": config.micro_batches(work.global_batch),
+        **{name.replace("-", "_"): value for name, value in memory if name.startswith("usp")},
+        "bf16": "true",
+        "output_dir": f"usp_output/{work.model.name}",
+        "deepspeed": f"'{json.dumps(json.loads(ds_config(work, config)))}'",
+    }
+    numbers = {"seq_length": work.seq_len, "num_gpus": config.gpus}
+    shown = _TRAINER.format(name=work.model.name, **numbers)
+    return shown + " \\\n".join(f"    {word}" for word in _words(flags))
+
+
 KINDS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyType(
     {
         "megatron-deepspeed": megatron_deepspeed,
@@ -375,10 +415,11 @@ KINDS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyTyp
         "megatron-core": megatron_core,
         "ds-config": ds_config,
         "script": script,
+        "transformers": transformers,
     }
 )
 FRAMEWORK_OF: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(KINDS, "megatron-deepspeed")
-    | {name: name for name in ("megatron-lm", "megatron-core")}
+    | {name: name for name in ("megatron-lm", "megatron-core", "transformers")}
     | {"script": "trainer"}
 )

@@ -40,10 +40,18 @@ def attention_flop_per_token(
 
     Two products of q features for each visible key: ``4 q s/2``; backward costs twice as much, and
     flash kernels 2.5 times, because they compute the scores again (FlashAttention-2, 2307.08691).
-    Packed documents of lengths ``s_i`` cost as one of length ``sum(s_i ** 2) / sum(s_i)``.
+    Of a window of w tokens ``w - w ** 2 / 2 s`` keys are visible in the mean: w of all queries but
+    the first. Packed documents cost what each does alone.
     """
-    visible = sum(n**2 for n in documents) / sum(documents) / 2 if documents else seq_len / 2
-    return 4 * model.q_width * visible
+    if not documents:
+        return 4 * model.q_width * _visible_keys(seq_len, model.window)
+    pairs = sum(n * _visible_keys(n, model.window) for n in documents)
+    return 4 * model.q_width * pairs / sum(documents)
+
+
+def _visible_keys(tokens: int, window: int) -> float:
+    """Keys that a query of a document sees, in the mean."""
+    return window - window**2 / (2 * tokens) if 0 < window < tokens else tokens / 2
 
 
 def recurrent_flop_per_token(model: ModelShape, *, carries: bool = False) -> float:

@@ -96,7 +96,7 @@ class ModelShape:
         tied: the head multiplies by the embedding's weights.
         learned_positions: a table of position embeddings, as long as the sequence.
         biases: linear layers have biases and norms have them too (GPT).
-        window: sliding window of some layer in tokens; 0: all of them.
+        window: tokens that a query sees, itself and those before it; 0: all before it.
         rope_theta: base of the rotary angles.
         norm_epsilon: added to the variance in every norm.
         qkv_bias: queries, keys and values have biases where nothing else has them (Qwen2).
@@ -108,6 +108,8 @@ class ModelShape:
         recurrent: what its layers have in the place of attention, or beside it.
         experts: its layers have experts beside an MLP of width ``ffn`` (0: experts alone).
         kinds: where layers differ: the layers of each kind, as a model of their own.
+        other_vectors: elements of a layer's vectors that no other field counts: biases of experts,
+            sinks, further norms.
 
     Raises:
         ConfigError: sizes that make no model; the text names the constraint.
@@ -136,6 +138,7 @@ class ModelShape:
     recurrent: RecurrentMixer | None = None
     experts: Experts | None = None
     kinds: tuple[ModelShape, ...] = ()
+    other_vectors: CountOrZero = 0
 
     def __post_init__(self) -> None:
         for wrong in violations(self):
@@ -164,9 +167,28 @@ class ModelShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its layers are attention and one MLP, as programs with tensor parallelism, with
-        pipelines and with layers that a profile has measured have them."""
-        return not (self.kinds or self.recurrent or self.experts or self.output_gate)
+        """Whether its layers are attention over all tokens and one MLP, as programs with tensor
+        parallelism, with pipelines and with layers that a profile has measured have them."""
+        others = self.kinds or self.recurrent or self.experts or self.output_gate or self.window
+        return not others
+
+    def for_length(self, seq_len: int) -> ModelShape:
+        """Itself on so many tokens: a window that is as long as the sequence is none, and layers
+        that differ in nothing else are of one kind."""
+        if not (self.window or any(kind.window for kind in self.kinds)):
+            return self
+        window = 0 if self.window >= seq_len else self.window
+        kinds: dict[ModelShape, int] = {}
+        for kind in self.kinds:
+            alike = replace(kind.for_length(seq_len), layers=1)
+            kinds[alike] = kinds.get(alike, 0) + kind.layers
+        if len(kinds) == 1:
+            return replace(next(iter(kinds)), layers=self.layers)
+        return replace(
+            self,
+            window=window,
+            kinds=tuple(replace(kind, layers=layers) for kind, layers in kinds.items()),
+        )
 
     @property
     def mlp_width(self) -> int:
@@ -203,7 +225,7 @@ class ModelShape:
         mixers, mlps = self.attention or self.recurrent is not None, self.mlp_width > 0
         norms = (mixers + mlps) * self.hidden * (2 if self.biases else 1)
         norms += 2 * self.head_dim if self.qk_norm and self.attention else 0
-        norms += self.recurrent.vectors if self.recurrent else 0
+        norms += self.other_vectors + (self.recurrent.vectors if self.recurrent else 0)
         if not self.biases:
             return norms + (qkv_width(self) if self.qkv_bias else 0)
         return norms + qkv_width(self) + self.hidden + fc1_width(self) + self.hidden
@@ -321,7 +343,8 @@ def _hybrid(
     """A row of ``hybrid_models.json``; ``source``: whose config.json it is, as transformers reads
     it; ``sizes``: of :func:`_model`; ``layers``: how many have what; ``experts``: of
     :class:`Experts`."""
-    facts["other_facts"] = ("layers that carry a state",)
+    if ":" in layers.replace("window:", ""):
+        facts["other_facts"] = ("layers that carry a state",)
     facts["experts"] = Experts(*map(int, experts.split())) if experts else None
     model, names = _model(name, sizes, *aliases.split(), **facts)
     kinds = []
@@ -331,14 +354,19 @@ def _hybrid(
         own |= {} if "mlp" in has else {"ffn": 0}
         own |= {} if "experts" in has else {"experts": None}
         for mixer, *of in (word.split(":") for word in has if ":" in word):
-            own["recurrent"] = _MIXERS[mixer](*map(int, of))
+            if mixer == "window":
+                own["window"] = int(of[0])
+            else:
+                own["recurrent"] = _MIXERS[mixer](*map(int, of))
         kinds.append(replace(model, **own))
-    return replace(model, kinds=tuple(kinds)), names
+    alone = len(kinds) == 1 and not kinds[0].recurrent
+    return kinds[0] if alone else replace(model, kinds=tuple(kinds)), names
 
 
 _ROWS = json.loads(Path(__file__).with_name("hybrid_models.json").read_text(encoding="utf-8"))
 _ALL = (*_BUILT_IN, *(_hybrid(name, **row) for name, row in _ROWS.items()))
 MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model, _ in _ALL})
+_OWNERS = ("mistralai", "openai", "qwen", "google")  # whose models have their ids as aliases
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {alias: model.name for model, aliases in _ALL for alias in aliases}
 )
@@ -347,6 +375,8 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
 def built_in(name: str) -> ModelShape | None:
     """The built-in model of a name or an alias, in any case; None if there is none."""
     key = name.strip().lower().replace("_", "-").replace("gpt3", "gpt")
+    owner, _, model = key.partition("/")  # an id of the hub
+    key = model if owner in _OWNERS else key
     return MODELS.get(_ALIASES.get(key, key))
 
 
@@ -376,7 +406,7 @@ def load_model(name: str) -> ModelShape:
     if model is None:
         raise ConfigError(
             f"no model {name!r}; there are {', '.join(MODELS)}. Or give FILE.json:NAME or a "
-            "HuggingFace config.json"
+            "HuggingFace config.json (hf download ID config.json)"
         )
     return model
 
@@ -431,6 +461,14 @@ _FIELD_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# Those whose experts are the MLP of a layer, and the name of their width.
+_EXPERT_WIDTH: Mapping[str, str] = MappingProxyType(
+    {
+        "mixtral": "intermediate_size",
+        "gpt_oss": "intermediate_size",
+        "qwen3_moe": "moe_intermediate_size",
+    }
+)
 
 # HuggingFace's model_type -> the defaults of its configurations. Only decoders whose layers are
 # attention and one MLP, counted as ModelShape counts them.
@@ -438,12 +476,14 @@ _LLAMA: Mapping[str, Any] = MappingProxyType({"norm_epsilon": 1e-6})
 _GEMMA: Mapping[str, Any] = MappingProxyType({"tied": True, "norm_epsilon": 1e-6})
 _ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        **dict.fromkeys(("llama", "mistral", "granite"), _LLAMA),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
+        **dict.fromkeys(("llama", "mistral", "granite", "mixtral"), _LLAMA),
+        **dict.fromkeys(("gemma", "gemma2"), _GEMMA),
+        "gemma3_text": MappingProxyType({**_GEMMA, "qk_norm": True}),
         **dict.fromkeys(("gpt2", "opt"), _GPT),
         **dict.fromkeys(("phi3", "olmo2"), MappingProxyType({})),
         "qwen2": MappingProxyType({**_LLAMA, "qkv_bias": True}),
-        "qwen3": MappingProxyType({**_LLAMA, "qk_norm": True}),
+        **dict.fromkeys(("qwen3", "qwen3_moe"), MappingProxyType({**_LLAMA, "qk_norm": True})),
+        "gpt_oss": MappingProxyType({"qkv_bias": True, "rope_theta": 150000.0}),
         "gpt_neox": MappingProxyType({"gated": False, "biases": True}),
         "starcoder2": MappingProxyType({"gated": False, "tied": True, "biases": True}),
     }
@@ -490,14 +530,73 @@ def _shape(name: str, entry: Any, path: Path) -> ModelShape:
     values["other_facts"] = _other_facts(entry, values.get("gated", True))
     if defaults is _GPT:
         values.setdefault("ffn", 4 * values.get("hidden", 0))
-    if entry.get("use_sliding_window", True):
-        values["window"] = entry.get("sliding_window") or entry.get("window") or 0
     values.setdefault("kv_heads", values.get("heads"))
     required = ("layers", "hidden", "ffn", "heads", "vocab")
     missing = [field for field in required if not values.get(field)]
     if missing:
         raise ConfigError(f"{path}: model {name} has no {', '.join(missing)}")
-    return ModelShape(name=name or path.stem, **values)
+    model = ModelShape(name=name or path.stem, **values)
+    return _with_layer_types(_with_experts(model, entry, path), entry, path)
+
+
+def _with_experts(model: ModelShape, entry: Mapping[str, Any], path: Path) -> ModelShape:
+    """With the experts of its configuration in the place of the MLP, and with vectors that other
+    models have not."""
+    kind, hidden = entry.get("model_type"), model.hidden
+    if kind in ("gemma2", "gemma3_text"):  # norms behind attention and MLP, too
+        return replace(model, other_vectors=2 * hidden)
+    if kind not in _EXPERT_WIDTH:
+        return model
+    count = next((entry[key] for key in _EXPERTS if entry.get(key)), None)
+    used = entry.get("num_experts_per_tok") or entry.get("experts_per_token")
+    width = entry.get(_EXPERT_WIDTH[str(kind)])
+    sizes = {"experts": count, "experts a token": used, _EXPERT_WIDTH[str(kind)]: width}
+    for what, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{path}: model {model.name} has {what} {size!r}: a whole number")
+    if entry.get("mlp_only_layers") or entry.get("decoder_sparse_step") not in (None, 1):
+        raise ConfigError(
+            f"{path}: model {model.name} has experts in some layers and an MLP in others "
+            "(mlp_only_layers, decoder_sparse_step): plan it with experts in all layers"
+        )
+    experts = Experts(*map(int, (count or 0, used or 0, width or 0)))
+    vectors = 0
+    if kind == "gpt_oss":  # biases of experts, router and attention's output; a sink a head
+        vectors = experts.count * (2 * experts.ffn + hidden + 1) + hidden + model.heads
+    return replace(model, ffn=0, experts=experts, other_vectors=vectors)
+
+
+def _with_layer_types(model: ModelShape, entry: Mapping[str, Any], path: Path) -> ModelShape:
+    """With the windows of its layers: of all, or of those that ``layer_types`` names, or of the
+    pattern that is the default of its architecture."""
+    window = entry.get("sliding_window") or entry.get("window") or 0
+    if not entry.get("use_sliding_window", True) or not window:
+        return model
+    kind, types = entry.get("model_type"), entry.get("layer_types")
+    every = entry.get("sliding_window_pattern") or {"gemma3_text": 6}.get(str(kind), 2)
+    if types is None and kind in ("gemma2", "gemma3_text", "gpt_oss"):
+        numbers = range(1, model.layers + 1)
+        types = ["full_attention" if n % every == 0 else "sliding_attention" for n in numbers]
+    if types is None and kind in ("qwen2", "qwen3", "qwen3_moe"):
+        first = entry.get("max_window_layers", 28)
+        names = ("full_attention", "sliding_attention")
+        types = [names[number >= first] for number in range(model.layers)]
+    if types is None:
+        return replace(model, window=window)
+    windows = {"full_attention": 0, "sliding_attention": window}
+    unknown = [name for name in types if name not in windows]
+    if unknown or len(types) != model.layers:
+        raise ConfigError(
+            f"{path}: model {model.name} has {len(types)} layer_types of {model.layers} layers, "
+            f"among them {', '.join(map(str, unknown)) or 'none'} that is not known; known are "
+            f"{', '.join(windows)}"
+        )
+    kinds = tuple(
+        replace(model, layers=types.count(name), window=windows[name])
+        for name in windows
+        if name in types
+    )
+    return kinds[0] if len(kinds) == 1 else replace(model, kinds=kinds)
 
 
 def _check_spelling(
@@ -520,9 +619,10 @@ def _check_spelling(
 def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The defaults of a HuggingFace configuration's model_type; none without a model_type."""
     experts = [key for key in _EXPERTS if entry.get(key) not in (None, 0, 1)]
-    if experts:
+    if experts and entry.get("model_type") not in list(_EXPERT_WIDTH):
         raise ConfigError(
-            f"{path}: {experts[0]}={entry[experts[0]]}: only dense models are planned"
+            f"{path}: {experts[0]}={entry[experts[0]]}: experts are planned of model_type "
+            f"{', '.join(_EXPERT_WIDTH)}"
         )
     if entry.get("text_config"):
         raise ConfigError(

@@ -53,13 +53,7 @@ class Workload:
         object.__setattr__(self, "documents", tuple(self.documents))
         for wrong in violations(self):
             raise ConfigError(wrong)
-        window = self.model.window
-        if 0 < window < self.seq_len:
-            raise ConfigError(
-                f"model {self.model.name} looks back {window} tokens in some layers, which is not "
-                f"planned for {self.seq_len}: set its sliding_window to null to count as if all "
-                "layers saw everything"
-            )
+        object.__setattr__(self, "model", self.model.for_length(self.seq_len))
         if self.documents and sum(self.documents) != self.seq_len:
             raise ConfigError(
                 f"documents of {sum(self.documents)} tokens do not fill a sequence of "
@@ -416,6 +410,7 @@ class FrameworkCaps:
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
         grad_bytes: in which it sums gradients.
+        divides_layers: it has tensor and pipeline parallelism.
         whole_reduction: in ZeRO-1 gradients are all-reduced, not reduce-scattered (``Split``).
     """
 
@@ -435,6 +430,7 @@ class FrameworkCaps:
     orders: tuple[str, ...] = ORDERS
     grad_bytes: int = 4
     unsharded_grad_reduce: bool = False
+    divides_layers: bool = True
 
     def can_chunk_loss(self, config: ParallelConfig) -> bool:
         """Whether a run with full logits could chunk its loss instead."""
@@ -464,20 +460,23 @@ class FrameworkCaps:
         return self
 
     def for_model(self, model: ModelShape) -> FrameworkCaps:
-        """Itself; for layers that carry a state what transformers has, which alone runs them here.
+        """Itself; for experts, windows and layers that carry a state what transformers has, which
+        alone runs them here.
 
         Raises:
-            ConfigError: another framework than any of them.
+            ConfigError: another framework than any of them, or transformers.
         """
-        if model.is_plain:
+        if model.is_plain or self.name == "transformers":
             return self
         if self.name != "any":
             raise ConfigError(
                 f"the layers of {model.name} are planned as transformers runs them, not for "
-                f"{self.name}: take --engine any, without --emit"
+                f"{self.name}: take --engine any, without --emit, or --emit transformers"
             )
         flags = _length_flags("transformers")
-        return replace(self, recompute=_TRANSFORMERS_RECOMPUTE, length_flags=flags)
+        return replace(
+            self, recompute=_TRANSFORMERS_RECOMPUTE, length_flags=flags, divides_layers=False
+        )
 
     def refusal(self, config: ParallelConfig, axis: str, value: object) -> str:
         """Why these degrees do not go with a value of another axis, as a short heading."""
@@ -548,6 +547,21 @@ FRAMEWORKS = (
         length_flags=_length_flags("megatron-lm"),
         orders=ORDERS[:1],
     ),
+    FrameworkCaps(
+        "transformers",  # its Trainer under DeepSpeed, as sft.py of the examples starts it
+        zero=(1, 2, 3),
+        zero_in_pipeline=(),
+        recompute=_TRANSFORMERS_RECOMPUTE,
+        schedule="1f1b",
+        interleaves=False,
+        offloads=True,
+        chunks_loss=True,
+        length_flags=_length_flags("transformers"),
+        tp_sequence=False,
+        orders=ORDERS[:1],
+        unsharded_grad_reduce=True,
+        divides_layers=False,
+    ),
 )
 
 
@@ -598,8 +612,8 @@ def degree_configs(
     for tp, ulysses, ring, pp, dp in degrees(gpus, fixed):
         config = defaults.replace(tp=tp, ulysses=ulysses, ring=ring)
         reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal_rule(work, config)
-        if not model.is_plain and max(tp, pp) > 1:
-            reason = "tp and pp of layers that transformers alone runs"
+        if not framework.divides_layers and max(tp, pp) > 1:
+            reason = "tp and pp of layers that transformers runs"
         if reason:
             refused[reason] += 1
         elif model.layers % pp:

@@ -481,6 +481,25 @@ def search_result_json(result: SearchResult, top: int) -> Json:
     return content
 
 
+def _tie_marks(plans: Sequence[Plan], ties: Sequence[bool]) -> list[str]:
+    """A mark of each plan of a tie, and of the simplest: the fewest kinds of parallelism, then the
+    fewest settings for memory, then the lowest ZeRO stage; of equals the faster."""
+
+    def settings(plan: Plan) -> tuple[int, int, int]:
+        config = plan.config
+        degrees = (config.tp, config.ulysses, config.ring, config.pp)
+        memory = (config.recompute != "none", config.offload_ratio > 0, config.fused_loss)
+        return (
+            sum(degree > 1 for degree in degrees),
+            sum(memory) + len(config.length_settings()),
+            config.zero,
+        )
+
+    simplest = min((p for p, tie in zip(plans, ties, strict=True) if tie), key=settings)
+    marks = ("= simplest" if plan is simplest else "=" for plan in plans)
+    return [mark if tie else "" for mark, tie in zip(marks, ties, strict=True)]
+
+
 def plans_text(result: SearchResult, top: int) -> str:
     """The best plans and the fastest that do not fit; the best one by component."""
     if not result.plans:
@@ -499,12 +518,12 @@ def plans_text(result: SearchResult, top: int) -> str:
         f"{result.gpus} x {result.cluster.name}, {result.budget_bytes / GIB:.1f} GiB each: "
         f"{result.considered} configurations considered{_profiled_text(result, top)}",
         *(f"warning: {line}" for line in _warnings(result)),
-        table(plans, ["=" if tie and tied else "" for tie in ties]),
+        table(plans, _tie_marks(plans, ties) if tied else [""] * len(plans)),
     ]
     if tied:
         lines.append(
             f"= {sum(ties)} of the {len(plans)} are a tie: less than {result.stated_error:.0%} "
-            "apart, the planner's own error; measure them, or take the simplest"
+            "apart, the planner's own error; measure them, or take the simplest, which is marked"
         )
     over = [plan for plan in result.over_memory[:3] if plan.mfu > best.mfu]
     if over:

@@ -28,7 +28,7 @@ from ds_usp.planner.formulas import (
     stage_elements,
 )
 from ds_usp.planner.hardware import Cluster, MeasuredExchange, seconds_at, select_rows
-from ds_usp.planner.models import RecurrentMixer
+from ds_usp.planner.models import ModelShape, RecurrentMixer
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 
@@ -91,7 +91,7 @@ def attention_bytes(
 
     Args:
         rank: in the sequence-parallel group.
-        mask: causal if None.
+        mask: that of the model's layers if None: causal, within their window.
         gradient_bytes: of an element of the ring's gradients; 0: as the keys. Kernels that
             return fp32 gradients send 4.
         inner_ring: ranks of an inner ring, whose blocks cross the network once for all of them;
@@ -108,7 +108,7 @@ def attention_bytes(
     to_heads, to_sequence, queries_to_heads, queries_to_sequence = _exchange(
         tokens, heads, ulysses_rank, ring_rank
     )
-    ring = _ring_tokens(tokens, mask or MaskSpec.causal(), ring_rank, inner_ring)
+    ring = _ring_tokens(tokens, mask or layer_mask(model), ring_rank, inner_ring)
     kv_begin, kv_end = heads.kv_range(ulysses_rank)
     token = 2 * (kv_end - kv_begin) * config.micro_batch * model.head_dim
     kv, dkv = token * config.param_bytes, token * (gradient_bytes or config.param_bytes)
@@ -121,6 +121,11 @@ def attention_bytes(
         ring_kv_outer=ring.sent_outer * kv,
         ring_dkv_outer=ring.received_outer * dkv,
     )
+
+
+def layer_mask(model: ModelShape) -> MaskSpec:
+    """Which tokens attend to each other in the layers of a model, which are alike."""
+    return MaskSpec.window(model.window - 1) if model.window else MaskSpec.causal()
 
 
 class RecurrentBytes(NamedTuple):
@@ -251,7 +256,8 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     * ulysses, either direction: ``(u-1)/u x/(u r) (2 q + 2 k')/t``, k' the width of the keys with
       a copy for each Ulysses rank that uses a KV head.
     * ring, causal zigzag: blocks go straight to the ranks whose queries see them, 3/4 of all:
-      ``3/4 (r-1)/r 2 x k'/(u t)``; backward twice, for keys and values and for their gradients.
+      ``3/4 (r-1)/r 2 x k'/(u t)``; backward twice, for keys and values and for their gradients. Of
+      a window the tokens that the ring's schedules send.
     * states and halo of a layer that carries a state: :func:`chain_traffic`, whatever the tokens.
 
     Args:
@@ -264,7 +270,12 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     tp = 4 * (t - 1) / t * x / config.sp * model.hidden * e
     q, kv = model.q_width / t, kv_features(work, config) * u  # of all Ulysses ranks together
     ulysses = (u - 1) / u * x / config.sp * (2 * q + 2 * kv) * e
-    ring = (1.0 if relayed else 0.75) * (r - 1) / r * 2 * x * kv / u * e
+    sent = (1.0 if relayed else 0.75) * (r - 1) / r * work.seq_len
+    if model.window and not relayed:
+        tokens = TokenLayout("zigzag", work.seq_len, 1, r)
+        every = (_ring_tokens(tokens, layer_mask(model), rank, None).sent for rank in range(r))
+        sent = sum(every) / r
+    ring = sent * 2 * config.micro_batch * kv / u * e
     states, halo, *_ = chain_traffic(work, config)
     tp_backward = tp * (1.5 if config.tp_sequence else 1.0)
     return LayerBytes(tp, tp_backward, ulysses, ring, 2 * ring, states, halo)

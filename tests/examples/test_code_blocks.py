@@ -187,6 +187,7 @@ SHELLS = ("bash", "sh", "")
 # Programs of others: their flags are not checked.
 OTHERS = {
     ".",
+    "accelerate",
     "cd",
     "deepspeed",
     "echo",

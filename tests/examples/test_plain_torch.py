@@ -153,3 +153,22 @@ def test_an_example_starts_under_torchrun():
     done = torchrun(2, FOLDER / "ddp.py", "--check", "--steps", "1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "limit 1e-05: ok" in done.stdout
+
+
+def run_own_kernel(ctx: RankContext) -> tuple[int, int]:
+    """The exit code, and that of a backward pass which forgets the softmax scale."""
+    sys.path.insert(0, str(FOLDER))
+    import own_kernel
+
+    code, right = own_kernel.main(), own_kernel.OwnKernel.tile_backward
+    own_kernel.OwnKernel.tile_backward = lambda self, saved, tile, scale: right(
+        self, saved, tile, 2 * scale
+    )
+    try:
+        return code, own_kernel.main()
+    finally:
+        own_kernel.OwnKernel.tile_backward = right
+
+
+def test_a_kernel_from_outside_of_the_package_is_called(pool):
+    assert pool.run(run_own_kernel, WORLD) == [(0, 1)] * WORLD

@@ -5,6 +5,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -17,7 +18,11 @@ from unittest import mock
 
 import pytest
 from harness import RankContext
-from programs import ROOT, run_script
+from programs import ROOT, python, run_script
+
+from ds_usp.planner.emit import emit
+from ds_usp.planner.models import load_model
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 FOLDER = ROOT / "examples_deepspeed" / "transformers_sft"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("sft_*.sh"))
@@ -103,6 +108,61 @@ def test_the_tiny_script_trains_as_transformers_does_on_one_rank(pool, tmp_path)
         assert [code for code, _ in results] == [0] * ranks, results
     assert "6 losses and gradient norms agree" in results[0][1]
     assert (tmp_path / "tiny_s512_g4_sp4_u2" / "model.safetensors").exists()
+
+
+def parsed(ctx: RankContext, flags: list[str]) -> tuple[object, ...]:
+    """What sft.py reads of flags."""
+    sys.path.insert(0, str(FOLDER))
+    sft = import_module("sft")
+    parser = sft.hf.HfArgumentParser((sft.Flags, sft.USPFlags, sft.trl.SFTConfig))
+    read, usp, args = parser.parse_args_into_dataclasses(flags)
+    batch = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    degrees = read.sequence_parallel_size, read.ulysses_degree
+    return (
+        *degrees,
+        args.max_length,
+        *batch,
+        usp.usp_recompute,
+        usp.usp_loss_chunks,
+        args.deepspeed,
+    )
+
+
+@pytest.mark.transformers
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+def test_what_the_planner_emits_is_read_by_sft(pool):
+    work = Workload(load_model("openai/gpt-oss-20b"), 65536, 8)
+    config = ParallelConfig(
+        ulysses=2, ring=2, dp=2, zero=3, recompute="attention", fused_loss=True, micro_batch=2
+    )
+    command = emit("transformers", work, config).replace("\\\n", "")
+    words = shlex.split(command, comments=True)
+    flags = words[words.index("--model") :]
+    flags[1], flags[3] = "tiny", ""
+    (read,) = pool.run(parsed, 1, flags=[*flags, "--use_cpu", "true"])
+    *numbers, deepspeed = read
+    assert numbers == [4, 2, 65536, 2, 2, "attention", 32]
+    engine = json.loads(deepspeed) if isinstance(deepspeed, str) else deepspeed
+    assert engine["zero_optimization"]["stage"] == 3
+    assert engine["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.transformers
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="Accelerate is not installed")
+def test_accelerate_launch_trains_as_one_process_does(tmp_path):
+    program = FOLDER / "accelerate_trainer.py"
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", FOLDER / "accelerate.yaml")
+    several, one = tmp_path / "several", tmp_path / "one"
+    done = python(*launcher, program, "--output_dir", several)
+    assert done.returncode == 0, done.stderr
+    done = python(program, "--output_dir", one, "--compare_with", several)
+    assert done.returncode == 0, done.stderr
+    assert "6 losses and gradient norms agree" in done.stdout
+    # Another step: the comparison finds it.
+    flags = ("--learning_rate", "0.5", "--output_dir", one, "--compare_with", several)
+    done = python(program, *flags)
+    assert done.returncode == 1 and "DO NOT AGREE" in done.stdout, done.stderr
 
 
 if __name__ == "__main__":

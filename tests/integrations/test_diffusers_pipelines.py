@@ -80,7 +80,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "usage" / "diffusers.md"
 
 
 def test_the_page_lists_the_classes():
-    table = PAGE.read_text(encoding="utf-8").partition("## Which classes\n\n")[2]
+    table = PAGE.read_text(encoding="utf-8").partition("## Table of classes\n\n")[2]
     rows = []
     for name, plan in PLANS.items():
         kinds = {kind for order in plan.attention.values() for kind in order}

@@ -1,4 +1,4 @@
-"""The tables of README and docs/benchmarks.md are those of the results files."""
+"""The tables of README and docs/benchmarks.md are those of the results files; README's picture."""
 
 import argparse
 import json
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
 import long_run
+import mesh_picture
 import tables
 
 
@@ -166,3 +168,7 @@ def test_curves_take_the_gpus_that_they_are_given(monkeypatch):
     assert long_run.visible_gpus("1") == ["2"]
     with pytest.raises(argparse.ArgumentTypeError, match="4 GPUs, but 2 are visible"):
         long_run.visible_gpus("4")
+
+
+def test_the_picture_of_the_mesh_is_that_of_the_geometry():
+    assert mesh_picture.FILE.read_text(encoding="utf-8") == mesh_picture.picture()

@@ -302,7 +302,12 @@ def test_ties_are_marked_and_counted(result):
     near, far = (replace(best, mfu=best.mfu * share) for share in (0.95, 0.93))
     text = plans_text(replace(result, plans=[best, near, far]), 3)
     rows = [line for line in text.splitlines() if line[:1].isdigit()][:3]
-    assert [row.endswith("=") for row in rows] == [True, True, False]
+    assert [row.partition("=")[2] or row[-1] == "=" for row in rows] == [" simplest", True, False]
+    lean = replace(near, config=best.config.replace(recompute="none", offload_ratio=0.0))
+    costly = replace(best, config=best.config.replace(recompute="full", offload_ratio=0.5))
+    lines = plans_text(replace(result, plans=[costly, lean, far]), 3).splitlines()
+    (marked,) = (line for line in lines if line.endswith("= simplest"))
+    assert f"{lean.mfu:.1%}" in marked  # not the fastest, but without settings for memory
     assert "= 2 of the 3 are a tie: less than 6% apart" in text
     alone = plans_text(replace(result, plans=[best, far]), 2)
     assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())

@@ -7,6 +7,7 @@ import pytest
 from planner_expectations import rows
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.models import MODELS, ModelShape, layer_matrices, load_model
 from ds_usp.planner.parallel_config import Workload
 
@@ -34,15 +35,31 @@ PARAMETERS = {
     "jamba-mini": 51_570_323_328,
     "lfm2-1.2b": 1_170_340_608,
     "minimax-text-01": 456_089_655_296,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "mistral-7b": 7_241_732_096,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-12b": 11_766_034_176,
 }
 # Of which a token takes part in so many, as their makers say; their embedding is among them.
-ACTIVE = {"qwen3-next": 3e9, "nemotron-3-nano": 3.2e9, "granite-4-small": 9e9, "jamba-mini": 12e9}
+ACTIVE = {
+    "mixtral-8x7b": 12.9e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "qwen3-next": 3e9,
+    "nemotron-3-nano": 3.2e9,
+    "granite-4-small": 9e9,
+    "jamba-mini": 12e9,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_built_in_models_have_their_size(name):
     shape = load_model(name)
-    assert shape.parameters() == pytest.approx(PARAMETERS[name], rel=2e-6 if shape.kinds else 0.01)
+    assert shape.parameters() == pytest.approx(
+        PARAMETERS[name], rel=0.01 if shape.is_plain else 2e-6
+    )
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -203,23 +220,100 @@ def test_published_configurations_have_their_size(tmp_path, content, parameters)
     assert shape.parameters() == pytest.approx(parameters, rel=0.005)
 
 
-def test_windows_are_refused_where_they_matter(tmp_path):
+def test_windows_of_layers_count_where_they_are_shorter_than_the_sequence(tmp_path):
     windowed = load_model(write(tmp_path / "config.json", PUBLISHED[0][0]))
-    assert Workload(windowed, 4096).seq_len == 4096
-    with pytest.raises(ConfigError, match=r"looks back 4096 tokens .* set its sliding_window"):
-        Workload(windowed, 4097)
+    assert Workload(windowed, 4096).model.window == 0 and Workload(windowed, 4096).model.is_plain
+    assert Workload(windowed, 4097).model.window == 4096
     off = {**PUBLISHED[0][0], "use_sliding_window": False}
-    assert Workload(load_model(write(tmp_path / "config.json", off)), 131072).seq_len == 131072
+    assert load_model(write(tmp_path / "config.json", off)).window == 0
+    gemma = load_model("google/gemma-2-9b")
+    assert Workload(gemma, 4096).model.is_plain and not Workload(gemma, 4096).model.kinds
+    kinds = [(kind.layers, kind.window) for kind in Workload(gemma, 8192).model.kinds]
+    assert kinds == [(21, 4096), (21, 0)]
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 96}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+# A model type -> what its configuration has besides, and the windows of its layers.
+COUNTED = {
+    "mixtral": ({"num_local_experts": 4, "sliding_window": 7}, {7: 4}),
+    "qwen3_moe": (
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+        {0: 4},
+    ),
+    "gpt_oss": ({"num_local_experts": 4, "sliding_window": 7}, {0: 2, 7: 2}),
+    "mistral": ({"sliding_window": 7}, {7: 4}),
+    "gemma2": ({"sliding_window": 7}, {0: 2, 7: 2}),
+    "gemma3_text": ({"sliding_window": 7, "num_hidden_layers": 6}, {0: 1, 7: 5}),
+}
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("kind", COUNTED)
+def test_parameters_and_flop_are_those_of_transformers_models(tmp_path, kind):
+    """Parameters of the model on the meta device, FLOP by torch's counter, which counts scores of
+    all keys: what is visible has a test of its own."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    more, windows = COUNTED[kind]
+    config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **more})
+    config._attn_implementation = config._experts_implementation = "eager"
+    given = {k: v for k, v in config.to_dict().items() if k != "architectures"}
+    shape = load_model(write(tmp_path / "config.json", json.loads(json.dumps(given, default=str))))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert shape.parameters() == sum(p.numel() for p in model.parameters())
+    found = {part.window: part.layers for part in shape.parts}
+    assert found == windows
+
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = 24
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(tokens)[None], use_cache=False)
+    matrices = sum(x.layers * x.matrix_elements for x in shape.parts) + shape.hidden * shape.vocab
+    scores = 4 * shape.q_width * tokens * shape.layers
+    rotary = sum(
+        flop
+        for name, ops in counter.get_flop_counts().items()
+        if name.endswith(("rotary_emb",))
+        for flop in ops.values()
+    )
+    assert counter.get_total_flops() - rotary == 2 * tokens * matrices + tokens * scores
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 63, 64, 200])
+@pytest.mark.parametrize("documents", [(), (40, 24)])
+def test_visible_keys_are_those_of_the_mask(window, documents):
+    """Up to half a token: the formula counts a query's own key half, as the causal half does."""
+    shape = ModelShape("mine", 1, 64, 128, 4, 4, 100, window=window)
+    visible = [min(n + 1, window or n + 1) for length in documents or (64,) for n in range(length)]
+    counted = attention_flop_per_token(shape, 64, documents) / (4 * shape.q_width)
+    assert counted == pytest.approx(sum(visible) / 64, abs=0.51)
+
+
+QWEN_MOE = config("qwen3_moe", "48 2048 6144 32 4 151936", num_experts=128)
+QWEN_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (config("mixtral", "32 4096 14336 32 8 32000", num_local_experts=8), "only dense models"),
-        (config("deepseek_v3", "61 7168 18432 128 128 129280", n_routed_experts=256), "only dense"),
+        (
+            config("mixtral", "32 4096 14336 32 8 32000", num_local_experts=8),
+            "experts a token None",
+        ),
+        (
+            config("deepseek_v3", "61 7168 18432 128 128 129280", n_routed_experts=256),
+            "are planned",
+        ),
+        ({**QWEN_MOE, "decoder_sparse_step": 2}, "experts in some layers and an MLP in others"),
+        ({**QWEN_MOE, "num_experts_per_tok": "8"}, "experts a token '8': a whole number"),
+        ({**LLAMA, "sliding_window": 64, "layer_types": ["chunked"]}, "among them chunked that is"),
         (config("falcon_mamba", "64 4096 8192 32 8 65024"), "model_type 'falcon_mamba' are not kn"),
         ({"model_type": "llava", "text_config": LLAMA}, "give its text_config as a file"),
-        ({**LLAMA, "num_local_experts": 8}, "only dense models"),
+        ({**LLAMA, "num_local_experts": 8}, "experts are planned of model_type mixtral"),
         ({**LLAMA, "num_key_value_heads": 5}, "heads must be a multiple of kv_heads"),
         ({**LLAMA, "num_attention_heads": 24, "num_key_value_heads": 8}, "give head_dim"),
         ({**LLAMA, "num_hidden_layers": 0}, "layers"),
@@ -236,7 +330,7 @@ def test_windows_are_refused_where_they_matter(tmp_path):
         ({**LLAMA, "hidden_size": 2**51}, "hidden=2251799813685248 must be at most"),
         ({**LLAMA, "rope_theta": 1e31}, "rope_theta=1e.31 must be at most 1e.30"),
         ({**LLAMA, "model_type": ["llama"]}, r"model_type \['llama'\] are not known"),
-        ({**LLAMA, "num_experts": {}}, "only dense models"),
+        ({**LLAMA, "num_experts": {}}, "experts are planned of model_type"),
     ],
 )
 def test_impossible_models(tmp_path, content, says):
