@@ -31,6 +31,11 @@ DIFFUSERS = [
     "accelerate>=1.12,<2",
     "peft>=0.18",
 ]
+# The site; what they bring along needs Python 3.11.5.
+DOCS = [
+    f'{name}; python_full_version >= "3.11.5"'
+    for name in ("mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3")
+]
 
 
 def write_commit(folder: str) -> list[str]:
@@ -123,6 +128,7 @@ setup(
         "transformers": TRANSFORMERS,
         "diffusers": DIFFUSERS,
         "trainer": [*DEEPSPEED, *MEGATRON, *PLOTS, "tqdm"],
+        "docs": DOCS,
         "test": ["hypothesis", "pytest>=8", "pytest-xdist>=3.8", "ruff", "mypy", "import-linter"],
     },
     entry_points={

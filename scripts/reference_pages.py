@@ -1,13 +1,10 @@
-"""The reference: pages of every public name and every flag, and the list that freezes them.
+"""The reference: pages of every flag and setting, and the list that freezes what users call.
 
-    python scripts/reference_pages.py               # docs/reference/generated: api.md from
-                                                    # docstrings, command-line.md from --help,
-                                                    # settings.md from ds_usp/settings.py
-    python scripts/reference_pages.py --signatures  # tests/data/public_api.txt
+    python scripts/reference_pages.py --signatures    # tests/data/public_api.txt
 
-The pages are for readers, built where they are wanted and not committed. The list is committed and
+The pages are for the site (scripts/build_site.py) and not committed. The list is committed and
 compared by a test: who removes a public name, an argument or a flag, or changes a default, writes
-the list anew, and says so in CHANGELOG.md.
+the list anew, and says so in CHANGELOG.md. The API of the site has the names of that list.
 """
 
 from __future__ import annotations
@@ -23,15 +20,12 @@ import os
 import re
 import runpy
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import ForwardRef
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED = ROOT / "docs" / "reference" / "generated"
 SIGNATURES = ROOT / "tests" / "data" / "public_api.txt"
 sys.path.insert(0, str(ROOT))
 
@@ -57,145 +51,7 @@ COMMANDS = (
     "python -m megatron_patches",
     f"python {TRAINER}",
 )
-LINE = 96
-LISTS = ("Arg", "Attribute", "Raise")
-LITERAL_BLOCK = re.compile(r"::\n\n((?: {4}.*\n|\n)+)")
 FLAG = re.compile(r"^  +(?:-\w[^-\n]*, )?(--[\w-]+)", re.MULTILINE)
-SECTION = re.compile(r"(Arg|Attribute|Return|Raise|Shape|Yield|Source|Example)s?:\s*(.*)$")
-
-
-# ------------------------------------------------------------------ API
-
-
-def api_page() -> str:
-    """The public names of each module: signature and docstring."""
-    lines = ["# API", "", "Written from docstrings by `python scripts/reference_pages.py`.", ""]
-    lines += ["| module | |", "|---|---|"]
-    for name, topic in MODULES.items():
-        lines.append(f"| [`{name}`](#{name.replace('.', '')}) | {topic} |")
-    for name in MODULES:
-        lines += ["", f"## {name}"]
-        for public, member in members(name):
-            lines += ["", f"### {public}", "", *described(public, member)]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
-
-
-def members(module: str) -> list[tuple[str, object]]:
-    """The public names of a module, in alphabetical order, and what they are."""
-    loaded = importlib.import_module(module)
-    names = sorted(loaded.__all__, key=str.lower)
-    return [(name, getattr(loaded, name)) for name in names if not name.startswith("__")]
-
-
-def described(name: str, member: object) -> Iterator[str]:
-    """Signature, docstring and public methods of a member, as Markdown."""
-    if not callable(member):
-        if isinstance(member, Mapping):
-            yield f"A mapping with the keys {', '.join(f'`{key}`' for key in member)}."
-        else:
-            yield f"A constant: `{member!r}`."
-        return
-    is_error = inspect.isclass(member) and issubclass(member, BaseException)
-    if not is_error:
-        yield from ("```text", f"{name}{signature(member)}", "```", "")
-    yield from markdown(inspect.getdoc(member) or "")
-    if not inspect.isclass(member) or is_error or issubclass(member, Enum):
-        return
-    methods = [m for m in vars(member) if not m.startswith("_") and m != "forward"]
-    for method in methods:
-        raw = inspect.getattr_static(member, method)
-        function = getattr(member, method) if not isinstance(raw, property) else raw.fget
-        doc = inspect.getdoc(raw)
-        if doc and (callable(function) or isinstance(raw, property)):
-            shown = "" if isinstance(raw, property) else " ".join(signature(function).split())
-            shown = shown.replace("( ", "(").replace(", )", ")")
-            yield f"- `.{method}{shown}`: {inline(doc.partition(chr(10) * 2)[0])}"
-
-
-class Shown:
-    """Stands for a default or an annotation in a signature, with this repr."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def signature(function: object) -> str:
-    """Parameters and the return type, one a line where one line is too short for all."""
-    try:
-        parsed = inspect.signature(function)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return "(...)"
-    parameters = [
-        p.replace(annotation=shown_annotation(p.annotation), default=shown_default(p.default))
-        for p in parsed.parameters.values()
-        if p.name != "self"
-    ]
-    result = shown_annotation(parsed.return_annotation)
-    text = str(parsed.replace(parameters=parameters, return_annotation=result))
-    if len(text) <= LINE:
-        return text
-    lines = [str(inspect.Signature([p]))[1:-1] for p in parameters]
-    if any(p.kind is p.KEYWORD_ONLY for p in parameters):
-        first = next(i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY)
-        keywords = [line.removeprefix("*, ") for line in lines[first:]]
-        lines = [*lines[:first], *([] if has_varargs(parameters) else ["*"]), *keywords]
-    returned = "" if result is inspect.Signature.empty else f" -> {result!r}"
-    return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){returned}"
-
-
-def has_varargs(parameters: list[inspect.Parameter]) -> bool:
-    """Whether ``*args`` stands before the keyword-only parameters."""
-    return any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def shown_annotation(annotation: object) -> object:
-    """Postponed annotations are strings, or references in a NamedTuple: shown without quotes."""
-    if isinstance(annotation, ForwardRef):
-        annotation = annotation.__forward_arg__
-    return Shown(annotation) if isinstance(annotation, str) else annotation
-
-
-def shown_default(default: object) -> object:
-    """Defaults whose repr is long or holds an address are shown as dots."""
-    if default is inspect.Parameter.empty:
-        return default
-    hidden = dataclasses.is_dataclass(default) or " at 0x" in repr(default)
-    return Shown("...") if hidden else default
-
-
-def fenced(block: re.Match[str]) -> str:
-    """A literal block of reStructuredText as fenced text: a fragment, which no test runs."""
-    return f":\n\n```text\n{textwrap.dedent(block[1]).strip()}\n```\n\n"
-
-
-def markdown(doc: str) -> Iterator[str]:
-    """A Google-style docstring as Markdown: sections of names become lists."""
-    section, in_code = "", False
-    for line in LITERAL_BLOCK.sub(fenced, doc).splitlines():
-        head = SECTION.match(line)
-        in_code ^= line.startswith("```")
-        if in_code or line == "```":
-            yield line
-        elif head:
-            section = head[1]
-            yield from ("", f"**{head[0].partition(':')[0]}:** {inline(head[2])}".rstrip(), "")
-        elif section in LISTS and re.match(r" {4}\S", line):
-            yield f"- {inline(line)}"
-        elif section in LISTS and line.startswith("     "):
-            yield f"  {inline(line)}"
-        else:
-            section = section if not line or line.startswith(" ") else ""
-            yield inline(line)
-    yield ""
-
-
-def inline(text: str) -> str:
-    """Sphinx roles and double backticks as Markdown code."""
-    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
-    return re.sub(r"``([^`]+)``", r"`\1`", " ".join(text.split())).replace("|", "\\|")
 
 
 # ------------------------------------------------------------------ command line
@@ -203,7 +59,7 @@ def inline(text: str) -> str:
 
 def command_page() -> str:
     """The page of the programs' ``--help``, below the usage."""
-    lines = ["# Command line", "", "Written from `--help` by `python scripts/reference_pages.py`."]
+    lines = ["# Command line", "", "Written from `--help`."]
     for command in COMMANDS:
         lines += ["", f"## {command.strip()}", "", "```text", help_text(command), "```"]
     return "\n".join(lines) + "\n"
@@ -255,6 +111,13 @@ def alone(program: str, arguments: list[str]) -> Iterator[None]:
 # ------------------------------------------------------------------ what is frozen
 
 
+def members(module: str) -> list[tuple[str, object]]:
+    """The public names of a module, in alphabetical order, and what they are."""
+    loaded = importlib.import_module(module)
+    names = sorted(loaded.__all__, key=str.lower)
+    return [(name, getattr(loaded, name)) for name in names if not name.startswith("__")]
+
+
 def signatures() -> str:
     """A line for each public name, each public method of a class, and each command's flags."""
     lines = []
@@ -303,6 +166,24 @@ def arguments_of(function: object) -> str:
     return str(inspect.Signature(plain))
 
 
+def shown_default(default: object) -> object:
+    """Defaults whose repr is long or holds an address are shown as dots."""
+    if default is inspect.Parameter.empty:
+        return default
+    hidden = dataclasses.is_dataclass(default) or " at 0x" in repr(default)
+    return Shown("...") if hidden else default
+
+
+class Shown:
+    """Stands for a default in a signature, with this repr."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 # ------------------------------------------------------------------ files
 
 
@@ -312,21 +193,17 @@ def settings_page() -> str:
     return f"# Settings\n\n{programs}\n\n{table()}\n"
 
 
-PAGES = {"api.md": api_page, "command-line.md": command_page, "settings.md": settings_page}
+PAGES = {"command-line.md": command_page, "settings.md": settings_page}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write what is asked for; returns the exit code."""
+def main() -> int:
+    """Write the list; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--signatures", action="store_true", help=f"write {SIGNATURES.name} alone")
-    if parser.parse_args(argv).signatures:
-        texts = {SIGNATURES: signatures()}
-    else:
-        texts = {GENERATED / name: page() for name, page in PAGES.items()}
-    for path, text in texts.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        print(path)
+    what = f"write {SIGNATURES.name}; pages: scripts/docs.sh"
+    parser.add_argument("--signatures", action="store_true", required=True, help=what)
+    parser.parse_args()
+    SIGNATURES.write_text(signatures(), encoding="utf-8")
+    print(SIGNATURES)
     return 0
 
 

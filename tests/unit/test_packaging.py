@@ -1,7 +1,6 @@
 """The wheel, the links of the docs, the fast tier of the tests."""
 
 import ast
-import importlib
 import os
 import re
 import shutil
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import fast_tier
 import pytest
-import reference_pages
 from packaging.version import Version
 from programs import python
 
@@ -123,7 +121,7 @@ def test_the_wheel_says_its_commit_extras_and_program(checkout, wheel):
     assert "ds-usp = ds_usp.__main__:main" in programs
     assert "[verl.plugins]\nds_usp = ds_usp.compat.verl" in programs
     extras = set(metadata.get_all("Provides-Extra", []))
-    plain = {"flash", "flash4", "megatron", "deepspeed", "plots", "trainer", "test"}
+    plain = {"flash", "flash4", "megatron", "deepspeed", "plots", "trainer", "test", "docs"}
     assert extras == plain | {"transformers", "diffusers", "recurrence"}
     assert metadata["Keywords"] and metadata.get_all("Classifier")
     needed = metadata.get_all("Requires-Dist", [])
@@ -261,27 +259,6 @@ def test_every_result_is_in_the_index():
     names = {path.name for path in RESULTS.iterdir()} - {"README.md"}
     listed = re.findall(r"`([\w.]+\.(?:csv|svg|jsonl?|txt))`", index.partition("|---")[2])
     assert names == set(listed)
-
-
-def test_the_reference_pages_build(tmp_path, monkeypatch):
-    """With every public name and every command, each under a heading."""
-    pytest.importorskip("diffusers")  # which needs Python 3.11
-    monkeypatch.setattr(reference_pages, "GENERATED", tmp_path / "generated")
-    assert reference_pages.main([]) == 0
-    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*/*.md")}
-    names = [
-        name for module in reference_pages.MODULES for name, _ in reference_pages.members(module)
-    ]
-    assert re.findall(r"^### (.+)$", pages["api.md"], re.MULTILINE) == names
-    commands = [command.strip() for command in reference_pages.COMMANDS]
-    assert re.findall(r"^## (.+)$", pages["command-line.md"], re.MULTILINE) == commands
-
-
-def test_the_reference_says_where_every_public_name_is():
-    page = (ROOT / "docs" / "reference" / "README.md").read_text(encoding="utf-8")
-    for module, topic in reference_pages.MODULES.items():
-        file = Path(importlib.import_module(module).__file__ or "").relative_to(ROOT)
-        assert f"| `{module}` | {topic} | `{file.as_posix()}` |" in page
 
 
 def strings(path: Path) -> str:

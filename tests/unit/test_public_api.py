@@ -1,9 +1,10 @@
-"""What others may lean on: the names, the signatures, and an import without side effects."""
+"""What others may lean on: names, signatures, an import without side effects, the site of them."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from difflib import ndiff
 from pathlib import Path
@@ -156,3 +157,53 @@ def test_names_that_need_torch_are_imported_on_access():
     assert submodules == str([f"ds_usp.{name}" for name in modules])
     with pytest.raises(AttributeError, match="no attribute 'uspattention'"):
         ds_usp.uspattention  # noqa: B018
+
+
+# ------------------------------------------------------------------ the site
+
+
+def test_the_site_builds_and_has_every_name_and_command(tmp_path):
+    """Strict: every link, every anchor, every page in the navigation."""
+    pytest.importorskip("diffusers")  # as above
+    build_site = pytest.importorskip("build_site", exc_type=ModuleNotFoundError)
+    pages, html = tmp_path / "pages", tmp_path / "html"
+    build_site.write_pages(pages)
+    build_site.build_site(pages, html)
+    for module, names in build_site.public_names().items():
+        page = (html / "reference" / "api" / f"{module}.html").read_text(encoding="utf-8")
+        assert names and [name for name in names if f'id="{module}.{name}"' not in page] == []
+    page = (html / "reference" / "command-line.html").read_text(encoding="utf-8")
+    headings = re.findall(r'<h2 id="[^"]+">([^<]+)', page)
+    assert headings == [command.strip() for command in reference_pages.COMMANDS]
+    # Nothing is fetched from elsewhere.
+    home = (html / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"""(?:src|<link[^>]+href)=["']?(?:https?:)?//""", home)
+
+
+WRONG_PAGES = {
+    "a link": ("[a](no.md)", "'no.md', but the target is not found"),
+    "an anchor": ("[a](#no)", "there is no such anchor"),
+    "a page": ("", "not included in the"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PAGES)
+def test_a_broken_link_and_a_page_without_a_place_fail_the_build(wrong, tmp_path, caplog):
+    build_site = pytest.importorskip("build_site", exc_type=ModuleNotFoundError)
+    from mkdocs.exceptions import Abort
+
+    text, message = WRONG_PAGES[wrong]
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "README.md").write_text(f"# One\n\n{text}\n", encoding="utf-8")
+    (pages / "other.md").write_text("# Other\n", encoding="utf-8")
+    names = ["README.md"] if wrong == "a page" else ["README.md", "other.md"]
+    with pytest.raises(Abort):
+        build_site.build_site(pages, tmp_path / "html", nav=names, extra_css=[])
+    assert message in caplog.text
+
+
+def test_the_picture_of_degrees_is_what_its_program_draws():
+    import draw_degrees
+
+    assert draw_degrees.PICTURE.read_text(encoding="utf-8") == draw_degrees.picture()
