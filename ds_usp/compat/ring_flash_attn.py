@@ -312,11 +312,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
     queries = [min(max(border, first), last) - first for border in keys]
     if causal:
         keys[-1] = last
-    longest = [max(b - a for a, b in pairwise(each)) for each in (queries, keys)]
     return (
         cu_seqlens.new_tensor(queries),
         cu_seqlens.new_tensor([border - keys[0] for border in keys]),
-        *longest,
+        max(b - a for a, b in pairwise(queries)),
+        max(b - a for a, b in pairwise(keys)),
         slice(keys[0], keys[-1]),
     )
 

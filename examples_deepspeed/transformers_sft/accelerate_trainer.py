@@ -6,6 +6,7 @@
 On GPUs, with a model and data of your own, ``patch_accelerate`` is all that a script adds.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from ds_usp.training import prepare_deepspeed
 
 SP_SIZE = ParallelismConfig().sp_size  # of the YAML; without accelerate launch 1
 # Of this comparison: plain SGD, and the accumulation of the YAML. Flags go before them.
-DEFAULTS = {
+DEFAULTS: Mapping[str, object] = {
     "max_steps": 3,
     "optim": "sgd",
     "learning_rate": 0.05,
