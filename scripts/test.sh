@@ -114,10 +114,11 @@ if ((has_gpu)); then # see tests/gpu/conftest.py
     record="$(mktemp)"
     trap 'rm "$record"' EXIT
   fi
-  printf '{"start": %d}\n' "$start" >"$record" # both runs are one result
+  printf '{"start": %d}\n' "$start" >"$record" # all runs are one result
   mapfile -t flags < <(parallel 24 worksteal)
-  run "${flags[@]}" tests/gpu -m "not several_gpus" --record "$record" "$@"
+  run "${flags[@]}" tests/gpu -m "not several_gpus and not no_other_load" --record "$record" "$@"
   mapfile -t flags < <(parallel 4 worksteal)
   run "${flags[@]}" tests/gpu -m several_gpus --record "$record" "$@"
+  run tests/gpu -m no_other_load --record "$record" "$@"
 fi
 exit "$status"

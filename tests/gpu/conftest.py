@@ -2,14 +2,12 @@
 
 FlashAttention-4 compiles a kernel for each kind of call, on one core. The tests of one GPU run
 first, in many processes that share the GPUs and the files of compiled kernels; the tests of several
-GPUs run after them, a few at a time, and find these files (``scripts/test.sh gpu``).
+GPUs run after them, a few at a time, and find these files; those that measure times run last, one after the other
+(``scripts/test.sh gpu``).
 """
 
-import fcntl
 import os
-from collections.abc import Iterator
 
-import pytest
 import torch
 
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -17,16 +15,3 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 _worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 if _worker and torch.cuda.device_count() > 1:  # counts by NVML: CUDA itself has not started
     torch.cuda.set_device(int(_worker.removeprefix("gw")) % torch.cuda.device_count())
-
-
-@pytest.fixture
-def no_other_load() -> None:
-    """For a test that measures times: no other one runs beside it, whichever process has it."""
-
-
-@pytest.fixture(autouse=True)
-def _share_the_machine(request: pytest.FixtureRequest) -> Iterator[None]:
-    alone = "no_other_load" in request.fixturenames
-    with open(__file__) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield

@@ -35,6 +35,7 @@ def join_and_run(
     rank: int, world: int, port: str, fn: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
     """One rank, in a process that is started for it."""
+    faulthandler.enable()  # a rank that crashes leaves its stack
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a rank that hangs fails its test
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.cuda.set_device(rank)

@@ -11,8 +11,7 @@ from ds_usp.planner.__main__ import main
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
-@pytest.mark.several_gpus
-@pytest.mark.usefixtures("no_other_load")  # it compares the host times of launches
+@pytest.mark.no_other_load  # it compares the host times of launches
 def test_a_profile_of_this_gpu(tmp_path):
     out = tmp_path / "here.json"
     begin = time.monotonic()
