@@ -150,7 +150,9 @@ class _GlooOfOneThread(c10d.ProcessGroupGloo):
     """All groups of a rank on one device: each has a thread that wakes a hundred times a second,
     and a trainer makes twenty groups."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
+    ) -> None:  # of torch 2.14 on: enable_reconfigure, False for groups of torch.distributed's own
         options = c10d.ProcessGroupGloo._Options()
         options._devices, options._timeout = [_device()], timeout
         super().__init__(store, rank, size, options)
