@@ -4,7 +4,7 @@
     python scripts/bench/long_run.py all DATA OUT               # every curve, on all GPUs
     python scripts/bench/long_run.py train DATA OUT trainer-2x1 # one of them
     python scripts/bench/long_run.py land OUT                   # curves and the plot into results/
-    python scripts/bench/long_run.py all /tmp/tiny OUT --tiny   # on a CPU, to see that it runs
+    python scripts/bench/long_run.py all DATA OUT --tiny         # on a CPU, to see that it runs
 
 Four programs train the same model from the same weights on the same batches of one sequence of
 16,384 tokens, in bf16, with the same learning rates: the trainer of examples_deepspeed, the
