@@ -16,7 +16,7 @@ VERSION = runpy.run_path(str(ROOT / "ds_usp" / "_version.py"))
 # from another version: `ds-usp env` names what is out of bounds, the code checks what it patches.
 # einops: megatron-core's context parallel groups import it undeclared.
 MEGATRON = ["megatron-core>=0.16,<0.17", "einops"]
-DEEPSPEED = ["deepspeed>=0.19,<0.20"]
+DEEPSPEED = ["deepspeed>=0.19.7,<0.20"]
 PLOTS = ["matplotlib"]
 TRANSFORMERS = [
     "transformers>=5.5,<6",
@@ -115,7 +115,7 @@ setup(
         "megatron_patches": ["py.typed"],
     },
     zip_safe=False,
-    install_requires=["torch>=2.6", "packaging"],
+    install_requires=["torch>=2.9", "packaging"],
     extras_require={
         "flash": ["flash-attn>=2.6"],
         # Only pre-releases so far; naming one lets pip take it and later ones without --pre.

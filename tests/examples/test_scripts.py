@@ -29,7 +29,9 @@ def test_the_script_parses(script, tmp_path):
 def test_unknown_groups_of_tests_are_refused(tmp_path):
     done = bash(ROOT / "scripts/test.sh", "everything", cwd=tmp_path)
     assert done.returncode == 2
-    assert "[fast|unit|dist|megatron|transformers|compat|verl|bridge|versions|gpu|all]" in done.stderr
+    assert (
+        "[fast|unit|dist|megatron|transformers|compat|verl|bridge|versions|gpu|all]" in done.stderr
+    )
 
 
 # Answers for python: with an exit code for pytest, whose arguments it prints, and for xdist.

@@ -2,8 +2,8 @@
 
 FlashAttention-4 compiles a kernel for each kind of call, on one core. The tests of one GPU run
 first, in many processes that share the GPUs and the files of compiled kernels; the tests of several
-GPUs run after them, a few at a time, and find these files; those that measure times run last, one after the other
-(``scripts/test.sh gpu``).
+GPUs run after them, a few at a time, and find these files; those that measure times run last, one
+after the other (``scripts/test.sh gpu``).
 """
 
 import os
