@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from ds_usp.errors import ConfigError, DataError
 from ds_usp.geometry.degrees import divisors
@@ -21,6 +22,7 @@ Cost = Callable[[int, int], float]
 MOST_SIZES = 16  # groups of each rank, each with communicators of its own
 # A search for a shorter micro batch ends at this fraction of it.
 _CLOSE = 0.01
+_NO_LIMIT = float("inf")
 _MORE_MICRO_BATCHES = 2  # that are tried beyond what memory needs
 
 
@@ -43,6 +45,12 @@ def groups_of_size(world: int, size: int) -> tuple[range, ...]:
         window = size
     starts = range(0, world - size + 1, window)
     return tuple(range(start, start + size) for start in starts)
+
+
+def ulysses_of(size: int, heads: tuple[int, int] | None) -> int:
+    """The Ulysses degree of a group: the largest part of its ranks among which query heads and
+    key/value heads divide; a ring takes the rest, and all of it where heads are not known."""
+    return 1 if heads is None else max(x for x in divisors(size) if gcd(*heads) % x == 0)
 
 
 @dataclass(frozen=True)
@@ -166,9 +174,12 @@ class Dealer:
         """
         self._check(lengths)
         steps = list(self._dealt(lengths, self.sizes))
-        if len(self.sizes) > 1:
-            held = (x for x in self.sizes if max(lengths) <= x * self.max_tokens)
-            steps += (step for size in held for step in self._dealt(lengths, (size,)))
+        for size in self.sizes if len(self.sizes) > 1 else ():
+            # Not tried where perfect balance would be slower than what was found.
+            best = min((step.seconds for step in steps), default=_NO_LIMIT)
+            work = sum(self.cost(x, size) - self.cost(0, size) for x in lengths)
+            if max(lengths) <= size * self.max_tokens and work * size < best * self.world:
+                steps += self._dealt(lengths, (size,))
         if not steps:
             raise DataError(self._why_not(lengths))
         best = min(steps, key=lambda x: (x.seconds, x.cuts(lengths), len(x.micro_batches)))
@@ -217,9 +228,6 @@ class Dealer:
                 found = (table.shortest(x) for x in range(count, last + 1))
                 return (step for step in found if step is not None)
         return iter(())
-
-
-_NO_LIMIT = float("inf")
 
 
 @dataclass

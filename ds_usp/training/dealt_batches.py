@@ -12,7 +12,6 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,8 @@ from ds_usp.comm.consistency import check_same
 from ds_usp.comm.mesh import SequenceMesh, resolve_group
 from ds_usp.comm.process_groups import all_gather_bytes, transport_device
 from ds_usp.errors import ConfigError, DataError
-from ds_usp.geometry.dealing import Cost, Dealer, DealtStep, SampleCost, groups_of_size
-from ds_usp.geometry.degrees import Degrees, divisors
+from ds_usp.geometry.dealing import Cost, Dealer, DealtStep, SampleCost, groups_of_size, ulysses_of
+from ds_usp.geometry.degrees import Degrees
 from ds_usp.training.data_loader import ShardedBatch, shard_of
 from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
@@ -214,19 +213,13 @@ def dealt_meshes(
     check_same(group, text, error)
     if dealer is None or error is not None:
         raise error or ConfigError("no dealer")
-    degrees = {size: ulysses_degree(size, heads) for size in dealer.sizes}
     if group is None:
         return dealer, {1: SequenceMesh.single()}
-    sizes = {size: (groups_of_size(world, size), degrees[size]) for size in dealer.sizes}
+    sizes = {
+        size: (groups_of_size(world, size), ulysses_of(size, heads)) for size in dealer.sizes
+    }
     # A rank without work is alone, whatever the sizes.
     return dealer, {1: SequenceMesh.single(), **SequenceMesh.of_sizes(group, sizes)}
-
-
-def ulysses_degree(size: int, heads: tuple[int, int] | None) -> int:
-    """Of a group: the largest part of its ranks among which both kinds of heads divide."""
-    if heads is None:
-        return 1
-    return max(x for x in divisors(size) if gcd(*heads) % x == 0)
 
 
 class _Status(NamedTuple):
