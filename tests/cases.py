@@ -5,6 +5,7 @@ compares its shard of the results with the fp64 oracle's.
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -17,6 +18,7 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp import testing as oracle
 from ds_usp.attention.tuning import AUTO_TUNING
+from ds_usp.geometry.masks import Area
 
 ALL_LAYOUTS = ("contiguous", "zigzag", "striped", "context_parallel")
 ALL_ORDERS = ("ulysses-ring", "ring-ulysses")
@@ -63,6 +65,17 @@ def random_tree(draw: random.Random, tokens: int) -> tuple[tuple[int, int, int |
     return tuple(segments)
 
 
+ONE_TREE = ((0, 8, None), (8, 16, 0), (16, 24, 0), (24, 32, 2), (32, 40, 2))
+
+
+class SeesASibling(ds_usp.MaskSpec):
+    """A planted error of :data:`ONE_TREE`: a branch sees the last key of the one before it."""
+
+    def areas(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
+        yield from super().areas(sample)
+        yield (Area(16, 24, 15, 16),)
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention call, without the mesh that it runs on."""
@@ -91,6 +104,7 @@ class Case:
     blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
     # Segments (start, end, parent) of a tree, once for all samples or for each of them.
     tree: tuple[tuple[tuple[int, int, int | None], ...], ...] = ()
+    sees_a_sibling: bool = False  # planted in what is computed
     # Of another sequence of keys: its tokens and the kind of their layout.
     keys: tuple[int, str] | None = None
 
@@ -98,7 +112,8 @@ class Case:
     def mask_spec(self) -> ds_usp.MaskSpec:
         """The mask as the package takes it."""
         if self.tree:
-            return ds_usp.MaskSpec.tree(self.tree)
+            planted = SeesASibling if self.sees_a_sibling else ds_usp.MaskSpec
+            return planted.tree(self.tree)
         return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix, self.blocks)
 
     @property

@@ -86,7 +86,12 @@ NO_SCORE_MOD = Scores()
 
 
 def check_score_mod(
-    scores: Scores, dropout_p: float, q: torch.Tensor, *, one_sequence: bool = True, tree: bool = False
+    scores: Scores,
+    dropout_p: float,
+    q: torch.Tensor,
+    *,
+    one_sequence: bool = True,
+    tree: bool = False,
 ) -> ScoreMod:
     """Check score options against queries ``[b, s, h, d]``; returns what a kernel must support.
 

@@ -60,7 +60,9 @@ class Documents(NamedTuple):
         borders, pairs, index = self.borders, 0, bisect_right(self.borders, start)
         while start < stop:
             begin, end = borders[index - 1], min(borders[index], stop)
-            pairs += ((end - begin) * (end - begin + 1) - (start - begin) * (start - begin + 1)) // 2
+            pairs += (
+                (end - begin) * (end - begin + 1) - (start - begin) * (start - begin + 1)
+            ) // 2
             if self.contexts:
                 pairs += (end - start) * self.contexts[index - 1]
             start, index = end, index + 1
@@ -247,7 +249,9 @@ def rebalance_pair(
     load_before = max(
         sum(documents.causal_pairs(*run) for run in runs) for runs in (runs_a, runs_b)
     )
-    best_cost = _cost(total, load_before, _split_document_tokens(documents.borders, [*runs_a, *runs_b]))
+    best_cost = _cost(
+        total, load_before, _split_document_tokens(documents.borders, [*runs_a, *runs_b])
+    )
     best = list(runs_a), list(runs_b)
     for split_run in sorted(pool, key=lambda run: run.tokens):
         if best_cost <= _GOOD_ENOUGH or budget.remaining <= 0:

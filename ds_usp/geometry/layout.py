@@ -182,7 +182,7 @@ class TokenLayout:
             )
 
     def _validate_documents(self) -> tuple[Borders, Parents]:
-        mask = self.documents
+        mask: Any = self.documents
         if not isinstance(mask, MaskSpec):
             mask = MaskSpec(None, 0, mask, parents=(self.parents,) if self.parents else ())
         documents, is_balanced = mask.documents, self.kind == "balanced"
@@ -290,6 +290,7 @@ class TokenLayout:
         Raises:
             ConfigError: a mask for another length.
         """
+        positions: list[Any]
         if mask is None:
             positions = [x for segment in self.segments(rank) for x in segment.positions]
         else:

@@ -22,8 +22,8 @@ _PRINTED = 8
 
 
 class Area(NamedTuple):
-    """The pairs of the queries ``q_start : q_stop`` and keys ``k_start : k_stop``, global positions,
-    with ``-left <= key - query <= right``; None: no bound."""
+    """The pairs of the queries ``q_start : q_stop`` and keys ``k_start : k_stop``, in global
+    positions, with ``-left <= key - query <= right``; None: no bound."""
 
     q_start: int
     q_stop: int
@@ -109,6 +109,7 @@ class MaskSpec:
             object.__setattr__(self, "blocks", blocks)
             self._check_blocks()
         if self.parents:
+            object.__setattr__(self, "parents", tuple(map(tuple, self.parents)))
             self._check_parents()
 
     def _check_parents(self) -> None:
@@ -134,9 +135,9 @@ class MaskSpec:
                     )
                 if parent >= index:
                     own, other = (f"{i} ({borders[i]}-{borders[i + 1]})" for i in (index, parent))
-                    later = "is itself" if parent == index else f"{other} begins later"
+                    which = "itself" if parent == index else f"{other}, which begins later"
                     raise ConfigError(
-                        f"the parent of segment {own} of sample {sample} {later}: tokens see "
+                        f"segment {own} of sample {sample} has as its parent {which}: tokens see "
                         "earlier ones only. Order the segments so that each comes after its parent"
                     )
 
@@ -304,7 +305,9 @@ class MaskSpec:
             borders = self.documents[sample if len(self.documents) > 1 else 0]
             own, other = (bisect_right(borders, position) - 1 for position in (query, key))
             if own != other:
-                parents = self.parents[sample if len(self.parents) > 1 else 0] if self.parents else ()
+                parents = (
+                    self.parents[sample if len(self.parents) > 1 else 0] if self.parents else ()
+                )
                 while parents and own > other:
                     own = parents[own]
                 return bool(parents) and own == other
@@ -366,7 +369,7 @@ def _validate_segments(segments: list[Any]) -> tuple[Borders, Parents]:
     borders, parents = [0], list[int]()
     for index, segment in enumerate(segments):
         row = [x.item() if hasattr(x, "item") else x for x in _as_list(segment, _SEGMENTS)]
-        if len(row) != 3 or not all(type(x) is int for x in row[:2]):  # noqa: PLR2004
+        if len(row) != 3 or not all(type(x) is int for x in row[:2]):
             raise ConfigError(_SEGMENTS.format(row) + f"; segment {index} is not")
         start, end, parent = row
         before = borders[-1]

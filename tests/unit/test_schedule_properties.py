@@ -3,12 +3,12 @@ pair is computed once, and each rank receives exactly what its peers send."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import get_args
 
 import pytest
-from cases import ALL_LAYOUTS, ALL_ORDERS
+from cases import ALL_LAYOUTS, ALL_ORDERS, ONE_TREE, SeesASibling, random_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
@@ -68,6 +68,12 @@ class Problem:
         for start, stop in mask.blocks[sample] if mask.blocks and mask.right is not None else ():
             for query in range(start, stop):
                 bits[query] |= (1 << stop) - (1 << query)
+        ancestors: list[int] = []  # of each document, as bits of tokens
+        for index, parent in enumerate(mask.parents[sample] if mask.parents else ()):
+            begin, end = mask.documents[sample][index : index + 2]
+            above = ancestors[parent] if parent >= 0 else 0
+            bits[begin:end] = [x | above for x in bits[begin:end]]
+            ancestors.append(above | (1 << end) - (1 << begin))
         return bits
 
 
@@ -103,6 +109,12 @@ def problems(draw: st.DrawFn, what: str) -> Problem:
         if what == "balanced":  # for these documents, or for others
             documents = draw(st.just(samples[0]) | borders_of(tokens))
             layout = TokenLayout("balanced", tokens, *shape, documents)
+    elif what == "tree":
+        trees = [random_tree(draw(st.randoms()), tokens) for _ in range(draw(st.integers(1, 2)))]
+        mask = MaskSpec.tree(trees)
+        if draw(st.booleans()):  # for this tree, or for another
+            one = draw(st.just(trees[0]) | st.randoms().map(lambda x: random_tree(x, tokens)))
+            layout = TokenLayout("balanced", tokens, *shape, MaskSpec.tree(one))
     elif what == "prefix":
         mask = MaskSpec(*window, prefix=draw(st.integers(0, tokens)))
     elif what == "other keys":
@@ -344,7 +356,7 @@ def check_bounds(problem: Problem, plans: list[RingSchedule]) -> None:
         assert plans[0].max_recv_tokens == max(received)
 
 
-WHAT = ["window", "documents", "balanced", "blocks", "prefix", "other keys"]
+WHAT = ["window", "documents", "balanced", "blocks", "tree", "prefix", "other keys"]
 
 
 @pytest.mark.parametrize("what", WHAT)
@@ -359,3 +371,13 @@ def test_schedules_compute_every_pair_once_from_what_peers_send(what, data):
     check_traffic(problem, plans)
     check_order(problem, plans)
     check_bounds(problem, plans)
+
+
+def test_a_branch_that_sees_a_key_of_its_sibling_is_found():
+    layout = TokenLayout("zigzag", 40, 1, 2)
+    right = Problem(layout, None, MaskSpec.tree(ONE_TREE), TileSupport(), False, "only", None)
+    check_pairs(right, right.schedules(), "steps")
+    check_traffic(right, right.schedules())
+    wrong = replace(right, mask=SeesASibling.tree(ONE_TREE)).schedules()
+    with pytest.raises(AssertionError):
+        check_pairs(right, wrong, "steps")
