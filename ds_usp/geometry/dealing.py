@@ -176,9 +176,9 @@ class Dealer:
         steps = list(self._dealt(lengths, self.sizes))
         for size in self.sizes if len(self.sizes) > 1 else ():
             # Not tried where perfect balance would be slower than what was found.
-            best = min((step.seconds for step in steps), default=_NO_LIMIT)
+            found = min((step.seconds for step in steps), default=_NO_LIMIT)
             work = sum(self.cost(x, size) - self.cost(0, size) for x in lengths)
-            if max(lengths) <= size * self.max_tokens and work * size < best * self.world:
+            if max(lengths) <= size * self.max_tokens and work * size < found * self.world:
                 steps += self._dealt(lengths, (size,))
         if not steps:
             raise DataError(self._why_not(lengths))

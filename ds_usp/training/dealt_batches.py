@@ -215,9 +215,7 @@ def dealt_meshes(
         raise error or ConfigError("no dealer")
     if group is None:
         return dealer, {1: SequenceMesh.single()}
-    sizes = {
-        size: (groups_of_size(world, size), ulysses_of(size, heads)) for size in dealer.sizes
-    }
+    sizes = {size: (groups_of_size(world, size), ulysses_of(size, heads)) for size in dealer.sizes}
     # A rank without work is alone, whatever the sizes.
     return dealer, {1: SequenceMesh.single(), **SequenceMesh.of_sizes(group, sizes)}
 
