@@ -47,10 +47,12 @@ def groups_of_size(world: int, size: int) -> tuple[range, ...]:
     return tuple(range(start, start + size) for start in starts)
 
 
-def ulysses_of(size: int, heads: tuple[int, int] | None) -> int:
+def ulysses_of(size: int, heads: tuple[int, int] | None, in_node: int) -> int:
     """The Ulysses degree of a group: the largest part of its ranks among which query heads and
-    key/value heads divide; a ring takes the rest, and all of it where heads are not known."""
-    return 1 if heads is None else max(x for x in divisors(size) if gcd(*heads) % x == 0)
+    key/value heads divide, and which are in one node; a ring takes the rest, and all of it where
+    heads are not known."""
+    fit = (x for x in divisors(size) if gcd(*heads or (1,)) % x == 0 and x <= in_node)
+    return max(fit)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class SampleTime:
         """Of a row of so many samples, forward and backward."""
         key = tokens, count, ranks
         if key not in self._rows:
-            ulysses = ulysses_of(ranks, (self.model.heads, self.model.kv_heads))
+            heads = self.model.heads, self.model.kv_heads
+            ulysses = ulysses_of(ranks, heads, self.cluster.gpus_per_node)
             config = ParallelConfig(
                 ulysses=ulysses, ring=ranks // ulysses, recompute=self.recompute
             )
