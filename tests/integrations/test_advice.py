@@ -280,6 +280,33 @@ def prompts(learned: bool) -> Any:
     return run(model)
 
 
+def see(mask: ds_usp.MaskSpec, *, alibi: bool = False) -> Any:
+    """Attention of 16 tokens under a mask."""
+    mesh, q = ds_usp.SequenceMesh.single(), random(1, 16, 2, 8)
+    layout = mesh.layout("zigzag", 16)
+    scores = ds_usp.Scores(alibi_slopes=torch.ones(2) if alibi else None)
+    return ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=mask, scores=scores)
+
+
+def drop_in(mask: ds_usp.MaskSpec) -> Any:
+    mesh = ds_usp.SequenceMesh.single()
+    return ds_usp.USPAttention(torch.nn.Identity(), mesh=mesh, mask=mask, dropout_p=0.0)
+
+
+ROOT = (0, 8, None)
+TREE = (ROOT, (8, 12, 0), (12, 16, 0))
+ROWS_OF_TREE = ds_usp.MaskSpec.causal([0, 8, 12, 16])
+
+
+def tree(*segments: tuple[int, int, int | None]) -> Act:
+    return lambda: see(ds_usp.MaskSpec.tree(segments))
+
+
+def rectangles(*given: tuple[int, int, int, int, str]) -> Act:
+    return lambda: see(ds_usp.MaskSpec.rectangles(given, 16))
+
+
+SQUARES = (0, 8, 0, 8, "causal"), (8, 16, 8, 16, "full")
 IDS = plain_batch()["input_ids"]
 NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
 PACKED = torch.tensor([[*range(9), *range(32)]])
@@ -425,6 +452,50 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "begins at token 13 with position 13",
         lambda: run(build("recurrent_gemma"), padded_batch("left")),
         lambda: run(build("recurrent_gemma"), padded_batch("right")),
+    ),
+    "a tree that ends early": ("must be 16 (padding", tree(*TREE[:2]), tree(*TREE)),
+    "a gap in a tree": (
+        "in no segment",
+        tree(ROOT, (9, 16, 0)),
+        tree(ROOT, (8, 9, None), (9, 16, 0)),
+    ),
+    "segments that overlap": ("do not overlap", tree(ROOT, (7, 16, 0)), tree(ROOT, (8, 16, 0))),
+    "an empty segment": ("leave it out", tree(ROOT, (8, 8, 0), (8, 16, 0)), tree(ROOT, (8, 16, 0))),
+    "a later parent": (
+        "comes after its parent",
+        tree((0, 4, 1), (4, 12, None), (12, 16, 1)),
+        tree((0, 8, None), (8, 12, 0), (12, 16, 0)),
+    ),
+    "no such parent": ("None for a root", tree(ROOT, (8, 16, 4)), tree(ROOT, (8, 16, None))),
+    "a window over a tree": (
+        "MaskSpec.tree(segments)",
+        lambda: ds_usp.MaskSpec(3, 0, [0, 8, 12, 16], parents=((-1, 0, 0),)),
+        tree(*TREE),
+    ),
+    "ALiBi of a tree": (
+        "a row of its own",
+        lambda: see(ds_usp.MaskSpec.tree(TREE), alibi=True),
+        lambda: see(ROWS_OF_TREE, alibi=True),
+    ),
+    "parents of a zigzag": (
+        "leave them to the mask",
+        lambda: ds_usp.TokenLayout("contiguous", 16, documents=ds_usp.MaskSpec.tree(TREE)),
+        lambda: see(ds_usp.MaskSpec.tree(TREE)),
+    ),
+    "a module of a tree": (
+        "call ds_usp.usp_attention with it",
+        lambda: drop_in(ds_usp.MaskSpec.tree(TREE)),
+        tree(*TREE),
+    ),
+    "rectangles that share a pair": (
+        "cut one of them",
+        rectangles(*SQUARES, (6, 16, 0, 8, "full")),
+        rectangles(*SQUARES, (8, 16, 0, 8, "full")),
+    ),
+    "a token without itself": (
+        "(8, 16, 8, 16, 'causal')",
+        rectangles(SQUARES[0]),
+        rectangles(*SQUARES),
     ),
     "another transformers": ("5.4.1", lambda: version("5.4.1"), lambda: version("5.5.0")),
 }
