@@ -130,9 +130,9 @@ def torch_attend(kernel: str, causal: bool = True) -> Attend:
 def local_kernel(shape: Shape, kernel: str) -> Attend:
     """The kernel on the full sequence, called as its own library is; ds_usp's adapter of it where
     that takes more than one call (documents) and for kernels of ds_usp."""
-    if kernel in BACKENDS and not (shape.window or shape.documents):
+    if kernel in BACKENDS and not (shape.window or shape.mask.documents):
         return torch_attend(kernel, causal=not shape.full)
-    if kernel == "flash4" and not shape.documents:
+    if kernel == "flash4" and not shape.mask.documents:
         from flash_attn.cute import flash_attn_func
 
         options: dict[str, Any] = {"causal": not (shape.full or shape.window)}
@@ -181,7 +181,8 @@ def ds_usp_baseline(mesh: ds_usp.SequenceMesh, kernel: str) -> Baseline:
     """ds_usp over one mesh, in the shape's token layout."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
-        layout = mesh.layout(shape.layout_kind, shape.seq_len, shape.borders)
+        documents = shape.mask if shape.layout_kind == "balanced" else ()
+        layout = mesh.layout(shape.layout_kind, shape.seq_len, documents)
         return usp_attend(mesh, layout, kernel, shape.mask), shape, layout.positions(mesh.rank)
 
     return Baseline(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
