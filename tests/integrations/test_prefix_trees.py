@@ -8,8 +8,11 @@ import torch
 import transformers
 from cases import mesh_of
 from harness import RankContext
-from hf_trainer_runs import Record, Split, arguments, finish, restored_environment, tiny_model
+from hf_trainer_runs import Split, run_trl
 from model_runs import BOUND, IGNORED, Result, mean_gradients, take_gradients
+from rl_runs import run_rl, saved_reference
+from test_rl import same_logs
+from test_trainer import assert_same_logs
 from tiny_models import VOCAB, build
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -145,3 +148,28 @@ def tree_positions_of(batch: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("error", ["weight", "sibling", "label"])
 def test_a_planted_error_is_found(pool, error):
     assert min(pool.run(planted, 4, error=error)) > 1e-3
+
+
+# ------------------------------------------------------------------ trainers
+
+
+def test_dpo_that_shares_prompts_trains_as_one_process_does(pool):
+    """Chosen and rejected are a tree: everything that is logged, and fewer tokens."""
+    options = {"name": "dpo", "micro": 2, "max_steps": 2, "prompt": 24}
+    want, tokens = pool.run(run_trl, 1, **options)[0]
+    logs, local_tokens = pool.run(run_trl, 2, split=Split(1, 2), share_prefixes=True, **options)[0]
+    assert_same_logs(logs, want)
+    # The reference is given one row: of two pairs each prompt once, and no padding.
+    assert 0 < local_tokens <= (4 * tokens - 2 * 23) // 2
+    raise SystemExit((tokens, local_tokens))
+
+
+def test_grpo_that_shares_prompts_trains_as_one_process_does(pool, tmp_path):
+    options = {"micro": 4, "num_generations": 4, "prompt": 20, "beta": 0.1, "max_steps": 2}
+    options["folder"] = saved_reference(str(tmp_path))
+    want = pool.run(run_rl, 1, **options)[0]
+    got = pool.run(run_rl, 2, split=Split(2, 1), share_prefixes=True, **options)[0]
+    same_logs(got, want)
+    for weight, expected in zip(got.weights, want.weights, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
+    raise SystemExit((want.tokens, got.tokens))
