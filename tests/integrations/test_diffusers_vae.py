@@ -301,7 +301,7 @@ REFUSED = {
     "another VAE": "encoder.down_blocks",
     "latents": "decode of AutoencoderKLWan (call it on every rank, with the same values)",
     "tiles": "tile_sample_stride_height",
-    "tiles that do not divide": "tiles of height 256, one each 20, do not fit its latents",
+    "tiles that do not divide": "tiles of height 32, one each 20, do not fit its latents",
     "a tile": "no memory",
     "noise": "draws random numbers for each tile",
 }
