@@ -1,7 +1,9 @@
 """ControlNets and IP-Adapters of enabled transformers, on 4 ranks, against one."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -18,7 +20,7 @@ from tiny_diffusers import arguments, build
 from torch import Tensor
 
 from ds_usp import SequenceMesh, UnsupportedAttentionError
-from ds_usp.integrations.diffusers import PLANS, Plan, TokenDim, enable
+from ds_usp.integrations.diffusers import Plan, enable
 
 FLUX, TOKENS = "FluxTransformer2DModel", 35  # of the image, of odd arguments
 # By class: its arguments of a ControlNet, and how many tensors of residuals each gets.
@@ -99,22 +101,14 @@ def controlnet() -> Any:
 
 
 def plan_of_controlnet() -> Plan:
-    flux = PLANS[FLUX]
-    return replace(
-        flux,
-        inputs={
-            "": {
-                **dict.fromkeys(("hidden_states", "controlnet_cond"), TokenDim("image", 1)),
-                "encoder_hidden_states": TokenDim("text", 1),
-                "img_ids": TokenDim("image", -2),
-                "txt_ids": TokenDim("text", -2),
-            }
-        },
-        whole=(*("timestep", "guidance", "pooled_projections"), "conditioning_scale"),
-        adapters=(),
-        joined="controlnet_blocks.*",
-        also_joined={"controlnet_single_blocks.*": "image"},
-    )
+    """The one that the page shows."""
+    page = Path(__file__).parents[2] / "docs" / "usage" / "diffusers.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    source = next(x for x in blocks if "plan_of_controlnet = " in x).partition("sizes = ")[0]
+    names: dict[str, Any] = {}
+    exec(compile(source, str(page), "exec"), names)
+    plan: Plan = names["plan_of_controlnet"]
+    return plan
 
 
 class Controlled(torch.nn.Module):
