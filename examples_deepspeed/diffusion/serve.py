@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 4 serve.py --tiny flux --device cpu --ulysses-degree 2
     curl localhost:8000/generate -d '{"prompt": "a fox", "height": 64, "width": 96}' -o fox.png
 
-``POST /generate`` answers with a PNG (Wan: a GIF), ``GET /health`` with what the ranks do. Requests
-run one after the other, on all ranks or none; SIGTERM ends after those that wait.
+Answers with a PNG (Wan: a GIF); ``GET /health``: what ranks do; SIGTERM ends after those that wait.
 """
 
 import datetime
@@ -15,6 +14,7 @@ import threading
 import time
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,10 @@ from generate import embeddings, pipeline_of
 from ds_usp.integrations.diffusers import enable, enable_vae
 
 # Fields of a request: default, smallest and largest value, of texts the smallest, largest length
-FIELDS = {"prompt": ("", 1, 8192), "negative_prompt": ("", 0, 8192), "seed": (0, 0, 2**63 - 1),
-          "height": (1024, 16, 4096), "width": (1024, 16, 4096), "num_frames": (81, 1, 257),
-          "steps": (28, 1, 200), "guidance_scale": (3.5, 0, 100), "lora": ("", 0, 256),
-          "lora_scale": (1.0, -10, 10)}  # fmt: skip
+FIELDS = MappingProxyType({"prompt": ("", 1, 8192), "negative_prompt": ("", 0, 8192),
+    "height": (1024, 16, 4096), "width": (1024, 16, 4096), "num_frames": (81, 1, 257),
+    "steps": (28, 1, 200), "guidance_scale": (3.5, 0, 100), "lora": ("", 0, 256),
+    "lora_scale": (1.0, -10, 10), "seed": (0, 0, 2**63 - 1)})  # fmt: skip
 WAITING, PATIENCE = 64, 120.0  # requests; seconds without a step until /health is 503
 
 
@@ -37,7 +37,7 @@ def request_of(body, loras):
         raise ValueError(f"give a JSON object of {', '.join(FIELDS)}, of which prompt is needed")
     request = {name: given.get(name, default) for name, (default, _, _) in FIELDS.items()}
     for name, (default, low, high) in FIELDS.items():
-        value, kinds = request[name], {type(default), int} if default == 1.0 else {type(default)}
+        value, kinds = request[name], {float: {float, int}}.get(type(default), {type(default)})
         if type(value) not in kinds or not low <= (len(value) if default == "" else value) <= high:
             raise ValueError(f"{name}={value!r:.99}: {type(default).__name__}, {low} to {high}")
     if request["lora"] not in ("", *loras):
@@ -91,7 +91,7 @@ def generate(pipeline, request, prompt, args, device, state):
 
 def loop(pipeline, mesh, device, args, jobs, state):
     """Serve until the job of rank 0 is None; an error that is no request's ends all ranks."""
-    # Ranks wait for requests on the CPU, not in NCCL, and as long as it takes.
+    # Ranks wait on the CPU, not in NCCL, and as long as it takes.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
     while True:
         state.update(step=0, since=0.0)

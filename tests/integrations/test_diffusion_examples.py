@@ -151,7 +151,14 @@ def request(index: int) -> tuple[int, bytes]:
     """The expected status and the body; of good ones six kinds, half of them with LoRA."""
     if index % 10 == 9:
         return BAD[index // 10 % len(BAD)]
-    given = {"prompt": "a fox", "seed": index % 3, "height": 32, "width": 48, "steps": 2}
+    given = {
+        "prompt": "a fox",
+        "seed": index % 3,
+        "height": 32,
+        "width": 48,
+        "steps": 2,
+        "guidance_scale": 4,
+    }
     return 200, json.dumps({**given, "lora": "style" if index % 2 else ""}).encode()
 
 
