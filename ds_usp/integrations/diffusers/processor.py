@@ -42,7 +42,8 @@ def check_processor(module: nn.Module) -> None:
         UnsupportedAttentionError: IP-Adapters and other processors with weights, functions, norms
             over tokens, or an attention backend.
     """
-    processor, name = module.processor, type(module.processor).__name__
+    processor: Any = module.processor
+    name = type(processor).__name__
     if hasattr(processor, _MARK):
         raise ConfigError(f"{name} is sharded already: disable() the transformer first")
     if name not in _ADAPTED and (isinstance(processor, nn.Module) or "IPAdapter" in name):

@@ -18,7 +18,6 @@ from ds_usp.integrations.model_comparison import ModelComparison, gathered_value
 from ds_usp.integrations.replicas import check_mesh, same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
-
 # Note [tiles that are computed later]
 #
 # A class of diffusers computes its tiles one after the other, then blends them; each class by a
@@ -33,26 +32,21 @@ from ds_usp.memory.compile_guard import disable_in_compile
 # CogVideoX, the output of an encoder to `quant_conv`), or write into one list (`feat_cache` of Wan
 # and QwenImage). Classes whose modules keep caches in themselves would hide that, and those that
 # blend a tile before they compute the next one would wait for each: they have no row.
-class _Row(NamedTuple):
-    """What a class with tiles calls: ``outputs`` of its encoder and decoder, the second one being a
-    cache for the next frames."""
-
-    outputs: int = 1
-
-
-TILED: Mapping[str, _Row] = MappingProxyType(
+#
+# By class, how many outputs its encoder and decoder have: the second is a cache for later frames.
+TILED: Mapping[str, int] = MappingProxyType(
     {
-        "AutoencoderKL": _Row(),
-        "AutoencoderKLFlux2": _Row(),
-        "AutoencoderKLWan": _Row(),
-        "AutoencoderKLQwenImage": _Row(),
-        "AutoencoderKLHunyuanVideo": _Row(),
-        "AutoencoderKLHunyuanVideo15": _Row(),
-        "AutoencoderKLHunyuanImage": _Row(),
-        "AutoencoderKLCogVideoX": _Row(outputs=2),
-        "AutoencoderKLLTXVideo": _Row(),
-        "AutoencoderKLLTX2Video": _Row(),
-        "AutoencoderDC": _Row(),
+        "AutoencoderKL": 1,
+        "AutoencoderKLFlux2": 1,
+        "AutoencoderKLWan": 1,
+        "AutoencoderKLQwenImage": 1,
+        "AutoencoderKLHunyuanVideo": 1,
+        "AutoencoderKLHunyuanVideo15": 1,
+        "AutoencoderKLHunyuanImage": 1,
+        "AutoencoderKLCogVideoX": 2,
+        "AutoencoderKLLTXVideo": 1,
+        "AutoencoderKLLTX2Video": 1,
+        "AutoencoderDC": 1,
     }
 )
 _MODULES = ("encoder", "quant_conv", "decoder")
@@ -142,10 +136,10 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
     @disable_in_compile("ranks compare what they decode")
     def _whole(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         what = f"{name} of {type(self.vae).__name__} (call it on every rank, with the same values),"
-        given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+        given = {"given": args, **kwargs}
         with same_on_all_ranks(self.mesh, what, given, self._model):
             check_tiles(self.vae)
-            tensors = (*given.values(), *self.vae.parameters())
+            tensors = (*args, *kwargs.values(), *self.vae.parameters())
             if torch.is_grad_enabled() and any(_wants_gradient(x) for x in tensors):
                 raise UnsupportedAttentionError(
                     f"{type(self.vae).__name__}.{name} with gradients: tiles of other ranks have "
@@ -240,7 +234,7 @@ class _Later:
     def __torch_function__(
         cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        parts = args[0] if function is torch.cat else ()
+        parts = args[0] if function is torch.cat and args else ()
         if parts and all(type(x) is _Later and x.value is None for x in parts):
             chains = {id(x.chain) for x in parts}
             if len(chains) == 1:  # the frames of one tile
@@ -356,11 +350,10 @@ class _Tiles:
     def noting(self, vae: Any) -> Iterator[None]:
         """Calls of the VAE's modules in the body are noted."""
         modules = {x: m for x in _MODULES if (m := getattr(vae, x, None)) is not None}
-        row = TILED[self.name]
         # In the instance, where they are found before its modules: hooks, offloading and compiled
         # forwards of these run as ever, when they are called.
         for name, module in modules.items():
-            outputs = 1 if name == "quant_conv" else row.outputs
+            outputs = 1 if name == "quant_conv" else TILED[self.name]
             vars(vae)[name] = _Noted(self, module, outputs)
         self.is_noting = True
         try:
@@ -406,9 +399,11 @@ class _Tiles:
     def compute(self) -> None:
         """Compute this rank's share of the tiles, and exchange all. Collective."""
         chains, self._chains, self._of_list = self._chains, [], {}
+        if not chains:  # all were computed, or this is within a tile: other ranks are not here
+            return
         owners = deal([chain.size for chain in chains], self.mesh.sp_degree)
         rank, group = self.mesh.rank, self.mesh.sp_group
-        with self.mesh.agreeing(f"{len(chains)} tiles of {self.name}, of the ranks {owners}"):
+        with self.mesh.agreeing(f"{len(chains)} tiles of {self.name}"):
             for chain, owner in zip(chains, owners, strict=True):
                 if owner == rank:
                     with _draws_nothing(self.name, chain.device):
