@@ -70,7 +70,7 @@ class Plan:
             comes last. Its last columns, or the first, are the text's, as in ``attention``, of
             which the first entry below the module counts.
         whole: arguments of the transformer that every rank takes whole. All but these, those of
-            ``inputs`` and the attention arguments' LoRA scale are refused.
+            ``inputs``, the attention arguments' LoRA scale and ``adapters`` are refused.
         unbatched: those of all arguments that have no batch; the others have it as their dim 0.
         batched: an argument whose dim 0 is the batch, or that is a list of samples.
         zero_or_not: arguments of which the pass asks whether all samples are zero.
@@ -81,6 +81,8 @@ class Plan:
             they are sharded otherwise afterwards.
         needs_mask: whether attention processors cannot do without the mask: they are given one that
             has no values (on the device ``meta``), and what they make of it is not looked at.
+        adapters: keys of the attention arguments whose values are keys of their own for every
+            image token (IP-Adapters); they stay whole.
         refused: by option of the configuration, the value that gives tokens a meaning by index.
     """
 
@@ -99,6 +101,7 @@ class Plan:
     zero_or_not: tuple[str, ...] = ()
     keys: Mapping[str, Kind] = field(default_factory=dict)
     also_joined: Mapping[str, Kind] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Mapping[str, Tokens]:
@@ -206,6 +209,9 @@ _FLUX = Plan(
     whole=("timestep", "guidance", "pooled_projections"),
     unbatched=("img_ids", "txt_ids"),
 )
+# A ControlNet's, one tensor for some blocks: of all image tokens, in their order.
+_RESIDUALS = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), _IMAGE)
+_FLUX_CONTROLLED = replace(_FLUX, inputs={"": {**_FLUX.inputs[""], **_RESIDUALS}})
 _WAN = Plan(
     inputs={
         "": {"timestep": _OPTIONAL_IMAGE},  # Wan 2.2: one for each token
@@ -233,7 +239,11 @@ _HUNYUAN_TWO_TEXTS = (
 )
 PLANS: Mapping[str, Plan] = MappingProxyType(
     {
-        "FluxTransformer2DModel": _FLUX,
+        "FluxTransformer2DModel": replace(
+            _FLUX_CONTROLLED,
+            whole=(*_FLUX.whole, "controlnet_blocks_repeat"),
+            adapters=("ip_adapter_image_embeds",),
+        ),
         "Flux2Transformer2DModel": replace(_FLUX, whole=("timestep", "guidance")),
         "WanTransformer3DModel": _WAN,
         "WanVACETransformer3DModel": Plan(
@@ -254,7 +264,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "QwenImageTransformer2DModel": Plan(
             inputs={
-                "": {"hidden_states": _IMAGE},
+                "": {"hidden_states": _IMAGE, "controlnet_block_samples": _IMAGE},
                 _FIRST_BLOCK: {"encoder_hidden_states": _TEXT},
                 _BLOCKS: {"modulate_index": _OPTIONAL_IMAGE},
             },
@@ -287,7 +297,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             unbatched=("image_rotary_emb", "ofs"),
         ),
         "SD3Transformer2DModel": Plan(
-            inputs={},
+            inputs={"": {"block_controlnet_hidden_states": _IMAGE}},
             outputs={"pos_embed": (_IMAGE,), "context_embedder": (_TEXT,)},
             attention={f"{_BLOCKS}.attn": ("image", "text"), f"{_BLOCKS}.attn2": ("image",)},
             whole=(
@@ -307,9 +317,9 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             ),
         ),
         "ChromaTransformer2DModel": replace(
-            _FLUX,
+            _FLUX_CONTROLLED,
             masks={_BLOCKS: "attention_mask", _SINGLE_BLOCKS: "attention_mask"},
-            whole=("timestep", "attention_mask"),
+            whole=("timestep", "attention_mask", "controlnet_blocks_repeat"),
         ),
         "Flux3Transformer2DModel": Plan(
             inputs={
@@ -372,7 +382,10 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "LongCatImageTransformer2DModel": replace(_FLUX, whole=("timestep", "guidance")),
         "OvisImageTransformer2DModel": replace(_FLUX, whole=("timestep",)),
-        "BriaTransformer2DModel": _FLUX,
+        # diffusers adds the single blocks' residuals from the text's length on.
+        "BriaTransformer2DModel": replace(
+            _FLUX, inputs={"": {**_FLUX.inputs[""], "controlnet_block_samples": _IMAGE}}
+        ),
         "ZImageTransformer2DModel": Plan(
             inputs={
                 "noise_refiner.0": {"x": _IMAGE},
