@@ -15,9 +15,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.diffusers.branches import Branches
-from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_capture
+from ds_usp.errors import ConfigError, UnsupportedAttentionError, USPError
+from ds_usp.integrations.diffusers.branches import BranchCalls, Branches, WaitingCall
+from ds_usp.integrations.diffusers.graphs import (
+    ForwardGraphs,
+    Mode,
+    check_compiled,
+    refuse_capture,
+)
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
@@ -117,6 +122,11 @@ class ShardedTransformer:
             transformer.forward = self._graphs = ForwardGraphs(transformer)
         self._handles, self._inner_handles = list(self._register()), list[RemovableHandle]()
         self._hook_modules()
+        self._step: tuple[WaitingCall, ...] = ()  # the calls that run
+        self._calls: BranchCalls | None = None
+        if branches.degree > 1 and plan.shared_by_branches:
+            own = frozenset(handle.id for handle in self._handles)
+            self._calls = BranchCalls(transformer, branches, plan, self._run, self._note, own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
         twin = object.__new__(type(self))
@@ -161,6 +171,8 @@ class ShardedTransformer:
 
     def remove(self) -> None:
         self._removed = True
+        if self._calls is not None:
+            self._calls.remove()
         self._model.leave()
         self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
@@ -219,7 +231,7 @@ class ShardedTransformer:
         # Whole arguments come in: positions are made from frames, height and width of all tokens,
         # and embeddings of patches from whole latents. What has tokens is sharded where the plan
         # says so, which for many classes is only at the first block.
-        arguments = bind(self.transformer, args, kwargs)
+        arguments, step = bind(self.transformer, args, kwargs), self._step
         name = type(self.transformer).__name__
         refuse_capture(name)
         advice = "give every rank the same weights and batch, and noise from generators of one seed"
@@ -228,24 +240,41 @@ class ShardedTransformer:
         if self.state is not None and self._graphs is not None:  # so was this
             self._graphs.clear()
         compared, mode = dict(arguments), Mode.GRADIENTS
+        if len(step) > 1:
+            compared = {f"branch {i}": call.arguments for i, call in enumerate(step)}
         with same_on_all_ranks(self._mesh, call, compared, self._model, deferred=True) as values:
             self._check_unchanged()
-            check_arguments(self.transformer, self._plan, arguments)
-            self._parts = parts = self._parts_of(arguments)
+            self._check_step(step)
+            for each in [call.arguments for call in step] or [arguments]:
+                check_arguments(self.transformer, self._plan, each)
+            self._parts = parts = self._branches if len(step) > 1 else self._parts_of(arguments)
             compared["parts of the mesh"] = parts.degree
-            given = parts.split(name, arguments, self._plan)
+            samples = "some samples of the batch"
+            if len(step) > 1:
+                given, samples = arguments, f"branch {parts.index} of a step"
+            else:
+                given = parts.split(name, arguments, self._plan)
             if self._graphs is not None:
-                mode, compared["the pass is"] = self._graphs.choose(given, parts.mesh)
+                mode, text = self._graphs.choose(given, parts.mesh)
+                if len(step) > 1:  # texts of other lengths make passes of other kinds
+                    samples += f", {text}"
+                else:
+                    compared["the pass is"] = text
         with self._declared_to_ranks():
-            return (), self._begin_pass(name, values, mode, given)
+            return (), self._begin_pass(name, values, mode, given, samples)
 
     def _begin_pass(
-        self, name: str, values: ValuesComparison, mode: Mode, given: dict[str, Any]
+        self,
+        name: str,
+        values: ValuesComparison,
+        mode: Mode,
+        given: dict[str, Any],
+        samples: str,
     ) -> dict[str, Any]:
         parts = self._parts
         if parts.degree > 1:  # attention is compared in a part of the mesh
             parts.mesh.consistency.begin_forward_pass()
-            parts.mesh.agree(f"a forward pass of {name}, some samples of the batch")
+            parts.mesh.agree(f"a forward pass of {name}, {samples}")
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, parts.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
@@ -282,10 +311,46 @@ class ShardedTransformer:
                 )
             return self._parts.join(out, self._mesh)
 
+    # ------------------------------------------------------------------ calls of a step
+
+    @contextmanager
+    def _run(self, calls: Sequence[WaitingCall]) -> Iterator[None]:
+        """Around the pass of calls that have waited: this rank's of a step, or a single one."""
+        self._step = tuple(calls)
+        try:
+            yield
+        finally:
+            self._step = ()
+
+    def _note(self) -> tuple[object, Exception | None]:
+        try:
+            check_transformer(self.transformer)
+            check_compiled(self.transformer, f"cfg_degree={self._branches.degree}")
+        except USPError as problem:
+            return self._model.state(), problem
+        return self._model.state(), None
+
+    def _check_step(self, step: Sequence[WaitingCall]) -> None:
+        name, state = type(self.transformer).__name__, self._model.state() if step else None
+        for call in step:
+            if call.problem is not None:
+                raise call.problem
+            if call.state != state:
+                raise UnsupportedAttentionError(
+                    f"{name}: weights or settings were changed between two branches of a step, "
+                    f"and cfg_degree={self._branches.degree} computes both after the change. "
+                    "Change them between steps, or use cfg_degree=1"
+                )
+
     def _parts_of(self, arguments: dict[str, Any]) -> Branches:
         """What computes the samples of a batch: the branches' parts of the mesh, or all of it."""
         name, degree = type(self.transformer).__name__, self._branches.degree
         parts = self._branches.of_batch(name, arguments, self._plan, self._mesh)
+        if parts is not self._branches and self._calls is not None and not self._calls.is_called:
+            raise UnsupportedAttentionError(
+                f"{name}.compile() after enable takes the place of what lets the calls of a step "
+                f"wait for each other with cfg_degree={degree}: use compile_repeated_blocks()"
+            )
         if parts is not self._branches:
             batch, ulysses = len(arguments[self._plan.batched]), self._mesh.ulysses_degree
             why = f" of the whole mesh, which computes a batch of {batch} with cfg_degree={degree}"
