@@ -379,21 +379,29 @@ class BranchCalls:
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, out = self._joined_step(args, kwargs)
+        return self._call(*args, **kwargs) if out is None else out
+
+    @disable_in_compile("a call waits for the other branches of its step")
+    def _joined_step(self, args: Any, kwargs: Any) -> tuple[Any, Any, tuple[Tensor] | None]:
+        """The arguments of a call that runs by itself, or the output of one that waits or has
+        waited."""
         if self._removed or torch.is_grad_enabled():
-            return self._call(*args, **kwargs)
+            return args, kwargs, None
         args, kwargs = _kept((args, kwargs))
         arguments = dict(zip(parameters_of(self._transformer), args, strict=False)) | kwargs
         if not self._may_wait(arguments):
-            return self._call(*args, **kwargs)
+            return args, kwargs, None
         shared = arguments[self._plan.shared_by_branches or ""]
         call = WaitingCall(arguments, shared, self._context, *self._note())
         self._waiting = [x for x in self._waiting if x.out is None and x.belongs_with(call)]
         self._waiting.append(call)
         if len(self._waiting) < self._degree:
-            return (_Promise.of(lambda: self._value(call), lambda: call.out is not None),)
+            promise = _Promise.of(lambda: self._value(call), lambda: call.out is not None)
+            return (), {}, (promise,)
         calls, self._waiting = self._waiting, []
         self._run_now(calls)
-        return (self._value(call),)
+        return (), {}, (self._value(call),)
 
     def _may_wait(self, arguments: Mapping[str, Any]) -> bool:
         batch = arguments.get(self._plan.batched)
