@@ -349,7 +349,7 @@ def changed_between(ctx: RankContext) -> list[str]:
         with pytest.raises(ds_usp.ConfigError) as late:
             left.sum()
         messages.append(str(late.value))
-        assert vars(transformer).keys() == vars(build(name)).keys()
+        assert not {"_compiled_call_impl", "cache_context"} & vars(transformer).keys()
     return messages
 
 

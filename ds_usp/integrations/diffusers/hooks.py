@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError, USPError
 from ds_usp.integrations.diffusers.branches import BranchCalls, Branches, WaitingCall
+from ds_usp.integrations.diffusers.caches import CACHES, FOLLOWERS, Caches, hooks_of
 from ds_usp.integrations.diffusers.graphs import (
     ForwardGraphs,
     Mode,
@@ -42,29 +43,31 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def check_transformer(transformer: nn.Module) -> None:
-    """Refuse what diffusers may have switched on: its parallelism (ConfigError), caches of blocks
-    and other hooks that see tokens (UnsupportedAttentionError)."""
+def check_transformer(transformer: nn.Module) -> Caches:
+    """Refuse what diffusers may have switched on: its parallelism (ConfigError), and hooks that see
+    tokens (UnsupportedAttentionError) but for known caches, which it returns."""
     name = type(transformer).__name__
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ConfigError(
             f"{name} has diffusers' own parallelism (enable_parallelism, parallel_config): load "
             "the transformer without it"
         )
-    if getattr(transformer, "is_cache_enabled", False):
-        raise UnsupportedAttentionError(
-            f"{name} has a cache of its blocks, whose choices would differ between shards: call "
-            "disable_cache()"
-        )
-    for path, module in transformer.named_modules():
-        registry = vars(module).get("_diffusers_hook")  # a thousand modules, in every pass
-        foreign = [] if registry is None else sorted(set(registry.hooks) - _HARMLESS_HOOKS)
-        if foreign:
+    hooks = list(hooks_of(transformer))
+    for path, hook, _ in hooks:
+        if hook in _HARMLESS_HOOKS or hook in CACHES or hook in FOLLOWERS:
+            continue
+        if getattr(transformer, "is_cache_enabled", False):
             raise UnsupportedAttentionError(
-                f"{name} has diffusers' {', '.join(foreign)} (at {path or 'the transformer'}), "
-                "which would see the tokens of a shard. Remove it: caches, skipped layers and "
-                "guidance by changed attention are not served"
+                f"{name} has a cache of its blocks ({hook}), whose choices would differ between "
+                "shards: call disable_cache(), or enable FirstBlockCache, MagCache, TaylorSeer, "
+                "FasterCache or PyramidAttentionBroadcast"
             )
+        raise UnsupportedAttentionError(
+            f"{name} has diffusers' {hook} (at {path or 'the transformer'}), which would see the "
+            "tokens of a shard. Remove it: skipped layers and guidance by changed attention are "
+            "not served"
+        )
+    return Caches(transformer, hooks)
 
 
 def check_attention(transformer: nn.Module, plan: Plan, ulysses: int) -> None:
@@ -123,6 +126,8 @@ class ShardedTransformer:
         self._handles, self._inner_handles = list(self._register()), list[RemovableHandle]()
         self._hook_modules()
         self._step: tuple[WaitingCall, ...] = ()  # the calls that run
+        self._caches = check_transformer(transformer)
+        self._divided: tuple[int, bool] | None = None  # how the pass before was
         self._calls: BranchCalls | None = None
         if branches.degree > 1 and plan.shared_by_branches:
             own = frozenset(handle.id for handle in self._handles)
@@ -176,6 +181,7 @@ class ShardedTransformer:
         self._model.leave()
         self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
+        self._caches.release()
         if self._graphs is not None:
             self._graphs.clear()
             if vars(self.transformer).get("forward") is self._graphs:  # else it was replaced
@@ -237,18 +243,21 @@ class ShardedTransformer:
         advice = "give every rank the same weights and batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
+        self._caches.release()
         if self.state is not None and self._graphs is not None:  # so was this
             self._graphs.clear()
         compared, mode = dict(arguments), Mode.GRADIENTS
         if len(step) > 1:
             compared = {f"branch {i}": call.arguments for i, call in enumerate(step)}
         with same_on_all_ranks(self._mesh, call, compared, self._model, deferred=True) as values:
-            self._check_unchanged()
+            self._caches = caches = self._check_unchanged()
             self._check_step(step)
             for each in [call.arguments for call in step] or [arguments]:
                 check_arguments(self.transformer, self._plan, each)
-            self._parts = parts = self._branches if len(step) > 1 else self._parts_of(arguments)
-            compared["parts of the mesh"] = parts.degree
+            parts = self._branches if len(step) > 1 else self._parts_of(arguments)
+            self._check_caches(caches, parts, step)
+            self._parts = parts
+            compared["parts of the mesh"], compared["caches"] = parts.degree, caches.text
             samples = "some samples of the batch"
             if len(step) > 1:
                 given, samples = arguments, f"branch {parts.index} of a step"
@@ -275,6 +284,8 @@ class ShardedTransformer:
         if parts.degree > 1:  # attention is compared in a part of the mesh
             parts.mesh.consistency.begin_forward_pass()
             parts.mesh.agree(f"a forward pass of {name}, {samples}")
+        # Both branches in a batch are one decision; calls of their own have one each.
+        self._caches.decide_on(parts.mesh if len(self._step) > 1 else self._mesh)
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, parts.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
@@ -293,6 +304,7 @@ class ShardedTransformer:
     def _end(self, _: nn.Module, __: Any, out: Any) -> Any:
         state, self.state = self.state, None  # out is None where the pass has raised
         self._restore_checkpoints()
+        self._caches.release()
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
         if out is None:
@@ -357,11 +369,21 @@ class ShardedTransformer:
             check_heads(self.transformer, self._plan, ulysses, why)
         return parts
 
-    def _check_unchanged(self) -> None:
+    def _check_caches(
+        self, caches: Caches, parts: Branches, step: Sequence[WaitingCall]
+    ) -> None:
+        of_branches = len(step) > 1
+        divided = parts.degree, of_branches
+        contexts = [call.context for call in step]
+        caches.check(of_branches, parts.degree > 1 and not of_branches, None not in contexts)
+        caches.check_same_parts(self._divided in (None, divided))
+        self._divided = divided
+
+    def _check_unchanged(self) -> Caches:
         # Attention of a new module would not be sharded, and would compute with a shard as if it
         # were all tokens. Others that the plan names, as LoRA and quantization wrap and replace
         # them, have their hooks by its paths: those on the old module may run within the new one.
-        check_transformer(self.transformer)
+        caches = check_transformer(self.transformer)
         name = type(self.transformer).__name__
         if not _same(self._attention_modules(), [module for module, *_ in self._processors]):
             raise ConfigError(
@@ -378,6 +400,7 @@ class ShardedTransformer:
                     f"{type(module.processor).__name__}): disable(), change them, and enable again"
                 )
             check_backend_of(processor)
+        return caches
 
     def _wrap_checkpoints(self, state: PassState) -> None:
         # Blocks that a checkpoint runs again in backward find the state of their own pass, even if
