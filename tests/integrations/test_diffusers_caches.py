@@ -102,3 +102,130 @@ def test_a_mesh_skips_what_one_process_skips(pool):
             assert passes == alone, (case, passes, alone)
             assert True in alone and False in alone, (case, alone)
             assert error <= BOUND, (case, error)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def skipping(transformer: Any) -> None:
+    """As caches that others copy into a model: from the second pass on, without a block."""
+    block, calls = transformer.single_transformer_blocks[-1], []
+    forward = block.forward
+
+    def cached(hidden_states: Any, encoder_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            return encoder_hidden_states, hidden_states
+        return forward(hidden_states, encoder_hidden_states, *args, **kwargs)
+
+    block.forward = cached
+
+
+def uncached(ctx: RankContext) -> list[str]:
+    """Errors of every rank."""
+    messages = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises(ds_usp.USPError) as error:
+            call()
+        messages.append(str(error.value))
+
+    def built(change: Callable[[Any], Any]) -> Any:
+        transformer = build("FluxTransformer2DModel").eval()
+        change(transformer)
+        return transformer
+
+    given = arguments("FluxTransformer2DModel")
+    one = {key: x if key.endswith("ids") else x[:1] for key, x in given.items()}
+    thresholds = 0.1 if ctx.rank else 0.2
+
+    def on_one_rank(transformer: Any) -> None:
+        transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=thresholds))
+
+    def sea(transformer: Any) -> None:
+        transformer.enable_cache(diffusers.SeaCacheConfig())
+
+    refused(lambda: enable(built(on_one_rank), mesh_of(2)))
+    refused(lambda: enable(built(sea), mesh_of(2)))
+    with torch.no_grad():
+        transformer = build("FluxTransformer2DModel").eval()
+        with enable(transformer, mesh_of(2)):
+            on_one_rank(transformer)
+            refused(lambda: transformer(**given))
+        transformer = built(skipping)
+        with enable(transformer, mesh_of(2)):
+            transformer(**given)
+            refused(lambda: transformer(**given))
+
+        def step(transformer: Any, contexts: bool = True) -> None:
+            calls = []
+            for name in ("cond", "uncond"):
+                if contexts:
+                    with transformer.cache_context(name):
+                        calls.append(transformer(**one, return_dict=False)[0])
+                else:
+                    calls.append(transformer(**one, return_dict=False)[0])
+            (calls[0] + calls[1]).sum()
+
+        def calibrated(transformer: Any) -> None:
+            config = diffusers.MagCacheConfig(calibrate=True, num_inference_steps=2)
+            transformer.enable_cache(config)
+
+        def constant(transformer: Any) -> None:
+            config = diffusers.MagCacheConfig(mag_ratios=[1.0] * 4, num_inference_steps=4)
+            transformer.enable_cache(config)
+
+        def pyramid_of(transformer: Any) -> None:
+            config = diffusers.PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+            )
+            transformer.enable_cache(config)
+
+        def of_cache_dit(transformer: Any) -> None:
+            transformer._is_cached = True
+
+        with enable(built(calibrated), mesh_of(2)) as enabled:
+            refused(lambda: enabled.transformers[0](**given))
+        for change, contexts in ((constant, False), (pyramid_of, True), (of_cache_dit, True)):
+            with enable(built(change), mesh_of(2), cfg_degree=2) as enabled:
+                refused(lambda t=enabled.transformers[0], c=contexts: step(t, c))
+        with enable(built(constant), mesh_of(2), cfg_degree=2) as enabled:
+            transformer = enabled.transformers[0]
+            step(transformer)
+            with transformer.cache_context("cond"):
+                call = transformer(**one, return_dict=False)[0]
+            refused(call.sum)
+            step(transformer)  # the ranks can go on
+    return messages
+
+
+def test_caches_that_decide_otherwise_are_refused(pool):
+    texts = (
+        "threshold",
+        "sea_cache",
+        "threshold",
+        "something skips blocks",
+        "calibrate on one process",
+        "mag_cache_leader_block_hook counts the calls of both branches",
+        "pyramid_attention_broadcast counts the calls of both branches",
+        "cache-dit counts the calls of both branches",
+        "guidance is on in some steps and off in others",
+    )
+    for messages in pool.run(uncached, WORLD):
+        for message, text in zip(messages, texts, strict=True):
+            assert text in message, (text, message)
+
+
+def test_every_cache_of_diffusers_is_known():
+    """What a release adds is refused until someone has looked at how it decides."""
+    hooks = {
+        getattr(module, name)
+        for module in vars(diffusers.hooks).values()
+        if hasattr(module, "__name__") and "cache" in module.__name__ or "broadcast" in repr(module)
+        for name in vars(module)
+        if name.endswith("_HOOK")
+    }
+    assert hooks - {*caches.CACHES} - caches.FOLLOWERS == {
+        *("sea_cache_root", "sea_cache_leader_block", "sea_cache_block", "sea_cache_post_norm"),
+        *("text_kv_cache_transformer", "text_kv_cache_block"),
+    }

@@ -128,6 +128,7 @@ class ShardedTransformer:
         self._step: tuple[WaitingCall, ...] = ()  # the calls that run
         self._caches = check_transformer(transformer)
         self._divided: tuple[int, bool] | None = None  # how the pass before was
+        self._kind, self._attended = "", dict[str, int]()  # of passes, and their attentions
         self._calls: BranchCalls | None = None
         if branches.degree > 1 and plan.shared_by_branches:
             own = frozenset(handle.id for handle in self._handles)
@@ -258,6 +259,8 @@ class ShardedTransformer:
             self._check_caches(caches, parts, step)
             self._parts = parts
             compared["parts of the mesh"], compared["caches"] = parts.degree, caches.text
+            # What may leave out attentions by itself: arguments that are absent, and plain ones.
+            self._kind = ", ".join(sorted(f"{k} {_plain(x)}" for k, x in arguments.items()))
             samples = "some samples of the batch"
             if len(step) > 1:
                 given, samples = arguments, f"branch {parts.index} of a step"
@@ -321,6 +324,8 @@ class ShardedTransformer:
                     f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
                     "output its plan joins: what it returns is a shard"
                 )
+            if state is not None and not torch.is_grad_enabled():
+                self._check_attended(state)
             return self._parts.join(out, self._mesh)
 
     # ------------------------------------------------------------------ calls of a step
@@ -368,6 +373,20 @@ class ShardedTransformer:
             why = f" of the whole mesh, which computes a batch of {batch} with cfg_degree={degree}"
             check_heads(self.transformer, self._plan, ulysses, why)
         return parts
+
+    def _check_attended(self, state: PassState) -> None:
+        # A cache of another package may have wrapped blocks in any way, but blocks that it skips do
+        # not attend. It decides by this rank's tokens: where ranks came to other decisions they
+        # have met in attention, and where they agree, one process may have decided otherwise.
+        most = max(self._attended.get(self._kind, 0), state.attended)
+        self._attended[self._kind] = most
+        if state.joined and state.attended < most and not self._caches and self._graphs is None:
+            raise UnsupportedAttentionError(
+                f"{type(self.transformer).__name__}: {state.attended} attentions in a pass, and "
+                f"{most} in an earlier one of the same arguments: something skips blocks, and "
+                "decides by the tokens of a shard. Remove it; diffusers' FirstBlockCache, "
+                "MagCache and TaylorSeer and cache-dit decide for all ranks"
+            )
 
     def _check_caches(
         self, caches: Caches, parts: Branches, step: Sequence[WaitingCall]
@@ -494,6 +513,13 @@ class ShardedTransformer:
     def _join(self, kind: Kind, last: bool, module: nn.Module, _: Any, out: Tensor) -> Tensor:
         join = partial(self._active(module).join, kind=kind, last=last)
         return join(out) if self._graphs is None else self._graphs.outside(join, out)
+
+
+def _plain(value: Any) -> str:
+    """Which plain values an argument has."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(value) if isinstance(value, (bool, int, float, str, type(None))) else ""
 
 
 def _same(some: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
