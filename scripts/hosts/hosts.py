@@ -219,11 +219,11 @@ def _make_host(name: str, index: int, hosts: int) -> tuple[int, int]:
             )  # private: this machine sees none of it
             _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
             _bind(boot_id, "/proc/sys/kernel/random/boot_id")  # by which programs know a machine
-            _bind(
-                "".join(f"{NETWORK}{i + 1} {name}-{i}\n" for i in range(hosts))
-                + "127.0.0.1 localhost\n",
-                "/etc/hosts",
-            )
+            names = [(f"{NETWORK}{i + 1}", f"{name}-{i}") for i in range(hosts)]
+            # Also as torch asks for them, by IPv6; no other name is to be asked for outside.
+            lines = [f"{prefix}{at} {known}\n" for at, known in names for prefix in ("", "::ffff:")]
+            _bind("".join([*lines, "127.0.0.1 localhost\n"]), "/etc/hosts")
+            _bind("nameserver 127.0.0.1\n", "/etc/resolv.conf")
             host_name = f"{name}-{index}"
             _call("sethostname", host_name.encode(), len(host_name))
             tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
