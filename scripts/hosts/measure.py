@@ -2,13 +2,16 @@ r"""What attention sends between two hosts, and how long it takes; a program of 
 
     python scripts/hosts/hosts.py run -- torchrun scripts/hosts/measure.py bytes --out bytes.csv
     python scripts/hosts/hosts.py run -- torchrun scripts/hosts/measure.py times --out times.csv
-    python scripts/hosts/measure.py grid --out times.csv --ranks 4 --links 1:0 2.5:0 10:2  (makes hosts)
-    torchrun --nnodes 2 --nproc-per-node 8 ... scripts/hosts/measure.py times --device cuda --out times.csv
+    python scripts/hosts/measure.py grid --out times.csv --links 1:0.1 2.5:0.1 10:2    (makes hosts)
+    torchrun --nnodes 2 ... scripts/hosts/measure.py times --device cuda --out times.csv
 
 ``bytes`` compares the ledger's bytes between nodes with the counters of the network interface, and
 fails where they differ by more than 5 %. ``times`` has contenders interleaved, round after round; a
-number is the median over rounds of the slowest rank. A shape that the file has is not run again. On
-CPUs the kernel computes nothing: it sleeps as long as a GPU of ``--tflops`` would compute.
+number is the median over rounds of the slowest rank. A shape that the file has is not run again.
+
+On CPUs the kernel computes nothing: it sleeps as long as a GPU of ``--tflops`` would compute. With
+``--scale 32`` of ``grid`` heads are 1/32 as wide, links 1/32 as fast and GPUs too: times are those of
+the full sizes, which the file has, but two cores send only so many bytes a second.
 """
 
 from __future__ import annotations
@@ -223,7 +226,7 @@ def measure_times(args: argparse.Namespace, session: Session) -> bool:
     """Time every contender on every shape that the file does not have."""
     columns = ["gbit", "delay_ms", "ranks", "shape", "contender", "ms", "least", "most", "rounds"]
     columns += ["predicted_ms", "load"]
-    sys.modules["measure"].SleepingKernel.flop_per_s = args.tflops * 1e12
+    SleepingKernel.flop_per_s = args.tflops / args.scale * 1e12
     kernel = SleepingKernel.name if args.device == "cpu" else args.kernel
     for text in args.shapes:
         shape, cell = (
@@ -239,8 +242,15 @@ def measure_times(args: argparse.Namespace, session: Session) -> bool:
         contenders |= {
             baseline.name: baseline for peer in args.peers for baseline in PEERS[peer]([kernel])
         }
-        steps = {name: it.prepared(session, shape) for name, it in contenders.items()}
-        seconds: dict[str, list[float]] = {name: [] for name, step in steps.items() if step}
+        small = replace(shape, head_dim=shape.head_dim // args.scale)
+        steps: dict[str, Step] = {}
+        for name, contender in contenders.items():
+            step = session.try_all_ranks(partial(_warm, contender, small, session.device))
+            if isinstance(step, str):
+                session.print0(f"{shape}  {name}: left out, {step}")
+            else:
+                steps[name] = step
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(args.rounds):
             for name, times in seconds.items():
                 times.append(session.seconds(steps[name]))
@@ -249,7 +259,7 @@ def measure_times(args: argparse.Namespace, session: Session) -> bool:
             numbers = [1e3 * x for x in (statistics.median(times), min(times), max(times))]
             mesh = contenders[name].mesh
             plain = mesh is not None and "double" not in name
-            predicted = predicted_ms(args, mesh, shape) if plain and args.cluster else ""
+            predicted = predicted_ms(args, mesh, small) if plain and args.cluster else ""
             load = f"{os.getloadavg()[0]:.1f}"
             texts = [f"{x:.2f}" for x in numbers]
             rows.append([*cell, str(shape), name, *texts, str(args.rounds), predicted, load])
@@ -259,6 +269,12 @@ def measure_times(args: argparse.Namespace, session: Session) -> bool:
             )
         _write(args.out, session, columns, rows, append=True)
     return True
+
+
+def _warm(contender: Baseline, shape: Shape, device: torch.device) -> Step:
+    step = contender.make(shape, device)
+    step()
+    return step
 
 
 def ds_usp_contender(mesh: ds_usp.SequenceMesh, tuning: ds_usp.Tuning, kernel: str) -> Baseline:
@@ -280,7 +296,7 @@ def predicted_ms(args: argparse.Namespace, mesh: ds_usp.SequenceMesh, shape: Sha
     # A profile of CPUs has their attention: its links are these hosts', its kernels are not.
     cluster = replace(
         load_cluster(str(args.cluster)),
-        peak_flop_per_s=args.tflops * 1e12,
+        peak_flop_per_s=args.tflops / args.scale * 1e12,
         attention_efficiency=((1.0, 1.0),),
         calls=(),
     )
@@ -324,8 +340,9 @@ def grid(args: argparse.Namespace, more: Sequence[str]) -> int:
     hosts, code = [sys.executable, str(HERE / "hosts.py"), "--name", "grid"], 0
     for link in args.links:
         gbit, _, delay = link.partition(":")
-        numbers = ["--gbit", gbit, "--delay-ms", delay or "0"]
-        up = subprocess.run([*hosts, "up", "--ranks", str(args.ranks), *numbers], check=False)
+        up = [*hosts, "up", "--ranks", str(args.ranks), "--delay-ms", delay or "0"]
+        up += ["--gbit", str(float(gbit) / args.scale)]
+        up = subprocess.run(up, check=False)
         if up.returncode:
             return up.returncode
         try:
@@ -336,7 +353,8 @@ def grid(args: argparse.Namespace, more: Sequence[str]) -> int:
                 subprocess.run(
                     [*run, *profile, "--out", str(cluster)], check=False, stdout=subprocess.DEVNULL
                 )
-            times = [*run, str(HERE / "measure.py"), "times", *numbers, "--out", str(args.out)]
+            times = [*run, str(HERE / "measure.py"), "times", "--out", str(args.out)]
+            times += ["--gbit", gbit, "--delay-ms", delay or "0"]
             times += ["--cluster", str(cluster)] if cluster.exists() else []
             code = subprocess.run([*times, *more], check=False).returncode or code
         finally:
@@ -362,13 +380,14 @@ def main() -> int:
     add(
         "--shapes",
         nargs="+",
-        default=["32768:32:32:4", "32768:32:8:4"],
+        default=["32768:16:16:128", "32768:16:4:128"],
         help="times: S:heads:KV:dim",
     )
     add("--peers", nargs="*", default=["deepspeed"], choices=PEERS, help="times")
     add("--kernel", default="auto", help="times, on GPUs")
     add("--tflops", type=float, default=400, help="times: of the GPU that the kernel stands for")
-    add("--rounds", type=int, default=5, help="times")
+    add("--scale", type=int, default=1, help="times: see above")
+    add("--rounds", type=int, default=3, help="times")
     add("--gbit", type=float, default=0, help="times: of the link, for the file")
     add("--delay-ms", type=float, default=0, help="times: of the link, for the file")
     add("--cluster", type=Path, help="times: what `ds-usp profile` wrote on these hosts")
@@ -380,6 +399,7 @@ def main() -> int:
         parser.error(f"unknown arguments {more}")
     if args.command == "grid":
         more = ["--tflops", str(args.tflops), "--rounds", str(args.rounds)]
+        more += ["--scale", str(args.scale)]
         return grid(args, [*more, "--shapes", *args.shapes, "--peers", *args.peers])
     session = Session.start(args.device)
     work = count_bytes if args.command == "bytes" else measure_times
