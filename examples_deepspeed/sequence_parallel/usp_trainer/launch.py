@@ -11,6 +11,7 @@ import ctypes
 import datetime
 import json
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -232,6 +233,13 @@ def _train(main: Main, args: Namespace, store: dist.Store) -> Failure | int:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         else:
             torch.set_num_threads(1)  # the ranks share the cores
+        # torch lets the second one in, and all wait for the rank that nobody started.
+        if store.add(f"started_{rank}", 1) > 1:
+            raise ConfigError(
+                f"rank {rank} of {os.environ['WORLD_SIZE']} was started a second time, on "
+                f"{platform.node()}. Give every node a NODE_RANK of its own, and every process a "
+                "RANK of its own"
+            )
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
             store=dist.PrefixStore("ranks", store),
