@@ -52,6 +52,21 @@ def same_document(
     return owner[q_rows][:, None] == owner[k_rows][None, :]
 
 
+def same_branch(
+    q_positions: Positions, k_positions: Positions, segments: Sequence[tuple[int, int, int | None]]
+) -> torch.Tensor:
+    """Whether a key's segment (start, end, parent) is the query's own, its parent's, and so on:
+    bool ``[S, T]``."""
+    lengths = [end - start for start, end, _ in segments]
+    branches = torch.eye(len(segments), dtype=torch.bool)
+    for index, (_, _, parent) in enumerate(segments):
+        if parent is not None:
+            branches[index] |= branches[parent]
+    q_rows, k_rows = _tensor(q_positions), _tensor(k_positions)
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return branches.to(q_rows.device)[owner[q_rows.cpu()]][:, owner[k_rows.cpu()]]
+
+
 def _tensor(positions: Positions) -> torch.Tensor:
     return positions if isinstance(positions, torch.Tensor) else torch.tensor(list(positions))
 

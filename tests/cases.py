@@ -4,6 +4,8 @@ Every rank makes the same full tensors from the case's seed, keeps its own shard
 compares its shard of the results with the fp64 oracle's.
 """
 
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -16,6 +18,7 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp import testing as oracle
 from ds_usp.attention.tuning import AUTO_TUNING
+from ds_usp.geometry.masks import Area
 
 ALL_LAYOUTS = ("contiguous", "zigzag", "striped", "context_parallel")
 ALL_ORDERS = ("ulysses-ring", "ring-ulysses")
@@ -47,6 +50,45 @@ HEADS = {
 }
 
 
+def random_tree(draw: random.Random, tokens: int) -> tuple[tuple[int, int, int | None], ...]:
+    """Segments (start, end, parent) that fill a sequence, up to five deep, in any order that has
+    parents first: many of one token, few long ones, or one."""
+    longest = draw.choice([1, 3, 12, tokens // 2, tokens])
+    segments: list[tuple[int, int, int | None]] = []
+    depths: list[int] = []
+    while not segments or segments[-1][1] < tokens:
+        start = segments[-1][1] if segments else 0
+        parents = [None, *(index for index, depth in enumerate(depths) if depth < 5)]
+        parent = draw.choice(parents[-4:] if draw.random() < 0.8 else parents)
+        depths.append(1 if parent is None else depths[parent] + 1)
+        segments.append((start, min(tokens, start + draw.randint(1, longest)), parent))
+    return tuple(segments)
+
+
+def rectangles_of(
+    segments: Sequence[tuple[int, int, int | None]],
+) -> list[tuple[int, int, int, int, str]]:
+    """A tree segment by segment: its own triangle, and a rectangle to each ancestor."""
+    rectangles = []
+    for start, stop, parent in segments:
+        rectangles.append((start, stop, start, stop, "causal"))
+        while parent is not None:
+            k_start, k_stop, parent = segments[parent]
+            rectangles.append((start, stop, k_start, k_stop, "full"))
+    return rectangles
+
+
+ONE_TREE = ((0, 8, None), (8, 16, 0), (16, 24, 0), (24, 32, 2), (32, 40, 2))
+
+
+class SeesASibling(ds_usp.MaskSpec):
+    """A planted error of :data:`ONE_TREE`: a branch sees the last key of the one before it."""
+
+    def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
+        yield from super().areas_of(sample)
+        yield (Area(16, 24, 15, 16),)
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention call, without the mesh that it runs on."""
@@ -73,12 +115,21 @@ class Case:
     prefix: int = 0
     # Whose tokens see each other both ways, for each sample that has documents of its own.
     blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
+    # Segments (start, end, parent) of a tree, once for all samples or for each of them.
+    tree: tuple[tuple[tuple[int, int, int | None], ...], ...] = ()
+    sees_a_sibling: bool = False  # planted in what is computed
+    as_rectangles: bool = False  # the tree of all samples
     # Of another sequence of keys: its tokens and the kind of their layout.
     keys: tuple[int, str] | None = None
 
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
         """The mask as the package takes it."""
+        if self.tree:
+            if self.as_rectangles:
+                return ds_usp.MaskSpec.rectangles(rectangles_of(self.tree[0]), self.seq_len)
+            planted = SeesASibling if self.sees_a_sibling else ds_usp.MaskSpec
+            return planted.tree(self.tree)
         return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix, self.blocks)
 
     @property
@@ -88,6 +139,8 @@ class Case:
     def layout_on(self, mesh: ds_usp.SequenceMesh) -> ds_usp.TokenLayout:
         """The layout; of documents, for the first sample's."""
         documents = self._borders[:1] if self.layout == "balanced" else ()
+        if self.tree and self.layout == "balanced":
+            documents = ds_usp.MaskSpec.tree(self.tree[0])
         return mesh.layout(self.layout, self.seq_len, documents)
 
     @property
@@ -98,6 +151,9 @@ class Case:
             return oracle.full(positions, range(self.keys[0]))
         window = oracle.window(positions, positions, *MASKS[self.mask])
         window |= (torch.arange(self.seq_len) < self.prefix)[None, :]
+        if self.tree:
+            branches = [oracle.same_branch(positions, positions, each) for each in self.tree]
+            return (window & torch.stack(branches)).expand(self.batch, -1, -1)
         if not self.documents:
             return window
         inside = [oracle.same_document(positions, positions, each) for each in self.documents]
@@ -118,6 +174,7 @@ class Case:
             f"{'' if self.tuning.inner_ring == 'auto' else f'-inner{self.tuning.inner_ring}'}"
             + "".join(f"-{len(each)}docs{max(each)}" for each in self.documents)
             + "".join(f"-{len(each)}blocks" for each in self.blocks)
+            + "".join(f"-tree{len(each)}" for each in self.tree)
             + f"{f'-prefix{self.prefix}' if self.prefix else ''}"
             f"{f'-keys{self.keys[0]}{self.keys[1]}' if self.keys else ''}"
             f"{f'-values{self.value_dim}' if self.value_dim else ''}"
@@ -263,7 +320,7 @@ def errors_of(
         for name, x in reference(case).items()
     }
     dout = layout.shard(inputs(case)["dout"], 1, mesh.rank)
-    min_norm = 0.05 * float(dout.double().norm()) if case.documents else 0.0
+    min_norm = 0.05 * float(dout.double().norm()) if case.documents or case.tree else 0.0
     return {
         name: oracle.relative_error(x, expected[name], min_norm if name in ("dq", "dk") else 0.0)
         for name, x in actual.items()

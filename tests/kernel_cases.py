@@ -300,6 +300,7 @@ class PackedCase:
 
 
 BORDERS = [0, 3, 4, 11, 20]
+TREE = [(0, 5, None), (5, 6, 0), (6, 9, 0), (9, 12, 2), (12, 13, 2), (13, 17, None), (17, 20, 0)]
 _SHARD = Segment(0, 20)
 PACKED = {
     "documents": PackedCase(_SHARD, _SHARD, MaskSpec.causal(BORDERS)),
@@ -310,6 +311,10 @@ PACKED = {
     ),
     "windows": PackedCase(_SHARD, _SHARD, MaskSpec.window(3, 2, BORDERS)),
     "the later half": PackedCase(Segment(8, 12), _SHARD, MaskSpec.causal(BORDERS)),
+    "a tree": PackedCase(_SHARD, _SHARD, MaskSpec.tree(TREE)),
+    "the later half of a tree, and all of another": PackedCase(
+        Segment(8, 12), _SHARD, MaskSpec.tree([TREE, [(0, 7, None), (7, 8, 0), (8, 20, 0)]])
+    ),
     "stripes, with gaps": PackedCase(
         Segment(0, 20, 2), Segment(1, 20, 2), MaskSpec.causal([0, 6, 12, 18, 26, 40])
     ),

@@ -125,8 +125,9 @@ class OpArg(NamedTuple):
 _PARTS = (AttentionOptions, SequenceMesh, TokenLayout, MaskSpec, Tuning, Scores)
 _LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
     {
-        TokenLayout: frozenset({"ulysses", "ring", "order", "documents"}),  # the mesh's; as below
-        MaskSpec: frozenset({"documents", "blocks"}),  # break the graph
+        # The mesh's; as below.
+        TokenLayout: frozenset({"ulysses", "ring", "order", "documents", "parents"}),
+        MaskSpec: frozenset({"documents", "blocks", "parents", "areas"}),  # break the graph
         Scores: frozenset({"alibi_slopes", "sinks"}),  # tensors of the op
     }
 )

@@ -397,7 +397,9 @@ def _new_plan(
     parts.append(check_layout(q, "queries", mesh, layout))
     check_mask(mask, q, layout)
     parts.append(check_kv(q, k, mesh, (layout, kv_layout), mask))
-    score_mod = check_score_mod(scores, dropout_p, q, one_sequence=layout == kv_layout)
+    score_mod = check_score_mod(
+        scores, dropout_p, q, one_sequence=layout == kv_layout, tree=bool(mask.parents)
+    )
     if scores.dropout_seed is None:
         refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)

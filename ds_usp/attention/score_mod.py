@@ -86,12 +86,18 @@ NO_SCORE_MOD = Scores()
 
 
 def check_score_mod(
-    scores: Scores, dropout_p: float, q: torch.Tensor, *, one_sequence: bool = True
+    scores: Scores,
+    dropout_p: float,
+    q: torch.Tensor,
+    *,
+    one_sequence: bool = True,
+    tree: bool = False,
 ) -> ScoreMod:
     """Check score options against queries ``[b, s, h, d]``; returns what a kernel must support.
 
     Args:
         one_sequence: the keys are of the queries' sequence.
+        tree: the mask is one.
 
     Raises:
         ConfigError, UnsupportedAttentionError: they do not fit.
@@ -115,6 +121,13 @@ def check_score_mod(
         raise UnsupportedAttentionError(
             "alibi_slopes weigh distances, and there is none between queries and keys of two "
             "sequences (kv_layout): leave them out"
+        )
+    # A second answer's tokens are as far from the prompt as the first one's are, along the tree.
+    if scores.alibi_slopes is not None and tree:
+        raise UnsupportedAttentionError(
+            "alibi_slopes weigh distances in the sequence, and the segments of a tree are not as "
+            "far apart as their tokens are in it: leave them out, or give each branch a row of "
+            "its own with its ancestors, MaskSpec.causal()"
         )
     if scores.alibi_slopes is not None and scores.alibi_slopes.requires_grad:
         raise UnsupportedAttentionError(

@@ -212,7 +212,10 @@ def check_layout(
 
 
 # As a user writes them, in messages.
-MASKS = "MaskSpec.causal(), .full(), .window(left, right) or .prefix_lm(prefix)"
+MASKS = (
+    "MaskSpec.causal(), .full(), .window(left, right), .prefix_lm(prefix), .tree(segments) or "
+    ".rectangles(rectangles, seq_len)"
+)
 
 
 def no_mask_error(mask: object) -> ConfigError:
@@ -317,7 +320,9 @@ def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
     """LayoutError if a layout, or kind of one, that a module is constructed with is not one of the
     mesh."""
     if isinstance(layout, TokenLayout):
-        fits = mesh.layout(layout.kind, layout.seq_len, layout.documents)
+        degrees = mesh.ulysses_degree, mesh.ring_degree, mesh.order
+        documents = layout.documents, layout.parents
+        fits = TokenLayout(layout.kind, layout.seq_len, *degrees, *documents)
         if layout != fits:
             raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
     elif layout not in KINDS:

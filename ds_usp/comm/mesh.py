@@ -35,6 +35,7 @@ from ds_usp.comm.process_groups import (
     count_ring_ranks_per_node,
     node_ids,
     subgroup,
+    timeout_of,
     ulysses_ranks_share_node,
 )
 from ds_usp.comm.shards import gather_shards
@@ -237,6 +238,7 @@ class SequenceMesh:
         copy_engine_unavailable: why copy engines cannot carry its exchanges; None if they can.
         ulysses_in_node: all-to-alls cross no network.
         ring_ranks_per_node: consecutive ring ranks in a node; the degree if nodes differ in it.
+        other_nodes: by group (``ulysses``, ``ring``, ``sp``), its ranks that are not on this node.
         copy_engines: those in use, by kind of traffic.
         outer_groups: communicators between nodes in a double ring, by kind of traffic.
         plans: validated calls over this mesh, by their arguments.
@@ -263,6 +265,7 @@ class SequenceMesh:
     copy_engine_unavailable: str | None = "one process has no peer to exchange with"
     ring_ranks_per_node: int = 1
     ulysses_in_node: bool = True
+    other_nodes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
     copy_engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
@@ -404,10 +407,50 @@ class SequenceMesh:
         group = None if known is None else known.sp_group
         if group is None:
             align_group_counters(world)
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            group = dist.new_group(
+                list(ranks), timeout=timeout_of(world), use_local_synchronization=True
+            )
         mesh = cls.from_group(group, grid.size("ulysses"), order)
         _meshes_over(world)[key] = mesh
         return mesh
+
+    @classmethod
+    def of_sizes(
+        cls, group: dist.ProcessGroup | None, sizes: Mapping[int, tuple[Sequence[range], int]]
+    ) -> dict[int, SequenceMesh]:
+        """The meshes over ranks of a group that this process is in, by their sizes.
+
+        Collective over the group, also for ranks that are in none: they are made at once, in the
+        order of their sizes. If that was done before, they are the same meshes.
+
+        Args:
+            sizes: of each size the ranks of each of its meshes, disjoint, numbered in the group;
+                and the Ulysses degree.
+
+        Raises:
+            ConfigError: a degree that does not divide its size.
+            MeshError: torch.distributed does not run, or the ranks ask for different meshes.
+        """
+        world = resolve_group(group)
+        check_same(world, f"meshes of the sizes {dict(sorted(sizes.items()))}")
+        members, own = dist.get_process_group_ranks(world), dist.get_rank(world)
+        made: dict[int, SequenceMesh] = {}
+        for size, (groups, ulysses) in sorted(sizes.items()):
+            mine = next((ranks for ranks in groups if own in ranks), None)
+            if size in (1, len(members)) and mine is not None:
+                made[size] = cls.single() if size == 1 else cls.from_group(world, ulysses)
+                continue
+            # Ranks outside of a group do not create it, and would name the next one otherwise.
+            align_group_counters(world)
+            if mine is None:
+                continue
+            ranks, key = [members[rank] for rank in mine], f"one of the meshes {list(groups)}"
+            known = _meshes_over(world).get((key, ulysses))
+            own_group = None if known is None else known.sp_group
+            if own_group is None:
+                own_group = dist.new_group(ranks, use_local_synchronization=True)
+            made[size] = _meshes_over(world)[key, ulysses] = cls.from_group(own_group, ulysses)
+        return made
 
     @classmethod
     def _from_grid(
@@ -419,9 +462,9 @@ class SequenceMesh:
         rank = dist.get_rank(group)
         grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order.split("-"))
         coords = grid.coords(rank)
-        peers = {
-            axis: [ranks[i] for i in grid.group_of(rank, axis)] for axis in ("ulysses", "ring")
-        }
+        axes = {"ulysses": ("ulysses",), "ring": ("ring",), "sp": ("ulysses", "ring")}
+        members = {name: grid.group_of(rank, *over) for name, over in axes.items()}
+        peers = {name: [ranks[i] for i in group_ranks] for name, group_ranks in members.items()}
         nodes = node_ids(group)
         # In a pure Ulysses mesh the user's group is the Ulysses group: a second communicator over
         # the same ranks would take buffers (tens of MiB on NCCL) and overlap nothing. The ring's
@@ -442,6 +485,10 @@ class SequenceMesh:
             copy_engine_unavailable=copy_engine_unavailable_reason(group, nodes),
             ring_ranks_per_node=count_ring_ranks_per_node(nodes, grid),
             ulysses_in_node=ulysses_ranks_share_node(nodes, grid),
+            other_nodes={
+                name: frozenset(n for n, i in enumerate(group_ranks) if nodes[i] != nodes[rank])
+                for name, group_ranks in members.items()
+            },
             batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
         watchdog().leave_out(mesh.kv_group, mesh.dkv_group)
@@ -475,7 +522,9 @@ class SequenceMesh:
             MeshError: :meth:`reserve` has allocated no memory for the kind.
         """
         if not copies or (kind not in self.copy_engines and self._group_of(kind) is None):
-            return P2PChannel(self._group_of(kind), self.ledger, kind)
+            axis = "ulysses" if kind == "all_to_all" else "ring"
+            others = self.other_nodes.get(axis, frozenset())
+            return P2PChannel(self._group_of(kind), self.ledger, kind, others)
         if kind not in self.copy_engines:
             raise MeshError(f"copy engines have no staging memory for {kind}: call reserve first")
         return CopyEngineChannel(self.copy_engines[kind], self.ledger, kind)
@@ -534,6 +583,7 @@ class SequenceMesh:
     def flat(self) -> SequenceMesh:
         """The mesh of the same ranks and communicators with ring degree 1: one Ulysses axis, for
         exchanges among all of them."""
+        sp = self.other_nodes.get("sp", frozenset())
         return replace(
             self,
             ulysses_degree=self.sp_degree,
@@ -544,6 +594,7 @@ class SequenceMesh:
             kv_group=None,
             dkv_group=None,
             ring_ranks_per_node=1,
+            other_nodes={"ulysses": sp, "sp": sp},
             outer_groups={},
             plans={},
         )

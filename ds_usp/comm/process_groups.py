@@ -3,6 +3,7 @@ ranks are on one node, and an error that all ranks of a program raise, printed o
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import platform
 from collections.abc import Iterator, Sequence
@@ -27,18 +28,27 @@ def subgroup(
     if len(ranks) == 1:
         return None
     parent_backend = dist.get_backend(parent)
-    # The parent's timeout is kept: a user who raised it for slow storage meant her collectives,
-    # whichever communicator they run on.
     # Only members call: the ranks of other sequence-parallel groups need not take part.
     group = dist.new_group(
         ranks,
-        timeout=parent._get_backend(transport_device(parent)).options._timeout,
+        timeout=timeout_of(parent),
         backend=backend or (None if parent_backend == "undefined" else parent_backend),
         use_local_synchronization=True,
     )
     # Point-to-point messages need a communicator that all its ranks have met in.
     dist.all_reduce(torch.zeros(1, device=transport_device(group)), group=group)
     return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long its collectives wait for a rank.
+
+    torch gives each new group its own default instead, half an hour with gloo. A user who raised
+    it for slow storage, or lowered it to end soon when a host is lost, meant her collectives,
+    whichever communicator they run on: groups that are made of hers keep it.
+    """
+    timeout: datetime.timedelta = group._get_backend(transport_device(group)).options._timeout
+    return timeout
 
 
 def align_group_counters(group: dist.ProcessGroup) -> None:

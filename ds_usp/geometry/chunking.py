@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain
 from math import ceil
 from typing import NamedTuple
 
@@ -163,17 +163,10 @@ def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> Chun
 
 def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:
     """(query, key) pairs of one sample that attend; the mean over several samples."""
-
-    def inside(rows: int, columns: int) -> int:
-        low = 1 - rows if mask.left is None else -mask.left
-        high = columns - 1 if mask.right is None else mask.right
-        return Tile(0, rows, 0, columns, low, high).pairs
-
-    if mask.documents:
-        lengths = (b - a for borders in mask.documents for a, b in pairwise(borders))
-        in_blocks = (b - a for blocks in mask.blocks for a, b in blocks)
-        # Of a block the pairs after the diagonal; under a right bound of 0 these are all more.
-        more = sum(n * (n - 1) // 2 for n in in_blocks) if mask.right == 0 else 0
-        return (sum(inside(n, n) for n in lengths) + more) / len(mask.documents)
-    beyond = queries * mask.prefix - inside(queries, mask.prefix) if mask.prefix else 0
-    return inside(queries, keys) + beyond
+    samples, pairs = max(1, len(mask.documents)), 0
+    for area in chain.from_iterable(chain.from_iterable(map(mask.areas_of, range(samples)))):
+        rows, columns = min(area.q_stop, queries), min(area.k_stop, keys)
+        low = area.k_start - rows if area.left is None else -area.left
+        high = columns if area.right is None else area.right
+        pairs += Tile(area.q_start, rows, area.k_start, columns, low, high).pairs
+    return pairs / samples

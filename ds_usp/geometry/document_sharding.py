@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 from ds_usp.geometry.segments import Segment, coalesce, even_split
 
@@ -39,11 +40,40 @@ Run = tuple[int, int]  # tokens start : stop of the sequence
 # Every rank runs this on its own and must find the same layout: ties are broken by rank, and the
 # search has a budget of looks and not of time (documents differ with every batch, and the CPU
 # shards them before its step).
+#
+# A document of a tree sees its ancestors, too, and every token of it as many more keys. Where its
+# ancestors are does not count: a prompt that many answers see is long, and so a zigzag.
+class Documents(NamedTuple):
+    """Packed documents, or a tree of them.
+
+    Args:
+        borders: cumulative lengths.
+        contexts: of each document the tokens of its ancestors; empty: none has any.
+    """
+
+    borders: tuple[int, ...]
+    contexts: tuple[int, ...] = ()
+
+    def causal_pairs(self, start: int, stop: int) -> int:
+        """(query, key) pairs of the queries ``start : stop``, each with the keys of its document up
+        to itself, and of its ancestors."""
+        borders, pairs, index = self.borders, 0, bisect_right(self.borders, start)
+        while start < stop:
+            begin, end = borders[index - 1], min(borders[index], stop)
+            pairs += (
+                (end - begin) * (end - begin + 1) - (start - begin) * (start - begin + 1)
+            ) // 2
+            if self.contexts:
+                pairs += (end - start) * self.contexts[index - 1]
+            start, index = end, index + 1
+        return pairs
+
+
 @dataclass
 class _RankLoad:
     """What is assigned to one ring rank: its runs, their causal pairs, and tokens still free."""
 
-    documents: tuple[int, ...]
+    documents: Documents
     capacity: int = 0
     work: int = 0
     runs: list[Run] = field(default_factory=list)
@@ -55,18 +85,18 @@ class _RankLoad:
     def assign(self, start: int, stop: int) -> None:
         if stop > start:
             self.runs.append((start, stop))
-            self.work += causal_pairs(self.documents, start, stop)
+            self.work += self.documents.causal_pairs(start, stop)
 
 
 @lru_cache(maxsize=64)
-def balance_documents(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segment, ...], ...]:
-    """The tokens of every ring rank, ascending, from cumulative sequence lengths.
+def balance_documents(documents: Documents, ring: int) -> tuple[tuple[Segment, ...], ...]:
+    """The tokens of every ring rank, ascending.
 
     Documents longer than a rank's tokens are split; as long as a rank has more than 1.05 of the
     mean work (causal pairs), those of half that length are, and so on. Then the most and the least
     loaded rank are rebalanced, as often as that helps.
     """
-    max_whole = -(-documents[-1] // ring)
+    max_whole = -(-documents.borders[-1] // ring)
     best: list[_RankLoad] = []
     while True:
         loads = _assign_documents(documents, ring, max_whole)
@@ -81,9 +111,9 @@ def balance_documents(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segm
     )
 
 
-def _rebalance_all(documents: tuple[int, ...], shards: list[list[Run]]) -> list[list[Run]]:
+def _rebalance_all(documents: Documents, shards: list[list[Run]]) -> list[list[Run]]:
     """Rebalance the busiest and the idlest rank, as often as it helps; updates the shards."""
-    work = [sum(causal_pairs(documents, *run) for run in runs) for runs in shards]
+    work = [sum(documents.causal_pairs(*run) for run in runs) for runs in shards]
     budget = SearchBudget(_MAX_SPLITS)
     for _ in range(2 * len(shards)):
         busiest, idlest = work.index(max(work)), work.index(min(work))
@@ -94,7 +124,7 @@ def _rebalance_all(documents: tuple[int, ...], shards: list[list[Run]]) -> list[
             break
         for rank, runs in zip((busiest, idlest), rebalanced, strict=True):
             shards[rank] = runs
-            work[rank] = sum(causal_pairs(documents, *run) for run in runs)
+            work[rank] = sum(documents.causal_pairs(*run) for run in runs)
     return shards
 
 
@@ -103,17 +133,18 @@ def _imbalance(loads: list[_RankLoad]) -> float:
     return max(work) * len(work) / sum(work)
 
 
-def _assign_documents(documents: tuple[int, ...], ring: int, max_whole: int) -> list[_RankLoad]:
+def _assign_documents(documents: Documents, ring: int, max_whole: int) -> list[_RankLoad]:
     """Loads in which documents of more tokens than ``max_whole`` are a zigzag each."""
     loads = [_RankLoad(documents) for _ in range(ring)]
-    for start, stop in pairwise(documents):
+    borders = documents.borders
+    for start, stop in pairwise(borders):
         if ring > 1 and stop - start > max_whole:
             _assign_zigzag(start, stop, loads)
     # Who has more tokens already gets what does not divide.
     for index, load in enumerate(sorted(loads, key=lambda load: -load.tokens)):
-        begin, end = even_split(documents[-1], ring, index)
+        begin, end = even_split(borders[-1], ring, index)
         load.capacity = end - begin - load.tokens
-    groups = list(_group_small_documents(documents, max_whole if ring > 1 else documents[-1], ring))
+    groups = list(_group_small_documents(borders, max_whole if ring > 1 else borders[-1], ring))
     groups.sort(key=lambda group: (group[0] - group[1], group[0]))
     for group in groups:
         _assign_group(group, loads)
@@ -198,7 +229,7 @@ class SearchBudget:
 
 
 def rebalance_pair(
-    documents: Sequence[int], runs_a: Sequence[Run], runs_b: Sequence[Run], budget: SearchBudget
+    documents: Documents, runs_a: Sequence[Run], runs_b: Sequence[Run], budget: SearchBudget
 ) -> tuple[list[Run], list[Run]]:
     """Runs for the same two ranks, as many tokens for each as before, with work more even.
 
@@ -207,19 +238,20 @@ def rebalance_pair(
     greedily, the one of most work first, and swapped as long as that helps.
 
     Args:
-        documents: cumulative sequence lengths.
         budget: splits that may be looked at; those that were are taken off.
     """
     tokens = sum(stop - start for start, stop in runs_a)
     pool = [
-        _DocumentRun(start, stop, causal_pairs(documents, start, stop))
-        for start, stop in _merge_adjacent(documents, [*runs_a, *runs_b])
+        _DocumentRun(start, stop, documents.causal_pairs(start, stop))
+        for start, stop in _merge_adjacent(documents.borders, [*runs_a, *runs_b])
     ]
     total = sum(run.tokens for run in pool), sum(run.work for run in pool)
     load_before = max(
-        sum(causal_pairs(documents, *run) for run in runs) for runs in (runs_a, runs_b)
+        sum(documents.causal_pairs(*run) for run in runs) for runs in (runs_a, runs_b)
     )
-    best_cost = _cost(total, load_before, _split_document_tokens(documents, [*runs_a, *runs_b]))
+    best_cost = _cost(
+        total, load_before, _split_document_tokens(documents.borders, [*runs_a, *runs_b])
+    )
     best = list(runs_a), list(runs_b)
     for split_run in sorted(pool, key=lambda run: run.tokens):
         if best_cost <= _GOOD_ENOUGH or budget.remaining <= 0:
@@ -229,17 +261,6 @@ def rebalance_pair(
         if cost < best_cost and split.max_load <= load_before:
             best_cost, best = cost, split.runs()
     return best
-
-
-def causal_pairs(documents: Sequence[int], start: int, stop: int) -> int:
-    """(query, key) pairs of the queries ``start : stop``, each with the keys of its document up to
-    itself."""
-    pairs, index = 0, bisect_right(documents, start)
-    while start < stop:
-        begin, end = documents[index - 1], min(documents[index], stop)
-        pairs += ((end - begin) * (end - begin + 1) - (start - begin) * (start - begin + 1)) // 2
-        start, index = end, index + 1
-    return pairs
 
 
 def _merge_adjacent(documents: Sequence[int], runs: Sequence[Run]) -> list[Run]:
@@ -280,7 +301,7 @@ class _PairSplit:
 
     def __init__(
         self,
-        documents: Sequence[int],
+        documents: Documents,
         tokens: int,
         total: tuple[int, int],
         split_run: _DocumentRun,
@@ -365,7 +386,7 @@ class _PairSplit:
             return inf, True, self._total[1]
         for front_first in (True, False):
             split = self._split_at(tokens, front_first)
-            front = causal_pairs(self._documents, run.start, split)
+            front = self._documents.causal_pairs(run.start, split)
             load = work + (front if front_first else run.work - front)
             max_load = max(load, self._total[1] - load)
             communicated = split - run.start if split < run.stop else 0

@@ -10,14 +10,15 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, overload
 
 from ds_usp.errors import LayoutError
-from ds_usp.geometry.document_sharding import balance_documents
-from ds_usp.geometry.masks import Borders, format_documents, normalize_documents
+from ds_usp.geometry.document_sharding import Documents, balance_documents
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents, format_documents
 from ds_usp.geometry.segments import (
     Segment,
     Shard,
     coalesce,
     even_split,
     slice_segments,
+    split_at_documents,
     with_offsets,
 )
 
@@ -124,6 +125,8 @@ class TokenLayout:
         order: which of the two axes varies fastest over the ranks of the group.
         documents: cumulative borders, as of ``MaskSpec``, for ``balanced``, ``context_parallel``
             and ``contiguous``. All samples of a batch share a layout, and so these documents.
+            ``balanced`` also takes a mask, and its documents or tree.
+        parents: of each document, as of ``MaskSpec``, for ``balanced``: the documents are a tree.
 
     Invariant: the shards of the Ulysses ranks of one ring rank together are that ring rank's
     tokens; :meth:`runs` says in which order.
@@ -149,6 +152,7 @@ class TokenLayout:
     ring: int = 1
     order: str = DEFAULT_SP_ORDER
     documents: Borders = ()
+    parents: Parents = ()
     # Of every rank, once: a batch asks for lengths and segments a dozen times.
     _shards: Shards = field(init=False, repr=False, compare=False)
     _lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -163,7 +167,9 @@ class TokenLayout:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of 1 or more")
-        object.__setattr__(self, "documents", self._validate_documents())
+        documents, parents = self._validate_documents()
+        object.__setattr__(self, "documents", documents)
+        object.__setattr__(self, "parents", parents)
         for name, value in zip(
             ("_shards", "_lengths", "_places"), _cached_shards(self), strict=True
         ):
@@ -175,9 +181,11 @@ class TokenLayout:
                 "or smaller degrees."
             )
 
-    def _validate_documents(self) -> Borders:
-        documents = normalize_documents(self.documents)
-        is_balanced = self.kind == "balanced"
+    def _validate_documents(self) -> tuple[Borders, Parents]:
+        mask: Any = self.documents
+        if not isinstance(mask, MaskSpec):
+            mask = MaskSpec(None, 0, mask, parents=(self.parents,) if self.parents else ())
+        documents, is_balanced = mask.documents, self.kind == "balanced"
         if is_balanced and not documents:
             raise LayoutError(
                 "the layout 'balanced' is made for the documents of a batch, and none were given: "
@@ -196,10 +204,16 @@ class TokenLayout:
                 "another layout ('zigzag')"
             )
         if not documents:
-            return ()
+            return (), ()
         if documents[0][-1] != self.seq_len:
             raise LayoutError(
                 f"the documents end at {documents[0][-1]}, the sequence has {self.seq_len} tokens"
+            )
+        parents = mask.parents[0] if mask.parents else ()
+        if parents and not is_balanced:
+            raise LayoutError(
+                f"the layout {self.kind!r} is the same for a tree as for documents and takes no "
+                "parents: leave them to the mask, MaskSpec.tree(segments), or ask for 'balanced'"
             )
         chunks, whose = self.degree, "of ring_flash_attn's varlen functions"
         if self.kind == "context_parallel":
@@ -211,7 +225,7 @@ class TokenLayout:
                 f"chunks, as packed sequences {whose} must; the layout 'balanced' splits "
                 "any length"
             )
-        return documents[0]
+        return documents[0], parents
 
     @property
     def degree(self) -> int:
@@ -258,17 +272,46 @@ class TokenLayout:
     def positions(self, rank: int) -> list[int]: ...
 
     @overload
-    def positions(self, rank: int, *, like: Any) -> Any: ...
+    def positions(self, rank: int, *, mask: MaskSpec) -> list[Any]: ...
 
-    def positions(self, rank: int, *, like: Any = None) -> Any:
+    @overload
+    def positions(self, rank: int, *, like: Any, mask: MaskSpec | None = None) -> Any: ...
+
+    def positions(self, rank: int, *, like: Any = None, mask: MaskSpec | None = None) -> Any:
         """Global position of every token of one rank, in storage order.
 
         Args:
             like: a tensor, as of the tokens; the result then is an int64 tensor ``[length(rank)]``
                 on its device, and otherwise a list.
+            mask: instead the position that the token's embedding has (``position_ids``): in its
+                document, and in a tree after its parent's last one. Where samples have documents
+                of their own a row of each, ``[samples, length(rank)]``.
+
+        Raises:
+            ConfigError: a mask for another length.
         """
-        positions = [position for segment in self.segments(rank) for position in segment.positions]
+        positions: list[Any]
+        if mask is None:
+            positions = [x for segment in self.segments(rank) for x in segment.positions]
+        else:
+            mask.check_length(self.seq_len, mask.samples or 1)
+            samples = range(max(1, len(mask.documents)))
+            rows = [self._positions_in(mask, sample, rank) for sample in samples]
+            positions = rows if mask.samples else rows[0]
         return positions if like is None else like.new_empty(0).long().new_tensor(positions)
+
+    def _positions_in(self, mask: MaskSpec, sample: int, rank: int) -> list[int]:
+        """Of the tokens of a rank in the documents of a sample."""
+        borders = mask.documents[sample] if mask.documents else (0, self.seq_len)
+        contexts = mask.contexts(sample) if mask.documents else (0,)
+        positions = [0] * self.length(rank)
+        for document, shard in split_at_documents(self.segments(rank), borders).items():
+            first = borders[document] - contexts[document]
+            for segment, at in shard:
+                run = segment.positions
+                local = range(run.start - first, run.stop - first, run.step)
+                positions[at : at + segment.length] = local
+        return positions
 
     def has_same_shards_as(self, other: TokenLayout) -> bool:
         """Whether every rank stores the same tokens in the same order as under another layout."""
@@ -371,7 +414,9 @@ class TokenLayout:
         return dim
 
     def __str__(self) -> str:
-        documents = f" in {format_documents((self.documents,))}" if self.documents else ""
+        documents = ""
+        if self.documents:
+            documents = f" in {format_documents((self.documents,), (self.parents,))}"
         degrees = f"ulysses {self.ulysses} x ring {self.ring}"
         return f"{self.kind}({self.seq_len} tokens{documents}, {degrees})"
 
@@ -401,7 +446,11 @@ def _striped(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
 
 
 def _balanced(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
-    return balance_documents(layout.documents, layout.ring)[ring_rank]
+    documents = Documents(layout.documents)
+    if layout.parents:
+        mask = MaskSpec(None, 0, (layout.documents,), parents=(layout.parents,))
+        documents = Documents(layout.documents, mask.contexts())
+    return balance_documents(documents, layout.ring)[ring_rank]
 
 
 def _split_over_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, ...]]) -> _Table:

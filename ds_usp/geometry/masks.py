@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_usp.errors import ConfigError
 
 Borders = tuple[int, ...]
 Blocks = tuple[tuple[int, int], ...]  # half-open, ascending
+Parents = tuple[int, ...]  # of each document, -1: none
 
+_END = sys.maxsize  # after the last token of any sequence
 # Documents that are printed border by border; more are told apart by a digest of their borders.
 _PRINTED = 8
+
+
+class Area(NamedTuple):
+    """The pairs of the queries ``q_start : q_stop`` and keys ``k_start : k_stop``, in global
+    positions, with ``-left <= key - query <= right``; None: no bound."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def diagonal(self) -> tuple[int, int]:
+        """The tokens that see themselves, of an area without a left bound."""
+        if self.right is not None and self.right < 0:
+            return 0, 0
+        return max(self.q_start, self.k_start), min(self.q_stop, self.k_stop)
 
 
 # A mask is two bounds on a distance between global positions, and where documents begin; never a
@@ -27,6 +49,14 @@ _PRINTED = 8
 # integers that ranks can compare and plans can be cached by, and which two shards share a document
 # is known without looking at their tokens. Positions stay those of the whole sequence: a band
 # compares differences, which a document's own positions would not change.
+#
+# A tree is documents with one more row of data, the parent of each:
+#
+#     documents  0-4 4-6 6-9     keys  0 0 0 0 1 1 2 2 2     Everything below asks for areas: of a
+#     parents     -1   0   0   rows 0  \ . . .                document its own triangle, of a parent
+#                                   1  # # # # \ .            the rectangle of its descendants' rows
+#                                   2  # # # # . . \ . .      and its columns. Depth first, these
+#                                                            rows are one run, so one rectangle.
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
     """A query at position ``q`` sees a key at ``k`` if ``-left <= k - q <= right``.
@@ -46,11 +76,17 @@ class MaskSpec:
             and each inside of a document. Within a block ``right`` does not bind: its tokens see
             those after them too (images and prefixes of causal models). They need documents, of
             which ``[0, seq_len]`` is one.
+        parents: for each sample that has documents of its own the parent of each of them, the
+            index of an earlier document or -1: its tokens see all of that, and of its parent, and
+            so on (:meth:`tree`). Only of causal masks without a window.
+        areas: instead of all others, of every sample (:meth:`rectangles`), in one document.
 
     Raises:
         ConfigError: a bound that is not a whole number of 0 or more; borders that do not start
             at 0 or do not ascend; a prefix together with documents; blocks of other samples than
-            the documents, that overlap, or across a border.
+            the documents, that overlap, or across a border; parents of other samples or numbers
+            than the documents, that do not come first, or with a window, blocks or a full mask;
+            areas that share a pair, or in none of which a token sees itself.
     """
 
     left: int | None = None
@@ -58,6 +94,8 @@ class MaskSpec:
     documents: tuple[Borders, ...] = ()
     prefix: int = 0
     blocks: tuple[Blocks, ...] = ()
+    parents: tuple[Parents, ...] = ()
+    areas: tuple[Area, ...] = ()
 
     def __post_init__(self) -> None:
         for name, bound in (("left", self.left), ("right", self.right)):
@@ -80,6 +118,71 @@ class MaskSpec:
             blocks = tuple(tuple((int(a), int(b)) for a, b in sample) for sample in self.blocks)
             object.__setattr__(self, "blocks", blocks)
             self._check_blocks()
+        if self.parents:
+            object.__setattr__(self, "parents", tuple(map(tuple, self.parents)))
+            self._check_parents()
+        if self.areas:
+            self._check_areas()
+
+    def _check_areas(self) -> None:
+        one_document = [len(borders) for borders in self.documents] == [2]
+        if replace(self, documents=(), areas=()) != MaskSpec(None, 0) or not one_document:
+            raise ConfigError(
+                "areas are all of a mask, and other fields are given too, or not the one document "
+                "that is the sequence: MaskSpec.rectangles(rectangles, seq_len)"
+            )
+        seq_len, before = self.documents[0][-1], list[Area]()
+        for area in sorted(self.areas):
+            shown = _format_area(area)
+            if not (0 <= area.q_start < area.q_stop <= seq_len) or not (
+                0 <= area.k_start < area.k_stop <= seq_len
+            ):
+                raise ConfigError(f"{shown} must have a query and a key of 0 to {seq_len}")
+            before = [x for x in before if x.q_stop > area.q_start]
+            for other in before:
+                if _share_pairs(other, area):
+                    raise ConfigError(
+                        f"{shown} and {_format_area(other)} share a pair, which would count twice: "
+                        "cut one of them at the other's border"
+                    )
+            before.append(area)
+        seen = 0
+        for start, stop in sorted([*(x.diagonal for x in self.areas), (seq_len, seq_len)]):
+            if start > seen:
+                raise ConfigError(
+                    f"tokens {seen} to {start} are in no rectangle with themselves: a token sees "
+                    f"itself at least, as by ({seen}, {start}, {seen}, {start}, 'causal')"
+                )
+            seen = max(seen, stop)
+
+    def _check_parents(self) -> None:
+        if (self.left, self.right) != (None, 0) or self.blocks:
+            given = MaskSpec(self.left, self.right, self.documents, blocks=self.blocks)
+            raise ConfigError(
+                f"parents of documents, and the mask is {given}: a tree is causal in each document "
+                "and open to its ancestors. Leave window and blocks out, MaskSpec.tree(segments)"
+            )
+        counts = [len(borders) - 1 for borders in self.documents]
+        if [len(parents) for parents in self.parents] != counts:
+            raise ConfigError(
+                f"parents of {[len(parents) for parents in self.parents]} documents, there are "
+                f"{counts} in the samples: give each document its parent, -1 for none"
+            )
+        for sample, (borders, parents) in enumerate(zip(self.documents, self.parents, strict=True)):
+            for index, parent in enumerate(parents):
+                if type(parent) is not int or not -1 <= parent < len(parents):
+                    raise ConfigError(
+                        f"segment {index} of sample {sample} has the parent {parent!r}, there are "
+                        f"{len(parents)} segments: give an index of 0 to {len(parents) - 1}, or "
+                        "None for a root"
+                    )
+                if parent >= index:
+                    own, other = (f"{i} ({borders[i]}-{borders[i + 1]})" for i in (index, parent))
+                    which = "itself" if parent == index else f"{other}, which begins later"
+                    raise ConfigError(
+                        f"segment {own} of sample {sample} has as its parent {which}: tokens see "
+                        "earlier ones only. Order the segments so that each comes after its parent"
+                    )
 
     def _check_blocks(self) -> None:
         if len(self.blocks) != len(self.documents):
@@ -122,6 +225,66 @@ class MaskSpec:
         return cls(left, right, documents)
 
     @classmethod
+    def tree(cls, segments: Any) -> MaskSpec:
+        """Causal in each segment, and each sees all of its ancestors: a prompt once, and many
+        answers that do not see each other. Several roots are packed trees.
+
+        Args:
+            segments: ``(start, end, parent)`` in tokens, ascending, from 0 to the sequence's end;
+                ``parent`` is the index of an earlier segment, None or -1 for a root. Or a list of
+                them for each sample. Padding is a root of its own. Depth first (a segment's
+                descendants follow it) takes the fewest kernel calls. The only child that follows
+                its parent is joined to it: the same mask.
+
+        Raises:
+            ConfigError: segments that are empty, overlap or leave tokens out; a parent that does
+                not exist or does not come first.
+
+        Source: Tree Training, arXiv 2511.00413.
+        """
+        lists = _as_list(segments, _SEGMENTS)
+        rows = [_as_list(x, _SEGMENTS) for x in lists]
+        nested = bool(rows) and all(row and _is_list(row[0]) for row in rows)
+        samples = [_validate_segments(x) for x in (rows if nested else [rows])]
+        documents = tuple(borders for borders, _ in samples)
+        checked = cls(None, 0, documents, parents=tuple(parents for _, parents in samples))
+        joined = [
+            _join_only_children(*sample)
+            for sample in zip(checked.documents, checked.parents, strict=True)
+        ]
+        parents = tuple(parents for _, parents in joined)
+        if all(parent < 0 for row in parents for parent in row):
+            parents = ()  # nothing branches: packed documents
+        return cls(None, 0, tuple(borders for borders, _ in joined), parents=parents)
+
+    @classmethod
+    def rectangles(cls, rectangles: Any, seq_len: int) -> MaskSpec:
+        """What the rectangles show, and nothing else.
+
+        Args:
+            rectangles: ``(q_start, q_stop, k_start, k_stop, kind)`` in tokens, for every sample; of
+                kind ``"full"``, or ``"causal"``: its last query sees its last key, the one before
+                that the one before, and so on. Each pair of tokens in one at most; every token sees
+                itself (padding too).
+            seq_len: tokens of the sequence.
+
+        Raises:
+            ConfigError: beyond the sequence or empty; two that share a pair; a token without
+                itself.
+        """
+        areas = []
+        for index, rectangle in enumerate(_as_list(rectangles, _RECTANGLES)):
+            *numbers, kind = _as_list(rectangle, _RECTANGLES) or [None]
+            whole = len(numbers) == 4 and all(type(x) is int for x in numbers)
+            if not whole or kind not in ("full", "causal"):
+                raise ConfigError(_RECTANGLES.format(rectangle) + f"; rectangle {index} is not")
+            right = numbers[3] - numbers[1] if kind == "causal" else None
+            areas.append(Area(*numbers, None, right))
+        if not areas:
+            raise ConfigError(_RECTANGLES.format(rectangles) + ", and there is none")
+        return cls(None, 0, [0, seq_len], areas=tuple(areas))
+
+    @classmethod
     def prefix_lm(cls, prefix: int) -> MaskSpec:
         """Causal, but the first ``prefix`` tokens see each other in both directions (T5's prefix
         language model, arXiv 1910.10683)."""
@@ -143,6 +306,35 @@ class MaskSpec:
         left bound is a query's own token."""
         left = 0 if self.blocks and self.left is None else self.left
         return MaskSpec(left, self.right) if self.documents else self
+
+    def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
+        """All pairs that attend, each in one area; areas that may make one tile are together."""
+        if self.areas:
+            yield from zip(self.areas, strict=True)
+            return
+        if not self.documents:
+            start = self.prefix
+            prefix = (Area(0, _END, 0, start),) if start else ()
+            yield *prefix, Area(0, _END, start, _END, self.left, self.right)
+            return
+        borders = self.documents[sample]
+        for index, (start, stop) in enumerate(pairwise(borders)):
+            own = Area(start, stop, start, stop, self.left, self.right)
+            blocks = () if self.right is None else self.blocks_of(sample, index)
+            yield own, *(Area(a, b, a, b, -1 - (self.right or 0)) for a, b in blocks)
+        if self.parents:
+            for index, runs in enumerate(_descendants(borders, self.parents[sample])):
+                for start, stop in runs:
+                    yield (Area(start, stop, *borders[index : index + 2]),)
+
+    def contexts(self, sample: int = 0) -> tuple[int, ...]:
+        """Of each document of a sample the tokens of all its ancestors."""
+        borders = self.documents[sample]
+        contexts: list[int] = []
+        for parent in self.parents[sample] if self.parents else (-1,) * (len(borders) - 1):
+            before = contexts[parent] + borders[parent + 1] - borders[parent] if parent >= 0 else 0
+            contexts.append(before)
+        return tuple(contexts)
 
     @property
     def samples(self) -> int | None:
@@ -180,10 +372,23 @@ class MaskSpec:
             )
 
     def allows(self, query: int, key: int, sample: int = 0) -> bool:
+        if self.areas:
+            return any(
+                x.q_start <= query < x.q_stop
+                and x.k_start <= key < x.k_stop
+                and (x.right is None or key - query <= x.right)
+                for x in self.areas
+            )
         if self.documents:
             borders = self.documents[sample if len(self.documents) > 1 else 0]
-            if bisect_right(borders, query) != bisect_right(borders, key):
-                return False
+            own, other = (bisect_right(borders, position) - 1 for position in (query, key))
+            if own != other:
+                parents = (
+                    self.parents[sample if len(self.parents) > 1 else 0] if self.parents else ()
+                )
+                while parents and own > other:
+                    own = parents[own]
+                return bool(parents) and own == other
         if key < self.prefix:
             return True
         distance = key - query
@@ -201,7 +406,11 @@ class MaskSpec:
         if self.blocks:
             count = sum(map(len, self.blocks))
             text += f" with {count} blocks ({_digest(self.blocks)})"
-        return f"{text} in {format_documents(self.documents)}" if self.documents else text
+        if self.areas:
+            return f"{len(self.areas)} rectangles ({_digest(self.areas)})"
+        if not self.documents:
+            return text
+        return f"{text} in {format_documents(self.documents, self.parents)}"
 
 
 def normalize_documents(documents: Any) -> tuple[Borders, ...]:
@@ -213,21 +422,102 @@ def normalize_documents(documents: Any) -> tuple[Borders, ...]:
     """
     if documents is None or (isinstance(documents, tuple) and not documents):
         return ()
-    lists = _as_list(documents)
+    lists = _as_list(documents, _BORDERS)
     if not any(getattr(x, "ndim", 0) > 0 or isinstance(x, Sequence) for x in lists):
         lists = [lists]
-    return tuple(_validate_borders(_as_list(sample)) for sample in lists)
+    return tuple(_validate_borders(_as_list(sample, _BORDERS)) for sample in lists)
 
 
-def _as_list(x: Any) -> list[Any]:
+_BORDERS = "documents={!r} must be cumulative borders such as [0, 5, 17, seq_len]"
+_SEGMENTS = "segments={!r} must be (start, end, parent) of each, as [(0, 5, None), (5, seq_len, 0)]"
+_RECTANGLES = (
+    "rectangles={!r} must be (q_start, q_stop, k_start, k_stop, 'full' or 'causal') of each"
+)
+
+
+def _as_list(x: Any, expected: str) -> list[Any]:
     if hasattr(x, "tolist"):
         x = x.tolist()
     if isinstance(x, str) or not isinstance(x, Sequence):
-        raise ConfigError(
-            f"documents={x!r} must be cumulative borders such as [0, 5, 17, seq_len], or a list "
-            "of them for each sample"
-        )
+        raise ConfigError(expected.format(x) + ", or a list of them for each sample")
     return list(x)
+
+
+def _format_area(area: Area) -> str:
+    kind = "full" if area.right is None else "causal"
+    return "rectangle ({}, {}, {}, {}, {!r})".format(*area[:4], kind)
+
+
+def _share_pairs(a: Area, b: Area) -> bool:
+    """Whether two areas without left bounds do."""
+    rows = max(a.q_start, b.q_start), min(a.q_stop, b.q_stop)
+    columns = max(a.k_start, b.k_start), min(a.k_stop, b.k_stop)
+    bounds = [area.right for area in (a, b) if area.right is not None]
+    nearest = columns[0] - (rows[1] - 1)  # of the last row to the first column
+    return rows[0] < rows[1] and columns[0] < columns[1] and all(nearest <= x for x in bounds)
+
+
+def _is_list(x: Any) -> bool:
+    return getattr(x, "ndim", 0) > 0 or (isinstance(x, Sequence) and not isinstance(x, str))
+
+
+def _validate_segments(segments: list[Any]) -> tuple[Borders, Parents]:
+    """One sample's borders, and the parent of each segment, to be checked."""
+    borders, parents = [0], list[int]()
+    for index, segment in enumerate(segments):
+        row = [x.item() if hasattr(x, "item") else x for x in _as_list(segment, _SEGMENTS)]
+        if len(row) != 3 or not all(type(x) is int for x in row[:2]):
+            raise ConfigError(_SEGMENTS.format(row) + f"; segment {index} is not")
+        start, end, parent = row
+        before = borders[-1]
+        if start < before:
+            raise ConfigError(
+                f"segment {index} ({start}-{end}) begins before segment {index - 1} ends, at "
+                f"{before}: segments do not overlap, and ascend"
+            )
+        if start > before:
+            raise ConfigError(
+                f"tokens {before} to {start} are in no segment, {index} is {start}-{end}: segments "
+                "follow each other from 0 on (padding is a segment without a parent)"
+            )
+        if end <= start:
+            raise ConfigError(f"segment {index} ({start}-{end}) has no token: leave it out")
+        borders.append(end)
+        parents.append(-1 if parent is None else parent)
+    if not segments:
+        raise ConfigError(_SEGMENTS.format(segments) + ", and there is none")
+    return tuple(borders), tuple(parents)
+
+
+def _join_only_children(borders: Borders, parents: Parents) -> tuple[Borders, Parents]:
+    """The same tree in fewer segments: one with a single child, which follows it, and that child
+    are one."""
+    children = [0] * len(parents)
+    for parent in parents:
+        if parent >= 0:
+            children[parent] += 1
+    starts, joined, place = list[int](), list[int](), list[int]()
+    for index, parent in enumerate(parents):
+        if parent < 0 or parent != index - 1 or children[parent] > 1:
+            starts.append(borders[index])
+            joined.append(-1 if parent < 0 else place[parent])
+        place.append(len(joined) - 1)
+    return (*starts, borders[-1]), tuple(joined)
+
+
+def _descendants(borders: Borders, parents: Parents) -> list[list[tuple[int, int]]]:
+    """Of each document the runs of tokens of all its descendants, ascending."""
+    runs: list[list[tuple[int, int]]] = [[] for _ in parents]
+    for index in range(len(parents) - 1, -1, -1):
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(runs[index]):
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            joined.append((start, stop))
+        runs[index] = joined
+        if parents[index] >= 0:
+            runs[parents[index]] += ((borders[index], borders[index + 1]), *joined)
+    return runs
 
 
 def _validate_borders(borders: list[Any]) -> Borders:
@@ -253,9 +543,12 @@ def _abbreviate(borders: Sequence[Any]) -> str:
     return f"{printed}" if len(borders) == len(printed) else f"{str(printed)[:-1]}, ...]"
 
 
-def format_documents(documents: tuple[Borders, ...]) -> str:
-    """One line of text, with a digest where the documents are many."""
+def format_documents(documents: tuple[Borders, ...], parents: tuple[Parents, ...] = ()) -> str:
+    """One line of text, with a digest where the documents are many, or a tree."""
     count = sum(len(borders) - 1 for borders in documents)
+    if any(parents):
+        tree = _digest((documents, parents))
+        return f"a tree of {count} segments of {len(documents)} samples ({tree})"
     if count <= _PRINTED:
         return "documents " + " | ".join("-".join(map(str, borders)) for borders in documents)
     return f"{count} documents of {len(documents)} samples ({_digest(documents)})"

@@ -6,12 +6,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.segments import Runs, Segment, slice_segments, split_at_documents
+from ds_usp.geometry.segments import Runs, Segment, ShardIndex, slice_segments
 from ds_usp.geometry.tiles import visible_columns
 
 # Tokens between two visible runs are not sent if they are this fraction of their owner's tokens:
@@ -146,22 +146,29 @@ def visible_runs(
     several samples, what any of them sees. Short gaps are included."""
     ranks = range(layout.ring)
     kv_layout = kv_layout or layout
-    segments, kv_segments = ([x.ring_segments(r) for r in ranks] for x in (layout, kv_layout))
+    # One index of all ranks' tokens, one after the other, and where each rank's begin.
+    (queries, q_firsts), (keys, k_firsts) = (_index_of_ranks(x) for x in (layout, kv_layout))
     visible: list[list[list[tuple[int, int]]]] = [[[] for _ in ranks] for _ in ranks]
-    for sample, borders in enumerate(mask.documents or ((),)):
-        shards, kv_shards = (
-            [split_at_documents(shard, borders) for shard in x] for x in (segments, kv_segments)
-        )
-        for user in ranks:
-            for owner in ranks:
-                queries, keys, runs = shards[user], kv_shards[owner], visible[user][owner]
-                for document in queries.keys() & keys.keys():
-                    blocks = mask.blocks_of(sample, document)
-                    runs += visible_columns(queries[document], keys[document], mask, blocks)
+    for sample in range(max(1, len(mask.documents))):
+        for area in chain.from_iterable(mask.areas_of(sample)):
+            rows = queries.between(area.q_start, area.q_stop)
+            for k, k_at in keys.between(area.k_start, area.k_stop):
+                owner = bisect_right(k_firsts, k_at) - 1
+                for q, q_at in rows:
+                    if seen := visible_columns(q, k, area[4:]):
+                        start = k_at - k_firsts[owner]
+                        runs = visible[bisect_right(q_firsts, q_at) - 1][owner]
+                        runs.append((start + seen[0], start + seen[1]))
     gaps = [min_gap(kv_layout.ring_length(owner)) for owner in ranks]
     return tuple(
         tuple(merge_runs(runs, gap) for runs, gap in zip(row, gaps, strict=True)) for row in visible
     )
+
+
+def _index_of_ranks(layout: TokenLayout) -> tuple[ShardIndex, list[int]]:
+    shards = [layout.ring_segments(rank) for rank in range(layout.ring)]
+    lengths = map(layout.ring_length, range(layout.ring))
+    return ShardIndex(chain.from_iterable(shards)), list(accumulate(lengths, initial=0))
 
 
 def min_gap(num_tokens: int) -> int:

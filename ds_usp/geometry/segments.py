@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 Span = tuple[int, int]  # half-open
@@ -67,6 +68,32 @@ def with_offsets(segments: Iterable[Segment]) -> Shard:
         shard.append((segment, offset))
         offset += segment.length
     return tuple(shard)
+
+
+class ShardIndex:
+    """Finds the tokens of a shard at some positions. Its segments may be in any order, as in a
+    buffer of several ranks' keys, and those of a stride may interleave."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self._shard = sorted(with_offsets(segments), key=lambda at: at[0].start)
+        self._starts = [segment.start for segment, _ in self._shard]
+        # Of all segments up to each one, so that they ascend.
+        self._stops = list(accumulate((x.positions[-1] + 1 for x, _ in self._shard), max))
+
+    def between(self, start: int, stop: int) -> list[tuple[Segment, int]]:
+        """The tokens at the positions ``start`` to ``stop``: segments of them with the index of the
+        first in the shard, by that."""
+        first = bisect_right(self._stops, start)
+        if first == len(self._starts) or self._starts[first] >= stop:
+            return []
+        found = []
+        for segment, at in self._shard[first : bisect_left(self._starts, stop)]:
+            origin, stride = segment.start, segment.stride
+            begin = max(0, -((origin - start) // stride))  # both divisions round up
+            end = min(segment.length, -((origin - stop) // stride))
+            if begin < end:
+                found.append((segment.slice(begin, end), at + begin))
+        return found if len(found) == 1 else sorted(found, key=itemgetter(1))
 
 
 def even_split(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from operator import attrgetter
 
 from ds_usp.errors import LayoutError, UnsupportedAttentionError
-from ds_usp.geometry.masks import Blocks, MaskSpec
-from ds_usp.geometry.segments import Segment, Shard, Span, split_at_documents
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.segments import Segment, ShardIndex, Span
 
 Bounds = tuple[int | None, int | None]
 
@@ -29,9 +28,10 @@ Bounds = tuple[int | None, int | None]
 #
 # Nothing here knows "zigzag" or "causal": two runs of positions and two bounds on their distance
 # give a diagonal band, and bands are joined where that adds no pair. Windows and prefixes come out
-# of the same two rules, so a new layout needs no new mask code. Documents come before them: only
-# runs of one document meet, so the work grows with the documents that both shards hold and not with
-# their squares, and tiles are joined inside of a document alone.
+# of the same two rules, so a new layout needs no new mask code. A mask is asked for its areas:
+# documents are squares, an ancestor's columns under its descendants' rows a rectangle. Only runs of
+# an area's rows and columns meet, so the work grows with the areas that both shards have a part of
+# and not with their squares, and tiles are joined inside of a document alone.
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Query rows and key columns of two shards, and the diagonal band of pairs that may attend.
@@ -137,71 +137,32 @@ def plan_tiles(
         sample: whose documents, where samples have their own.
 
     Returns:
-        Tiles by document, ascending.
+        Tiles by area of the mask.
 
     Raises:
         LayoutError: runs of different stride under a window, whose common pairs are no band.
         UnsupportedAttentionError: a window for a kernel that has none.
     """
-    borders = mask.documents[sample] if mask.documents else ()
-    queries, keys = (split_at_documents(x, borders) for x in (q_segments, k_segments))
-    tiles_by_document: list[Tile] = []
-    for document in sorted(queries.keys() & keys.keys()):
-        pairs = _segment_pairs(
-            queries[document], keys[document], mask, mask.blocks_of(sample, document)
-        )
-        tiles = [tile for tile in (_tile(*pair) for pair in pairs) if tile is not None]
+    queries, keys = ShardIndex(q_segments), ShardIndex(k_segments)
+    legal: list[Tile] = []
+    for areas in mask.areas_of(sample):
+        tiles = [
+            tile
+            for area in areas
+            for k, k_at in keys.between(area.k_start, area.k_stop)
+            for q, q_at in queries.between(area.q_start, area.q_stop)
+            if (tile := _tile(q, q_at, k, k_at, area[4:])) is not None
+        ]
         for tile in _merge_tiles(tiles, open_left=mask.left is None) if len(tiles) > 1 else tiles:
-            tiles_by_document += _legalize(tile, support)
-    return tuple(tiles_by_document)
+            legal += _legalize(tile, support)
+    return tuple(legal)
 
 
-def _segment_pairs(
-    queries: Shard, keys: Shard, mask: MaskSpec, blocks: Blocks = ()
-) -> Iterator[tuple[Segment, int, Segment, int, Bounds]]:
-    """Each query and key segment, their offsets, and the bounds between them: none for keys before
-    the end of the prefix; in a block those after the mask's right bound, too."""
-    for k, k_at in keys:
-        inside = _tokens_before(mask.prefix, k)
-        first, rest = (k.slice(0, inside), k.slice(inside, k.length)) if inside else (k, k)
-        for q, q_at in queries:
-            if inside:
-                yield q, q_at, first, k_at, _OPEN
-            if rest.length:
-                yield q, q_at, rest, k_at + inside, (mask.left, mask.right)
-    if mask.right is None:
-        return
-    ahead = (-1 - mask.right, None)
-    for start, stop in blocks:
-        of_block = (_between(start, stop, shard) for shard in (queries, keys))
-        for (q, q_at), (k, k_at) in product(*of_block):
-            yield q, q_at, k, k_at, ahead
-
-
-def _between(start: int, stop: int, shard: Shard) -> Iterator[tuple[Segment, int]]:
-    """The tokens of a shard at the positions ``start`` to ``stop``."""
-    for segment, at in shard:
-        first, last = (_tokens_before(position, segment) for position in (start, stop))
-        if first < last:
-            yield segment.slice(first, last), at + first
-
-
-def _tokens_before(position: int, segment: Segment) -> int:
-    return min(max(0, -(-(position - segment.start) // segment.stride)), segment.length)
-
-
-def visible_columns(
-    queries: Shard, keys: Shard, mask: MaskSpec, blocks: Blocks = ()
-) -> list[tuple[int, int]]:
-    """For each query and key segment with a visible pair, the half-open range of the key shard's
-    columns that some query sees."""
-    columns = []
-    for q, _, k, k_at, window in _segment_pairs(queries, keys, mask, blocks):
-        low, high = _bounds(q, k, window)
-        start, stop = max(0, low), min(k.length, high + q.length)
-        if low <= high and start < stop:
-            columns.append((k_at + start, k_at + stop))
-    return columns
+def visible_columns(q: Segment, k: Segment, window: Bounds) -> Span | None:
+    """The half-open range of the tokens of ``k`` that some token of ``q`` sees; None: nothing."""
+    low, high = _bounds(q, k, window)
+    start, stop = max(0, low), min(k.length, high + q.length)
+    return (start, stop) if low <= high and start < stop else None
 
 
 def _bounds(q: Segment, k: Segment, window: Bounds) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from ds_usp.training.data_loader import (
     ShardedBatch,
     data_parallel_ranks,
 )
+from ds_usp.training.dealt_batches import DealtBatch, DealtBatches
 from ds_usp.training.deepspeed import (
     GradientRule,
     ParallelGroups,
@@ -32,6 +33,7 @@ from ds_usp.training.loss import (
     mean_loss,
     weighted_loss,
 )
+from ds_usp.training.prefix_tree import PrefixTree
 from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
     SequenceBatch,
@@ -47,9 +49,12 @@ from ds_usp.training.whole_batch import (
 
 __all__ = [
     "DataParallelRanks",
+    "DealtBatch",
+    "DealtBatches",
     "GradientRule",
     "IGNORE_INDEX",
     "ParallelGroups",
+    "PrefixTree",
     "RotaryPositions",
     "SequenceBatch",
     "SequenceParallelDataLoader",

@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_usp
 from ds_usp.geometry.degrees import divisors
+from ds_usp.training import prepare_deepspeed
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
@@ -130,9 +131,9 @@ def torch_attend(kernel: str, causal: bool = True) -> Attend:
 def local_kernel(shape: Shape, kernel: str) -> Attend:
     """The kernel on the full sequence, called as its own library is; ds_usp's adapter of it where
     that takes more than one call (documents) and for kernels of ds_usp."""
-    if kernel in BACKENDS and not (shape.window or shape.documents):
+    if kernel in BACKENDS and not (shape.window or shape.mask.documents):
         return torch_attend(kernel, causal=not shape.full)
-    if kernel == "flash4" and not shape.documents:
+    if kernel == "flash4" and not shape.mask.documents:
         from flash_attn.cute import flash_attn_func
 
         options: dict[str, Any] = {"causal": not (shape.full or shape.window)}
@@ -181,7 +182,8 @@ def ds_usp_baseline(mesh: ds_usp.SequenceMesh, kernel: str) -> Baseline:
     """ds_usp over one mesh, in the shape's token layout."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
-        layout = mesh.layout(shape.layout_kind, shape.seq_len, shape.borders)
+        documents = shape.mask if shape.layout_kind == "balanced" else ()
+        layout = mesh.layout(shape.layout_kind, shape.seq_len, documents)
         return usp_attend(mesh, layout, kernel, shape.mask), shape, layout.positions(mesh.rank)
 
     return Baseline(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
@@ -287,6 +289,7 @@ def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Baseline]:
             from deepspeed.sequence.layer import DistributedAttention
 
             if not deepspeed.comm.is_initialized():
+                prepare_deepspeed()  # else it compiles an operator for CPUs
                 deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)
             positions = even_piece(shape)
             check_heads_divide(shape)  # else its uneven_heads_all2all may hang: 40/5 heads, 2 ranks

@@ -17,11 +17,14 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def causal_reference(session: Session, shape: Shape, inputs: Tensors) -> Tensors:
-    """Out, dq, dk and dv of causal attention within the shape's documents in fp64, by the oracle of
-    the tests; collective."""
+    """Out, dq, dk and dv of causal attention within the shape's documents or tree in fp64, by the
+    oracle of the tests; collective."""
     lengths = [stop - start for start, stop in pairwise(shape.borders or (0, shape.seq_len))]
 
     def allowed(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        if shape.tree:
+            branch = oracle.same_branch(queries, keys, shape.segments)
+            return branch & oracle.causal(queries, keys)
         return oracle.causal(queries, keys) & oracle.same_document(queries, keys, lengths)
 
     results = oracle.attention_in_blocks(

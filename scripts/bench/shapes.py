@@ -55,6 +55,12 @@ SHAPE_SETS = {
         "32768:32:8:128:documents=256-8192",
         "131072:32:8:128:documents=1024-32768",
     ),
+    # A prompt and eight answers to it as a tree, and as rows that repeat the prompt: packed, batch.
+    "trees": (
+        "32768:32:8:128:tree=16384+8x2048",
+        "147456:32:8:128:documents=18432-18432",
+        "18432:32:8:128:batch=8",
+    ),
 }
 
 
@@ -68,6 +74,8 @@ class Shape:
         window: tokens to the left that a token sees; 0: all.
         documents: ``shortest-longest`` length of packed documents in tokens, log-uniform; with
             ``/n`` each length is a multiple of n; empty: one document.
+        tree: ``prompt+NxANSWER``, tokens of a prompt and of each of N answers that see it and not
+            each other, such trees one after the other; empty: none.
     """
 
     seq_len: int
@@ -79,10 +87,12 @@ class Shape:
     forward: bool = False
     window: int = 0
     documents: str = ""
+    tree: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """From :data:`SHAPE_SYNTAX`, or ``:documents=SHORTEST-LONGEST[/MULTIPLE]``."""
+        """From :data:`SHAPE_SYNTAX`, or ``:documents=SHORTEST-LONGEST[/MULTIPLE]``, or
+        ``:tree=PROMPT+NxANSWER``."""
         words = text.split(":")
         options = dict(word.partition("=")[::2] for word in words[4:])
         shape = cls(
@@ -92,9 +102,13 @@ class Shape:
             forward=options.pop("forward", None) is not None,
             window=int(options.pop("window", 0)),
             documents=options.pop("documents", ""),
+            tree=options.pop("tree", ""),
         )
-        if options or (shape.full and (shape.window or shape.documents)):
-            raise ValueError(f"shape {text!r}: expected {SHAPE_SYNTAX}; full excludes other masks")
+        others = shape.window or shape.documents
+        if options or (shape.full and others) or (shape.tree and (shape.full or others)):
+            raise ValueError(
+                f"shape {text!r}: expected {SHAPE_SYNTAX}; full and trees exclude other masks"
+            )
         return shape
 
     @property
@@ -107,8 +121,26 @@ class Shape:
         return tuple(packed(self.seq_len, shortest, longest, seed=0, multiple=int(multiple or 1)))
 
     @property
+    def segments(self) -> list[tuple[int, int, int | None]]:
+        """Of the trees that fill the sequence; ValueError if they do not."""
+        prompt, _, answers = self.tree.partition("+")
+        count, length = map(int, answers.split("x"))
+        size = int(prompt) + count * length
+        if self.seq_len % size:
+            raise ValueError(f"{self.seq_len} tokens are no whole number of trees of {size}")
+        segments: list[tuple[int, int, int | None]] = []
+        for root in range(0, self.seq_len, size):
+            parent, first = len(segments), root + int(prompt)
+            segments.append((root, first, None))
+            starts = range(first, root + size, length)
+            segments += [(start, start + length, parent) for start in starts]
+        return segments
+
+    @property
     def mask(self) -> ds_usp.MaskSpec:
-        """Full, or causal with the window and documents."""
+        """Full, a tree, or causal with the window and documents."""
+        if self.tree:
+            return ds_usp.MaskSpec.tree(self.segments)
         if self.full:
             return ds_usp.MaskSpec.full()
         return ds_usp.MaskSpec.window(self.window or None, documents=self.borders)
@@ -116,14 +148,19 @@ class Shape:
     @property
     def layout_kind(self) -> str:
         """Token layout that balances the work of a ring."""
-        if self.documents:
+        if self.documents or self.tree:
             return "balanced"
         return "contiguous" if self.full or self.window else "zigzag"
 
     @property
     def tflop(self) -> float:
         """TFLOP of the visible pairs: 2 matrix products forward, 5 backward."""
-        pairs = sum(self._pairs(b - a) for a, b in pairwise(self.borders or (0, self.seq_len)))
+        borders, pairs = self.borders or (0, self.seq_len), 0.0
+        if self.tree:
+            mask = self.mask
+            borders, contexts = mask.documents[0], mask.contexts()
+            pairs = sum((b - a) * x for (a, b), x in zip(pairwise(borders), contexts, strict=True))
+        pairs += sum(self._pairs(b - a) for a, b in pairwise(borders))
         passes = 1.0 if self.forward else 3.5
         return passes * 4 * pairs * self.batch * self.heads * self.head_dim / 1e12
 
@@ -152,6 +189,7 @@ class Shape:
             "full" if self.full else "",
             f"window {self.window}" if self.window else "",
             f"documents {self.documents}" if self.documents else "",
+            f"tree {self.tree}" if self.tree else "",
             "forward" if self.forward else "",
         ]
         return " ".join(filter(None, words))

@@ -52,6 +52,24 @@ DOUBLE = [Tuning(chunks, gather, inner_ring=2) for chunks in (1, 2) for gather i
 PACKED = replace(
     LOW, seq_len=1034, kv_heads=4, documents=((1, 7, 128, 600, 1, 129, 127, 41),), head_dim=128
 )
+# One as long as all others, branches of one token and of a block's length, padding.
+TREE = replace(
+    LOW,
+    seq_len=1034,
+    kv_heads=4,
+    head_dim=128,
+    tree=(
+        (
+            (0, 500, None),
+            (500, 628, 0),
+            (628, 629, 0),
+            (629, 800, 0),
+            (800, 900, 3),
+            (900, 1000, 3),
+            (1000, 1034, None),
+        ),
+    ),
+)
 # Inside of documents, next to each other, of one token and longer than a window.
 BLOCKS = (((2, 8), (136, 400), (400, 401), (500, 730), (740, 860)),)
 CASES = [
@@ -82,6 +100,13 @@ CASES = [
         for kernel in KERNELS
     ),
     *(replace(PACKED, kernel=kernel, mask="window") for kernel in WINDOWED),
+    *(
+        replace(TREE, kernel=kernel, layout=layout)
+        for kernel in ("auto", *KERNELS)
+        for layout in (*ALL_LAYOUTS, "balanced")
+    ),
+    replace(TREE, tuning=Tuning(2, True), heads=8, kv_heads=8, sinks=True),
+    replace(TREE, dtype=torch.float32, batch=2, tree=(*TREE.tree, ((0, 34, None), (34, 1034, 0)))),
     replace(PACKED, tuning=DOUBLE[0]),
     replace(PACKED, tuning=Tuning(2, True), heads=8, kv_heads=8),
     replace(PACKED, dtype=torch.float32),

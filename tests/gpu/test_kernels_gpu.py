@@ -19,6 +19,7 @@ SCALE = 0.2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 KERNELS = [_load(row)[0] for row in available_kernels("cuda")]
 DOCUMENTS = [0, 1, 8, 136, 265, 266, 400]
+TREE = [(0, 1, None), (1, 8, 0), (8, 136, 1), (136, 265, 1), (265, 266, 3), (266, 400, 3)]
 # Queries, keys, the position of the first query (keys begin at 0), the mask.
 SHAPES = {
     "causal": (200, 200, 0, MaskSpec.causal()),
@@ -36,6 +37,8 @@ SHAPES = {
     "documents": (400, 400, 0, MaskSpec.causal(DOCUMENTS)),
     "full documents": (400, 400, 0, MaskSpec.full(DOCUMENTS)),
     "documents, the later half": (200, 400, 200, MaskSpec.causal(DOCUMENTS)),
+    "a tree": (400, 400, 0, MaskSpec.tree(TREE)),
+    "a tree, the later half": (200, 400, 200, MaskSpec.tree(TREE)),
     "windows in documents": (400, 400, 0, MaskSpec.window(33, documents=DOCUMENTS)),
 }
 

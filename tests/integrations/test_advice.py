@@ -280,11 +280,75 @@ def prompts(learned: bool) -> Any:
     return run(model)
 
 
+def see(mask: ds_usp.MaskSpec, *, alibi: bool = False) -> Any:
+    """Attention of 16 tokens under a mask."""
+    mesh, q = ds_usp.SequenceMesh.single(), random(1, 16, 2, 8)
+    layout = mesh.layout("zigzag", 16)
+    scores = ds_usp.Scores(alibi_slopes=torch.ones(2) if alibi else None)
+    return ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=mask, scores=scores)
+
+
+def drop_in(mask: ds_usp.MaskSpec) -> Any:
+    mesh = ds_usp.SequenceMesh.single()
+    return ds_usp.USPAttention(torch.nn.Identity(), mesh=mesh, mask=mask, dropout_p=0.0)
+
+
+ROOT = (0, 8, None)
+TREE = (ROOT, (8, 12, 0), (12, 16, 0))
+ROWS_OF_TREE = ds_usp.MaskSpec.causal([0, 8, 12, 16])
+
+
+def tree(*segments: tuple[int, int, int | None]) -> Act:
+    return lambda: see(ds_usp.MaskSpec.tree(segments))
+
+
+def rectangles(*given: tuple[int, int, int, int, str]) -> Act:
+    return lambda: see(ds_usp.MaskSpec.rectangles(given, 16))
+
+
+SQUARES = (0, 8, 0, 8, "causal"), (8, 16, 8, 16, "full")
 IDS = plain_batch()["input_ids"]
 NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
 PACKED = torch.tensor([[*range(9), *range(32)]])
 # What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
+def dealt(model: Any, batch: Any = None, max_tokens: int | None = None) -> Any:
+    """A pass whose samples are dealt; None: one that is not."""
+    batch = plain_batch() if batch is None else batch
+    with enable(model, ds_usp.SequenceMesh.single()) as enabled:
+        if max_tokens is not None:
+            enabled.deal(max_tokens)
+        return model(**batch)
+
+
+def one_row() -> dict[str, Any]:
+    return {name: x[:1] for name, x in plain_batch().items()}
+
+
+def of_rows_alone(deal: bool) -> Any:
+    return dealt(headed("ForSequenceClassification")(), of_rows(), 4096 if deal else None)
+
+
 CASES: Mapping[str, tuple[str, Act, Act]] = {
+    "a dealt sample that is too long": (
+        "hold 8 with max_tokens=8",
+        lambda: dealt(build("llama"), max_tokens=8),
+        lambda: dealt(build("llama"), max_tokens=2 * plain_batch()["input_ids"].shape[1]),
+    ),
+    "too many dealt samples": (
+        "lower per_device_train_batch_size",
+        lambda: dealt(build("llama"), max_tokens=plain_batch()["input_ids"].shape[1]),
+        lambda: dealt(build("llama"), one_row(), plain_batch()["input_ids"].shape[1]),
+    ),
+    "dealt rows with a whole head": (
+        "a dealt batch has those of each group",
+        lambda: of_rows_alone(True),
+        lambda: of_rows_alone(False),
+    ),
+    "dealt layers with a state": (
+        "dealt documents have other neighbours",
+        lambda: dealt(build("mamba2"), max_tokens=4096),
+        lambda: dealt(build("mamba2")),
+    ),
     "generate": ("generate: a new token", lambda: generate(True), lambda: generate(False)),
     "images without a text model": ("Give inputs_embeds", lambda: phi4(False), lambda: phi4(True)),
     "a prefix in two runs": (
@@ -426,11 +490,55 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: run(build("recurrent_gemma"), padded_batch("left")),
         lambda: run(build("recurrent_gemma"), padded_batch("right")),
     ),
+    "a tree that ends early": ("must be 16 (padding", tree(*TREE[:2]), tree(*TREE)),
+    "a gap in a tree": (
+        "in no segment",
+        tree(ROOT, (9, 16, 0)),
+        tree(ROOT, (8, 9, None), (9, 16, 0)),
+    ),
+    "segments that overlap": ("do not overlap", tree(ROOT, (7, 16, 0)), tree(ROOT, (8, 16, 0))),
+    "an empty segment": ("leave it out", tree(ROOT, (8, 8, 0), (8, 16, 0)), tree(ROOT, (8, 16, 0))),
+    "a later parent": (
+        "comes after its parent",
+        tree((0, 4, 1), (4, 12, None), (12, 16, 1)),
+        tree((0, 8, None), (8, 12, 0), (12, 16, 0)),
+    ),
+    "no such parent": ("None for a root", tree(ROOT, (8, 16, 4)), tree(ROOT, (8, 16, None))),
+    "a window over a tree": (
+        "MaskSpec.tree(segments)",
+        lambda: ds_usp.MaskSpec(3, 0, [0, 8, 12, 16], parents=((-1, 0, 0),)),
+        tree(*TREE),
+    ),
+    "ALiBi of a tree": (
+        "a row of its own",
+        lambda: see(ds_usp.MaskSpec.tree(TREE), alibi=True),
+        lambda: see(ROWS_OF_TREE, alibi=True),
+    ),
+    "parents of a zigzag": (
+        "leave them to the mask",
+        lambda: ds_usp.TokenLayout("contiguous", 16, documents=ds_usp.MaskSpec.tree(TREE)),
+        lambda: see(ds_usp.MaskSpec.tree(TREE)),
+    ),
+    "a module of a tree": (
+        "call ds_usp.usp_attention with it",
+        lambda: drop_in(ds_usp.MaskSpec.tree(TREE)),
+        tree(*TREE),
+    ),
+    "rectangles that share a pair": (
+        "cut one of them",
+        rectangles(*SQUARES, (6, 16, 0, 8, "full")),
+        rectangles(*SQUARES, (8, 16, 0, 8, "full")),
+    ),
+    "a token without itself": (
+        "(8, 16, 8, 16, 'causal')",
+        rectangles(SQUARES[0]),
+        rectangles(*SQUARES),
+    ),
     "another transformers": ("5.4.1", lambda: version("5.4.1"), lambda: version("5.5.0")),
 }
 # Of layers that carry a state, in transformers that has them as they are served.
 OF_STATES = ("another kind of layers", "a layout without neighbours")
-OF_STATES += ("documents from another position",)
+OF_STATES += ("documents from another position", "dealt layers with a state")
 # What is given instead of each batch of BATCHES, to the same model.
 INSTEAD: Mapping[str, Callable[[], dict[str, Any]]] = {
     "labels of padding on the right": lambda: labels_of_padding_ignored("right"),

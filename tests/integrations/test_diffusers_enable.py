@@ -252,7 +252,7 @@ def test_fewer_heads_than_the_ulysses_degree_are_refused():
 NOT_SERVED: dict[str, dict[str, Any]] = {
     "ip adapter": {"joint_attention_kwargs": {"ip_adapter_image_embeds": [torch.zeros(2, 1, 4)]}},
     "mask": {"joint_attention_kwargs": {"attention_mask": torch.ones(2, 42, dtype=torch.bool)}},
-    "ControlNet": {"controlnet_single_block_samples": [torch.zeros(2, 35, 128)]},
+    "ControlNet": {"controlnet_single_block_samples": [torch.zeros(35)]},
     "unknown": {"txt_seq_lens": [7, 7]},
 }
 
@@ -300,7 +300,7 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
         ("backend", "set_attention_backend"),
         ("ip adapter", "ip_adapter_image_embeds in joint_attention_kwargs"),
         ("mask", "attention_mask in joint_attention_kwargs"),
-        ("ControlNet", "controlnet_single_block_samples: residuals of a ControlNet"),
+        ("ControlNet", r"a tensor \[35\] has no dim 1 of image tokens"),
         ("unknown", "txt_seq_lens: diffusers .* knows no such argument"),
         ("tokens", "34 image tokens"),
     ],

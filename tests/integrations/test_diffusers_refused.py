@@ -59,6 +59,11 @@ def one_controlnet(rank: int) -> tuple[str, dict[str, Any]]:
     return "FluxTransformer2DModel", given | {"controlnet_block_samples": residuals}
 
 
+def of_another_image(_: int) -> tuple[str, dict[str, Any]]:
+    given = arguments("FluxTransformer2DModel")
+    return "FluxTransformer2DModel", given | {"controlnet_block_samples": [torch.zeros(2, 32, 128)]}
+
+
 def holes(rank: int) -> tuple[str, dict[str, Any]]:
     given = arguments("QwenImageTransformer2DModel", padded=True)
     given["encoder_hidden_states_mask"][:, 1] = False
@@ -88,7 +93,8 @@ def refused(ctx: RankContext, make: Callable[[int], tuple[str, dict[str, Any]]])
     ("make", "kind", "text"),
     [
         (other_noise, "MeshError", "noise from generators of one seed"),
-        (one_controlnet, "", "ControlNet"),
+        (one_controlnet, "MeshError", "controlnet_block_samples"),
+        (of_another_image, "LayoutError", "a tensor of 32 image tokens"),
         (holes, "UnsupportedAttentionError", "ones and then zeros"),
         (few_tokens, "LayoutError", "FluxTransformer2DModel, text: 3 tokens"),
     ],

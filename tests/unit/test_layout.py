@@ -14,7 +14,7 @@ from megatron.core import utils as megatron_utils
 from properties import examples
 
 from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
-from ds_usp.geometry.document_sharding import SearchBudget, rebalance_pair
+from ds_usp.geometry.document_sharding import Documents, SearchBudget, rebalance_pair
 from ds_usp.geometry.joint import ContinuedLayout, JointLayout
 from ds_usp.geometry.layout import Run, TokenSlices
 from ds_usp.geometry.ring_schedule import ring_schedule
@@ -326,7 +326,8 @@ def test_rebalancing_keeps_the_tokens_of_both_ranks(data, seed, tokens, longest)
     runs = data.draw(st.permutations(list(pairwise(sorted(splits)))))
     at = data.draw(st.integers(0, len(runs)))
     budget = SearchBudget(data.draw(st.sampled_from([0, 100, 5000])))
-    before, after = (runs[:at], runs[at:]), rebalance_pair(borders, runs[:at], runs[at:], budget)
+    documents = Documents(tuple(borders))
+    before, after = (runs[:at], runs[at:]), rebalance_pair(documents, runs[:at], runs[at:], budget)
     for old, new in zip(before, after, strict=True):
         assert sum(b - a for a, b in old) == sum(b - a for a, b in new)
     assert sorted(i for run in (*after[0], *after[1]) for i in range(*run)) == list(range(tokens))

@@ -1,15 +1,19 @@
 """Masks: bounds in global positions, and the tiles that follow, against brute force."""
 
 from itertools import accumulate, product
+from typing import Any
 
 import pytest
 import torch
+from cases import random_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from ds_usp import ConfigError, LayoutError, MaskSpec, UnsupportedAttentionError
+from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout, UnsupportedAttentionError
 from ds_usp import testing as oracle
+from ds_usp.geometry.chunking import visible_pairs
+from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, TileSupport, plan_tiles
 
@@ -216,3 +220,183 @@ def test_a_window_needs_a_kernel_with_windows():
 def test_shards_of_different_stride_are_refused():
     with pytest.raises(LayoutError, match="stride 2 cannot meet keys of stride 3"):
         plan_tiles(one(4, 0, 2), one(4, 0, 3), MaskSpec.causal())
+
+
+# ------------------------------------------------------------------ trees
+
+FOREST = [(0, 4, None), (4, 6, 0), (6, 9, 0), (9, 10, 2), (10, 12, 2), (12, 16, None)]
+
+
+@given(st.randoms(), st.integers(1, 60))
+@examples(100)
+def test_a_query_sees_its_segment_and_its_ancestors(draw, tokens):
+    segments = random_tree(draw, tokens)
+    mask, positions = MaskSpec.tree(segments), range(tokens)
+    allowed = torch.tensor([[mask.allows(q, k) for k in positions] for q in positions])
+    expected = oracle.same_branch(positions, positions, segments)
+    expected &= oracle.causal(positions, positions)
+    assert torch.equal(allowed, expected)
+    assert visible_pairs(mask, tokens, tokens) == int(expected.sum())
+    # A token's position is the number of tokens before it on its branch.
+    layout = TokenLayout("contiguous", tokens)
+    assert layout.positions(0, mask=mask) == [int(row.sum()) - 1 for row in expected]
+
+
+def test_what_does_not_branch_is_packed_documents():
+    assert MaskSpec.tree([(0, 4, None), (4, 6, 0), (6, 9, 1)]) == MaskSpec.causal([0, 9])
+    assert MaskSpec.tree([(0, 4, -1), (4, 9, -1)]) == MaskSpec.causal([0, 4, 9])
+    joined = MaskSpec.tree([(0, 2, None), (2, 4, 0), (4, 6, 1), (6, 7, 2), (7, 9, 1)])
+    assert joined == MaskSpec.tree([(0, 4, None), (4, 7, 0), (7, 9, 0)])
+    assert MaskSpec.tree(torch.tensor([[0, 4, -1], [4, 6, 0], [6, 9, 0]])).contexts() == (0, 4, 4)
+    both = MaskSpec.tree([FOREST, [(0, 16, None)]])
+    assert both.parents == ((-1, 0, 0, 2, 2, -1), (-1,)) and both.samples == 2
+    assert MaskSpec.tree(FOREST) != MaskSpec.tree([*FOREST[:-1], (12, 16, 0)])
+    assert str(MaskSpec.tree(FOREST)) != str(MaskSpec.tree([*FOREST[:-1], (12, 16, 0)]))
+    assert "a tree of 6 segments of 1 samples" in str(MaskSpec.tree(FOREST))
+
+
+def test_a_tree_of_depth_first_segments_takes_two_calls():
+    """A prompt and answers: every answer's rows with the prompt in one call, all triangles in
+    another; however many answers there are."""
+    answers = [(100 + 10 * i, 110 + 10 * i, 0) for i in range(40)]
+    (step,) = ring_schedule(
+        TokenLayout("contiguous", 500), MaskSpec.tree([(0, 100, None), *answers]), 0
+    ).steps
+    assert [str(call) for call in step.calls] == [
+        "q[100:500] k[0:100] full",
+        "41 tiles in q[0:500] k[0:500] window(None, 0)",
+    ]
+
+
+def test_positions_restart_after_the_parent():
+    mask, layout = MaskSpec.tree(FOREST), TokenLayout("zigzag", 16, 1, 2)
+    assert layout.positions(0, mask=mask) == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert layout.positions(1, mask=mask) == [4, 5, 4, 5, 6, 7, 7, 8]
+    like = torch.zeros(1, 8, dtype=torch.int32)
+    assert layout.positions(1, like=like, mask=mask).dtype == torch.int64
+    both = MaskSpec.tree([FOREST, [(0, 16, None)]])
+    assert layout.positions(0, like=like, mask=both).tolist() == [
+        [0, 1, 2, 3, 0, 1, 2, 3],
+        [0, 1, 2, 3, 12, 13, 14, 15],
+    ]
+    assert layout.positions(1, mask=MaskSpec.causal([0, 5, 16])) == [4, 0, 1, 2, 3, 4, 5, 6]
+    assert layout.positions(1, mask=MaskSpec.causal()) == layout.positions(1)
+    with pytest.raises(ConfigError, match="end at 16, the sequence has 8"):
+        TokenLayout("zigzag", 8, 1, 2).positions(0, mask=mask)
+
+
+WRONG_TREES: dict[str, tuple[Any, str]] = {
+    "a parent that begins later": (
+        [(0, 4, 1), (4, 9, None)],
+        r"segment 0 \(0-4\) of sample 0 has as its parent 1 \(4-9\), which begins later",
+    ),
+    "a cycle of one": (
+        [(0, 4, None), (4, 9, 1)],
+        r"1 \(4-9\) of sample 0 has as its parent itself",
+    ),
+    "a cycle of two": ([(0, 4, None), (4, 9, 2), (9, 12, 1)], r"2 \(9-12\), which begins later"),
+    "overlapping": (
+        [(0, 4, None), (3, 9, 0)],
+        r"segment 1 \(3-9\) begins before segment 0 ends, at 4",
+    ),
+    "a gap": (
+        [(0, 4, None), (6, 9, 0)],
+        r"tokens 4 to 6 are in no segment, 1 is 6-9: segments follow",
+    ),
+    "not from 0": ([(1, 4, None)], r"tokens 0 to 1 are in no segment"),
+    "empty": ([(0, 4, None), (4, 4, 0)], r"segment 1 \(4-4\) has no token: leave it out"),
+    "backwards": ([(0, 4, None), (4, 2, 0)], r"segment 1 \(4-2\) has no token"),
+    "no such parent": (
+        [(0, 4, None), (4, 9, 7)],
+        r"segment 1 of sample 0 has the parent 7, there are 2 segments: give an index of 0 to 1",
+    ),
+    "a negative parent": ([(0, 4, -2)], r"has the parent -2, there are 1 segments"),
+    "half a parent": ([(0, 4, None), (4, 9, 0.5)], r"has the parent 0.5"),
+    "in the second sample": ([[(0, 9, None)], [(0, 4, None), (4, 9, 2)]], r"of sample 1 has the"),
+    "no parents": ([(0, 4), (4, 9)], r"must be \(start, end, parent\)"),
+    "half a token": ([(0, 4.5, None)], r"\[0, 4.5, None\] must be"),
+    "no segments": ([], r"there is none"),
+    "a number": (7, r"segments=7 must be \(start, end, parent\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TREES)
+def test_what_is_no_tree_is_refused(name):
+    segments, text = WRONG_TREES[name]
+    with pytest.raises(ConfigError, match=text):
+        MaskSpec.tree(segments)
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (lambda: MaskSpec(3, 0, [0, 4, 9], parents=((-1, 0),)), r"the mask is window\(3, 0\)"),
+        (lambda: MaskSpec(None, None, [0, 4, 9], parents=((-1, 0),)), "the mask is full"),
+        (lambda: MaskSpec(None, 0, [0, 9], 0, (((0, 4),),), ((-1,),)), "with 1 blocks"),
+        (lambda: MaskSpec(None, 0, [0, 4, 9], parents=((-1,),)), r"of \[1\] documents, .* \[2\]"),
+        (lambda: MaskSpec(None, 0, parents=((-1,),)), r"of \[1\] documents, there are \[\]"),
+        (lambda: MaskSpec(None, 0, [0, 4], parents=((-1,), (-1,))), r"of \[1, 1\] documents"),
+    ],
+)
+def test_parents_of_other_masks_are_refused(mask, text):
+    with pytest.raises(ConfigError, match=text):
+        mask()
+
+
+# ------------------------------------------------------------------ rectangles
+
+
+def test_rectangles_are_what_they_show():
+    tree = [(0, 6, 0, 6, "causal"), (6, 9, 0, 6, "full"), (6, 9, 6, 9, "causal")]
+    tree += [(9, 14, 0, 6, "full"), (9, 14, 9, 14, "causal")]
+    mask = MaskSpec.rectangles(tree, 14)
+    same = MaskSpec.tree([(0, 6, None), (6, 9, 0), (9, 14, 0)])
+    pairs = list(product(range(14), repeat=2))
+    assert [mask.allows(*pair) for pair in pairs] == [same.allows(*pair) for pair in pairs]
+    assert visible_pairs(mask, 14, 14) == visible_pairs(same, 14, 14)
+    # A causal one is aligned at its last query and its last key.
+    wide = MaskSpec.rectangles([(0, 4, 0, 4, "causal"), (4, 7, 2, 7, "causal")], 7)
+    assert [[k for k in range(7) if wide.allows(q, k)] for q in (4, 6)] == [
+        [2, 3, 4],
+        [*range(2, 7)],
+    ]
+    assert str(wide) != str(MaskSpec.rectangles([(0, 7, 0, 7, "causal")], 7))
+    assert MaskSpec.rectangles([(0, 7, 0, 7, "full")], 7).band == MaskSpec.causal()
+
+
+SQUARE = (0, 9, 0, 9, "causal")
+WRONG_RECTANGLES: dict[str, tuple[Any, str]] = {
+    "beyond the sequence": ([SQUARE, (8, 12, 0, 4, "full")], r"a query and a key of 0 to 9"),
+    "empty": ([SQUARE, (4, 4, 0, 4, "full")], r"rectangle \(4, 4, 0, 4, 'full'\) must have"),
+    "a pair in two": (
+        [SQUARE, (5, 9, 8, 9, "full")],
+        r"\(5, 9, 8, 9, 'full'\) and rectangle \(0, 9, 0, 9, 'causal'\) share a pair",
+    ),
+    "a token without itself": (
+        [(0, 4, 0, 4, "full"), (6, 9, 0, 9, "full")],
+        r"tokens 4 to 6 are in no rectangle with themselves: .* \(4, 6, 4, 6, 'causal'\)",
+    ),
+    "another kind": ([(0, 9, 0, 9, "window")], r"'window'\) must be .* rectangle 0 is not"),
+    "four numbers": ([(0, 9, 0, 9)], "rectangle 0 is not"),
+    "none": ([], "there is none"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RECTANGLES)
+def test_rectangles_that_are_no_mask_are_refused(name):
+    rectangles, text = WRONG_RECTANGLES[name]
+    with pytest.raises(ConfigError, match=text):
+        MaskSpec.rectangles(rectangles, 9)
+
+
+def test_disjoint_parts_of_overlapping_rectangles_are_no_pair_twice():
+    """The upper triangle of the causal square is free for another one."""
+    mask = MaskSpec.rectangles([SQUARE, (0, 4, 4, 9, "full")], 9)
+    assert mask.allows(0, 8) and mask.allows(8, 0) and not mask.allows(5, 8)
+
+
+def test_rectangles_with_other_fields_are_refused():
+    areas = MaskSpec.rectangles([SQUARE], 9).areas
+    for fields in ({"left": 3}, {"documents": [0, 4, 9]}, {"documents": ()}, {"prefix": 2}):
+        with pytest.raises(ConfigError):
+            MaskSpec(**{"right": 0, "documents": [0, 9], "areas": areas, **fields})

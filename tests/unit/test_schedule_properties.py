@@ -3,12 +3,12 @@ pair is computed once, and each rank receives exactly what its peers send."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 from typing import get_args
 
 import pytest
-from cases import ALL_LAYOUTS, ALL_ORDERS
+from cases import ALL_LAYOUTS, ALL_ORDERS, ONE_TREE, SeesASibling, random_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
@@ -53,6 +53,14 @@ class Problem:
     def visible(self, sample: int) -> list[int]:
         """The keys that each query sees, as bits, straight from the definition of the mask."""
         mask, tokens = self.mask, self.keys.seq_len
+        if mask.areas:
+            bits = [0] * tokens
+            for q_start, q_stop, k_start, k_stop, _, right in mask.areas:
+                for query in range(q_start, q_stop):
+                    # Of a causal one the last query sees the last key.
+                    stop = k_stop if right is None else k_stop - (q_stop - 1 - query)
+                    bits[query] |= (1 << max(stop, k_start)) - (1 << k_start)
+            return bits
         borders = (
             mask.documents[sample] if mask.documents else (0, max(tokens, self.layout.seq_len))
         )
@@ -68,6 +76,12 @@ class Problem:
         for start, stop in mask.blocks[sample] if mask.blocks and mask.right is not None else ():
             for query in range(start, stop):
                 bits[query] |= (1 << stop) - (1 << query)
+        ancestors: list[int] = []  # of each document, as bits of tokens
+        for index, parent in enumerate(mask.parents[sample] if mask.parents else ()):
+            begin, end = mask.documents[sample][index : index + 2]
+            above = ancestors[parent] if parent >= 0 else 0
+            bits[begin:end] = [x | above for x in bits[begin:end]]
+            ancestors.append(above | (1 << end) - (1 << begin))
         return bits
 
 
@@ -103,6 +117,23 @@ def problems(draw: st.DrawFn, what: str) -> Problem:
         if what == "balanced":  # for these documents, or for others
             documents = draw(st.just(samples[0]) | borders_of(tokens))
             layout = TokenLayout("balanced", tokens, *shape, documents)
+    elif what == "tree":
+        trees = [random_tree(draw(st.randoms()), tokens) for _ in range(draw(st.integers(1, 2)))]
+        mask = MaskSpec.tree(trees)
+        if draw(st.booleans()):  # for this tree, or for another
+            one = draw(st.just(trees[0]) | st.randoms().map(lambda x: random_tree(x, tokens)))
+            layout = TokenLayout("balanced", tokens, *shape, MaskSpec.tree(one))
+    elif what == "rectangles":
+        blocks = list(
+            pairwise(draw(borders_of(tokens) if tokens < 50 else st.just([0, 9, tokens])))
+        )
+        kinds_of = [("causal", "full"), ("causal", "full", "none")]
+        given = [
+            (*rows, *columns, draw(st.sampled_from(kinds_of[rows != columns])))
+            for rows, columns in product(blocks, blocks)
+            if len(blocks) < 12 or rows == columns
+        ]
+        mask = MaskSpec.rectangles([x for x in given if x[4] != "none"], tokens)
     elif what == "prefix":
         mask = MaskSpec(*window, prefix=draw(st.integers(0, tokens)))
     elif what == "other keys":
@@ -344,7 +375,7 @@ def check_bounds(problem: Problem, plans: list[RingSchedule]) -> None:
         assert plans[0].max_recv_tokens == max(received)
 
 
-WHAT = ["window", "documents", "balanced", "blocks", "prefix", "other keys"]
+WHAT = ["window", "documents", "balanced", "blocks", "tree", "rectangles", "prefix", "other keys"]
 
 
 @pytest.mark.parametrize("what", WHAT)
@@ -359,3 +390,13 @@ def test_schedules_compute_every_pair_once_from_what_peers_send(what, data):
     check_traffic(problem, plans)
     check_order(problem, plans)
     check_bounds(problem, plans)
+
+
+def test_a_branch_that_sees_a_key_of_its_sibling_is_found():
+    layout = TokenLayout("zigzag", 40, 1, 2)
+    right = Problem(layout, None, MaskSpec.tree(ONE_TREE), TileSupport(), False, "only", None)
+    check_pairs(right, right.schedules(), "steps")
+    check_traffic(right, right.schedules())
+    wrong = replace(right, mask=SeesASibling.tree(ONE_TREE)).schedules()
+    with pytest.raises(AssertionError):
+        check_pairs(right, wrong, "steps")

@@ -85,7 +85,8 @@ def enable(
         transformers = _transformers_of(model_or_pipeline)
         plans = [plan or _plan_of(transformer) for transformer in transformers]
         for transformer, its_plan in zip(transformers, plans, strict=True):
-            _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
+            caches = _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
+            words += [caches] if caches else []
             if cuda_graphs:
                 check_graphs(mesh, tuning)
                 check_modules(transformer)
@@ -172,11 +173,12 @@ def _plan_of(transformer: ModelMixin) -> Plan:
     return PLANS[name]
 
 
-def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
+def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> str:
+    """The transformer's caches, which ranks compare."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan={plan!r} must be a Plan, or None for one of {', '.join(PLANS)}")
     plan.check(transformer)
-    check_transformer(transformer)
+    caches = check_transformer(transformer)
     check_attention(transformer, plan, ulysses)
     for option, value in plan.refused.items():
         if transformer.config[option] == value:
@@ -184,3 +186,4 @@ def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
                 f"{type(transformer).__name__} with {option}={value!r} treats tokens by their "
                 "index, which a shard does not know: it is not served"
             )
+    return caches.text

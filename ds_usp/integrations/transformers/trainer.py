@@ -26,8 +26,9 @@ from transformers import PreTrainedModel, Trainer
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.geometry.dealing import Cost
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
-from ds_usp.integrations.transformers.refusals import find_model
+from ds_usp.integrations.transformers.refusals import find_model, needs_whole_head
 from ds_usp.integrations.transformers.rl import (
     check_rollouts,
     count_completions,
@@ -35,6 +36,7 @@ from ds_usp.integrations.transformers.rl import (
     share_rollouts,
 )
 from ds_usp.training.data_loader import BatchBroadcast, DataParallelRanks, data_parallel_ranks
+from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -42,7 +44,14 @@ else:
     Accelerator = object  # which enable can do without
 
 
-def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
+def attach(
+    trainer: Trainer,
+    mesh: SequenceMesh,
+    *,
+    deal: bool = False,
+    max_tokens: int | None = None,
+    cost: Cost | None = None,
+) -> EnabledModel:
     """Let a Trainer, or one of TRL's, train with sequences that are sharded over a mesh.
 
     Collective over the world, which is a whole number of meshes. Call it after the trainer is
@@ -55,6 +64,9 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     Args:
         trainer: its model is enabled here if it is not yet; enable it before with other options
             than the default ones.
+        deal: the samples of each batch are dealt to groups of the mesh's ranks
+            (:meth:`EnabledModel.deal`, whose arguments ``max_tokens`` and ``cost`` are). Give a
+            mesh of all ranks, and the samples of a step as its batch.
 
     Returns:
         The enabled model.
@@ -66,6 +78,11 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
         UnsupportedAttentionError: a model that is not served, which is named.
     """
     _check_trainer(trainer)
+    if not deal and (max_tokens is not None or cost is not None):
+        raise ConfigError(
+            f"max_tokens={max_tokens} and cost are of dealt samples: give deal=True, or leave them "
+            "out"
+        )
     replicas = share_batches(trainer.accelerator, mesh)
     if makes_rollouts(trainer):
         count_completions(trainer, replicas.size)
@@ -77,9 +94,12 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     _check_mesh_of(enabled, mesh, "model")
     _enable_others(trainer, enabled)
     _count_replicas(trainer, mesh.sp_degree)
+    _count_weights(trainer)
     if makes_rollouts(trainer):
         share_rollouts(trainer, mesh)
     _join_logits(trainer)
+    if deal:
+        enabled.deal(max_tokens, cost=cost)
     return enabled
 
 
@@ -100,8 +120,10 @@ def _enable_others(trainer: Trainer, policy: EnabledModel) -> None:
         if inner is policy._inner:
             continue
         enabled = find_enabled(model, inner)
+        given = options.of_frozen_model()
+        given["share_prefixes"] &= not needs_whole_head(inner)  # a reward reads a row's last token
         try:
-            enabled = enabled or enable(model, policy.mesh, **options.of_frozen_model())
+            enabled = enabled or enable(model, policy.mesh, **given)
         except UnsupportedAttentionError as reason:
             raise UnsupportedAttentionError(
                 f"the trainer's {name} would run whole sequences on every rank. {reason}. Where it "
@@ -247,6 +269,27 @@ def _count_replicas(trainer: Trainer, sp_degree: int) -> None:
 
     trainer.evaluation_loop, trainer.log = evaluation_loop, log_steps
     handler.on_predict = predicted
+
+
+def _count_weights(trainer: Trainer) -> None:
+    """Let a step's loss be divided by the weights of its labels, where batches have
+    ``loss_weights``, and not by their number."""
+    count = trainer._get_num_items_in_batch
+
+    def num_items(batches: list[Any], device: torch.device) -> Any:
+        weighted = [x for x in batches if isinstance(x, Mapping) and LOSS_WEIGHTS in x]
+        if not weighted:
+            return count(batches, device)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            counts = batch["shift_labels"] != IGNORE_INDEX
+            weights = batch.get(LOSS_WEIGHTS, counts)
+            total += (counts * weights).sum(dtype=torch.float64).cpu()
+        if trainer.args.average_tokens_across_devices:
+            total = trainer.accelerator.gather(total.to(device)).sum()
+        return total.float().to(device)
+
+    trainer._get_num_items_in_batch = num_items
 
 
 def _join_logits(trainer: Trainer) -> None:
