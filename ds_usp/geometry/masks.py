@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ds_usp.errors import ConfigError
@@ -122,17 +123,21 @@ class MaskSpec:
             object.__setattr__(self, "parents", tuple(map(tuple, self.parents)))
             self._check_parents()
         if self.areas:
+            object.__setattr__(self, "areas", tuple(Area(*area) for area in self.areas))
             self._check_areas()
 
     def _check_areas(self) -> None:
         one_document = [len(borders) for borders in self.documents] == [2]
-        if replace(self, documents=(), areas=()) != MaskSpec(None, 0) or not one_document:
+        bounded = any(area.left is not None for area in self.areas)
+        others = replace(self, documents=(), areas=()) != MaskSpec(None, 0)
+        if others or bounded or not one_document:
             raise ConfigError(
-                "areas are all of a mask, and other fields are given too, or not the one document "
-                "that is the sequence: MaskSpec.rectangles(rectangles, seq_len)"
+                "areas are all of a mask and have no left bound, and here are such a bound, other "
+                "fields, or not the one document that is the sequence: use "
+                "MaskSpec.rectangles(rectangles, seq_len)"
             )
         seq_len, before = self.documents[0][-1], list[Area]()
-        for area in sorted(self.areas):
+        for area in sorted(self.areas, key=itemgetter(0, 1, 2, 3)):
             shown = _format_area(area)
             if not (0 <= area.q_start < area.q_stop <= seq_len) or not (
                 0 <= area.k_start < area.k_stop <= seq_len
@@ -278,11 +283,12 @@ class MaskSpec:
             whole = len(numbers) == 4 and all(type(x) is int for x in numbers)
             if not whole or kind not in ("full", "causal"):
                 raise ConfigError(_RECTANGLES.format(rectangle) + f"; rectangle {index} is not")
-            right = numbers[3] - numbers[1] if kind == "causal" else None
-            areas.append(Area(*numbers, None, right))
+            q_start, q_stop, k_start, k_stop = numbers
+            right = k_stop - q_stop if kind == "causal" else None
+            areas.append(Area(q_start, q_stop, k_start, k_stop, None, right))
         if not areas:
             raise ConfigError(_RECTANGLES.format(rectangles) + ", and there is none")
-        return cls(None, 0, [0, seq_len], areas=tuple(areas))
+        return cls(None, 0, ((0, seq_len),), areas=tuple(areas))
 
     @classmethod
     def prefix_lm(cls, prefix: int) -> MaskSpec:

@@ -376,6 +376,10 @@ WRONG_RECTANGLES: dict[str, tuple[Any, str]] = {
         [(0, 4, 0, 4, "full"), (6, 9, 0, 9, "full")],
         r"tokens 4 to 6 are in no rectangle with themselves: .* \(4, 6, 4, 6, 'causal'\)",
     ),
+    "twice": (
+        [(0, 9, 0, 9, "full"), SQUARE],
+        r"'causal'\) and rectangle \(0, 9, 0, 9, 'full'\) share a pair",
+    ),
     "another kind": ([(0, 9, 0, 9, "window")], r"'window'\) must be .* rectangle 0 is not"),
     "four numbers": ([(0, 9, 0, 9)], "rectangle 0 is not"),
     "none": ([], "there is none"),
@@ -397,6 +401,13 @@ def test_disjoint_parts_of_overlapping_rectangles_are_no_pair_twice():
 
 def test_rectangles_with_other_fields_are_refused():
     areas = MaskSpec.rectangles([SQUARE], 9).areas
-    for fields in ({"left": 3}, {"documents": [0, 4, 9]}, {"documents": ()}, {"prefix": 2}):
+    bounded = {"areas": [(0, 9, 0, 9, 3, 0)]}
+    for fields in (
+        {"left": 3},
+        {"documents": [0, 4, 9]},
+        {"documents": ()},
+        {"prefix": 2},
+        bounded,
+    ):
         with pytest.raises(ConfigError):
             MaskSpec(**{"right": 0, "documents": [0, 9], "areas": areas, **fields})
