@@ -1,6 +1,6 @@
 """The picture of a dealt step beside groups of all ranks, as an SVG.
 
-    python scripts/dealt_picture.py    # writes docs/dealt.svg anew; a test compares it
+    python scripts/dealt_picture.py    # writes docs/usage/dealt.svg anew; a test compares it
 
 Who computes what, and for how long, is dealt by ``ds_usp.geometry.dealing``, by the planner's cost.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "docs" / "dealt.svg"
+FILE = ROOT / "docs" / "usage" / "dealt.svg"
 sys.path.insert(0, str(ROOT))
 
 from ds_usp.geometry.dealing import Dealer, DealtStep  # noqa: E402

@@ -432,7 +432,8 @@ class SequenceMesh:
             MeshError: torch.distributed does not run, or the ranks ask for different meshes.
         """
         world = resolve_group(group)
-        check_same(world, f"meshes of the sizes {dict(sorted(sizes.items()))}")
+        degrees = {size: (len(groups), ulysses) for size, (groups, ulysses) in sizes.items()}
+        check_same(world, f"meshes by size, their number and Ulysses degree {degrees}")
         members, own = dist.get_process_group_ranks(world), dist.get_rank(world)
         made: dict[int, SequenceMesh] = {}
         for size, (groups, ulysses) in sorted(sizes.items()):

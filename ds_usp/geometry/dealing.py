@@ -47,10 +47,12 @@ def groups_of_size(world: int, size: int) -> tuple[range, ...]:
     return tuple(range(start, start + size) for start in starts)
 
 
-def ulysses_of(size: int, heads: tuple[int, int] | None) -> int:
+def ulysses_of(size: int, heads: tuple[int, int] | None, in_node: int) -> int:
     """The Ulysses degree of a group: the largest part of its ranks among which query heads and
-    key/value heads divide; a ring takes the rest, and all of it where heads are not known."""
-    return 1 if heads is None else max(x for x in divisors(size) if gcd(*heads) % x == 0)
+    key/value heads divide, and which are in one node; a ring takes the rest, and all of it where
+    heads are not known."""
+    fit = (x for x in divisors(size) if gcd(*heads or (1,)) % x == 0 and x <= in_node)
+    return max(fit)
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,9 @@ class Dealer:
         steps = list(self._dealt(lengths, self.sizes))
         for size in self.sizes if len(self.sizes) > 1 else ():
             # Not tried where perfect balance would be slower than what was found.
-            best = min((step.seconds for step in steps), default=_NO_LIMIT)
+            found = min((step.seconds for step in steps), default=_NO_LIMIT)
             work = sum(self.cost(x, size) - self.cost(0, size) for x in lengths)
-            if max(lengths) <= size * self.max_tokens and work * size < best * self.world:
+            if max(lengths) <= size * self.max_tokens and work * size < found * self.world:
                 steps += self._dealt(lengths, (size,))
         if not steps:
             raise DataError(self._why_not(lengths))

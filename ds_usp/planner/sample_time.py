@@ -3,7 +3,6 @@ exchanges (:mod:`ds_usp.geometry.dealing` deals by them)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -37,7 +36,9 @@ class SampleTime:
     model: ModelShape
     max_tokens: int
     recompute: str = "none"
-    _rows: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _rows: dict[tuple[int, int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __call__(self, tokens: int, ranks: int) -> float:
         start = self._seconds(ranks, 1, ranks)
@@ -62,7 +63,8 @@ class SampleTime:
         """Of a row of so many samples, forward and backward."""
         key = tokens, count, ranks
         if key not in self._rows:
-            ulysses = ulysses_of(ranks, (self.model.heads, self.model.kv_heads))
+            heads = self.model.heads, self.model.kv_heads
+            ulysses = ulysses_of(ranks, heads, self.cluster.gpus_per_node)
             config = ParallelConfig(
                 ulysses=ulysses, ring=ranks // ulysses, recompute=self.recompute
             )

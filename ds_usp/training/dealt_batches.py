@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ds_usp.comm.consistency import check_same
 from ds_usp.comm.mesh import SequenceMesh, resolve_group
-from ds_usp.comm.process_groups import all_gather_bytes, transport_device
+from ds_usp.comm.process_groups import all_gather_bytes, node_ids, transport_device
 from ds_usp.errors import ConfigError, DataError
 from ds_usp.geometry.dealing import Cost, Dealer, DealtStep, SampleCost, groups_of_size, ulysses_of
 from ds_usp.geometry.degrees import Degrees
@@ -89,6 +90,7 @@ class DealtBatches:
         cost, sizes, micro_batches: as of :class:`ds_usp.geometry.dealing.Dealer`. DeepSpeed, which
             counts micro batches itself, needs ``micro_batches`` as its accumulation steps.
         device: where shards go; None: where the ranks exchange tensors.
+        whole: names of entries that are no tokens': a group gets those of its samples in a list.
 
     Attributes:
         meshes: by size, those that this rank is in.
@@ -111,8 +113,9 @@ class DealtBatches:
         sizes: Sequence[int] = (),
         micro_batches: int = 0,
         device: torch.device | str | None = None,
+        whole: tuple[str, ...] = (),
     ) -> None:
-        self._loader, self._group = loader, None
+        self._loader, self._group, self._whole = loader, None, whole
         if dist.is_initialized():
             self._group = resolve_group(world)
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
@@ -130,11 +133,8 @@ class DealtBatches:
 
     def __iter__(self) -> Iterator[tuple[DealtBatch, ...]]:
         """One pass over the loader, after the steps that were done before a resume."""
-        steps = iter(self._loader)
-        skipped, self._skipped = self._skipped, 0
-        for _ in range(skipped):
-            next(steps, None)
-        self._steps = skipped
+        self._steps, self._skipped = self._skipped, 0
+        steps = _steps_of(self._loader, self._steps)
         while True:
             read = self._read(steps)
             statuses = [read.status]
@@ -167,7 +167,7 @@ class DealtBatches:
             step = next(steps, None)
             if step is None:
                 return _Read(_Status(_END))
-            samples = _read_samples(step)
+            samples = _read_samples(step, self._whole)
             dealt = self.dealer.deal([x.seq_len for x in samples])
         except Exception as error:  # a data set may raise anything; raised later, on all ranks
             text = f"{type(error).__name__}: {error}".encode()
@@ -215,8 +215,10 @@ def dealt_meshes(
         raise error or ConfigError("no dealer")
     if group is None:
         return dealer, {1: SequenceMesh.single()}
+    in_node = min(Counter(node_ids(group)).values())
     sizes = {
-        size: (groups_of_size(world, size), ulysses_of(size, heads)) for size in dealer.sizes
+        size: (groups_of_size(world, size), ulysses_of(size, heads, in_node))
+        for size in dealer.sizes
     }
     # A rank without work is alone, whatever the sizes.
     return dealer, {1: SequenceMesh.single(), **SequenceMesh.of_sizes(group, sizes)}
@@ -276,25 +278,34 @@ def _check_statuses(statuses: Sequence[_Status]) -> None:
             )
 
 
-def _read_samples(step: Any) -> list[WholeBatch]:
+def _steps_of(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
+    """A loader's steps; it is first asked for them, and may fail, where the first one is read."""
+    yield from islice(loader, skipped, None)
+
+
+def _read_samples(step: Any, whole: Sequence[str]) -> list[WholeBatch]:
     """The samples of a step, each checked, with shifted labels."""
     if isinstance(step, (Mapping, str)) or not isinstance(step, Sequence):
         raise DataError(
             f"the loader's step is a {type(step).__name__}: it must be a list of samples, dicts of "
             "one sequence each (DataLoader(..., collate_fn=list))"
         )
-    samples = [_read_sample(sample, number) for number, sample in enumerate(step)]
-    names = [sorted(x.sharded) for x in samples]
-    for number, of_sample in enumerate(names):
-        if of_sample != names[0]:
+    samples = [_read_sample(sample, number, whole) for number, sample in enumerate(step)]
+    # A row that cannot be packed would fail on the ranks of its group alone.
+    entries = [
+        {name: (*x.shape[2:], str(x.dtype)) for name, x in sorted(sample.sharded.items())}
+        for sample in samples
+    ]
+    for number, of_sample in enumerate(entries):
+        if of_sample != entries[0]:
             raise DataError(
-                f"sample {number} of the step has {of_sample}, sample 0 has {names[0]}: samples "
+                f"sample {number} of the step has {of_sample}, sample 0 has {entries[0]}: samples "
                 "are packed into rows, and must have the same entries"
             )
     return samples
 
 
-def _read_sample(sample: Any, number: int) -> WholeBatch:
+def _read_sample(sample: Any, number: int, whole: Sequence[str]) -> WholeBatch:
     tokens = sample.get(TOKENS) if isinstance(sample, Mapping) else None
     if tokens is None:
         raise DataError(f"sample {number} of the step is no dict with {TOKENS!r}")
@@ -304,7 +315,7 @@ def _read_sample(sample: Any, number: int) -> WholeBatch:
         x = value
         if isinstance(x, list) and x and len(x) == length[0] and isinstance(x[0], int):
             x = torch.tensor(x)
-        if isinstance(x, Tensor) and x.shape[:1] == length:
+        if isinstance(x, Tensor) and x.shape[:1] == length and name not in whole:
             x = x[None]
         entries[name] = x
     mask = entries.pop(PADDING, None)
@@ -313,7 +324,7 @@ def _read_sample(sample: Any, number: int) -> WholeBatch:
         # In a row of several samples padding would be computed, and have neighbours.
         entries = {
             name: x[:, real.first : real.stop]
-            if isinstance(x, Tensor) and x.shape[:2] == mask.shape
+            if isinstance(x, Tensor) and x.shape[:2] == mask.shape and name not in whole
             else x
             for name, x in entries.items()
         }
@@ -321,7 +332,7 @@ def _read_sample(sample: Any, number: int) -> WholeBatch:
     if mask is not None:
         entries[PADDING] = mask
     try:
-        batch = read_batch(entries)
+        batch = read_batch(entries, whole)
     except (DataError, ConfigError) as error:
         raise type(error)(f"sample {number} of the step: {error}") from None
     if len(batch.sharded[TOKENS]) > 1:

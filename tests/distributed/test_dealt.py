@@ -263,7 +263,9 @@ def rows(ctx: RankContext) -> list[Any]:
         {"input_ids": [7, 8, 9, 10], "weights": [0.5] * 4, "name": "list"},
     ]
     step[1]["weights"] = torch.tensor(step[1]["weights"])
-    batches = [x for step in DealtBatches([step], None, 4, sizes=(1, 2)) for x in step]
+    step[0]["image"], step[1]["image"] = torch.zeros(2, 3), torch.ones(4)
+    loader = DealtBatches([step], None, 4, sizes=(1, 2), whole=("image",))
+    batches = [x for step in loader for x in step]
     return [
         (x.samples, x.tokens, x.labels, x.positions, x.others, x.loss_tokens, x.is_last)
         for x in batches
@@ -282,6 +284,7 @@ def test_rows_are_the_samples_without_padding(pool):
     assert ranks[2][1].tolist() == [[7, 8, 9, 10]] and ranks[2][3].tolist() == [[0, 1, 2, 3]]
     assert ranks[2][2].tolist() == [[8, 9, 10, -100]] and ranks[2][4]["name"] == ["list"]
     assert ranks[0][4]["name"] == ["padded"] and ranks[2][4]["weights"].tolist() == [[0.5] * 4]
+    assert [x.shape for x in ranks[0][4]["image"]] == [(2, 3)]
     assert ranks[3][2].tolist() == [[-100]]
     assert all(x[5] == 5 + 3 and x[6] for x in ranks)
 

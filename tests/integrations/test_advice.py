@@ -310,6 +310,8 @@ SQUARES = (0, 8, 0, 8, "causal"), (8, 16, 8, 16, "full")
 IDS = plain_batch()["input_ids"]
 NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
 PACKED = torch.tensor([[*range(9), *range(32)]])
+
+
 # What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
 def dealt(model: Any, batch: Any = None, max_tokens: int | None = None) -> Any:
     """A pass whose samples are dealt; None: one that is not."""

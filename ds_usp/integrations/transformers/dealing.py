@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,10 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import DataError, UnsupportedAttentionError
 from ds_usp.geometry.dealing import Cost, Dealer, SampleCost
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.integrations.replicas import Reduction
+from ds_usp.integrations.replicas import Reduction, join_parts
 from ds_usp.integrations.transformers.recurrent_layers import recurrent_layers
 from ds_usp.integrations.transformers.text_model import text_model
 from ds_usp.integrations.transformers.whole_arguments import WholeArguments
-from ds_usp.lowlevel import refuse_second_derivative
-from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.dealt_batches import dealt_meshes
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
@@ -158,41 +156,23 @@ class Places:
         """This rank's, ``[1, s_local]``, of the whole batch's ``[b, seq_len]``."""
         return whole.flatten()[self.index][None]
 
-    @disable_in_compile("outputs are joined over the ranks after a forward pass")
-    def join(self, x: Tensor, mesh: SequenceMesh, dim: int, gradients: Reduction) -> Tensor:
+    def join(self, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
         """The whole tensor ``[b, seq_len, ...]``, zero at padding, from the ranks' ``[1, s_local,
-        ...]`` along ``dim`` 1. Differentiable; collective over the mesh."""
-        whole: Tensor = _JoinPlaces.apply(x, self, mesh, gradients)
-        return whole
+        ...]``. Differentiable; collective over the mesh."""
+        return join_parts(x, partial(self._sum, mesh), self._own, mesh, gradients)
 
-
-class _JoinPlaces(torch.autograd.Function):
-    """As :class:`ds_usp.integrations.replicas.JoinShards`, by the tokens' places."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, places: Places, mesh: SequenceMesh, gradients: Reduction
-    ) -> Tensor:
-        ctx.arguments = places, mesh, gradients
-        rows, seq_len = places.shape
+    def _sum(self, mesh: SequenceMesh, x: Tensor) -> Tensor:
+        rows, seq_len = self.shape
         # Not every backend sums flags.
-        summed = torch.uint8 if x.dtype == torch.bool else x.dtype
-        whole = x.new_zeros(rows * seq_len, *x.shape[2:], dtype=summed)
-        own = places.is_real.nonzero().flatten()
-        whole[places.index[own]] = x.detach()[0, own].to(summed)
+        dtype = torch.uint8 if x.dtype == torch.bool else x.dtype
+        whole = x.new_zeros(rows * seq_len, *x.shape[2:], dtype=dtype)
+        real = self.is_real == 1
+        whole[self.index[real]] = x[0, real].to(dtype)
         if mesh.sp_group is not None:
             mesh.agree(f"an output of dealt samples {list(whole.shape)} {x.dtype}")
             dist.all_reduce(whole, group=mesh.sp_group)
         return whole.view(rows, seq_len, *x.shape[2:]).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        places, mesh, gradients = ctx.arguments
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        if mesh.sp_group is not None:
-            refuse_second_derivative("an output that is joined over the ranks")
-            mesh.agree("the gradient of an output that is joined over the ranks")
-            dist.all_reduce(grad, group=mesh.sp_group)
-        own = grad.flatten(0, 1)[places.index]
-        own = own * places.is_real.view(-1, *[1] * (own.ndim - 1)).to(own.dtype)
-        return (own if gradients == "mean" else own / mesh.sp_degree)[None], None, None, None
+    def _own(self, whole: Tensor) -> Tensor:
+        own = whole.flatten(0, 1)[self.index]
+        return own.masked_fill((self.is_real == 0).view(-1, *[1] * (own.ndim - 1)), 0)[None]

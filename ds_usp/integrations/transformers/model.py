@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ds_usp.attention.plan import AttentionOptions, explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.dealing import Cost
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
@@ -256,7 +256,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             raise ConfigError("no forward pass has run: there is no layout to join shards by")
         if shard.places is None:
             return join_shards(x, shard.layout, self.mesh, dim, gradients)
-        return shard.places.join(x, self.mesh, dim, gradients)
+        if dim != 1:
+            raise LayoutError(f"dim={dim}: a dealt pass has its tokens in dim 1 of every output")
+        whole: Tensor = shard.places.join(x, self.mesh, gradients)
+        return whole
 
     def deal(
         self,

@@ -238,7 +238,7 @@ class WholeArguments:
         """One row of some of the samples, with the positions that they have in this batch; and the
         index of each of its tokens, counted through all rows."""
         device = next(iter(self.tensors.values())).device
-        index = torch.cat([torch.arange(x.start, x.stop, device=device) for x in samples])
+        index = torch.cat([torch.arange(x.start, x.stop) for x in samples]).to(device)
         own = {name: x for name, x in self.arguments.items() if name not in BORDERS}
         own.pop("attention_mask", None)
         own.setdefault("position_ids", torch.arange(self.seq_len, device=device)[None])
