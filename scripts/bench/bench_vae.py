@@ -81,10 +81,10 @@ def compare(session: Session, args: argparse.Namespace, table: Table, workload: 
         run(vae, what, short)
         seconds, extra, out = measured(session, lambda: run(vae, what, x))
         if enabled is None:
-            one_gpu, want = seconds, out.cpu()
+            one_gpu, want = seconds, out
         else:
             enabled.disable()
-        error = relative_error(out.cpu(), want)
+        error = relative_error(out, want)
         numbers = f"{seconds:.3f}", f"{one_gpu / seconds:.3f}", f"{error:.1e}", f"{extra:.2f}"
         table.add((model, what, pixels, frames, dtype, name, *numbers))
         session.print0(f"{workload} {name}: " + "{} s, {} x, error {}, {} GiB".format(*numbers))

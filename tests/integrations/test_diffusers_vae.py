@@ -313,6 +313,26 @@ def test_every_rank_refuses_and_decodes_the_next(pool):
             assert text in said[case], (rank, case, said[case])
 
 
+class AutoencoderKL(diffusers.AutoencoderKL):
+    """What no class of diffusers does: an output that a call of the tile has taken is used again,
+    which other ranks than the tile's do not have."""
+
+    def _tiled_encode(self, x: Tensor) -> Tensor:
+        encoded = self.encoder(x)
+        return torch.add(self.quant_conv(encoded), encoded)
+
+
+@torch.no_grad()
+def test_a_part_of_a_tile_is_not_used_outside_of_it():
+    vae = AutoencoderKL(**VAES["AutoencoderKL"].config).eval()
+    vae.enable_tiling()
+    with (
+        enable_vae(vae, ds_usp.SequenceMesh.single()),
+        pytest.raises(UnsupportedAttentionError, match="uses a part of a tile outside of it"),
+    ):
+        vae.encode(torch.zeros(1, 3, 52, 44))
+
+
 def test_refused_on_one_rank_too():
     mesh, vae = ds_usp.SequenceMesh.single(), build(WAN)
     with pytest.raises(UnsupportedAttentionError, match="AutoencoderTiny is no VAE whose tiles"):

@@ -1,5 +1,6 @@
 """A smoke run of the benchmark of diffusion transformers on two ranks of the pool."""
 
+import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -127,3 +128,21 @@ def test_a_wrong_result_is_marked(pool, tmp_path, capsys):
     assert not any(rows[workload, "one GPU"]["wrong"] for workload in WORKLOADS)
     code, text = summary(path, capsys)
     assert code == 1 and text.count("WRONG") == len(WORKLOADS)
+
+
+def run_tiles(ctx: RankContext, path: str) -> None:
+    with as_a_rank(ctx, path):
+        import bench_vae
+
+        argv = ["bench_vae.py", "--device", "cpu", "--smoke", "--out", path]
+        with mock.patch.object(sys, "argv", [*argv, "--workloads", "flux:decode:96x128:1:fp32"]):
+            bench_vae.main()
+
+
+def test_tiles_of_a_vae_are_compared_and_written(pool, tmp_path):
+    path = tmp_path / "vae.csv"
+    pool.run(run_tiles, 2, path=str(path))
+    lines = [x for x in path.read_text(encoding="utf-8").splitlines() if not x.startswith("#")]
+    rows = list(csv.DictReader(lines))
+    assert [row["contender"] for row in rows] == ["one GPU", "ds_usp"]
+    assert all(float(row["s"]) > 0 and float(row["error"]) < 1e-5 for row in rows)

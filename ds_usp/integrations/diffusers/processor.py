@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from diffusers.models import attention_dispatch
@@ -42,8 +42,8 @@ def check_processor(module: nn.Module) -> None:
         UnsupportedAttentionError: IP-Adapters and other processors with weights, functions, norms
             over tokens, or an attention backend.
     """
-    processor: Any = module.processor
-    name = type(processor).__name__
+    processor, cls = module.processor, cast(Any, type(module.processor))
+    name = cls.__name__
     if hasattr(processor, _MARK):
         raise ConfigError(f"{name} is sharded already: disable() the transformer first")
     if name not in _ADAPTED and (isinstance(processor, nn.Module) or "IPAdapter" in name):
@@ -52,7 +52,7 @@ def check_processor(module: nn.Module) -> None:
             "own, are not served; unload them"
         )
     try:
-        _copy_as(processor, _sharded_class(type(processor)))
+        _copy_as(processor, _sharded_class(cls))
     except (TypeError, AttributeError) as error:
         raise UnsupportedAttentionError(
             f"{name}: an attention processor must be an object of a class of its own, without "
