@@ -232,7 +232,10 @@ def two_calls(transformer: Any, given: dict[str, Any], cut: int) -> torch.Tensor
     """A step of a pipeline that edits images: it cuts their tokens off before the second call."""
     shared = {"hidden_states", "timestep", "img_ids", "txt_ids"}
     branches = [
-        {k: x if k.endswith("ids") else x[:1] if k in shared else x[i : i + 1] for k, x in given.items()}
+        {
+            k: x if k.endswith("ids") else x[:1] if k in shared else x[i : i + 1]
+            for k, x in given.items()
+        }
         for i in range(2)
     ]
     branches[1]["hidden_states"] = branches[0]["hidden_states"]
@@ -278,8 +281,8 @@ def test_compiled_blocks_compute_a_branch_each(pool):
 
 
 def graphed_step(ctx: RankContext) -> tuple[float, int, int]:
-    """Texts of other lengths: passes of the two ranks are of other kinds. A pass is two graphs, with
-    the join between them."""
+    """Texts of other lengths: passes of the two ranks are of other kinds. A pass is two graphs,
+    with the join between them."""
     name = "WanTransformer3DModel"
     transformer, given = build(name).eval(), arguments(name)
     given = {key: x[:1] for key, x in given.items()}
