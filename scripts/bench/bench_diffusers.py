@@ -10,10 +10,10 @@ checkpointing; gradients stay on their rank, as averaging them costs all methods
 ``guided`` is a step with guidance, which calls the transformer once for each branch, and
 ``cached`` two of them with the same latents, where FirstBlockCache skips the second one. Cases:
 diffusers on one GPU (rank 0, the others wait), ds_usp on every ulysses x ring of the ranks, without
-and with CUDA graphs (sampling only), with the branches at once on half of the ranks each (cfg), diffusers' Ulysses and its ring, and xDiT's transformers on
-every ulysses x ring (sampling only, if xfuser is installed), on the same attention kernel, eager
-and with compiled blocks. diffusers has no context parallelism on FlashAttention-4, and xDiT no
-ring.
+and with CUDA graphs (sampling only), with both branches at once on half of the ranks each (cfg),
+diffusers' Ulysses and its ring, and xDiT's transformers on every ulysses x ring (sampling only, if
+xfuser is installed), on the same attention kernel, eager and with compiled blocks. diffusers has no
+context parallelism on FlashAttention-4, and xDiT no ring.
 
 One process for each rank runs all cases, those of a transformer on the same weights; rounds
 interleave the cases of a workload. Outputs and a few gradients are compared with the first case's:

@@ -404,7 +404,7 @@ class Case:
             ValueError: a case of another kind of workloads.
         """
         sequences = given.get("calls", ())
-        if self.guided and not sequences or self.cached and len(sequences) < 2:
+        if (self.guided and not sequences) or (self.cached and len(sequences) < 2):
             raise ValueError("this case is for other kinds of steps")
         shared = {id(x): x for x in (*transformer.parameters(), *transformer.buffers())}
         modules: Any = copy.deepcopy(transformer, shared)
@@ -526,9 +526,7 @@ def cases(world: int, kernels: Sequence[str], compiled: Sequence[bool]) -> dict[
                 graphed = partial(prepare, cuda_graphs=True)
                 by_name |= {
                     f"{mesh_name}{end}": Case(prepare, compile_it, guided=True),
-                    f"{mesh_name} graphs{end}": Case(
-                        graphed, compile_it, graphs=True, guided=True
-                    ),
+                    f"{mesh_name} graphs{end}": Case(graphed, compile_it, graphs=True, guided=True),
                     f"{mesh_name} cached{end}": Case(prepare, compile_it, cached=True),
                 }
             if world > 1:

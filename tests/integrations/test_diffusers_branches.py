@@ -23,7 +23,7 @@ from tiny_diffusers import (
 )
 
 import ds_usp
-from ds_usp.integrations.diffusers import enable, pass_state
+from ds_usp.integrations.diffusers import PLANS, enable, pass_state
 
 WORLD = 4
 SPLIT = (
@@ -228,11 +228,50 @@ def test_branches_of_a_step_are_computed_at_once(pool):
         assert [results[name][2] for results in by_rank] == [steps] * WORLD, name
 
 
+def steps_of_classes(ctx: RankContext) -> dict[str, float]:
+    """Both branches of a step by their own calls, of texts with other padding."""
+    errors = {}
+    for name, plan in PLANS.items():
+        if plan.shared_by_branches is None:
+            continue
+        transformer, given = build(name).eval(), arguments(name, padded=True)
+        branches = [
+            {k: x if k in plan.unbatched else part_of(x, i) for k, x in given.items()}
+            for i in range(2)
+        ]
+        for key in ("hidden_states", "control_hidden_states", "timestep"):
+            branches[1] |= {key: branches[0][key]} if key in given else {}
+
+        def step(transformer: Any = transformer, branches: Any = branches) -> torch.Tensor:
+            first, second = (transformer(**x, return_dict=False)[0] for x in branches)
+            return torch.cat([first, second])
+
+        with torch.no_grad():
+            want = step()
+            with enable(transformer, mesh_of(2), cfg_degree=2):
+                errors[name] = relative(step(), want)
+    return errors
+
+
+def part_of(value: Any, index: int) -> Any:
+    """A sample of two of an argument that has both."""
+    batched = isinstance(value, (list, torch.Tensor)) and len(value) == 2
+    return value[index : index + 1] if batched else value
+
+
+def test_every_class_computes_both_branches_of_a_step(pool):
+    for errors in pool.run(steps_of_classes, WORLD):
+        assert len(errors) == 17 and max(errors.values()) <= BOUND, errors
+
+
 def two_calls(transformer: Any, given: dict[str, Any], cut: int) -> torch.Tensor:
     """A step of a pipeline that edits images: it cuts their tokens off before the second call."""
     shared = {"hidden_states", "timestep", "img_ids", "txt_ids"}
     branches = [
-        {k: x if k.endswith("ids") else x[:1] if k in shared else x[i : i + 1] for k, x in given.items()}
+        {
+            k: x if k.endswith("ids") else x[:1] if k in shared else x[i : i + 1]
+            for k, x in given.items()
+        }
         for i in range(2)
     ]
     branches[1]["hidden_states"] = branches[0]["hidden_states"]
@@ -278,8 +317,8 @@ def test_compiled_blocks_compute_a_branch_each(pool):
 
 
 def graphed_step(ctx: RankContext) -> tuple[float, int, int]:
-    """Texts of other lengths: passes of the two ranks are of other kinds. A pass is two graphs, with
-    the join between them."""
+    """Texts of other lengths: passes of the two ranks are of other kinds. A pass is two graphs,
+    with the join between them."""
     name = "WanTransformer3DModel"
     transformer, given = build(name).eval(), arguments(name)
     given = {key: x[:1] for key, x in given.items()}

@@ -1,6 +1,13 @@
-"""Caches that skip blocks: a mesh skips those of one process, and its latents are one process's."""
+"""Caches that skip blocks: a mesh skips those of one process, and its latents are one process's.
+
+That of cache-dit needs the package:
+
+    scripts/with_versions.sh cache-dit-1.5 python -m pytest tests/integrations -k cache_dit
+"""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -9,7 +16,7 @@ import torch
 from cases import mesh_of
 from harness import RankContext
 from model_runs import BOUND, relative
-from tiny_diffusers import GUIDED, arguments, build, guided_pipeline
+from tiny_diffusers import arguments, build, guided_pipeline
 
 import ds_usp
 from ds_usp.integrations.diffusers import caches, enable
@@ -63,9 +70,7 @@ def passes_of(pipeline: Any, sample: Any) -> tuple[torch.Tensor, list[bool]]:
     blocks = getattr(transformer, "single_transformer_blocks", transformer.transformer_blocks)
     handles = [
         embed.register_forward_hook(lambda *_: passes.append(False)),
-        blocks[-1].attn.to_q.register_forward_hook(
-            lambda *_: passes.__setitem__(-1, True)
-        ),
+        blocks[-1].attn.to_q.register_forward_hook(lambda *_: passes.__setitem__(-1, True)),
     ]
     latents = sample(pipeline, num_inference_steps=STEPS)
     for handle in handles:
@@ -104,6 +109,44 @@ def test_a_mesh_skips_what_one_process_skips(pool):
             assert error <= BOUND, (case, error)
 
 
+def of_cache_dit(ctx: RankContext, first: bool) -> tuple[float, list[bool], list[bool]]:
+    """A cache of cache-dit, which all-reduces its decisions itself.
+
+    Args:
+        first: it is there before ``enable``.
+    """
+    import cache_dit
+
+    config = cache_dit.DBCacheConfig(
+        Fn_compute_blocks=1,
+        Bn_compute_blocks=0,
+        max_warmup_steps=1,
+        residual_diff_threshold=0.8,
+        enable_separate_cfg=True,
+    )
+    pipeline, sample = guided_pipeline(FLUX)
+    cache_dit.enable_cache(pipeline, cache_config=config)
+    want, alone = passes_of(pipeline, sample)
+    cache_dit.disable_cache(pipeline)
+    pipeline, sample = guided_pipeline(FLUX)
+    if first:
+        cache_dit.enable_cache(pipeline, cache_config=config)
+    with enable(pipeline, mesh_of(2)):
+        if not first:
+            cache_dit.enable_cache(pipeline, cache_config=config)
+        have, passes = passes_of(pipeline, sample)
+        cache_dit.disable_cache(pipeline)
+    return relative(have, want), passes, alone
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_cache_dit_skips_what_it_skips_on_one_process(pool, first):
+    pytest.importorskip("cache_dit")
+    for error, passes, alone in pool.run(of_cache_dit, WORLD, first=first):
+        assert passes == alone and True in alone and False in alone, (passes, alone)
+        assert error <= BOUND
+
+
 # ------------------------------------------------------------------ what is refused
 
 
@@ -121,81 +164,88 @@ def skipping(transformer: Any) -> None:
     block.forward = cached
 
 
+def fewer(transformer: Any, threshold: float = 0.1) -> None:
+    transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=threshold))
+
+
+def sea(transformer: Any) -> None:
+    transformer.enable_cache(diffusers.SeaCacheConfig())
+
+
+def calibrated(transformer: Any) -> None:
+    config = diffusers.MagCacheConfig(calibrate=True, num_inference_steps=2)
+    transformer.enable_cache(config)
+
+
+def constant(transformer: Any) -> None:
+    transformer.enable_cache(diffusers.MagCacheConfig(mag_ratios=[1.0] * 4, num_inference_steps=4))
+
+
+def pyramid_now(transformer: Any) -> None:
+    config = diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    )
+    transformer.enable_cache(config)
+
+
+def marked(transformer: Any) -> None:
+    transformer._is_cached = True  # as cache-dit does
+
+
+def built(change: Callable[[Any], Any]) -> Any:
+    transformer = build("FluxTransformer2DModel").eval()
+    change(transformer)
+    return transformer
+
+
+def step(transformer: Any, context: bool = True) -> None:
+    """Both branches of the guidance, by a pipeline that enters cache contexts or not."""
+    given = arguments("FluxTransformer2DModel")
+    one = {key: x if key.endswith("ids") else x[:1] for key, x in given.items()}
+    calls = []
+    for name in ("cond", "uncond"):
+        with transformer.cache_context(name) if context else nullcontext():
+            calls.append(transformer(**one, return_dict=False)[0])
+    (calls[0] + calls[1]).sum()
+
+
+@torch.no_grad()
 def uncached(ctx: RankContext) -> list[str]:
     """Errors of every rank."""
     messages = []
 
-    def refused(call: Callable[[], Any]) -> None:
+    def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with pytest.raises(ds_usp.USPError) as error:
-            call()
+            call(*args, **kwargs)
         messages.append(str(error.value))
 
-    def built(change: Callable[[Any], Any]) -> Any:
-        transformer = build("FluxTransformer2DModel").eval()
-        change(transformer)
-        return transformer
-
     given = arguments("FluxTransformer2DModel")
-    one = {key: x if key.endswith("ids") else x[:1] for key, x in given.items()}
-    thresholds = 0.1 if ctx.rank else 0.2
-
-    def on_one_rank(transformer: Any) -> None:
-        transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=thresholds))
-
-    def sea(transformer: Any) -> None:
-        transformer.enable_cache(diffusers.SeaCacheConfig())
-
-    refused(lambda: enable(built(on_one_rank), mesh_of(2)))
-    refused(lambda: enable(built(sea), mesh_of(2)))
-    with torch.no_grad():
-        transformer = build("FluxTransformer2DModel").eval()
-        with enable(transformer, mesh_of(2)):
-            on_one_rank(transformer)
-            refused(lambda: transformer(**given))
-        transformer = built(skipping)
-        with enable(transformer, mesh_of(2)):
-            transformer(**given)
-            refused(lambda: transformer(**given))
-
-        def step(transformer: Any, contexts: bool = True) -> None:
-            calls = []
-            for name in ("cond", "uncond"):
-                if contexts:
-                    with transformer.cache_context(name):
-                        calls.append(transformer(**one, return_dict=False)[0])
-                else:
-                    calls.append(transformer(**one, return_dict=False)[0])
-            (calls[0] + calls[1]).sum()
-
-        def calibrated(transformer: Any) -> None:
-            config = diffusers.MagCacheConfig(calibrate=True, num_inference_steps=2)
-            transformer.enable_cache(config)
-
-        def constant(transformer: Any) -> None:
-            config = diffusers.MagCacheConfig(mag_ratios=[1.0] * 4, num_inference_steps=4)
-            transformer.enable_cache(config)
-
-        def pyramid_of(transformer: Any) -> None:
-            config = diffusers.PyramidAttentionBroadcastConfig(
-                spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
-            )
-            transformer.enable_cache(config)
-
-        def of_cache_dit(transformer: Any) -> None:
-            transformer._is_cached = True
-
-        with enable(built(calibrated), mesh_of(2)) as enabled:
-            refused(lambda: enabled.transformers[0](**given))
-        for change, contexts in ((constant, False), (pyramid_of, True), (of_cache_dit, True)):
-            with enable(built(change), mesh_of(2), cfg_degree=2) as enabled:
-                refused(lambda t=enabled.transformers[0], c=contexts: step(t, c))
-        with enable(built(constant), mesh_of(2), cfg_degree=2) as enabled:
-            transformer = enabled.transformers[0]
-            step(transformer)
-            with transformer.cache_context("cond"):
-                call = transformer(**one, return_dict=False)[0]
-            refused(call.sum)
-            step(transformer)  # the ranks can go on
+    other = partial(fewer, threshold=0.1 if ctx.rank else 0.2)
+    refused(enable, built(other), mesh_of(2))
+    refused(enable, built(sea), mesh_of(2))
+    transformer = built(lambda _: None)
+    with enable(transformer, mesh_of(2)):
+        other(transformer)
+        refused(transformer, **given)
+    transformer = built(skipping)
+    with enable(transformer, mesh_of(2)):
+        transformer(**given)
+        refused(transformer, **given)
+    transformer = built(calibrated)
+    with enable(transformer, mesh_of(2)):
+        refused(transformer, **given)
+    for change, context in ((constant, False), (pyramid_now, True), (marked, True)):
+        transformer = built(change)
+        with enable(transformer, mesh_of(2), cfg_degree=2):
+            refused(step, transformer, context)
+    transformer = built(constant)
+    with enable(transformer, mesh_of(2), cfg_degree=2):
+        step(transformer)
+        with transformer.cache_context("cond"):
+            one = {key: x if key.endswith("ids") else x[:1] for key, x in given.items()}
+            call = transformer(**one, return_dict=False)[0]
+        refused(call.sum)
+        step(transformer)  # the ranks can go on
     return messages
 
 
@@ -218,13 +268,9 @@ def test_caches_that_decide_otherwise_are_refused(pool):
 
 def test_every_cache_of_diffusers_is_known():
     """What a release adds is refused until someone has looked at how it decides."""
-    hooks = {
-        getattr(module, name)
-        for module in vars(diffusers.hooks).values()
-        if hasattr(module, "__name__") and "cache" in module.__name__ or "broadcast" in repr(module)
-        for name in vars(module)
-        if name.endswith("_HOOK")
-    }
+    modules = [x for name, x in vars(diffusers.hooks).items() if "cache" in name or "broad" in name]
+    names = {(module, name) for module in modules for name in dir(module) if name.endswith("_HOOK")}
+    hooks = {getattr(module, name) for module, name in names}
     assert hooks - {*caches.CACHES} - caches.FOLLOWERS == {
         *("sea_cache_root", "sea_cache_leader_block", "sea_cache_block", "sea_cache_post_norm"),
         *("text_kv_cache_transformer", "text_kv_cache_block"),

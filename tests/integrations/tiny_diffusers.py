@@ -340,14 +340,18 @@ GUIDED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             **_texts(32, (7, 7)),
             **dict(zip(_POOLED, _random(2, 32).split(1), strict=True)),
-            **{"true_cfg_scale": 4.0, "height": 160, "width": 224},
+            "true_cfg_scale": 4.0,
+            "height": 160,
+            "width": 224,
         },
     ),
     "QwenImagePipeline": (
         "QwenImageTransformer2DModel",
         {
             **_texts(16, mask="prompt_embeds_mask"),
-            **{"true_cfg_scale": 4.0, "height": 80, "width": 112},
+            "true_cfg_scale": 4.0,
+            "height": 80,
+            "width": 112,
         },
     ),
     "HunyuanVideoPipeline": (
@@ -355,7 +359,10 @@ GUIDED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             **_texts(16, mask=_MASK),
             **dict(zip(_POOLED, _random(2, 8).split(1), strict=True)),
-            **{"true_cfg_scale": 4.0, "height": 48, "width": 80, "num_frames": 9},
+            "true_cfg_scale": 4.0,
+            "height": 48,
+            "width": 80,
+            "num_frames": 9,
         },
     ),
     "SkyReelsV2Pipeline": (

@@ -1,5 +1,5 @@
-"""Branches of classifier-free guidance on ranks of their own: the samples of a batch that holds both,
-or the calls of a step, one for each branch."""
+"""Branches of classifier-free guidance on ranks of their own: samples of a batch that holds both,
+or calls of a step, one for each branch."""
 
 from __future__ import annotations
 
@@ -209,6 +209,7 @@ def _create(mesh: SequenceMesh, degree: int, ulysses: int, ring: int) -> Branche
 
 # ------------------------------------------------------------------ one call a branch
 
+
 # Note [a call that waits for its step's other branches]
 # Pipelines of Wan, Flux or QwenImage call the transformer for the prompt, then for the negative
 # prompt, and combine. While half of the ranks compute the first call the others could compute the
@@ -242,14 +243,13 @@ class _Promise(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, edits = kwargs or {}, getattr(func, "__name__", "") in _OF_EDIT_PIPELINES
         first = args[0] if args else None
-        waits = isinstance(first, _Promise) and not first.is_known()
-        if waits and getattr(func, "__name__", "") in _OF_EDIT_PIPELINES:
-            value: Callable[[], Tensor] = lambda: func(first.value(), *args[1:], **kwargs)
-            others = (*args[1:], *kwargs.values())
+        if edits and isinstance(first, _Promise) and not first.is_known():
+            promise, others = first, (*args[1:], *kwargs.values())
             if not any(isinstance(x, Tensor) for x in _pytree.tree_leaves(others)):
-                return _Promise.of(value, first.is_known)
+                later = lambda: func(promise.value(), *args[1:], **kwargs)  # noqa: E731
+                return _Promise.of(later, promise.is_known)
         return func(*_kept(args), **_kept(kwargs))
 
 
@@ -287,8 +287,9 @@ class WaitingCall:
         self.state, self.problem = state, problem
         self._device = shared.device.type
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = torch.get_autocast_dtype(self._device), torch.is_autocast_enabled(
-            self._device
+        self._autocast = (
+            torch.get_autocast_dtype(self._device),
+            torch.is_autocast_enabled(self._device),
         )
         self.out: Tensor | None = None
         self.error: BaseException | None = None
@@ -343,7 +344,7 @@ class BranchCalls:
         self._removed = False
         transformer._compiled_call_impl = self
         if hasattr(transformer, "cache_context"):
-            transformer.cache_context = self._noted_context
+            vars(transformer)["cache_context"] = self._noted_context
 
     @property
     def is_called(self) -> bool:

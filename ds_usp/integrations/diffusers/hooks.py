@@ -388,9 +388,7 @@ class ShardedTransformer:
                 "MagCache and TaylorSeer and cache-dit decide for all ranks"
             )
 
-    def _check_caches(
-        self, caches: Caches, parts: Branches, step: Sequence[WaitingCall]
-    ) -> None:
+    def _check_caches(self, caches: Caches, parts: Branches, step: Sequence[WaitingCall]) -> None:
         of_branches = len(step) > 1
         divided = parts.degree, of_branches
         contexts = [call.context for call in step]

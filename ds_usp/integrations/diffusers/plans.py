@@ -102,9 +102,9 @@ class Plan:
     needs_mask: bool = False
     batched: str = "hidden_states"
     zero_or_not: tuple[str, ...] = ()
-    shared_by_branches: str | None = None
     keys: Mapping[str, Kind] = field(default_factory=dict)
     also_joined: Mapping[str, Kind] = field(default_factory=dict)
+    shared_by_branches: str | None = None
     adapters: tuple[str, ...] = ()
 
     @property
