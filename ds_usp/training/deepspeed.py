@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.process_groups import align_group_counters
+from ds_usp.comm.process_groups import align_group_counters, new_local_group
 from ds_usp.errors import ConfigError, warn_once
 from ds_usp.training.data_loader import data_parallel_ranks
 
@@ -62,8 +62,8 @@ class ParallelGroups:
         replicas = data_parallel_ranks(mesh)
         world = cast(dist.ProcessGroup, dist.group.WORLD)
         align_group_counters(world)
-        data = dist.new_group(list(replicas.ranks), use_local_synchronization=True)
-        own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        data = new_local_group(replicas.ranks)
+        own = new_local_group([dist.get_rank()])
         return cls(tp=own, sp=mesh.sp_group, dp=data, sp_dp=world, model=own)
 
 
