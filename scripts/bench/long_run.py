@@ -10,7 +10,7 @@ Four programs train the same model from the same weights on the same batches of 
 16,384 tokens, in bf16, with the same learning rates: the trainer of examples_deepspeed, the
 unedited Megatron-DeepSpeed and Megatron-LM (``--mds``, ``--mlm``: their checkouts) and
 transformers' Trainer; each on one rank, on Ulysses 2 and on a ring of 2. A second seed draws other
-initial weights. A curve that is there whole is not trained again; one that was cut begins anew.
+initial weights; one curve reads the text four times, to see what late tokens gain. A curve that is there whole is not trained again; one that was cut begins anew.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Curve:
     ring: int = 1
     seed: int = 1
     kernel: str = ""
+    epochs: int = 1  # passes over the text, each of the size's steps
 
     @property
     def ranks(self) -> int:
@@ -90,7 +91,9 @@ class Curve:
     def label(self) -> str:
         mesh = "one rank" if self.ranks == 1 else f"{self.ulysses} x {self.ring}"
         more = f", seed {self.seed}" if self.seed != 1 else ""
-        return f"{HOSTS[self.host]}, {mesh}{more}{f', {self.kernel}' if self.kernel else ''}"
+        more += f", {self.kernel}" if self.kernel else ""
+        more += f", {self.epochs} epochs" if self.epochs > 1 else ""
+        return f"{HOSTS[self.host]}, {mesh}{more}"
 
 
 CURVES = {
@@ -102,6 +105,8 @@ CURVES = {
     **{f"{host}-{u}x{r}": Curve(host, u, r) for host in HOSTS for u, r in ((2, 1), (1, 2))},
     # Rounding alone: the same run on another attention kernel.
     "trainer-1x1-flash2": Curve("trainer", kernel="flash2"),
+    # One pass is too little for a model to learn what is far away.
+    "trainer-2x1-long": Curve("trainer", 2, 1, epochs=4),
 }
 
 
@@ -650,7 +655,7 @@ def rank_main(args: argparse.Namespace) -> None:
     import torch
 
     curve = CURVES[args.curve]
-    size = size_of(args)
+    size = size_of(args, curve)
     folder = args.out / f"{args.curve}.files"
     folder.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -665,11 +670,12 @@ def rank_main(args: argparse.Namespace) -> None:
     record.write(whole=record.step == size.steps)
 
 
-def size_of(args: argparse.Namespace) -> Size:
-    """The model and schedule of a command line."""
+def size_of(args: argparse.Namespace, curve: Curve) -> Size:
+    """The model and schedule of a curve and a command line."""
     from dataclasses import replace
 
     size = TINY if args.tiny else Size()
+    size = replace(size, steps=size.steps * curve.epochs)
     if args.steps:
         size = replace(
             size, steps=args.steps, interval=max(1, args.steps // 2), warmup=args.steps // 4
@@ -982,13 +988,14 @@ def table(results: Path = RESULTS) -> str:
     ]
     for name in (name for name in CURVES if name in landed.training):
         steps = len(landed.training[name])
-        whole = steps == Size.steps
+        whole = steps == Size.steps * CURVES[name].epochs
         last = f"{landed.validation[name][steps]:.3f}" if whole else "not reached"
         cells = [CURVES[name].label, f"{steps:,}", "", last, "", ""]
         if name != BASE:
             early = differences(landed.training[name], landed.training[BASE])[:EARLY]
-            valid = differences(landed.validation[name], landed.validation[BASE])
             cells[2] = f"{max(early):.5f}"
+        if name != BASE and CURVES[name].epochs == 1:  # of the same learning rates
+            valid = differences(landed.validation[name], landed.validation[BASE])
             cells[4:] = f"{max(valid):.3f}", f"{sum(valid) / len(valid):.3f}"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -1006,12 +1013,13 @@ def draw(landed: Landed, path: Path) -> None:
     color = {name: colors[number % len(colors)] for number, name in enumerate(names)}
     for name in names:
         steps = len(landed.training[name])
-        label = CURVES[name].label + ("" if steps == Size.steps else f" (cut at {steps})")
+        whole = steps == Size.steps * CURVES[name].epochs
+        label = CURVES[name].label + ("" if whole else f" (cut at {steps})")
         look: dict[str, Any] = {"color": color[name], "label": label}
         look["linestyle"] = "--" if name == SEED else "-"
         if landed.validation[name]:
             curves.plot(*zip(*landed.validation[name].items(), strict=True), marker=".", **look)
-        if name != BASE and BASE in landed.training:
+        if name != BASE and BASE in landed.training and CURVES[name].epochs == 1:
             gaps = differences(landed.training[name], landed.training[BASE])
             window = 10
             means = [
