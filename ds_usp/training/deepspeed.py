@@ -218,7 +218,7 @@ def _check_arguments(optimizer: object, config: object, groups: object) -> None:
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    # It looks as if it told sequence from data parallel ranks, and reduces over the latter alone.
+    # By its name it separates sequence from data parallel ranks; it reduces over the latter alone.
     if "sequence_parallel_size" in config:
         raise ConfigError(
             f"sequence_parallel_size={config['sequence_parallel_size']} in DeepSpeed's "
