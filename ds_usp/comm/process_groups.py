@@ -45,10 +45,10 @@ def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     """``dist.new_group(ranks, **options)`` that only its members call, named after these ranks and
     the number of groups that a process is in: :func:`align_group_counters` first.
     """
-    # So torch itself names it up to 2.13. From 2.14 on it takes the number of groups that were asked
-    # for, and counts this one on its members alone: the next group that the whole world creates
-    # would have another name on each side, and both would wait. Our groups therefore bring their
-    # own number, below zero, where torch has none, and leave torch's as it was.
+    # So torch itself names it up to 2.13. From 2.14 on it takes the number of groups that were
+    # asked for, and counts this one on its members alone: the next group that the whole world
+    # creates would have another name on each side, and both would wait. Our groups therefore bring
+    # their own number, below zero, where torch has none, and leave torch's as it was.
     world = c10d._world
     asked = world.group_count
     world.group_count = -1 - len(world.pg_names)

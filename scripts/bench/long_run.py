@@ -10,7 +10,8 @@ Four programs train the same model from the same weights on the same batches of 
 16,384 tokens, in bf16, with the same learning rates: the trainer of examples_deepspeed, the
 unedited Megatron-DeepSpeed and Megatron-LM (``--mds``, ``--mlm``: their checkouts) and
 transformers' Trainer; each on one rank, on Ulysses 2 and on a ring of 2. A second seed draws other
-initial weights; one curve reads the text four times, to see what late tokens gain. A curve that is there whole is not trained again; one that was cut begins anew.
+initial weights; one curve reads the text four times, to see what late tokens gain. A curve that is
+there whole is not trained again; one that was cut begins anew.
 """
 
 from __future__ import annotations
