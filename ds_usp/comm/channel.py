@@ -236,8 +236,8 @@ class P2PChannel:
     def acquire_staging(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
     ) -> StagingBuffer:
-        """A buffer of this shape to pack sends into. All ranks call this before they post; it is
-        theirs until the next call, or until the channel is dropped."""
+        """A buffer of this shape to pack sends into. All ranks call this before they post; nobody
+        else writes it until the next call, or until the channel is dropped."""
         return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
     def post(

@@ -80,7 +80,7 @@ class _Transport(Protocol):
 
     def publish(self, seq: int, data: bytes) -> None:
         """Write this rank's status, while others wait for its record of this number or it for
-        theirs."""
+        the records of others."""
 
     def status(self, seq: int, rank: int) -> bytes:
         """A rank's status of this number; empty: none."""

@@ -33,6 +33,7 @@ from ds_usp.comm.process_groups import (
     align_group_counters,
     all_gather_bytes,
     count_ring_ranks_per_node,
+    new_local_group,
     node_ids,
     subgroup,
     timeout_of,
@@ -407,9 +408,7 @@ class SequenceMesh:
         group = None if known is None else known.sp_group
         if group is None:
             align_group_counters(world)
-            group = dist.new_group(
-                list(ranks), timeout=timeout_of(world), use_local_synchronization=True
-            )
+            group = new_local_group(ranks, timeout=timeout_of(world))
         mesh = cls.from_group(group, grid.size("ulysses"), order)
         _meshes_over(world)[key] = mesh
         return mesh

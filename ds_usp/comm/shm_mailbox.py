@@ -127,7 +127,7 @@ class ShmMailbox:
 
     def publish(self, seq: int, data: bytes) -> None:
         """Write this rank's status, while others wait for its record of this number or it for
-        theirs."""
+        the records of others."""
         if len(data) > _STATUS_BYTES - _HEADER.size:
             return
         header_at = self._statuses + self.rank * _STATUS_BYTES

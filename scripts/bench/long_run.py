@@ -10,7 +10,8 @@ Four programs train the same model from the same weights on the same batches of 
 16,384 tokens, in bf16, with the same learning rates: the trainer of examples_deepspeed, the
 unedited Megatron-DeepSpeed and Megatron-LM (``--mds``, ``--mlm``: their checkouts) and
 transformers' Trainer; each on one rank, on Ulysses 2 and on a ring of 2. A second seed draws other
-initial weights; one curve reads the text four times, to see what late tokens gain. A curve that is there whole is not trained again; one that was cut begins anew.
+initial weights; one curve reads the text four times, to see what late tokens gain. A curve that is
+there whole is not trained again; one that was cut begins anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -404,23 +405,35 @@ def write_losses_by_position(run: Run, loop: Any) -> None:
         print(run.record.path.stem, "losses by position", *rows, flush=True)
 
 
-def run_mds(run: Run) -> None:
-    """Train in the unedited Megatron-DeepSpeed."""
+def record_in_megatron(
+    run: Run,
+    framework: str,
+    checkout: str,
+    modules: tuple[str, str],
+    numbers: Callable[[Any, Sequence[Any]], tuple[float, float]],
+) -> Path:
+    """Patch an unedited Megatron: the curve's weights, sequences in the file's order, and losses
+    and gradient norms into the record. Returns the script to start.
+
+    Args:
+        framework: as ``megatron_patches.prepare`` names it.
+        modules: those of its training and of its dataset.
+        numbers: loss and gradient norm of a step, of its ``lm loss`` and of the arguments of
+            ``training_log``, which has no names for them.
+    """
     import megatron_patches
     from megatron_patches import Patch, PatchSet
-    from megatron_patches import run as starter
 
-    size, curve, record = run.size, run.curve, run.record
-    script = Path(run.mds) / "pretrain_gpt.py"
-    megatron_patches.prepare("megatron_deepspeed", script)
+    record, script = run.record, Path(checkout) / "pretrain_gpt.py"
+    megatron_patches.prepare(framework, script)
 
     def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
         models = original(*args, **kwargs)
-        Weights(size, curve.seed).fill_megatron(models[0])
+        Weights(run.size, run.curve.seed).fill_megatron(models[0])
         return models
 
     def log(original: Any, losses: Any, *args: Any, **kwargs: Any) -> Any:
-        record.add(float(losses["lm loss"]), float(args[9][0].get_global_grad_norm()))
+        record.add(*numbers(losses["lm loss"], args))
         return original(losses, *args, **kwargs)
 
     def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -429,15 +442,31 @@ def run_mds(run: Run) -> None:
         return result
 
     def dataset(original: Any, *args: Any, **kwargs: Any) -> None:
-        data_in_file_order(size, original, *args, **kwargs)
+        data_in_file_order(run.size, original, *args, **kwargs)
 
+    training, data = modules
     wraps = {
-        "megatron.training:get_model": set_weights,
-        "megatron.training:training_log": log,
-        "megatron.training:evaluate": evaluate,
-        "megatron.data.gpt_dataset:GPTDataset.__init__": dataset,
+        f"{training}:get_model": set_weights,
+        f"{training}:training_log": log,
+        f"{training}:evaluate": evaluate,
+        f"{data}:GPTDataset.__init__": dataset,
     }
     PatchSet("long run", [Patch(target, fn, "wrap") for target, fn in wraps.items()]).apply()
+    return script
+
+
+def run_mds(run: Run) -> None:
+    """Train in the unedited Megatron-DeepSpeed."""
+    from megatron_patches import run as starter
+
+    size, curve = run.size, run.curve
+    script = record_in_megatron(
+        run,
+        "megatron_deepspeed",
+        run.mds,
+        ("megatron.training", "megatron.data.gpt_dataset"),
+        lambda loss, args: (float(loss), float(args[9][0].get_global_grad_norm())),
+    )
     config = {
         "train_batch_size": 1,
         "train_micro_batch_size_per_gpu": 1,
@@ -476,40 +505,15 @@ def run_mlm(run: Run) -> None:
     """Train in the unedited Megatron-LM."""
     from importlib.util import find_spec
 
-    import megatron_patches
-    from megatron_patches import Patch, PatchSet
     from megatron_patches import run as starter
 
-    size, curve, record = run.size, run.curve, run.record
-    script = Path(run.mlm) / "pretrain_gpt.py"
-    megatron_patches.prepare("megatron_lm", script)
+    def numbers(loss: Any, args: Sequence[Any]) -> tuple[float, float]:
+        # A pair is a sum and its number of tokens: the mean is Megatron-LM's to take.
+        return float(loss[0] / loss[1] if loss.numel() == 2 else loss), float(args[6])
 
-    def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
-        chunks = original(*args, **kwargs)
-        Weights(size, curve.seed).fill_megatron(chunks[0])
-        return chunks
-
-    def log(original: Any, losses: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = losses["lm loss"]
-        loss = loss[0] / loss[1] if loss.numel() == 2 else loss
-        record.add(float(loss), float(args[6]))
-        return original(losses, *args, **kwargs)
-
-    def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        record.validated(float(result[0]["lm loss"]))
-        return result
-
-    def dataset(original: Any, *args: Any, **kwargs: Any) -> None:
-        data_in_file_order(size, original, *args, **kwargs)
-
-    wraps = {
-        "megatron.training.training:get_model": set_weights,
-        "megatron.training.training:training_log": log,
-        "megatron.training.training:evaluate": evaluate,
-        "megatron.core.datasets.gpt_dataset:GPTDataset.__init__": dataset,
-    }
-    PatchSet("long run", [Patch(target, fn, "wrap") for target, fn in wraps.items()]).apply()
+    size, curve = run.size, run.curve
+    modules = ("megatron.training.training", "megatron.core.datasets.gpt_dataset")
+    script = record_in_megatron(run, "megatron_lm", run.mlm, modules, numbers)
     flags = common_flags(size, curve, run.data, run.device)
     flags += f"""
         --context-parallel-size {curve.ranks} --ulysses-degree {curve.ulysses}
@@ -948,9 +952,9 @@ class Landed:
         for name, about in other.about.items():
             if len(other.training[name]) >= len(self.training.get(name, ())):
                 self.about[name] = about
-                for mine, others in zip(self.tables.values(), other.tables.values(), strict=True):
+                for rows, others in zip(self.tables.values(), other.tables.values(), strict=True):
                     if name in others:
-                        mine[name] = others[name]
+                        rows[name] = others[name]
 
     def write(self, results: Path) -> None:
         """A file for each kind of losses, a column for each curve."""
