@@ -448,7 +448,7 @@ class SequenceMesh:
             known = _meshes_over(world).get((key, ulysses))
             own_group = None if known is None else known.sp_group
             if own_group is None:
-                own_group = dist.new_group(ranks, use_local_synchronization=True)
+                own_group = new_local_group(ranks, timeout=timeout_of(world))
             made[size] = _meshes_over(world)[key, ulysses] = cls.from_group(own_group, ulysses)
         return made
 
