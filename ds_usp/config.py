@@ -121,6 +121,11 @@ def torchrun_env() -> TorchrunEnv:
     return TorchrunEnv(*(int(value) for value in values if value is not None))
 
 
+def num_ranks_on_node(world: int) -> int:
+    """Of a program of so many ranks, those on this node: as the launcher says, else all."""
+    return min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+
 def is_first_on_node() -> bool:
     """Whether this process speaks for the ranks of its node, whose errors are the same."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""What the user is told: every exception of the package, warnings once a process, renamed keywords.
+"""Messages to the user: every exception of the package, warnings once a process, renamed keywords.
 
 All exceptions are ``ValueError``: the user can mend what they report.
 """

@@ -491,7 +491,7 @@ def table() -> str:
 
 # ------------------------------------------------------------------ removed settings
 # A setting leaves by the rule of CONTRIBUTING.md: no committed result shows that it pays. Who used
-# it is told so by the program or the function that had it, not that there is no such flag.
+# it reads the reason from the program or the function that had it, not that there is no such flag.
 
 _D5079BE = "d5079be, of 2026-11-26"
 

@@ -5,7 +5,8 @@
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
 #   transformers  Hugging Face's models and trainers, diffusion models, gloo
 #   compat    the function that trainers replace, with each transformers of constraints.txt
-#   versions  transformers without diffusion models, with each of its versions in constraints.txt
+#   versions  the oldest and newest torch, transformers, diffusers and DeepSpeed that setup.py lets in,
+#             but for those of .venv: the tests of each package. versions-torch, ...: of one
 #   verl      its own FSDP engines with a ring, in verl's overlay of constraints.txt
 #   bridge    Megatron-Bridge's providers, in its overlay of constraints.txt, gloo
 #   all       everything (the default)
@@ -18,14 +19,14 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 group=all
 case "${1:-}" in
-  fast | unit | dist | megatron | transformers | compat | verl | bridge | versions | gpu | all)
+  fast | unit | dist | megatron | transformers | compat | verl | bridge | versions* | gpu | all)
     group="$1"
     shift
     ;;
   */* | *.py*) group=paths ;; # the arguments name the tests
   "" | -*) ;;
   *)
-    sed -n '2,12s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,13s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
@@ -76,8 +77,6 @@ case "$group" in
   dist) paths=(tests/distributed) ;;
   megatron) paths=(tests/megatron) ;;
   transformers) paths=(tests/integrations) ;;
-  # Rows of another package: a line of constraints.txt, and here the tests of its name.
-  versions) paths=(tests/integrations --ignore-glob='*/test_diffus*') ;;
   compat)
     paths=(tests/compat/test_flash_attention_forward.py tests/compat/test_ring_flash_attn_adapter.py
       tests/compat/test_other_trainers.py)
@@ -99,12 +98,24 @@ if [[ "$group" != gpu ]]; then
   # A file's tests have up to eight ranks at a time, each of 40 MB.
   mapfile -t flags < <([[ "$group" == paths ]] || parallel 4 loadfile)
   ((has_gpu)) && paths+=(--ignore tests/gpu)
-  for name in $(bash scripts/with_versions.sh | grep "^$group-"); do
+  names="$(bash scripts/with_versions.sh | grep "^$group-")" ||
+    [[ "$group" != versions* ]] || names="$group" # no row: with_versions.sh says which there are
+  for name in $names; do
     overlay=(bash scripts/with_versions.sh "$name")
+    case "$name" in # what touches that package; a row of another one is a line of constraints.txt too
+      versions-torch-*) paths=(tests/unit tests/distributed -m fast) ;;
+      versions-transformers-*) paths=(tests/integrations --ignore-glob='*/test_diffus*') ;;
+      versions-diffusers-*) paths=(tests/integrations/test_diffus*.py) ;;
+      versions-deepspeed-*)
+        paths=(tests/megatron tests/distributed/test_drop_in.py tests/examples/test_plain_torch.py
+          tests/integrations/test_alst.py)
+        ;;
+    esac
     run "${flags[@]}" "${paths[@]}" "$@"
   done
   overlay=()
-  run "${flags[@]}" "${paths[@]}" "$@"
+  # Versions of .venv: their tests are part of `all`.
+  [[ "$group" == versions* ]] || run "${flags[@]}" "${paths[@]}" "$@"
 fi
 if ((has_gpu)); then # see tests/gpu/conftest.py
   if [[ "$group" == gpu && "${1:-}" == --record ]]; then

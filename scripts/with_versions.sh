@@ -5,7 +5,9 @@
 #   scripts/with_versions.sh                    the names, one a line
 #
 # An overlay is a line `#: NAME package==version ...` of constraints.txt: exactly these packages,
-# without what they depend on, which is .venv's. Each is installed once, into .venv/overlays.
+# without what they depend on, which is .venv's. Each is installed once, into .venv/overlays. Of torch
+# that is the CUDA build with its libraries, several GB; with USP_TORCH_INDEX (scripts/env.sh) the
+# CPU build of that index, which needs none of them.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -21,6 +23,12 @@ read -ra pins < <(sed -n "s/^#: $name //p" "$root/constraints.txt") || {
   exit 2
 }
 
+index=()
+if [[ "${USP_TORCH_INDEX:-}" && " ${pins[*]}" == *" torch=="* ]]; then
+  index=(--extra-index-url "$USP_TORCH_INDEX")
+  mapfile -t pins < <(printf '%s\n' "${pins[@]}" | grep -vE '^(triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==')
+fi
+
 # shellcheck source=scripts/env.sh
 . "$root/scripts/env.sh"
 folder="$root/.venv/overlays/$name"
@@ -35,7 +43,7 @@ if ! up_to_date; then
     # Of flash-attn, the Python files: a build of its kernels takes hours, and a GPU's compiler.
     env -u PIP_CONSTRAINT -u PIP_USER PIP_NO_BUILD_ISOLATION=0 FLASH_ATTENTION_FORCE_BUILD=TRUE \
       FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE python -m pip --disable-pip-version-check --no-input install \
-      --quiet --no-deps --no-compile --target "$folder" "${pins[@]}" >&2
+      --quiet --no-deps --no-compile "${index[@]}" --target "$folder" "${pins[@]}" >&2
     printf '%s\n' "$stamp" >"$folder/stamp" # last: without it the next call starts over
   fi
   exec 9<&-

@@ -33,7 +33,9 @@ class Machine:
 
     def gpu(self, major: int, minor: int = 0) -> None:
         self.patch.setattr(torch.cuda, "is_available", lambda: True)
-        self.patch.setattr(torch.cuda, "get_device_capability", lambda: (major, minor))
+        # torch 2.14 compares cuDNN with each GPU that there is, of which one without any has none.
+        self.patch.setattr(torch.cuda, "device_count", lambda: 1)
+        self.patch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
 
     def torch_flash(self, available: bool) -> None:
         self.patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: available)

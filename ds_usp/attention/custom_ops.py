@@ -225,7 +225,8 @@ def plain_layout(
     """The layout of ``x [b, s, h, d]``; None if it is of another mesh, or of documents.
 
     Args:
-        by_value: the op is told its length by a tensor: 0 here, as what is read is guarded.
+        by_value: the op reads its length from a tensor: 0 here, as torch.compile guards what is
+            read of a shape.
     """
     if type(layout) is str:
         return PlainLayout(layout, x.shape[1] * mesh.sp_degree)

@@ -117,7 +117,7 @@ def warn_not_called(local_attention: object, attention: LocalAttention, where: s
 # DeepSpeed's bits. With a ring no rank ever has all keys, and a partial result can be merged only
 # by its log-sum-exp, which a module does not return: so the package computes what the module would,
 # as far as that can be known (local_attention.py), and refuses what cannot. Documents take the
-# second way at any degree: no framework's module is told their borders as this package knows them.
+# second way at any degree: no framework's module takes their borders in the form of this package.
 
 
 class USPAttention(torch.nn.Module):

@@ -116,9 +116,9 @@ ChunkT = TypeVar("ChunkT", bound=ChunkState)
 
 
 # Which exchange is under which kernel, and why backward takes the last chunk first, is decided and
-# told in geometry/pipeline_schedule.py. No wait here waits on the CPU of a GPU's rank: it makes the
-# current stream wait. The CPU runs ahead, so the order of the schedule is the order on the GPU, and
-# a post stands where it must start.
+# explained in geometry/pipeline_schedule.py. No wait here waits on the CPU of a GPU's rank: it
+# makes the current stream wait. The CPU runs ahead, so the order of the schedule is the order on
+# the GPU, and a post stands where it must start.
 #
 # Note [what is freed when]
 #

@@ -335,7 +335,7 @@ class AttentionPlan:
 # milliseconds. The key has all that a plan or a refusal depends on: options, shapes, dtypes, which
 # of q, k and v require gradients, the grad mode, deterministic algorithms, capture of a CUDA graph.
 # It has no values of tensors and not the seed of dropout: these come with the call. Documents
-# differ from batch to batch and have large plans, so few of theirs are kept.
+# differ from batch to batch and have large plans, so few of these plans are kept.
 
 
 def plan_call(

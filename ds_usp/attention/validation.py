@@ -256,7 +256,7 @@ def check_kv(
     Raises:
         ConfigError: keys of other tokens than the queries in one layout; a layout of documents
             that the mask does not have.
-        LayoutError: not this rank's number of keys in theirs.
+        LayoutError: the keys' layout gives this rank another number of keys.
         UnsupportedAttentionError: a mask by positions, which two sequences do not share.
     """
     if layouts[0] == layouts[1]:

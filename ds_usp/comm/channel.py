@@ -26,19 +26,25 @@ class CommLedger:
     Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; a double ring's traffic between nodes is
     ``ring_kv_outer``, ``ring_dkv_outer``; of layers that carry a state, ``states`` and the tokens
     before a convolution, ``halo``. What a rank keeps is not counted.
+
+    Attributes:
+        between_nodes: of these bytes, those for ranks on other nodes.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.between_nodes: Counter[str] = Counter()
 
-    def add(self, kind: str, sent_bytes: int) -> None:
+    def add(self, kind: str, sent_bytes: int, between_nodes: int = 0) -> None:
         self.calls[kind] += 1
         self.bytes[kind] += sent_bytes
+        self.between_nodes[kind] += between_nodes
 
     def reset(self) -> None:
         self.calls.clear()
         self.bytes.clear()
+        self.between_nodes.clear()
 
     def __str__(self) -> str:
         rows = (f"{kind} {self.calls[kind]} calls {self.bytes[kind]} B" for kind in self.calls)
@@ -209,10 +215,17 @@ class P2PChannel:
         group: a communicator that nothing else uses; None for a ring of one, which never sends.
         ledger: counts calls and bytes.
         kind: their name in the ledger.
+        other_nodes: ranks of the group that are not on this rank's node.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ledger: CommLedger, kind: str) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ledger: CommLedger,
+        kind: str,
+        other_nodes: frozenset[int] = frozenset(),
+    ) -> None:
+        self._group, self._other_nodes = group, other_nodes
         self._rank = -1 if group is None else group.rank()
         self._ledger = ledger
         self._kind = kind
@@ -223,8 +236,8 @@ class P2PChannel:
     def acquire_staging(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
     ) -> StagingBuffer:
-        """A buffer of this shape to pack sends into. All ranks call this before they post; it is
-        theirs until the next call, or until the channel is dropped."""
+        """A buffer of this shape to pack sends into. All ranks call this before they post; nobody
+        else writes it until the next call, or until the channel is dropped."""
         return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
     def post(
@@ -251,11 +264,13 @@ class P2PChannel:
         if self.in_flight or self._group is None:
             why = "before the last one was waited for" if self.in_flight else "in a ring of one"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
-        slices, outs, sent_bytes = [], [], 0
+        slices, outs, sent_bytes, between_nodes = [], [], 0, 0
         for to, start, stop in sends:
             x = packed[start:stop]
             slices.append((to, x))
-            sent_bytes += x.numel() * x.element_size()
+            size = x.numel() * x.element_size()
+            sent_bytes += size
+            between_nodes += size if to in self._other_nodes else 0
         for recv in recvs:
             source, out, offset = recv.rank, recv.target, recv.offset
             # A copy, not a message to itself.
@@ -267,7 +282,7 @@ class P2PChannel:
             self._works = _exchange(self._group, slices, outs) if slices or outs else []
         self._sending, self.in_flight = slices, True
         if slices:
-            self._ledger.add(self._kind, sent_bytes)
+            self._ledger.add(self._kind, sent_bytes, between_nodes)
 
     def wait(self) -> None:
         """On GPUs the current stream waits, not the CPU; MeshError if nothing was posted."""

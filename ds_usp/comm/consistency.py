@@ -80,7 +80,7 @@ class _Transport(Protocol):
 
     def publish(self, seq: int, data: bytes) -> None:
         """Write this rank's status, while others wait for its record of this number or it for
-        theirs."""
+        the records of others."""
 
     def status(self, seq: int, rank: int) -> bytes:
         """A rank's status of this number; empty: none."""
@@ -98,6 +98,7 @@ class GroupTransport:
         self._group, self._ranks, self.posted = group, group.size(), 0
         self.name, self._store = f"ds_usp {group.group_name}", store
         self._count, self._found = 0, list[int]()
+        self._publishing: threading.Thread | None = None
         self.while_waiting: Callable[[int, int, float], None] = lambda *_: None
         self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
         # torch aborts a process that ends and leaves a collective behind. Not when the transport is
@@ -129,9 +130,7 @@ class GroupTransport:
             now = time.monotonic()
             if now > next_status:
                 next_status = now + _STATUS_S
-                with contextlib.suppress(RuntimeError):  # the store is gone: wait without it
-                    self.while_waiting(seq, -1, now - start)
-                    self._store.add(self.name, 1)
+                self.while_waiting(seq, -1, now - start)
             time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
         work.wait()
         return received
@@ -147,8 +146,19 @@ class GroupTransport:
         return self._found
 
     def publish(self, seq: int, data: bytes) -> None:
-        if self._store is not None:
-            self._store.set(f"{self.name} {self._group.rank()}", f"{seq} {data.decode()}")
+        # A host that vanishes may be the store's, and a request to it ends when TCP gives up, after
+        # a quarter of an hour. Who waits for it must not wait for that, but for the group's time.
+        store, key = self._store, f"{self.name} {self._group.rank()}"
+        if store is None or (self._publishing and self._publishing.is_alive()):
+            return
+
+        def request() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone: wait without it
+                store.set(key, f"{seq} {data.decode()}")
+                store.add(self.name, 1)
+
+        self._publishing = threading.Thread(target=request, daemon=True)
+        self._publishing.start()
 
     def status(self, seq: int, rank: int) -> bytes:
         key = f"{self.name} {rank}"

@@ -33,8 +33,10 @@ from ds_usp.comm.process_groups import (
     align_group_counters,
     all_gather_bytes,
     count_ring_ranks_per_node,
+    new_local_group,
     node_ids,
     subgroup,
+    timeout_of,
     ulysses_ranks_share_node,
 )
 from ds_usp.comm.shards import gather_shards
@@ -237,6 +239,7 @@ class SequenceMesh:
         copy_engine_unavailable: why copy engines cannot carry its exchanges; None if they can.
         ulysses_in_node: all-to-alls cross no network.
         ring_ranks_per_node: consecutive ring ranks in a node; the degree if nodes differ in it.
+        other_nodes: by group (``ulysses``, ``ring``, ``sp``), its ranks that are not on this node.
         copy_engines: those in use, by kind of traffic.
         outer_groups: communicators between nodes in a double ring, by kind of traffic.
         plans: validated calls over this mesh, by their arguments.
@@ -263,6 +266,7 @@ class SequenceMesh:
     copy_engine_unavailable: str | None = "one process has no peer to exchange with"
     ring_ranks_per_node: int = 1
     ulysses_in_node: bool = True
+    other_nodes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
     copy_engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
@@ -404,7 +408,7 @@ class SequenceMesh:
         group = None if known is None else known.sp_group
         if group is None:
             align_group_counters(world)
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            group = new_local_group(ranks, timeout=timeout_of(world))
         mesh = cls.from_group(group, grid.size("ulysses"), order)
         _meshes_over(world)[key] = mesh
         return mesh
@@ -444,7 +448,7 @@ class SequenceMesh:
             known = _meshes_over(world).get((key, ulysses))
             own_group = None if known is None else known.sp_group
             if own_group is None:
-                own_group = dist.new_group(ranks, use_local_synchronization=True)
+                own_group = new_local_group(ranks, timeout=timeout_of(world))
             made[size] = _meshes_over(world)[key, ulysses] = cls.from_group(own_group, ulysses)
         return made
 
@@ -458,9 +462,9 @@ class SequenceMesh:
         rank = dist.get_rank(group)
         grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order.split("-"))
         coords = grid.coords(rank)
-        peers = {
-            axis: [ranks[i] for i in grid.group_of(rank, axis)] for axis in ("ulysses", "ring")
-        }
+        axes = {"ulysses": ("ulysses",), "ring": ("ring",), "sp": ("ulysses", "ring")}
+        members = {name: grid.group_of(rank, *over) for name, over in axes.items()}
+        peers = {name: [ranks[i] for i in group_ranks] for name, group_ranks in members.items()}
         nodes = node_ids(group)
         # In a pure Ulysses mesh the user's group is the Ulysses group: a second communicator over
         # the same ranks would take buffers (tens of MiB on NCCL) and overlap nothing. The ring's
@@ -481,6 +485,10 @@ class SequenceMesh:
             copy_engine_unavailable=copy_engine_unavailable_reason(group, nodes),
             ring_ranks_per_node=count_ring_ranks_per_node(nodes, grid),
             ulysses_in_node=ulysses_ranks_share_node(nodes, grid),
+            other_nodes={
+                name: frozenset(n for n, i in enumerate(group_ranks) if nodes[i] != nodes[rank])
+                for name, group_ranks in members.items()
+            },
             batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
         watchdog().leave_out(mesh.kv_group, mesh.dkv_group)
@@ -514,7 +522,9 @@ class SequenceMesh:
             MeshError: :meth:`reserve` has allocated no memory for the kind.
         """
         if not copies or (kind not in self.copy_engines and self._group_of(kind) is None):
-            return P2PChannel(self._group_of(kind), self.ledger, kind)
+            axis = "ulysses" if kind == "all_to_all" else "ring"
+            others = self.other_nodes.get(axis, frozenset())
+            return P2PChannel(self._group_of(kind), self.ledger, kind, others)
         if kind not in self.copy_engines:
             raise MeshError(f"copy engines have no staging memory for {kind}: call reserve first")
         return CopyEngineChannel(self.copy_engines[kind], self.ledger, kind)
@@ -573,6 +583,7 @@ class SequenceMesh:
     def flat(self) -> SequenceMesh:
         """The mesh of the same ranks and communicators with ring degree 1: one Ulysses axis, for
         exchanges among all of them."""
+        sp = self.other_nodes.get("sp", frozenset())
         return replace(
             self,
             ulysses_degree=self.sp_degree,
@@ -583,6 +594,7 @@ class SequenceMesh:
             kv_group=None,
             dkv_group=None,
             ring_ranks_per_node=1,
+            other_nodes={"ulysses": sp, "sp": sp},
             outer_groups={},
             plans={},
         )

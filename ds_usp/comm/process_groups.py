@@ -3,12 +3,14 @@ ranks are on one node, and an error that all ranks of a program raise, printed o
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,30 +29,55 @@ def subgroup(
     if len(ranks) == 1:
         return None
     parent_backend = dist.get_backend(parent)
-    # The parent's timeout is kept: a user who raised it for slow storage meant her collectives,
-    # whichever communicator they run on.
     # Only members call: the ranks of other sequence-parallel groups need not take part.
-    group = dist.new_group(
+    group = new_local_group(
         ranks,
-        timeout=parent._get_backend(transport_device(parent)).options._timeout,
+        timeout=timeout_of(parent),
         backend=backend or (None if parent_backend == "undefined" else parent_backend),
-        use_local_synchronization=True,
     )
     # Point-to-point messages need a communicator that all its ranks have met in.
     dist.all_reduce(torch.zeros(1, device=transport_device(group)), group=group)
     return group
 
 
-def align_group_counters(group: dist.ProcessGroup) -> None:
-    """Create one-rank groups until all ranks have created as many groups as any of them.
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long its collectives wait for a rank.
 
-    torch names a group that only its members create after the number of groups that a process
-    has, so ranks with other numbers would wait for each other under other names.
+    torch gives each new group its own default instead, half an hour with gloo. A user who raised
+    it for slow storage, or lowered it to end soon when a host is lost, meant her collectives,
+    whichever communicator they run on: groups that are made of hers keep it.
+    """
+    timeout: datetime.timedelta = group._get_backend(transport_device(group)).options._timeout
+    return timeout
+
+
+def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """``dist.new_group(ranks, **options)`` that only its members call, named after these ranks and
+    the number of groups that a process is in: :func:`align_group_counters` first.
+    """
+    # So torch itself names it up to 2.13. From 2.14 on it takes the number of groups that were
+    # asked for, and counts this one on its members alone: the next group that the whole world
+    # creates would have another name on each side, and both would wait. Our groups therefore bring
+    # their own number, below zero, where torch has none, and leave torch's as it was.
+    world = c10d._world
+    asked = world.group_count
+    world.group_count = -1 - len(world.pg_names)
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True, **options)
+    finally:
+        world.group_count = asked
+
+
+def align_group_counters(group: dist.ProcessGroup) -> None:
+    """Create one-rank groups until all ranks are in as many groups as any of them.
+
+    A :func:`new_local_group` is named after that number, so ranks with other numbers would wait for
+    each other under other names.
     """
     count = len(c10d._world.pg_names)
     counts = all_gather_bytes(count.to_bytes(8, "big"), group)
     for _ in range(max(int.from_bytes(data, "big") for data in counts) - count):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        new_local_group([dist.get_rank()])
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:

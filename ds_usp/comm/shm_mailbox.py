@@ -23,7 +23,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ds_usp.comm.call_record import RECORD_BYTES
-from ds_usp.comm.process_groups import all_gather_bytes, transport_device
+from ds_usp.comm.process_groups import all_gather_bytes, timeout_of
 from ds_usp.errors import MeshError
 
 MAX_IN_FLIGHT = 4  # records that a rank may post before it has read the others' first
@@ -127,7 +127,7 @@ class ShmMailbox:
 
     def publish(self, seq: int, data: bytes) -> None:
         """Write this rank's status, while others wait for its record of this number or it for
-        theirs."""
+        the records of others."""
         if len(data) > _STATUS_BYTES - _HEADER.size:
             return
         header_at = self._statuses + self.rank * _STATUS_BYTES
@@ -245,10 +245,9 @@ def open_mailbox(group: dist.ProcessGroup | None, nodes: Sequence[bytes]) -> Shm
     rank, ranks = dist.get_rank(group), len(nodes)
     path = _create_file(ShmMailbox.size(ranks)) if rank == 0 else ""
     paths = all_gather_bytes(path.encode().ljust(_PATH_BYTES, b"\0"), group)
-    timeout = group._get_backend(transport_device(group)).options._timeout
     try:
         shared = paths[0].rstrip(b"\0").decode()
-        mailbox = ShmMailbox(shared, rank, ranks, timeout.total_seconds())
+        mailbox = ShmMailbox(shared, rank, ranks, timeout_of(group).total_seconds())
     except OSError:
         mailbox = None
     opened = all_gather_bytes(bytes([mailbox is not None]), group)

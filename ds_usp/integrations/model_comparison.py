@@ -150,6 +150,11 @@ class ModelComparison:
                 )
         return compared
 
+    def state(self) -> object:
+        """Equal as long as no setting is changed, and no weight written, moved or replaced."""
+        self._read()
+        return self._digest, self._marks()
+
     def end_pass(self) -> None:
         """After a comparison that no rank has refused."""
         self._seen, self._turn = self._marks(), self._turn + 1
@@ -203,7 +208,7 @@ class ModelComparison:
             "turn": self._turn,
             "written": sorted(self._settings.left_out),
         }
-        ranks = _gathered(self._mesh, held)
+        ranks = gathered_values(self._mesh, held)
         # What a pass has written on one rank may have had that value on another.
         written = {name for each in ranks for name in each["written"]}
         self._leave_out(written)
@@ -216,7 +221,7 @@ class ModelComparison:
             error = _first_difference([each["weights"] for each in ranks], "weights", _TO_LOAD)
         names = {name for each in ranks for name in each["changed"]}
         if error is None and names:  # of which few elements are equal
-            all_elements = _gathered(self._mesh, self._all_elements(tensors, names))
+            all_elements = gathered_values(self._mesh, self._all_elements(tensors, names))
             error = _first_difference(all_elements, "weights", _TO_LOAD)
         if error is None and weights:
             self._false_alarms += any(each["changed"] != held["changed"] for each in ranks)
@@ -527,7 +532,7 @@ def _by_dtype(rows: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return joined
 
 
-def _gathered(mesh: SequenceMesh, value: Any) -> list[Any]:
+def gathered_values(mesh: SequenceMesh, value: Any) -> list[Any]:
     """Every rank's value of plain types. Collective over the mesh."""
     data, group = json.dumps(value).encode(), mesh.consistency.group
     if group is None:
@@ -571,7 +576,7 @@ class _ModelsOfMesh:
         # One that was dropped may still be there on some ranks, until its memory is collected.
         models = {str(number): model for number, model in self._models.items()}
         held = {x: ArgumentsDigest(model.of_pass(True)).text() for x, model in models.items()}
-        ranks = _gathered(mesh, held)
+        ranks = gathered_values(mesh, held)
         for number in sorted(set.intersection(*map(set, ranks)), key=int):
             if len({each[number] for each in ranks}) > 1:
                 error = models[number].difference()

@@ -69,6 +69,8 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
 
 def _named(name: str) -> tuple[KernelEntry, ...]:
     """The rows of a name; of "auto" all, of a kernel of the user's own one that is made of it."""
+    # By its place and not by a call that registers it: a name goes through flags and configurations
+    # to every rank, and the process has no table that one rank may have changed and another not.
     if ":" in name:
         return (KernelEntry(name, *name.split(":")),)
     return tuple(entry for entry in KERNELS if name in (AUTO, entry.name))

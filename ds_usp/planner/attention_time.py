@@ -402,8 +402,8 @@ def attention_s(
     """Attention of one layer and one micro batch, in one direction, causal zigzag.
 
     Where the cluster's profile has calls on these degrees, the formula is scaled by measured /
-    formula, interpolated by FLOP, and the launch time is theirs; for other degrees by the calls on
-    the closest ones: an estimate must not look faster than a measurement.
+    formula, interpolated by FLOP, and the launch time is the measured one; for other degrees by the
+    calls on the closest ones: an estimate must not look faster than a measurement.
     """
     predicted = _predicted(cluster, work, config.of_attention(), backward, impl)
     degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring)

@@ -389,6 +389,9 @@ def transformers(work: Workload, config: ParallelConfig) -> str:
             f"transformers' Trainer has no tp {config.tp}, pp {config.pp} and recompute "
             f"{config.recompute}: search with --engine transformers"
         )
+    # Batch sizes are those of a replica, which is all ranks of a sequence: sft.py attaches the
+    # Trainer to the mesh. DeepSpeed's configuration has the same numbers, as transformers compares
+    # them, and is one quoted word of the shell.
     memory = _memory_flags(work, config).items()
     flags = {
         "trainer": "transformers",
@@ -396,7 +399,7 @@ def transformers(work: Workload, config: ParallelConfig) -> str:
         "max_length": work.seq_len,
         "sequence_parallel_size": config.sp,
         "ulysses_degree": config.ulysses,
-        "per_device_train_batch_size": config.micro_batch,  # of a replica
+        "per_device_train_batch_size": config.micro_batch,
         "gradient_accumulation_steps": config.micro_batches(work.global_batch),
         **{name.replace("-", "_"): value for name, value in memory if name.startswith("usp")},
         "bf16": "true",

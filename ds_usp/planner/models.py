@@ -175,6 +175,8 @@ class ModelShape:
     def for_length(self, seq_len: int) -> ModelShape:
         """Itself on so many tokens: a window that is as long as the sequence is none, and layers
         that differ in nothing else are of one kind."""
+        # So that a model with windows that are never reached is plain: programs and profiles of
+        # plain layers serve it, and its plans are those of the same model without windows.
         if not (self.window or any(kind.window for kind in self.kinds)):
             return self
         window = 0 if self.window >= seq_len else self.window
@@ -343,6 +345,7 @@ def _hybrid(
     """A row of ``hybrid_models.json``; ``source``: whose config.json it is, as transformers reads
     it; ``sizes``: of :func:`_model`; ``layers``: how many have what; ``experts``: of
     :class:`Experts`."""
+    # A word with a colon is a mixer and its sizes; a window is a fact of attention beside it.
     if ":" in layers.replace("window:", ""):
         facts["other_facts"] = ("layers that carry a state",)
     facts["experts"] = Experts(*map(int, experts.split())) if experts else None
@@ -359,6 +362,7 @@ def _hybrid(
             else:
                 own["recurrent"] = _MIXERS[mixer](*map(int, of))
         kinds.append(replace(model, **own))
+    # One kind of attention is the model itself, which has more programs than layers that differ.
     alone = len(kinds) == 1 and not kinds[0].recurrent
     return kinds[0] if alone else replace(model, kinds=tuple(kinds)), names
 
@@ -559,6 +563,7 @@ def _with_experts(model: ModelShape, entry: Mapping[str, Any], path: Path) -> Mo
             f"{path}: model {model.name} has experts in some layers and an MLP in others "
             "(mlp_only_layers, decoder_sparse_step): plan it with experts in all layers"
         )
+    # The MLP's width is 0 then: some families keep a width that their layers do not use.
     experts = Experts(*map(int, (count or 0, used or 0, width or 0)))
     vectors = 0
     if kind == "gpt_oss":  # biases of experts, router and attention's output; a sink a head
@@ -569,6 +574,8 @@ def _with_experts(model: ModelShape, entry: Mapping[str, Any], path: Path) -> Mo
 def _with_layer_types(model: ModelShape, entry: Mapping[str, Any], path: Path) -> ModelShape:
     """With the windows of its layers: of all, or of those that ``layer_types`` names, or of the
     pattern that is the default of its architecture."""
+    # Which layers have the window is not in every configuration file: transformers leaves out what
+    # is its default. 2, 6 and 28 are the defaults of its classes.
     window = entry.get("sliding_window") or entry.get("window") or 0
     if not entry.get("use_sliding_window", True) or not window:
         return model

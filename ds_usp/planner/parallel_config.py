@@ -53,6 +53,7 @@ class Workload:
         object.__setattr__(self, "documents", tuple(self.documents))
         for wrong in violations(self):
             raise ConfigError(wrong)
+        # Here, once: every formula, table of kinds and cache key below has the same model.
         object.__setattr__(self, "model", self.model.for_length(self.seq_len))
         if self.documents and sum(self.documents) != self.seq_len:
             raise ConfigError(
@@ -612,6 +613,8 @@ def degree_configs(
     for tp, ulysses, ring, pp, dp in degrees(gpus, fixed):
         config = defaults.replace(tp=tp, ulysses=ulysses, ring=ring)
         reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal_rule(work, config)
+        # Counted as a reason, and not left out of the axes: the report says what a search without
+        # tensor and pipeline parallelism has given up.
         if not framework.divides_layers and max(tp, pp) > 1:
             reason = "tp and pp of layers that transformers runs"
         if reason:

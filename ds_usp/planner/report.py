@@ -495,6 +495,8 @@ def _tie_marks(plans: Sequence[Plan], ties: Sequence[bool]) -> list[str]:
             config.zero,
         )
 
+    # Plans of a tie differ by less than the planner's own error, so its order among them says
+    # nothing: what a reader can judge is how much there is to set and to go wrong.
     simplest = min((p for p, tie in zip(plans, ties, strict=True) if tie), key=settings)
     marks = ("= simplest" if plan is simplest else "=" for plan in plans)
     return [mark if tie else "" for mark, tie in zip(marks, ties, strict=True)]

@@ -143,7 +143,7 @@ def kind_of_call(role: str, operation: str, num_bytes: int | None) -> str:
 
 
 def gathered_bytes(operation: str, input_bytes: int, ranks: int, floating: bool) -> int:
-    """The size by which :func:`kind_of_call` tells parameters from flags: for an all-gather of
+    """The size by which :func:`kind_of_call` knows parameters from flags: for an all-gather of
     floating-point numbers that of all ranks' parts, as parts of parameters become small where the
     ranks are many; integers are objects and flags."""
     return input_bytes * ranks if operation == "allgather" and floating else input_bytes
@@ -217,7 +217,7 @@ def named_calls(roles: Mapping[str, str]) -> Iterator[list[Call]]:
         @functools.wraps(original)
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             inputs = args[number] if len(args) > number else None
-            # Only the root has a scatter's input: the output tells every rank the same kind.
+            # Only the root has a scatter's input: by the output every rank finds the same kind.
             num_bytes = _num_bytes(args[0] if operation == "scatter" and args else inputs)
             role = roles.get(group.group_name) or role_of_description(group.group_desc)
             size = gathered_bytes(operation, num_bytes, group.size(), _is_floating(inputs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ds_usp.config import single_hw_queue
+from ds_usp.config import num_ranks_on_node, single_hw_queue
 from ds_usp.errors import ConfigError, renamed_keywords, warn_once
 from ds_usp.planner.choose_degree import cluster_of
 from ds_usp.planner.hardware import Cluster
@@ -28,15 +28,16 @@ def this_cluster(requested: str | None, ranks: int, *, on_gpu: bool) -> Cluster:
     Args:
         requested: a built-in name, or a profile; None: neither.
         ranks: of the program.
-        on_gpu: they compute on GPUs, else on CPUs, all on one node.
+        on_gpu: they compute on GPUs, else on CPUs.
 
     Raises:
         ConfigError: a cluster that is none, or a GPU that the planner's table does not have.
     """
+    local_ranks = num_ranks_on_node(ranks)
     if not on_gpu:
-        return cluster_of(requested, "", ranks)
+        return cluster_of(requested, "", local_ranks)
     memory = float(torch.cuda.get_device_properties().total_memory)
-    local_ranks = min(ranks, torch.cuda.device_count())
+    local_ranks = min(local_ranks, torch.cuda.device_count())
     return cluster_of(requested, torch.cuda.get_device_name(), local_ranks, memory)
 
 

@@ -250,7 +250,9 @@ def _all_to_all(
 ) -> torch.Tensor:
     out = buffer.new_empty(sum(received))
     sent_bytes = (sum(sent) - sent[mesh.rank]) * buffer.element_size()
-    mesh.ledger.add(kind, sent_bytes)
+    others = mesh.other_nodes.get("sp", ())
+    between_nodes = sum(sent[rank] for rank in others) * buffer.element_size()
+    mesh.ledger.add(kind, sent_bytes, between_nodes)
     with exchange_range(kind, sent_bytes) if profiler_enabled() else NO_RANGE:
         dist.all_to_all_single(out, buffer, list(received), list(sent), group=mesh.sp_group)
     return out

@@ -33,6 +33,7 @@ from ds_usp.training.loss import (
     mean_loss,
     weighted_loss,
 )
+from ds_usp.training.prefix_tree import PrefixTree
 from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
     SequenceBatch,
@@ -53,6 +54,7 @@ __all__ = [
     "GradientRule",
     "IGNORE_INDEX",
     "ParallelGroups",
+    "PrefixTree",
     "RotaryPositions",
     "SequenceBatch",
     "SequenceParallelDataLoader",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents
 from ds_usp.kernels.rotary import inverse_frequencies
 
 IGNORE_INDEX = -100  # the label of a token that does not count, as in torch's cross_entropy
@@ -29,6 +29,8 @@ TOKENS, LABELS, SHIFTED, POSITIONS = "input_ids", "labels", "shift_labels", "pos
 PADDING = "attention_mask"
 # Those under which packers pass cumulative lengths; Hugging Face's collator gives both last.
 BORDERS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+# Segments of shared prefixes and their branches, as of ``MaskSpec.tree``; what losses are times.
+TREE, LOSS_WEIGHTS = "tree", "loss_weights"
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,88 @@ def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
                     "next packed document begins. Pad on the right"
                 )
     return [list(borders_through(inside, position_ids.shape[1])) for inside in starts]
+
+
+class Packing(NamedTuple):
+    """Which tokens of a batch belong together: packed documents, or trees of them.
+
+    Args:
+        documents: cumulative borders, one tuple for all samples or one for each; () without any.
+        parents: of each document, as of ``MaskSpec``; () where none has one.
+    """
+
+    documents: tuple[Borders, ...] = ()
+    parents: tuple[Parents, ...] = ()
+
+    @property
+    def causal_mask(self) -> MaskSpec:
+        return MaskSpec(None, 0, self.documents, parents=self.parents)
+
+
+def read_tree(entries: Mapping[str, Any], size: int, seq_len: int) -> Packing:
+    """The documents of a batch's ``tree``; the positions and labels beside it are checked.
+
+    Raises:
+        ConfigError: segments that are none, or of another length.
+        DataError: borders beside it, positions that do not go on after the parent, labels that are
+            not shifted.
+    """
+    mask = MaskSpec.tree(entries[TREE])
+    mask.check_length(seq_len, size)
+    others = sorted({*BORDERS, "seq_idx"} & entries.keys())
+    if others:
+        raise DataError(
+            f"{TREE} and {', '.join(others)} both say where documents end: leave the latter out, a "
+            "tree may have several roots"
+        )
+    # The next token of a segment's last one is another in each of its branches.
+    if LABELS in entries and SHIFTED not in entries:
+        raise DataError(
+            f"{LABELS!r} beside a {TREE} do not say what the last token of a segment predicts, "
+            f"which has several next ones: give {SHIFTED!r}, the next token of each. "
+            "ds_usp.training.PrefixTree makes both"
+        )
+    pairs = [(mask.documents[i], mask.parents[i] if mask.parents else ()) for i in range(len(mask.documents))]
+    if len(set(pairs)) == 1:  # the same for all samples
+        pairs = pairs[:1]
+    documents = tuple(borders for borders, _ in pairs)
+    packing = Packing(documents, tuple(x for _, x in pairs) if mask.parents else ())
+    if POSITIONS in entries:
+        _check_tree_positions(entries[POSITIONS], packing, seq_len)
+    return packing
+
+
+def tree_positions(packing: Packing, seq_len: int, like: Tensor) -> Tensor:
+    """Position ids of every token, ``[1 or samples, seq_len]``: each child goes on after its
+    parent's last token."""
+    whole = TokenLayout("contiguous", seq_len)
+    positions: Tensor = whole.positions(0, like=like, mask=packing.causal_mask)
+    return positions if positions.ndim > 1 else positions[None]
+
+
+def _check_tree_positions(positions: Tensor, packing: Packing, seq_len: int) -> None:
+    # A tree may begin at any position (padding on the left, models that count from 2), but inside
+    # of it distances are those of the rows that it stands for.
+    if positions.ndim != 2:  # noqa: PLR2004
+        raise DataError(
+            f"{POSITIONS} {list(positions.shape)} beside a {TREE} must be [batch, tokens]: leave "
+            "them out, or give rows of their own"
+        )
+    offsets = positions - tree_positions(packing, seq_len, positions)
+    for row, changes in enumerate((offsets.diff(dim=1) != 0).cpu()):
+        sample = row if len(packing.documents) > 1 else 0
+        borders = packing.documents[sample]
+        parents = packing.parents[sample] if packing.parents else (-1,) * (len(borders) - 1)
+        roots = [border for border, parent in zip(borders, parents, strict=False) if parent < 0]
+        wrong = sorted(set((changes.nonzero().flatten() + 1).tolist()) - set(roots))
+        if wrong:
+            at = wrong[0]
+            raise DataError(
+                f"{POSITIONS} of row {row} go from {int(positions[row, at - 1])} to "
+                f"{int(positions[row, at])} at token {at} of a {TREE}: they go on by one in a "
+                "segment, and after the parent's last position in its children. Leave them out, "
+                "they follow from the tree"
+            )
 
 
 class RealTokens(NamedTuple):

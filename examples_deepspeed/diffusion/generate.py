@@ -10,7 +10,7 @@ Rank 0 encodes the prompt, shows the progress, decodes, and writes ``latents.saf
 import diffusers
 import torch
 import torch.distributed as dist
-from common import flags, mesh_of, print0, run, start, tiny_pipeline, write
+from common import flags, from_rank0, mesh_of, print0, run, start, tiny_pipeline, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_usp import ConfigError
@@ -19,23 +19,30 @@ from ds_usp.integrations.diffusers import enable
 LIMIT = 1e-5  # relative difference in fp32; in bf16 twice what another kernel makes
 
 
+def pipeline_of(args):
+    """The pipeline, in host memory; only rank 0 has text encoders.
+
+    Raises:
+        ConfigError: of another class than Flux and Wan.
+    """
+    if args.tiny:
+        return tiny_pipeline(args.tiny)
+    config = diffusers.DiffusionPipeline.load_config(args.model)
+    text = [n for n in config if n.startswith(("text_encoder", "tokenizer"))]
+    left_out = dict.fromkeys(text) if dist.get_rank() else {}
+    dtypes = {"vae": torch.float32, "default": torch.bfloat16}
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(args.model, dtype=dtypes, **left_out)
+    if not isinstance(pipeline, diffusers.FluxPipeline | diffusers.WanPipeline):
+        raise ConfigError(f"{type(pipeline).__name__} is neither FluxPipeline nor WanPipeline")
+    return pipeline
+
+
 def load(args, device):
     """The pipeline on this rank's device, and what stands for its prompt, from rank 0."""
     options = {"height": args.height, "width": args.width, "num_inference_steps": args.steps}
-    if args.tiny:
-        pipeline = tiny_pipeline(args.tiny)
-    else:
-        # Only rank 0 has text encoders, and only until the prompt is encoded.
-        config = diffusers.DiffusionPipeline.load_config(args.model)
-        text = [n for n in config if n.startswith(("text_encoder", "tokenizer"))]
-        left_out = dict.fromkeys(text) if dist.get_rank() else {}
-        dtypes = {"vae": torch.float32, "default": torch.bfloat16}
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(args.model, dtype=dtypes, **left_out)
-    if not isinstance(pipeline, diffusers.FluxPipeline | diffusers.WanPipeline):
-        raise ConfigError(f"{type(pipeline).__name__} is neither FluxPipeline nor WanPipeline")
-    given = [embeddings(pipeline, args, device) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(given)
-    options |= {name: x.to(device) for name, x in given[0].items() if x is not None}
+    pipeline = pipeline_of(args)
+    given = from_rank0(lambda: embeddings(pipeline, args, device))
+    options |= {name: x.to(device) for name, x in given.items() if x is not None}
     for name in [n for n in pipeline.components if n.startswith("text_encoder")]:
         setattr(pipeline, name, None)
     if device.type == "cuda":

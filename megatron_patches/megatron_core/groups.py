@@ -10,7 +10,7 @@ from megatron_patches.megatron_core.context_parallel import RANK_ORDER
 
 
 def initialize_groups(
-    *, tensor: int, sequence: int, pipeline: int, ulysses: int
+    *, tensor: int, sequence: int, pipeline: int, ulysses: int, timeout_minutes: float | None = None
 ) -> tuple[ds_usp.SequenceMesh, ParallelGroups]:
     """Create every process group of this world through megatron-core's parallel state. Collective.
 
@@ -22,6 +22,7 @@ def initialize_groups(
         pipeline_model_parallel_size=pipeline,
         context_parallel_size=sequence,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_minutes or 30,
         order="tp-cp-ep-dp-pp",
     )
     sp = parallel_state.get_context_parallel_group()

@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_usp
 from ds_usp.geometry.degrees import divisors
+from ds_usp.training import prepare_deepspeed
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
@@ -288,6 +289,7 @@ def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Baseline]:
             from deepspeed.sequence.layer import DistributedAttention
 
             if not deepspeed.comm.is_initialized():
+                prepare_deepspeed()  # else it compiles an operator for CPUs
                 deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)
             positions = even_piece(shape)
             check_heads_divide(shape)  # else its uneven_heads_all2all may hang: 40/5 heads, 2 ranks

@@ -11,7 +11,8 @@ loss) under ZeRO-3; Accelerate's context parallelism (torch's) under FSDP2; on o
 transformers, as it is and enabled. Cases take turns: every round starts each in processes of its
 own, because they replace functions of transformers, and each case trains all workloads. Losses of
 the first step are compared with the first case's; a case that is not right for packed documents is
-left out there. Rows are JSON lines, which --out collects over several runs; the summary is the
+left out there. `tree:PROMPT+NxANSWER` is N answers to a prompt that is there once, `rows:` the same
+as packed rows that repeat it; their losses are compared too. Rows are JSON lines, which --out collects over several runs; the summary is the
 median over all steps of all rounds.
 """
 
@@ -79,8 +80,10 @@ def run_case(args: argparse.Namespace) -> None:
         row = {"workload": workload, "case": args.case, "round": args.round}
         if isinstance(training, str):
             row["refused"] = training
-        elif workload.startswith("packed") and not case.packed:
+        elif not workload.startswith("plain") and not case.packed:
             row["refused"] = "not right for packed documents"
+        elif workload.startswith("tree") and not args.case.startswith("ds_usp"):
+            row["refused"] = "has no trees"
         else:
             row |= measured(session, args, training, new_batch(settings, workload))
         write(session, args, row)
@@ -132,7 +135,9 @@ def summarize(path: Path, device: str) -> int:
     wrong = 0
     for workload in dict.fromkeys(row["workload"] for row in rows):
         of_workload = [row for row in rows if row["workload"] == workload]
-        losses = [row["loss"] for row in of_workload if "loss" in row]
+        # A tree has the loss of its rows.
+        same = {workload, workload.replace("tree:", "rows:")}
+        losses = [row["loss"] for row in rows if row["workload"] in same and "loss" in row]
         for name in dict.fromkeys(row["case"] for row in of_workload):
             case_rows = [row for row in of_workload if row["case"] == name]
             ran = [row for row in case_rows if "loss" in row]
@@ -166,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one round")
     parser.add_argument("--model", help="NAME/LAYERS (default: llama3-8b/8)")
-    parser.add_argument("--workloads", nargs="+", metavar="KIND:TOKENS", help="plain or packed")
+    parser.add_argument("--workloads", nargs="+", metavar="KIND:TOKENS", help="plain or packed; tree or rows, as 16384+8x2048")
     parser.add_argument("--documents", help="SHORTEST:LONGEST tokens (default: 256:16384)")
     parser.add_argument("--cases", nargs="+", help="names of cases (default: all)")
     parser.add_argument("--kernel", default="auto", help="of ds_usp")

@@ -10,7 +10,8 @@ Four programs train the same model from the same weights on the same batches of 
 16,384 tokens, in bf16, with the same learning rates: the trainer of examples_deepspeed, the
 unedited Megatron-DeepSpeed and Megatron-LM (``--mds``, ``--mlm``: their checkouts) and
 transformers' Trainer; each on one rank, on Ulysses 2 and on a ring of 2. A second seed draws other
-initial weights. A curve that is there whole is not trained again; one that was cut begins anew.
+initial weights; one curve reads the text four times, to see what late tokens gain. A curve that is
+there whole is not trained again; one that was cut begins anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -81,6 +82,7 @@ class Curve:
     ring: int = 1
     seed: int = 1
     kernel: str = ""
+    epochs: int = 1  # passes over the text, each of the size's steps
 
     @property
     def ranks(self) -> int:
@@ -90,7 +92,9 @@ class Curve:
     def label(self) -> str:
         mesh = "one rank" if self.ranks == 1 else f"{self.ulysses} x {self.ring}"
         more = f", seed {self.seed}" if self.seed != 1 else ""
-        return f"{HOSTS[self.host]}, {mesh}{more}{f', {self.kernel}' if self.kernel else ''}"
+        more += f", {self.kernel}" if self.kernel else ""
+        more += f", {self.epochs} epochs" if self.epochs > 1 else ""
+        return f"{HOSTS[self.host]}, {mesh}{more}"
 
 
 CURVES = {
@@ -102,6 +106,8 @@ CURVES = {
     **{f"{host}-{u}x{r}": Curve(host, u, r) for host in HOSTS for u, r in ((2, 1), (1, 2))},
     # Rounding alone: the same run on another attention kernel.
     "trainer-1x1-flash2": Curve("trainer", kernel="flash2"),
+    # One pass is too little for a model to learn what is far away.
+    "trainer-2x1-long": Curve("trainer", 2, 1, epochs=4),
 }
 
 
@@ -399,23 +405,35 @@ def write_losses_by_position(run: Run, loop: Any) -> None:
         print(run.record.path.stem, "losses by position", *rows, flush=True)
 
 
-def run_mds(run: Run) -> None:
-    """Train in the unedited Megatron-DeepSpeed."""
+def record_in_megatron(
+    run: Run,
+    framework: str,
+    checkout: str,
+    modules: tuple[str, str],
+    numbers: Callable[[Any, Sequence[Any]], tuple[float, float]],
+) -> Path:
+    """Patch an unedited Megatron: the curve's weights, sequences in the file's order, and losses
+    and gradient norms into the record. Returns the script to start.
+
+    Args:
+        framework: as ``megatron_patches.prepare`` names it.
+        modules: those of its training and of its dataset.
+        numbers: loss and gradient norm of a step, of its ``lm loss`` and of the arguments of
+            ``training_log``, which has no names for them.
+    """
     import megatron_patches
     from megatron_patches import Patch, PatchSet
-    from megatron_patches import run as starter
 
-    size, curve, record = run.size, run.curve, run.record
-    script = Path(run.mds) / "pretrain_gpt.py"
-    megatron_patches.prepare("megatron_deepspeed", script)
+    record, script = run.record, Path(checkout) / "pretrain_gpt.py"
+    megatron_patches.prepare(framework, script)
 
     def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
         models = original(*args, **kwargs)
-        Weights(size, curve.seed).fill_megatron(models[0])
+        Weights(run.size, run.curve.seed).fill_megatron(models[0])
         return models
 
     def log(original: Any, losses: Any, *args: Any, **kwargs: Any) -> Any:
-        record.add(float(losses["lm loss"]), float(args[9][0].get_global_grad_norm()))
+        record.add(*numbers(losses["lm loss"], args))
         return original(losses, *args, **kwargs)
 
     def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -424,15 +442,31 @@ def run_mds(run: Run) -> None:
         return result
 
     def dataset(original: Any, *args: Any, **kwargs: Any) -> None:
-        data_in_file_order(size, original, *args, **kwargs)
+        data_in_file_order(run.size, original, *args, **kwargs)
 
+    training, data = modules
     wraps = {
-        "megatron.training:get_model": set_weights,
-        "megatron.training:training_log": log,
-        "megatron.training:evaluate": evaluate,
-        "megatron.data.gpt_dataset:GPTDataset.__init__": dataset,
+        f"{training}:get_model": set_weights,
+        f"{training}:training_log": log,
+        f"{training}:evaluate": evaluate,
+        f"{data}:GPTDataset.__init__": dataset,
     }
     PatchSet("long run", [Patch(target, fn, "wrap") for target, fn in wraps.items()]).apply()
+    return script
+
+
+def run_mds(run: Run) -> None:
+    """Train in the unedited Megatron-DeepSpeed."""
+    from megatron_patches import run as starter
+
+    size, curve = run.size, run.curve
+    script = record_in_megatron(
+        run,
+        "megatron_deepspeed",
+        run.mds,
+        ("megatron.training", "megatron.data.gpt_dataset"),
+        lambda loss, args: (float(loss), float(args[9][0].get_global_grad_norm())),
+    )
     config = {
         "train_batch_size": 1,
         "train_micro_batch_size_per_gpu": 1,
@@ -471,40 +505,15 @@ def run_mlm(run: Run) -> None:
     """Train in the unedited Megatron-LM."""
     from importlib.util import find_spec
 
-    import megatron_patches
-    from megatron_patches import Patch, PatchSet
     from megatron_patches import run as starter
 
-    size, curve, record = run.size, run.curve, run.record
-    script = Path(run.mlm) / "pretrain_gpt.py"
-    megatron_patches.prepare("megatron_lm", script)
+    def numbers(loss: Any, args: Sequence[Any]) -> tuple[float, float]:
+        # A pair is a sum and its number of tokens: the mean is Megatron-LM's to take.
+        return float(loss[0] / loss[1] if loss.numel() == 2 else loss), float(args[6])
 
-    def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
-        chunks = original(*args, **kwargs)
-        Weights(size, curve.seed).fill_megatron(chunks[0])
-        return chunks
-
-    def log(original: Any, losses: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = losses["lm loss"]
-        loss = loss[0] / loss[1] if loss.numel() == 2 else loss
-        record.add(float(loss), float(args[6]))
-        return original(losses, *args, **kwargs)
-
-    def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        record.validated(float(result[0]["lm loss"]))
-        return result
-
-    def dataset(original: Any, *args: Any, **kwargs: Any) -> None:
-        data_in_file_order(size, original, *args, **kwargs)
-
-    wraps = {
-        "megatron.training.training:get_model": set_weights,
-        "megatron.training.training:training_log": log,
-        "megatron.training.training:evaluate": evaluate,
-        "megatron.core.datasets.gpt_dataset:GPTDataset.__init__": dataset,
-    }
-    PatchSet("long run", [Patch(target, fn, "wrap") for target, fn in wraps.items()]).apply()
+    size, curve = run.size, run.curve
+    modules = ("megatron.training.training", "megatron.core.datasets.gpt_dataset")
+    script = record_in_megatron(run, "megatron_lm", run.mlm, modules, numbers)
     flags = common_flags(size, curve, run.data, run.device)
     flags += f"""
         --context-parallel-size {curve.ranks} --ulysses-degree {curve.ulysses}
@@ -650,7 +659,7 @@ def rank_main(args: argparse.Namespace) -> None:
     import torch
 
     curve = CURVES[args.curve]
-    size = size_of(args)
+    size = size_of(args, curve)
     folder = args.out / f"{args.curve}.files"
     folder.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -665,11 +674,12 @@ def rank_main(args: argparse.Namespace) -> None:
     record.write(whole=record.step == size.steps)
 
 
-def size_of(args: argparse.Namespace) -> Size:
-    """The model and schedule of a command line."""
+def size_of(args: argparse.Namespace, curve: Curve) -> Size:
+    """The model and schedule of a curve and a command line."""
     from dataclasses import replace
 
     size = TINY if args.tiny else Size()
+    size = replace(size, steps=size.steps * curve.epochs)
     if args.steps:
         size = replace(
             size, steps=args.steps, interval=max(1, args.steps // 2), warmup=args.steps // 4
@@ -942,9 +952,9 @@ class Landed:
         for name, about in other.about.items():
             if len(other.training[name]) >= len(self.training.get(name, ())):
                 self.about[name] = about
-                for mine, others in zip(self.tables.values(), other.tables.values(), strict=True):
+                for rows, others in zip(self.tables.values(), other.tables.values(), strict=True):
                     if name in others:
-                        mine[name] = others[name]
+                        rows[name] = others[name]
 
     def write(self, results: Path) -> None:
         """A file for each kind of losses, a column for each curve."""
@@ -982,13 +992,14 @@ def table(results: Path = RESULTS) -> str:
     ]
     for name in (name for name in CURVES if name in landed.training):
         steps = len(landed.training[name])
-        whole = steps == Size.steps
+        whole = steps == Size.steps * CURVES[name].epochs
         last = f"{landed.validation[name][steps]:.3f}" if whole else "not reached"
         cells = [CURVES[name].label, f"{steps:,}", "", last, "", ""]
         if name != BASE:
             early = differences(landed.training[name], landed.training[BASE])[:EARLY]
-            valid = differences(landed.validation[name], landed.validation[BASE])
             cells[2] = f"{max(early):.5f}"
+        if name != BASE and CURVES[name].epochs == 1:  # of the same learning rates
+            valid = differences(landed.validation[name], landed.validation[BASE])
             cells[4:] = f"{max(valid):.3f}", f"{sum(valid) / len(valid):.3f}"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -1006,12 +1017,13 @@ def draw(landed: Landed, path: Path) -> None:
     color = {name: colors[number % len(colors)] for number, name in enumerate(names)}
     for name in names:
         steps = len(landed.training[name])
-        label = CURVES[name].label + ("" if steps == Size.steps else f" (cut at {steps})")
+        whole = steps == Size.steps * CURVES[name].epochs
+        label = CURVES[name].label + ("" if whole else f" (cut at {steps})")
         look: dict[str, Any] = {"color": color[name], "label": label}
         look["linestyle"] = "--" if name == SEED else "-"
         if landed.validation[name]:
             curves.plot(*zip(*landed.validation[name].items(), strict=True), marker=".", **look)
-        if name != BASE and BASE in landed.training:
+        if name != BASE and BASE in landed.training and CURVES[name].epochs == 1:
             gaps = differences(landed.training[name], landed.training[BASE])
             window = 10
             means = [

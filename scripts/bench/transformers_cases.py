@@ -7,6 +7,7 @@ checkpointing, AdamW and a learning rate of 0, so that the loss of every step is
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -84,11 +85,18 @@ def new_model(settings: Settings, attention: str, dtype: torch.dtype) -> nn.Modu
 
 
 def new_batch(settings: Settings, workload: str) -> Batch:
-    """The whole batch of ``plain:TOKENS`` or ``packed:TOKENS``, on every rank the same."""
+    """The whole batch of ``plain:TOKENS``, ``packed:TOKENS``, or ``tree:PROMPT+NxANSWER`` and its
+    ``rows:PROMPT+NxANSWER``, packed; on every rank the same."""
     kind, _, tokens = workload.partition(":")
-    length = int(tokens)
     vocabulary = SHAPES[settings.model.split("/")[0]]["vocab_size"]
     draw = torch.Generator().manual_seed(1)
+    if kind in ("tree", "rows"):
+        prompt, count, answer = map(int, re.split(r"[+x]", tokens))
+        ids = torch.randint(vocabulary, (prompt + count * answer,), generator=draw)
+        answers = list(ids[prompt:].split(answer))
+        batch = of_answers(ids[:prompt], answers, as_tree=kind == "tree")
+        return {name: x.to(settings.device) for name, x in batch.items()}
+    length = int(tokens)
     ids = torch.randint(vocabulary, (1, length), generator=draw)
     positions, labels = torch.arange(length)[None], ids.clone()
     if kind == "packed":
@@ -97,6 +105,21 @@ def new_batch(settings: Settings, workload: str) -> Batch:
         labels[0, starts] = -100  # no document predicts the first token of the next
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
     return {name: x.to(settings.device) for name, x in batch.items()}
+
+
+def of_answers(prompt: Tensor, answers: list[Tensor], *, as_tree: bool) -> Batch:
+    """Answers to a prompt, which are learned: a tree, or packed rows that repeat the prompt."""
+    if as_tree:
+        from ds_usp.training import PrefixTree
+
+        return PrefixTree()([{"prompt": prompt, "answers": answers}])
+    rows = [torch.cat([prompt, x]) for x in answers]
+    labels = [row.clone().index_fill_(0, torch.arange(len(prompt)), -100) for row in rows]
+    return {
+        "input_ids": torch.cat(rows)[None],
+        "labels": torch.cat(labels)[None],
+        "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
+    }
 
 
 class Training:

@@ -189,6 +189,7 @@ OTHERS = {
     ".",
     "accelerate",
     "cd",
+    "curl",
     "deepspeed",
     "echo",
     "export",

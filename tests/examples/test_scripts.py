@@ -32,6 +32,9 @@ def test_unknown_groups_of_tests_are_refused(tmp_path):
     assert (
         "[fast|unit|dist|megatron|transformers|compat|verl|bridge|versions|gpu|all]" in done.stderr
     )
+    done = bash(ROOT / "scripts/test.sh", "versions-jax", cwd=tmp_path, USP_NO_INSTALL="1")
+    assert done.returncode == 2
+    assert "no overlay versions-jax" in done.stderr and "versions-torch-2.9\n" in done.stderr
 
 
 # Answers for python: with an exit code for pytest, whose arguments it prints, and for xdist.

@@ -17,12 +17,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from harness import RankContext
+from harness import RankContext, fork_world
 from programs import ROOT, python, run_script
 
 from ds_usp.planner.emit import emit
-from ds_usp.planner.models import load_model
+from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.training import prepare_deepspeed
 
 FOLDER = ROOT / "examples_deepspeed" / "transformers_sft"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("sft_*.sh"))
@@ -145,6 +146,35 @@ def test_what_the_planner_emits_is_read_by_sft(pool):
     engine = json.loads(deepspeed) if isinstance(deepspeed, str) else deepspeed
     assert engine["zero_optimization"]["stage"] == 3
     assert engine["gradient_accumulation_steps"] == 2
+
+
+def train_emitted(ctx: RankContext, flags: list[str]) -> int:
+    """The exit code of sft.py under DeepSpeed, without an operator that only CPUs would compile."""
+    prepare_deepspeed()
+    with mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
+        return run_sft(ctx, flags)[0]
+
+
+@pytest.mark.transformers
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+def test_what_the_planner_emits_trains_as_one_rank_does(tmp_path):
+    shape = ModelShape("tiny", 2, 64, 128, 8, 2, 257)
+    plan = ParallelConfig(ulysses=2, ring=2, zero=3, recompute="attention", fused_loss=True)
+    logs = []
+    for ranks, config in ((1, ParallelConfig()), (4, plan)):
+        command = emit("transformers", Workload(shape, 128, 2), config).replace("\\\n", "")
+        words = shlex.split(command, comments=True)
+        flags = words[words.index("--model") :]
+        flags[1], flags[3] = "tiny", ""
+        folder = tmp_path / str(ranks)
+        flags += ["--output_dir", str(folder), "--use_cpu", "true", "--max_steps", "2"]
+        flags += ["--logging_steps", "1", "--report_to", "none", "--learning_rate", "1e-3"]
+        assert fork_world(train_emitted, ranks, flags=flags) == [0] * ranks
+        logs.append(json.loads((folder / "trainer_state.json").read_text())["log_history"])
+    for alone, sharded in zip(*(log[:2] for log in logs), strict=True):
+        # Rounding to bf16; a mean over ranks or micro batches too many is a factor of 2 or 4.
+        assert sharded["loss"] == pytest.approx(alone["loss"], rel=2e-3)
+        assert sharded["grad_norm"] == pytest.approx(alone["grad_norm"], rel=2e-2)
 
 
 @pytest.mark.transformers

@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpu_ranks import join_and_run, needs_two, run_on_gpus
-from programs import free_port
+from gpu_ranks import join_and_run, needs_two, new_store, run_on_gpus
 from torch import Tensor
 
 import ds_usp
@@ -407,11 +406,11 @@ def test_cuda_graphs():
 def test_a_rank_killed_between_replays(ulysses):
     """The other rank gets an error within seconds, and its GPU does not wait for ever."""
     context = mp.get_context("spawn")
-    outcome, port = context.Queue(), free_port()
+    outcome, store = context.Queue(), new_store()
     ranks = [
         context.Process(
             target=join_and_run,
-            args=(rank, WORLD, port, killed_main, (ulysses, outcome)),
+            args=(rank, WORLD, store.port, killed_main, (ulysses, outcome)),
             daemon=True,
         )
         for rank in range(WORLD)

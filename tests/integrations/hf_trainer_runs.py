@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_usp
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.integrations.transformers import attach
+from ds_usp.integrations.transformers import attach, enable
 from ds_usp.training import prepare_deepspeed
 
 WORDS = 97
@@ -213,7 +213,7 @@ def train_packed(ctx: RankContext, split: Split = Split(), **options: Any) -> Ru
     torch.rand(extra_draws * ctx.rank)  # ranks' random states may differ
     if split.engine == "fsdp2":
         use_fsdp2(trainer)
-    return finish(ctx, trainer, split, record, evaluate, resume, deal)
+    return finish(ctx, trainer, split, record, evaluate, resume, deal=deal)
 
 
 def use_fsdp2(trainer: Any) -> None:
@@ -233,11 +233,15 @@ def finish(
     record: Record,
     evaluate: bool = False,
     resume: str | None = None,
+    share_prefixes: bool = False,
     deal: Mapping[str, Any] = MappingProxyType({}),
 ) -> Run:
     trainer.remove_callback(transformers.PrinterCallback)
     if split.ulysses * split.ring > 1:
-        attach(trainer, mesh_of(ctx, split), **deal)
+        mesh = mesh_of(ctx, split)
+        if share_prefixes:
+            enable(trainer.model, mesh, share_prefixes=True)
+        attach(trainer, mesh, **deal)
     trainer.train(resume_from_checkpoint=resume)
     steps = [log for log in record.logs if "loss" in log]
     return Run(
@@ -305,19 +309,23 @@ def train_sft(ctx: RankContext, split: Split = Split(), lora: bool = False, **op
     return finish(ctx, trainer, split, record, evaluate, deal=deal)
 
 
-def preference_rows(name: str) -> list[dict[str, Any]]:
-    """What a trainer of preferences reads: for TPO a third answer, for KTO one alone."""
+def preference_rows(name: str, prompt: int = 4) -> list[dict[str, Any]]:
+    """What a trainer of preferences reads, with prompts of so many tokens: for TPO a third answer,
+    for KTO one alone."""
     items = Documents().items
     rows: list[dict[str, Any]] = []
     for index, (x, y) in enumerate(pairwise(items)):
-        row = {"prompt": text(x[:4]), "chosen": text(x[4:20]), "rejected": text(y[:12])}
+        longer = [(index + i) % 90 + 3 for i in range(prompt - 4)]
+        row = {"prompt": text([*longer, *x[:4]]), "chosen": text(x[4:20]), "rejected": text(y[:12])}
         if name == "kto":
             row = {"prompt": row["prompt"], "completion": row["chosen"], "label": index % 2 == 0}
         rows.append(row | {"reference": text(y[2:15])} if name == "tpo" else row)
     return rows
 
 
-def trl_trainer(name: str, arguments: dict[str, Any], record: Record, experts: bool = False) -> Any:
+def trl_trainer(
+    name: str, arguments: dict[str, Any], record: Record, experts: bool = False, prompt: int = 4
+) -> Any:
     """One of TRL's trainers of a tiny model, with a second model where it has one. With experts it
     adds a loss of their routers: DPO to what the model returns, KTO in a head of its own."""
     import datasets
@@ -343,7 +351,7 @@ def trl_trainer(name: str, arguments: dict[str, Any], record: Record, experts: b
     model.config._name_or_path = other.config._name_or_path = "tiny"
     second = {"dpo": "ref_model", "kto": "ref_model", "gkd": "teacher_model"}.get(name)
     made: dict[str, Any] = {second: other} if second else {}
-    rows = preference_rows(name)
+    rows = preference_rows(name, prompt)
     if name == "gkd":
         rows = [dict(Documents()[index]) for index in range(64)]
         made["data_collator"] = transformers.DataCollatorForSeq2Seq(tokenizer())
@@ -359,20 +367,26 @@ def trl_trainer(name: str, arguments: dict[str, Any], record: Record, experts: b
 
 
 def run_trl(
-    ctx: RankContext, name: str, split: Split = Split(), experts: bool = False, **options: Any
+    ctx: RankContext,
+    name: str,
+    split: Split = Split(),
+    experts: bool = False,
+    prompt: int = 4,
+    share_prefixes: bool = False,
+    **options: Any,
 ) -> tuple[list[dict[str, float]], int]:
     """What a trainer has logged of each step, and the most tokens that its second model was given
     at once."""
     with restored_environment():
         replicas = ctx.world // (split.ulysses * split.ring)
         record = Record()
-        trainer = trl_trainer(name, arguments(split, replicas, **options), record, experts)
+        trainer = trl_trainer(name, arguments(split, replicas, **options), record, experts, prompt)
         tokens = [0]
         for second in ("ref_model", "teacher_model"):
             if hasattr(trainer, second):
                 embed = getattr(trainer, second).get_input_embeddings()
                 embed.register_forward_pre_hook(lambda _, x: tokens.append(x[0].shape[1]))
-        finish(ctx, trainer, split, record)
+        finish(ctx, trainer, split, record, share_prefixes=share_prefixes)
     return [log for log in record.logs if "grad_norm" in log], max(tokens)
 
 

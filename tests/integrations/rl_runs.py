@@ -22,7 +22,7 @@ from hf_trainer_runs import (
 )
 from torch import Tensor
 
-from ds_usp.integrations.transformers import attach
+from ds_usp.integrations.transformers import attach, enable
 
 STEPS = 3
 ALONE = Split()
@@ -79,7 +79,10 @@ def rl_trainer(name: str, model: Any, reward: Reward, record: Record, **options:
         made["reward_processing_classes"] = [None, tokenizer()]
     if options.pop("rollouts", False):
         made["rollout_func"] = rollouts
-    rows = [{"prompt": text([(i * 7 + j) % 90 + 3 for j in range(4 + i % 5)])} for i in range(32)]
+    length = options.pop("prompt", 4)
+    rows = [
+        {"prompt": text([(i * 7 + j) % 90 + 3 for j in range(length + i % 5)])} for i in range(32)
+    ]
     defaults = {
         "micro": 2,
         "max_steps": STEPS,
@@ -149,7 +152,8 @@ def run_rl(
 ) -> Rollouts:
     with restored_environment():
         size = split.ulysses * split.ring
-        evaluate, vllm = (options.pop(x, False) for x in ("evaluate", "vllm"))
+        flags = ("evaluate", "vllm", "share_prefixes")
+        evaluate, vllm, share_prefixes = (options.pop(x, False) for x in flags)
         mesh = mesh_of(ctx, split) if size > 1 else None
         reward, record = Reward(), Record()
         model = tiny_model()
@@ -174,6 +178,8 @@ def run_rl(
                 layers = [x for x in counts.modules() if type(x).__name__ == "Qwen3DecoderLayer"]
                 layers[0].register_forward_pre_hook(count)
         if mesh:
+            if share_prefixes:
+                enable(model, mesh, share_prefixes=True)
             attach(trainer, mesh)
         trainer.train()
         return Rollouts(

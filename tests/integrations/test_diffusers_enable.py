@@ -10,7 +10,6 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.models.attention_dispatch import AttentionBackendName
 from model_runs import relative
 from tiny_diffusers import arguments, build, flux_pipeline, output_of
@@ -117,13 +116,13 @@ def with_parallelism() -> Any:
 
 def with_a_cache() -> Any:
     transformer = build(FLUX)
-    transformer.enable_cache(FirstBlockCacheConfig())
+    transformer.enable_cache(diffusers.SeaCacheConfig())
     return transformer
 
 
 def with_a_cache_by_function() -> Any:
     transformer = build(FLUX)
-    diffusers.hooks.apply_first_block_cache(transformer, FirstBlockCacheConfig())
+    diffusers.hooks.apply_sea_cache(transformer, diffusers.SeaCacheConfig())
     return transformer
 
 
@@ -183,7 +182,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (with_a_group_norm, Unsupported, "group_norm"),
     (with_parallelism, ConfigError, "enable_parallelism"),
     (with_a_cache, Unsupported, "disable_cache"),
-    (with_a_cache_by_function, Unsupported, "fbc_leader_block_hook"),
+    (with_a_cache_by_function, Unsupported, "sea_cache_root"),
     (without_attention_scores, Unsupported, "layer_skip_hook"),
     *(
         (partial(with_processor, processor), Unsupported, "class of its own")
@@ -252,7 +251,7 @@ def test_fewer_heads_than_the_ulysses_degree_are_refused():
 NOT_SERVED: dict[str, dict[str, Any]] = {
     "ip adapter": {"joint_attention_kwargs": {"ip_adapter_image_embeds": [torch.zeros(2, 1, 4)]}},
     "mask": {"joint_attention_kwargs": {"attention_mask": torch.ones(2, 42, dtype=torch.bool)}},
-    "ControlNet": {"controlnet_single_block_samples": [torch.zeros(2, 35, 128)]},
+    "ControlNet": {"controlnet_single_block_samples": [torch.zeros(35)]},
     "unknown": {"txt_seq_lens": [7, 7]},
 }
 
@@ -262,11 +261,7 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
     if what == "processors":
         transformer.set_attn_processor(type(build(FLUX).transformer_blocks[0].attn.processor)())
     elif what == "cache":
-        transformer.enable_cache(
-            PyramidAttentionBroadcastConfig(
-                spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
-            )
-        )
+        transformer.enable_cache(diffusers.SeaCacheConfig())
     elif what == "parallelism":
         transformer._parallel_config = diffusers.ParallelConfig()
     elif what == "backend":
@@ -300,7 +295,7 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
         ("backend", "set_attention_backend"),
         ("ip adapter", "ip_adapter_image_embeds in joint_attention_kwargs"),
         ("mask", "attention_mask in joint_attention_kwargs"),
-        ("ControlNet", "controlnet_single_block_samples: residuals of a ControlNet"),
+        ("ControlNet", r"a tensor \[35\] has no dim 1 of image tokens"),
         ("unknown", "txt_seq_lens: diffusers .* knows no such argument"),
         ("tokens", "34 image tokens"),
     ],

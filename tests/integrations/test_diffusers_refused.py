@@ -46,7 +46,7 @@ def test_ranks_that_differ_are_refused(pool):
     for options, layers, cache in pool.run(other_options, WORLD):
         assert "gradients='sum'" in options
         assert "configuration" in layers
-        assert "disable_cache()" in cache
+        assert "fbc_leader_block_hook" in cache
 
 
 def other_noise(rank: int) -> tuple[str, dict[str, Any]]:
@@ -57,6 +57,11 @@ def one_controlnet(rank: int) -> tuple[str, dict[str, Any]]:
     residuals = [torch.zeros(2, 35, 128)] if rank == 1 else None
     given = arguments("FluxTransformer2DModel")
     return "FluxTransformer2DModel", given | {"controlnet_block_samples": residuals}
+
+
+def of_another_image(_: int) -> tuple[str, dict[str, Any]]:
+    given = arguments("FluxTransformer2DModel")
+    return "FluxTransformer2DModel", given | {"controlnet_block_samples": [torch.zeros(2, 32, 128)]}
 
 
 def holes(rank: int) -> tuple[str, dict[str, Any]]:
@@ -88,7 +93,8 @@ def refused(ctx: RankContext, make: Callable[[int], tuple[str, dict[str, Any]]])
     ("make", "kind", "text"),
     [
         (other_noise, "MeshError", "noise from generators of one seed"),
-        (one_controlnet, "", "ControlNet"),
+        (one_controlnet, "MeshError", "controlnet_block_samples"),
+        (of_another_image, "LayoutError", "a tensor of 32 image tokens"),
         (holes, "UnsupportedAttentionError", "ones and then zeros"),
         (few_tokens, "LayoutError", "FluxTransformer2DModel, text: 3 tokens"),
     ],

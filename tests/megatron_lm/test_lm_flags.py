@@ -1,6 +1,7 @@
 """The flags that the patches add to Megatron-LM, what becomes of its own, and what is refused."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from argument_page import APART, unnamed
 from lm_start import LOCAL, Starts
 
 CP4 = f"{LOCAL} --context-parallel-size 4"
@@ -449,3 +451,12 @@ def test_a_process_that_saves_is_refused_without_gpu(starts):
         f"{LOCAL} --async-save --use-persistent-ckpt-worker --save x --save-interval 10"
     )
     assert "--use-persistent-ckpt-worker" in message
+
+
+def test_the_page_of_arguments_has_every_one_that_meets_attention(starts):
+    # --help ends parse_args; a group is a title and its flags, two spaces in.
+    _, *groups = re.split(r"^(\S.*):$", starts.start("--help")["printed"], flags=re.MULTILINE)
+    titles = dict(zip(groups[::2], groups[1::2], strict=True))
+    assert titles.keys() > APART and "unified sequence parallel" in titles
+    for title in titles.keys() - APART - {"unified sequence parallel"}:
+        assert not unnamed(re.findall(r"^  (--[\w-]+)", titles[title], re.MULTILINE)), title

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from programs import PROGRAMS, python, run_script, start
 
 from ds_usp import allocator_variables
@@ -59,12 +60,14 @@ def test_the_installed_torch_reads_it_after_its_import():
     code = (
         "import os, torch, ds_usp; print(ds_usp.allocator_variables(os.environ)); "
         "os.environ.update(ds_usp.allocator_variables(os.environ)); "
-        "print(torch._C._accelerator_getAllocatorSettings())"
+        # torch 2.9 does not say what it has read: there only the variable is compared
+        "print(getattr(torch._C, '_accelerator_getAllocatorSettings', lambda: None)())"
     )
     given = {ANY: "max_split_size_mb:50", CUDA: "max_split_size_mb:64"}
     done = python("-c", code, **given)
     options = f"max_split_size_mb:64,{PIN}"
-    assert done.stdout.splitlines() == [str({CUDA: options}), options], done.stderr
+    read = options if hasattr(torch._C, "_accelerator_getAllocatorSettings") else "None"
+    assert done.stdout.splitlines() == [str({CUDA: options}), read], done.stderr
 
 
 @pytest.mark.parametrize(

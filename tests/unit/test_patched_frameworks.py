@@ -1,8 +1,10 @@
 """Patches of Megatron-DeepSpeed and Megatron-LM, as far as they need no checkout."""
 
+import dataclasses
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from argument_page import named, plain, unnamed
 from torch import Tensor
 
 import ds_usp
@@ -642,3 +645,16 @@ def test_an_overflow_is_found_in_any_gradient(bad, position, device):
     overflow = speedups.has_overflow(pytest.fail, optimizer)
     assert overflow.shape == (1,) and overflow.dtype == torch.bool
     assert bool(overflow) == (bad is not None)
+
+
+def test_the_page_of_arguments_has_every_field_that_meets_attention():
+    config = pytest.importorskip("megatron.core.transformer.transformer_config")
+    fields = [field.name for field in dataclasses.fields(config.MLATransformerConfig)]
+    assert unnamed([*fields, "attention_sparsity"]) == ["attention_sparsity"]
+
+
+def test_the_page_of_arguments_has_every_refused_one():
+    tables = ("_ATTENTION", "_MODEL", "_EXPERTS", "_LOSS", "_SCHEDULE")
+    for row in itertools.chain.from_iterable(getattr(unsupported, name) for name in tables):
+        flags = {plain(flag) for flag in re.findall(r"--[a-z][\w-]+", f"{row.reason} {row.fix}")}
+        assert flags & named(column=2), row.reason

@@ -221,6 +221,11 @@ def test_attention_that_each_run_makes_anew_is_replayed(make, reentrant):
     assert "\n" not in str(said.value)
 
 
+# torch 2.9 leaves the hooks of a checkpoint whose function raised to the collector, which takes
+# them off after those around them, and says so; later ones take them off as the error passes.
+@pytest.mark.filterwarnings(
+    "ignore:(?s).*_checkpoint_without:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("outer", [True, False])
 def test_a_checkpoint_inside_needs_a_keep_attention_of_its_own(outer):
     def nested(wrap: Callable[..., Any], inner: bool) -> torch.Tensor:

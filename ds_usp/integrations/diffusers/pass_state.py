@@ -96,6 +96,7 @@ class PassState:
 
     Attributes:
         joined: whether an output was joined.
+        attended: how many attentions ran, but for those in compiled blocks.
     """
 
     # Note [the order of a diffusion model's tokens]
@@ -110,7 +111,7 @@ class PassState:
         attentions: frozenset[Tokens],
         values: ValuesComparison,
     ) -> None:
-        self.joined, self.values = False, values
+        self.joined, self.values, self.attended = False, values, 0
         self._name, self._mesh, self._options = name, mesh, options
         self._attentions = attentions
         self._lengths: dict[Kind, int] = {}
@@ -156,6 +157,11 @@ class PassState:
         """
         if token_dim.ndim is not None and (x.ndim != token_dim.ndim or x.shape[token_dim.dim] == 1):
             return x
+        if not -x.ndim <= token_dim.dim < x.ndim:
+            raise LayoutError(
+                f"{self._name}: a tensor {list(x.shape)} has no dim {token_dim.dim} of "
+                f"{token_dim.kind} tokens"
+            )
         is_first = token_dim.kind not in self._lengths
         length = self._lengths.setdefault(token_dim.kind, x.shape[token_dim.dim])
         if x.shape[token_dim.dim] != length:
@@ -286,6 +292,7 @@ class PassState:
                 self.layout(kind)  # raises for the one that is not known
         call = self._calls[tokens]
         if not torch.compiler.is_compiling():
+            self.attended += 1
             return self._attend(q, k, v, call, tokens, scale)
         if call.seq_lens is None:
             return self._attend_outside(q, k, v, call, tokens, scale)
@@ -351,8 +358,8 @@ ATTENTION_KWARGS = frozenset(
 )
 _LORA_SCALE = "scale"
 _ADVICE: Mapping[str, str] = {
-    "controlnet": "residuals of a ControlNet belong to tokens by their index; leave it out",
-    "ip_adapter": "IP-Adapters are not served; unload them",
+    "controlnet": "residuals of a ControlNet are not served for this class; leave it out",
+    "ip_adapter": "IP-Adapters are served of Flux, loaded before enable; else unload them",
     "kv_cache": "a cache of keys belongs to whole tokens; leave it out",
     "num_ref_tokens": "reference tokens are known by their index; leave the cache of them out",
 }
@@ -371,7 +378,7 @@ def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, 
             for key, inner in (value or {}).items():
                 if key == _LORA_SCALE:
                     _check_lora_scale(transformer, inner)
-                elif _is_given(inner):
+                elif _is_given(inner) and not (key in plan.adapters and _has_adapter(transformer)):
                     raise _refusal(transformer, key, f" in {name}")
         elif name not in known and _is_given(value):
             raise _refusal(transformer, name)
@@ -388,6 +395,10 @@ def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:
             "diffusers resets the scale before backward computes the blocks again, and gradients "
             "would be wrong. Put the scale into lora_alpha, or disable_gradient_checkpointing()"
         )
+
+
+def _has_adapter(transformer: nn.Module) -> bool:
+    return getattr(transformer, "encoder_hid_proj", None) is not None
 
 
 def is_adapter(module: nn.Module) -> bool:

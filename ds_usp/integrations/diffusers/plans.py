@@ -70,10 +70,13 @@ class Plan:
             comes last. Its last columns, or the first, are the text's, as in ``attention``, of
             which the first entry below the module counts.
         whole: arguments of the transformer that every rank takes whole. All but these, those of
-            ``inputs`` and the attention arguments' LoRA scale are refused.
+            ``inputs``, the attention arguments' LoRA scale and ``adapters`` are refused.
         unbatched: those of all arguments that have no batch; the others have it as their dim 0.
         batched: an argument whose dim 0 is the batch, or that is a list of samples.
         zero_or_not: arguments of which the pass asks whether all samples are zero.
+        shared_by_branches: for pipelines that call the transformer once for each branch of the
+            guidance, the argument that is one and the same tensor in all calls of a step; None:
+            calls never wait for each other. Such a class returns one tensor.
         joined: the module whose output ``[b, tokens, ...]``, of ``joint`` tokens if the plan has
             them, else of the image's, becomes whole again.
         also_joined: by module, the tokens of further outputs that become whole.
@@ -81,6 +84,8 @@ class Plan:
             they are sharded otherwise afterwards.
         needs_mask: whether attention processors cannot do without the mask: they are given one that
             has no values (on the device ``meta``), and what they make of it is not looked at.
+        adapters: keys of the attention arguments whose values are keys of their own for every
+            image token (IP-Adapters); they stay whole.
         refused: by option of the configuration, the value that gives tokens a meaning by index.
     """
 
@@ -99,6 +104,8 @@ class Plan:
     zero_or_not: tuple[str, ...] = ()
     keys: Mapping[str, Kind] = field(default_factory=dict)
     also_joined: Mapping[str, Kind] = field(default_factory=dict)
+    shared_by_branches: str | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Mapping[str, Tokens]:
@@ -123,7 +130,11 @@ class Plan:
         named = {path: tuple(arguments) for path, arguments in self.inputs.items()}
         for path, argument in self.masks.items():
             named[path] = (*named.get(path, ()), argument)
-        named[""] = (*named.get("", ()), *self.whole, *self.unbatched, *self.zero_or_not)
+        shared = (self.shared_by_branches,) if self.shared_by_branches else ()
+        named[""] = (
+            *named.get("", ()),
+            *(*self.whole, *self.unbatched, *self.zero_or_not, *shared),
+        )
         for path, arguments in named.items():
             for module in modules_at(transformer, path):
                 missing = [name for name in arguments if name not in parameters_of(module)]
@@ -205,7 +216,11 @@ _FLUX = Plan(
     attention={f"{_BLOCKS}.attn": ("text", "image"), f"{_SINGLE_BLOCKS}.attn": ("text", "image")},
     whole=("timestep", "guidance", "pooled_projections"),
     unbatched=("img_ids", "txt_ids"),
+    shared_by_branches="hidden_states",
 )
+# A ControlNet's, one tensor for some blocks: of all image tokens, in their order.
+_RESIDUALS = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), _IMAGE)
+_FLUX_CONTROLLED = replace(_FLUX, inputs={"": {**_FLUX.inputs[""], **_RESIDUALS}})
 _WAN = Plan(
     inputs={
         "": {"timestep": _OPTIONAL_IMAGE},  # Wan 2.2: one for each token
@@ -215,6 +230,7 @@ _WAN = Plan(
     attention={"blocks.*.attn1": ("image",)},
     local=("blocks.*.attn2",),
     whole=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image"),
+    shared_by_branches="hidden_states",
 )
 _HUNYUAN = Plan(
     inputs={_FIRST_BLOCK: _JOINT},
@@ -226,6 +242,7 @@ _HUNYUAN = Plan(
         *("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"),
         *("pooled_projections", "guidance"),
     ),
+    shared_by_branches="hidden_states",
 )
 _HUNYUAN_TWO_TEXTS = (
     *("hidden_states", "timestep", "timestep_r", "encoder_hidden_states"),
@@ -233,7 +250,11 @@ _HUNYUAN_TWO_TEXTS = (
 )
 PLANS: Mapping[str, Plan] = MappingProxyType(
     {
-        "FluxTransformer2DModel": _FLUX,
+        "FluxTransformer2DModel": replace(
+            _FLUX_CONTROLLED,
+            whole=(*_FLUX.whole, "controlnet_blocks_repeat"),
+            adapters=("ip_adapter_image_embeds",),
+        ),
         "Flux2Transformer2DModel": replace(_FLUX, whole=("timestep", "guidance")),
         "WanTransformer3DModel": _WAN,
         "WanVACETransformer3DModel": Plan(
@@ -251,10 +272,11 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 "control_hidden_states_scale",
             ),
             unbatched=("control_hidden_states_scale",),
+            shared_by_branches="hidden_states",
         ),
         "QwenImageTransformer2DModel": Plan(
             inputs={
-                "": {"hidden_states": _IMAGE},
+                "": {"hidden_states": _IMAGE, "controlnet_block_samples": _IMAGE},
                 _FIRST_BLOCK: {"encoder_hidden_states": _TEXT},
                 _BLOCKS: {"modulate_index": _OPTIONAL_IMAGE},
             },
@@ -265,6 +287,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("encoder_hidden_states", "encoder_hidden_states_mask", "timestep"),
                 *("img_shapes", "guidance", "additional_t_cond"),
             ),
+            shared_by_branches="hidden_states",
         ),
         "LTXVideoTransformer3DModel": Plan(
             inputs={"": {"hidden_states": _IMAGE, "timestep": _OPTIONAL_IMAGE}},
@@ -287,7 +310,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             unbatched=("image_rotary_emb", "ofs"),
         ),
         "SD3Transformer2DModel": Plan(
-            inputs={},
+            inputs={"": {"block_controlnet_hidden_states": _IMAGE}},
             outputs={"pos_embed": (_IMAGE,), "context_embedder": (_TEXT,)},
             attention={f"{_BLOCKS}.attn": ("image", "text"), f"{_BLOCKS}.attn2": ("image",)},
             whole=(
@@ -307,9 +330,9 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             ),
         ),
         "ChromaTransformer2DModel": replace(
-            _FLUX,
+            _FLUX_CONTROLLED,
             masks={_BLOCKS: "attention_mask", _SINGLE_BLOCKS: "attention_mask"},
-            whole=("timestep", "attention_mask"),
+            whole=("timestep", "attention_mask", "controlnet_blocks_repeat"),
         ),
         "Flux3Transformer2DModel": Plan(
             inputs={
@@ -339,6 +362,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("hidden_states", "encoder_hidden_states", "timestep"),
                 *("original_size", "target_size", "crop_coords"),
             ),
+            shared_by_branches="hidden_states",
         ),
         "CosmosTransformer3DModel": Plan(
             inputs={
@@ -354,6 +378,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("hidden_states", "timestep", "encoder_hidden_states", "attention_mask"),
                 *("fps", "condition_mask", "padding_mask"),
             ),
+            shared_by_branches="hidden_states",
         ),
         "SkyReelsV2Transformer3DModel": replace(
             _WAN,
@@ -372,7 +397,10 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "LongCatImageTransformer2DModel": replace(_FLUX, whole=("timestep", "guidance")),
         "OvisImageTransformer2DModel": replace(_FLUX, whole=("timestep",)),
-        "BriaTransformer2DModel": _FLUX,
+        # diffusers adds the single blocks' residuals from the text's length on.
+        "BriaTransformer2DModel": replace(
+            _FLUX, inputs={"": {**_FLUX.inputs[""], "controlnet_block_samples": _IMAGE}}
+        ),
         "ZImageTransformer2DModel": Plan(
             inputs={
                 "noise_refiner.0": {"x": _IMAGE},
@@ -401,6 +429,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             whole=("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"),
             gathered={"noise_refiner.-1": "image"},
             joined="norm_out",
+            shared_by_branches="hidden_states",
         ),
         "LTX2VideoTransformer3DModel": Plan(
             inputs={

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from diffusers.models import attention_dispatch
@@ -23,6 +23,9 @@ from ds_usp.memory.compile_guard import disable_in_compile
 
 _BACKEND = "_attention_backend"
 _MARK, _TOKENS = "_sharded_by_ds_usp", "_tokens_of_ds_usp"
+# Processors that attend to the tokens first, and then give each image token keys of their own, of
+# an IP-Adapter, which stay whole on every rank. SD3's gives both at once, and is refused.
+_ADAPTED = frozenset({"FluxIPAdapterAttnProcessor"})
 
 
 class HoldsState(Protocol):
@@ -39,16 +42,17 @@ def check_processor(module: nn.Module) -> None:
         UnsupportedAttentionError: IP-Adapters and other processors with weights, functions, norms
             over tokens, or an attention backend.
     """
-    processor, name = module.processor, type(module.processor).__name__
+    processor, cls = module.processor, cast(Any, type(module.processor))
+    name = cls.__name__
     if hasattr(processor, _MARK):
         raise ConfigError(f"{name} is sharded already: disable() the transformer first")
-    if isinstance(processor, nn.Module) or "IPAdapter" in name:
+    if name not in _ADAPTED and (isinstance(processor, nn.Module) or "IPAdapter" in name):
         raise UnsupportedAttentionError(
-            f"{name}: IP-Adapters, and other attention processors with weights of their own, are "
-            "not served; unload them"
+            f"{name}: IP-Adapters but Flux's, and other attention processors with weights of their "
+            "own, are not served; unload them"
         )
     try:
-        _copy_as(processor, _sharded_class(type(processor)))
+        _copy_as(processor, _sharded_class(cls))
     except (TypeError, AttributeError) as error:
         raise UnsupportedAttentionError(
             f"{name}: an attention processor must be an object of a class of its own, without "
@@ -150,6 +154,7 @@ class MeshAttention:
 
     def __init__(self, name: str, state: PassState, tokens: Tokens) -> None:
         self._name, self._state, self._tokens = name, state, tokens
+        self._is_adapted = name in _ADAPTED
         self.calls: list[bool] = []
 
     def heads_first(
@@ -178,6 +183,9 @@ class MeshAttention:
 
         Shapes: all ``[b, s_local, h, d]``. Raises UnsupportedAttentionError for other options.
         """
+        if self.calls and self._is_adapted:
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return _TORCH_ATTENTION(q, k, v, attn_mask, scale=scale).transpose(1, 2)
         self.calls.append(True)
         if attn_mask is not None and attn_mask.device.type == "meta":  # the pass has its values
             attn_mask = None

@@ -22,6 +22,7 @@ from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.memory.compile_guard import disable_in_compile
+from ds_usp.training.whole_batch import Packing
 
 IMPLEMENTATION: Final = "usp"
 
@@ -39,14 +40,16 @@ class Targets:
     Args:
         given: this rank's shard of ``labels``, as the model gets it, ``[b, s_local]``.
         labels: what its logits are compared with: shifted by a token if the model is causal.
-        count: tokens of the whole batch that the loss is divided by.
+        count: tokens of the whole batch that the loss is divided by, or the sum of their weights.
         in_chunks: head and loss run in chunks of tokens.
+        weights: what each token's loss is times, ``[b, s_local]``; None: 1.
     """
 
     given: Tensor
     labels: Tensor
     count: Tensor | int
     in_chunks: bool
+    weights: Tensor | None = None
 
 
 class Shard:
@@ -54,7 +57,7 @@ class Shard:
 
     Args:
         call: what all layers have in common; the mask, scale and scores are each layer's.
-        documents: cumulative borders, one tuple for all samples or one each; () without any.
+        packing: the documents of the whole batch, or a tree of them.
 
     Attributes:
         layers: names of the attention modules that have run.
@@ -76,9 +79,9 @@ class Shard:
     # checkpoint keeps the layer's arguments, and with them the shard that the layer had. It is no
     # dataclass, because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
     def __init__(
-        self, call: AttentionOptions, documents: tuple[Borders, ...] = (), dropout_seed: int = 0
+        self, call: AttentionOptions, packing: Packing = Packing(), dropout_seed: int = 0
     ) -> None:
-        self.call, self.documents, self.dropout_seed = call, documents, dropout_seed
+        self.call, self.packing, self.dropout_seed = call, packing, dropout_seed
         self.layout = cast(TokenLayout, call.layout)
         self.layers: list[str] = []
 
@@ -182,7 +185,7 @@ def check_call(
     _refuse_unknown(name, others)
     usp.layers.append(name)
     mask = _layer_mask(module, attention_mask, is_causal, sliding_window)
-    return usp, mask_of(mask, usp.documents, usp.layout.seq_len)
+    return usp, mask_of(mask, usp.packing, usp.layout.seq_len, name)
 
 
 def _layer_mask(
@@ -317,11 +320,14 @@ def is_layer_mask(x: Any) -> bool:
     return bool(masks) and all(isinstance(mask, LayerMask) for mask in masks)
 
 
-def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> MaskSpec:
-    """The mask of one attention call over ``seq_len`` tokens; documents are :class:`Shard`'s."""
+def mask_of(mask: LayerMask, packing: Packing, seq_len: int, layer: str = "a layer") -> MaskSpec:
+    """The mask of one attention call over ``seq_len`` tokens; the packing is :class:`Shard`'s."""
     band: _Band = mask._band
     if band.refusal:
         raise UnsupportedAttentionError(band.refusal)
+    documents = packing.documents
+    if packing.parents:
+        return _in_tree(band, packing, layer)
     if band.blocks is not None:
         if mask._in_blocks is None:  # read once for all layers
             mask._in_blocks = _in_blocks(band, documents, seq_len)
@@ -331,6 +337,30 @@ def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> Ma
     # Chunks are counted from the start of each document: they are shorter documents.
     chunked = tuple(_cut_documents(borders, band.chunk) for borders in documents or ((0, seq_len),))
     return replace(band.mask, documents=chunked)
+
+
+def _in_tree(band: _Band, packing: Packing, layer: str) -> MaskSpec:
+    """UnsupportedAttentionError for a layer whose tokens do not see all that precedes them."""
+    tree = packing.causal_mask
+    reach = band.chunk if band.mask.left is None else band.mask.left + 1
+    # A window or chunk that holds the longest row cuts nothing off.
+    longest = max(
+        context + end - start
+        for sample, borders in enumerate(packing.documents)
+        for context, (start, end) in zip(tree.contexts(sample), pairwise(borders), strict=True)
+    )
+    what = f"a window or chunks of {reach} tokens" if reach is not None and reach < longest else ""
+    if band.mask.right != 0:
+        what = "attention to tokens that come later"
+    if band.blocks is not None:
+        what = "blocks of tokens that see each other both ways"
+    if what:
+        raise UnsupportedAttentionError(
+            f"{layer} has {what}, and the batch is a tree of shared prefixes whose longest row has "
+            f"{longest} tokens: served are causal layers that see all of it. Give this model each "
+            "answer with its prompt as a row of its own, without tree and share_prefixes"
+        )
+    return tree
 
 
 @disable_in_compile("blocks are read from a tensor")

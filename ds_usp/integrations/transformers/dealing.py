@@ -83,7 +83,13 @@ class Dealing:
 
         Raises:
             DataError: samples that the ranks cannot hold in one pass.
+            UnsupportedAttentionError: a tree.
         """
+        if batch.packing.parents:
+            raise UnsupportedAttentionError(
+                "a tree of shared prefixes is one sample, and samples are dealt: leave deal out, or "
+                "the tree"
+            )
         samples = batch.samples()
         try:
             dealt = self.dealer.deal([len(x) for x in samples])
@@ -144,8 +150,11 @@ class Places:
 
     def labels(self, targets: Tensor) -> Tensor:
         """This rank's, ``[1, s_local]``, of the whole batch's ``[b, seq_len]``."""
-        own = targets.flatten()[self.index]
-        return own.masked_fill(self.is_real == 0, IGNORE_INDEX)[None]
+        return self.values(targets).masked_fill(self.is_real == 0, IGNORE_INDEX)
+
+    def values(self, whole: Tensor) -> Tensor:
+        """This rank's, ``[1, s_local]``, of the whole batch's ``[b, seq_len]``."""
+        return whole.flatten()[self.index][None]
 
     def join(self, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
         """The whole tensor ``[b, seq_len, ...]``, zero at padding, from the ranks' ``[1, s_local,

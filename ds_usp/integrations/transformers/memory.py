@@ -51,6 +51,7 @@ class Options:
     offload_ratio: float = 0.0
     loss_chunks: int = 0
     mlp_chunks: int = 0
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         check_reduction(self.gradients)
@@ -69,7 +70,7 @@ class Options:
 
     def of_frozen_model(self) -> dict[str, Any]:
         """Arguments for a second model that is not trained, such as a reference."""
-        names = ("layout", "kernel", "tuning", "mlp_chunks")
+        names = ("layout", "kernel", "tuning", "mlp_chunks", "share_prefixes")
         return {name: getattr(self, name) for name in names}
 
 

@@ -43,7 +43,7 @@ from ds_usp.integrations.transformers.attention import (
 )
 from ds_usp.integrations.transformers.dealing import Dealing
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
-from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers
+from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers, recurrent_layers
 from ds_usp.integrations.transformers.text_model import (
     TextAttention,
     has_towers,
@@ -53,6 +53,7 @@ from ds_usp.integrations.transformers.text_model import (
 )
 from ds_usp.integrations.transformers.whole_arguments import (
     AUTO_LAYOUT,
+    RowsAsTree,
     WholeArguments,
     holds_tensor,
 )
@@ -65,7 +66,7 @@ from ds_usp.integrations.transformers.whole_batch_loss import (
 )
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.training.whole_batch import IGNORE_INDEX
+from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS
 
 _SAME_BATCH = (
     "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a "
@@ -88,6 +89,7 @@ def enable(
     offload_ratio: float = 0.0,
     loss_chunks: int = 0,
     mlp_chunks: int = 0,
+    share_prefixes: bool = False,
 ) -> EnabledModel:
     """Shard every forward pass of a transformers model over the ranks of a mesh.
 
@@ -115,6 +117,9 @@ def enable(
         loss_chunks: head and loss in so many chunks of tokens where labels are given: logits of all
             tokens never exist, and the output has none; 0: not in chunks.
         mlp_chunks: the MLP of each layer in so many chunks of tokens; 0: not in chunks.
+        share_prefixes: rows, or packed documents, that begin alike run as one tree: what they have
+            in common once. Losses, log-probabilities and whole logits are those of the rows;
+            shards are of the tree.
 
     Raises:
         ConfigError: another version of transformers, no such model, one that is enabled already, or
@@ -137,6 +142,7 @@ def enable(
             offload_ratio=offload_ratio,
             loss_chunks=loss_chunks,
             mlp_chunks=mlp_chunks,
+            share_prefixes=share_prefixes,
         )
         inner = refusals.find_model(model)
         if find_enabled(model, inner) is not None:
@@ -146,8 +152,11 @@ def enable(
             )
         refusals.check_model(inner)
         options = replace(options, layout=refusals.layout_of_states(inner, options))
-        if refusals.needs_whole_head(inner):
+        whole_head = refusals.needs_whole_head(inner)
+        if whole_head:
             refusals.check_whole_head(inner, options)
+        if options.share_prefixes:
+            refusals.check_tree(inner, whole_head, recurrent_layers(inner), routers=False)
         words.append(f"{type(inner).__name__} with {options}")
     register()
     return EnabledModel(model, inner, mesh, options)
@@ -193,6 +202,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         # Where shards begin in passes that need whole inputs before them, or whole outputs after.
         self._text = self._trunk if self._whole_head or has_towers(inner) else inner
         self._whole_batch: WholeArguments | None = None
+        self._rows: RowsAsTree | None = None  # of the pass that runs
         self._parameters = refusals.positional_arguments(model, inner)
         self._forward_passes = 0
         self._enabled = True
@@ -229,7 +239,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
         """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
-        return self._read(batch).layout(self.mesh, self._options.layout)
+        rows = self._as_tree(batch)
+        given = batch if rows is None else rows.arguments
+        return self._read(given).layout(self.mesh, self._options.layout)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor from the ranks' shards of the last forward pass, along ``dim``.
@@ -342,6 +354,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             others = refusals.others_than_tokens(arguments)
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
+            self._rows = self._as_tree(arguments)
+            if self._rows is not None:
+                arguments = self._rows.arguments
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text or self._whole_head:
@@ -359,6 +374,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 embeddings = None
             outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
             batch.check_tokens(embeddings, targets, outputs)
+            if batch.packing.parents:
+                asks = self._asks_for_router_logits(arguments)
+                refusals.check_tree(self._inner, at_text, self._recurrent.layers, asks)
+            refusals.check_loss_weights(arguments, targets)
             mesh, row, places = self.mesh, batch, None
             if self._dealing is not None and not at_text:
                 mesh, row, places = self._dealing.row_of(batch, self.mesh.rank)
@@ -370,13 +389,13 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             call = AttentionOptions(
                 mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
             )
-            shard = Shard(call, row.documents, self._dropout_seed())
+            shard = Shard(call, row.packing, self._dropout_seed())
             shard.drop_last = "shift_labels" not in batch.arguments
             if places is not None:
                 mesh.consistency.begin_forward_pass()
                 shard.places = places.of_rank(layout, mesh.rank)
             local = batch.unsharded(arguments) if at_text else self._shard_of(batch, row, shard)
-            self._set_targets(targets, shard, local)
+            self._set_targets(targets, batch.arguments.get(LOSS_WEIGHTS), shard, local)
             self._whole_batch = batch if at_text else None
             self._running.begin(shard, is_sharded=not at_text)
             if self._asks_for_router_logits(arguments) and not self._whole_head:
@@ -386,6 +405,13 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 real = None if real is None else layout.shard(real, 1, mesh.rank)
                 self._router_loss.begin(real, bool(local.get(_TRL_FUSED_HEAD)))
             return (), local
+
+    def _as_tree(self, arguments: Mapping[str, Any]) -> RowsAsTree | None:
+        """The batch as a tree of what its rows share, if that is asked for and there is any."""
+        if not self._options.share_prefixes:
+            return None
+        in_fused_head = bool(arguments.get(_TRL_FUSED_HEAD))
+        return RowsAsTree.read(arguments, in_fused_head=in_fused_head)
 
     def _places_by_tokens(self, batch: WholeArguments) -> bool:
         """Whether a model around a text model makes masks or positions of all tokens."""
@@ -463,7 +489,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             shard = self._running.shard
             if shard is not None and shard.places is not None:  # its group waits in another mesh
                 shard.call.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
-        self._whole_batch, self._running.targets = None, None
+        self._whole_batch, self._running.targets, self._rows = None, None, None
         self._running.is_sharded = False
         self._router_loss.end()
 
@@ -490,21 +516,33 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return None
         return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
 
-    def _set_targets(self, targets: Tensor | None, shard: Shard, local: dict[str, Any]) -> None:
-        """Shard the labels, and count those of the whole batch."""
+    def _set_targets(
+        self,
+        targets: Tensor | None,
+        weights: Tensor | None,
+        shard: Shard,
+        local: dict[str, Any],
+    ) -> None:
+        """Shard the labels, and count those of the whole batch, or sum their weights."""
         local.pop("shift_labels", None)
+        local.pop(LOSS_WEIGHTS, None)
         count = local.pop("num_items_in_batch", None)
         if self._loss is None or targets is None:
             return
         if count is None:
-            count = (targets != IGNORE_INDEX).sum()
+            counts = targets != IGNORE_INDEX
+            count = counts.sum() if weights is None else (counts * weights).sum()
         if shard.places is None:
             shard_labels = shard.layout.shard(targets, 1, self.mesh.rank)
+            if weights is not None:
+                weights = shard.layout.shard(weights, 1, self.mesh.rank)
         else:
             shard_labels = shard.places.labels(targets)
+            if weights is not None:
+                weights = shard.places.values(weights)
         local.setdefault("labels", shard_labels)
         in_chunks = self._options.loss_chunks > 0 and not local.get(_TRL_FUSED_HEAD)
-        shard.targets = Targets(local["labels"], shard_labels, count, in_chunks)
+        shard.targets = Targets(local["labels"], shard_labels, count, in_chunks, weights)
         if _TRL_FUSED_HEAD in local:  # which computes its loss from these
             local |= {"shift_labels": shard_labels, "num_items_in_batch": count}
 
@@ -546,6 +584,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         choice = self._options.logits
         whole = choice == "whole" or (choice == "auto" and not labeled)
         self._join(shard, len(kwargs["attention_mask"]), out, join_all=whole)
+        if self._rows is not None:
+            rows_of_outputs(out, self._rows, all_joined=whole)
         return out
 
     def _join(self, shard: Shard, rows: int, out: dict[str, Any], *, join_all: bool) -> None:
@@ -660,6 +700,25 @@ def join_outputs(
             out[key] = tuple(x if x is None else join(x) for x in value)
         elif join_all:
             out[key] = join(value)
+
+
+def rows_of_outputs(out: MutableMapping[str, Any], rows: RowsAsTree, *, all_joined: bool) -> None:
+    """Replace joined outputs of a tree by those of its rows.
+
+    Args:
+        all_joined: all of them are, not only log-probabilities.
+    """
+    for key in [key for key in out if key in _PER_TOKEN and out[key] is not None]:
+        value = out[key]
+        if key in _LOG_PROBABILITIES:
+            of_rows = rows.of_rows(value, rows.is_labeled)
+            out[key] = of_rows[:, :-1] if rows.drops_last else of_rows
+        elif all_joined and isinstance(value, tuple):
+            out[key] = tuple(x if x is None else rows.of_rows(x, rows.is_real) for x in value)
+        elif all_joined:
+            out[key] = rows.of_rows(value, rows.is_real)
+    if out.get("log_probs") is not None:  # each label once, and not once for each row
+        out["loss"] = -out["log_probs"].sum() / rows.num_items
 
 
 class LargestPosition:

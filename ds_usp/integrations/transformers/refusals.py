@@ -38,7 +38,7 @@ from ds_usp.integrations.transformers.whole_arguments import (
     holds_tensor,
 )
 from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
-from ds_usp.training.whole_batch import IGNORE_INDEX
+from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS
 
 OLDEST, BEFORE = "5.5", "6"
 OLDEST_WITH_STATES = "5.23"  # earlier layers call other functions
@@ -230,6 +230,58 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
                     f"and a document of row {row} begins at token {start} with position {first}: "
                     "give position_ids that begin at 0 with each document, or pad on the right"
                 )
+
+
+def check_tree(
+    model: PreTrainedModel, at_text: bool, recurrent: Iterable[Any], routers: bool
+) -> None:
+    """UnsupportedAttentionError for what would be other numbers of a tree of shared prefixes than
+    of a row for each of its branches.
+
+    Args:
+        at_text: the model is given whole arguments, and its text model shards.
+        recurrent: its layers that carry a state.
+        routers: a loss of routers is asked for.
+    """
+    reason = ""
+    if any(recurrent):
+        reason = "carries a state from token to token, which goes on in one branch only"
+    elif at_text:
+        reason = (
+            "is given more than tokens, or has a head that reads single tokens of a row, and a "
+            "tree's row has the tokens of many"
+        )
+    elif routers:
+        reason = (
+            "has a loss of its routers (output_router_logits), which counts the tokens of each "
+            "row, and a tree has those of a prefix once"
+        )
+    if reason:
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} {reason}: give each answer with its prompt as a row of its "
+            "own, without tree and share_prefixes"
+            f"{', or leave output_router_logits out' if routers else ''}"
+        )
+
+
+def check_loss_weights(arguments: Mapping[str, Any], targets: Tensor | None) -> None:
+    """DataError for loss_weights that nothing is multiplied by, or that are no numbers."""
+    weights = arguments.get(LOSS_WEIGHTS)
+    if weights is None:
+        return
+    if targets is None or arguments.get("fused_lm_head"):
+        raise DataError(
+            f"{LOSS_WEIGHTS} {list(weights.shape)} weigh the losses of tokens, and this pass "
+            f"{'has no labels' if targets is None else 'returns log-probabilities'}: leave them "
+            "out, and weigh what you compute of its outputs"
+        )
+    if weights.dtype in (torch.float16, torch.bfloat16):
+        raise DataError(
+            f"{LOSS_WEIGHTS} arrive in {weights.dtype}, rounded to 3 digits and fewer: give fp32 or "
+            "whole numbers, and of FSDP2 MixedPrecisionPolicy(cast_forward_inputs=False)"
+        )
+    if not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise DataError(f"{LOSS_WEIGHTS} must be finite and 0 or more: what a token's loss is times")
 
 
 def check_loss(model: PreTrainedModel) -> None:

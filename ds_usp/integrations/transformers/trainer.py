@@ -28,7 +28,7 @@ from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.dealing import Cost
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
-from ds_usp.integrations.transformers.refusals import find_model
+from ds_usp.integrations.transformers.refusals import find_model, needs_whole_head
 from ds_usp.integrations.transformers.rl import (
     check_rollouts,
     count_completions,
@@ -36,6 +36,7 @@ from ds_usp.integrations.transformers.rl import (
     share_rollouts,
 )
 from ds_usp.training.data_loader import BatchBroadcast, DataParallelRanks, data_parallel_ranks
+from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -93,6 +94,7 @@ def attach(
     _check_mesh_of(enabled, mesh, "model")
     _enable_others(trainer, enabled)
     _count_replicas(trainer, mesh.sp_degree)
+    _count_weights(trainer)
     if makes_rollouts(trainer):
         share_rollouts(trainer, mesh)
     _join_logits(trainer)
@@ -118,8 +120,10 @@ def _enable_others(trainer: Trainer, policy: EnabledModel) -> None:
         if inner is policy._inner:
             continue
         enabled = find_enabled(model, inner)
+        given = options.of_frozen_model()
+        given["share_prefixes"] &= not needs_whole_head(inner)  # a reward reads a row's last token
         try:
-            enabled = enabled or enable(model, policy.mesh, **options.of_frozen_model())
+            enabled = enabled or enable(model, policy.mesh, **given)
         except UnsupportedAttentionError as reason:
             raise UnsupportedAttentionError(
                 f"the trainer's {name} would run whole sequences on every rank. {reason}. Where it "
@@ -265,6 +269,27 @@ def _count_replicas(trainer: Trainer, sp_degree: int) -> None:
 
     trainer.evaluation_loop, trainer.log = evaluation_loop, log_steps
     handler.on_predict = predicted
+
+
+def _count_weights(trainer: Trainer) -> None:
+    """Let a step's loss be divided by the weights of its labels, where batches have
+    ``loss_weights``, and not by their number."""
+    count = trainer._get_num_items_in_batch
+
+    def num_items(batches: list[Any], device: torch.device) -> Any:
+        weighted = [x for x in batches if isinstance(x, Mapping) and LOSS_WEIGHTS in x]
+        if not weighted:
+            return count(batches, device)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            counts = batch["shift_labels"] != IGNORE_INDEX
+            weights = batch.get(LOSS_WEIGHTS, counts)
+            total += (counts * weights).sum(dtype=torch.float64).cpu()
+        if trainer.args.average_tokens_across_devices:
+            total = trainer.accelerator.gather(total.to(device)).sum()
+        return total.float().to(device)
+
+    trainer._get_num_items_in_batch = num_items
 
 
 def _join_logits(trainer: Trainer) -> None:

@@ -7,9 +7,9 @@ those of :mod:`ds_usp.training.whole_batch`; the rules here are transformers'.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +20,18 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import DataError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders
+from ds_usp.training.prefix_tree import SharedPrefixes
 from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
+    LOSS_WEIGHTS,
+    TREE,
+    Packing,
     borders_through,
     document_starts,
     next_token_labels,
+    read_tree,
     real_tokens,
+    tree_positions,
 )
 
 AUTO_LAYOUT = "auto"
@@ -37,6 +43,7 @@ TOKEN_DIM = MappingProxyType(
         "inputs_embeds": 1,
         "labels": 1,
         "shift_labels": 1,
+        LOSS_WEIGHTS: 1,
         "token_type_ids": 1,
         "position_ids": -1,
     }
@@ -44,8 +51,8 @@ TOKEN_DIM = MappingProxyType(
 # Those that a model with towers hands its text model beside the embeddings: which tokens are an
 # image's, one more embedding of each layer.
 PLACED_DIM = MappingProxyType({"visual_pos_masks": 1, "per_layer_inputs": 1})
-# Arguments of FlashAttention's packed sequences, which the layout and documents replace.
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Arguments of FlashAttention's packed sequences, and trees: the layout and documents replace them.
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", TREE)
 
 
 @dataclass(frozen=True)
@@ -55,20 +62,20 @@ class WholeArguments:
     Args:
         arguments: those that were given and are not None.
         size, seq_len: rows and tokens.
-        documents: cumulative borders, one tuple for all rows or one each; () without any.
         left_padded: a row begins with padding.
+        packing: the documents of the rows, or a tree of them.
     """
 
     arguments: Mapping[str, Any]
     size: int
     seq_len: int
-    documents: tuple[Borders, ...]
     left_padded: bool
+    packing: Packing = field(default_factory=Packing)
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> WholeArguments:
-        """Read the documents of a batch: from cu_seq_lens, else padding, else positions that start
-        anew, as transformers does.
+        """Read the documents of a batch: from a tree, else cu_seq_lens, else padding, else
+        positions that start anew, as transformers does.
 
         Raises:
             UnsupportedAttentionError, DataError, LayoutError: arguments that contradict each other,
@@ -88,11 +95,26 @@ class WholeArguments:
                     "batch: give every argument of the whole sequence, not of a shard"
                 )
         padding = _padding(given, size, seq_len)
+        if TREE in given:
+            if padding:
+                raise DataError(
+                    "attention_mask has zeros beside a tree, of which padding is a root of its own "
+                    "without labels: leave attention_mask out"
+                )
+            packing = read_tree(given, size, seq_len)
+            if "position_ids" not in given:
+                given["position_ids"] = tree_positions(packing, seq_len, tokens)
+            return cls(given, size, seq_len, left_padded=False, packing=packing)
         documents = _documents(given, padding, size, seq_len)
         if "seq_idx" in given:
             _check_numbers(given["seq_idx"], documents, size, seq_len)
         left_padded = any(first > 0 for first, _ in padding)
-        return cls(given, size, seq_len, documents, left_padded)
+        return cls(given, size, seq_len, left_padded, Packing(documents))
+
+    @property
+    def documents(self) -> tuple[Borders, ...]:
+        """Cumulative borders, one tuple for all rows or one each; () without any."""
+        return self.packing.documents
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -110,10 +132,14 @@ class WholeArguments:
         # the sequence may be in documents of different lengths, and the work is what it is: where
         # all rows have the same documents, tokens are dealt out by their work. Rows of different
         # documents share one layout, as a batch is one tensor, and no layout balances them all.
-        same = self.documents[0] if len(set(self.documents)) == 1 else ()
+        alike = len({*zip_longest(*self.packing)}) == 1
+        same = self.documents[0] if alike else ()
         if kind == AUTO_LAYOUT:
             kind = "balanced" if len(same) > 2 else TokenLayout.LOADERS_KIND
-        return mesh.layout(kind, self.seq_len, same if kind == "balanced" else ())
+        documents: Any = same
+        if same and self.packing.parents:
+            documents = Packing((same,), self.packing.parents[:1]).causal_mask
+        return mesh.layout(kind, self.seq_len, documents if kind == "balanced" else ())
 
     def labels_to_shift(self) -> Tensor | None:
         """Labels of next tokens, -100 after the last, for a causal model; None without labels."""
@@ -224,7 +250,7 @@ class WholeArguments:
             own[name] = x.expand(shape).flatten(rows, rows + 1).index_select(rows, index)
             own[name] = own[name].unsqueeze(rows)
         borders = tuple(accumulate((len(x) for x in samples), initial=0))
-        return WholeArguments(own, 1, len(index), (borders,), False), index
+        return WholeArguments(own, 1, len(index), False, Packing((borders,))), index
 
     def handed_to_text(self, given: Mapping[str, Any], model: str) -> WholeArguments:
         """This batch with what a model hands its text model.
@@ -288,6 +314,113 @@ class WholeArguments:
         rows = (of_image.flatten().cumsum(0) - 1).view_as(of_image)
         local_rows = layout.shard(rows, 1, rank)[layout.shard(of_image, 1, rank)]
         return [x[local_rows.to(x.device)] for x in given["deepstack_visual_embeds"]]
+
+
+# Of the arguments of a pass those that rows are made a tree of; others may be no tensors.
+_OF_ROWS = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask"})
+_OF_ROWS |= {LOSS_WEIGHTS, "num_items_in_batch", *BORDERS}
+
+
+@dataclass(frozen=True)
+class RowsAsTree:
+    """A batch whose rows, or packed documents, share prefixes, as one row with a tree.
+
+    Args:
+        arguments: of the pass of the tree.
+        index: of each token of the rows the token of the tree that stands for it, ``[b, s]``; 0 for
+            padding.
+        is_real, is_labeled: the tokens that are no padding, and those with a label, ``[b, s]``.
+        num_items: labels of the rows, or what was given for it.
+        drops_last: outputs of labels have none for the last token of a row.
+    """
+
+    arguments: dict[str, Any]
+    index: Tensor
+    is_real: Tensor
+    is_labeled: Tensor
+    num_items: Tensor | int
+    drops_last: bool
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any], *, in_fused_head: bool) -> RowsAsTree | None:
+        """None where no rows share a prefix, or they are a tree already.
+
+        Args:
+            in_fused_head: the pass returns the labels' log-probabilities, of each row.
+
+        Raises:
+            DataError, LayoutError: as :meth:`WholeArguments.read`; labels that are not the next
+                tokens.
+            UnsupportedAttentionError: an argument that is not known to belong to tokens.
+        """
+        batch = WholeArguments.read(arguments)
+        if TREE in batch.arguments:
+            return None
+        positions = batch.arguments.get("position_ids")
+        strange = sorted(x for x in batch.tensors if x not in _OF_ROWS)
+        strange += ["position_ids"] if positions is not None and positions.ndim != 2 else []  # noqa: PLR2004
+        if strange or "input_ids" not in batch.arguments:
+            raise UnsupportedAttentionError(
+                f"share_prefixes: the batch has {', '.join(strange) or 'no input_ids'}, and rows "
+                f"are told apart by their tokens: served are {', '.join(sorted(_OF_ROWS))}. Enable "
+                "the model without share_prefixes"
+            )
+        ids = batch.arguments["input_ids"]
+        runs = list(_runs(batch))
+        firsts = [start if positions is None else 0 for _, start, _ in runs]
+        if positions is not None:
+            host = positions.cpu()
+            firsts = [int(host[row % len(host), start]) for row, start, _ in runs]
+
+        def of_runs(x: Tensor) -> list[Tensor]:
+            host = x.cpu()
+            return [host[row, start:stop] for row, start, stop in runs]
+
+        shared = SharedPrefixes.of(of_runs(ids), firsts)
+        if len(shared.sources) == shared.row_tokens:
+            return None
+        index = torch.zeros(ids.shape, dtype=torch.long)
+        is_real = torch.zeros(ids.shape, dtype=torch.bool)
+        for (row, start, stop), place in zip(runs, shared.places, strict=True):
+            index[row, start:stop], is_real[row, start:stop] = place, True
+        is_labeled = torch.zeros_like(is_real)
+        out = {name: x for name, x in batch.arguments.items() if name not in {*_OF_ROWS, *BORDERS}}
+        at = [torch.arange(first, first + len(x)) for first, x in zip(firsts, shared.places, strict=True)]
+        out["input_ids"] = shared.gather_from(of_runs(ids))[None].to(ids.device)
+        out["position_ids"] = shared.gather_from(at)[None].to(ids.device)
+        out[TREE] = shared.segments
+        targets, count = batch.labels_to_shift(), batch.arguments.get("num_items_in_batch")
+        if targets is not None:
+            batch.check_targets(targets)
+            is_labeled = (targets != IGNORE_INDEX).cpu()
+            weights = batch.arguments.get(LOSS_WEIGHTS, torch.ones(ids.shape))
+            labels, total = shared.labels(of_runs(targets), of_runs(weights))
+            out["labels"] = out["shift_labels"] = labels[None].to(ids.device)
+            if not in_fused_head and bool((total[labels != IGNORE_INDEX] != 1).any()):
+                out[LOSS_WEIGHTS] = total.float()[None].to(ids.device)
+            if count is not None:
+                out["num_items_in_batch"] = count
+        drops_last = "shift_labels" not in batch.arguments
+        num_items = is_labeled.sum().clamp(min=1) if count is None else count
+        return cls(out, index, is_real, is_labeled, num_items, drops_last)
+
+    def of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Values ``[1, tokens, ...]`` of the tree, ``[b, s, ...]`` of the rows; 0 of those that do
+        not count. Differentiable: a token of several rows gets the sum of their gradients."""
+        rows = x[0][self.index.to(x.device)]
+        nothing = ~counts.to(x.device)
+        return rows.masked_fill(nothing.view(*nothing.shape, *[1] * (rows.ndim - 2)), 0)
+
+
+def _runs(batch: WholeArguments) -> Iterator[tuple[int, int, int]]:
+    """Row, start and end of each document, without padding."""
+    mask = batch.arguments.get("attention_mask")
+    real = None if mask is None else (mask != 0).cpu()
+    for row in range(batch.size):
+        documents = batch.documents or ((0, batch.seq_len),)
+        for start, stop in pairwise(documents[row % len(documents)]):
+            if real is None or real[row, start]:
+                yield row, start, stop
 
 
 def holds_tensor(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
@@ -19,7 +20,7 @@ from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.integrations.replicas import Reduction, sum_of_shards
 from ds_usp.integrations.transformers.attention import RunningPass, StandIn
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.training import chunked_weighted_loss
+from ds_usp.training import chunked_weighted_loss, weighted_loss
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
 # Sums over tokens, divided by their number: a shard gives the sum of its tokens over all tokens.
@@ -86,15 +87,33 @@ class WholeBatchLoss:
         kwargs |= {"num_items_in_batch": targets.count}
         if self.shifts:
             kwargs["shift_labels"] = targets.labels
+        original: Loss = self.original
+        if targets.weights is not None:
+            original, kwargs["loss_weights"] = _weighted, targets.weights
         if isinstance(logits, ChunkedLogits):
-            share = logits.loss(self.original, targets.labels, *args, **kwargs)
+            share = logits.loss(original, targets.labels, *args, **kwargs)
         else:
-            share = self.original(logits, targets.labels, *args, **kwargs)
+            share = original(logits, targets.labels, *args, **kwargs)
         # Summed with gradients times the ranks: without that each rank would back-propagate its own
         # tokens' share, and data parallelism's mean would be sp_degree times too small.
         loss = sum_of_shards(share, self._mesh, self._gradients)
         self.running.loss = loss
         return loss
+
+
+def _weighted(
+    logits: Tensor,
+    labels: Tensor,
+    *_: Any,
+    loss_weights: Tensor,
+    num_items_in_batch: Tensor | int,
+    **__: Any,
+) -> Tensor:
+    """A sum over tokens as those of :data:`SUMS_OVER_TOKENS`, each loss times its weight."""
+    # In fp32 as theirs is. Labels that do not count have a loss of 0.
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    losses = cross_entropy(scores, labels.flatten().to(scores.device), reduction="none")
+    return weighted_loss(losses, loss_weights.flatten().to(losses)) / num_items_in_batch
 
 
 # The function of the auxiliary loss of routers, in the module of each model that has one.
@@ -268,7 +287,8 @@ class ChunkedHead:
 
         def job(hidden: Tensor) -> Tensor:
             if self._is_linear(logits, args, kwargs):
-                return self._linear_loss(hidden, labels, kwargs["num_items_in_batch"])
+                factors, count = kwargs.get("loss_weights"), kwargs["num_items_in_batch"]
+                return self._linear_loss(hidden, labels, count, factors)
             return self._any_loss(hidden, labels, logits, original, args, kwargs)
 
         self._job = job
@@ -296,12 +316,15 @@ class ChunkedHead:
 
     # A product alone has its gradients computed in the forward pass; whatever else a model does to
     # its logits is left to autograd, which computes each chunk's logits again in backward.
-    def _linear_loss(self, hidden: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
+    def _linear_loss(
+        self, hidden: Tensor, labels: Tensor, count: Tensor | int, factors: Tensor | None
+    ) -> Tensor:
         dtype = _compute_dtype(hidden)
         weight = cast(nn.Linear, self._head).weight
         accumulated = torch.promote_types(dtype, torch.float32)
         count = torch.as_tensor(count, dtype=accumulated, device=hidden.device)
         weights = torch.where(labels != IGNORE_INDEX, 1 / count, 0.0)
+        weights = weights if factors is None else weights * factors.to(weights)
         with torch.autocast(hidden.device.type, enabled=False):
             loss = chunked_weighted_loss(
                 hidden.to(dtype), weight.to(dtype), labels, weights, chunks=self._chunks
@@ -318,16 +341,20 @@ class ChunkedHead:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        def run(hidden: Tensor, labels: Tensor) -> Tensor:
+        # Of these each chunk has its part.
+        of_tokens = [x for x in ("shift_labels", "loss_weights") if x in kwargs]
+
+        def run(hidden: Tensor, labels: Tensor, *parts: Tensor) -> Tensor:
             scores = logits.finish(self._logits(hidden))
-            shifted = {"shift_labels": labels} if "shift_labels" in kwargs else {}
-            return original(scores, labels, *args, **{**kwargs, **shifted})
+            own = dict(zip(of_tokens, parts, strict=True))
+            return original(scores, labels, *args, **{**kwargs, **own})
 
         rows = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(self._chunks, 1)
-        of_rows = labels.reshape(1, -1).tensor_split(self._chunks, 1)
+        tokens = [labels, *(kwargs[x] for x in of_tokens)]
+        of_rows = [x.reshape(1, -1).tensor_split(self._chunks, 1) for x in tokens]
         losses = [
             checkpoint(run, *chunk, use_reentrant=False)
-            for chunk in zip(rows, of_rows, strict=True)
+            for chunk in zip(rows, *of_rows, strict=True)
         ]
         return torch.stack(losses).sum()
 

@@ -129,6 +129,8 @@ def _start(parser: Parser) -> None:
         "needs torch for ZeRO stages other than 1 only",
     )
     add("--device", ("auto", "cpu", "cuda"), "auto", "auto: GPUs if any")
+    text = "how long ranks wait for one that is lost (default: 10 with NCCL, 30 with gloo)"
+    add("--distributed-timeout-minutes", POSITIVE, None, text)
     group.add_argument("--local_rank", "--local-rank", type=Integer(-1), help=argparse.SUPPRESS)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import json
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -224,17 +226,26 @@ def _train(main: Main, args: Namespace, store: dist.Store) -> Failure | int:
     """Initialize the default process group (NCCL on GPUs, gloo on CPU), train, and end the group;
     the exit code of ``main``, or the failure of this rank. Collective."""
     rank, on_gpu = int(os.environ["RANK"]), args.device == "cuda"
+    minutes = args.distributed_timeout_minutes
     prepare_deepspeed()
     try:
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         else:
             torch.set_num_threads(1)  # the ranks share the cores
+        # torch lets the second one in, and all wait for the rank that nobody started.
+        if store.add(f"started_{rank}", 1) > 1:
+            raise ConfigError(
+                f"rank {rank} of {os.environ['WORLD_SIZE']} was started a second time, on "
+                f"{platform.node()}. Give every node a NODE_RANK of its own, and every process a "
+                "RANK of its own"
+            )
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
             store=dist.PrefixStore("ranks", store),
             rank=rank,
             world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=datetime.timedelta(minutes=minutes) if minutes else None,
         )
         if not on_gpu:  # else a rank that fails at once would end while others connect to it
             dist.barrier()
@@ -335,8 +346,22 @@ def summary(failures: Mapping[int, Failure], world: int, args: Namespace) -> lis
 
 def report(store: dist.Store, rank: int, world: int, failure: Failure, args: Namespace) -> None:
     """Print under a launcher why this rank fails: the first rank that fails prints for all that
-    fail within ``REPORT_TIMEOUT_S``. No rank waits longer than three times that, dead ranks or not.
+    fail within ``REPORT_TIMEOUT_S``. No rank waits longer than four times that, dead ranks or not,
+    whether it reaches the store or not.
     """
+    reported: list[bool] = []
+    # A request to a host that cannot be reached ends when TCP gives up, after a quarter of an hour.
+    thread = threading.Thread(
+        target=lambda: reported.append(_report(store, rank, world, failure, args)), daemon=True
+    )
+    thread.start()
+    thread.join(4 * REPORT_TIMEOUT_S)
+    if not any(reported):
+        print(*summary({rank: failure}, world, args), sep="\n", file=sys.stderr, flush=True)
+
+
+def _report(store: dist.Store, rank: int, world: int, failure: Failure, args: Namespace) -> bool:
+    """:func:`report` by the job's store: whether what this rank reports was printed."""
     try:
         _post_failure(store, rank, failure)
         if store.add("reporter", 1) == 1:
@@ -354,9 +379,8 @@ def report(store: dist.Store, rank: int, world: int, failure: Failure, args: Nam
             failed = _posted_failures(store, world)
             _wait_for(store, [f"exiting_{r}" for r in failed], REPORT_TIMEOUT_S)
     except RuntimeError:  # the rank that hosted the store is gone
-        is_reported = False
-    if not is_reported:
-        print(*summary({rank: failure}, world, args), sep="\n", file=sys.stderr, flush=True)
+        return False
+    return is_reported
 
 
 def _post_failure(store: dist.Store, rank: int, failure: Failure) -> None:

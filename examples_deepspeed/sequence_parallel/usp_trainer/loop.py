@@ -58,6 +58,7 @@ class TrainingLoop:
             sequence=args.ds_sequence_parallel_size,
             pipeline=args.pipeline_model_parallel_size,
             ulysses=args.ulysses_degree,
+            timeout_minutes=args.distributed_timeout_minutes,
         )
         self.data = TokenData(args, layout, self.mesh.rank, dist.get_rank(self.groups.dp))
         args.padded_vocab_size = padded_vocab_size(args, self.data.vocab_size)

@@ -195,10 +195,10 @@ def supervise(
         stopped = Path(folder, "stopped")
         variables = {**environment, STOPPED_FILE: str(stopped)}
         launcher, tee = _launch(command, log, variables)
-        launchers, ranks, is_told = _watch(launcher, asked, on_signal)
+        launchers, ranks, is_signalled = _watch(launcher, asked, on_signal)
         code, adopted = launcher.returncode, list(filter(_is_adopted, ranks))
         if code or adopted:
-            _end(launchers | ranks, is_told or bool(asked))
+            _end(launchers | ranks, is_signalled or bool(asked))
         error = ""
         if code == -signal.SIGKILL:
             error = f"error: {name} was killed (SIGKILL), by the system if memory ran out"
@@ -241,16 +241,16 @@ def _watch(
     seen below it, and whether they were sent a signal."""
     launchers: set[int] = set()
     ranks: set[int] = set()
-    is_told = False
+    is_signalled = False
     while launcher.poll() is None:
         below = processes_below(launcher.pid)
         launchers.update(below[0])
         ranks.update(below[1])
         while asked:
             _hand_on(asked.pop(0), [launcher.pid, *below[0]], below[1], on_signal)
-            is_told = True
+            is_signalled = True
         time.sleep(_POLL_S)
-    return launchers, ranks, is_told
+    return launchers, ranks, is_signalled
 
 
 def _hand_on(number: int, launchers: Sequence[int], ranks: Sequence[int], on_signal: str) -> None:
@@ -279,23 +279,23 @@ def _is_adopted(process: int) -> bool:
     return True
 
 
-def _end(processes: Collection[int], is_told: bool) -> None:
+def _end(processes: Collection[int], is_signalled: bool) -> None:
     """End those of the processes that are left below this one.
 
     Args:
-        is_told: they were sent a signal already, as by Ctrl-C, which may end a launcher first;
+        is_signalled: they were sent a signal already, as by Ctrl-C, which may end a launcher first;
             a second one would keep ranks from saving.
     """
     for number, seconds in ((signal.SIGTERM, _END_S), (signal.SIGKILL, 1.0)):
         deadline = time.monotonic() + seconds
-        told = set(processes) if is_told and number == signal.SIGTERM else set()
+        sent = set(processes) if is_signalled and number == signal.SIGTERM else set()
         while time.monotonic() < deadline:
             below = processes_below(os.getpid())
             left = {p for p in (*below[0], *below[1]) if p in processes}
             if not left:
                 return
-            send(number, left - told)
-            told |= left
+            send(number, left - sent)
+            sent |= left
             for process in left:
                 _is_adopted(process)  # waits for those that have ended
             time.sleep(_POLL_S)

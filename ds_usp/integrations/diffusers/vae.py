@@ -1,0 +1,454 @@
+"""``enable_vae``: the tiles that a VAE of diffusers decodes and encodes, dealt over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.integrations.model_comparison import ModelComparison, gathered_values
+from ds_usp.integrations.replicas import check_mesh, same_on_all_ranks
+from ds_usp.memory.compile_guard import disable_in_compile
+
+# Note [tiles that are computed later]
+#
+# A class of diffusers computes its tiles one after the other, then blends them; each class by a
+# function of its own (`tiled_decode`), some with caches of convolutions from one frame to the next.
+# None of that is written again here. While a class's own function runs, its encoder and decoder are
+# replaced by functions that compute nothing: they note the call and return a `_Later`. The first
+# time that a value is needed, as when blending reads a shape, all calls that were noted are dealt
+# over the ranks, computed, and sent to everybody; the function then goes on as if each had run in
+# its turn. So tiling and blending are diffusers', to the bit.
+#
+# Which calls belong to one tile follows from data: they hand each other an output (`conv_cache` of
+# CogVideoX, the output of an encoder to `quant_conv`), or write into one list (`feat_cache` of Wan
+# and QwenImage). Classes whose modules keep caches in themselves would hide that, and those that
+# blend a tile before they compute the next one would wait for each: they have no row.
+#
+# By class, how many outputs its encoder and decoder have: the second is a cache for later frames.
+TILED: Mapping[str, int] = MappingProxyType(
+    {
+        "AutoencoderKL": 1,
+        "AutoencoderKLFlux2": 1,
+        "AutoencoderKLWan": 1,
+        "AutoencoderKLQwenImage": 1,
+        "AutoencoderKLHunyuanVideo": 1,
+        "AutoencoderKLHunyuanVideo15": 1,
+        "AutoencoderKLHunyuanImage": 1,
+        "AutoencoderKLCogVideoX": 2,
+        "AutoencoderKLLTXVideo": 1,
+        "AutoencoderKLLTX2Video": 1,
+        "AutoencoderDC": 1,
+    }
+)
+_MODULES = ("encoder", "quant_conv", "decoder")
+_TILED_FUNCTIONS = (
+    *("tiled_encode", "_tiled_encode", "tiled_decode", "_tiled_decode"),
+    *("_temporal_tiled_encode", "_temporal_tiled_decode"),
+)
+
+
+def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMesh) -> EnabledVAE:
+    """Deal the tiles of a VAE's ``decode`` and ``encode`` over the ranks of a mesh.
+
+    Every rank calls it, and later ``decode`` and ``encode``, with the same latents or images, and
+    gets all of the result, equal to that of diffusers' own tiling on one rank. A rank's memory is
+    that of one tile being computed, and of the tiles that are joined. Any number of tiles; an image
+    that diffusers does not tile, as it is small, is computed by every rank. For sampling: no
+    gradients.
+
+    Args:
+        vae_or_pipeline: a VAE of a class of :data:`TILED`, whose ``enable_tiling`` was called, or a
+            pipeline with one.
+
+    Raises:
+        ConfigError: tiling is off, the VAE is enabled already, or sizes and strides of tiles do not
+            fit each other.
+        UnsupportedAttentionError: a class without a row.
+        MeshError: on every rank, if their VAEs differ; collective over the mesh.
+    """
+    check_mesh(mesh)
+    vae: Any = vae_or_pipeline
+    with mesh.agreeing("enable_vae") as words:
+        if isinstance(vae_or_pipeline, DiffusionPipeline):
+            vae = getattr(vae_or_pipeline, "vae", None)
+        name = type(vae).__name__
+        words.append(name)
+        if name not in TILED:
+            raise UnsupportedAttentionError(
+                f"{name} is no VAE whose tiles can be dealt over ranks; these can: "
+                f"{', '.join(TILED)}. Let every rank decode by itself, or one rank alone "
+                "(output_type='latent' on the others)"
+            )
+        if isinstance(vars(vae).get("decode"), _Bound):
+            raise ConfigError(f"this {name} is enabled already: disable() the first one")
+        if not vae.use_tiling:
+            raise ConfigError(
+                f"{name} does not tile: call enable_tiling() first, on every rank. Its result is "
+                "then that of diffusers' tiling, which differs a little from that without"
+            )
+        check_tiles(vae)
+    model = ModelComparison(mesh, vae)
+    model.begin(f"enable_vae {name}", "")
+    return EnabledVAE(vae, mesh, model)
+
+
+class EnabledVAE(AbstractContextManager["EnabledVAE"]):
+    """A VAE whose tiles are dealt over ranks; as a context manager it is disabled at the end.
+
+    Attributes:
+        vae: the VAE.
+        mesh: the ranks that share its tiles.
+    """
+
+    def __init__(self, vae: Any, mesh: SequenceMesh, model: ModelComparison) -> None:
+        self.vae, self.mesh = vae, mesh
+        self._model, self._tiles = model, _Tiles(mesh, type(vae).__name__)
+        self._replaced = {}
+        for name in ("encode", "decode", *_TILED_FUNCTIONS):
+            original = getattr(vae, name, None)
+            if original is not None:
+                self._replaced[name] = vars(vae).get(name)
+                run = self._whole if name in ("encode", "decode") else self._tiled
+                setattr(vae, name, _Bound(run, name, original))
+
+    def disable(self) -> None:
+        """Leave the VAE as it was."""
+        for name, before in self._replaced.items():
+            if isinstance(vars(self.vae).get(name), _Bound):  # else it was replaced since
+                delattr(self.vae, name)
+                if before is not None:
+                    setattr(self.vae, name, before)
+        self._replaced.clear()
+        self._model.leave()
+
+    def __exit__(self, *_: object) -> None:
+        self.disable()
+
+    @disable_in_compile("ranks compare what they decode")
+    def _whole(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        what = f"{name} of {type(self.vae).__name__} (call it on every rank, with the same values),"
+        given = {"given": args, **kwargs}
+        with same_on_all_ranks(self.mesh, what, given, self._model):
+            check_tiles(self.vae)
+            tensors = (*args, *kwargs.values(), *self.vae.parameters())
+            if torch.is_grad_enabled() and any(_wants_gradient(x) for x in tensors):
+                raise UnsupportedAttentionError(
+                    f"{type(self.vae).__name__}.{name} with gradients: tiles of other ranks have "
+                    "none. Call it under torch.no_grad(), or disable() to train the VAE"
+                )
+        with self.mesh.consistency.forward_pass_of(type(self.vae).__name__):
+            out = original(*args, **kwargs)
+        self._model.end_of_forward()
+        return out
+
+    @disable_in_compile("tiles are dealt over ranks")
+    def _tiled(self, _: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._tiles.is_noting:  # of frames, which calls that of heights and widths
+            return original(*args, **kwargs)
+        with self._tiles.noting(self.vae):
+            return original(*args, **kwargs)
+
+
+class _Bound:
+    """A method of an :class:`EnabledVAE` in the place of one of the VAE. Not a function of either:
+    ``copy.deepcopy`` of the VAE then takes along a copy of both."""
+
+    def __init__(self, run: Callable[..., Any], name: str, original: Callable[..., Any]) -> None:
+        self._run, self._name, self._original = run, name, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._name, self._original, *args, **kwargs)
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def check_tiles(vae: Any) -> None:
+    """ConfigError for tiles whose sizes, in pixels and in latents, do not fit each other.
+
+    diffusers rounds them down: each tile would be put where its neighbour has other pixels.
+    """
+    for axis in ("size", "height", "width", "num_frames"):
+        sample = getattr(vae, f"tile_sample_min_{axis}", None)
+        if sample is None:
+            continue
+        stride = getattr(vae, f"tile_sample_stride_{axis}", None)
+        if axis == "num_frames":
+            ratio = getattr(vae, "temporal_compression_ratio", 1)
+            fits = stride is None or (sample % ratio == 0 and stride % ratio == 0)
+        elif stride is not None:
+            ratio = vae.spatial_compression_ratio
+            fits = sample % ratio == 0 and stride % ratio == 0
+        else:
+            latent = getattr(vae, f"tile_latent_min_{axis}")
+            ratio = sample // max(latent, 1)
+            factor = getattr(vae, f"tile_overlap_factor_{axis}", None)
+            factor = vae.tile_overlap_factor if factor is None else factor
+            stride = int(sample * (1 - factor))
+            kept = sample - int(sample * factor), latent - int(latent * factor)
+            steps = int(latent * (1 - factor)), stride
+            fits = (ratio * latent, ratio * steps[0], ratio * kept[1]) == (sample, kept[0], stride)
+        if not fits or not (stride is None or 0 < stride <= sample):
+            raise ConfigError(
+                f"{type(vae).__name__}: tiles of {axis} {sample}, one each {stride}, do not fit "
+                f"its latents, of which each has {ratio}: use multiples of {ratio} for both, and "
+                "a stride of at most the size (enable_tiling(...), or an overlap factor that gives "
+                "whole latents)"
+            )
+
+
+# ------------------------------------------------------------------ calls that are noted
+
+
+class _Later:
+    """The output of a call that was noted; a tensor to everything else."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, tiles: _Tiles, chain: _Chain) -> None:
+        self.tiles, self.chain = tiles, chain
+        self.value: Tensor | None = None
+
+    def known(self) -> Tensor:
+        """The tensor; computes and exchanges all tiles if it has to. Collective then."""
+        if self.value is None:
+            self.tiles.compute()
+        if self.value is None:  # what another call has taken is not sent
+            raise UnsupportedAttentionError(
+                f"{self.tiles.name} uses a part of a tile outside of it: its tiles cannot be dealt "
+                "over ranks; disable()"
+            )
+        return self.value
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        parts = args[0] if function is torch.cat and args else ()
+        if parts and all(type(x) is _Later and x.value is None for x in parts):
+            chains = {id(x.chain) for x in parts}
+            if len(chains) == 1:  # the frames of one tile
+                first = parts[0]
+                return first.tiles.note(torch.cat, 1, parts, (list(parts), *args[1:]), kwargs or {})
+        return function(*_known(args), **_known(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.known(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _View(self, index) if self.value is None else self.value[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.known()[index] = value
+
+
+class _View(_Later):
+    """A part of one, as a tile without its first frame."""
+
+    def __init__(self, of: _Later, index: Any) -> None:
+        super().__init__(of.tiles, of.chain)
+        self._of, self._index = of, index
+
+    def known(self) -> Tensor:
+        if self.value is None:
+            self.value = self._of.known()[self._index]
+        return self.value
+
+
+def _known(value: Any) -> Any:
+    """With tensors for outputs; a list that has none is itself, as what is called may write it."""
+    if isinstance(value, _Later):
+        return value.known()
+    if isinstance(value, dict):
+        return {k: _known(x) for k, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        known = [_known(x) for x in value]
+        same = all(x is y for x, y in zip(known, value, strict=True))
+        return value if same else type(value)(known)
+    return value
+
+
+class _Call(NamedTuple):
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[_Later, ...]
+
+    def run(self) -> None:
+        out = self.function(*_known(self.args), **_known(self.kwargs))
+        for later, x in zip(self.outputs, (out,) if len(self.outputs) == 1 else out, strict=True):
+            later.value = x
+
+
+class _Chain:
+    """The calls of one tile, in their order.
+
+    Attributes:
+        size: elements that go into them, to which their time is proportional.
+        ends: outputs that no other call has taken, as they will be blended.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.size, self.device = 0, torch.device("cpu")
+        self.ends: list[_Later] = []
+
+    def run(self) -> None:
+        """Compute them; what the ends do not need is freed on the way."""
+        made: list[_Later] = []
+        self.calls.reverse()
+        while self.calls:
+            call = self.calls.pop()
+            call.run()
+            for taken in [x for x in made if x not in self.ends and not self._is_taken(x)]:
+                taken.value = None
+            made = [*(x for x in made if x.value is not None), *call.outputs]
+        for x in made:
+            x.value = x.value if x in self.ends else None
+
+    def _is_taken(self, later: _Later) -> bool:
+        return any(later in _laters(call) for call in self.calls)
+
+
+def _laters(call: _Call) -> Iterator[_Later]:
+    for x in (*call.args, *call.kwargs.values()):
+        yield from (y for y in (x if isinstance(x, list) else [x]) if isinstance(y, _Later))
+
+
+class _Noted:
+    """A module whose calls are noted; QwenImage counts the convolutions inside."""
+
+    def __init__(self, tiles: _Tiles, module: Any, outputs: int) -> None:
+        self._tiles, self._module, self._outputs = tiles, module, outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tiles.note(self._module, self._outputs, args, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Tiles:
+    """The calls that one tiled function has noted, computed when their values are needed."""
+
+    def __init__(self, mesh: SequenceMesh, name: str) -> None:
+        self.mesh, self.name, self.is_noting = mesh, name, False
+        self._chains: list[_Chain] = []
+        self._of_list: dict[int, _Chain] = {}
+
+    @contextmanager
+    def noting(self, vae: Any) -> Iterator[None]:
+        """Calls of the VAE's modules in the body are noted."""
+        modules = {x: m for x in _MODULES if (m := getattr(vae, x, None)) is not None}
+        # In the instance, where they are found before its modules: hooks, offloading and compiled
+        # forwards of these run as ever, when they are called.
+        for name, module in modules.items():
+            outputs = 1 if name == "quant_conv" else TILED[self.name]
+            vars(vae)[name] = _Noted(self, module, outputs)
+        self.is_noting = True
+        try:
+            yield
+        finally:
+            self.is_noting = False
+            for name in modules:
+                vars(vae).pop(name, None)
+            self._chains.clear()
+            self._of_list.clear()
+
+    def note(
+        self,
+        function: Callable[..., Any],
+        outputs: int,
+        takes: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What a call will return.
+
+        Args:
+            takes: those of its arguments that nothing else needs then.
+        """
+        given = (*takes, *kwargs.values())
+        lists = [x for x in given if isinstance(x, list)]
+        pending = [x.chain for x in given if isinstance(x, _Later) and x.value is None]
+        pending += [self._of_list[id(x)] for x in lists if id(x) in self._of_list]
+        if not pending:
+            pending = [_Chain()]
+            self._chains += pending
+        chain = pending[0]
+        self._of_list.update({id(x): chain for x in lists})
+        for x in given:
+            if isinstance(x, Tensor):
+                chain.size, chain.device = chain.size + x.numel(), x.device
+        chain.ends = [x for x in chain.ends if not any(x is y for y in given)]
+        laters = tuple(_Later(self, chain) for _ in range(outputs))
+        chain.ends.append(laters[0])
+        chain.calls.append(_Call(function, args, kwargs, laters))
+        return laters[0] if outputs == 1 else laters
+
+    def compute(self) -> None:
+        """Compute this rank's share of the tiles, and exchange all. Collective."""
+        chains, self._chains, self._of_list = self._chains, [], {}
+        if not chains:  # all were computed, or this is within a tile: other ranks are not here
+            return
+        owners = deal([chain.size for chain in chains], self.mesh.sp_degree)
+        rank, group = self.mesh.rank, self.mesh.sp_group
+        with self.mesh.agreeing(f"{len(chains)} tiles of {self.name}"):
+            for chain, owner in zip(chains, owners, strict=True):
+                if owner == rank:
+                    with _draws_nothing(self.name, chain.device):
+                        chain.run()
+                else:
+                    chain.calls.clear()
+        if group is None:
+            return
+        mine = [x.value for chain in chains for x in chain.ends if x.value is not None]
+        shapes = [(list(x.shape), str(x.dtype).removeprefix("torch.")) for x in mine]
+        of_ranks = [iter(each) for each in gathered_values(self.mesh, shapes)]
+        sent = []
+        for chain, owner in zip(chains, owners, strict=True):
+            for x in chain.ends:
+                shape, dtype = next(of_ranks[owner])
+                if x.value is None:
+                    options = {"dtype": getattr(torch, dtype), "device": chain.device}
+                    x.value = torch.empty(shape, **options)
+                x.value = x.value.contiguous()
+                sent.append(dist.broadcast(x.value, group=group, group_src=owner, async_op=True))
+        for work in sent:
+            work.wait()
+
+
+@contextmanager
+def _draws_nothing(name: str, device: torch.device) -> Iterator[None]:
+    # A rank that draws for its own tiles only would give them other noise than one rank does, and
+    # its generator would be ahead of the others' from then on.
+    def states() -> list[Tensor]:
+        on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_gpu]
+
+    before = states()
+    yield
+    if not all(map(torch.equal, before, states())):
+        raise UnsupportedAttentionError(
+            f"{name} draws random numbers for each tile, as with dropout in training mode or "
+            "injected noise: call eval(), or let every rank decode by itself (disable())"
+        )
+
+
+def deal(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that computes each tile: the largest first, each to the rank that has least."""
+    loads, owners = [0] * ranks, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owner = loads.index(min(loads))
+        owners[index], loads[owner] = owner, loads[owner] + sizes[index]
+    return owners

@@ -1,0 +1,415 @@
+r"""What attention sends between two hosts, and how long it takes; a program of their ranks.
+
+    python scripts/hosts/hosts.py run -- torchrun scripts/hosts/measure.py bytes --out bytes.csv
+    python scripts/hosts/hosts.py run -- torchrun scripts/hosts/measure.py times --out times.csv
+    python scripts/hosts/measure.py grid --out times.csv --links 1:0.1 2.5:0.1 10:2    (makes hosts)
+    torchrun --nnodes 2 ... scripts/hosts/measure.py times --device cuda --out times.csv
+
+``bytes`` compares the ledger's bytes between nodes with the counters of the network interface, and
+fails where they differ by more than 5 %. ``times`` has contenders interleaved, round after round; a
+number is the median over rounds of the slowest rank. A shape that the file has is not run again.
+
+On CPUs the kernel computes nothing: it sleeps as long as a GPU of ``--tflops`` would compute. With
+``--scale 32`` of ``grid`` heads are 1/32 as wide, links 1/32 as fast and GPUs too: times are those of
+the full sizes, which the file has, but two cores send only so many bytes a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent / "bench")]
+
+from baselines import PEERS, Baseline  # noqa: E402
+from bench_harness import Session  # noqa: E402
+from shapes import Shape  # noqa: E402
+
+import ds_usp  # noqa: E402
+from ds_usp.geometry.degrees import divisors  # noqa: E402
+from ds_usp.geometry.tiles import Tile  # noqa: E402
+from ds_usp.kernels.api import (  # noqa: E402
+    QKV,
+    BackwardInputs,
+    KernelCaps,
+    OutLse,
+    SingleTileKernel,
+)
+from ds_usp.kernels.head_dims import HeadDims  # noqa: E402
+from ds_usp.planner.attention_time import attention_s  # noqa: E402
+from ds_usp.planner.hardware import load_cluster  # noqa: E402
+from ds_usp.planner.models import ModelShape  # noqa: E402
+from ds_usp.planner.parallel_config import ParallelConfig, Workload  # noqa: E402
+from ds_usp.recurrence.scan import PieceMap, Recurrence, affine_scan  # noqa: E402
+
+LARGEST_OVERHEAD = 0.05
+Step = Callable[[], None]
+
+
+class SleepingKernel(SingleTileKernel):
+    """Results without values, after the time of a GPU: two cores compute attention so slowly that
+    no link matters beside them, and sleep at any speed."""
+
+    name = "measure:SleepingKernel"
+    caps = KernelCaps(devices=frozenset(), dtypes=frozenset({torch.bfloat16}), head_dims=HeadDims())
+    flop_per_s = 400e12
+
+    def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
+        q, _, v = qkv
+        self._sleep(q, tile, 4)
+        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+        return out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
+        self._sleep(saved.q, tile, 10)
+        dq, dk, dv = (torch.zeros_like(x) for x in (saved.q, saved.k, saved.v))
+        return dq, dk, dv
+
+    def _sleep(self, q: torch.Tensor, tile: Tile, flop_per_pair: int) -> None:
+        pairs = tile.rows * tile.columns * (1.0 if tile.is_full else 0.5)
+        time.sleep(flop_per_pair * pairs * q.shape[0] * q.shape[2] * q.shape[3] / self.flop_per_s)
+
+
+def meshes() -> Iterator[tuple[str, ds_usp.SequenceMesh, ds_usp.Tuning]]:
+    """Every ulysses x ring, either axis inside the hosts, and double rings where a host has several
+    ranks of a ring."""
+    world = dist.get_world_size()
+    for ulysses in reversed(divisors(world)):
+        both = ("ulysses-ring", "ring-ulysses") if 1 < ulysses < world else ("ulysses-ring",)
+        for order in both:
+            mesh = ds_usp.SequenceMesh.from_group(None, ulysses, order)
+            name = f"{ulysses} x {world // ulysses}"
+            name += ", ring inside" if order != "ulysses-ring" else ""
+            yield name, mesh, ds_usp.Tuning()
+            if 1 < mesh.ring_ranks_per_node < mesh.ring_degree:
+                inner = ds_usp.Tuning(inner_ring=mesh.ring_ranks_per_node)
+                yield f"{name}, double ring", mesh, inner
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def count_bytes(args: argparse.Namespace, session: Session) -> bool:
+    """Print and write what was counted of every case; whether all of it is the ledger's."""
+    columns = ["ranks", "mesh", "case", "pass", "host", "ledger_bytes", "counted_bytes", "overhead"]
+    rows: list[list[str]] = []
+    for name, mesh, case, passes in byte_cases(args):
+        for label, step in passes.items():
+            mesh.ledger.reset()
+            dist.barrier()
+            before = _sent_bytes(args.interface)
+            step()
+            dist.barrier()
+            counted = _sent_bytes(args.interface) - before
+            sent = sum(mesh.ledger.between_nodes.values())
+            hosts = [(0, 0, 0)] * session.world
+            mine = int(os.environ["GROUP_RANK"]), sent, counted
+            dist.all_gather_object(hosts, mine)
+            for host in sorted({host for host, *_ in hosts}):
+                ledger = sum(sent for of, sent, _ in hosts if of == host)
+                seen = max(counted for of, _, counted in hosts if of == host)
+                over = seen / ledger - 1 if ledger else float("nan")
+                row = [session.world, name, case, label, host, ledger, seen, f"{over:.4f}"]
+                rows.append(list(map(str, row)))
+                session.print0(
+                    f"{name:24} {case:22} {label:9} host {host}: ledger {ledger / 1e6:8.3f} MB, "
+                    f"counted {seen / 1e6:8.3f} MB, {over:+.2%}"
+                )
+    _write(args.out, session, columns, rows)
+    # What stays inside the hosts sends a few comparisons of calls between them: no share of it.
+    wrong = [r for r in rows if not (int(r[5]) == 0 or abs(float(r[7])) <= LARGEST_OVERHEAD)]
+    session.print0(f"{len(rows)} rows, {len(wrong)} differ by more than {LARGEST_OVERHEAD:.0%}")
+    return bool(rows) and not wrong
+
+
+def byte_cases(
+    args: argparse.Namespace,
+) -> Iterator[tuple[str, ds_usp.SequenceMesh, str, dict[str, Step]]]:
+    """Name of the mesh, the mesh, what is computed on it, and its passes in order."""
+    for name, mesh, tuning in meshes():
+        for kv_heads in args.kv_heads:
+            layout = mesh.layout("zigzag", args.seq_len)
+            q, k, v = (
+                torch.randn(1, layout.length(mesh.rank), heads, args.head_dim, requires_grad=True)
+                for heads in (args.heads, kv_heads, kv_heads)
+            )
+            outs: list[torch.Tensor] = []
+            attend = partial(
+                ds_usp.usp_attention, q, k, v, mesh=mesh, layout=layout,
+                mask=ds_usp.MaskSpec.causal(), tuning=tuning,
+            )  # fmt: skip
+            attend().sum().backward()  # the first call opens connections
+            passes = {
+                "forward": lambda outs=outs, attend=attend: outs.append(attend()),
+                "backward": lambda outs=outs: outs.pop().sum().backward(),
+            }
+            yield name, mesh, f"{args.heads}/{kv_heads} heads", passes
+        if "double" not in name:
+            yield name, mesh, "recurrent states", _recurrence(mesh, args.seq_len)
+            if args.diffusion and "inside" not in name:
+                yield name, mesh, "diffusers' Wan", _diffusion(mesh)
+
+
+def _recurrence(mesh: ds_usp.SequenceMesh, seq_len: int) -> dict[str, Step]:
+    """The scan of a layer of 8 heads whose state and transition are matrices of 128 x 128. It is no
+    layer of any model, but sends what one of these sizes sends."""
+    state = (8, 128, 128)
+
+    def run(inputs: list[torch.Tensor], piece: object) -> PieceMap:
+        (x,) = inputs
+        whole = x.mean().expand(1, *state)
+        out, across = (whole if flag else None for flag in (piece.exports, piece.imports))
+        across = across if piece.exports else None
+        return PieceMap(x, out, across, (lambda s: x * s.mean()) if piece.imports else None)
+
+    layout = mesh.layout("zigzag", seq_len)
+    x = torch.rand(1, layout.length(mesh.rank), 8, requires_grad=True)
+    scan = partial(
+        affine_scan, Recurrence(run, state, state, True, piecewise=True), [x],
+        mesh=mesh, layout=layout, dims=(1,), out_dim=1,
+    )  # fmt: skip
+    outs: list[torch.Tensor] = []
+    scan()
+    return {
+        "forward": lambda: outs.append(scan()),
+        "backward": lambda: outs.pop().sum().backward(),
+    }
+
+
+def _diffusion(mesh: ds_usp.SequenceMesh) -> dict[str, Step]:
+    """Two blocks of Wan's transformer over 4,096 tokens of video, whose output is small."""
+    import diffusers
+
+    from ds_usp.integrations.diffusers import enable
+
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(
+        in_channels=4, out_channels=4, attention_head_dim=32, num_attention_heads=8, num_layers=2,
+        text_dim=32, freq_dim=32, ffn_dim=32,
+    ).eval()  # fmt: skip
+    enable(model, mesh)
+    video, text = torch.randn(1, 4, 4, 64, 64), torch.randn(1, 16, 32)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(video, torch.tensor([1]), text)
+
+    forward()
+    return {"forward": forward}
+
+
+def _sent_bytes(interface: str) -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, fields = line.partition(":")
+        if name.strip() == interface:
+            return int(fields.split()[8])
+    raise SystemExit(f"measure.py: there is no interface {interface}: give --interface (`ip addr`)")
+
+
+# ------------------------------------------------------------------ times
+
+
+def measure_times(args: argparse.Namespace, session: Session) -> bool:
+    """Time every contender on every shape that the file does not have."""
+    columns = ["gbit", "delay_ms", "ranks", "shape", "contender", "ms", "least", "most", "rounds"]
+    columns += ["predicted_ms", "load"]
+    SleepingKernel.flop_per_s = args.tflops / args.scale * 1e12
+    kernel = SleepingKernel.name if args.device == "cpu" else args.kernel
+    for text in args.shapes:
+        shape, cell = (
+            Shape.parse(text),
+            [f"{args.gbit:g}", f"{args.delay_ms:g}", str(session.world)],
+        )
+        if session.all_reduced([_has(args.out, [*cell, str(shape)])])[0]:
+            continue
+        contenders = {
+            f"ds_usp {name}": ds_usp_contender(mesh, tuning, kernel)
+            for name, mesh, tuning in meshes()
+        }
+        contenders |= {
+            baseline.name: baseline for peer in args.peers for baseline in PEERS[peer]([kernel])
+        }
+        small = replace(shape, head_dim=shape.head_dim // args.scale)
+        steps: dict[str, Step] = {}
+        for name, contender in contenders.items():
+            step = session.try_all_ranks(partial(_warm, contender, small, session.device))
+            if isinstance(step, str):
+                session.print0(f"{shape}  {name}: left out, {step}")
+            else:
+                steps[name] = step
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(args.rounds):
+            for name, times in seconds.items():
+                times.append(session.seconds(steps[name]))
+        rows = []
+        for name, times in seconds.items():
+            numbers = [1e3 * x for x in (statistics.median(times), min(times), max(times))]
+            mesh = contenders[name].mesh
+            plain = mesh is not None and "double" not in name
+            predicted = predicted_ms(args, mesh, small) if plain and args.cluster else ""
+            load = f"{os.getloadavg()[0]:.1f}"
+            texts = [f"{x:.2f}" for x in numbers]
+            rows.append([*cell, str(shape), name, *texts, str(args.rounds), predicted, load])
+            session.print0(
+                f"{cell[0]:>5} Gbit/s {cell[1]:>4} ms  {shape}  {name:34} {numbers[0]:9.1f} ms "
+                f"({texts[1]} to {texts[2]}), planner {predicted or '-'} ms; load {load}"
+            )
+        _write(args.out, session, columns, rows, append=True)
+    return True
+
+
+def _warm(contender: Baseline, shape: Shape, device: torch.device) -> Step:
+    step = contender.make(shape, device)
+    step()
+    return step
+
+
+def ds_usp_contender(mesh: ds_usp.SequenceMesh, tuning: ds_usp.Tuning, kernel: str) -> Baseline:
+    """usp_attention on one mesh."""
+
+    def attend(shape: Shape) -> tuple[Callable[..., torch.Tensor], Shape, list[int]]:
+        layout = mesh.layout(shape.layout_kind, shape.seq_len)
+        call = partial(
+            ds_usp.usp_attention, mesh=mesh, layout=layout, mask=shape.mask, kernel=kernel,
+            tuning=tuning,
+        )  # fmt: skip
+        return call, shape, layout.positions(mesh.rank)
+
+    return Baseline("ds_usp", kernel, attend, mesh)
+
+
+def predicted_ms(args: argparse.Namespace, mesh: ds_usp.SequenceMesh, shape: Shape) -> str:
+    """The planner's time of a call, forward and backward, on the profiled links and this kernel."""
+    # A profile of CPUs has their attention: its links are these hosts', its kernels are not.
+    cluster = replace(
+        load_cluster(str(args.cluster)),
+        peak_flop_per_s=args.tflops / args.scale * 1e12,
+        attention_efficiency=((1.0, 1.0),),
+        calls=(),
+    )
+    width = shape.heads * shape.head_dim
+    model = ModelShape("call", 1, width, width, shape.heads, shape.kv_heads, 1, shape.head_dim)
+    degrees = {"ulysses": mesh.ulysses_degree, "ring": mesh.ring_degree, "order": mesh.order}
+    work, config = Workload(model, shape.seq_len), ParallelConfig(**degrees)
+    both = (attention_s(cluster, work, config, backward=backward) for backward in (False, True))
+    return f"{1e3 * sum(time.total for time in both):.2f}"
+
+
+def _has(path: Path, cell: Sequence[str]) -> bool:
+    if not path.exists():
+        return False
+    with path.open(newline="", encoding="utf-8") as file:
+        return any(row[:4] == list(cell) for row in csv.reader(file))
+
+
+def _write(
+    path: Path | None,
+    session: Session,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    append: bool = False,
+) -> None:
+    """Rows of a CSV file, by rank 0."""
+    if path is None or session.rank:
+        return
+    exists = append and path.exists()
+    with path.open("a" if append else "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([*([] if exists else [columns]), *rows])
+
+
+# ------------------------------------------------------------------ the grid of links
+
+
+def grid(args: argparse.Namespace, more: Sequence[str]) -> int:
+    """``times`` on hosts with each link, one after the other, with a profile of each for the
+    planner; the exit code."""
+    hosts, code = [sys.executable, str(HERE / "hosts.py"), "--name", "grid"], 0
+    for link in args.links:
+        gbit, _, delay = link.partition(":")
+        up = [*hosts, "up", "--ranks", str(args.ranks), "--delay-ms", delay or "0"]
+        up += ["--gbit", str(float(gbit) / args.scale)]
+        up = subprocess.run(up, check=False)
+        if up.returncode:
+            return up.returncode
+        try:
+            run = [*hosts, "run", "--timeout", str(args.timeout), "--", "torchrun"]
+            cluster = args.out.with_name(f"{args.out.stem}_{gbit}_{delay or '0'}.json")
+            if not cluster.exists():
+                profile = ["-m", "ds_usp", "profile", "--device", "cpu", "--seconds", "5"]
+                subprocess.run(
+                    [*run, *profile, "--out", str(cluster)], check=False, stdout=subprocess.DEVNULL
+                )
+            times = [*run, str(HERE / "measure.py"), "times", "--out", str(args.out)]
+            times += ["--gbit", gbit, "--delay-ms", delay or "0"]
+            times += ["--cluster", str(cluster)] if cluster.exists() else []
+            code = subprocess.run([*times, *more], check=False).returncode or code
+        finally:
+            subprocess.run([*hosts, "down"], check=False)
+    return code
+
+
+def main() -> int:
+    """Do what the command line says; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("command", choices=("bytes", "times", "grid"))
+    add("--out", type=Path, help="the CSV file to write")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--interface", default="eth0", help="bytes: the network interface (default: eth0)")
+    add("--heads", type=int, default=8, help="bytes: query heads")
+    add("--kv-heads", type=int, nargs="+", default=[8, 2], help="bytes: of each case")
+    add("--seq-len", type=int, default=2048, help="bytes: tokens")
+    add("--head-dim", type=int, default=64, help="bytes")
+    add("--diffusion", action="store_true", help="bytes: also of a diffusion transformer")
+    add(
+        "--shapes",
+        nargs="+",
+        default=["32768:16:16:128", "32768:16:4:128"],
+        help="times: S:heads:KV:dim",
+    )
+    add("--peers", nargs="*", default=["deepspeed"], choices=PEERS, help="times")
+    add("--kernel", default="auto", help="times, on GPUs")
+    add("--tflops", type=float, default=400, help="times: of the GPU that the kernel stands for")
+    add("--scale", type=int, default=1, help="times: see above")
+    add("--rounds", type=int, default=3, help="times")
+    add("--gbit", type=float, default=0, help="times: of the link, for the file")
+    add("--delay-ms", type=float, default=0, help="times: of the link, for the file")
+    add("--cluster", type=Path, help="times: what `ds-usp profile` wrote on these hosts")
+    add("--links", nargs="+", default=["1:0"], help="grid: Gbit/s:delay in ms, of each link")
+    add("--ranks", type=int, default=2, help="grid: of each of the two hosts")
+    add("--timeout", type=float, default=300, help="grid: seconds of each program")
+    args, more = parser.parse_known_args()
+    if args.command != "grid" and more:
+        parser.error(f"unknown arguments {more}")
+    if args.command == "grid":
+        more = ["--tflops", str(args.tflops), "--rounds", str(args.rounds)]
+        more += ["--scale", str(args.scale)]
+        return grid(args, [*more, "--shapes", *args.shapes, "--peers", *args.peers])
+    session = Session.start(args.device)
+    work = count_bytes if args.command == "bytes" else measure_times
+    passed = work(args, session)
+    session.close()
+    sys.stdout.flush()
+    # Threads of gloo's other groups may abort a process that ends in the usual way.
+    os._exit(int(not passed))
+
+
+if __name__ == "__main__":
+    sys.modules["measure"] = sys.modules["__main__"]  # the kernel is loaded by its name
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Trees of shared prefixes in models and trainers against a row for each answer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cases import mesh_of
+from harness import RankContext
+from hf_trainer_runs import Split, run_trl
+from model_runs import BOUND, IGNORED, Result, mean_gradients, take_gradients
+from rl_runs import run_rl, saved_reference
+from test_rl import same_logs
+from test_trainer import assert_same_logs
+from tiny_models import VOCAB, build
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import ds_usp
+from ds_usp import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.integrations.transformers import attention, enable
+from ds_usp.training import PrefixTree
+from ds_usp.training.prefix_tree import SharedPrefixes
+
+FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+# Of each the mesh, the layout, what else is asked of enable, and how losses are averaged.
+CASES: list[tuple[str, dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {"num_attention_heads": 8, "head_dim": 8}, 4, {"layout": "auto"}, {}),
+    ("qwen3", FULL, 2, {"layout": "auto", "recompute": "full"}, {"train_on_prompt": True}),
+    ("gemma3_text", FULL, 1, {"layout": "zigzag", "loss_chunks": 3}, {"reduction": "rows"}),
+    ("gpt2", {}, 2, {"layout": "striped"}, {"train_on_prompt": True, "reduction": "rows"}),
+    ("deepseek_v3", {}, 1, {"layout": "balanced"}, {"train_on_prompt": True}),
+    # Its window holds the longest row.
+    ("mistral", {"sliding_window": 64}, 4, {"layout": "contiguous"}, {}),
+]
+
+
+def words(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB - 2, (count,), generator=generator).tolist()
+
+
+def examples() -> list[dict[str, Any]]:
+    """Two prompts; the second's answers branch twice more, one of them of one token."""
+    last = {"prompt": words(18, 1), "answers": [words(2, 2), words(1, 3)]}
+    inner = {"prompt": words(17, 4), "answers": [words(4, 5), last, words(3, 6)]}
+    return [
+        {"prompt": words(20, 7), "answers": [words(5, 8), words(3, 9), words(7, 10)]},
+        {"prompt": words(19, 11), "answers": [words(6, 12), inner]},
+    ]
+
+
+def rows_of(example: Mapping[str, Any], before: list[int]) -> Iterator[tuple[list[int], int]]:
+    """The rows of a tree, written down without PrefixTree: tokens, and those of prompts."""
+    prompt = before + example["prompt"]
+    for answer in example["answers"]:
+        if isinstance(answer, dict):
+            yield from rows_of(answer, prompt)
+        else:
+            yield prompt + answer, len(prompt)
+
+
+def all_rows() -> list[tuple[list[int], int]]:
+    return [row for example in examples() for row in rows_of(example, [])]
+
+
+def separate_rows(
+    model: Any, train_on_prompt: bool = False, reduction: str = "tokens"
+) -> Result:
+    """Each row by itself, without ds_usp."""
+    losses, counts, logits = [], [], []
+    for tokens, prompt in all_rows():
+        ids = torch.tensor([tokens])
+        labels = ids.clone()
+        labels[0, : 0 if train_on_prompt else prompt] = IGNORED
+        scores = model(input_ids=ids, use_cache=False).logits
+        losses.append(cross_entropy(scores[0, :-1], labels[0, 1:], reduction="sum"))
+        counts.append(int((labels[0, 1:] != IGNORED).sum()))
+        logits.append(scores[0].detach())
+    loss = sum(losses) / sum(counts)
+    if reduction == "rows":
+        loss = sum(x / n for x, n in zip(losses, counts, strict=True)) / len(losses)
+    loss.backward()
+    return Result(loss.detach(), torch.cat(logits), take_gradients(model))
+
+
+def as_a_tree(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    out = model(**batch)
+    out.loss.backward()
+    logits = torch.zeros(1)
+    if out.logits is not None:
+        shared = SharedPrefixes.of([torch.tensor(tokens) for tokens, _ in all_rows()])
+        logits = out.logits[0, torch.cat(shared.places)].detach()
+    return Result(out.loss.detach(), logits, mean_gradients(model))
+
+
+def models_as_trees(ctx: RankContext) -> dict[str, float]:
+    """Each rank has the reference of its share of the cases."""
+    errors = {}
+    for index, (name, changes, ulysses, options, losses) in enumerate(CASES):
+        model = build(name, **changes)
+        want = separate_rows(model, **losses) if index % ctx.world == ctx.rank else None
+        batch = PrefixTree(**losses)(examples())
+        logits = "auto" if "loss_chunks" in options else "whole"
+        with enable(model, mesh_of(ulysses), logits=logits, **options):
+            have = as_a_tree(model, batch)
+        if want is not None:
+            if logits == "auto":
+                want.logits = have.logits = torch.ones(1)
+            errors[name] = have.error(want)
+    return errors
+
+
+def test_models_of_a_tree_are_those_of_separate_rows(pool):
+    """Loss, logits and every gradient; three levels of branches."""
+    errors = {name: x for each in pool.run(models_as_trees, 4) for name, x in each.items()}
+    assert len(errors) == len(CASES)
+    assert max(errors.values()) < BOUND, errors
+
+
+def planted(ctx: RankContext, error: str) -> float:
+    model = build("llama")
+    losses: dict[str, Any] = {"train_on_prompt": True}
+    want = separate_rows(model, **losses)
+    batch = PrefixTree(**losses)(examples())
+    if error == "weight":  # one token of a prompt counts once, and not once for each answer
+        batch["loss_weights"][0, 3] -= 1
+    if error == "sibling":  # the second answer goes on after the first one
+        batch["tree"][2, 2] = 1
+        batch["position_ids"] = tree_positions_of(PrefixTree(**losses)(examples()))
+    if error == "label":  # as if the prompt's last token were not in each branch
+        batch["shift_labels"] = batch["shift_labels"].roll(1, 1)
+    with enable(model, mesh_of(2), logits="whole"):
+        if error == "sibling":
+            with pytest.raises(DataError, match="after the parent's last position"):
+                model(**batch)
+            del batch["position_ids"]
+        return as_a_tree(model, batch).error(want)
+
+
+def tree_positions_of(batch: Mapping[str, Tensor]) -> Tensor:
+    mask = ds_usp.MaskSpec.tree(batch["tree"])
+    layout = ds_usp.TokenLayout("contiguous", batch["input_ids"].shape[1])
+    return layout.positions(0, like=batch["input_ids"], mask=mask)[None]
+
+
+@pytest.mark.parametrize("error", ["weight", "sibling", "label"])
+def test_a_planted_error_is_found(pool, error):
+    assert min(pool.run(planted, 4, error=error)) > 1e-3
+
+
+# ------------------------------------------------------------------ trainers
+
+
+def test_dpo_that_shares_prompts_trains_as_one_process_does(pool):
+    """Chosen and rejected are a tree: everything that is logged, and fewer tokens."""
+    options = {"name": "dpo", "micro": 2, "max_steps": 2, "prompt": 24}
+    want, tokens = pool.run(run_trl, 1, **options)[0]
+    logs, local_tokens = pool.run(run_trl, 2, split=Split(1, 2), share_prefixes=True, **options)[0]
+    assert_same_logs(logs, want)
+    # The reference is given one row: of two pairs each prompt once, and no padding.
+    assert 0 < local_tokens <= (4 * tokens - 2 * 23) // 2
+    raise SystemExit((tokens, local_tokens))
+
+
+def test_grpo_that_shares_prompts_trains_as_one_process_does(pool, tmp_path):
+    options = {"micro": 4, "num_generations": 4, "prompt": 20, "beta": 0.1, "max_steps": 2}
+    options["folder"] = saved_reference(str(tmp_path))
+    want = pool.run(run_rl, 1, **options)[0]
+    got = pool.run(run_rl, 2, split=Split(2, 1), share_prefixes=True, **options)[0]
+    same_logs(got, want)
+    for weight, expected in zip(got.weights, want.weights, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
+    raise SystemExit((want.tokens, got.tokens))
