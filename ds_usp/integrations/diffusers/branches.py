@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -248,7 +250,8 @@ class _Promise(Tensor):
         if edits and isinstance(first, _Promise) and not first.is_known():
             promise, others = first, (*args[1:], *kwargs.values())
             if not any(isinstance(x, Tensor) for x in _pytree.tree_leaves(others)):
-                later = lambda: func(promise.value(), *args[1:], **kwargs)  # noqa: E731
+                # Once: what is written into the result must be there when it is read again.
+                later = cache(lambda: func(promise.value(), *args[1:], **kwargs))
                 return _Promise.of(later, promise.is_known)
         return func(*_kept(args), **_kept(kwargs))
 
@@ -345,6 +348,15 @@ class BranchCalls:
         transformer._compiled_call_impl = self
         if hasattr(transformer, "cache_context"):
             vars(transformer)["cache_context"] = self._noted_context
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BranchCalls:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, value if name == "_plan" else deepcopy(value, memo))
+        # torch leaves it out of a copy of the module.
+        vars(twin._transformer)["_compiled_call_impl"] = twin
+        return twin
 
     @property
     def is_called(self) -> bool:

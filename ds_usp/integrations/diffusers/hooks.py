@@ -39,6 +39,7 @@ _HARMLESS_HOOKS = frozenset(
         *("lazy_leafs", "layerwise_casting", "peft_autocast_disable"),
     }
 )
+_KINDS = 64
 _CHECKPOINT = "_gradient_checkpointing_func"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -379,6 +380,8 @@ class ShardedTransformer:
         # not attend. It decides by this rank's tokens: where ranks came to other decisions they
         # have met in attention, and where they agree, one process may have decided otherwise.
         most = max(self._attended.get(self._kind, 0), state.attended)
+        if len(self._attended) >= _KINDS:  # a plain number that is another one in each step
+            self._attended.clear()
         self._attended[self._kind] = most
         if state.joined and state.attended < most and not self._caches and self._graphs is None:
             raise UnsupportedAttentionError(
