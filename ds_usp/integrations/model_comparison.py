@@ -150,6 +150,11 @@ class ModelComparison:
                 )
         return compared
 
+    def state(self) -> object:
+        """Equal as long as no setting is changed, and no weight written, moved or replaced."""
+        self._read()
+        return self._digest, self._marks()
+
     def end_pass(self) -> None:
         """After a comparison that no rank has refused."""
         self._seen, self._turn = self._marks(), self._turn + 1

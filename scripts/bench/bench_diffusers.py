@@ -6,12 +6,14 @@
 Flux.1-dev's transformer at 1024 and 2048 pixels (4,608 and 16,896 tokens), and Wan 2.1 14B's cut
 to 10 blocks at 480p and 720p (32,760 and 75,600 tokens), one sample, bf16, random weights.
 ``forward`` is a forward pass as in sampling, ``train`` a forward and backward pass with gradient
-checkpointing; gradients stay on their rank, as averaging them costs all methods the same. Cases:
+checkpointing; gradients stay on their rank, as averaging them costs all methods the same;
+``guided`` is a step with guidance, which calls the transformer once for each branch, and
+``cached`` two of them with the same latents, where FirstBlockCache skips the second one. Cases:
 diffusers on one GPU (rank 0, the others wait), ds_usp on every ulysses x ring of the ranks, without
-and with CUDA graphs (sampling only), diffusers' Ulysses and its ring, and xDiT's transformers on
-every ulysses x ring (sampling only, if xfuser is installed), on the same attention kernel, eager
-and with compiled blocks. diffusers has no context parallelism on FlashAttention-4, and xDiT no
-ring.
+and with CUDA graphs (sampling only), with both branches at once on half of the ranks each (cfg),
+diffusers' Ulysses and its ring, and xDiT's transformers on every ulysses x ring (sampling only, if
+xfuser is installed), on the same attention kernel, eager and with compiled blocks. diffusers has no
+context parallelism on FlashAttention-4, and xDiT no ring.
 
 One process for each rank runs all cases, those of a transformer on the same weights; rounds
 interleave the cases of a workload. Outputs and a few gradients are compared with the first case's:
@@ -39,7 +41,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from bench_harness import Session, append_row, common_flags, read_rows, start_ranks
-from diffusers_cases import Case, Step, Workload, alone, cases, inputs, new_transformer
+from diffusers_cases import KINDS, Case, Step, Workload, alone, cases, inputs, new_transformer
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
@@ -48,7 +50,7 @@ PACKAGES = ("diffusers", "flash-attn-4", "xfuser")
 WORKLOADS = [
     f"{shape}:{kind}"
     for shape in ("flux-1024", "wan-480p", "wan-720p", "flux-2048")
-    for kind in ("forward", "train")
+    for kind in KINDS
 ]
 SMOKE = ["tiny-flux-small:forward", "tiny-flux-small:train", "tiny-wan-small:train"]
 NEVER_WRONG = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # relative differences

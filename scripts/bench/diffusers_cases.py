@@ -29,6 +29,9 @@ KERNELS = {
     "sdpa": "native",
     "eager": "_native_math",
 }
+# What a step is. Of "cached" FirstBlockCache, where a case has it, skips the second of two steps of
+# sampling, whose latents are those of the first.
+KINDS = ("forward", "train", "guided", "cached")
 SHARPNESS = 3.0  # of the norms of queries: softmax over random tokens is otherwise nearly a mean
 GATES = ("norm1.linear.bias", "norm1_context.linear.bias", ".norm.linear.bias")
 COMPARED = ("to_q.weight", "to_v.weight")  # gradients of the first and the last such parameter
@@ -90,7 +93,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """``MODEL-SIZE:KIND``, kind ``forward`` (as in sampling) or ``train``."""
+    """``MODEL-SIZE:KIND``, a kind of :data:`KINDS`."""
 
     name: str
 
@@ -110,6 +113,11 @@ class Workload:
         return self.name.endswith(":train")
 
     @property
+    def guided(self) -> int:
+        """How many times both branches of the guidance are called; 0: one call by itself."""
+        return {"guided": 1, "cached": 2}.get(self.name.partition(":")[2], 0)
+
+    @property
     def tokens(self) -> int:
         """Tokens of the attention over all."""
         tokens = math.prod(self.size)
@@ -126,7 +134,7 @@ class Workload:
             f"{model}-{size}:{kind}"
             for model, shape in SHAPES.items()
             for size in shape.sizes
-            for kind in ("forward", "train")
+            for kind in KINDS
         ]
         if name not in known:
             raise SystemExit(f"no workload {name!r}; there are: {', '.join(known)}")
@@ -162,10 +170,25 @@ def new_transformer(model: str, device: torch.device, dtype: torch.dtype) -> nn.
 
 
 def inputs(workload: Workload, transformer: Any, device: torch.device) -> Given:
-    """Arguments of a forward pass of one sample, the same on every rank."""
+    """Arguments of a forward pass of one sample, the same on every rank; of several passes, by
+    ``calls``, the sequences that steps run in turns, each call with its name and arguments."""
+    draw = torch.Generator().manual_seed(1)
+    given = _inputs(workload, transformer, device, draw)
+    if not workload.guided:
+        return given
+    other, sequences = _inputs(workload, transformer, device, draw), []
+    for hidden_states in (given["hidden_states"], other["hidden_states"])[: workload.guided]:
+        branches = zip(("cond", "uncond"), (given, other), strict=True)
+        calls = [(name, {**x, "hidden_states": hidden_states}) for name, x in branches]
+        sequences.append(workload.guided * calls)
+    return {"calls": sequences}
+
+
+def _inputs(
+    workload: Workload, transformer: Any, device: torch.device, draw: torch.Generator
+) -> Given:
     shape, config = SHAPES[workload.model], transformer.config
     dtype = next(transformer.parameters()).dtype
-    draw = torch.Generator().manual_seed(1)
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=draw).to(device, dtype)
@@ -208,7 +231,7 @@ class Step:
     ) -> None:
         self._transformer, self._given, self._train = transformer, given, train
         self._sharded, self._idle = sharded, not sharded and dist.get_rank() > 0
-        self._warm_ups = warm_ups
+        self._warm_ups, self._steps = warm_ups, 0
         self.reserved_bytes: Callable[[], int] = int
 
     def __call__(self) -> None:
@@ -232,10 +255,26 @@ class Step:
         if self._idle:
             return torch.empty(0)
         with torch.set_grad_enabled(self._train):
-            output: Tensor = self._transformer(**self._given, return_dict=False)[0]
+            output = self._sampled() if "calls" in self._given else self._call(self._given)
         if self._train:
             output.float().square().mean().backward()
         return output.detach()
+
+    def _call(self, given: Given) -> Tensor:
+        output: Tensor = self._transformer(**given, return_dict=False)[0]
+        return output
+
+    def _sampled(self) -> Tensor:
+        """As a pipeline with guidance calls its transformer: one branch after the other."""
+        sequences = self._given["calls"]
+        calls, outputs = sequences[self._steps % len(sequences)], []
+        self._steps += 1
+        for name, given in calls:
+            with self._transformer.cache_context(name):
+                outputs.append(self._call(given))
+        for cond, uncond in zip(outputs[::2], outputs[1::2], strict=True):
+            output = uncond + 4.0 * (cond - uncond)
+        return output
 
     def _gradients(self) -> list[Tensor]:
         if not self._train:
@@ -348,20 +387,34 @@ class Case:
         compiled: whether the repeated blocks are.
         sharded: see :class:`Step`.
         graphs: whether passes are replayed from CUDA graphs from the third on.
+        guided, cached: only in workloads of this kind; with FirstBlockCache.
     """
 
     prepare: Callable[[Any], Prepared]
     compiled: bool = False
     sharded: bool = True
     graphs: bool = False
+    guided: bool = False
+    cached: bool = False
 
     def step(self, transformer: nn.Module, given: Given, train: bool) -> Step:
-        """A step on a copy of the modules, with the same parameters."""
+        """A step on a copy of the modules, with the same parameters.
+
+        Raises:
+            ValueError: a case of another kind of workloads.
+        """
+        sequences = given.get("calls", ())
+        if (self.guided and not sequences) or (self.cached and len(sequences) < 2):
+            raise ValueError("this case is for other kinds of steps")
         shared = {id(x): x for x in (*transformer.parameters(), *transformer.buffers())}
         modules: Any = copy.deepcopy(transformer, shared)
         modules.train(train)
         if train:
             modules.enable_gradient_checkpointing()
+        if self.cached:  # before diffusers' context parallelism, which else fails
+            from diffusers import FirstBlockCacheConfig
+
+            modules.enable_cache(FirstBlockCacheConfig(threshold=0.05))
         modules, reserved_bytes = self.prepare(modules)
         step = Step(modules, given, train, self.sharded, 2 if self.graphs else 0)
         step.reserved_bytes = reserved_bytes
@@ -396,9 +449,11 @@ def alone(kernel: str, transformer: Any) -> Prepared:
     return transformer, int
 
 
-def of_ds_usp(kernel: str, ulysses: int, transformer: Any, cuda_graphs: bool = False) -> Prepared:
-    """Enabled on ulysses x ring over all ranks; local cross-attention is diffusers' own, on the
-    same kernel.
+def of_ds_usp(
+    kernel: str, ulysses: int, transformer: Any, cuda_graphs: bool = False, cfg_degree: int = 1
+) -> Prepared:
+    """Enabled on ulysses x ring over all ranks, or over as many for each branch of the guidance;
+    local cross-attention is diffusers' own, on the same kernel.
 
     Raises:
         ValueError: CUDA graphs in training, of which ds_usp makes none.
@@ -410,7 +465,8 @@ def of_ds_usp(kernel: str, ulysses: int, transformer: Any, cuda_graphs: bool = F
     mesh = _mesh_of_ds_usp(ulysses)
     for path in PLANS[type(transformer).__name__].local:
         set_backend(transformer, kernel, of=path)
-    enable(transformer, mesh, kernel=kernel, gradients="sum", cuda_graphs=cuda_graphs)
+    options: Any = {"cuda_graphs": cuda_graphs, "cfg_degree": cfg_degree}
+    enable(transformer, mesh, kernel=kernel, gradients="sum", **options)
     return transformer, lambda: mesh.reserved_bytes
 
 
@@ -457,10 +513,30 @@ def cases(world: int, kernels: Sequence[str], compiled: Sequence[bool]) -> dict[
                 by_name[f"ds_usp {ulysses}x{ring} graphs{end}"] = Case(
                     prepare, compile_it, graphs=True
                 )
+                by_name[f"ds_usp {ulysses}x{ring} cached{end}"] = Case(
+                    partial(of_ds_usp, kernel, ulysses), compile_it, cached=True
+                )
+            by_name[f"one GPU cached{end}"] = Case(
+                partial(alone, kernel), compile_it, sharded=False, cached=True
+            )
+            # A branch takes half of the mesh's ring.
+            for ulysses, ring in [(u, world // u) for u, r in degrees if r % 2 == 0]:
+                mesh_name = f"ds_usp cfg 2x{ulysses}x{ring // 2}"
+                prepare = partial(of_ds_usp, kernel, ulysses, cfg_degree=2)
+                graphed = partial(prepare, cuda_graphs=True)
+                by_name |= {
+                    f"{mesh_name}{end}": Case(prepare, compile_it, guided=True),
+                    f"{mesh_name} graphs{end}": Case(graphed, compile_it, graphs=True, guided=True),
+                    f"{mesh_name} cached{end}": Case(prepare, compile_it, cached=True),
+                }
             if world > 1:
                 for kind, mesh in {"ulysses": (world, 1), "ring": (1, world)}.items():
                     prepare = partial(of_diffusers, kernel, *mesh)
                     by_name[f"diffusers {kind} {world}{end}"] = Case(prepare, compile_it)
+                prepare = partial(of_diffusers, kernel, world, 1)
+                by_name[f"diffusers ulysses {world} cached{end}"] = Case(
+                    prepare, compile_it, cached=True
+                )
                 for ulysses, ring in degrees:
                     prepare = partial(of_xdit, kernel, ulysses, ring)
                     by_name[f"xdit {ulysses}x{ring}{end}"] = Case(prepare, compile_it)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import harness
 import pytest
-import torch
-from graph_tapes import Tape, Tapes
+from graph_tapes import Tape, tapes_for_graphs
 
 
 class NotInstalled(pytest.Module):
@@ -65,13 +64,7 @@ harness.PRELOAD = (
 
 
 @pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
+def tapes() -> Iterator[list[Tape]]:
     """All graphs that a test has made, without autograd."""
-    from ds_usp.integrations.diffusers import graphs, model
-
-    monkeypatch.setattr(graphs, "CudaGraphs", Tapes)
-    monkeypatch.setattr(graphs, "check_device", lambda *_: None)
-    monkeypatch.setattr(model, "check_graphs", lambda *_: None)
-    monkeypatch.setattr(Tapes, "made", [])
-    with torch.no_grad():
-        yield Tapes.made
+    with tapes_for_graphs() as made:
+        yield made

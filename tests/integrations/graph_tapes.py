@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -56,3 +58,18 @@ class Tapes:
         tape.__enter__()
         self.made.append(tape)
         return tape
+
+
+@contextmanager
+def tapes_for_graphs() -> Iterator[list[Tape]]:
+    """The tapes that are made in place of CUDA graphs, without autograd."""
+    from ds_usp.integrations.diffusers import graphs, model
+
+    with (
+        mock.patch.object(graphs, "CudaGraphs", Tapes),
+        mock.patch.object(graphs, "check_device", lambda *_: None),
+        mock.patch.object(model, "check_graphs", lambda *_: None),
+        mock.patch.object(Tapes, "made", []),
+        torch.no_grad(),
+    ):
+        yield Tapes.made

@@ -1,18 +1,29 @@
 """The batch of classifier-free guidance split over ranks, beside their tokens; CUDA graphs."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import diffusers
 import pytest
 import torch
 from cases import mesh_of
+from graph_tapes import tapes_for_graphs
 from harness import RankContext
 from model_runs import BOUND, relative
-from tiny_diffusers import arguments, build, output_of, sd3_pipeline
+from tiny_diffusers import (
+    GUIDED,
+    arguments,
+    build,
+    guided_pipeline,
+    output_of,
+    sd3_pipeline,
+    wan_pipeline,
+)
 
 import ds_usp
-from ds_usp.integrations.diffusers import enable, pass_state
+from ds_usp.integrations.diffusers import PLANS, enable, pass_state
 
 WORLD = 4
 SPLIT = (
@@ -108,7 +119,7 @@ def of_other_batches(ctx: RankContext) -> dict[str, tuple[float, int]]:
         ):
             for batch in (2, 3, 1):
                 batched = {key: repeated(value, batch) for key, value in given.items()}
-                have = output_of(transformer, batched)
+                have = output_of(transformer, batched) + 0  # which is read
                 want = output_of(build(name).eval(), batched)
                 ranks = attention.call_args.kwargs["mesh"].sp_degree
                 results[f"{name}, {batch}"] = relative(have, want), ranks
@@ -180,6 +191,239 @@ def test_what_cannot_be_split_is_refused_on_every_rank(pool):
             strict=True,
         ):
             assert text in message
+
+
+# ------------------------------------------------------------------ one call a branch
+
+
+def guided(ctx: RankContext, names: tuple[str, ...]) -> dict[str, tuple[torch.Tensor, float, int]]:
+    """By pipeline: latents; on one of the ranks how far they are off those of it alone; and how
+    many passes this rank has computed."""
+    results = {}
+    for index, name in enumerate(names):
+        pipeline, sample = wan_pipeline() if name == "WanPipeline" else guided_pipeline(name)
+        passes: list[Any] = []
+        with enable(pipeline, mesh_of(2), cfg_degree=2) as enabled:
+            handles = [
+                next(x.children()).register_forward_hook(lambda *_, p=passes: p.append(1))
+                for x in enabled.transformers
+            ]
+            have = sample(pipeline)
+        for handle in handles:
+            handle.remove()
+        error = relative(have, sample(pipeline)) if index % ctx.world == ctx.rank else 0.0
+        results[name] = have, error, len(passes)
+    return results
+
+
+def test_branches_of_a_step_are_computed_at_once(pool):
+    """As many passes on a rank as steps, also where guidance ends before the last one."""
+    names = ("WanPipeline", *GUIDED)
+    by_rank = pool.run(guided, WORLD, names=names)
+    for name in names:
+        have = by_rank[0][name][0]
+        assert all(torch.equal(results[name][0], have) for results in by_rank), name
+        assert max(results[name][1] for results in by_rank) <= BOUND, name
+        steps = 4 if name == "WanPipeline" else 3
+        assert [results[name][2] for results in by_rank] == [steps] * WORLD, name
+
+
+def steps_of_classes(ctx: RankContext) -> dict[str, float]:
+    """Both branches of a step by their own calls, of texts with other padding."""
+    errors = {}
+    for name, plan in PLANS.items():
+        if plan.shared_by_branches is None:
+            continue
+        transformer, given = build(name).eval(), arguments(name, padded=True)
+        branches = [
+            {k: x if k in plan.unbatched else part_of(x, i) for k, x in given.items()}
+            for i in range(2)
+        ]
+        for key in ("hidden_states", "control_hidden_states", "timestep"):
+            branches[1] |= {key: branches[0][key]} if key in given else {}
+
+        def step(transformer: Any = transformer, branches: Any = branches) -> torch.Tensor:
+            first, second = (transformer(**x, return_dict=False)[0] for x in branches)
+            return torch.cat([first, second])
+
+        with torch.no_grad():
+            want = step()
+            with enable(transformer, mesh_of(2), cfg_degree=2):
+                errors[name] = relative(step(), want)
+    return errors
+
+
+def part_of(value: Any, index: int) -> Any:
+    """A sample of two of an argument that has both."""
+    batched = isinstance(value, (list, torch.Tensor)) and len(value) == 2
+    return value[index : index + 1] if batched else value
+
+
+def test_every_class_computes_both_branches_of_a_step(pool):
+    for errors in pool.run(steps_of_classes, WORLD):
+        assert len(errors) == 17 and max(errors.values()) <= BOUND, errors
+
+
+def two_calls(transformer: Any, given: dict[str, Any], cut: int) -> torch.Tensor:
+    """A step of a pipeline that edits images: it cuts their tokens off before the second call."""
+    shared = {"hidden_states", "timestep", "img_ids", "txt_ids"}
+    branches = [
+        {
+            k: x if k.endswith("ids") else x[:1] if k in shared else x[i : i + 1]
+            for k, x in given.items()
+        }
+        for i in range(2)
+    ]
+    branches[1]["hidden_states"] = branches[0]["hidden_states"]
+    calls = []
+    for name, branch in zip(("cond", "uncond"), branches, strict=True):
+        with transformer.cache_context(name):
+            calls.append(transformer(**branch, return_dict=False)[0][:, :cut])
+        branch["timestep"].add_(1)  # which the call must not see
+    with transformer.cache_context("cond"):
+        last = transformer(**branches[0], return_dict=False)[0][:, :cut].to(torch.float64)
+    last.mul_(2)  # which runs the call, by itself, and must be seen below
+    return calls[1] + 2 * (calls[0] - calls[1]) + last
+
+
+def of_a_step(enter: Callable[[], Any], prepare: Callable[[Any], Any]) -> tuple[float, int]:
+    """How far a step of two calls is off, and how many passes this rank has computed."""
+    name, passes = "FluxTransformer2DModel", list[int]()
+    transformer = build(name).eval()
+    with enter():
+        want = two_calls(transformer, arguments(name), 30)
+        with enable(transformer, mesh_of(2), cfg_degree=2):
+            transformer.x_embedder.register_forward_hook(lambda *_: passes.append(1))
+            prepare(transformer)
+            have = two_calls(transformer, arguments(name), 30)
+            copied = copy.deepcopy(transformer)
+            again = two_calls(copied, arguments(name), 30)
+    assert relative(again, want) <= BOUND
+    return relative(have, want), len(passes) // 2  # the copy's hook counts here too
+
+
+def ways_of_a_step(ctx: RankContext) -> list[tuple[float, int]]:
+    return [of_a_step(enter, lambda _: None) for enter in (torch.no_grad, torch.inference_mode)]
+
+
+def test_a_call_that_waits_computes_what_it_was_given(pool):
+    for results in pool.run(ways_of_a_step, WORLD):
+        assert all(error <= BOUND and passes == 2 for error, passes in results), results
+
+
+def compiled_step(ctx: RankContext) -> tuple[float, int]:
+    return of_a_step(torch.no_grad, lambda x: x.compile_repeated_blocks(backend="eager"))
+
+
+def test_compiled_blocks_compute_a_branch_each(pool):
+    for error, passes in pool.run(compiled_step, WORLD):
+        assert error <= BOUND and passes == 2
+
+
+def graphed_step(ctx: RankContext) -> tuple[float, int, int]:
+    """Texts of other lengths: passes of the two ranks are of other kinds. A pass is two graphs,
+    with the join between them."""
+    name = "WanTransformer3DModel"
+    transformer, given = build(name).eval(), arguments(name)
+    given = {key: x[:1] for key, x in given.items()}
+    longer = given | {"encoder_hidden_states": torch.randn(1, 9, 16).fill_(0.3)}
+
+    def step() -> torch.Tensor:
+        first = transformer(**given, return_dict=False)[0]
+        return first - transformer(**longer, return_dict=False)[0]
+
+    with torch.no_grad(), tapes_for_graphs() as made:
+        want = step()
+        with enable(transformer, mesh_of(2), cfg_degree=2, cuda_graphs=True):
+            errors = [relative(step(), want) for _ in range(4)]
+        return max(errors), len(made), sum(tape.replays for tape in made)
+
+
+def test_each_branch_is_replayed_from_a_graph(pool):
+    for error, made, replays in pool.run(graphed_step, 2):
+        assert error <= BOUND and (made, replays) == (2, 2 * 3)
+
+
+def scaled(transformer: Any) -> None:
+    transformer.proj_out.weight.data.mul_(2)
+    transformer.proj_out.weight.add_(0)
+
+
+def skipped_layers(transformer: Any) -> None:
+    config = diffusers.LayerSkipConfig(indices=[0], fqn="transformer_blocks")
+    diffusers.hooks.apply_layer_skip(transformer, config)
+
+
+def compiled_anew(transformer: Any) -> None:
+    transformer.compile(backend="eager")
+
+
+BETWEEN = (scaled, skipped_layers, compiled_anew)
+
+
+def changed_between(ctx: RankContext) -> list[str]:
+    """Errors of a step whose transformer is changed between two calls, on every rank."""
+    name, messages = "FluxTransformer2DModel", []
+    given = {k: x if k.endswith("ids") else x[:1] for k, x in arguments(name).items()}
+
+    def step(transformer: Any, change: Callable[[Any], None]) -> None:
+        calls = [transformer(**given, return_dict=False)[0]]
+        change(transformer)
+        calls.append(transformer(**given, return_dict=False)[0])
+        calls[0].sum()
+
+    for change in BETWEEN:
+        transformer = build(name).eval()
+        with (
+            torch.no_grad(),
+            enable(transformer, mesh_of(2), cfg_degree=2),
+            pytest.raises(ds_usp.UnsupportedAttentionError) as error,
+        ):
+            step(transformer, change)
+        messages.append(str(error.value))
+    transformer = build(name).eval()
+    with torch.no_grad():
+        with enable(transformer, mesh_of(2), cfg_degree=2):
+            whole = torch.compile(transformer, backend="eager")
+            with pytest.raises(ds_usp.UnsupportedAttentionError) as error:
+                whole(**given, return_dict=False)[0].sum()
+            messages.append(str(error.value))
+            left = transformer(**given, return_dict=False)[0]
+        with pytest.raises(ds_usp.ConfigError) as late:
+            left.sum()
+        messages.append(str(late.value))
+        assert not {"_compiled_call_impl", "cache_context"} & vars(transformer).keys()
+    return messages
+
+
+def test_a_change_between_two_branches_is_refused(pool):
+    texts = (
+        "weights or settings were changed between two branches of a step",
+        "layer_skip",
+        "compile() after enable takes the place",
+        "torch.compile of a FluxTransformer2DModel with cfg_degree=2",
+        "was disabled before the output of a call with cfg_degree was read",
+    )
+    for messages in pool.run(changed_between, WORLD):
+        for message, text in zip(messages, texts, strict=True):
+            assert text in message, (message, text)
+
+
+def read_on_one_rank(ctx: RankContext) -> None:
+    name = "FluxTransformer2DModel"
+    transformer = build(name).eval()
+    given = {k: x if k.endswith("ids") else x[:1] for k, x in arguments(name).items()}
+    with torch.no_grad(), enable(transformer, mesh_of(2), cfg_degree=2):
+        first = transformer(**given, return_dict=False)[0]
+        if ctx.rank == 0:
+            first.norm()
+        transformer(**given, return_dict=False)[0].norm()
+
+
+def test_a_branch_that_one_rank_reads_is_refused(pool):
+    for error in pool.errors(read_on_one_rank, WORLD):
+        assert isinstance(error, ds_usp.MeshError), error
+        assert "branch 1.hidden_states" in str(error), error
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):

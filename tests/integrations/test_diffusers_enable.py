@@ -10,7 +10,6 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.models.attention_dispatch import AttentionBackendName
 from model_runs import relative
 from tiny_diffusers import arguments, build, flux_pipeline, output_of
@@ -117,13 +116,13 @@ def with_parallelism() -> Any:
 
 def with_a_cache() -> Any:
     transformer = build(FLUX)
-    transformer.enable_cache(FirstBlockCacheConfig())
+    transformer.enable_cache(diffusers.SeaCacheConfig())
     return transformer
 
 
 def with_a_cache_by_function() -> Any:
     transformer = build(FLUX)
-    diffusers.hooks.apply_first_block_cache(transformer, FirstBlockCacheConfig())
+    diffusers.hooks.apply_sea_cache(transformer, diffusers.SeaCacheConfig())
     return transformer
 
 
@@ -183,7 +182,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (with_a_group_norm, Unsupported, "group_norm"),
     (with_parallelism, ConfigError, "enable_parallelism"),
     (with_a_cache, Unsupported, "disable_cache"),
-    (with_a_cache_by_function, Unsupported, "fbc_leader_block_hook"),
+    (with_a_cache_by_function, Unsupported, "sea_cache_root"),
     (without_attention_scores, Unsupported, "layer_skip_hook"),
     *(
         (partial(with_processor, processor), Unsupported, "class of its own")
@@ -262,11 +261,7 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
     if what == "processors":
         transformer.set_attn_processor(type(build(FLUX).transformer_blocks[0].attn.processor)())
     elif what == "cache":
-        transformer.enable_cache(
-            PyramidAttentionBroadcastConfig(
-                spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
-            )
-        )
+        transformer.enable_cache(diffusers.SeaCacheConfig())
     elif what == "parallelism":
         transformer._parallel_config = diffusers.ParallelConfig()
     elif what == "backend":

@@ -46,7 +46,7 @@ def test_ranks_that_differ_are_refused(pool):
     for options, layers, cache in pool.run(other_options, WORLD):
         assert "gradients='sum'" in options
         assert "configuration" in layers
-        assert "disable_cache()" in cache
+        assert "fbc_leader_block_hook" in cache
 
 
 def other_noise(rank: int) -> tuple[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Tiny random diffusion transformers of every class with a plan, and their arguments."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -311,3 +312,92 @@ def wan_pipeline() -> tuple[Any, Sample]:
     given = {"prompt_embeds": _random(1, 7, 16), "negative_prompt_embeds": _random(1, 9, 16)}
     given |= {"num_frames": 9, "guidance_scale": 4.0}
     return pipeline, _sampler("frames", given, height=48, width=80, num_inference_steps=4)
+
+
+def _ones(*lengths: int) -> list[Tensor]:
+    return [torch.ones(1, length, dtype=torch.bool) for length in lengths]
+
+
+def _texts(dim: int, lengths: tuple[int, int] = (7, 9), mask: str = "", end: str = "") -> Any:
+    """Embeddings of a prompt and of a negative one, with masks without padding."""
+    texts = [_random(1, lengths[0], dim), _random(1, lengths[1], dim) + 1]
+    given = dict(zip((f"prompt_embeds{end}", f"negative_prompt_embeds{end}"), texts, strict=True))
+    masks = zip((mask, f"negative_{mask}"), _ones(*lengths), strict=True)
+    return given | (dict(masks) if mask else {})
+
+
+_POOLED = ("pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+_MASK, _GUIDER = "prompt_attention_mask", {"guidance_scale": 4.0, "stop": 0.7}
+_TWO_TEXTS = {
+    **_texts(16, mask="prompt_embeds_mask"),
+    **_texts(16, (5, 6), "prompt_embeds_mask_2", "_2"),
+}
+# Pipelines that call their transformer once for each branch; Lumina2's and HunyuanImage's guidance
+# ends before the last of 3 steps.
+GUIDED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "FluxPipeline": (
+        "FluxTransformer2DModel",
+        {
+            **_texts(32, (7, 7)),
+            **dict(zip(_POOLED, _random(2, 32).split(1), strict=True)),
+            "true_cfg_scale": 4.0,
+            "height": 160,
+            "width": 224,
+        },
+    ),
+    "QwenImagePipeline": (
+        "QwenImageTransformer2DModel",
+        {
+            **_texts(16, mask="prompt_embeds_mask"),
+            "true_cfg_scale": 4.0,
+            "height": 80,
+            "width": 112,
+        },
+    ),
+    "HunyuanVideoPipeline": (
+        "HunyuanVideoTransformer3DModel",
+        {
+            **_texts(16, mask=_MASK),
+            **dict(zip(_POOLED, _random(2, 8).split(1), strict=True)),
+            "true_cfg_scale": 4.0,
+            "height": 48,
+            "width": 80,
+            "num_frames": 9,
+        },
+    ),
+    "SkyReelsV2Pipeline": (
+        "SkyReelsV2Transformer3DModel",
+        {**_texts(16), "height": 48, "width": 80, "num_frames": 9},
+    ),
+    "CogView4Pipeline": (
+        "CogView4Transformer2DModel",
+        {**_texts(16, (16, 16)), "height": 96, "width": 160},
+    ),
+    "Lumina2Pipeline": (
+        "Lumina2Transformer2DModel",
+        {**_texts(16, (7, 7), _MASK), "height": 64, "width": 96, "cfg_trunc_ratio": 0.7},
+    ),
+    "ChromaPipeline": (
+        "ChromaTransformer2DModel",
+        {**_texts(16, mask=_MASK), "height": 96, "width": 160},
+    ),
+    "HunyuanImagePipeline": (
+        "HunyuanImageTransformer2DModel",
+        {**_TWO_TEXTS, "height": 320, "width": 320},
+    ),
+}
+
+
+def guided_pipeline(name: str) -> tuple[Any, Sample]:
+    """A pipeline of :data:`GUIDED` with nothing but a transformer and a sampler, and what it
+    samples in 3 steps."""
+    transformer, given = GUIDED[name]
+    cls = getattr(diffusers, name)
+    parts: dict[str, Any] = dict.fromkeys(list(inspect.signature(cls.__init__).parameters)[1:])
+    for guider in (x for x in parts if x.endswith("guider")):
+        parts[guider] = diffusers.ClassifierFreeGuidance(**_GUIDER)
+    parts["transformer"] = build(transformer).eval()
+    pipeline = cls(**parts | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()})
+    pipeline.set_progress_bar_config(disable=True)
+    output = "frames" if "num_frames" in given else "images"
+    return pipeline, _sampler(output, dict(given), num_inference_steps=3)

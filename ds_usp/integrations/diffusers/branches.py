@@ -1,22 +1,28 @@
-"""Branches of classifier-free guidance on ranks of their own: samples are split, not tokens."""
+"""Branches of classifier-free guidance on ranks of their own: samples of a batch that holds both,
+or calls of a step, one for each branch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import align_group_counters, all_gather_bytes, subgroup
 from ds_usp.comm.shards import all_gather_shards
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.integrations.diffusers.plans import Plan
+from ds_usp.integrations.diffusers.plans import Plan, parameters_of
+from ds_usp.memory.compile_guard import disable_in_compile
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,3 +207,256 @@ def _create(mesh: SequenceMesh, degree: int, ulysses: int, ring: int) -> Branche
     if group is None:
         return Branches(degree, index, SequenceMesh.single(), across)
     return Branches(degree, index, SequenceMesh.from_group(group, ulysses, mesh.order), across)
+
+
+# ------------------------------------------------------------------ one call a branch
+
+
+# Note [a call that waits for its step's other branches]
+# Pipelines of Wan, Flux or QwenImage call the transformer for the prompt, then for the negative
+# prompt, and combine. While half of the ranks compute the first call the others could compute the
+# second, whose arguments no rank has yet. So the first call computes nothing. It returns a promise,
+# and when the second one comes both run at once, each on its own part of the mesh.
+#
+# Nothing is guessed about the pipeline. A promise that is read before the second call has come, as
+# where guidance is off in a step or a callback prints the prediction, runs its call there and then,
+# by itself on the whole mesh. What a call needs from an earlier one it reads, so calls that run
+# together do not depend on each other. Which calls do is the plan's word: those that are given one
+# and the same tensor as `shared_by_branches`, under different names of the cache context if any.
+#
+# A later run must compute what the call would have computed. Its tensors are copied, for pipelines
+# write into some in place; grad mode, autocast and cache context are entered again; and hooks,
+# settings and weights of the transformer must be what they were, or the run is refused.
+class _Promise(Tensor):
+    """The output of a call that waits: any operation that reads it runs the call first."""
+
+    value: Callable[[], Tensor]
+    is_known: Callable[[], bool]
+
+    @staticmethod
+    def of(value: Callable[[], Tensor], is_known: Callable[[], bool]) -> _Promise:
+        # No kernel takes it: what does not ask __torch_function__ fails on the meta device.
+        promise: _Promise = Tensor._make_subclass(_Promise, torch.empty(0, device="meta"))
+        promise.value, promise.is_known = value, is_known
+        return promise
+
+    @classmethod
+    @disable_in_compile("the output of a call that waits is read")
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, edits = kwargs or {}, getattr(func, "__name__", "") in _OF_EDIT_PIPELINES
+        first = args[0] if args else None
+        if edits and isinstance(first, _Promise) and not first.is_known():
+            promise, others = first, (*args[1:], *kwargs.values())
+            if not any(isinstance(x, Tensor) for x in _pytree.tree_leaves(others)):
+                # Once: what is written into the result must be there when it is read again.
+                later = cache(lambda: func(promise.value(), *args[1:], **kwargs))
+                return _Promise.of(later, promise.is_known)
+        return func(*_kept(args), **_kept(kwargs))
+
+
+# Pipelines that edit images cut the tokens of these images off before they call the other branch.
+# No arithmetic: a promise that nothing reads would leave the pipeline, and be read on one rank.
+_OF_EDIT_PIPELINES = frozenset({"__getitem__", "float", "to"})
+
+
+def _kept(values: Any) -> Any:
+    """With the values of promises in their places."""
+    return _pytree.tree_map_only(_Promise, lambda promise: promise.value(), values)
+
+
+class WaitingCall:
+    """A call of a transformer that has not run.
+
+    Attributes:
+        arguments: by their names; of tensors copies.
+        shared: the tensor by which it is known to belong to a step.
+        context: name and arguments of diffusers' cache context, or None.
+        state: of the model when it was called.
+        problem: why a call then was refused; it is raised where ranks compare.
+    """
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        shared: Any,
+        context: tuple[str, dict[str, Any]] | None,
+        state: object,
+        problem: Exception | None,
+    ) -> None:
+        self.arguments = _pytree.tree_map_only(Tensor, Tensor.clone, arguments)
+        self.shared, self.context = shared, context
+        self.state, self.problem = state, problem
+        self._device = shared.device.type
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = (
+            torch.get_autocast_dtype(self._device),
+            torch.is_autocast_enabled(self._device),
+        )
+        self.out: Tensor | None = None
+        self.error: BaseException | None = None
+
+    def belongs_with(self, other: WaitingCall) -> bool:
+        names = [call.context and call.context[0] for call in (self, other)]
+        return self.shared is other.shared and (None in names or names[0] != names[1])
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """The modes of torch under which it was called."""
+        dtype, enabled = self._autocast
+        with (
+            torch.inference_mode(self._inference),
+            torch.no_grad(),
+            torch.autocast(self._device, dtype, enabled),
+        ):
+            yield
+
+    def finish(self, out: Tensor | None, error: BaseException | None = None) -> None:
+        self.out, self.error = out, error
+        self.arguments, self.shared = {}, None  # a scheduler may hold the promise
+
+
+class BranchCalls:
+    """What an enabled transformer is called by, in the place of ``_call_impl``: calls of one step
+    wait for each other, and run at once.
+
+    Args:
+        parts: of the mesh, which compute a call each.
+        run: is around the pass of the calls that it is given.
+        note: the state of the model, and why a call now would be refused, if it would be.
+        own_hooks: the ids of the hooks on the transformer that do not keep a call from waiting.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        parts: Branches,
+        plan: Plan,
+        run: Callable[[Sequence[WaitingCall]], AbstractContextManager[None]],
+        note: Callable[[], tuple[object, Exception | None]],
+        own_hooks: frozenset[int],
+    ) -> None:
+        self._transformer, self._plan = transformer, plan
+        self._degree, self._index = parts.degree, parts.index
+        self._run, self._note, self._own_hooks = run, note, own_hooks
+        self._before = vars(transformer).get("_compiled_call_impl")  # of transformer.compile()
+        self._call: Callable[..., Any] = self._before or transformer._call_impl
+        self._waiting: list[WaitingCall] = []
+        self._context: tuple[str, dict[str, Any]] | None = None
+        self._removed = False
+        transformer._compiled_call_impl = self
+        if hasattr(transformer, "cache_context"):
+            vars(transformer)["cache_context"] = self._noted_context
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BranchCalls:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, value if name == "_plan" else deepcopy(value, memo))
+        # torch leaves it out of a copy of the module.
+        vars(twin._transformer)["_compiled_call_impl"] = twin
+        return twin
+
+    @property
+    def is_called(self) -> bool:
+        """Whether calls of the transformer come here: ``transformer.compile()`` takes its place."""
+        return vars(self._transformer).get("_compiled_call_impl") is self
+
+    def remove(self) -> None:
+        self._removed = True
+        if self.is_called:
+            del self._transformer._compiled_call_impl
+            if self._before is not None:
+                self._transformer._compiled_call_impl = self._before
+        vars(self._transformer).pop("cache_context", None)
+
+    @contextmanager
+    def _noted_context(self, name: str, **where: Any) -> Iterator[None]:
+        self._context = name, where
+        try:
+            with self._enter(self._context):
+                yield
+        finally:
+            self._context = None
+
+    @contextmanager
+    def _enter(self, context: tuple[str, dict[str, Any]] | None) -> Iterator[None]:
+        if context is None:
+            yield
+            return
+        name, where = context
+        enter = type(self._transformer).cache_context  # type: ignore[attr-defined]
+        with enter(self._transformer, name, **where):
+            yield
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, out = self._joined_step(args, kwargs)
+        return self._call(*args, **kwargs) if out is None else out
+
+    @disable_in_compile("a call waits for the other branches of its step")
+    def _joined_step(self, args: Any, kwargs: Any) -> tuple[Any, Any, tuple[Tensor] | None]:
+        """The arguments of a call that runs by itself, or the output of one that waits or has
+        waited."""
+        if self._removed or torch.is_grad_enabled():
+            return args, kwargs, None
+        args, kwargs = _kept((args, kwargs))
+        arguments = dict(zip(parameters_of(self._transformer), args, strict=False)) | kwargs
+        if not self._may_wait(arguments):
+            return args, kwargs, None
+        shared = arguments[self._plan.shared_by_branches or ""]
+        call = WaitingCall(arguments, shared, self._context, *self._note())
+        self._waiting = [x for x in self._waiting if x.out is None and x.belongs_with(call)]
+        self._waiting.append(call)
+        if len(self._waiting) < self._degree:
+            promise = _Promise.of(lambda: self._value(call), lambda: call.out is not None)
+            return (), {}, (promise,)
+        calls, self._waiting = self._waiting, []
+        self._run_now(calls)
+        return (), {}, (self._value(call),)
+
+    def _may_wait(self, arguments: Mapping[str, Any]) -> bool:
+        batch = arguments.get(self._plan.batched)
+        shared = arguments.get(self._plan.shared_by_branches or "")
+        if not isinstance(shared, Tensor) or batch is None:
+            return False
+        # Hooks of the user's are called with one call's arguments and see its output.
+        transformer = self._transformer
+        hooks = {**transformer._forward_pre_hooks, **transformer._forward_hooks}
+        foreign = any(
+            number not in self._own_hooks and not _is_torch_s(hook)
+            for number, hook in hooks.items()
+        )
+        known = arguments.get("return_dict") is False  # as pipelines call it: a tuple of one tensor
+        return known and not foreign and len(batch) % self._degree != 0
+
+    def _run_now(self, calls: Sequence[WaitingCall]) -> None:
+        if self._removed:
+            raise ConfigError(
+                f"{type(self._transformer).__name__} was disabled before the output of a call with "
+                "cfg_degree was read: call disable(), or leave the with block, after the step"
+            )
+        own = calls[self._index if len(calls) > 1 else 0]
+        try:
+            with self._run(calls), own.modes(), self._enter(own.context):
+                outs = self._call(**own.arguments)[0].chunk(len(calls))
+        except BaseException as error:
+            for call in calls:
+                call.finish(None, error)
+            raise
+        for call, out in zip(calls, outs, strict=True):
+            call.finish(out)
+
+    def _value(self, call: WaitingCall) -> Tensor:
+        if call.error is not None:
+            raise call.error
+        if call.out is None:
+            self._waiting = [x for x in self._waiting if x is not call]
+            self._run_now([call])
+        return cast(Tensor, call.out)
+
+
+def _is_torch_s(hook: Any) -> bool:
+    # FSDP gathers and frees weights around every pass.
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

@@ -23,6 +23,7 @@ from ds_usp.comm.copy_engine import note_replay
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import p2p_disabled_reason, single_hw_queue
 from ds_usp.errors import ConfigError, UnsupportedAttentionError, USPError, warn_once
+from ds_usp.integrations.diffusers.branches import BranchCalls
 from ds_usp.integrations.diffusers.pass_state import is_adapter
 from ds_usp.memory.compile_guard import disable_in_compile
 
@@ -222,7 +223,7 @@ class ForwardGraphs:
         if kind in self._recorded:
             mode = Mode.CAPTURE if self._recorded[kind] is None else Mode.REPLAY
         if mode is not Mode.REPLAY:
-            check_compiled(self._transformer)
+            check_compiled(self._transformer, "cuda_graphs=True")
         self._begun = kind, mesh
         return mode, f"{mode.value} ({zlib.crc32(repr(kind).encode()):08x})"
 
@@ -353,15 +354,15 @@ def refuse_capture(name: str) -> None:
         )
 
 
-def check_compiled(transformer: nn.Module) -> None:
-    """UnsupportedAttentionError for a pass that ``torch.compile`` of the transformer has called."""
-    # Graphs are not traced, so nothing would be compiled.
+def check_compiled(transformer: nn.Module, option: str) -> None:
+    """UnsupportedAttentionError for a pass that ``torch.compile`` of the transformer has called,
+    with an option of ``enable`` whose passes run outside of what is traced."""
     frame = inspect.currentframe()
     while frame is not None:
         caller: Any = frame.f_locals.get("self")
         if type(caller).__name__ == "OptimizedModule" and caller._orig_mod is transformer:
             raise UnsupportedAttentionError(
-                f"torch.compile of a {type(transformer).__name__} with cuda_graphs=True has no "
+                f"torch.compile of a {type(transformer).__name__} with {option} has no "
                 "effect: use its compile_repeated_blocks()"
             )
         frame = frame.f_back
@@ -430,7 +431,8 @@ def _refusal(module: nn.Module, is_root: bool, own_hooks: frozenset[int]) -> str
     own = vars(module)
     if "_hf_hook" in own or ("forward" in own and not (is_root and own_hooks)):
         return "has a forward function of its own, as offloading and caches give it: remove it"
-    if is_root and own.get("_compiled_call_impl") is not None:
+    compiled = own.get("_compiled_call_impl")
+    if is_root and not isinstance(compiled, (BranchCalls, type(None))):
         return "is compiled as a whole, which has no effect: use compile_repeated_blocks()"
     if is_root and own_hooks and next(reversed(module._forward_pre_hooks)) not in own_hooks:
         return "has a hook that sees this rank's shard: register it before enable"

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.diffusers.branches import Branches
-from ds_usp.integrations.diffusers.graphs import ForwardGraphs, Mode, refuse_capture
+from ds_usp.errors import ConfigError, UnsupportedAttentionError, USPError
+from ds_usp.integrations.diffusers.branches import BranchCalls, Branches, WaitingCall
+from ds_usp.integrations.diffusers.caches import CACHES, FOLLOWERS, Caches, hooks_of
+from ds_usp.integrations.diffusers.graphs import (
+    ForwardGraphs,
+    Mode,
+    check_compiled,
+    refuse_capture,
+)
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
@@ -33,33 +39,36 @@ _HARMLESS_HOOKS = frozenset(
         *("lazy_leafs", "layerwise_casting", "peft_autocast_disable"),
     }
 )
+_KINDS = 64
 _CHECKPOINT = "_gradient_checkpointing_func"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def check_transformer(transformer: nn.Module) -> None:
-    """Refuse what diffusers may have switched on: its parallelism (ConfigError), caches of blocks
-    and other hooks that see tokens (UnsupportedAttentionError)."""
+def check_transformer(transformer: nn.Module) -> Caches:
+    """Refuse what diffusers may have switched on: its parallelism (ConfigError), and hooks that see
+    tokens (UnsupportedAttentionError) but for known caches, which it returns."""
     name = type(transformer).__name__
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ConfigError(
             f"{name} has diffusers' own parallelism (enable_parallelism, parallel_config): load "
             "the transformer without it"
         )
-    if getattr(transformer, "is_cache_enabled", False):
-        raise UnsupportedAttentionError(
-            f"{name} has a cache of its blocks, whose choices would differ between shards: call "
-            "disable_cache()"
-        )
-    for path, module in transformer.named_modules():
-        registry = vars(module).get("_diffusers_hook")  # a thousand modules, in every pass
-        foreign = [] if registry is None else sorted(set(registry.hooks) - _HARMLESS_HOOKS)
-        if foreign:
+    hooks = list(hooks_of(transformer))
+    for path, hook, _ in hooks:
+        if hook in _HARMLESS_HOOKS or hook in CACHES or hook in FOLLOWERS:
+            continue
+        if getattr(transformer, "is_cache_enabled", False):
             raise UnsupportedAttentionError(
-                f"{name} has diffusers' {', '.join(foreign)} (at {path or 'the transformer'}), "
-                "which would see the tokens of a shard. Remove it: caches, skipped layers and "
-                "guidance by changed attention are not served"
+                f"{name} has a cache of its blocks ({hook}), whose choices would differ between "
+                "shards: call disable_cache(), or enable FirstBlockCache, MagCache, TaylorSeer, "
+                "FasterCache or PyramidAttentionBroadcast"
             )
+        raise UnsupportedAttentionError(
+            f"{name} has diffusers' {hook} (at {path or 'the transformer'}), which would see the "
+            "tokens of a shard. Remove it: skipped layers and guidance by changed attention are "
+            "not served"
+        )
+    return Caches(transformer, hooks)
 
 
 def check_attention(transformer: nn.Module, plan: Plan, ulysses: int) -> None:
@@ -117,6 +126,14 @@ class ShardedTransformer:
             transformer.forward = self._graphs = ForwardGraphs(transformer)
         self._handles, self._inner_handles = list(self._register()), list[RemovableHandle]()
         self._hook_modules()
+        self._step: tuple[WaitingCall, ...] = ()  # the calls that run
+        self._caches = check_transformer(transformer)
+        self._divided: tuple[int, bool] | None = None  # how the pass before was
+        self._kind, self._attended = "", dict[str, int]()  # of passes, and their attentions
+        self._calls: BranchCalls | None = None
+        if branches.degree > 1 and plan.shared_by_branches:
+            own = frozenset(handle.id for handle in self._handles)
+            self._calls = BranchCalls(transformer, branches, plan, self._run, self._note, own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
         twin = object.__new__(type(self))
@@ -161,9 +178,12 @@ class ShardedTransformer:
 
     def remove(self) -> None:
         self._removed = True
+        if self._calls is not None:
+            self._calls.remove()
         self._model.leave()
         self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
+        self._caches.release()
         if self._graphs is not None:
             self._graphs.clear()
             if vars(self.transformer).get("forward") is self._graphs:  # else it was replaced
@@ -219,33 +239,57 @@ class ShardedTransformer:
         # Whole arguments come in: positions are made from frames, height and width of all tokens,
         # and embeddings of patches from whole latents. What has tokens is sharded where the plan
         # says so, which for many classes is only at the first block.
-        arguments = bind(self.transformer, args, kwargs)
+        arguments, step = bind(self.transformer, args, kwargs), self._step
         name = type(self.transformer).__name__
         refuse_capture(name)
         advice = "give every rank the same weights and batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
+        self._caches.release()
         if self.state is not None and self._graphs is not None:  # so was this
             self._graphs.clear()
         compared, mode = dict(arguments), Mode.GRADIENTS
+        if len(step) > 1:
+            compared = {f"branch {i}": call.arguments for i, call in enumerate(step)}
         with same_on_all_ranks(self._mesh, call, compared, self._model, deferred=True) as values:
-            self._check_unchanged()
-            check_arguments(self.transformer, self._plan, arguments)
-            self._parts = parts = self._parts_of(arguments)
-            compared["parts of the mesh"] = parts.degree
-            given = parts.split(name, arguments, self._plan)
+            self._caches = caches = self._check_unchanged()
+            self._check_step(step)
+            for each in [call.arguments for call in step] or [arguments]:
+                check_arguments(self.transformer, self._plan, each)
+            parts = self._branches if len(step) > 1 else self._parts_of(arguments)
+            self._check_caches(caches, parts, step)
+            self._parts = parts
+            compared["parts of the mesh"], compared["caches"] = parts.degree, caches.text
+            # What may leave out attentions by itself: arguments that are absent, and plain ones.
+            self._kind = ", ".join(sorted(f"{k} {_plain(x)}" for k, x in arguments.items()))
+            samples = "some samples of the batch"
+            if len(step) > 1:
+                given, samples = arguments, f"branch {parts.index} of a step"
+            else:
+                given = parts.split(name, arguments, self._plan)
             if self._graphs is not None:
-                mode, compared["the pass is"] = self._graphs.choose(given, parts.mesh)
+                mode, text = self._graphs.choose(given, parts.mesh)
+                if len(step) > 1:  # texts of other lengths make passes of other kinds
+                    samples += f", {text}"
+                else:
+                    compared["the pass is"] = text
         with self._declared_to_ranks():
-            return (), self._begin_pass(name, values, mode, given)
+            return (), self._begin_pass(name, values, mode, given, samples)
 
     def _begin_pass(
-        self, name: str, values: ValuesComparison, mode: Mode, given: dict[str, Any]
+        self,
+        name: str,
+        values: ValuesComparison,
+        mode: Mode,
+        given: dict[str, Any],
+        samples: str,
     ) -> dict[str, Any]:
         parts = self._parts
         if parts.degree > 1:  # attention is compared in a part of the mesh
             parts.mesh.consistency.begin_forward_pass()
-            parts.mesh.agree(f"a forward pass of {name}, some samples of the batch")
+            parts.mesh.agree(f"a forward pass of {name}, {samples}")
+        # Both branches in a batch are one decision; calls of their own have one each.
+        self._caches.decide_on(parts.mesh if len(self._step) > 1 else self._mesh)
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, parts.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
@@ -264,6 +308,7 @@ class ShardedTransformer:
     def _end(self, _: nn.Module, __: Any, out: Any) -> Any:
         state, self.state = self.state, None  # out is None where the pass has raised
         self._restore_checkpoints()
+        self._caches.release()
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
         if out is None:
@@ -280,23 +325,85 @@ class ShardedTransformer:
                     f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
                     "output its plan joins: what it returns is a shard"
                 )
+            if state is not None and not torch.is_grad_enabled():
+                self._check_attended(state)
             return self._parts.join(out, self._mesh)
+
+    # ------------------------------------------------------------------ calls of a step
+
+    @contextmanager
+    def _run(self, calls: Sequence[WaitingCall]) -> Iterator[None]:
+        """Around the pass of calls that have waited: this rank's of a step, or a single one."""
+        self._step = tuple(calls)
+        try:
+            yield
+        finally:
+            self._step = ()
+
+    def _note(self) -> tuple[object, Exception | None]:
+        try:
+            check_transformer(self.transformer)
+            check_compiled(self.transformer, f"cfg_degree={self._branches.degree}")
+        except USPError as problem:
+            return self._model.state(), problem
+        return self._model.state(), None
+
+    def _check_step(self, step: Sequence[WaitingCall]) -> None:
+        name, state = type(self.transformer).__name__, self._model.state() if step else None
+        for call in step:
+            if call.problem is not None:
+                raise call.problem
+            if call.state != state:
+                raise UnsupportedAttentionError(
+                    f"{name}: weights or settings were changed between two branches of a step, "
+                    f"and cfg_degree={self._branches.degree} computes both after the change. "
+                    "Change them between steps, or use cfg_degree=1"
+                )
 
     def _parts_of(self, arguments: dict[str, Any]) -> Branches:
         """What computes the samples of a batch: the branches' parts of the mesh, or all of it."""
         name, degree = type(self.transformer).__name__, self._branches.degree
         parts = self._branches.of_batch(name, arguments, self._plan, self._mesh)
+        if parts is not self._branches and self._calls is not None and not self._calls.is_called:
+            raise UnsupportedAttentionError(
+                f"{name}.compile() after enable takes the place of what lets the calls of a step "
+                f"wait for each other with cfg_degree={degree}: use compile_repeated_blocks()"
+            )
         if parts is not self._branches:
             batch, ulysses = len(arguments[self._plan.batched]), self._mesh.ulysses_degree
             why = f" of the whole mesh, which computes a batch of {batch} with cfg_degree={degree}"
             check_heads(self.transformer, self._plan, ulysses, why)
         return parts
 
-    def _check_unchanged(self) -> None:
+    def _check_attended(self, state: PassState) -> None:
+        # A cache of another package may have wrapped blocks in any way, but blocks that it skips do
+        # not attend. It decides by this rank's tokens: where ranks came to other decisions they
+        # have met in attention, and where they agree, one process may have decided otherwise.
+        most = max(self._attended.get(self._kind, 0), state.attended)
+        if len(self._attended) >= _KINDS:  # a plain number that is another one in each step
+            self._attended.clear()
+        self._attended[self._kind] = most
+        if state.joined and state.attended < most and not self._caches and self._graphs is None:
+            raise UnsupportedAttentionError(
+                f"{type(self.transformer).__name__}: {state.attended} attentions in a pass, and "
+                f"{most} in an earlier one of the same arguments: something skips blocks, and "
+                "decides by the tokens of a shard. Remove it; diffusers' FirstBlockCache, "
+                "MagCache and TaylorSeer and cache-dit decide for all ranks"
+            )
+
+    def _check_caches(self, caches: Caches, parts: Branches, step: Sequence[WaitingCall]) -> None:
+        of_branches = len(step) > 1
+        divided = parts.degree, of_branches
+        contexts = [call.context for call in step]
+        caches.check(of_branches, parts.degree > 1 and not of_branches, None not in contexts)
+        caches.check_same_parts(self._divided in (None, divided))
+        self._divided = divided
+
+    def _check_unchanged(self) -> Caches:
         # Attention of a new module would not be sharded, and would compute with a shard as if it
         # were all tokens. Others that the plan names, as LoRA and quantization wrap and replace
         # them, have their hooks by its paths: those on the old module may run within the new one.
-        check_transformer(self.transformer)
+        caches = check_transformer(self.transformer)
         name = type(self.transformer).__name__
         if not _same(self._attention_modules(), [module for module, *_ in self._processors]):
             raise ConfigError(
@@ -313,6 +420,7 @@ class ShardedTransformer:
                     f"{type(module.processor).__name__}): disable(), change them, and enable again"
                 )
             check_backend_of(processor)
+        return caches
 
     def _wrap_checkpoints(self, state: PassState) -> None:
         # Blocks that a checkpoint runs again in backward find the state of their own pass, even if
@@ -406,6 +514,13 @@ class ShardedTransformer:
     def _join(self, kind: Kind, last: bool, module: nn.Module, _: Any, out: Tensor) -> Tensor:
         join = partial(self._active(module).join, kind=kind, last=last)
         return join(out) if self._graphs is None else self._graphs.outside(join, out)
+
+
+def _plain(value: Any) -> str:
+    """Which plain values an argument has."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(value) if isinstance(value, (bool, int, float, str, type(None))) else ""
 
 
 def _same(some: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:

@@ -60,10 +60,11 @@ def enable(
         plan: of a class that has none in :data:`PLANS`, or instead of that one.
         gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
-        cfg_degree: 2 splits the batch in two halves, as classifier-free guidance makes them, each
-            over half of the mesh's ranks: half of the ring if its degree is even, else half of the
-            Ulysses axis. Any divisor of an axis; sampling only. All ranks compute a batch that it
-            does not divide, as of one branch.
+        cfg_degree: 2 computes both branches of classifier-free guidance at once, each on half of
+            the mesh's ranks: half of the ring if its degree is even, else half of the Ulysses axis.
+            Of a batch that holds both the halves. Of pipelines that call the transformer once for
+            each branch both calls: the first one returns a promise, which is computed with the
+            second one, or by all ranks once it is read. Any divisor of an axis; sampling only.
         cuda_graphs: capture forward passes without gradients in CUDA graphs: of arguments of the
             same shapes the first pass runs without, the second is captured, all others are
             replayed. For calls that are launch-bound, as at a few thousand tokens. Needs GPUs that
@@ -85,7 +86,8 @@ def enable(
         transformers = _transformers_of(model_or_pipeline)
         plans = [plan or _plan_of(transformer) for transformer in transformers]
         for transformer, its_plan in zip(transformers, plans, strict=True):
-            _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
+            caches = _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
+            words += [caches] if caches else []
             if cuda_graphs:
                 check_graphs(mesh, tuning)
                 check_modules(transformer)
@@ -172,11 +174,12 @@ def _plan_of(transformer: ModelMixin) -> Plan:
     return PLANS[name]
 
 
-def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
+def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> str:
+    """The transformer's caches, which ranks compare."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan={plan!r} must be a Plan, or None for one of {', '.join(PLANS)}")
     plan.check(transformer)
-    check_transformer(transformer)
+    caches = check_transformer(transformer)
     check_attention(transformer, plan, ulysses)
     for option, value in plan.refused.items():
         if transformer.config[option] == value:
@@ -184,3 +187,4 @@ def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
                 f"{type(transformer).__name__} with {option}={value!r} treats tokens by their "
                 "index, which a shard does not know: it is not served"
             )
+    return caches.text

@@ -96,6 +96,7 @@ class PassState:
 
     Attributes:
         joined: whether an output was joined.
+        attended: how many attentions ran, but for those in compiled blocks.
     """
 
     # Note [the order of a diffusion model's tokens]
@@ -110,7 +111,7 @@ class PassState:
         attentions: frozenset[Tokens],
         values: ValuesComparison,
     ) -> None:
-        self.joined, self.values = False, values
+        self.joined, self.values, self.attended = False, values, 0
         self._name, self._mesh, self._options = name, mesh, options
         self._attentions = attentions
         self._lengths: dict[Kind, int] = {}
@@ -291,6 +292,7 @@ class PassState:
                 self.layout(kind)  # raises for the one that is not known
         call = self._calls[tokens]
         if not torch.compiler.is_compiling():
+            self.attended += 1
             return self._attend(q, k, v, call, tokens, scale)
         if call.seq_lens is None:
             return self._attend_outside(q, k, v, call, tokens, scale)

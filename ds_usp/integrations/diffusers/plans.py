@@ -74,6 +74,9 @@ class Plan:
         unbatched: those of all arguments that have no batch; the others have it as their dim 0.
         batched: an argument whose dim 0 is the batch, or that is a list of samples.
         zero_or_not: arguments of which the pass asks whether all samples are zero.
+        shared_by_branches: for pipelines that call the transformer once for each branch of the
+            guidance, the argument that is one and the same tensor in all calls of a step; None:
+            calls never wait for each other. Such a class returns one tensor.
         joined: the module whose output ``[b, tokens, ...]``, of ``joint`` tokens if the plan has
             them, else of the image's, becomes whole again.
         also_joined: by module, the tokens of further outputs that become whole.
@@ -101,6 +104,7 @@ class Plan:
     zero_or_not: tuple[str, ...] = ()
     keys: Mapping[str, Kind] = field(default_factory=dict)
     also_joined: Mapping[str, Kind] = field(default_factory=dict)
+    shared_by_branches: str | None = None
     adapters: tuple[str, ...] = ()
 
     @property
@@ -126,7 +130,11 @@ class Plan:
         named = {path: tuple(arguments) for path, arguments in self.inputs.items()}
         for path, argument in self.masks.items():
             named[path] = (*named.get(path, ()), argument)
-        named[""] = (*named.get("", ()), *self.whole, *self.unbatched, *self.zero_or_not)
+        shared = (self.shared_by_branches,) if self.shared_by_branches else ()
+        named[""] = (
+            *named.get("", ()),
+            *(*self.whole, *self.unbatched, *self.zero_or_not, *shared),
+        )
         for path, arguments in named.items():
             for module in modules_at(transformer, path):
                 missing = [name for name in arguments if name not in parameters_of(module)]
@@ -208,6 +216,7 @@ _FLUX = Plan(
     attention={f"{_BLOCKS}.attn": ("text", "image"), f"{_SINGLE_BLOCKS}.attn": ("text", "image")},
     whole=("timestep", "guidance", "pooled_projections"),
     unbatched=("img_ids", "txt_ids"),
+    shared_by_branches="hidden_states",
 )
 # A ControlNet's, one tensor for some blocks: of all image tokens, in their order.
 _RESIDUALS = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), _IMAGE)
@@ -221,6 +230,7 @@ _WAN = Plan(
     attention={"blocks.*.attn1": ("image",)},
     local=("blocks.*.attn2",),
     whole=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image"),
+    shared_by_branches="hidden_states",
 )
 _HUNYUAN = Plan(
     inputs={_FIRST_BLOCK: _JOINT},
@@ -232,6 +242,7 @@ _HUNYUAN = Plan(
         *("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"),
         *("pooled_projections", "guidance"),
     ),
+    shared_by_branches="hidden_states",
 )
 _HUNYUAN_TWO_TEXTS = (
     *("hidden_states", "timestep", "timestep_r", "encoder_hidden_states"),
@@ -261,6 +272,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 "control_hidden_states_scale",
             ),
             unbatched=("control_hidden_states_scale",),
+            shared_by_branches="hidden_states",
         ),
         "QwenImageTransformer2DModel": Plan(
             inputs={
@@ -275,6 +287,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("encoder_hidden_states", "encoder_hidden_states_mask", "timestep"),
                 *("img_shapes", "guidance", "additional_t_cond"),
             ),
+            shared_by_branches="hidden_states",
         ),
         "LTXVideoTransformer3DModel": Plan(
             inputs={"": {"hidden_states": _IMAGE, "timestep": _OPTIONAL_IMAGE}},
@@ -349,6 +362,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("hidden_states", "encoder_hidden_states", "timestep"),
                 *("original_size", "target_size", "crop_coords"),
             ),
+            shared_by_branches="hidden_states",
         ),
         "CosmosTransformer3DModel": Plan(
             inputs={
@@ -364,6 +378,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("hidden_states", "timestep", "encoder_hidden_states", "attention_mask"),
                 *("fps", "condition_mask", "padding_mask"),
             ),
+            shared_by_branches="hidden_states",
         ),
         "SkyReelsV2Transformer3DModel": replace(
             _WAN,
@@ -414,6 +429,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             whole=("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"),
             gathered={"noise_refiner.-1": "image"},
             joined="norm_out",
+            shared_by_branches="hidden_states",
         ),
         "LTX2VideoTransformer3DModel": Plan(
             inputs={
