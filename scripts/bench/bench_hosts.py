@@ -7,7 +7,8 @@ r"""What attention sends between two hosts, and how long it takes.
 ``bytes`` compares the ledger's bytes between nodes with the counters of the network interface, and
 fails where they differ by more than 5 %. ``times`` has contenders interleaved, round after round; a
 number is the median over rounds of the slowest rank. ``grid`` makes hosts with each link, profiles
-them for the planner and runs ``times`` there. A shape that the file has is not run again.
+them for the planner and runs ``times`` there; ``plot`` draws its file. A shape that the file has is
+not run again.
 
 On CPUs the kernel computes nothing: it sleeps as long as a GPU of ``--tflops`` would compute. With
 ``--scale 32`` heads are 1/32 as wide, links 1/32 as fast and GPUs too: times are those of the full
@@ -105,14 +106,18 @@ def count_bytes(args: argparse.Namespace, session: Session) -> bool:
             step()
             dist.barrier()
             counted = _sent_bytes(args.interface) - before
-            ranks = [(0, 0, 0)] * session.world
-            sent = sum(mesh.ledger.between_nodes.values())
-            dist.all_gather_object(ranks, (int(os.environ["GROUP_RANK"]), sent, counted))
+            ranks = [(0, 0, 0, 0)] * session.world
+            sent = sum(mesh.ledger.between_nodes.values()), sum(mesh.ledger.bytes.values())
+            dist.all_gather_object(ranks, (int(os.environ["GROUP_RANK"]), counted, *sent))
             for host in sorted({host for host, *_ in ranks}):
-                ledger = sum(sent for of, sent, _ in ranks if of == host)
-                seen = max(counted for of, _, counted in ranks if of == host)
-                # Without any there are comparisons of calls, which are no share of nothing.
-                overheads.append(seen / ledger - 1 if ledger else 0.0)
+                seen, ledger, inside = (
+                    combine(rank[column] for rank in ranks if rank[0] == host)
+                    for column, combine in ((1, max), (2, sum), (3, sum))
+                )
+                # Where nothing is to cross, the comparisons of calls do: as a share of what is sent
+                # inside the host, since they are none of nothing.
+                base = ledger or inside
+                overheads.append((seen - ledger) / base if base else 0.0)
                 numbers = host, ledger, seen, f"{overheads[-1]:.4f}"
                 table.add([str(session.world), name, case, label, *map(str, numbers)])
                 session.print0(
@@ -317,13 +322,35 @@ def grid(args: argparse.Namespace) -> int:
     return code
 
 
+def plot(path: Path) -> int:
+    """Milliseconds against the link's speed, a line for each contender, beside the rows' file."""
+    from ds_usp.planner.plot import new_figure, save_svg
+
+    rows = read_rows(path)
+    panels = list(dict.fromkeys((row["shape"], row["delay_ms"]) for row in rows))
+    figure = new_figure(11, 3.2 * -(-len(panels) // 2))
+    all_axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat
+    for (shape, delay), axes in zip(panels, all_axes, strict=False):
+        shown = [row for row in rows if (row["shape"], row["delay_ms"]) == (shape, delay)]
+        for name in dict.fromkeys(row["contender"] for row in shown):
+            points = sorted((row["gbit"], row["ms"]) for row in shown if row["contender"] == name)
+            axes.loglog(*zip(*points, strict=True), marker=".", label=name)
+        axes.set_title(f"{shape}, {delay:g} ms one way", loc="left")
+        axes.set_xlabel("Gbit/s between the hosts")
+        axes.set_ylabel("ms, forward + backward")
+        axes.grid(color="#e4e4e4", which="both")
+        axes.legend(frameon=False, fontsize="small")
+    save_svg(figure, path.with_suffix(".svg"))
+    return 0
+
+
 def main() -> int:
     """Do what the command line says; the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("command", choices=("bytes", "times", "grid"))
+    add("command", choices=("bytes", "times", "grid", "plot"))
     add("--out", type=Path, help="the CSV file to write")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--interface", default="eth0", help="bytes: the network interface (default: eth0)")
@@ -352,8 +379,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.command != "bytes" and args.out is None:
         parser.error("--out: the file to write")
-    if args.command == "grid":
-        return grid(args)
+    if args.command in ("grid", "plot"):
+        return grid(args) if args.command == "grid" else plot(args.out)
     session = Session.start(args.device)
     work = count_bytes if args.command == "bytes" else measure_times
     passed = work(args, session)

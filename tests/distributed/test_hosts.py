@@ -36,10 +36,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return hosts("run", "--timeout", "90", "--", *command)
 
 
-@pytest.fixture
-def link() -> Iterator[None]:
-    """Two hosts of two ranks, until the test ends."""
-    up("--delay-ms", "0.1")
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
     yield
     assert hosts("down").returncode == 0
 
@@ -97,7 +95,7 @@ def test_hosts_are_apart_and_leave_nothing():
 
 def test_what_cannot_be_is_refused():
     up("--ranks", "1")
-    hosts("down")
+    assert hosts("down").returncode == 0
     for arguments, text in {
         ("up", "--ranks", "1,2,3"): "give one, or one each",
         ("up", "--gbit", "0"): "--gbit must be above 0",
@@ -124,7 +122,6 @@ def test_the_ledger_counts_what_crosses(tmp_path):
     out = tmp_path / "bytes.csv"
     sizes = ("--seq-len", "1024", "--kv-heads", "8", "--head-dim", "128")
     done = run("torchrun", BENCH, "bytes", *sizes, "--out", out)
-    hosts("down")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = list(csv.DictReader(x for x in out.read_text().splitlines() if x[0] != "#"))
     sent = {(r["mesh"], r["case"], r["pass"], r["host"]): int(r["ledger_bytes"]) for r in rows}
@@ -137,7 +134,8 @@ def test_the_ledger_counts_what_crosses(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_mesh_sends_what_the_ledger_counts(link, tmp_path):
+def test_every_mesh_sends_what_the_ledger_counts(tmp_path):
+    up("--delay-ms", "0.1")
     out = tmp_path / "bytes.csv"
     done = run("torchrun", BENCH, "bytes", "--diffusion", "--out", out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -152,7 +150,8 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(link, tmp_path):
+def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(tmp_path):
+    up("--delay-ms", "0.1")
     common = (*MODEL, "--train-iters", "12", "--data-cache-path", tmp_path / "data")
     alone = python(TRAINER, *common, "--num-processes", "1", "--output-dir", tmp_path / "one")
     assert alone.returncode == 0, alone.stderr[-2000:]
@@ -192,7 +191,6 @@ def test_a_rank_that_is_started_twice_is_refused(tmp_path):
     options = "--device cpu --seq-length 128 --distributed-timeout-minutes 0.3 --train-iters"
     command = job.format(sys.executable, TRAINER, tmp_path, options)
     done = run("bash", "-c", f"sleep $NODE_RANK; {command}")
-    hosts("down")
     assert done.returncode == 1
     assert re.search(r"\[rank 0\] ConfigError: rank 0 of 2 was started a second", done.stderr), done
 
@@ -207,7 +205,6 @@ def test_odd_hosts_and_a_lossy_link_give_the_right_result():
     verify = "-m ds_usp verify --device cpu --ulysses 2 --seq-len 512 --heads 4"
     command = f"{sys.executable} -m torch.distributed.run {options} {meet} {verify}"
     done = run("bash", "-c", f"{rename}; exec {command}")
-    hosts("down")
     assert done.returncode == 0 and "EXACT" in done.stdout, (
         done.stdout[-2000:] + done.stderr[-2000:]
     )
