@@ -175,8 +175,10 @@ def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(tm
     text = job.communicate(timeout=90)[0]
     assert job.returncode not in (0, 124) and time.monotonic() - cut < 12 + 20 + 20, text[-3000:]
     assert "ulysses 4 across nodes" in text  # auto has read the hosts
-    for ranks in (r"\[ranks 0, 1\]", r"\[ranks? 2(, 3)?\]"):
-        assert re.search(rf"{ranks} lost contact with another rank", text), text[-3000:]
+    # The first of a host's that fails may be all that its launcher lets report.
+    lines = "\n".join(line for line in text.splitlines() if line.startswith("[rank"))
+    for ranks in (r"\[ranks? [01](, 1)?\]", r"\[ranks? [23](, 3)?\]"):
+        assert re.search(rf"{ranks} lost contact with another rank", lines), lines or text[-3000:]
     assert "the last checkpoint is of step 4: continue with --load" in text, text[-3000:]
     assert hosts("mend", "1").returncode == 0
     done = run("torchrun", TRAINER, *across, "--load", tmp_path / "saved")
