@@ -428,15 +428,15 @@ def hosts_bytes_table(*results: str) -> str:
 def hosts_times_table(results: str) -> str:
     """Milliseconds of every mesh on two hosts, a line for each link and shape; which the planner
     chose, and what DeepSpeed and the faster mesh of one axis take in multiples of it."""
-    cells: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in read(results):
-        key = row["ranks"], row["gbit"], row["delay_ms"], row["shape"]
+    cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in json_lines(results):
+        key = str(row["world"]), f"{row['gbit']:g}", f"{row['delay_ms']:g}", row["shape"]
         cells.setdefault(key, []).append(row)
     names = list(dict.fromkeys(row["contender"] for rows in cells.values() for row in rows))
     lines = []
     for key, rows in cells.items():
-        ms = {row["contender"]: float(row["ms"]) for row in rows}
-        planned = {r["contender"]: float(r["predicted_ms"]) for r in rows if r["predicted_ms"]}
+        ms = {row["contender"]: row["ms"] for row in rows}
+        planned = {r["contender"]: r["predicted_ms"] for r in rows if r["predicted_ms"]}
         choice = min(planned, key=planned.__getitem__)
         axes = [ms[name] for name in (f"ds_usp {key[0]} x 1", f"ds_usp 1 x {key[0]}")]
         others = (ms.get("DeepSpeed ulysses"), min(axes), min(ms[name] for name in planned))
@@ -450,7 +450,7 @@ def hosts_times_table(results: str) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "hosts-bytes": partial(hosts_bytes_table, "hosts_bytes_4.csv", "hosts_bytes_8.csv"),
-    "hosts-times": partial(hosts_times_table, "hosts_times.csv"),
+    "hosts-times": partial(hosts_times_table, "hosts_times.jsonl"),
     "headline": partial(headline_table, HEADLINES),
     "long-run": long_run.table,
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),

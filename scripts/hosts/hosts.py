@@ -1,8 +1,8 @@
 r"""Hosts on one Linux machine: network namespaces, joined by a link of a chosen rate and delay.
 
     python scripts/hosts/hosts.py up --hosts 2 --ranks 2 --gbit 1 --delay-ms 0.5
-    python scripts/hosts/hosts.py run -- torchrun script.py    (2 ranks each, which meet by the link)
-    python scripts/hosts/hosts.py cut 1                        (host 1 loses its link, until `mend 1`)
+    python scripts/hosts/hosts.py run -- torchrun script.py    (on each, 2 ranks, which meet)
+    python scripts/hosts/hosts.py cut 1                        (host 1 loses its link; `mend 1`)
     python scripts/hosts/hosts.py down
 
 A host has a network, a name, shared memory and a boot id of its own, so ranks of two hosts share
@@ -95,7 +95,7 @@ class _State:
         ranks = args.ranks * args.hosts if len(args.ranks) == 1 else args.ranks
         if len(ranks) != args.hosts or min(*ranks, args.hosts, 250 - args.hosts) < 1:
             raise SystemExit(
-                f"hosts.py: --ranks {args.ranks} for {args.hosts} hosts: give one number, or one each"
+                f"hosts.py: --ranks {args.ranks} for {args.hosts} hosts: give one, or one each"
             )
         if not (args.gbit > 0 and args.delay_ms >= 0 and 0 <= args.loss < 1):
             raise SystemExit(

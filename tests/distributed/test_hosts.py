@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,13 +18,14 @@ import pytest
 from programs import ROOT, python
 
 SCRIPTS = ROOT / "scripts" / "hosts"
+BENCH = ROOT / "scripts" / "bench" / "bench_hosts.py"
 TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel" / "pretrain_gpt_usp.py"
 NAME = f"test{os.getpid()}"
-MODEL = (
+MODEL = shlex.split(
     "--seq-length 128 --num-layers 2 --hidden-size 64 --num-attention-heads 8 "
     "--num-key-value-heads 4 --micro-batch-size 2 --device cpu --optimizer sgd --lr 0.1 "
     "--lr-decay-style constant --clip-grad 0"
-).split()
+)
 
 
 def hosts(*arguments: str | Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
@@ -34,10 +36,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return hosts("run", "--timeout", "90", "--", *command)
 
 
-@pytest.fixture
-def link() -> Iterator[None]:
-    """Two hosts of two ranks, until the test ends."""
-    up("--delay-ms", "0.1")
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
     yield
     assert hosts("down").returncode == 0
 
@@ -81,7 +81,9 @@ def test_hosts_are_apart_and_leave_nothing():
     assert float(re.search(r"seconds (\S+)", done.stdout)[1]) > 4e6 * 8 / 1e8  # whatever is lost
     assert run("false").returncode == 1
     assert hosts("run", "--timeout", "0.5", "--", "sleep", "60").returncode == 124
-    sleeping = subprocess.Popen([sys.executable, SCRIPTS / "hosts.py", "--name", NAME, "run", "--", "sleep", "60"])
+    sleeping = subprocess.Popen(
+        [sys.executable, SCRIPTS / "hosts.py", "--name", NAME, "run", "--", "sleep", "60"]
+    )
     time.sleep(0.5)
     state = Path(f"/run/ds-usp-hosts-{NAME}.json")
     os.kill(json.loads(state.read_text())["switch"], signal.SIGKILL)  # as if it crashed
@@ -93,9 +95,9 @@ def test_hosts_are_apart_and_leave_nothing():
 
 def test_what_cannot_be_is_refused():
     up("--ranks", "1")
-    hosts("down")
+    assert hosts("down").returncode == 0
     for arguments, text in {
-        ("up", "--ranks", "1,2,3"): "one number, or one",
+        ("up", "--ranks", "1,2,3"): "give one, or one each",
         ("up", "--gbit", "0"): "--gbit must be above 0",
         ("up", "--loss", "1"): "--loss from 0 to below 1",
         ("run", "--", "true"): "call `up` first",
@@ -119,10 +121,9 @@ def test_the_ledger_counts_what_crosses(tmp_path):
     up("--ranks", "1")
     out = tmp_path / "bytes.csv"
     sizes = ("--seq-len", "1024", "--kv-heads", "8", "--head-dim", "128")
-    done = run("torchrun", SCRIPTS / "measure.py", "bytes", *sizes, "--out", out)
-    hosts("down")
+    done = run("torchrun", BENCH, "bytes", *sizes, "--out", out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = list(csv.DictReader(out.read_text().splitlines()))
+    rows = list(csv.DictReader(x for x in out.read_text().splitlines() if x[0] != "#"))
     sent = {(r["mesh"], r["case"], r["pass"], r["host"]): int(r["ledger_bytes"]) for r in rows}
     # 512 tokens, 4 heads of 128 numbers of 4 bytes: q, k, v and the output, each way.
     assert sent["2 x 1", "8/8 heads", "forward", "0"] == 4 * 512 * 4 * 128 * 4
@@ -133,20 +134,24 @@ def test_the_ledger_counts_what_crosses(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_mesh_sends_what_the_ledger_counts(link, tmp_path):
+def test_every_mesh_sends_what_the_ledger_counts(tmp_path):
+    up("--delay-ms", "0.1")
     out = tmp_path / "bytes.csv"
-    done = run("torchrun", SCRIPTS / "measure.py", "bytes", "--diffusion", "--out", out)
+    done = run("torchrun", BENCH, "bytes", "--diffusion", "--out", out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = list(csv.DictReader(out.read_text().splitlines()))
+    rows = list(csv.DictReader(x for x in out.read_text().splitlines() if x[0] != "#"))
     assert len(rows) == 62 and {"diffusers' Wan", "recurrent states"} <= {r["case"] for r in rows}
 
 
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.slow
-def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(link, tmp_path):
+def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(tmp_path):
+    up("--delay-ms", "0.1")
     common = (*MODEL, "--train-iters", "12", "--data-cache-path", tmp_path / "data")
     alone = python(TRAINER, *common, "--num-processes", "1", "--output-dir", tmp_path / "one")
     assert alone.returncode == 0, alone.stderr[-2000:]
@@ -154,13 +159,14 @@ def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(li
     across = (*common, "--ds-sequence-parallel-size", "4", "--output-dir", folder)
     across += ("--save", tmp_path / "saved", "--save-interval", "4", "--ulysses-degree", "auto")
     across += ("--distributed-timeout-minutes", "0.2")
-    # The run is slowed down until the link is cut: 400 steps would take longer than the test.
+    command = ["run", "--timeout", "90", "--", "torchrun", TRAINER, *across]
     job = subprocess.Popen(
-        [sys.executable, SCRIPTS / "hosts.py", "--name", NAME, "run", "--timeout", "90", "--"]
-        + ["torchrun", *map(str, (TRAINER, *across, "--train-iters", "4000"))],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, SCRIPTS / "hosts.py", "--name", NAME, *command, "--train-iters", "4000"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     metrics = folder / "metrics.jsonl"
     while job.poll() is None and not (metrics.exists() and len(losses(folder)) >= 6):
         time.sleep(0.1)
@@ -169,10 +175,38 @@ def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(li
     text = job.communicate(timeout=90)[0]
     assert job.returncode not in (0, 124) and time.monotonic() - cut < 12 + 20 + 20, text[-3000:]
     assert "ulysses 4 across nodes" in text  # auto has read the hosts
-    for ranks in (r"\[ranks 0, 1\]", r"\[ranks? 2(, 3)?\]"):
-        assert re.search(rf"{ranks} lost contact with another rank", text), text[-3000:]
+    # The first of a host's that fails may be all that its launcher lets report.
+    lines = "\n".join(line for line in text.splitlines() if line.startswith("[rank"))
+    for ranks in (r"\[ranks? [01](, 1)?\]", r"\[ranks? [23](, 3)?\]"):
+        assert re.search(rf"{ranks} lost contact with another rank", lines), lines or text[-3000:]
     assert "the last checkpoint is of step 4: continue with --load" in text, text[-3000:]
     assert hosts("mend", "1").returncode == 0
     done = run("torchrun", TRAINER, *across, "--load", tmp_path / "saved")
     assert done.returncode == 0 and "resumed from step 4" in done.stdout, done.stdout[-3000:]
     assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_started_twice_is_refused(tmp_path):
+    up("--ranks", "1")
+    job = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec {} {} --output-dir {} {} 2"
+    options = "--device cpu --seq-length 128 --distributed-timeout-minutes 0.3 --train-iters"
+    command = job.format(sys.executable, TRAINER, tmp_path, options)
+    done = run("bash", "-c", f"sleep $NODE_RANK; {command}")
+    assert done.returncode == 1
+    assert re.search(r"\[rank 0\] ConfigError: rank 0 of 2 was started a second", done.stderr), done
+
+
+@pytest.mark.slow
+def test_odd_hosts_and_a_lossy_link_give_the_right_result():
+    """Of 3 ranks and 1, and of one name; 1 % of the packets is lost."""
+    up("--ranks", "3,1", "--loss", "0.01", "--delay-ms", "0.2")
+    rename = f"{sys.executable} -c \"import socket; socket.sethostname('same')\""
+    options = "--nnodes 2 --node-rank $NODE_RANK --nproc-per-node $NPROC_PER_NODE"
+    meet = "--master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+    verify = "-m ds_usp verify --device cpu --ulysses 2 --seq-len 512 --heads 4"
+    command = f"{sys.executable} -m torch.distributed.run {options} {meet} {verify}"
+    done = run("bash", "-c", f"{rename}; exec {command}")
+    assert done.returncode == 0 and "EXACT" in done.stdout, (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )

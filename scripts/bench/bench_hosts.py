@@ -1,60 +1,51 @@
-r"""What attention sends between two hosts, and how long it takes; a program of their ranks.
+r"""What attention sends between two hosts, and how long it takes.
 
-    python scripts/hosts/hosts.py run -- torchrun scripts/hosts/measure.py bytes --out bytes.csv
-    python scripts/hosts/hosts.py run -- torchrun scripts/hosts/measure.py times --out times.csv
-    python scripts/hosts/measure.py grid --out times.csv --links 1:0.1 2.5:0.1 10:2    (makes hosts)
-    torchrun --nnodes 2 ... scripts/hosts/measure.py times --device cuda --out times.csv
+    python scripts/hosts/hosts.py run -- torchrun scripts/bench/bench_hosts.py bytes --out bytes.csv
+    python scripts/bench/bench_hosts.py grid --out times.jsonl --links 1:0.1 2.5:0.1 10:2
+    torchrun --nnodes 2 ... scripts/bench/bench_hosts.py times --device cuda --out times.jsonl
 
 ``bytes`` compares the ledger's bytes between nodes with the counters of the network interface, and
 fails where they differ by more than 5 %. ``times`` has contenders interleaved, round after round; a
-number is the median over rounds of the slowest rank. A shape that the file has is not run again.
+number is the median over rounds of the slowest rank. ``grid`` makes hosts with each link, profiles
+them for the planner and runs ``times`` there; ``plot`` draws its file. A shape that the file has is
+not run again.
 
 On CPUs the kernel computes nothing: it sleeps as long as a GPU of ``--tflops`` would compute. With
-``--scale 32`` of ``grid`` heads are 1/32 as wide, links 1/32 as fast and GPUs too: times are those of
-the full sizes, which the file has, but two cores send only so many bytes a second.
+``--scale 32`` heads are 1/32 as wide, links 1/32 as fast and GPUs too: times are those of the full
+sizes, which the file has, but two cores send only so many bytes a second.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from baselines import PEERS, Baseline
+from bench_harness import Session, Table, append_row, read_rows
+from shapes import Shape
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent / "bench")]
+import ds_usp
+from ds_usp.geometry.degrees import divisors
+from ds_usp.geometry.tiles import Tile
+from ds_usp.kernels.api import QKV, BackwardInputs, KernelCaps, OutLse, SingleTileKernel
+from ds_usp.kernels.head_dims import HeadDims
+from ds_usp.planner.attention_time import attention_s
+from ds_usp.planner.hardware import load_cluster
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.recurrence.scan import PieceMap, Recurrence, affine_scan
 
-from baselines import PEERS, Baseline  # noqa: E402
-from bench_harness import Session  # noqa: E402
-from shapes import Shape  # noqa: E402
-
-import ds_usp  # noqa: E402
-from ds_usp.geometry.degrees import divisors  # noqa: E402
-from ds_usp.geometry.tiles import Tile  # noqa: E402
-from ds_usp.kernels.api import (  # noqa: E402
-    QKV,
-    BackwardInputs,
-    KernelCaps,
-    OutLse,
-    SingleTileKernel,
-)
-from ds_usp.kernels.head_dims import HeadDims  # noqa: E402
-from ds_usp.planner.attention_time import attention_s  # noqa: E402
-from ds_usp.planner.hardware import load_cluster  # noqa: E402
-from ds_usp.planner.models import ModelShape  # noqa: E402
-from ds_usp.planner.parallel_config import ParallelConfig, Workload  # noqa: E402
-from ds_usp.recurrence.scan import PieceMap, Recurrence, affine_scan  # noqa: E402
-
+HOSTS = Path(__file__).resolve().parents[1] / "hosts" / "hosts.py"
 LARGEST_OVERHEAD = 0.05
 Step = Callable[[], None]
 
@@ -63,7 +54,7 @@ class SleepingKernel(SingleTileKernel):
     """Results without values, after the time of a GPU: two cores compute attention so slowly that
     no link matters beside them, and sleep at any speed."""
 
-    name = "measure:SleepingKernel"
+    name = "bench_hosts:SleepingKernel"
     caps = KernelCaps(devices=frozenset(), dtypes=frozenset({torch.bfloat16}), head_dims=HeadDims())
     flop_per_s = 400e12
 
@@ -105,7 +96,8 @@ def meshes() -> Iterator[tuple[str, ds_usp.SequenceMesh, ds_usp.Tuning]]:
 def count_bytes(args: argparse.Namespace, session: Session) -> bool:
     """Print and write what was counted of every case; whether all of it is the ledger's."""
     columns = ["ranks", "mesh", "case", "pass", "host", "ledger_bytes", "counted_bytes", "overhead"]
-    rows: list[list[str]] = []
+    table = Table(session, args.out, columns, "bytes that a host sends to the other")
+    overheads: list[float] = []
     for name, mesh, case, passes in byte_cases(args):
         for label, step in passes.items():
             mesh.ledger.reset()
@@ -114,25 +106,27 @@ def count_bytes(args: argparse.Namespace, session: Session) -> bool:
             step()
             dist.barrier()
             counted = _sent_bytes(args.interface) - before
-            sent = sum(mesh.ledger.between_nodes.values())
-            hosts = [(0, 0, 0)] * session.world
-            mine = int(os.environ["GROUP_RANK"]), sent, counted
-            dist.all_gather_object(hosts, mine)
-            for host in sorted({host for host, *_ in hosts}):
-                ledger = sum(sent for of, sent, _ in hosts if of == host)
-                seen = max(counted for of, _, counted in hosts if of == host)
-                over = seen / ledger - 1 if ledger else float("nan")
-                row = [session.world, name, case, label, host, ledger, seen, f"{over:.4f}"]
-                rows.append(list(map(str, row)))
+            ranks = [(0, 0, 0, 0)] * session.world
+            sent = sum(mesh.ledger.between_nodes.values()), sum(mesh.ledger.bytes.values())
+            dist.all_gather_object(ranks, (int(os.environ["GROUP_RANK"]), counted, *sent))
+            for host in sorted({host for host, *_ in ranks}):
+                seen, ledger, inside = (
+                    combine(rank[column] for rank in ranks if rank[0] == host)
+                    for column, combine in ((1, max), (2, sum), (3, sum))
+                )
+                # Where nothing is to cross, the comparisons of calls do: as a share of what is sent
+                # inside the host, since they are none of nothing.
+                base = ledger or inside
+                overheads.append((seen - ledger) / base if base else 0.0)
+                numbers = host, ledger, seen, f"{overheads[-1]:.4f}"
+                table.add([str(session.world), name, case, label, *map(str, numbers)])
                 session.print0(
                     f"{name:24} {case:22} {label:9} host {host}: ledger {ledger / 1e6:8.3f} MB, "
-                    f"counted {seen / 1e6:8.3f} MB, {over:+.2%}"
+                    f"counted {seen / 1e6:8.3f} MB, {overheads[-1]:+.2%}"
                 )
-    _write(args.out, session, columns, rows)
-    # What stays inside the hosts sends a few comparisons of calls between them: no share of it.
-    wrong = [r for r in rows if not (int(r[5]) == 0 or abs(float(r[7])) <= LARGEST_OVERHEAD)]
-    session.print0(f"{len(rows)} rows, {len(wrong)} differ by more than {LARGEST_OVERHEAD:.0%}")
-    return bool(rows) and not wrong
+    wrong = sum(abs(x) > LARGEST_OVERHEAD for x in overheads)
+    session.print0(f"{len(overheads)} rows, {wrong} differ by more than {LARGEST_OVERHEAD:.0%}")
+    return bool(overheads) and not wrong
 
 
 def byte_cases(
@@ -216,7 +210,9 @@ def _sent_bytes(interface: str) -> int:
         name, _, fields = line.partition(":")
         if name.strip() == interface:
             return int(fields.split()[8])
-    raise SystemExit(f"measure.py: there is no interface {interface}: give --interface (`ip addr`)")
+    raise SystemExit(
+        f"bench_hosts.py: there is no interface {interface}: give --interface (`ip addr`)"
+    )
 
 
 # ------------------------------------------------------------------ times
@@ -224,24 +220,18 @@ def _sent_bytes(interface: str) -> int:
 
 def measure_times(args: argparse.Namespace, session: Session) -> bool:
     """Time every contender on every shape that the file does not have."""
-    columns = ["gbit", "delay_ms", "ranks", "shape", "contender", "ms", "least", "most", "rounds"]
-    columns += ["predicted_ms", "load"]
     SleepingKernel.flop_per_s = args.tflops / args.scale * 1e12
     kernel = SleepingKernel.name if args.device == "cpu" else args.kernel
-    for text in args.shapes:
-        shape, cell = (
-            Shape.parse(text),
-            [f"{args.gbit:g}", f"{args.delay_ms:g}", str(session.world)],
-        )
-        if session.all_reduced([_has(args.out, [*cell, str(shape)])])[0]:
+    contenders = {
+        f"ds_usp {name}": ds_usp_contender(mesh, tuning, kernel) for name, mesh, tuning in meshes()
+    }
+    for peer in args.peers:
+        contenders |= {baseline.name: baseline for baseline in PEERS[peer]([kernel])}
+    for shape in map(Shape.parse, args.shapes):
+        cell = {"gbit": args.gbit, "delay_ms": args.delay_ms, "shape": str(shape)}
+        key = {**cell, "world": session.world}.items()
+        if session.all_reduced([any(key <= row.items() for row in read_rows(args.out))])[0]:
             continue
-        contenders = {
-            f"ds_usp {name}": ds_usp_contender(mesh, tuning, kernel)
-            for name, mesh, tuning in meshes()
-        }
-        contenders |= {
-            baseline.name: baseline for peer in args.peers for baseline in PEERS[peer]([kernel])
-        }
         small = replace(shape, head_dim=shape.head_dim // args.scale)
         steps: dict[str, Step] = {}
         for name, contender in contenders.items():
@@ -254,20 +244,18 @@ def measure_times(args: argparse.Namespace, session: Session) -> bool:
         for _ in range(args.rounds):
             for name, times in seconds.items():
                 times.append(session.seconds(steps[name]))
-        rows = []
         for name, times in seconds.items():
-            numbers = [1e3 * x for x in (statistics.median(times), min(times), max(times))]
+            ms = [round(1e3 * x, 2) for x in (statistics.median(times), min(times), max(times))]
             mesh = contenders[name].mesh
-            plain = mesh is not None and "double" not in name
-            predicted = predicted_ms(args, mesh, small) if plain and args.cluster else ""
-            load = f"{os.getloadavg()[0]:.1f}"
-            texts = [f"{x:.2f}" for x in numbers]
-            rows.append([*cell, str(shape), name, *texts, str(args.rounds), predicted, load])
+            plain = mesh is not None and "double" not in name and args.cluster
+            row = {**cell, "contender": name, **dict(zip(("ms", "least", "most"), ms, strict=True))}
+            row["predicted_ms"] = predicted_ms(args, mesh, small) if plain else None
+            row |= {"rounds": args.rounds, "load": os.getloadavg()[0]}
+            append_row(session, args.out, row, ("deepspeed",), f"gloo, scale 1:{args.scale}")
             session.print0(
-                f"{cell[0]:>5} Gbit/s {cell[1]:>4} ms  {shape}  {name:34} {numbers[0]:9.1f} ms "
-                f"({texts[1]} to {texts[2]}), planner {predicted or '-'} ms; load {load}"
+                f"{args.gbit:5g} Gbit/s {args.delay_ms:4g} ms  {shape}  {name:34} {ms[0]:9.1f} ms "
+                f"({ms[1]} to {ms[2]}), planner {row['predicted_ms']}; load {row['load']:.1f}"
             )
-        _write(args.out, session, columns, rows, append=True)
     return True
 
 
@@ -291,7 +279,7 @@ def ds_usp_contender(mesh: ds_usp.SequenceMesh, tuning: ds_usp.Tuning, kernel: s
     return Baseline("ds_usp", kernel, attend, mesh)
 
 
-def predicted_ms(args: argparse.Namespace, mesh: ds_usp.SequenceMesh, shape: Shape) -> str:
+def predicted_ms(args: argparse.Namespace, mesh: ds_usp.SequenceMesh, shape: Shape) -> float:
     """The planner's time of a call, forward and backward, on the profiled links and this kernel."""
     # A profile of CPUs has their attention: its links are these hosts', its kernels are not.
     cluster = replace(
@@ -305,61 +293,55 @@ def predicted_ms(args: argparse.Namespace, mesh: ds_usp.SequenceMesh, shape: Sha
     degrees = {"ulysses": mesh.ulysses_degree, "ring": mesh.ring_degree, "order": mesh.order}
     work, config = Workload(model, shape.seq_len), ParallelConfig(**degrees)
     both = (attention_s(cluster, work, config, backward=backward) for backward in (False, True))
-    return f"{1e3 * sum(time.total for time in both):.2f}"
-
-
-def _has(path: Path, cell: Sequence[str]) -> bool:
-    if not path.exists():
-        return False
-    with path.open(newline="", encoding="utf-8") as file:
-        return any(row[:4] == list(cell) for row in csv.reader(file))
-
-
-def _write(
-    path: Path | None,
-    session: Session,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    append: bool = False,
-) -> None:
-    """Rows of a CSV file, by rank 0."""
-    if path is None or session.rank:
-        return
-    exists = append and path.exists()
-    with path.open("a" if append else "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([*([] if exists else [columns]), *rows])
+    return round(1e3 * sum(time.total for time in both), 2)
 
 
 # ------------------------------------------------------------------ the grid of links
 
 
-def grid(args: argparse.Namespace, more: Sequence[str]) -> int:
-    """``times`` on hosts with each link, one after the other, with a profile of each for the
-    planner; the exit code."""
-    hosts, code = [sys.executable, str(HERE / "hosts.py"), "--name", "grid"], 0
+def grid(args: argparse.Namespace) -> int:
+    """``times`` on hosts with each link, one after the other; the exit code."""
+    hosts, code = [sys.executable, str(HOSTS), "--name", "grid"], 0
+    ours = ["--tflops", args.tflops, "--scale", args.scale, "--rounds", args.rounds]
+    ours += ["--shapes", *args.shapes, "--peers", *args.peers, "--out", args.out]
     for link in args.links:
         gbit, _, delay = link.partition(":")
-        up = [*hosts, "up", "--ranks", str(args.ranks), "--delay-ms", delay or "0"]
-        up += ["--gbit", str(float(gbit) / args.scale)]
-        up = subprocess.run(up, check=False)
-        if up.returncode:
-            return up.returncode
+        up = [*hosts, "up", "--gbit", str(float(gbit) / args.scale), "--delay-ms", delay or "0"]
+        subprocess.run([*up, "--ranks", str(args.ranks)], check=True)
         try:
             run = [*hosts, "run", "--timeout", str(args.timeout), "--", "torchrun"]
             cluster = args.out.with_name(f"{args.out.stem}_{gbit}_{delay or '0'}.json")
             if not cluster.exists():
                 profile = ["-m", "ds_usp", "profile", "--device", "cpu", "--seconds", "5"]
-                subprocess.run(
-                    [*run, *profile, "--out", str(cluster)], check=False, stdout=subprocess.DEVNULL
-                )
-            times = [*run, str(HERE / "measure.py"), "times", "--out", str(args.out)]
-            times += ["--gbit", gbit, "--delay-ms", delay or "0"]
-            times += ["--cluster", str(cluster)] if cluster.exists() else []
-            code = subprocess.run([*times, *more], check=False).returncode or code
+                subprocess.run([*run, *profile, "--out", cluster], stdout=subprocess.DEVNULL)
+            times = [*run, __file__, "times", "--gbit", gbit, "--delay-ms", delay or "0", *ours]
+            times += ["--cluster", cluster] if cluster.exists() else []
+            code = subprocess.run(list(map(str, times))).returncode or code
         finally:
-            subprocess.run([*hosts, "down"], check=False)
+            subprocess.run([*hosts, "down"])
     return code
+
+
+def plot(path: Path) -> int:
+    """Milliseconds against the link's speed, a line for each contender, beside the rows' file."""
+    from ds_usp.planner.plot import new_figure, save_svg
+
+    rows = read_rows(path)
+    panels = list(dict.fromkeys((row["shape"], row["delay_ms"]) for row in rows))
+    figure = new_figure(11, 3.2 * -(-len(panels) // 2))
+    all_axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat
+    for (shape, delay), axes in zip(panels, all_axes, strict=False):
+        shown = [row for row in rows if (row["shape"], row["delay_ms"]) == (shape, delay)]
+        for name in dict.fromkeys(row["contender"] for row in shown):
+            points = sorted((row["gbit"], row["ms"]) for row in shown if row["contender"] == name)
+            axes.loglog(*zip(*points, strict=True), marker=".", label=name)
+        axes.set_title(f"{shape}, {delay:g} ms one way", loc="left")
+        axes.set_xlabel("Gbit/s between the hosts")
+        axes.set_ylabel("ms, forward + backward")
+        axes.grid(color="#e4e4e4", which="both")
+        axes.legend(frameon=False, fontsize="small")
+    save_svg(figure, path.with_suffix(".svg"))
+    return 0
 
 
 def main() -> int:
@@ -368,7 +350,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("command", choices=("bytes", "times", "grid"))
+    add("command", choices=("bytes", "times", "grid", "plot"))
     add("--out", type=Path, help="the CSV file to write")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--interface", default="eth0", help="bytes: the network interface (default: eth0)")
@@ -394,13 +376,11 @@ def main() -> int:
     add("--links", nargs="+", default=["1:0"], help="grid: Gbit/s:delay in ms, of each link")
     add("--ranks", type=int, default=2, help="grid: of each of the two hosts")
     add("--timeout", type=float, default=300, help="grid: seconds of each program")
-    args, more = parser.parse_known_args()
-    if args.command != "grid" and more:
-        parser.error(f"unknown arguments {more}")
-    if args.command == "grid":
-        more = ["--tflops", str(args.tflops), "--rounds", str(args.rounds)]
-        more += ["--scale", str(args.scale)]
-        return grid(args, [*more, "--shapes", *args.shapes, "--peers", *args.peers])
+    args = parser.parse_args()
+    if args.command != "bytes" and args.out is None:
+        parser.error("--out: the file to write")
+    if args.command in ("grid", "plot"):
+        return grid(args) if args.command == "grid" else plot(args.out)
     session = Session.start(args.device)
     work = count_bytes if args.command == "bytes" else measure_times
     passed = work(args, session)
@@ -411,5 +391,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.modules["measure"] = sys.modules["__main__"]  # the kernel is loaded by its name
+    sys.modules["bench_hosts"] = sys.modules["__main__"]  # the kernel is loaded by its name
     sys.exit(main())
