@@ -107,8 +107,8 @@ class ModelComparison:
 
     def begin(self, what: str, text: str) -> None:
         """Compare a text and the model's settings; weights and train or eval mode not, which may be
-        loaded and set later. ``SequenceMesh.check`` compares the model from now on. Collective over
-        the mesh.
+        loaded and set later. ``SequenceMesh.check`` compares the model from now on. Again where
+        settings were changed between passes. Collective over the mesh.
 
         Raises:
             MeshError: they differ; it names the first setting that does.
@@ -564,6 +564,8 @@ class _ModelsOfMesh:
         self._count = 0
 
     def add(self, model: ModelComparison) -> None:
+        if any(other is model for other in self._models.values()):
+            return
         self._models[self._count] = model
         self._count += 1
 

@@ -93,6 +93,33 @@ def test_ranks_of_other_turns_come_together(pool):
     assert abs(losses[0][0]) < BOUND
 
 
+def generated_by_one(ctx: RankContext) -> list[str | float]:
+    """Rank 0 prints a sample, as programs do, and then goes on; then a backward pass comes late."""
+    model, batch = tiny_models.build("llama"), plain_batch()
+    want, results = float(model(**batch).loss), list[str | float]()
+    with transformers.enable(model, mesh_of(2), recompute="full") as enabled:
+        model(**batch)
+        if ctx.rank == 0:
+            with pytest.raises(ds_usp.MeshError) as error, torch.no_grad():
+                model.generate(batch["input_ids"], max_new_tokens=2)
+            results.append(str(error.value))
+        for _ in range(2):
+            out = model(**batch)
+            results.append(float(out.loss) - want)
+        with enabled.paused(), pytest.raises(ds_usp.UnsupportedAttentionError) as late:
+            out.loss.backward()
+        return [*results, str(late.value)]
+
+
+def test_a_model_that_one_rank_has_paused_is_enabled_on_it(pool):
+    """It would compute its next pass alone, and the other rank wait for it."""
+    (said, *first), second = pool.run(generated_by_one, 2, timeout=TIMEOUT_S)
+    assert "rank 0: the end of paused() or generate, which all ranks call" in said
+    for *errors, late in (first, second):
+        assert max(map(abs, errors)) < BOUND
+        assert "paused before a backward pass" in late
+
+
 def wan_left(ctx: RankContext, name: str, cfg_degree: int) -> list[tuple[str, float]]:
     model, given = tiny_diffusers.build(name).eval(), tiny_diffusers.arguments(name)
     with torch.no_grad():

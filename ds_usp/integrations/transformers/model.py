@@ -194,9 +194,17 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self, model: nn.Module, inner: PreTrainedModel, mesh: SequenceMesh, options: Options
     ) -> None:
         self._compared = ModelComparison(mesh, model)
-        self._compared.begin(f"enable {type(inner).__name__}", f"with {options}")
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
+        self._forward_passes = 0
+        self._compare("enable")
+        self._install()
+
+    def _compare(self, what: str) -> None:
+        self._compared.begin(f"{what} {type(self._inner).__name__}", f"with {self._options}")
+
+    def _install(self) -> None:
+        model, mesh, inner, options = self.model, self.mesh, self._inner, self._options
         self._whole_head = refusals.needs_whole_head(inner)
         self._trunk = text_model(inner)
         # Where shards begin in passes that need whole inputs before them, or whole outputs after.
@@ -204,7 +212,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._whole_batch: WholeArguments | None = None
         self._rows: RowsAsTree | None = None  # of the pass that runs
         self._parameters = refusals.positional_arguments(model, inner)
-        self._forward_passes = 0
         self._enabled = True
         self._running = RunningPass()
         self._dealing: Dealing | None = None
@@ -291,13 +298,16 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def disable(self) -> None:
         """Leave the model as it was before :func:`enable`."""
+        self._compared.leave()
+        self._restore()
+
+    def _restore(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         if not self._enabled:
             return
         self._enabled = False
-        self._compared.leave()
         self._attention.restore()
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
@@ -316,16 +326,18 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         ever. At the end the model is enabled again, also after an exception; collective over the
         mesh. ``model.generate`` does so by itself in ``torch.no_grad()``.
         """
-        was_enabled, forward_passes = self._enabled, self._forward_passes
-        dealing = self._dealing
-        self.disable()
+        was_enabled = self._enabled
+        self._restore()
         try:
             yield self.model
         finally:
             if was_enabled:
-                EnabledModel.__init__(self, self.model, self._inner, self.mesh, self._options)
-                self._forward_passes = forward_passes  # dropout goes on
-                self._dealing = dealing
+                # Also where the ranks differ, as one rank has generated and others not: a caller
+                # that goes on after the error would compute its next pass alone.
+                try:
+                    self._compare("the end of paused() or generate, which all ranks call:")
+                finally:
+                    self._install()
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` of an enabled model: of the whole model, on each rank."""
