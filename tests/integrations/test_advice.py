@@ -29,6 +29,7 @@ from transformers.models.mixtral import modeling_mixtral
 import ds_usp
 from ds_usp.integrations.transformers import enable, refusals, whole_arguments
 from ds_usp.integrations.transformers.__main__ import main
+from ds_usp.training import PrefixTree
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "usage" / "transformers.md"
 Act = Callable[[], Any]
@@ -283,6 +284,13 @@ def prompts(learned: bool) -> Any:
 IDS = plain_batch()["input_ids"]
 NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
 PACKED = torch.tensor([[*range(9), *range(32)]])
+TREE = [(0, 20, None), (20, 30, 0), (30, 41, 0)]
+
+
+def tree(**others: Any) -> dict[str, Any]:
+    return {"input_ids": IDS[:1], "tree": TREE, **others}
+
+
 # What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
 CASES: Mapping[str, tuple[str, Act, Act]] = {
     "generate": ("generate: a new token", lambda: generate(True), lambda: generate(False)),
@@ -426,11 +434,86 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: run(build("recurrent_gemma"), padded_batch("left")),
         lambda: run(build("recurrent_gemma"), padded_batch("right")),
     ),
+    "a tree in layers with a window": (
+        "a window or chunks of 11 tokens",
+        lambda: run(build("mistral"), tree()),
+        lambda: run(build("mistral"), {"input_ids": IDS}),
+    ),
+    "a tree in layers that see later tokens": (
+        "tokens that come later",
+        lambda: run(build("modernbert", layer_types=["full_attention"] * 2), tree()),
+        lambda: run(build("modernbert"), {"input_ids": IDS}),
+    ),
+    "a tree beside images": (
+        "is given more than tokens",
+        lambda: run(build_with_tower("gemma3"), tree(token_type_ids=torch.zeros(1, 41).long())),
+        lambda: run(build_with_tower("gemma3"), tree()),
+    ),
+    "a tree in a head of whole rows": (
+        "single tokens of a row",
+        lambda: run(headed("ForSequenceClassification")(), tree()),
+        lambda: run(headed("ForSequenceClassification")(), {"input_ids": IDS}),
+    ),
+    "shared prefixes with a state": (
+        "goes on in one branch only",
+        lambda: run(build("lfm2"), share_prefixes=True),
+        lambda: run(build("lfm2")),
+    ),
+    "a tree with a loss of routers": (
+        "leave output_router_logits out",
+        lambda: run(build("mixtral"), tree(output_router_logits=True)),
+        lambda: run(build("mixtral"), tree()),
+    ),
+    "a tree and padding": (
+        "a root of its own",
+        lambda: llama(**tree(attention_mask=torch.ones(1, 41).triu(3))),
+        lambda: llama(**{**tree(), "tree": [(0, 20, None), (20, 30, 0), (30, 38, 0), (38, 41, -1)]}),
+    ),
+    "a tree and borders": (
+        "both say where documents end",
+        lambda: llama(**tree(cu_seq_lens_q=torch.tensor([0, 41]))),
+        lambda: llama(**tree()),
+    ),
+    "a tree and labels": (
+        "give 'shift_labels'",
+        lambda: llama(**tree(labels=IDS[:1])),
+        lambda: llama(**PrefixTree()([{"prompt": IDS[0, :30], "answers": [IDS[0, 30:]]}])),
+    ),
+    "a tree and other positions": (
+        "go from 29 to 30 at token 30",
+        lambda: llama(**tree(position_ids=torch.arange(41)[None])),
+        lambda: llama(**tree()),
+    ),
+    "a tree and positions of three kinds": (
+        "must be [batch, tokens]",
+        lambda: llama(**tree(position_ids=torch.arange(41).expand(3, 1, 41))),
+        lambda: llama(**tree()),
+    ),
+    "weights without labels": (
+        "this pass has no labels",
+        lambda: llama(input_ids=IDS, loss_weights=torch.ones(2, 41)),
+        lambda: llama(input_ids=IDS),
+    ),
+    "rounded weights": (
+        "whole numbers",
+        lambda: llama(input_ids=IDS, labels=IDS, loss_weights=torch.ones(2, 41).bfloat16()),
+        lambda: llama(input_ids=IDS, labels=IDS, loss_weights=torch.ones(2, 41).long()),
+    ),
+    "weights below 0": (
+        "finite and 0 or more",
+        lambda: llama(input_ids=IDS, labels=IDS, loss_weights=-torch.ones(2, 41)),
+        lambda: llama(input_ids=IDS, labels=IDS, loss_weights=torch.zeros(2, 41) + 0.5),
+    ),
+    "shared prefixes of embeddings": (
+        "rows are told apart by their tokens",
+        lambda: run(build("llama"), {"inputs_embeds": random(2, 41, 64)}, share_prefixes=True),
+        lambda: run(build("llama"), {"inputs_embeds": random(2, 41, 64)}),
+    ),
     "another transformers": ("5.4.1", lambda: version("5.4.1"), lambda: version("5.5.0")),
 }
 # Of layers that carry a state, in transformers that has them as they are served.
 OF_STATES = ("another kind of layers", "a layout without neighbours")
-OF_STATES += ("documents from another position",)
+OF_STATES += ("documents from another position", "shared prefixes with a state")
 # What is given instead of each batch of BATCHES, to the same model.
 INSTEAD: Mapping[str, Callable[[], dict[str, Any]]] = {
     "labels of padding on the right": lambda: labels_of_padding_ignored("right"),
@@ -491,6 +574,27 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "left padding where": ("left padding", "left padding, positions given"),
     "another `ignore_index`": ("ignore_index",),
     "RoBERTa": ("roberta",),
+    "`tree` or `share_prefixes` in layers": (
+        "a tree in layers with a window",
+        "a tree in layers that see later tokens",
+        "shared prefixes with a state",
+        "a tree beside images",
+        "a tree in a head of whole rows",
+        "a tree with a loss of routers",
+        "shared prefixes of embeddings",
+    ),
+    "`tree` beside": (
+        "a tree and padding",
+        "a tree and borders",
+        "a tree and labels",
+        "a tree and other positions",
+        "a tree and positions of three kinds",
+    ),
+    "`loss_weights` below 0": (
+        "weights below 0",
+        "rounded weights",
+        "weights without labels",
+    ),
     "a model that computes its loss": (
         "a loss of its own",
         "a masked head's loss of its own",

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from cases import mesh_of
 from harness import RankContext
 from hf_trainer_runs import Split, run_trl
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ds_usp
-from ds_usp import ConfigError, DataError, UnsupportedAttentionError
-from ds_usp.integrations.transformers import attention, enable
+from ds_usp import DataError
+from ds_usp.integrations.transformers import enable
 from ds_usp.training import PrefixTree
 from ds_usp.training.prefix_tree import SharedPrefixes
 
@@ -65,9 +64,7 @@ def all_rows() -> list[tuple[list[int], int]]:
     return [row for example in examples() for row in rows_of(example, [])]
 
 
-def separate_rows(
-    model: Any, train_on_prompt: bool = False, reduction: str = "tokens"
-) -> Result:
+def separate_rows(model: Any, train_on_prompt: bool = False, reduction: str = "tokens") -> Result:
     """Each row by itself, without ds_usp."""
     losses, counts, logits = [], [], []
     for tokens, prompt in all_rows():

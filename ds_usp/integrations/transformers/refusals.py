@@ -277,11 +277,13 @@ def check_loss_weights(arguments: Mapping[str, Any], targets: Tensor | None) -> 
         )
     if weights.dtype in (torch.float16, torch.bfloat16):
         raise DataError(
-            f"{LOSS_WEIGHTS} arrive in {weights.dtype}, rounded to 3 digits and fewer: give fp32 or "
-            "whole numbers, and of FSDP2 MixedPrecisionPolicy(cast_forward_inputs=False)"
+            f"{LOSS_WEIGHTS} arrive in {weights.dtype}, rounded to 3 digits and fewer: give fp32 "
+            "or whole numbers, and of FSDP2 MixedPrecisionPolicy(cast_forward_inputs=False)"
         )
     if not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise DataError(f"{LOSS_WEIGHTS} must be finite and 0 or more: what a token's loss is times")
+        raise DataError(
+            f"{LOSS_WEIGHTS} must be finite and 0 or more: what a token's loss is times"
+        )
 
 
 def check_loss(model: PreTrainedModel) -> None:
