@@ -5,7 +5,7 @@ compares its shard of the results with the fp64 oracle's.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -65,14 +65,27 @@ def random_tree(draw: random.Random, tokens: int) -> tuple[tuple[int, int, int |
     return tuple(segments)
 
 
+def rectangles_of(
+    segments: Sequence[tuple[int, int, int | None]],
+) -> list[tuple[int, int, int, int, str]]:
+    """A tree segment by segment: its own triangle, and a rectangle to each ancestor."""
+    rectangles = []
+    for start, stop, parent in segments:
+        rectangles.append((start, stop, start, stop, "causal"))
+        while parent is not None:
+            k_start, k_stop, parent = segments[parent]
+            rectangles.append((start, stop, k_start, k_stop, "full"))
+    return rectangles
+
+
 ONE_TREE = ((0, 8, None), (8, 16, 0), (16, 24, 0), (24, 32, 2), (32, 40, 2))
 
 
 class SeesASibling(ds_usp.MaskSpec):
     """A planted error of :data:`ONE_TREE`: a branch sees the last key of the one before it."""
 
-    def areas(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
-        yield from super().areas(sample)
+    def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
+        yield from super().areas_of(sample)
         yield (Area(16, 24, 15, 16),)
 
 
@@ -105,6 +118,7 @@ class Case:
     # Segments (start, end, parent) of a tree, once for all samples or for each of them.
     tree: tuple[tuple[tuple[int, int, int | None], ...], ...] = ()
     sees_a_sibling: bool = False  # planted in what is computed
+    as_rectangles: bool = False  # the tree of all samples
     # Of another sequence of keys: its tokens and the kind of their layout.
     keys: tuple[int, str] | None = None
 
@@ -112,6 +126,8 @@ class Case:
     def mask_spec(self) -> ds_usp.MaskSpec:
         """The mask as the package takes it."""
         if self.tree:
+            if self.as_rectangles:
+                return ds_usp.MaskSpec.rectangles(rectangles_of(self.tree[0]), self.seq_len)
             planted = SeesASibling if self.sees_a_sibling else ds_usp.MaskSpec
             return planted.tree(self.tree)
         return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix, self.blocks)

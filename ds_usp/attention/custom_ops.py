@@ -127,7 +127,7 @@ _LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
     {
         # The mesh's; as below.
         TokenLayout: frozenset({"ulysses", "ring", "order", "documents", "parents"}),
-        MaskSpec: frozenset({"documents", "blocks", "parents"}),  # break the graph
+        MaskSpec: frozenset({"documents", "blocks", "parents", "areas"}),  # break the graph
         Scores: frozenset({"alibi_slopes", "sinks"}),  # tensors of the op
     }
 )

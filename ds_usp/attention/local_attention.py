@@ -174,9 +174,11 @@ def check_overrides(
     if dropout_p is not None and not 0 <= dropout_p < 1:
         raise ConfigError(f"dropout_p={dropout_p} must be 0 or more and less than 1")
     if mask is not None and mask.documents:
+        fix = "give documents=borders to each call"
+        if mask.parents or mask.areas:
+            fix = "call ds_usp.usp_attention with it"
         raise ConfigError(
-            f"mask={mask} was given to the module, and documents belong to a batch: give "
-            "documents=borders to each call"
+            f"mask={mask} was given to the module, and documents belong to a batch: {fix}"
         )
     overrides = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
     for name, value in overrides.items():

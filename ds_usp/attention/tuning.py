@@ -102,8 +102,9 @@ class Tuning:
         # Nothing of it may depend on this rank's own tokens or free memory: other chunks are other
         # exchanges, and the ranks would not meet.
         size = _call_size(split, layout, q, mesh, mask, keys or layout.seq_len)
-        documents = 0 if varlen else sum(len(borders) - 1 for borders in mask.documents)
-        kernel_calls = max(1, ceil(documents / layout.ring))
+        samples = () if varlen else range(len(mask.documents))
+        areas = sum(1 for sample in samples for _ in mask.areas_of(sample))
+        kernel_calls = max(1, ceil(areas / layout.ring))
         blocks = equal_blocks(mask, q.shape[0], layout.seq_len // layout.ring)
         size = size._replace(backward=backward, kernel_calls=kernel_calls, head_blocks=blocks)
         chunks = size.num_chunks() if self.chunks == "auto" else self.chunks

@@ -212,7 +212,10 @@ def check_layout(
 
 
 # As a user writes them, in messages.
-MASKS = "MaskSpec.causal(), .full(), .window(left, right), .tree(segments) or .prefix_lm(prefix)"
+MASKS = (
+    "MaskSpec.causal(), .full(), .window(left, right), .prefix_lm(prefix), .tree(segments) or "
+    ".rectangles(rectangles, seq_len)"
+)
 
 
 def no_mask_error(mask: object) -> ConfigError:

@@ -164,7 +164,7 @@ def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> Chun
 def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:
     """(query, key) pairs of one sample that attend; the mean over several samples."""
     samples, pairs = max(1, len(mask.documents)), 0
-    for area in chain.from_iterable(chain.from_iterable(map(mask.areas, range(samples)))):
+    for area in chain.from_iterable(chain.from_iterable(map(mask.areas_of, range(samples)))):
         rows, columns = min(area.q_stop, queries), min(area.k_stop, keys)
         low = area.k_start - rows if area.left is None else -area.left
         high = columns if area.right is None else area.right

@@ -183,7 +183,12 @@ class TokenLayout:
 
     def _validate_documents(self) -> tuple[Borders, Parents]:
         mask: Any = self.documents
-        if not isinstance(mask, MaskSpec):
+        if isinstance(mask, MaskSpec):
+            if self.parents and (self.parents,) != mask.parents:
+                raise LayoutError(
+                    "the parents are the mask's, and others are given: leave them out"
+                )
+        else:
             mask = MaskSpec(None, 0, mask, parents=(self.parents,) if self.parents else ())
         documents, is_balanced = mask.documents, self.kind == "balanced"
         if is_balanced and not documents:

@@ -6,8 +6,9 @@ import hashlib
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ds_usp.errors import ConfigError
@@ -31,6 +32,13 @@ class Area(NamedTuple):
     k_stop: int
     left: int | None = None
     right: int | None = None
+
+    @property
+    def diagonal(self) -> tuple[int, int]:
+        """The tokens that see themselves, of an area without a left bound."""
+        if self.right is not None and self.right < 0:
+            return 0, 0
+        return max(self.q_start, self.k_start), min(self.q_stop, self.k_stop)
 
 
 # A mask is two bounds on a distance between global positions, and where documents begin; never a
@@ -72,12 +80,14 @@ class MaskSpec:
         parents: for each sample that has documents of its own the parent of each of them, the
             index of an earlier document or -1: its tokens see all of that, and of its parent, and
             so on (:meth:`tree`). Only of causal masks without a window.
+        areas: instead of all others, of every sample (:meth:`rectangles`), in one document.
 
     Raises:
         ConfigError: a bound that is not a whole number of 0 or more; borders that do not start
             at 0 or do not ascend; a prefix together with documents; blocks of other samples than
             the documents, that overlap, or across a border; parents of other samples or numbers
-            than the documents, that do not come first, or with a window, blocks or a full mask.
+            than the documents, that do not come first, or with a window, blocks or a full mask;
+            areas that share a pair, or in none of which a token sees itself.
     """
 
     left: int | None = None
@@ -86,6 +96,7 @@ class MaskSpec:
     prefix: int = 0
     blocks: tuple[Blocks, ...] = ()
     parents: tuple[Parents, ...] = ()
+    areas: tuple[Area, ...] = ()
 
     def __post_init__(self) -> None:
         for name, bound in (("left", self.left), ("right", self.right)):
@@ -111,6 +122,43 @@ class MaskSpec:
         if self.parents:
             object.__setattr__(self, "parents", tuple(map(tuple, self.parents)))
             self._check_parents()
+        if self.areas:
+            object.__setattr__(self, "areas", tuple(Area(*area) for area in self.areas))
+            self._check_areas()
+
+    def _check_areas(self) -> None:
+        one_document = [len(borders) for borders in self.documents] == [2]
+        bounded = any(area.left is not None for area in self.areas)
+        others = replace(self, documents=(), areas=()) != MaskSpec(None, 0)
+        if others or bounded or not one_document:
+            raise ConfigError(
+                "areas are all of a mask and have no left bound, and here are such a bound, other "
+                "fields, or not the one document that is the sequence: use "
+                "MaskSpec.rectangles(rectangles, seq_len)"
+            )
+        seq_len, before = self.documents[0][-1], list[Area]()
+        for area in sorted(self.areas, key=itemgetter(0, 1, 2, 3)):
+            shown = _format_area(area)
+            if not (0 <= area.q_start < area.q_stop <= seq_len) or not (
+                0 <= area.k_start < area.k_stop <= seq_len
+            ):
+                raise ConfigError(f"{shown} must have a query and a key of 0 to {seq_len}")
+            before = [x for x in before if x.q_stop > area.q_start]
+            for other in before:
+                if _share_pairs(other, area):
+                    raise ConfigError(
+                        f"{shown} and {_format_area(other)} share a pair, which would count twice: "
+                        "cut one of them at the other's border"
+                    )
+            before.append(area)
+        seen = 0
+        for start, stop in sorted([*(x.diagonal for x in self.areas), (seq_len, seq_len)]):
+            if start > seen:
+                raise ConfigError(
+                    f"tokens {seen} to {start} are in no rectangle with themselves: a token sees "
+                    f"itself at least, as by ({seen}, {start}, {seen}, {start}, 'causal')"
+                )
+            seen = max(seen, stop)
 
     def _check_parents(self) -> None:
         if (self.left, self.right) != (None, 0) or self.blocks:
@@ -215,6 +263,34 @@ class MaskSpec:
         return cls(None, 0, tuple(borders for borders, _ in joined), parents=parents)
 
     @classmethod
+    def rectangles(cls, rectangles: Any, seq_len: int) -> MaskSpec:
+        """What the rectangles show, and nothing else.
+
+        Args:
+            rectangles: ``(q_start, q_stop, k_start, k_stop, kind)`` in tokens, for every sample; of
+                kind ``"full"``, or ``"causal"``: its last query sees its last key, the one before
+                that the one before, and so on. Each pair of tokens in one at most; every token sees
+                itself (padding too).
+            seq_len: tokens of the sequence.
+
+        Raises:
+            ConfigError: beyond the sequence or empty; two that share a pair; a token without
+                itself.
+        """
+        areas = []
+        for index, rectangle in enumerate(_as_list(rectangles, _RECTANGLES)):
+            *numbers, kind = _as_list(rectangle, _RECTANGLES) or [None]
+            whole = len(numbers) == 4 and all(type(x) is int for x in numbers)
+            if not whole or kind not in ("full", "causal"):
+                raise ConfigError(_RECTANGLES.format(rectangle) + f"; rectangle {index} is not")
+            q_start, q_stop, k_start, k_stop = numbers
+            right = k_stop - q_stop if kind == "causal" else None
+            areas.append(Area(q_start, q_stop, k_start, k_stop, None, right))
+        if not areas:
+            raise ConfigError(_RECTANGLES.format(rectangles) + ", and there is none")
+        return cls(None, 0, ((0, seq_len),), areas=tuple(areas))
+
+    @classmethod
     def prefix_lm(cls, prefix: int) -> MaskSpec:
         """Causal, but the first ``prefix`` tokens see each other in both directions (T5's prefix
         language model, arXiv 1910.10683)."""
@@ -237,8 +313,11 @@ class MaskSpec:
         left = 0 if self.blocks and self.left is None else self.left
         return MaskSpec(left, self.right) if self.documents else self
 
-    def areas(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
+    def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
         """All pairs that attend, each in one area; areas that may make one tile are together."""
+        if self.areas:
+            yield from zip(self.areas, strict=True)
+            return
         if not self.documents:
             start = self.prefix
             prefix = (Area(0, _END, 0, start),) if start else ()
@@ -247,12 +326,8 @@ class MaskSpec:
         borders = self.documents[sample]
         for index, (start, stop) in enumerate(pairwise(borders)):
             own = Area(start, stop, start, stop, self.left, self.right)
-            if self.blocks and self.right is not None:
-                ahead = -1 - self.right
-                blocks = self._blocks_of(sample, index)
-                yield own, *(Area(a, b, a, b, ahead) for a, b in blocks)
-            else:
-                yield (own,)
+            blocks = () if self.right is None else self.blocks_of(sample, index)
+            yield own, *(Area(a, b, a, b, -1 - (self.right or 0)) for a, b in blocks)
         if self.parents:
             for index, runs in enumerate(_descendants(borders, self.parents[sample])):
                 for start, stop in runs:
@@ -272,8 +347,10 @@ class MaskSpec:
         """Samples of a batch that it was made for; None: any number, all alike."""
         return len(self.documents) if len(self.documents) > 1 else None
 
-    def _blocks_of(self, sample: int, document: int) -> Blocks:
+    def blocks_of(self, sample: int, document: int) -> Blocks:
         """The blocks inside of a document of a sample."""
+        if not self.blocks:
+            return ()
         blocks, borders = self.blocks[sample], self.documents[sample]
         first, last = (bisect_left(blocks, (x,)) for x in borders[document : document + 2])
         return blocks[first:last]
@@ -301,6 +378,13 @@ class MaskSpec:
             )
 
     def allows(self, query: int, key: int, sample: int = 0) -> bool:
+        if self.areas:
+            return any(
+                x.q_start <= query < x.q_stop
+                and x.k_start <= key < x.k_stop
+                and (x.right is None or key - query <= x.right)
+                for x in self.areas
+            )
         if self.documents:
             borders = self.documents[sample if len(self.documents) > 1 else 0]
             own, other = (bisect_right(borders, position) - 1 for position in (query, key))
@@ -328,6 +412,8 @@ class MaskSpec:
         if self.blocks:
             count = sum(map(len, self.blocks))
             text += f" with {count} blocks ({_digest(self.blocks)})"
+        if self.areas:
+            return f"{len(self.areas)} rectangles ({_digest(self.areas)})"
         if not self.documents:
             return text
         return f"{text} in {format_documents(self.documents, self.parents)}"
@@ -350,6 +436,9 @@ def normalize_documents(documents: Any) -> tuple[Borders, ...]:
 
 _BORDERS = "documents={!r} must be cumulative borders such as [0, 5, 17, seq_len]"
 _SEGMENTS = "segments={!r} must be (start, end, parent) of each, as [(0, 5, None), (5, seq_len, 0)]"
+_RECTANGLES = (
+    "rectangles={!r} must be (q_start, q_stop, k_start, k_stop, 'full' or 'causal') of each"
+)
 
 
 def _as_list(x: Any, expected: str) -> list[Any]:
@@ -358,6 +447,20 @@ def _as_list(x: Any, expected: str) -> list[Any]:
     if isinstance(x, str) or not isinstance(x, Sequence):
         raise ConfigError(expected.format(x) + ", or a list of them for each sample")
     return list(x)
+
+
+def _format_area(area: Area) -> str:
+    kind = "full" if area.right is None else "causal"
+    return "rectangle ({}, {}, {}, {}, {!r})".format(*area[:4], kind)
+
+
+def _share_pairs(a: Area, b: Area) -> bool:
+    """Whether two areas without left bounds do."""
+    rows = max(a.q_start, b.q_start), min(a.q_stop, b.q_stop)
+    columns = max(a.k_start, b.k_start), min(a.k_stop, b.k_stop)
+    bounds = [area.right for area in (a, b) if area.right is not None]
+    nearest = columns[0] - (rows[1] - 1)  # of the last row to the first column
+    return rows[0] < rows[1] and columns[0] < columns[1] and all(nearest <= x for x in bounds)
 
 
 def _is_list(x: Any) -> bool:

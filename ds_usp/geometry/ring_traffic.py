@@ -150,7 +150,7 @@ def visible_runs(
     (queries, q_firsts), (keys, k_firsts) = (_index_of_ranks(x) for x in (layout, kv_layout))
     visible: list[list[list[tuple[int, int]]]] = [[[] for _ in ranks] for _ in ranks]
     for sample in range(max(1, len(mask.documents))):
-        for area in chain.from_iterable(mask.areas(sample)):
+        for area in chain.from_iterable(mask.areas_of(sample)):
             rows = queries.between(area.q_start, area.q_stop)
             for k, k_at in keys.between(area.k_start, area.k_stop):
                 owner = bisect_right(k_firsts, k_at) - 1

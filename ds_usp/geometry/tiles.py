@@ -145,7 +145,7 @@ def plan_tiles(
     """
     queries, keys = ShardIndex(q_segments), ShardIndex(k_segments)
     legal: list[Tile] = []
-    for areas in mask.areas(sample):
+    for areas in mask.areas_of(sample):
         tiles = [
             tile
             for area in areas

@@ -106,7 +106,9 @@ class Shape:
         )
         others = shape.window or shape.documents
         if options or (shape.full and others) or (shape.tree and (shape.full or others)):
-            raise ValueError(f"shape {text!r}: expected {SHAPE_SYNTAX}; full and trees exclude other masks")
+            raise ValueError(
+                f"shape {text!r}: expected {SHAPE_SYNTAX}; full and trees exclude other masks"
+            )
         return shape
 
     @property

@@ -15,8 +15,8 @@ LAYOUTS = (*ALL_LAYOUTS, "balanced")
 
 
 def random_cases(ulysses: int, ring: int, third: int) -> list[Case]:
-    """Every third of the layouts with trees that samples share, and with others for each; on the
-    next two meshes the others."""
+    """Every third of the layouts with trees that samples share, some as rectangles, and with others
+    for each; on the next two meshes the others."""
     draw, cases, ranks = random.Random(ulysses * 10 + ring), [], ulysses * ring
     for index, (layout, shared) in enumerate(product(LAYOUTS, (True, False))):
         tokens, batch = draw.randint(2 * ranks, 2 * ranks + 70), draw.randint(1, 3)
@@ -32,6 +32,7 @@ def random_cases(ulysses: int, ring: int, third: int) -> list[Case]:
                 kernel=draw.choice(["auto", "eager"]),
                 tuning=draw.choice(TUNINGS if kv_heads >= 2 * ulysses else TUNINGS[:2]),
                 tree=tuple(random_tree(draw, tokens) for _ in range(1 if shared else batch)),
+                as_rectangles=shared and index % 4 == 0,
                 seed=index,
             )
         )

@@ -281,14 +281,40 @@ def prompts(learned: bool) -> Any:
     return run(model)
 
 
+def see(mask: ds_usp.MaskSpec, *, alibi: bool = False) -> Any:
+    """Attention of 16 tokens under a mask."""
+    mesh, q = ds_usp.SequenceMesh.single(), random(1, 16, 2, 8)
+    layout = mesh.layout("zigzag", 16)
+    scores = ds_usp.Scores(alibi_slopes=torch.ones(2) if alibi else None)
+    return ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=mask, scores=scores)
+
+
+def drop_in(mask: ds_usp.MaskSpec) -> Any:
+    mesh = ds_usp.SequenceMesh.single()
+    return ds_usp.USPAttention(torch.nn.Identity(), mesh=mesh, mask=mask, dropout_p=0.0)
+
+
+ROOT = (0, 8, None)
+TREE = (ROOT, (8, 12, 0), (12, 16, 0))
+ROWS_OF_TREE = ds_usp.MaskSpec.causal([0, 8, 12, 16])
+
+
+def tree(*segments: tuple[int, int, int | None]) -> Act:
+    return lambda: see(ds_usp.MaskSpec.tree(segments))
+
+
+def rectangles(*given: tuple[int, int, int, int, str]) -> Act:
+    return lambda: see(ds_usp.MaskSpec.rectangles(given, 16))
+
+
+SQUARES = (0, 8, 0, 8, "causal"), (8, 16, 8, 16, "full")
 IDS = plain_batch()["input_ids"]
 NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
 PACKED = torch.tensor([[*range(9), *range(32)]])
-TREE = [(0, 20, None), (20, 30, 0), (30, 41, 0)]
-
-
-def tree(**others: Any) -> dict[str, Any]:
-    return {"input_ids": IDS[:1], "tree": TREE, **others}
+def in_tree(**others: Any) -> dict[str, Any]:
+    """A prompt and two answers, a batch of one row."""
+    segments = [(0, 20, None), (20, 30, 0), (30, 41, 0)]
+    return {"input_ids": IDS[:1], "tree": segments, **others}
 
 
 # What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
@@ -436,22 +462,22 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
     ),
     "a tree in layers with a window": (
         "a window or chunks of 11 tokens",
-        lambda: run(build("mistral"), tree()),
+        lambda: run(build("mistral"), in_tree()),
         lambda: run(build("mistral"), {"input_ids": IDS}),
     ),
     "a tree in layers that see later tokens": (
         "tokens that come later",
-        lambda: run(build("modernbert", layer_types=["full_attention"] * 2), tree()),
+        lambda: run(build("modernbert", layer_types=["full_attention"] * 2), in_tree()),
         lambda: run(build("modernbert"), {"input_ids": IDS}),
     ),
     "a tree beside images": (
         "is given more than tokens",
-        lambda: run(build_with_tower("gemma3"), tree(token_type_ids=torch.zeros(1, 41).long())),
-        lambda: run(build_with_tower("gemma3"), tree()),
+        lambda: run(build_with_tower("gemma3"), in_tree(token_type_ids=torch.zeros(1, 41).long())),
+        lambda: run(build_with_tower("gemma3"), in_tree()),
     ),
     "a tree in a head of whole rows": (
         "single tokens of a row",
-        lambda: run(headed("ForSequenceClassification")(), tree()),
+        lambda: run(headed("ForSequenceClassification")(), in_tree()),
         lambda: run(headed("ForSequenceClassification")(), {"input_ids": IDS}),
     ),
     "shared prefixes with a state": (
@@ -461,33 +487,33 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
     ),
     "a tree with a loss of routers": (
         "leave output_router_logits out",
-        lambda: run(build("mixtral"), tree(output_router_logits=True)),
-        lambda: run(build("mixtral"), tree()),
+        lambda: run(build("mixtral"), in_tree(output_router_logits=True)),
+        lambda: run(build("mixtral"), in_tree()),
     ),
     "a tree and padding": (
         "a root of its own",
-        lambda: llama(**tree(attention_mask=torch.ones(1, 41).triu(3))),
-        lambda: llama(**{**tree(), "tree": [(0, 20, None), (20, 30, 0), (30, 38, 0), (38, 41, -1)]}),
+        lambda: llama(**in_tree(attention_mask=torch.ones(1, 41).triu(3))),
+        lambda: llama(**{**in_tree(), "tree": [(0, 20, None), (20, 30, 0), (30, 38, 0), (38, 41, -1)]}),
     ),
     "a tree and borders": (
         "both say where documents end",
-        lambda: llama(**tree(cu_seq_lens_q=torch.tensor([0, 41]))),
-        lambda: llama(**tree()),
+        lambda: llama(**in_tree(cu_seq_lens_q=torch.tensor([0, 41]))),
+        lambda: llama(**in_tree()),
     ),
     "a tree and labels": (
         "give 'shift_labels'",
-        lambda: llama(**tree(labels=IDS[:1])),
+        lambda: llama(**in_tree(labels=IDS[:1])),
         lambda: llama(**PrefixTree()([{"prompt": IDS[0, :30], "answers": [IDS[0, 30:]]}])),
     ),
     "a tree and other positions": (
         "go from 29 to 30 at token 30",
-        lambda: llama(**tree(position_ids=torch.arange(41)[None])),
-        lambda: llama(**tree()),
+        lambda: llama(**in_tree(position_ids=torch.arange(41)[None])),
+        lambda: llama(**in_tree()),
     ),
     "a tree and positions of three kinds": (
         "must be [batch, tokens]",
-        lambda: llama(**tree(position_ids=torch.arange(41).expand(3, 1, 41))),
-        lambda: llama(**tree()),
+        lambda: llama(**in_tree(position_ids=torch.arange(41).expand(3, 1, 41))),
+        lambda: llama(**in_tree()),
     ),
     "weights without labels": (
         "this pass has no labels",
@@ -508,6 +534,50 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "rows are told apart by their tokens",
         lambda: run(build("llama"), {"inputs_embeds": random(2, 41, 64)}, share_prefixes=True),
         lambda: run(build("llama"), {"inputs_embeds": random(2, 41, 64)}),
+    ),
+    "a tree that ends early": ("must be 16 (padding", tree(*TREE[:2]), tree(*TREE)),
+    "a gap in a tree": (
+        "in no segment",
+        tree(ROOT, (9, 16, 0)),
+        tree(ROOT, (8, 9, None), (9, 16, 0)),
+    ),
+    "segments that overlap": ("do not overlap", tree(ROOT, (7, 16, 0)), tree(ROOT, (8, 16, 0))),
+    "an empty segment": ("leave it out", tree(ROOT, (8, 8, 0), (8, 16, 0)), tree(ROOT, (8, 16, 0))),
+    "a later parent": (
+        "comes after its parent",
+        tree((0, 4, 1), (4, 12, None), (12, 16, 1)),
+        tree((0, 8, None), (8, 12, 0), (12, 16, 0)),
+    ),
+    "no such parent": ("None for a root", tree(ROOT, (8, 16, 4)), tree(ROOT, (8, 16, None))),
+    "a window over a tree": (
+        "MaskSpec.tree(segments)",
+        lambda: ds_usp.MaskSpec(3, 0, [0, 8, 12, 16], parents=((-1, 0, 0),)),
+        tree(*TREE),
+    ),
+    "ALiBi of a tree": (
+        "a row of its own",
+        lambda: see(ds_usp.MaskSpec.tree(TREE), alibi=True),
+        lambda: see(ROWS_OF_TREE, alibi=True),
+    ),
+    "parents of a zigzag": (
+        "leave them to the mask",
+        lambda: ds_usp.TokenLayout("contiguous", 16, documents=ds_usp.MaskSpec.tree(TREE)),
+        lambda: see(ds_usp.MaskSpec.tree(TREE)),
+    ),
+    "a module of a tree": (
+        "call ds_usp.usp_attention with it",
+        lambda: drop_in(ds_usp.MaskSpec.tree(TREE)),
+        tree(*TREE),
+    ),
+    "rectangles that share a pair": (
+        "cut one of them",
+        rectangles(*SQUARES, (6, 16, 0, 8, "full")),
+        rectangles(*SQUARES, (8, 16, 0, 8, "full")),
+    ),
+    "a token without itself": (
+        "(8, 16, 8, 16, 'causal')",
+        rectangles(SQUARES[0]),
+        rectangles(*SQUARES),
     ),
     "another transformers": ("5.4.1", lambda: version("5.4.1"), lambda: version("5.5.0")),
 }

@@ -25,10 +25,10 @@ from ds_usp.comm.mesh import MESH_REGISTRY
 from ds_usp.training import RotaryPositions
 
 NOT_IN_OP = {
-    ds_usp.MaskSpec: {"documents", "blocks"},  # break the graph
+    ds_usp.MaskSpec: {"documents", "blocks", "parents", "areas"},  # break the graph
     ds_usp.Scores: {"alibi_slopes", "sinks"},  # as tensors
     # The mesh has the same; documents break the graph.
-    ds_usp.TokenLayout: {"ulysses", "ring", "order", "documents"},
+    ds_usp.TokenLayout: {"ulysses", "ring", "order", "documents", "parents"},
     ds_usp.Tuning: set(),
 }
 

@@ -361,7 +361,43 @@ def test_one_document_is_a_zigzag():
         assert [one.segments(r) for r in range(ring)] == [zigzag.segments(r) for r in range(ring)]
 
 
+TREE = [(0, 4, None), (4, 6, 0), (6, 8, 0)]
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_the_work_of_a_tree_is_balanced(ring):
+    """A prompt and answers of many lengths: pairs counted token by token, beside an equal number of
+    tokens; documents alone would count the answers too little."""
+    draw, segments = random.Random(ring), [(0, 8000, None)]
+    while segments[-1][1] < 16384:
+        stop = min(16384, segments[-1][1] + draw.randint(16, 1500))
+        segments.append((segments[-1][1], stop, 0))
+    mask = MaskSpec.tree(segments)
+    layout = TokenLayout("balanced", 16384, 2, ring, documents=mask)
+    seen = [x + 1 for x in TokenLayout("contiguous", 16384).positions(0, mask=mask)]
+    work = [sum(seen[x] for x in layout.ring_positions(rank)) for rank in range(ring)]
+    assert max(work) * ring / sum(work) <= 1.03
+    tokens = [layout.ring_length(rank) for rank in range(ring)]
+    assert max(tokens) - min(tokens) <= 1
+    assert layout != TokenLayout("balanced", 16384, 2, ring, documents=mask.documents)
+
+
 WRONG_DOCUMENTS: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+    "other parents": (
+        ("contiguous", 8, 1, 2, "ulysses-ring", MaskSpec.tree(TREE), (-1, 0, -1)),
+        LayoutError,
+        "the parents are the mask's",
+    ),
+    "parents of another layout": (
+        ("contiguous", 8, 1, 2, "ulysses-ring", MaskSpec.tree(TREE)),
+        LayoutError,
+        "takes no parents: leave them to the mask",
+    ),
+    "trees of each sample": (
+        ("balanced", 8, 1, 2, "ulysses-ring", MaskSpec.tree([TREE, TREE])),
+        LayoutError,
+        "each of 2 samples",
+    ),
     "no documents": (("balanced", 16, 1, 2), LayoutError, "none were given"),
     "of each sample": (
         ("balanced", 16, 1, 2, "ulysses-ring", [[0, 16], [0, 4, 16]]),

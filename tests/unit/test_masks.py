@@ -341,3 +341,73 @@ def test_what_is_no_tree_is_refused(name):
 def test_parents_of_other_masks_are_refused(mask, text):
     with pytest.raises(ConfigError, match=text):
         mask()
+
+
+# ------------------------------------------------------------------ rectangles
+
+
+def test_rectangles_are_what_they_show():
+    tree = [(0, 6, 0, 6, "causal"), (6, 9, 0, 6, "full"), (6, 9, 6, 9, "causal")]
+    tree += [(9, 14, 0, 6, "full"), (9, 14, 9, 14, "causal")]
+    mask = MaskSpec.rectangles(tree, 14)
+    same = MaskSpec.tree([(0, 6, None), (6, 9, 0), (9, 14, 0)])
+    pairs = list(product(range(14), repeat=2))
+    assert [mask.allows(*pair) for pair in pairs] == [same.allows(*pair) for pair in pairs]
+    assert visible_pairs(mask, 14, 14) == visible_pairs(same, 14, 14)
+    # A causal one is aligned at its last query and its last key.
+    wide = MaskSpec.rectangles([(0, 4, 0, 4, "causal"), (4, 7, 2, 7, "causal")], 7)
+    assert [[k for k in range(7) if wide.allows(q, k)] for q in (4, 6)] == [
+        [2, 3, 4],
+        [*range(2, 7)],
+    ]
+    assert str(wide) != str(MaskSpec.rectangles([(0, 7, 0, 7, "causal")], 7))
+    assert MaskSpec.rectangles([(0, 7, 0, 7, "full")], 7).band == MaskSpec.causal()
+
+
+SQUARE = (0, 9, 0, 9, "causal")
+WRONG_RECTANGLES: dict[str, tuple[Any, str]] = {
+    "beyond the sequence": ([SQUARE, (8, 12, 0, 4, "full")], r"a query and a key of 0 to 9"),
+    "empty": ([SQUARE, (4, 4, 0, 4, "full")], r"rectangle \(4, 4, 0, 4, 'full'\) must have"),
+    "a pair in two": (
+        [SQUARE, (5, 9, 8, 9, "full")],
+        r"\(5, 9, 8, 9, 'full'\) and rectangle \(0, 9, 0, 9, 'causal'\) share a pair",
+    ),
+    "a token without itself": (
+        [(0, 4, 0, 4, "full"), (6, 9, 0, 9, "full")],
+        r"tokens 4 to 6 are in no rectangle with themselves: .* \(4, 6, 4, 6, 'causal'\)",
+    ),
+    "twice": (
+        [(0, 9, 0, 9, "full"), SQUARE],
+        r"'causal'\) and rectangle \(0, 9, 0, 9, 'full'\) share a pair",
+    ),
+    "another kind": ([(0, 9, 0, 9, "window")], r"'window'\) must be .* rectangle 0 is not"),
+    "four numbers": ([(0, 9, 0, 9)], "rectangle 0 is not"),
+    "none": ([], "there is none"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RECTANGLES)
+def test_rectangles_that_are_no_mask_are_refused(name):
+    rectangles, text = WRONG_RECTANGLES[name]
+    with pytest.raises(ConfigError, match=text):
+        MaskSpec.rectangles(rectangles, 9)
+
+
+def test_disjoint_parts_of_overlapping_rectangles_are_no_pair_twice():
+    """The upper triangle of the causal square is free for another one."""
+    mask = MaskSpec.rectangles([SQUARE, (0, 4, 4, 9, "full")], 9)
+    assert mask.allows(0, 8) and mask.allows(8, 0) and not mask.allows(5, 8)
+
+
+def test_rectangles_with_other_fields_are_refused():
+    areas = MaskSpec.rectangles([SQUARE], 9).areas
+    bounded = {"areas": [(0, 9, 0, 9, 3, 0)]}
+    for fields in (
+        {"left": 3},
+        {"documents": [0, 4, 9]},
+        {"documents": ()},
+        {"prefix": 2},
+        bounded,
+    ):
+        with pytest.raises(ConfigError):
+            MaskSpec(**{"right": 0, "documents": [0, 9], "areas": areas, **fields})

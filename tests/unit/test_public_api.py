@@ -203,7 +203,7 @@ def test_a_broken_link_and_a_page_without_a_place_fail_the_build(wrong, tmp_path
     assert message in caplog.text
 
 
-def test_the_picture_of_degrees_is_what_its_program_draws():
-    import draw_degrees
-
-    assert draw_degrees.PICTURE.read_text(encoding="utf-8") == draw_degrees.picture()
+@pytest.mark.parametrize("program", ["draw_degrees", "draw_packed"])
+def test_a_picture_is_what_its_program_draws(program):
+    drawn = importlib.import_module(program)
+    assert drawn.PICTURE.read_text(encoding="utf-8") == drawn.picture()

@@ -4,7 +4,7 @@ pair is computed once, and each rank receives exactly what its peers send."""
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import get_args
 
 import pytest
@@ -53,6 +53,14 @@ class Problem:
     def visible(self, sample: int) -> list[int]:
         """The keys that each query sees, as bits, straight from the definition of the mask."""
         mask, tokens = self.mask, self.keys.seq_len
+        if mask.areas:
+            bits = [0] * tokens
+            for q_start, q_stop, k_start, k_stop, _, right in mask.areas:
+                for query in range(q_start, q_stop):
+                    # Of a causal one the last query sees the last key.
+                    stop = k_stop if right is None else k_stop - (q_stop - 1 - query)
+                    bits[query] |= (1 << max(stop, k_start)) - (1 << k_start)
+            return bits
         borders = (
             mask.documents[sample] if mask.documents else (0, max(tokens, self.layout.seq_len))
         )
@@ -115,6 +123,17 @@ def problems(draw: st.DrawFn, what: str) -> Problem:
         if draw(st.booleans()):  # for this tree, or for another
             one = draw(st.just(trees[0]) | st.randoms().map(lambda x: random_tree(x, tokens)))
             layout = TokenLayout("balanced", tokens, *shape, MaskSpec.tree(one))
+    elif what == "rectangles":
+        blocks = list(
+            pairwise(draw(borders_of(tokens) if tokens < 50 else st.just([0, 9, tokens])))
+        )
+        kinds_of = [("causal", "full"), ("causal", "full", "none")]
+        given = [
+            (*rows, *columns, draw(st.sampled_from(kinds_of[rows != columns])))
+            for rows, columns in product(blocks, blocks)
+            if len(blocks) < 12 or rows == columns
+        ]
+        mask = MaskSpec.rectangles([x for x in given if x[4] != "none"], tokens)
     elif what == "prefix":
         mask = MaskSpec(*window, prefix=draw(st.integers(0, tokens)))
     elif what == "other keys":
@@ -356,7 +375,7 @@ def check_bounds(problem: Problem, plans: list[RingSchedule]) -> None:
         assert plans[0].max_recv_tokens == max(received)
 
 
-WHAT = ["window", "documents", "balanced", "blocks", "tree", "prefix", "other keys"]
+WHAT = ["window", "documents", "balanced", "blocks", "tree", "rectangles", "prefix", "other keys"]
 
 
 @pytest.mark.parametrize("what", WHAT)
