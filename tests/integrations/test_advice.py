@@ -311,6 +311,8 @@ SQUARES = (0, 8, 0, 8, "causal"), (8, 16, 8, 16, "full")
 IDS = plain_batch()["input_ids"]
 NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
 PACKED = torch.tensor([[*range(9), *range(32)]])
+
+
 def in_tree(**others: Any) -> dict[str, Any]:
     """A prompt and two answers, a batch of one row."""
     segments = [(0, 20, None), (20, 30, 0), (30, 41, 0)]
@@ -493,7 +495,9 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
     "a tree and padding": (
         "a root of its own",
         lambda: llama(**in_tree(attention_mask=torch.ones(1, 41).triu(3))),
-        lambda: llama(**{**in_tree(), "tree": [(0, 20, None), (20, 30, 0), (30, 38, 0), (38, 41, -1)]}),
+        lambda: llama(
+            **{**in_tree(), "tree": [(0, 20, None), (20, 30, 0), (30, 38, 0), (38, 41, -1)]}
+        ),
     ),
     "a tree and borders": (
         "both say where documents end",
