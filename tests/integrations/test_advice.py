@@ -475,7 +475,7 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
     "a tree beside images": (
         "is given more than tokens",
         lambda: run(build_with_tower("gemma3"), in_tree(token_type_ids=torch.zeros(1, 41).long())),
-        lambda: run(build_with_tower("gemma3"), in_tree()),
+        lambda: run(build_with_tower("gemma3"), {"input_ids": IDS}),
     ),
     "a tree in a head of whole rows": (
         "single tokens of a row",

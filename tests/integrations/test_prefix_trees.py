@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from cases import mesh_of
 from harness import RankContext
 from hf_trainer_runs import (
@@ -26,7 +27,6 @@ from tiny_models import VOCAB, build
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
-from transformers import DataCollatorForSeq2Seq
 
 import ds_usp
 from ds_usp import DataError
@@ -162,6 +162,9 @@ def test_a_planted_error_is_found(pool, error):
 # ------------------------------------------------------------------ trainers
 
 
+ALONE = Split()
+
+
 class Questions(Dataset):
     """Prompts of 18 to 24 words, each with two or three answers."""
 
@@ -175,10 +178,12 @@ class Questions(Dataset):
 
 def as_padded_rows(questions: list[dict[str, Any]]) -> Any:
     rows = [x["prompt"] + answer for x in questions for answer in x["answers"]]
-    return DataCollatorForSeq2Seq(tokenizer())([{"input_ids": x, "labels": x} for x in rows])
+    return transformers.DataCollatorForSeq2Seq(tokenizer())(
+        [{"input_ids": x, "labels": x} for x in rows]
+    )
 
 
-def train_on_questions(ctx: RankContext, split: Split = Split(), micro: int = 4) -> Run:
+def train_on_questions(ctx: RankContext, split: Split = ALONE, micro: int = 4) -> Run:
     """With prompts, whose tokens count once for each answer; on one process without ds_usp."""
     with restored_environment():
         size, record = split.ulysses * split.ring, Record()
