@@ -313,6 +313,11 @@ NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
 PACKED = torch.tensor([[*range(9), *range(32)]])
 
 
+def weighted(weight: float, **others: Any) -> Any:
+    given = {"input_ids": IDS, "labels": IDS, "loss_weights": torch.full((2, 41), weight)}
+    return llama(**given, **others)
+
+
 def in_tree(**others: Any) -> dict[str, Any]:
     """A prompt and two answers, a batch of one row."""
     segments = [(0, 20, None), (20, 30, 0), (30, 41, 0)]
@@ -524,6 +529,11 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: llama(input_ids=IDS, loss_weights=torch.ones(2, 41)),
         lambda: llama(input_ids=IDS),
     ),
+    "a count beside weights": (
+        "divided by the sum of the weights",
+        lambda: weighted(2.0, num_items_in_batch=torch.tensor(80)),
+        lambda: weighted(2.0, num_items_in_batch=torch.tensor(160.0)),
+    ),
     "rounded weights": (
         "whole numbers",
         lambda: llama(input_ids=IDS, labels=IDS, loss_weights=torch.ones(2, 41).bfloat16()),
@@ -531,8 +541,8 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
     ),
     "weights below 0": (
         "finite and 0 or more",
-        lambda: llama(input_ids=IDS, labels=IDS, loss_weights=-torch.ones(2, 41)),
-        lambda: llama(input_ids=IDS, labels=IDS, loss_weights=torch.zeros(2, 41) + 0.5),
+        lambda: weighted(-1.0),
+        lambda: weighted(0.5),
     ),
     "shared prefixes of embeddings": (
         "rows are told apart by their tokens",
@@ -668,6 +678,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "weights below 0",
         "rounded weights",
         "weights without labels",
+        "a count beside weights",
     ),
     "a model that computes its loss": (
         "a loss of its own",

@@ -222,6 +222,16 @@ def test_dpo_that_shares_prompts_trains_as_one_process_does(pool):
     assert 0 < 2 * local_tokens < 4 * tokens - 2 * 24
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kto", "orpo", "cpo", "tpo"])
+def test_trls_other_trainers_that_share_prompts_do(pool, name):
+    options = {"name": name, "micro": 2, "max_steps": 1, "prompt": 24}
+    want, _ = pool.run(run_trl, 1, **options)[0]
+    logs, _ = pool.run(run_trl, 2, split=Split(2, 1), share_prefixes=True, **options)[0]
+    # These average logits of padding too.
+    assert_same_logs(logs, want, without=("logits/chosen", "logits/rejected"))
+
+
 def test_grpo_that_shares_prompts_trains_as_one_process_does(pool, tmp_path):
     """A group is a tree, of prompts that are padded on the left."""
     options = {"micro": 4, "num_generations": 4, "prompt": 20, "beta": 0.1, "max_steps": 1}

@@ -315,6 +315,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             others = refusals.others_than_tokens(arguments)
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
+            refusals.check_loss_weights(arguments)
             self._rows = self._as_tree(arguments)
             if self._rows is not None:
                 arguments = self._rows.arguments
@@ -338,7 +339,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             if batch.packing.parents:
                 asks = self._asks_for_router_logits(arguments)
                 refusals.check_tree(self._inner, at_text, self._recurrent.layers, asks)
-            refusals.check_loss_weights(arguments, targets)
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         self._forward_passes += 1

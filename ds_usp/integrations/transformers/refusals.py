@@ -264,16 +264,26 @@ def check_tree(
         )
 
 
-def check_loss_weights(arguments: Mapping[str, Any], targets: Tensor | None) -> None:
-    """DataError for loss_weights that nothing is multiplied by, or that are no numbers."""
+def check_loss_weights(arguments: Mapping[str, Any]) -> None:
+    """DataError for loss_weights that nothing is multiplied by, whose sum the loss is not divided
+    by, or that are no numbers."""
     weights = arguments.get(LOSS_WEIGHTS)
-    if weights is None:
+    if not isinstance(weights, Tensor):
         return
-    if targets is None or arguments.get("fused_lm_head"):
+    labeled = any(arguments.get(x) is not None for x in ("labels", "shift_labels"))
+    if not labeled or arguments.get("fused_lm_head"):
         raise DataError(
             f"{LOSS_WEIGHTS} {list(weights.shape)} weigh the losses of tokens, and this pass "
-            f"{'has no labels' if targets is None else 'returns log-probabilities'}: leave them "
-            "out, and weigh what you compute of its outputs"
+            f"{'returns log-probabilities' if labeled else 'has no labels'}: leave them out, and "
+            "weigh what you compute of its outputs"
+        )
+    # A Trainer that is not attached counts labels.
+    count = torch.as_tensor(arguments.get("num_items_in_batch", 1.0))
+    if not count.is_floating_point():
+        raise DataError(
+            f"num_items_in_batch={int(count)} is a number of labels, and losses with "
+            f"{LOSS_WEIGHTS} are divided by the sum of the weights: give that as a float, leave it "
+            "out, or attach(trainer, mesh)"
         )
     if weights.dtype in (torch.float16, torch.bfloat16):
         raise DataError(
