@@ -47,7 +47,8 @@ def test_random_trees_are_the_oracles(pool, ulysses, ring, order):
 
 def test_a_branch_that_sees_a_key_of_its_sibling_is_found(pool):
     case = Case(40, layout="zigzag", tree=(ONE_TREE,))
-    check(pool, [case], 1, 2)
+    scores = replace(case, kernel="eager", sinks=True, softcap=3.0, dropout_p=0.2, kv_heads=2)
+    check(pool, [case, scores], 1, 2)
     errors = pool.run(run_cases, 2, cases=[replace(case, sees_a_sibling=True)], ulysses_degree=1)
     assert min(max(of_rank.values()) for (of_rank,) in errors) > 1e-3
 
