@@ -68,29 +68,47 @@ class JoinShards(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layout: TokenLayout, mesh: SequenceMesh, dim: int, gradients: Reduction
+        ctx: Any, x: Tensor, join: Part, shard: Part, mesh: SequenceMesh, gradients: Reduction
     ) -> Tensor:
-        ctx.arguments = layout, mesh, dim, gradients
-        return mesh.gather(x.detach(), layout, dim)
+        ctx.arguments = shard, mesh, gradients
+        return join(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # Every rank may have computed another loss from the whole tensor: the gradients are summed,
         # and each rank continues with its shard of them.
-        layout, mesh, dim, gradients = ctx.arguments
+        shard, mesh, gradients = ctx.arguments
         grad = grad.clone(memory_format=torch.contiguous_format)
         if mesh.sp_group is not None:
             refuse_second_derivative("an output that is joined over the ranks")
             mesh.agree("the gradient of an output that is joined over the ranks")
             dist.all_reduce(grad, group=mesh.sp_group)
-        shard = layout.shard(grad, dim, mesh.rank)
-        return (shard if gradients == "mean" else shard / mesh.sp_degree), None, None, None, None
+        own = shard(grad)
+        return (own if gradients == "mean" else own / mesh.sp_degree), None, None, None, None
+
+
+Part = Callable[[Tensor], Tensor]  # of the whole tensor this rank's shard, or the other way round
+
+
+def join_parts(
+    x: Tensor, join: Part, shard: Part, mesh: SequenceMesh, gradients: Reduction = "mean"
+) -> Tensor:
+    """The whole tensor, which ``join`` makes of this rank's shard and the others', differentiable.
+    Collective over the mesh.
+
+    Args:
+        shard: of a whole tensor this rank's part.
+    """
+    if not x.requires_grad:
+        return join(x.detach())
+    joined: Tensor = JoinShards.apply(x, join, shard, mesh, gradients)
+    return joined
 
 
 def join_shards(
     x: Tensor, layout: TokenLayout, mesh: SequenceMesh, dim: int, gradients: Reduction = "mean"
 ) -> Tensor:
-    """The whole tensor from this rank's shard and the others', differentiable. Collective.
+    """:func:`join_parts` of a layout's shards.
 
     Shapes:
         x: ``layout.length(mesh.rank)`` along ``dim``; the result has ``layout.seq_len`` there.
@@ -98,10 +116,14 @@ def join_shards(
     Raises:
         LayoutError, MeshError: this rank, or another one, holds something else than its shard.
     """
-    if not x.requires_grad:
-        return mesh.gather(x.detach(), layout, dim)
-    joined: Tensor = JoinShards.apply(x, layout, mesh, dim % x.ndim, gradients)
-    return joined
+    dim %= x.ndim
+    return join_parts(
+        x,
+        lambda own: mesh.gather(own, layout, dim),
+        lambda whole: layout.shard(whole, dim, mesh.rank),
+        mesh,
+        gradients,
+    )
 
 
 def check_reduction(gradients: str) -> None:

@@ -11,6 +11,7 @@ from ds_usp.training.data_loader import (
     ShardedBatch,
     data_parallel_ranks,
 )
+from ds_usp.training.dealt_batches import DealtBatch, DealtBatches
 from ds_usp.training.deepspeed import (
     GradientRule,
     ParallelGroups,
@@ -48,6 +49,8 @@ from ds_usp.training.whole_batch import (
 
 __all__ = [
     "DataParallelRanks",
+    "DealtBatch",
+    "DealtBatches",
     "GradientRule",
     "IGNORE_INDEX",
     "ParallelGroups",

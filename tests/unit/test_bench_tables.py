@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
+import dealt_picture
 import long_run
 import mesh_picture
 import tables
@@ -172,3 +173,7 @@ def test_curves_take_the_gpus_that_they_are_given(monkeypatch):
 
 def test_the_picture_of_the_mesh_is_that_of_the_geometry():
     assert mesh_picture.FILE.read_text(encoding="utf-8") == mesh_picture.picture()
+
+
+def test_the_picture_of_a_dealt_step_is_what_is_dealt():
+    assert dealt_picture.FILE.read_text(encoding="utf-8") == dealt_picture.picture()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from ds_usp.attention.plan import AttentionOptions, explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError
+from ds_usp.geometry.dealing import Cost
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.model_comparison import ModelComparison
@@ -40,6 +41,7 @@ from ds_usp.integrations.transformers.attention import (
     is_layer_mask,
     register,
 )
+from ds_usp.integrations.transformers.dealing import Dealing
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
 from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers, recurrent_layers
 from ds_usp.integrations.transformers.text_model import (
@@ -205,6 +207,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._forward_passes = 0
         self._enabled = True
         self._running = RunningPass()
+        self._dealing: Dealing | None = None
         head = refusals.find_head(inner) if options.loss_chunks else None
         self._recurrent = RecurrentLayers(inner, self._running)
         carry = self._recurrent.carry if self._recurrent.layers else None
@@ -248,9 +251,43 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             ConfigError: there was no forward pass.
             LayoutError: not a shard of it.
         """
-        if self._running.shard is None:
+        shard, gradients = self._running.shard, self._options.gradients
+        if shard is None:
             raise ConfigError("no forward pass has run: there is no layout to join shards by")
-        return join_shards(x, self._running.shard.layout, self.mesh, dim, self._options.gradients)
+        if shard.places is None:
+            return join_shards(x, shard.layout, self.mesh, dim, gradients)
+        if dim != 1:
+            raise LayoutError(f"dim={dim}: a dealt pass has its tokens in dim 1 of every output")
+        whole: Tensor = shard.places.join(x, self.mesh, gradients)
+        return whole
+
+    def deal(
+        self,
+        max_tokens: int | None = None,
+        *,
+        cost: Cost | None = None,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        """From the next forward pass on, deal the samples of each batch (its packed documents, or
+        its rows without padding) to groups of the mesh's ranks, as many as each needs, instead of
+        sharding all of them over all. Losses, gradients and joined outputs are the same.
+
+        A forward pass is one micro batch of a step. Passes with images or sounds are not dealt.
+        Collective over the mesh.
+
+        Args:
+            max_tokens: that a rank can hold in a pass; None: as many as the balance gives it.
+            cost, sizes: as of :class:`ds_usp.geometry.dealing.Dealer`; the cost is by default that
+                of a model as wide as this one.
+
+        Raises:
+            ConfigError: arguments that do not fit each other.
+            UnsupportedAttentionError: a model whose rows do not consist of independent samples.
+        """
+        chunks = max(self._options.loss_chunks, self._options.mlp_chunks)
+        self._dealing = Dealing.of(
+            self._inner, self.mesh, self._whole_head, chunks, max_tokens, cost, sizes
+        )
 
     def disable(self) -> None:
         """Leave the model as it was before :func:`enable`."""
@@ -280,6 +317,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         mesh. ``model.generate`` does so by itself in ``torch.no_grad()``.
         """
         was_enabled, forward_passes = self._enabled, self._forward_passes
+        dealing = self._dealing
         self.disable()
         try:
             yield self.model
@@ -287,6 +325,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             if was_enabled:
                 EnabledModel.__init__(self, self.model, self._inner, self.mesh, self._options)
                 self._forward_passes = forward_passes  # dropout goes on
+                self._dealing = dealing
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` of an enabled model: of the whole model, on each rank."""
@@ -315,10 +354,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             others = refusals.others_than_tokens(arguments)
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
-            refusals.check_loss_weights(arguments)
             self._rows = self._as_tree(arguments)
-            if self._rows is not None:
-                arguments = self._rows.arguments
+            arguments = arguments if self._rows is None else self._rows.arguments
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text or self._whole_head:
@@ -337,25 +374,37 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
             batch.check_tokens(embeddings, targets, outputs)
             if batch.packing.parents:
-                asks = self._asks_for_router_logits(arguments)
-                refusals.check_tree(self._inner, at_text, self._recurrent.layers, asks)
-            layout = batch.layout(self.mesh, self._options.layout)
+                refusals.check_tree(
+                    self._inner,
+                    at_text,
+                    self._recurrent.layers,
+                    self._asks_for_router_logits(arguments),
+                )
+            mesh, row, places = self.mesh, batch, None
+            if self._dealing is not None and not at_text:
+                mesh, row, places = self._dealing.row_of(batch, self.mesh.rank)
+            layout = row.layout(mesh, self._options.layout)
             self._memory.prepare(layout)
         self._forward_passes += 1
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
             options = self._options
             call = AttentionOptions(
-                self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
+                mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
             )
-            shard = Shard(call, batch.packing, self._dropout_seed())
+            shard = Shard(call, row.packing, self._dropout_seed())
             shard.drop_last = "shift_labels" not in batch.arguments
-            local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
+            if places is not None:
+                mesh.consistency.begin_forward_pass()
+                shard.places = places.of_rank(layout, mesh.rank)
+            local = batch.unsharded(arguments) if at_text else self._shard_of(batch, row, shard)
             self._set_targets(targets, batch.arguments.get(LOSS_WEIGHTS), shard, local)
             self._whole_batch = batch if at_text else None
             self._running.begin(shard, is_sharded=not at_text)
             if self._asks_for_router_logits(arguments) and not self._whole_head:
                 real = batch.arguments.get("attention_mask")
-                real = None if real is None else layout.shard(real, 1, self.mesh.rank)
+                if places is not None:
+                    real = places.is_real[None]
+                real = None if real is None else layout.shard(real, 1, mesh.rank)
                 self._router_loss.begin(real, bool(local.get(_TRL_FUSED_HEAD)))
             return (), local
 
@@ -384,11 +433,12 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         kept = {x: value for x, value in arguments.items() if x != "labels" or not self._whole_head}
         return WholeArguments.read(kept)
 
-    def _shard_of(self, batch: WholeArguments, shard: Shard) -> dict[str, Any]:
-        """What is given to the module at which shards begin, and to the layers in it."""
+    def _shard_of(self, batch: WholeArguments, row: WholeArguments, shard: Shard) -> dict[str, Any]:
+        """What is given to the module at which shards begin, and to the layers in it; ``row`` is
+        the part of the batch that was dealt to this rank's group, or all of it."""
         positions = batch.arguments.get("position_ids")
         shard.largest_position = batch.seq_len - 1 if positions is None else positions.max()
-        local = batch.shard(shard.layout, self.mesh.rank)
+        local = row.shard(shard.layout, shard.call.mesh.rank)
         return {**local, "use_cache": False, "usp": shard}
 
     # Note [where shards begin]
@@ -411,7 +461,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         batch = whole.handed_to_text(given, type(self._inner).__name__)
         kinds = (kind for x in text_modules(self._inner) for kind in type(x).__mro__)
         self._check_positions(batch, filter(refusals.is_of_a_model, kinds))
-        local = self._shard_of(batch, shard)
+        local = self._shard_of(batch, batch, shard)
         if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
             local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
         self._running.is_sharded = True
@@ -438,6 +488,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if out is None:
             name = type(self._inner).__name__
             self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
+            shard = self._running.shard
+            if shard is not None and shard.places is not None:  # its group waits in another mesh
+                shard.call.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
         self._whole_batch, self._running.targets, self._rows = None, None, None
         self._running.is_sharded = False
         self._router_loss.end()
@@ -481,9 +534,14 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if count is None:
             counts = targets != IGNORE_INDEX
             count = counts.sum() if weights is None else (counts * weights).sum()
-        if weights is not None:
+        if shard.places is None:
+            shard_labels = shard.layout.shard(targets, 1, self.mesh.rank)
+        else:
+            shard_labels = shard.places.labels(targets)
+        if weights is not None and shard.places is None:
             weights = shard.layout.shard(weights, 1, self.mesh.rank)
-        shard_labels = shard.layout.shard(targets, 1, self.mesh.rank)
+        elif weights is not None:
+            weights = shard.places.of_tokens(weights)
         local.setdefault("labels", shard_labels)
         in_chunks = self._options.loss_chunks > 0 and not local.get(_TRL_FUSED_HEAD)
         shard.targets = Targets(local["labels"], shard_labels, count, in_chunks, weights)

@@ -264,7 +264,7 @@ def check_tree(
         )
 
 
-def check_loss_weights(arguments: Mapping[str, Any]) -> None:
+def _check_loss_weights(arguments: Mapping[str, Any]) -> None:
     """DataError for loss_weights that nothing is multiplied by, whose sum the loss is not divided
     by, or that are no numbers."""
     weights = arguments.get(LOSS_WEIGHTS)
@@ -469,6 +469,7 @@ def check_arguments(arguments: Mapping[str, Any], takes_others: bool) -> None:
             f"ignore_index={arguments['ignore_index']!r}: labels that do not count are "
             f"{IGNORE_INDEX}; leave ignore_index out"
         )
+    _check_loss_weights(arguments)
     if arguments.get("return_dict") is False:
         raise UnsupportedAttentionError(
             "return_dict=False, and ds_usp takes outputs by their names: leave it out"

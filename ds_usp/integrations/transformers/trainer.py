@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, Trainer
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.geometry.dealing import Cost
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
 from ds_usp.integrations.transformers.refusals import find_model, needs_whole_head
 from ds_usp.integrations.transformers.rl import (
@@ -43,7 +44,14 @@ else:
     Accelerator = object  # which enable can do without
 
 
-def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
+def attach(
+    trainer: Trainer,
+    mesh: SequenceMesh,
+    *,
+    deal: bool = False,
+    max_tokens: int | None = None,
+    cost: Cost | None = None,
+) -> EnabledModel:
     """Let a Trainer, or one of TRL's, train with sequences that are sharded over a mesh.
 
     Collective over the world, which is a whole number of meshes. Call it after the trainer is
@@ -56,6 +64,9 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     Args:
         trainer: its model is enabled here if it is not yet; enable it before with other options
             than the default ones.
+        deal: the samples of each batch are dealt to groups of the mesh's ranks
+            (:meth:`EnabledModel.deal`, whose arguments ``max_tokens`` and ``cost`` are). Give a
+            mesh of all ranks, and the samples of a step as its batch.
 
     Returns:
         The enabled model.
@@ -67,6 +78,11 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
         UnsupportedAttentionError: a model that is not served, which is named.
     """
     _check_trainer(trainer)
+    if not deal and (max_tokens is not None or cost is not None):
+        raise ConfigError(
+            f"max_tokens={max_tokens} and cost are of dealt samples: give deal=True, or leave them "
+            "out"
+        )
     replicas = share_batches(trainer.accelerator, mesh)
     if makes_rollouts(trainer):
         count_completions(trainer, replicas.size)
@@ -82,6 +98,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     if makes_rollouts(trainer):
         share_rollouts(trainer, mesh)
     _join_logits(trainer)
+    if deal:
+        enabled.deal(max_tokens, cost=cost)
     return enabled
 
 

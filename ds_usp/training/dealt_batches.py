@@ -1,0 +1,363 @@
+"""Data loader that deals the samples of each step to groups of ranks of several sizes.
+
+The other loader here, :class:`~ds_usp.training.SequenceParallelDataLoader`, shards every sequence
+over one mesh. This one has a mesh of each size, and a sample takes as many ranks as it needs
+(:mod:`ds_usp.geometry.dealing` decides).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_usp.comm.consistency import check_same
+from ds_usp.comm.mesh import SequenceMesh, resolve_group
+from ds_usp.comm.process_groups import all_gather_bytes, transport_device
+from ds_usp.errors import ConfigError, DataError
+from ds_usp.geometry.dealing import Cost, Dealer, DealtStep, SampleCost, groups_of_size, ulysses_of
+from ds_usp.geometry.degrees import Degrees
+from ds_usp.training.data_loader import ShardedBatch, shard_of
+from ds_usp.training.whole_batch import (
+    IGNORE_INDEX,
+    LOSS_WEIGHTS,
+    PADDING,
+    POSITIONS,
+    SHIFTED,
+    TOKENS,
+    TREE,
+    WholeBatch,
+    read_batch,
+    real_tokens,
+)
+
+_STATUS = struct.Struct("cqqq8s8s480s")
+_STEP, _END, _ERROR = b"s", b"e", b"!"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DealtBatch(ShardedBatch):
+    """What one rank holds of one micro batch: its shard of a packed row, whose documents are the
+    samples that its group was dealt.
+
+    A rank without samples gets one token without a label: its pass has the same modules, and
+    collectives, as those of all others, and adds nothing to the loss.
+
+    Attributes:
+        loss_tokens: labels that count in the whole step: of all ranks and micro batches.
+        mesh: the ranks that share the row, which attention must be given.
+        samples: their numbers in the step; () in an empty micro batch.
+        is_last: of the step: gradients are reduced, the optimizer steps.
+    """
+
+    mesh: SequenceMesh
+    samples: tuple[int, ...]
+    is_last: bool
+
+
+class DealtBatches:
+    """Deals each step's samples to the ranks, in groups of as many as each sample needs.
+
+    Every rank reads the same steps: the loader gives lists of samples, in the same order on all
+    ranks::
+
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
+        loader = DataLoader(data, batch_size=64, sampler=sampler, collate_fn=list)
+        for step in DealtBatches(loader, max_tokens=16384, heads=(32, 8)):
+            for batch in step:  # as many on each rank
+                ...
+
+    A sample is a dict as :class:`SequenceParallelDataLoader` takes it, of one sequence: tensors
+    ``[seq_len, ...]`` or ``[1, seq_len, ...]``. Padding is cut off. The loss is the sum over a
+    rank's tokens times ``loss_token_weight(batch.loss_tokens, scale)``; summed over the micro
+    batches and averaged over all ranks, its gradient is that of one rank on the whole step.
+
+    What is dealt is a function of the lengths: the same samples are dealt alike, also after a
+    resume. Collective over ``world`` when it is made, and at each step.
+
+    Args:
+        loader: an iterable of steps.
+        world: the ranks that train together; None: the default group.
+        max_tokens: that a rank can hold in one micro batch.
+        heads: of attention, query and key/value heads: Ulysses takes the largest part of a group
+            that divides both, a ring the rest. None: a ring takes all.
+        cost, sizes, micro_batches: as of :class:`ds_usp.geometry.dealing.Dealer`. DeepSpeed, which
+            counts micro batches itself, needs ``micro_batches`` as its accumulation steps.
+        device: where shards go; None: where the ranks exchange tensors.
+
+    Attributes:
+        meshes: by size, those that this rank is in.
+
+    Raises:
+        ConfigError: arguments that do not fit each other; on the ranks that have them.
+        MeshError: ranks with other arguments; on all of them.
+        DataError: at the step: ranks that read other samples, a sample that is too long or cannot
+            be used; on every rank.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Sequence[Mapping[str, Any]]],
+        world: dist.ProcessGroup | None = None,
+        max_tokens: int = 0,
+        *,
+        heads: tuple[int, int] | None = None,
+        cost: Cost | None = None,
+        sizes: Sequence[int] = (),
+        micro_batches: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._loader, self._group = loader, None
+        if dist.is_initialized():
+            self._group = resolve_group(world)
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
+        self.dealer, self.meshes = dealt_meshes(
+            self._group,
+            heads,
+            max_tokens=max_tokens,
+            cost=cost or SampleCost(),
+            sizes=tuple(sizes),
+            micro_batches=micro_batches,
+        )
+        if device is None and self._group is not None:
+            device = transport_device(self._group)
+        self._device, self._steps, self._skipped = device, 0, 0
+
+    def __iter__(self) -> Iterator[tuple[DealtBatch, ...]]:
+        """One pass over the loader, after the steps that were done before a resume."""
+        steps = iter(self._loader)
+        skipped, self._skipped = self._skipped, 0
+        for _ in range(skipped):
+            next(steps, None)
+        self._steps = skipped
+        while True:
+            read = self._read(steps)
+            statuses = [read.status]
+            if self._group is not None and dist.get_world_size(self._group) > 1:
+                # One all-gather a step: a rank that cannot go on must not leave the others in it.
+                gathered = all_gather_bytes(_STATUS.pack(*read.status), self._group)
+                statuses = [_Status(*_STATUS.unpack(data)) for data in gathered]
+            if read.error is not None:
+                raise read.error
+            _check_statuses(statuses)
+            if read.dealt is None:
+                return
+            self._steps += 1
+            yield tuple(
+                self._batch(read.samples, read.dealt, number)
+                for number in range(len(read.dealt.micro_batches))
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """How many steps of this pass were given out."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next pass begin after so many steps: it reads them and leaves them out. The
+        loader must give the steps that it gave then (a sampler with the same seed and epoch)."""
+        self._skipped = state["steps"]
+
+    def _read(self, steps: Iterator[Sequence[Mapping[str, Any]]]) -> _Read:
+        try:
+            step = next(steps, None)
+            if step is None:
+                return _Read(_Status(_END))
+            samples = _read_samples(step)
+            dealt = self.dealer.deal([x.seq_len for x in samples])
+        except Exception as error:  # a data set may raise anything; raised later, on all ranks
+            text = f"{type(error).__name__}: {error}".encode()
+            return _Read(_Status(_ERROR, text=text), error=error)
+        return _Read(_status_of(samples, dealt), samples, dealt)
+
+    def _batch(self, samples: Sequence[WholeBatch], dealt: DealtStep, number: int) -> DealtBatch:
+        group = dealt.group_of(number, self._rank)
+        mesh = self.meshes[len(group.ranks)]
+        row = packed_row([samples[i] for i in group.samples] or [_empty_like(samples[0])])
+        layout = mesh.layout("balanced", row.seq_len, row.documents or ((0, row.seq_len),))
+        loss_tokens = sum(int(sample.loss_tokens) for sample in samples)
+        shard = shard_of(row, mesh, layout, self._device, loss_tokens)
+        is_last = number == len(dealt.micro_batches) - 1
+        return DealtBatch(**vars(shard), mesh=mesh, samples=group.samples, is_last=is_last)
+
+
+def dealt_meshes(
+    group: dist.ProcessGroup | None, heads: tuple[int, int] | None, **arguments: Any
+) -> tuple[Dealer, dict[int, SequenceMesh]]:
+    """The dealer, and this rank's mesh of each size. Collective over the group.
+
+    Args:
+        group: the ranks; None: this process alone.
+        heads: as of :class:`DealtBatches`.
+        arguments: of :class:`~ds_usp.geometry.dealing.Dealer`, without ``world``.
+
+    Raises:
+        ConfigError, MeshError: as of :class:`DealtBatches`.
+    """
+    world = 1 if group is None else dist.get_world_size(group)
+    dealer, text, error = None, "", None
+    try:
+        dealer = Dealer(world, **arguments)
+        if heads is not None:
+            Degrees(sp=1, heads=heads[0], kv_heads=heads[1]).check()
+        # Ranks whose costs differ, as of other clusters, would deal differently.
+        costs = [dealer.cost(tokens, dealer.sizes[-1]) for tokens in (0, 1, dealer.longest)]
+        numbers = dealer.max_tokens, dealer.sizes, dealer.micro_batches
+        text = f"max_tokens, sizes, micro_batches {numbers}, heads {heads}, costs {costs}"
+    except Exception as refused:
+        error = refused
+    check_same(group, text, error)
+    if dealer is None or error is not None:
+        raise error or ConfigError("no dealer")
+    if group is None:
+        return dealer, {1: SequenceMesh.single()}
+    sizes = {size: (groups_of_size(world, size), ulysses_of(size, heads)) for size in dealer.sizes}
+    # A rank without work is alone, whatever the sizes.
+    return dealer, {1: SequenceMesh.single(), **SequenceMesh.of_sizes(group, sizes)}
+
+
+class _Status(NamedTuple):
+    """What a rank has read: how many samples, tokens and loss tokens, their digest, and that of
+    what is dealt."""
+
+    kind: bytes
+    samples: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    digest: bytes = b""
+    dealt: bytes = b""
+    text: bytes = b""
+
+
+class _Read(NamedTuple):
+    status: _Status
+    samples: Sequence[WholeBatch] = ()
+    dealt: DealtStep | None = None
+    error: Exception | None = None
+
+
+def _status_of(samples: Sequence[WholeBatch], dealt: DealtStep) -> _Status:
+    return _Status(
+        _STEP,
+        len(samples),
+        sum(x.seq_len for x in samples),
+        sum(int(x.loss_tokens) for x in samples),
+        hashlib.blake2b(b"".join(x.digest() for x in samples), digest_size=8).digest(),
+        hashlib.blake2b(repr(dealt).encode(), digest_size=8).digest(),
+    )
+
+
+def _check_statuses(statuses: Sequence[_Status]) -> None:
+    """DataError, the same on every rank, unless all have read one and the same step."""
+    first = statuses[0]
+    for rank, status in enumerate(statuses):
+        if status.kind == _ERROR:
+            text = status.text.rstrip(b"\0").decode(errors="ignore")
+            raise DataError(f"rank {rank} of {len(statuses)} could not deal its step: {text}")
+    for rank, status in enumerate(statuses):
+        if status != first:
+            texts = [
+                "no step left"
+                if x.kind == _END
+                else f"{x.samples} samples of {x.tokens} tokens, {x.loss_tokens} with a label, "
+                f"digest {x.digest.hex()}, dealt as {x.dealt.hex()}"
+                for x in (first, status)
+            ]
+            raise DataError(
+                f"rank 0 has {texts[0]}; rank {rank} has {texts[1]}: all ranks deal one and the "
+                "same step. Give every rank the same data, order and seed (a generator with the "
+                "same seed, no DistributedSampler, no worker that draws by rank)"
+            )
+
+
+def _read_samples(step: Any) -> list[WholeBatch]:
+    """The samples of a step, each checked, with shifted labels."""
+    if isinstance(step, (Mapping, str)) or not isinstance(step, Sequence):
+        raise DataError(
+            f"the loader's step is a {type(step).__name__}: it must be a list of samples, dicts of "
+            "one sequence each (DataLoader(..., collate_fn=list))"
+        )
+    samples = [_read_sample(sample, number) for number, sample in enumerate(step)]
+    names = [sorted(x.sharded) for x in samples]
+    for number, of_sample in enumerate(names):
+        if of_sample != names[0]:
+            raise DataError(
+                f"sample {number} of the step has {of_sample}, sample 0 has {names[0]}: samples "
+                "are packed into rows, and must have the same entries"
+            )
+    return samples
+
+
+def _read_sample(sample: Any, number: int) -> WholeBatch:
+    tokens = sample.get(TOKENS) if isinstance(sample, Mapping) else None
+    if tokens is None:
+        raise DataError(f"sample {number} of the step is no dict with {TOKENS!r}")
+    length = torch.as_tensor(tokens).shape[-1:]
+    entries = {}
+    for name, value in sample.items():
+        x = value
+        if isinstance(x, list) and x and len(x) == length[0] and isinstance(x[0], int):
+            x = torch.tensor(x)
+        if isinstance(x, Tensor) and x.shape[:1] == length:
+            x = x[None]
+        entries[name] = x
+    mask = entries.pop(PADDING, None)
+    if isinstance(mask, Tensor) and mask.shape == entries[TOKENS].shape:
+        real = real_tokens(mask)[0]
+        # In a row of several samples padding would be computed, and have neighbours.
+        entries = {
+            name: x[:, real.first : real.stop]
+            if isinstance(x, Tensor) and x.shape[:2] == mask.shape
+            else x
+            for name, x in entries.items()
+        }
+        mask = mask[:, real.first : real.stop]
+    if mask is not None:
+        entries[PADDING] = mask
+    try:
+        batch = read_batch(entries)
+    except (DataError, ConfigError) as error:
+        raise type(error)(f"sample {number} of the step: {error}") from None
+    undealt = [TREE] if batch.parents else [x for x in (LOSS_WEIGHTS,) if x in batch.sharded]
+    if undealt:
+        raise DataError(
+            f"sample {number} of the step has {undealt[0]}, and samples are dealt as documents "
+            "whose tokens all count once: use SequenceParallelDataLoader for such batches"
+        )
+    if len(batch.sharded[TOKENS]) > 1:
+        raise DataError(
+            f"sample {number} of the step has {len(batch.sharded[TOKENS])} rows: give each row as "
+            "a sample of its own"
+        )
+    return batch
+
+
+def packed_row(samples: Sequence[WholeBatch]) -> WholeBatch:
+    """One row ``[1, tokens]`` of several samples, each a document, or several that it has."""
+    sharded = {
+        name: torch.cat([x.sharded[name] for x in samples], 1) for name in samples[0].sharded
+    }
+    starts = list(accumulate((x.seq_len for x in samples), initial=0))
+    borders = [
+        start + border
+        for start, x in zip(starts, samples, strict=False)
+        for border in (x.documents[0] if x.documents else (0, x.seq_len))[:-1]
+    ]
+    documents = ((*borders, starts[-1]),)
+    whole = {name: [x.whole.get(name) for x in samples] for x in samples[:1] for name in x.whole}
+    return WholeBatch(sharded=sharded, whole=whole, documents=documents)
+
+
+def _empty_like(sample: WholeBatch) -> WholeBatch:
+    """One token without a label."""
+    sharded = {name: x[:, :1].clone() for name, x in sample.sharded.items()}
+    sharded[SHIFTED].fill_(IGNORE_INDEX)
+    if POSITIONS in sharded:
+        sharded[POSITIONS].zero_()
+    return WholeBatch(sharded=sharded)
