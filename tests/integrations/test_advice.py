@@ -324,7 +324,6 @@ def in_tree(**others: Any) -> dict[str, Any]:
     return {"input_ids": IDS[:1], "tree": segments, **others}
 
 
-# What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
 def dealt(model: Any, batch: Any = None, max_tokens: int | None = None) -> Any:
     """A pass whose samples are dealt; None: one that is not."""
     batch = plain_batch() if batch is None else batch
@@ -342,6 +341,7 @@ def of_rows_alone(deal: bool) -> Any:
     return dealt(headed("ForSequenceClassification")(), of_rows(), 4096 if deal else None)
 
 
+# What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
 CASES: Mapping[str, tuple[str, Act, Act]] = {
     "a dealt sample that is too long": (
         "hold 8 with max_tokens=8",
@@ -565,6 +565,11 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "this pass has no labels",
         lambda: llama(input_ids=IDS, loss_weights=torch.ones(2, 41)),
         lambda: llama(input_ids=IDS),
+    ),
+    "a dealt tree": (
+        "leave deal out",
+        lambda: dealt(build("llama"), in_tree(), 4096),
+        lambda: dealt(build("llama"), in_tree()),
     ),
     "a count beside weights": (
         "divided by the sum of the weights",
