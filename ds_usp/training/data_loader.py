@@ -21,17 +21,19 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes, byte_tensor, transport_device
 from ds_usp.errors import ConfigError, DataError, LayoutError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
-from ds_usp.geometry.masks import Borders
+from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.training.whole_batch import (
     POSITIONS,
     SHIFTED,
     TOKENS,
+    Packing,
     WholeBatch,
     local_document_positions,
     read_batch,
+    tree_positions,
 )
 
-_STATUS = struct.Struct("cq8s480s")
+_STATUS = struct.Struct("cd8s480s")
 _NO_LOADER, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"
 
 
@@ -204,9 +206,11 @@ class ShardedBatch:
             shifts by itself (``labels=`` of a Hugging Face model) would shift twice.
         positions: in the sequence, or in the token's document, for RoPE or learned positions.
         layout: which tokens these are; to be passed to attention.
-        documents: for ``MaskSpec.causal(documents)``; () if every sequence is one document.
+        mask: what attention must be given: causal in each document, or a tree of them.
+        documents: those of the mask; () if every sequence is one document.
         loss_tokens: labels that count in the batches of all data-parallel replicas together; with
-            several micro batches a step, their sum is the step's.
+            several micro batches a step, their sum is the step's. With ``loss_weights``, which are
+            in ``others``, the sum of the weights of these labels.
         others: the batch's other entries; tensors ``[b, s_local, ...]``, those named in ``whole``
             as they were.
     """
@@ -215,9 +219,13 @@ class ShardedBatch:
     labels: Tensor
     positions: Tensor
     layout: TokenLayout
-    documents: tuple[Borders, ...]
-    loss_tokens: int
+    mask: MaskSpec
+    loss_tokens: float
     others: dict[str, Any]
+
+    @property
+    def documents(self) -> tuple[Borders, ...]:
+        return self.mask.documents
 
 
 class SequenceParallelDataLoader:
@@ -238,6 +246,8 @@ class SequenceParallelDataLoader:
       tokens already are named ``shift_labels``.
     * ``position_ids [b, seq_len]``, which start anew at 0 in every packed document; or
       ``cu_seqlens``: cumulative borders, for all samples or a list for each. Absent: one document.
+    * ``tree``: segments of shared prefixes and their branches, as of ``MaskSpec.tree``, with
+      ``shift_labels``: what :class:`ds_usp.training.PrefixTree` makes.
     * ``attention_mask [b, seq_len]``: 0 where a sequence is padded, on the right. Padding becomes
       a document of its own, without labels, whatever positions and borders say of it.
     * any other tensor ``[b, seq_len, ...]`` is sharded too, other values are copied.
@@ -303,13 +313,14 @@ class SequenceParallelDataLoader:
             statuses = self._gather_statuses(local)
             if statuses is None:
                 return
-            loss_tokens = sum(status.loss_tokens for status in statuses)
+            total = sum((status.loss_tokens for status in statuses), 0.0)
+            loss_tokens = int(total) if total.is_integer() else total
             yield self._shard(WholeBatch(**self._broadcast.send(local.message)), loss_tokens)
 
     def _layout_of(self, batch: WholeBatch) -> TokenLayout:
         documents: Any = ()
         if self.layout == "balanced":
-            documents = batch.documents or ((0, batch.seq_len),)
+            documents = batch.mask if batch.documents else ((0, batch.seq_len),)
         return self.mesh.layout(self.layout, batch.seq_len, documents)
 
     def _read(self, batches: Iterator[Mapping[str, Any]] | None) -> _LocalRead:
@@ -365,7 +376,7 @@ class SequenceParallelDataLoader:
     def _notice(self, text: str) -> None:
         warn_once(text, rank=0 if self._group is None else dist.get_rank(self._group))
 
-    def _shard(self, batch: WholeBatch, loss_tokens: int) -> ShardedBatch:
+    def _shard(self, batch: WholeBatch, loss_tokens: float) -> ShardedBatch:
         layout = self._layout_of(batch)
         return shard_of(batch, self.mesh, layout, self._device, loss_tokens)
 
@@ -375,7 +386,7 @@ def shard_of(
     mesh: SequenceMesh,
     layout: TokenLayout,
     device: torch.device | str | None,
-    loss_tokens: int,
+    loss_tokens: float,
 ) -> ShardedBatch:
     """This rank's shard of the full batch, on the device; its layout is noted in the mesh."""
     # Attention that is given no layout is refused where the batch's is another than its default.
@@ -390,15 +401,19 @@ def shard_of(
         for name, x in batch.whole.items()
     }
     if POSITIONS not in shards:
-        borders = batch.documents or ((0, batch.seq_len),)
-        own = local_document_positions(layout, mesh.rank, borders, device)
+        if batch.parents:
+            packing = Packing(batch.documents, batch.parents)
+            own = layout.shard(tree_positions(packing, device), 1, mesh.rank)
+        else:
+            borders = batch.documents or ((0, batch.seq_len),)
+            own = local_document_positions(layout, mesh.rank, borders, device)
         shards[POSITIONS] = own.expand(shards[TOKENS].shape)
     return ShardedBatch(
         tokens=shards.pop(TOKENS),
         labels=shards.pop(SHIFTED),
         positions=shards.pop(POSITIONS),
         layout=layout,
-        documents=batch.documents,
+        mask=batch.mask,
         loss_tokens=loss_tokens,
         others={**shards, **whole},
     )
@@ -406,7 +421,7 @@ def shard_of(
 
 class _Status(NamedTuple):
     kind: bytes
-    loss_tokens: int = 0
+    loss_tokens: float = 0.0
     digest: bytes = b""
     text: bytes = b""
 

@@ -28,10 +28,12 @@ from ds_usp.geometry.degrees import Degrees
 from ds_usp.training.data_loader import ShardedBatch, shard_of
 from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
+    LOSS_WEIGHTS,
     PADDING,
     POSITIONS,
     SHIFTED,
     TOKENS,
+    TREE,
     WholeBatch,
     read_batch,
     real_tokens,
@@ -179,7 +181,7 @@ class DealtBatches:
         mesh = self.meshes[len(group.ranks)]
         row = packed_row([samples[i] for i in group.samples] or [_empty_like(samples[0])])
         layout = mesh.layout("balanced", row.seq_len, row.documents or ((0, row.seq_len),))
-        loss_tokens = sum(sample.loss_tokens for sample in samples)
+        loss_tokens = sum(int(sample.loss_tokens) for sample in samples)
         shard = shard_of(row, mesh, layout, self._device, loss_tokens)
         is_last = number == len(dealt.micro_batches) - 1
         return DealtBatch(**vars(shard), mesh=mesh, samples=group.samples, is_last=is_last)
@@ -249,7 +251,7 @@ def _status_of(samples: Sequence[WholeBatch], dealt: DealtStep) -> _Status:
         _STEP,
         len(samples),
         sum(x.seq_len for x in samples),
-        sum(x.loss_tokens for x in samples),
+        sum(int(x.loss_tokens) for x in samples),
         hashlib.blake2b(b"".join(x.digest() for x in samples), digest_size=8).digest(),
         hashlib.blake2b(repr(dealt).encode(), digest_size=8).digest(),
     )
@@ -335,6 +337,12 @@ def _read_sample(sample: Any, number: int, whole: Sequence[str]) -> WholeBatch:
         batch = read_batch(entries, whole)
     except (DataError, ConfigError) as error:
         raise type(error)(f"sample {number} of the step: {error}") from None
+    undealt = [TREE] if batch.parents else [x for x in (LOSS_WEIGHTS,) if x in batch.sharded]
+    if undealt:
+        raise DataError(
+            f"sample {number} of the step has {undealt[0]}, and samples are dealt as documents "
+            "whose tokens all count once: use SequenceParallelDataLoader for such batches"
+        )
     if len(batch.sharded[TOKENS]) > 1:
         raise DataError(
             f"sample {number} of the step has {len(batch.sharded[TOKENS])} rows: give each row as "

@@ -18,7 +18,6 @@ from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
     LABELS,
     LOSS_WEIGHTS,
-    POSITIONS,
     SHIFTED,
     TOKENS,
     TREE,
@@ -71,7 +70,7 @@ class SharedPrefixes:
             ConfigError: ``min_shared`` below 2: a prefix of one token would be in its branches.
             DataError: no rows, or one without tokens.
         """
-        if isinstance(min_shared, bool) or not isinstance(min_shared, int) or min_shared < 2:  # noqa: PLR2004
+        if isinstance(min_shared, bool) or not isinstance(min_shared, int) or min_shared < 2:
             raise ConfigError(
                 f"min_shared={min_shared!r} must be a whole number of 2 or more: the last token of "
                 "a shared prefix is in each of its branches"
@@ -103,7 +102,11 @@ class SharedPrefixes:
             group, start, parent = stack.pop()
             shortest = min(lengths[row] for row in group)
             alike = (tokens[group, start:shortest] == tokens[group[0], start:shortest]).all(0)
-            stop = start + int(alike.logical_not().to(torch.uint8).argmax()) if not alike.all() else shortest
+            stop = (
+                start + int(alike.logical_not().to(torch.uint8).argmax())
+                if not alike.all()
+                else shortest
+            )
             nexts = [int(tokens[row, stop]) if stop < lengths[row] else -1 for row in group]
             children = _grouped(group, nexts)
             if len(children) == 1:  # one row, or equal ones
@@ -138,7 +141,9 @@ class SharedPrefixes:
         """
         joined = torch.full((len(self.sources),), IGNORE_INDEX)
         total = torch.zeros(len(joined), dtype=torch.float64)
-        for index, (row, of_row, place) in enumerate(zip(labels, weights, self.places, strict=True)):
+        for index, (row, of_row, place) in enumerate(
+            zip(labels, weights, self.places, strict=True)
+        ):
             counts = row != IGNORE_INDEX
             before, at = joined[place[counts]], place[counts]
             if bool(((before != IGNORE_INDEX) & (before != row[counts])).any()):

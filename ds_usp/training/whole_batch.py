@@ -200,6 +200,9 @@ class Packing(NamedTuple):
         return MaskSpec(None, 0, self.documents, parents=self.parents)
 
 
+NO_PACKING = Packing()
+
+
 def read_tree(entries: Mapping[str, Any], size: int, seq_len: int) -> Packing:
     """The documents of a batch's ``tree``; the positions and labels beside it are checked.
 
@@ -223,33 +226,40 @@ def read_tree(entries: Mapping[str, Any], size: int, seq_len: int) -> Packing:
             f"which has several next ones: give {SHIFTED!r}, the next token of each. "
             "ds_usp.training.PrefixTree makes both"
         )
-    pairs = [(mask.documents[i], mask.parents[i] if mask.parents else ()) for i in range(len(mask.documents))]
+    pairs = [
+        (mask.documents[i], mask.parents[i] if mask.parents else ())
+        for i in range(len(mask.documents))
+    ]
     if len(set(pairs)) == 1:  # the same for all samples
         pairs = pairs[:1]
     documents = tuple(borders for borders, _ in pairs)
     packing = Packing(documents, tuple(x for _, x in pairs) if mask.parents else ())
     if POSITIONS in entries:
-        _check_tree_positions(entries[POSITIONS], packing, seq_len)
+        _check_tree_positions(entries[POSITIONS], packing)
     return packing
 
 
-def tree_positions(packing: Packing, seq_len: int, like: Tensor) -> Tensor:
+def tree_positions(packing: Packing, device: torch.device | str | None = None) -> Tensor:
     """Position ids of every token, ``[1 or samples, seq_len]``: each child goes on after its
-    parent's last token."""
-    whole = TokenLayout("contiguous", seq_len)
-    positions: Tensor = whole.positions(0, like=like, mask=packing.causal_mask)
-    return positions if positions.ndim > 1 else positions[None]
+    parent's last token. As of ``TokenLayout.positions(mask=)``, of all tokens and in torch."""
+    rows, mask = [], packing.causal_mask
+    for sample, borders in enumerate(packing.documents):
+        starts = torch.tensor(borders)
+        first = torch.tensor(mask.contexts(sample)) - starts[:-1]
+        each = first.to(device).repeat_interleave(starts.diff().to(device), output_size=borders[-1])
+        rows.append(each + torch.arange(borders[-1], device=device))
+    return torch.stack(rows)
 
 
-def _check_tree_positions(positions: Tensor, packing: Packing, seq_len: int) -> None:
+def _check_tree_positions(positions: Tensor, packing: Packing) -> None:
     # A tree may begin at any position (padding on the left, models that count from 2), but inside
     # of it distances are those of the rows that it stands for.
-    if positions.ndim != 2:  # noqa: PLR2004
+    if positions.ndim != 2:
         raise DataError(
             f"{POSITIONS} {list(positions.shape)} beside a {TREE} must be [batch, tokens]: leave "
             "them out, or give rows of their own"
         )
-    offsets = positions - tree_positions(packing, seq_len, positions)
+    offsets = positions - tree_positions(packing, positions.device)
     for row, changes in enumerate((offsets.diff(dim=1) != 0).cpu()):
         sample = row if len(packing.documents) > 1 else 0
         borders = packing.documents[sample]
@@ -355,20 +365,28 @@ class WholeBatch:
         sharded: by name, each ``[b, seq_len, ...]``; among them ``input_ids`` and ``shift_labels``;
             ``position_ids`` where the loader gave some, else each rank makes its own.
         whole: what every rank gets as it is, by name.
-        documents: cumulative borders, one tuple for all samples or one for each; () without any.
+        documents, parents: as of :class:`Packing`.
     """
 
     sharded: dict[str, Tensor]
     whole: dict[str, Any] = field(default_factory=dict)
     documents: tuple[Borders, ...] = ()
+    parents: tuple[Parents, ...] = ()
 
     @property
     def seq_len(self) -> int:
         return self.sharded[TOKENS].shape[1]
 
     @property
-    def loss_tokens(self) -> int:
-        return int((self.sharded[SHIFTED] != IGNORE_INDEX).sum())
+    def mask(self) -> MaskSpec:
+        return Packing(self.documents, self.parents).causal_mask
+
+    @property
+    def loss_tokens(self) -> float:
+        """Labels that count, or the sum of their weights."""
+        counts = self.sharded[SHIFTED] != IGNORE_INDEX
+        weights = self.sharded.get(LOSS_WEIGHTS)
+        return float((counts if weights is None else counts * weights).sum())
 
     def digest(self) -> bytes:
         tokens = self.sharded[TOKENS].cpu().contiguous().view(torch.uint8)
@@ -405,13 +423,30 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
                 "the first ones: pad on the right (tokenizer.padding_side = 'right'), leave no "
                 "sample empty"
             )
-    documents = _documents(entries, counts, tokens)
-    labels = _shifted_labels(entries, documents, counts)
+    if TREE in entries:
+        packing = _tree_of(entries, counts, tokens)
+    else:
+        packing = Packing(_documents(entries, counts, tokens))
+    labels = _shifted_labels(entries, packing.documents, counts)
     positions = entries.pop(POSITIONS, None)
     sharded = {**_sharded(entries, whole, tokens), SHIFTED: labels}
     sharded |= {} if positions is None else {POSITIONS: positions}
     others = {name: value for name, value in entries.items() if name not in sharded}
-    return WholeBatch(sharded=sharded, whole=others, documents=documents)
+    return WholeBatch(sharded=sharded, whole=others, **packing._asdict())
+
+
+def _tree_of(entries: dict[str, Any], counts: list[int], tokens: Tensor) -> Packing:
+    """The tree of a batch, which is taken out of the entries with the labels that it has twice."""
+    size, seq_len = tokens.shape
+    if min(counts) < seq_len:
+        raise DataError(
+            f"{PADDING} keeps {min(counts)} of {seq_len} tokens beside a {TREE}, of which padding "
+            f"is a root of its own without labels: leave {PADDING} out"
+        )
+    packing = read_tree({LABELS: tokens, **entries}, size, seq_len)
+    del entries[TREE]
+    entries.pop(LABELS, None)
+    return packing
 
 
 def _checked_entries(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ transformers, as it is and enabled. Cases take turns: every round starts each in
 own, because they replace functions of transformers, and each case trains all workloads. Losses of
 the first step are compared with the first case's; a case that is not right for packed documents is
 left out there. `tree:PROMPT+NxANSWER` is N answers to a prompt that is there once, `rows:` the same
-as packed rows that repeat it; their losses are compared too. Rows are JSON lines, which --out collects over several runs; the summary is the
-median over all steps of all rounds.
+as packed rows that repeat it; their losses are compared too. Rows are JSON lines, which --out
+collects over several runs; the summary is the median over all steps of all rounds.
 """
 
 from __future__ import annotations
@@ -171,7 +171,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one round")
     parser.add_argument("--model", help="NAME/LAYERS (default: llama3-8b/8)")
-    parser.add_argument("--workloads", nargs="+", metavar="KIND:TOKENS", help="plain or packed; tree or rows, as 16384+8x2048")
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        metavar="KIND:TOKENS",
+        help="plain or packed; tree or rows, as 16384+8x2048",
+    )
     parser.add_argument("--documents", help="SHORTEST:LONGEST tokens (default: 256:16384)")
     parser.add_argument("--cases", nargs="+", help="names of cases (default: all)")
     parser.add_argument("--kernel", default="auto", help="of ds_usp")

@@ -29,6 +29,7 @@ from transformers.models.mixtral import modeling_mixtral
 import ds_usp
 from ds_usp.integrations.transformers import enable, refusals, whole_arguments
 from ds_usp.integrations.transformers.__main__ import main
+from ds_usp.training import PrefixTree
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "usage" / "transformers.md"
 Act = Callable[[], Any]
@@ -312,7 +313,17 @@ NUMBERS = torch.tensor([9 * [0] + 32 * [1]])  # of two documents
 PACKED = torch.tensor([[*range(9), *range(32)]])
 
 
-# What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
+def weighted(weight: float, **others: Any) -> Any:
+    given = {"input_ids": IDS, "labels": IDS, "loss_weights": torch.full((2, 41), weight)}
+    return llama(**given, **others)
+
+
+def in_tree(**others: Any) -> dict[str, Any]:
+    """A prompt and two answers, a batch of one row."""
+    segments = [(0, 20, None), (20, 30, 0), (30, 41, 0)]
+    return {"input_ids": IDS[:1], "tree": segments, **others}
+
+
 def dealt(model: Any, batch: Any = None, max_tokens: int | None = None) -> Any:
     """A pass whose samples are dealt; None: one that is not."""
     batch = plain_batch() if batch is None else batch
@@ -330,6 +341,7 @@ def of_rows_alone(deal: bool) -> Any:
     return dealt(headed("ForSequenceClassification")(), of_rows(), 4096 if deal else None)
 
 
+# What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
 CASES: Mapping[str, tuple[str, Act, Act]] = {
     "a dealt sample that is too long": (
         "hold 8 with max_tokens=8",
@@ -492,6 +504,93 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: run(build("recurrent_gemma"), padded_batch("left")),
         lambda: run(build("recurrent_gemma"), padded_batch("right")),
     ),
+    "a tree in layers with a window": (
+        "a window or chunks of 11 tokens",
+        lambda: run(build("mistral"), in_tree()),
+        lambda: run(build("mistral"), {"input_ids": IDS}),
+    ),
+    "a tree in layers that see later tokens": (
+        "tokens that come later",
+        lambda: run(build("modernbert", layer_types=["full_attention"] * 2), in_tree()),
+        lambda: run(build("modernbert"), {"input_ids": IDS}),
+    ),
+    "a tree beside images": (
+        "is given more than tokens",
+        lambda: run(build_with_tower("gemma3"), in_tree(token_type_ids=torch.zeros(1, 41).long())),
+        lambda: run(build_with_tower("gemma3"), {"input_ids": IDS}),
+    ),
+    "a tree in a head of whole rows": (
+        "single tokens of a row",
+        lambda: run(headed("ForSequenceClassification")(), in_tree()),
+        lambda: run(headed("ForSequenceClassification")(), {"input_ids": IDS}),
+    ),
+    "shared prefixes with a state": (
+        "goes on in one branch only",
+        lambda: run(build("lfm2"), share_prefixes=True),
+        lambda: run(build("lfm2")),
+    ),
+    "a tree with a loss of routers": (
+        "leave output_router_logits out",
+        lambda: run(build("mixtral"), in_tree(output_router_logits=True)),
+        lambda: run(build("mixtral"), in_tree()),
+    ),
+    "a tree and padding": (
+        "a root of its own",
+        lambda: llama(**in_tree(attention_mask=torch.ones(1, 41).triu(3))),
+        lambda: llama(
+            **{**in_tree(), "tree": [(0, 20, None), (20, 30, 0), (30, 38, 0), (38, 41, -1)]}
+        ),
+    ),
+    "a tree and borders": (
+        "both say where documents end",
+        lambda: llama(**in_tree(cu_seq_lens_q=torch.tensor([0, 41]))),
+        lambda: llama(**in_tree()),
+    ),
+    "a tree and labels": (
+        "give 'shift_labels'",
+        lambda: llama(**in_tree(labels=IDS[:1])),
+        lambda: llama(**PrefixTree()([{"prompt": IDS[0, :30], "answers": [IDS[0, 30:]]}])),
+    ),
+    "a tree and other positions": (
+        "go from 29 to 30 at token 30",
+        lambda: llama(**in_tree(position_ids=torch.arange(41)[None])),
+        lambda: llama(**in_tree()),
+    ),
+    "a tree and positions of three kinds": (
+        "must be [batch, tokens]",
+        lambda: llama(**in_tree(position_ids=torch.arange(41).expand(3, 1, 41))),
+        lambda: llama(**in_tree()),
+    ),
+    "weights without labels": (
+        "this pass has no labels",
+        lambda: llama(input_ids=IDS, loss_weights=torch.ones(2, 41)),
+        lambda: llama(input_ids=IDS),
+    ),
+    "a dealt tree": (
+        "leave deal out",
+        lambda: dealt(build("llama"), in_tree(), 4096),
+        lambda: dealt(build("llama"), in_tree()),
+    ),
+    "a count beside weights": (
+        "divided by the sum of the weights",
+        lambda: weighted(2.0, num_items_in_batch=torch.tensor(80)),
+        lambda: weighted(2.0, num_items_in_batch=torch.tensor(160.0)),
+    ),
+    "rounded weights": (
+        "whole numbers",
+        lambda: llama(input_ids=IDS, labels=IDS, loss_weights=torch.ones(2, 41).bfloat16()),
+        lambda: llama(input_ids=IDS, labels=IDS, loss_weights=torch.ones(2, 41).long()),
+    ),
+    "weights below 0": (
+        "finite and 0 or more",
+        lambda: weighted(-1.0),
+        lambda: weighted(0.5),
+    ),
+    "shared prefixes of embeddings": (
+        "rows are told apart by their tokens",
+        lambda: run(build("llama"), {"inputs_embeds": random(2, 41, 64)}, share_prefixes=True),
+        lambda: run(build("llama"), {"inputs_embeds": random(2, 41, 64)}),
+    ),
     "a tree that ends early": ("must be 16 (padding", tree(*TREE[:2]), tree(*TREE)),
     "a gap in a tree": (
         "in no segment",
@@ -540,7 +639,8 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
 }
 # Of layers that carry a state, in transformers that has them as they are served.
 OF_STATES = ("another kind of layers", "a layout without neighbours")
-OF_STATES += ("documents from another position", "dealt layers with a state")
+OF_STATES += ("documents from another position", "shared prefixes with a state")
+OF_STATES += ("dealt layers with a state",)
 # What is given instead of each batch of BATCHES, to the same model.
 INSTEAD: Mapping[str, Callable[[], dict[str, Any]]] = {
     "labels of padding on the right": lambda: labels_of_padding_ignored("right"),
@@ -601,6 +701,28 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "left padding where": ("left padding", "left padding, positions given"),
     "another `ignore_index`": ("ignore_index",),
     "RoBERTa": ("roberta",),
+    "`tree` or `share_prefixes` in layers": (
+        "a tree in layers with a window",
+        "a tree in layers that see later tokens",
+        "shared prefixes with a state",
+        "a tree beside images",
+        "a tree in a head of whole rows",
+        "a tree with a loss of routers",
+        "shared prefixes of embeddings",
+    ),
+    "`tree` beside": (
+        "a tree and padding",
+        "a tree and borders",
+        "a tree and labels",
+        "a tree and other positions",
+        "a tree and positions of three kinds",
+    ),
+    "`loss_weights` below 0": (
+        "weights below 0",
+        "rounded weights",
+        "weights without labels",
+        "a count beside weights",
+    ),
     "a model that computes its loss": (
         "a loss of its own",
         "a masked head's loss of its own",

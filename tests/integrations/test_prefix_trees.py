@@ -8,18 +8,29 @@ import torch
 import transformers
 from cases import mesh_of
 from harness import RankContext
-from hf_trainer_runs import Split, run_trl
+from hf_trainer_runs import (
+    Record,
+    Run,
+    Split,
+    arguments,
+    finish,
+    restored_environment,
+    run_trl,
+    tiny_model,
+    tokenizer,
+)
 from model_runs import BOUND, IGNORED, Result, mean_gradients, take_gradients
 from rl_runs import run_rl, saved_reference
 from test_rl import same_logs
-from test_trainer import assert_same_logs
+from test_trainer import assert_same, assert_same_logs
 from tiny_models import VOCAB, build
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
 
 import ds_usp
-from ds_usp import ConfigError, DataError, UnsupportedAttentionError
-from ds_usp.integrations.transformers import attention, enable
+from ds_usp import DataError
+from ds_usp.integrations.transformers import enable
 from ds_usp.training import PrefixTree
 from ds_usp.training.prefix_tree import SharedPrefixes
 
@@ -65,9 +76,7 @@ def all_rows() -> list[tuple[list[int], int]]:
     return [row for example in examples() for row in rows_of(example, [])]
 
 
-def separate_rows(
-    model: Any, train_on_prompt: bool = False, reduction: str = "tokens"
-) -> Result:
+def separate_rows(model: Any, train_on_prompt: bool = False, reduction: str = "tokens") -> Result:
     """Each row by itself, without ds_usp."""
     losses, counts, logits = [], [], []
     for tokens, prompt in all_rows():
@@ -153,23 +162,85 @@ def test_a_planted_error_is_found(pool, error):
 # ------------------------------------------------------------------ trainers
 
 
+ALONE = Split()
+
+
+class Questions(Dataset):
+    """Prompts of 18 to 24 words, each with two or three answers."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        answers = [words(2 + (index + i) % 5, 50 * index + i) for i in range(2 + index % 2)]
+        return {"prompt": words(18 + index % 7, 1000 + index), "answers": answers}
+
+
+def as_padded_rows(questions: list[dict[str, Any]]) -> Any:
+    rows = [x["prompt"] + answer for x in questions for answer in x["answers"]]
+    return transformers.DataCollatorForSeq2Seq(tokenizer())(
+        [{"input_ids": x, "labels": x} for x in rows]
+    )
+
+
+def train_on_questions(ctx: RankContext, split: Split = ALONE, micro: int = 4) -> Run:
+    """With prompts, whose tokens count once for each answer; on one process without ds_usp."""
+    with restored_environment():
+        size, record = split.ulysses * split.ring, Record()
+        options = {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
+        trainer = transformers.Trainer(
+            tiny_model(),
+            transformers.TrainingArguments(
+                **arguments(split, ctx.world // size, micro=micro, **options)
+            ),
+            train_dataset=Questions(),
+            eval_dataset=Questions(),
+            data_collator=PrefixTree(train_on_prompt=True) if size > 1 else as_padded_rows,
+            callbacks=[record],
+        )
+        return finish(ctx, trainer, split, record, evaluate=True)
+
+
+def test_a_trainer_on_trees_trains_as_one_on_rows(pool):
+    """Two meshes with two micro batches each: the step's loss is divided by all weights."""
+    want = pool.run(train_on_questions, 1)[0]
+    got = pool.run(train_on_questions, 4, split=Split(2, 1), micro=1)[0]
+    assert_same(got, want)
+    # Each batch is weighed as a Trainer does: by its share of the samples.
+    assert got.evaluation["eval_loss"] == pytest.approx(want.evaluation["eval_loss"], rel=2e-3)
+
+
 def test_dpo_that_shares_prompts_trains_as_one_process_does(pool):
     """Chosen and rejected are a tree: everything that is logged, and fewer tokens."""
-    options = {"name": "dpo", "micro": 2, "max_steps": 2, "prompt": 24}
+    options = {"name": "dpo", "micro": 2, "max_steps": 1, "prompt": 24}
     want, tokens = pool.run(run_trl, 1, **options)[0]
     logs, local_tokens = pool.run(run_trl, 2, split=Split(1, 2), share_prefixes=True, **options)[0]
     assert_same_logs(logs, want)
-    # The reference is given one row: of two pairs each prompt once, and no padding.
-    assert 0 < local_tokens <= (4 * tokens - 2 * 23) // 2
-    raise SystemExit((tokens, local_tokens))
+    for name in ("loss", "grad_norm"):
+        assert logs[0][name] == pytest.approx(want[0][name], rel=1e-5)
+    # The reference is given one row: each prompt once for its two answers, and no padding.
+    assert 0 < 2 * local_tokens < 4 * tokens - 2 * 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kto", "orpo", "cpo", "tpo"])
+def test_trls_other_trainers_that_share_prompts_do(pool, name):
+    options = {"name": name, "micro": 2, "max_steps": 1, "prompt": 24}
+    want, _ = pool.run(run_trl, 1, **options)[0]
+    logs, _ = pool.run(run_trl, 2, split=Split(2, 1), share_prefixes=True, **options)[0]
+    # These average logits of padding too.
+    assert_same_logs(logs, want, without=("logits/chosen", "logits/rejected"))
 
 
 def test_grpo_that_shares_prompts_trains_as_one_process_does(pool, tmp_path):
-    options = {"micro": 4, "num_generations": 4, "prompt": 20, "beta": 0.1, "max_steps": 2}
+    """A group is a tree, of prompts that are padded on the left."""
+    options = {"micro": 4, "num_generations": 4, "prompt": 20, "beta": 0.1, "max_steps": 1}
     options["folder"] = saved_reference(str(tmp_path))
     want = pool.run(run_rl, 1, **options)[0]
     got = pool.run(run_rl, 2, split=Split(2, 1), share_prefixes=True, **options)[0]
     same_logs(got, want)
     for weight, expected in zip(got.weights, want.weights, strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
-    raise SystemExit((want.tokens, got.tokens))
+    # One row, and three more completions of 9 with the prompt's last token, which is in each.
+    for model, tokens in got.tokens.items():
+        assert 0 < 2 * tokens <= want.tokens[model] + 3 * 10 + 2

@@ -22,7 +22,7 @@ from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.training.whole_batch import Packing
+from ds_usp.training.whole_batch import NO_PACKING, Packing
 
 IMPLEMENTATION: Final = "usp"
 
@@ -79,7 +79,7 @@ class Shard:
     # checkpoint keeps the layer's arguments, and with them the shard that the layer had. It is no
     # dataclass, because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
     def __init__(
-        self, call: AttentionOptions, packing: Packing = Packing(), dropout_seed: int = 0
+        self, call: AttentionOptions, packing: Packing = NO_PACKING, dropout_seed: int = 0
     ) -> None:
         self.call, self.packing, self.dropout_seed = call, packing, dropout_seed
         self.layout = cast(TokenLayout, call.layout)

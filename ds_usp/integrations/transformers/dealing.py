@@ -87,8 +87,8 @@ class Dealing:
         """
         if batch.packing.parents:
             raise UnsupportedAttentionError(
-                "a tree of shared prefixes is one sample, and samples are dealt: leave deal out, or "
-                "the tree"
+                "the batch is a tree, or its rows share prefixes (share_prefixes), and deal deals "
+                "documents out to groups: leave deal out, or tree and share_prefixes"
             )
         samples = batch.samples()
         try:
@@ -148,13 +148,13 @@ class Places:
         index, is_real = (layout.shard(x, 0, rank) for x in (self.index, self.is_real))
         return Places(self.shape, index, is_real)
 
-    def labels(self, targets: Tensor) -> Tensor:
-        """This rank's, ``[1, s_local]``, of the whole batch's ``[b, seq_len]``."""
-        return self.values(targets).masked_fill(self.is_real == 0, IGNORE_INDEX)
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """This rank's values, ``[1, s_local]``, of the whole batch's ``[b, seq_len]``."""
+        return x.flatten()[self.index][None]
 
-    def values(self, whole: Tensor) -> Tensor:
-        """This rank's, ``[1, s_local]``, of the whole batch's ``[b, seq_len]``."""
-        return whole.flatten()[self.index][None]
+    def labels(self, targets: Tensor) -> Tensor:
+        """As :meth:`of_tokens`; none where a rank has no samples."""
+        return self.of_tokens(targets).masked_fill(self.is_real == 0, IGNORE_INDEX)
 
     def join(self, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
         """The whole tensor ``[b, seq_len, ...]``, zero at padding, from the ranks' ``[1, s_local,

@@ -197,6 +197,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._forward_passes = 0
+        self._dealing: Dealing | None = None
         self._compare("enable")
         self._install()
 
@@ -214,7 +215,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._parameters = refusals.positional_arguments(model, inner)
         self._enabled = True
         self._running = RunningPass()
-        self._dealing: Dealing | None = None
         head = refusals.find_head(inner) if options.loss_chunks else None
         self._recurrent = RecurrentLayers(inner, self._running)
         carry = self._recurrent.carry if self._recurrent.layers else None
@@ -367,8 +367,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             others = refusals.others_than_tokens(arguments)
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
             self._rows = self._as_tree(arguments)
-            if self._rows is not None:
-                arguments = self._rows.arguments
+            arguments = arguments if self._rows is None else self._rows.arguments
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text or self._whole_head:
@@ -387,9 +386,12 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
             batch.check_tokens(embeddings, targets, outputs)
             if batch.packing.parents:
-                asks = self._asks_for_router_logits(arguments)
-                refusals.check_tree(self._inner, at_text, self._recurrent.layers, asks)
-            refusals.check_loss_weights(arguments, targets)
+                refusals.check_tree(
+                    self._inner,
+                    at_text,
+                    self._recurrent.layers,
+                    self._asks_for_router_logits(arguments),
+                )
             mesh, row, places = self.mesh, batch, None
             if self._dealing is not None and not at_text:
                 mesh, row, places = self._dealing.row_of(batch, self.mesh.rank)
@@ -551,7 +553,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         else:
             shard_labels = shard.places.labels(targets)
             if weights is not None:
-                weights = shard.places.values(weights)
+                weights = shard.places.of_tokens(weights)
         local.setdefault("labels", shard_labels)
         in_chunks = self._options.loss_chunks > 0 and not local.get(_TRL_FUSED_HEAD)
         shard.targets = Targets(local["labels"], shard_labels, count, in_chunks, weights)

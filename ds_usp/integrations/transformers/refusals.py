@@ -264,24 +264,36 @@ def check_tree(
         )
 
 
-def check_loss_weights(arguments: Mapping[str, Any], targets: Tensor | None) -> None:
-    """DataError for loss_weights that nothing is multiplied by, or that are no numbers."""
+def _check_loss_weights(arguments: Mapping[str, Any]) -> None:
+    """DataError for loss_weights that nothing is multiplied by, whose sum the loss is not divided
+    by, or that are no numbers."""
     weights = arguments.get(LOSS_WEIGHTS)
-    if weights is None:
+    if not isinstance(weights, Tensor):
         return
-    if targets is None or arguments.get("fused_lm_head"):
+    labeled = any(arguments.get(x) is not None for x in ("labels", "shift_labels"))
+    if not labeled or arguments.get("fused_lm_head"):
         raise DataError(
             f"{LOSS_WEIGHTS} {list(weights.shape)} weigh the losses of tokens, and this pass "
-            f"{'has no labels' if targets is None else 'returns log-probabilities'}: leave them "
-            "out, and weigh what you compute of its outputs"
+            f"{'returns log-probabilities' if labeled else 'has no labels'}: leave them out, and "
+            "weigh what you compute of its outputs"
+        )
+    # A Trainer that is not attached counts labels.
+    count = torch.as_tensor(arguments.get("num_items_in_batch", 1.0))
+    if not count.is_floating_point():
+        raise DataError(
+            f"num_items_in_batch={int(count)} is a number of labels, and losses with "
+            f"{LOSS_WEIGHTS} are divided by the sum of the weights: give that as a float, leave it "
+            "out, or attach(trainer, mesh)"
         )
     if weights.dtype in (torch.float16, torch.bfloat16):
         raise DataError(
-            f"{LOSS_WEIGHTS} arrive in {weights.dtype}, rounded to 3 digits and fewer: give fp32 or "
-            "whole numbers, and of FSDP2 MixedPrecisionPolicy(cast_forward_inputs=False)"
+            f"{LOSS_WEIGHTS} arrive in {weights.dtype}, rounded to 3 digits and fewer: give fp32 "
+            "or whole numbers, and of FSDP2 MixedPrecisionPolicy(cast_forward_inputs=False)"
         )
     if not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise DataError(f"{LOSS_WEIGHTS} must be finite and 0 or more: what a token's loss is times")
+        raise DataError(
+            f"{LOSS_WEIGHTS} must be finite and 0 or more: what a token's loss is times"
+        )
 
 
 def check_loss(model: PreTrainedModel) -> None:
@@ -457,6 +469,7 @@ def check_arguments(arguments: Mapping[str, Any], takes_others: bool) -> None:
             f"ignore_index={arguments['ignore_index']!r}: labels that do not count are "
             f"{IGNORE_INDEX}; leave ignore_index out"
         )
+    _check_loss_weights(arguments)
     if arguments.get("return_dict") is False:
         raise UnsupportedAttentionError(
             "return_dict=False, and ds_usp takes outputs by their names: leave it out"

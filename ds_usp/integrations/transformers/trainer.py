@@ -36,7 +36,7 @@ from ds_usp.integrations.transformers.rl import (
     share_rollouts,
 )
 from ds_usp.training.data_loader import BatchBroadcast, DataParallelRanks, data_parallel_ranks
-from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS
+from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS, next_token_labels
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -282,7 +282,9 @@ def _count_weights(trainer: Trainer) -> None:
             return count(batches, device)
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
-            counts = batch["shift_labels"] != IGNORE_INDEX
+            given = batch.get("shift_labels")
+            labels = next_token_labels(batch["labels"]) if given is None else given
+            counts = labels != IGNORE_INDEX
             weights = batch.get(LOSS_WEIGHTS, counts)
             total += (counts * weights).sum(dtype=torch.float64).cpu()
         if trainer.args.average_tokens_across_devices:

@@ -8,7 +8,7 @@ those of :mod:`ds_usp.training.whole_batch`; the rules here are transformers'.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,7 @@ from ds_usp.training.prefix_tree import SharedPrefixes
 from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
     LOSS_WEIGHTS,
+    NO_PACKING,
     TREE,
     Packing,
     borders_through,
@@ -70,7 +71,7 @@ class WholeArguments:
     size: int
     seq_len: int
     left_padded: bool
-    packing: Packing = field(default_factory=Packing)
+    packing: Packing = NO_PACKING
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> WholeArguments:
@@ -103,7 +104,7 @@ class WholeArguments:
                 )
             packing = read_tree(given, size, seq_len)
             if "position_ids" not in given:
-                given["position_ids"] = tree_positions(packing, seq_len, tokens)
+                given["position_ids"] = tree_positions(packing, tokens.device)
             return cls(given, size, seq_len, left_padded=False, packing=packing)
         documents = _documents(given, padding, size, seq_len)
         if "seq_idx" in given:
@@ -250,7 +251,8 @@ class WholeArguments:
             own[name] = x.expand(shape).flatten(rows, rows + 1).index_select(rows, index)
             own[name] = own[name].unsqueeze(rows)
         borders = tuple(accumulate((len(x) for x in samples), initial=0))
-        return WholeArguments(own, 1, len(index), False, Packing((borders,))), index
+        packing = Packing((borders,))
+        return WholeArguments(own, 1, len(index), False, packing), index
 
     def handed_to_text(self, given: Mapping[str, Any], model: str) -> WholeArguments:
         """This batch with what a model hands its text model.
@@ -358,7 +360,7 @@ class RowsAsTree:
             return None
         positions = batch.arguments.get("position_ids")
         strange = sorted(x for x in batch.tensors if x not in _OF_ROWS)
-        strange += ["position_ids"] if positions is not None and positions.ndim != 2 else []  # noqa: PLR2004
+        strange += ["position_ids"] if positions is not None and positions.ndim != 2 else []
         if strange or "input_ids" not in batch.arguments:
             raise UnsupportedAttentionError(
                 f"share_prefixes: the batch has {', '.join(strange) or 'no input_ids'}, and rows "
@@ -385,7 +387,10 @@ class RowsAsTree:
             index[row, start:stop], is_real[row, start:stop] = place, True
         is_labeled = torch.zeros_like(is_real)
         out = {name: x for name, x in batch.arguments.items() if name not in {*_OF_ROWS, *BORDERS}}
-        at = [torch.arange(first, first + len(x)) for first, x in zip(firsts, shared.places, strict=True)]
+        at = [
+            torch.arange(first, first + len(x))
+            for first, x in zip(firsts, shared.places, strict=True)
+        ]
         out["input_ids"] = shared.gather_from(of_runs(ids))[None].to(ids.device)
         out["position_ids"] = shared.gather_from(at)[None].to(ids.device)
         out[TREE] = shared.segments

@@ -346,7 +346,7 @@ class ChunkedHead:
 
         def run(hidden: Tensor, labels: Tensor, *parts: Tensor) -> Tensor:
             scores = logits.finish(self._logits(hidden))
-            own = dict(zip(of_tokens, parts, strict=True))
+            own: dict[str, Any] = dict(zip(of_tokens, parts, strict=True))
             return original(scores, labels, *args, **{**kwargs, **own})
 
         rows = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(self._chunks, 1)
