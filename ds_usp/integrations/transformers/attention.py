@@ -304,8 +304,8 @@ class LayerMask(StandIn):
     def refusal(what: str) -> UnsupportedAttentionError:
         return UnsupportedAttentionError(
             f"the model computes with its attention mask ({what}), and no rank holds a mask of the "
-            "whole sequence: this model is not served; or it was disabled or paused before a backward "
-            "pass that computes checkpointed layers again, which belongs before that"
+            "whole sequence: this model is not served; or it was disabled or paused before a "
+            "backward pass that computes checkpointed layers again, which belongs before that"
         )
 
     def __getitem__(self, index: Any) -> Any:
