@@ -1,6 +1,7 @@
-"""The programs of ``docs/what-others-compute.md``: other packages and ds_usp on the same input.
+"""The rows of ``docs/what-others-compute.md``: other packages and ds_usp on the same input.
 
-A program is the page's own text, run on ranks of its own, because the packages patch each other.
+A program is the text of ``what_others_compute.md``, run on ranks of its own, because the packages
+patch each other.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ import pytest
 from harness import RankContext, RankError, fork_world
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs/what-others-compute.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/what-others-compute.md").read_text(encoding="utf-8")
+TEXT = Path(__file__).with_name("what_others_compute.md").read_text(encoding="utf-8")
 OURS = 1e-5
 WRONG = 100 * OURS  # at least; below, the row goes
 LINES = 20  # of a block, empty ones not counted; the head of all programs may have more
@@ -51,14 +53,14 @@ class Row:
 ROWS = {
     program: Row(peer, number, float(of_peer))
     for program, peer, number, of_peer in re.findall(
-        r"^\| (.+?) \| (\w+) ([\d.]+) \| .+? \| (\S+) \| \S+ \|$", TEXT, re.MULTILINE
+        r"^\| (.+?) \| (\w+) ([\d.]+) \| .+? \| (\S+) \| \S+ \|$", PAGE, re.MULTILINE
     )
 }
 
 
 @dataclass(frozen=True)
 class Program:
-    """The head of the page, the beginning of a section, and a block that reports."""
+    """The head, the beginning of a section, and a block that reports."""
 
     section: str
     text: str
@@ -98,7 +100,7 @@ def run(ctx: RankContext, *, text: str, folder: str) -> str:
     os.chdir(folder)  # a trainer makes one for its output
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE=str(ctx.world))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(text, "what-others-compute.md", "exec"), {"__name__": "__main__"})
+        exec(compile(text, "what_others_compute.md", "exec"), {"__name__": "__main__"})
     return printed.getvalue()
 
 

@@ -216,13 +216,7 @@ def test_the_blocks_that_are_not_run_are_counted():
     assert any(block.language == "python" for block in ALL)
 
 
-# Its programs patch each other's packages: tests/compat/test_what_others_compute.py runs them.
-PROGRAMS = ROOT / "docs/what-others-compute.md"
-
-
 def python_of(path: Path) -> list[Block]:
-    if path == PROGRAMS:
-        return []
     return [block for block in blocks(path) if block.language == "python" and not block.reason]
 
 

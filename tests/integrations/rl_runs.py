@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -20,6 +21,8 @@ from hf_trainer_runs import (
     use_fsdp2,
     weights_of,
 )
+from PIL import Image
+from tiny_towers import IMAGE, build_with_tower
 from torch import Tensor
 
 from ds_usp.integrations.transformers import attach, enable
@@ -48,7 +51,8 @@ class Reward:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def __call__(self, completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+    def __call__(self, completions: list[Any], log_metric: Any, **_: Any) -> list[float]:
+        completions = [x if isinstance(x, str) else x[0]["content"] for x in completions]
         self.seen += completions
         log_metric("words", sum(len(x.split()) for x in completions))
         return [sum(int(word[1:]) for word in x.split()) % 17 / 17 for x in completions]
@@ -81,8 +85,11 @@ def rl_trainer(name: str, model: Any, reward: Reward, record: Record, **options:
         made["rollout_func"] = rollouts
     length = options.pop("prompt", 4)
     rows = [
-        {"prompt": text([(i * 7 + j) % 90 + 3 for j in range(length + i % 5)])} for i in range(32)
+        {"prompt": text([(i * 7 + j) % 85 + 3 for j in range(length + i % 5)])} for i in range(32)
     ]
+    images = options.pop("images", False)
+    if images:
+        rows = [with_an_image(row, seed) for seed, row in enumerate(rows)]
     defaults = {
         "micro": 2,
         "max_steps": STEPS,
@@ -97,10 +104,60 @@ def rl_trainer(name: str, model: Any, reward: Reward, record: Record, **options:
         args=config(**arguments(options.pop("split"), replicas, **{**defaults, **options})),
         train_dataset=datasets.Dataset.from_list(rows),
         eval_dataset=datasets.Dataset.from_list(rows[:4]),
-        processing_class=tokenizer(),
+        processing_class=Processor() if images else tokenizer(),
         callbacks=[record],
         **made,
     )
+
+
+def with_an_image(row: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A message with a picture of 4 x 4 patches before its words; each third has none."""
+    words: list[dict[str, str]] = [{"type": "text", "text": row["prompt"]}]
+    if seed % 3 == 1:
+        return {"prompt": [{"role": "user", "content": words}], "images": []}
+    shades = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    picture = Image.fromarray(shades.repeat(4, 0).repeat(4, 1))
+    return {
+        "prompt": [{"role": "user", "content": [{"type": "image"}, *words]}],
+        "images": [picture],
+    }
+
+
+class Processor(transformers.ProcessorMixin):
+    """That of Qwen2.5-VL for words and pictures; its own needs torchvision, for videos."""
+
+    image_token_id = IMAGE
+
+    def __init__(self) -> None:
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as of_qwen
+
+        self.tokenizer = tokenizer()
+        self.tokenizer.padding_side = "left"
+        self.chat_template = self.tokenizer.chat_template = (
+            "{% for message in messages %}{% if message['content'] is string %}"
+            "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+            f"{{{{ part['text'] if part['type'] == 'text' else 'w{IMAGE}' }}}} "
+            "{% endfor %}{% endif %}{% endfor %}"
+        )
+        self.image_processor = of_qwen.Qwen2VLImageProcessorPil(
+            patch_size=2,
+            temporal_patch_size=1,
+            merge_size=2,
+            size={"shortest_edge": 64, "longest_edge": 64},
+        )
+
+    def __call__(self, images: Any = None, text: Any = None, **given: Any) -> Any:
+        flat = [x for row in images or [] for x in (row if isinstance(row, list) else [row])]
+        of_images = self.image_processor(images=flat, return_tensors="pt") if flat else {}
+        pieces = text[:] if isinstance(text, list) else [text]
+        pieces = [x.replace(f"w{IMAGE}", f"w{IMAGE} " * 4) for x in pieces]
+        asked = {name: x for name, x in given.items() if name in ("padding", "return_tensors")}
+        tokens = self.tokenizer(pieces, **asked)
+        ids = tokens["input_ids"]
+        kinds = [[int(x == IMAGE) for x in row] for row in ids]
+        if isinstance(ids, Tensor):
+            kinds = torch.tensor(kinds)
+        return transformers.BatchFeature({**tokens, **of_images, "mm_token_type_ids": kinds})
 
 
 def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -156,7 +213,10 @@ def run_rl(
         evaluate, vllm, share_prefixes = (options.pop(x, False) for x in flags)
         mesh = mesh_of(ctx, split) if size > 1 else None
         reward, record = Reward(), Record()
-        model = tiny_model()
+        model = tiny_model(experts=options.pop("experts", False))
+        if options.get("images"):
+            model = build_with_tower("qwen2_5_vl")
+            model.generation_config.update(eos_token_id=2, pad_token_id=0)
         model.config._name_or_path = folder
         trainer = rl_trainer(
             name, model, reward, record, split=split, replicas=ctx.world // size, **options
@@ -175,7 +235,7 @@ def run_rl(
                         tokens[kind] = max(tokens[kind], args[0].shape[1])
                     torch.rand(3 * mesh.rank if mesh else 0)  # as dropout of a shard may
 
-                layers = [x for x in counts.modules() if type(x).__name__ == "Qwen3DecoderLayer"]
+                layers = [x for x in counts.modules() if type(x).__name__.endswith("DecoderLayer")]
                 layers[0].register_forward_pre_hook(count)
         if mesh:
             if share_prefixes:

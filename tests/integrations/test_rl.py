@@ -67,6 +67,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "vespo": {"loss_type": "vespo", "off_policy_mask_threshold": 0.1, **AGAIN},
     "luspo": {"loss_type": "luspo", "use_adaptive_entropy": True, **SEQUENCE, **AGAIN},
     "gdpo": {"multi_objective_aggregation": "normalize_then_sum"},
+    "router losses": {"experts": True, **AGAIN},
+    "images": {"images": True, **AGAIN},
 }
 SPLITS = [
     (2, Split(2, 1)),
