@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import os
 import random
 import re
@@ -23,6 +24,7 @@ import ds_usp
 from ds_usp import SequenceMesh, TokenLayout, USPAttention
 from ds_usp.comm import shm_mailbox
 from ds_usp.comm.consistency import ConsistencyChecker
+from ds_usp.comm.process_groups import timeout_of
 from ds_usp.comm.shm_mailbox import open_mailbox
 from ds_usp.testing import causal, dense_attention, relative_error
 
@@ -69,7 +71,12 @@ def test_meshes_of_different_degrees_live_side_by_side(pool):
 def built_from_grid(ctx: RankContext, order: tuple[str, ...]) -> tuple[tuple[int, ...], float]:
     """Global ranks of this rank's sequence group, and the error of attention over it."""
     grid = ds_usp.RankGrid({"tp": 2, "ulysses": 2, "ring": 2}, order=order)
+    options = ctx.group._get_backend(torch.device("cpu")).options
+    before, options._timeout = options._timeout, datetime.timedelta(seconds=177)
     mesh = ds_usp.SequenceMesh.build(grid)
+    options._timeout = before
+    # Groups that are made of hers wait as long as a user's, not torch's half hour.
+    assert {timeout_of(x).seconds for x in (mesh.sp_group, mesh.kv_group)} == {177}
     coords = grid.coords(ctx.rank)
     assert (mesh.ulysses_rank, mesh.ring_rank) == (coords["ulysses"], coords["ring"])
     qkv = [torch.randn(1, 40, 4, 16) for _ in range(3)]
