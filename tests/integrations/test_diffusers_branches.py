@@ -423,7 +423,7 @@ def read_on_one_rank(ctx: RankContext) -> None:
 def test_a_branch_that_one_rank_reads_is_refused(pool):
     for error in pool.errors(read_on_one_rank, WORLD):
         assert isinstance(error, ds_usp.MeshError), error
-        assert "branch 1.hidden_states" in str(error), error
+        assert "branch 0.hidden_states" in str(error), error
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):
