@@ -226,7 +226,7 @@ class HeadAllToAll:
         to_peers = sum(sent) - sent[self.mesh.ulysses_rank]
         sent_bytes = to_peers * send_buffer.element_size()
         others = self.mesh.other_nodes.get("ulysses", ())
-        between_nodes = sum(sent[rank] for rank in others) * send_buffer.element_size()
+        between_nodes = sum(map(sent.__getitem__, others)) * send_buffer.element_size()
         self.mesh.ledger.add("all_to_all", sent_bytes, between_nodes)
         with exchange_range("all_to_all", sent_bytes) if profiler_enabled() else NO_RANGE:
             work: dist.Work = dist.all_to_all_single(

@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
     "a mask in words": (
         lambda ctx: ring_around(ctx, mask="causal"),
         r"mask='causal' must be a MaskSpec: MaskSpec.causal\(\), .full\(\), "
-        r".window\(left, right\) or .prefix_lm\(prefix\)",
+        r".window\(left, right\), .prefix_lm\(prefix\), .tree\(segments\) or .rectangles",
     ),
     "a ring around no causal attention": (
         lambda ctx: ring_around(ctx, NotCausal(), mask=None, dropout_p=None),

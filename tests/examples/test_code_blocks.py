@@ -128,7 +128,7 @@ def namespace(ctx: RankContext) -> dict[str, Any]:
     }
 
 
-def run_python(ctx: RankContext, *, page: list[Block]) -> list[str]:
+def run_python(ctx: RankContext, *, page: list[Block], folder: str) -> list[str]:
     """Run the blocks of a page in order in one namespace; the first failed doctest, if any.
 
     Blocks that start and end ``torch.distributed`` run in the groups that the ranks have.
@@ -139,7 +139,12 @@ def run_python(ctx: RankContext, *, page: list[Block]) -> list[str]:
         patch.dict(os.environ, launched),
         patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT),
     ):
-        return run_blocks(page, space)
+        before = os.getcwd()
+        os.chdir(folder)  # a trainer makes its output folder
+        try:
+            return run_blocks(page, space)
+        finally:
+            os.chdir(before)
 
 
 def run_blocks(page: list[Block], space: dict[str, Any]) -> list[str]:
@@ -228,26 +233,26 @@ def needs_transformers(path: Path) -> bool:
     return imports(path, "transformers") or imports(path, "diffusers")
 
 
-def run_page(path: Path, pool: WorkerPool) -> None:
-    for failures in pool.run(run_python, WORLD, page=python_of(path)):
+def run_page(path: Path, pool: WorkerPool, folder: Path) -> None:
+    for failures in pool.run(run_python, WORLD, page=python_of(path), folder=str(folder)):
         assert failures == []
 
 
 @pytest.mark.parametrize(
     "path", [p for p in pages() if python_of(p) and not needs_transformers(p)], ids=relative
 )
-def test_python_runs_on_four_ranks(path, pool):
-    run_page(path, pool)
+def test_python_runs_on_four_ranks(path, pool, tmp_path):
+    run_page(path, pool, tmp_path)
 
 
 @pytest.mark.transformers
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("path", [*filter(needs_transformers, pages())], ids=relative)
-def test_python_with_transformers_runs_on_four_ranks(path, pool):
+def test_python_with_transformers_runs_on_four_ranks(path, pool, tmp_path):
     if imports(path, "diffusers"):
         pytest.importorskip("diffusers")
-    run_page(path, pool)
+    run_page(path, pool, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,14 @@ def main(args):
         raise KeyError("a defect")
     dist.barrier()
 
-device = launch.select_device("cpu")
+given = {"device": launch.select_device("cpu"), "distributed_timeout_minutes": None}
 for mode in ("killed", "raises", "refused", "full"):
     os.makedirs(f"{mode}/step_7")
     open(f"{mode}/latest", "w").write("step_7")
     open(f"{mode}/step_7/usp_metadata.json", "w").write('{"progress": {"step": 7}}')
     # torchrun's agent names it; a full disk takes nothing.
     os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/full" if mode == "full" else f"{mode}.json"
-    args = Namespace(device=device, mode=mode, output_dir=mode, save=mode)
+    args = Namespace(mode=mode, output_dir=mode, save=mode, **given)
     print(mode, launch.spawn_ranks(main, args, 3), file=sys.stderr)
 """
 
@@ -93,17 +93,17 @@ def main(args):
         print(signals.stop_text(noted.flags(), 1), flush=True)
         return signals.STOPPED
 
-device = launch.select_device("cpu")
+given = {"device": launch.select_device("cpu"), "distributed_timeout_minutes": None}
 other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
 other.start()
-nothing = launch.spawn_ranks(lambda args: None, Namespace(device=device), 2)
+nothing = launch.spawn_ranks(lambda args: None, Namespace(**given), 2)
 print(nothing, other.is_alive(), flush=True)
 for number in (signal.SIGINT, signal.SIGUSR1):
-    args = Namespace(device=device, number=number, stuck=False)
+    args = Namespace(number=number, stuck=False, **given)
     print(launch.spawn_ranks(main, args, 2), flush=True)
 start = time.monotonic()
 try:
-    launch.spawn_ranks(main, Namespace(device=device, number=signal.SIGTERM, stuck=True), 2)
+    launch.spawn_ranks(main, Namespace(number=signal.SIGTERM, stuck=True, **given), 2)
 except SystemExit as end:
     print(end.code, time.monotonic() - start < 20)
 """
@@ -126,6 +126,7 @@ signals._REPORT_S = 0.1
 gone = os.fork()
 if not gone:
     os._exit(0)
+os.waitid(os.P_PID, gone, os.WEXITED | os.WNOWAIT)  # it has ended before a rank looks
 for siblings in ([gone], []):
     if not (rank := os.fork()):
         with signals.StopSignals(siblings) as noted:
@@ -220,7 +221,7 @@ def main(args):
     os.write(writing, b".")
     time.sleep(600)
 
-launch.select_device("cpu")
+given = {"device": launch.select_device("cpu"), "distributed_timeout_minutes": None}
 
 signal.alarm(100)
 for ignored in (signal.SIGHUP, signal.SIGQUIT):  # as under nohup, or in a shell's background
@@ -236,7 +237,7 @@ for number, on_linux in (
     if not (parent := os.fork()):
         if not on_linux:
             launch.ON_LINUX = False
-        launch.spawn_ranks(main, Namespace(device="cpu"), 2)
+        launch.spawn_ranks(main, Namespace(**given), 2)
     os.close(writing)
     started = b""
     while len(started) < 2:
