@@ -349,10 +349,11 @@ def test_a_wrong_command_is_found(text):
         test_commands_exist_and_take_their_flags(sample("bash", text))
 
 
-def test_a_wrong_python_block_is_found(pool):
+def test_a_wrong_python_block_is_found(pool, tmp_path):
+    folder = str(tmp_path)
     page = [sample("python", "x = 1"), sample("python", "y = x.z")]
-    for error in pool.errors(run_python, WORLD, page=page):
+    for error in pool.errors(run_python, WORLD, page=page, folder=folder):
         assert "README.md:7: AttributeError" in str(error)
     page = [sample("python", ">>> 1 + 1\n3")]
-    (failure,) = pool.run(run_python, WORLD, page=page)[0]
+    (failure,) = pool.run(run_python, WORLD, page=page, folder=folder)[0]
     assert "Expected" in failure and "README.md:7" in failure
