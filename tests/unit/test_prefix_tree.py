@@ -130,6 +130,6 @@ def test_trees_and_weights_are_not_dealt():
         PrefixTree(reduction="rows")([{"input_ids": [1, 2, 3]}]),
     ):
         with pytest.raises(DataError, match="use SequenceParallelDataLoader"):
-            _read_samples([batch])
+            _read_samples([batch], ())
         read_batch(batch)
-    assert len(_read_samples([{"input_ids": torch.arange(5)}])) == 1
+    assert len(_read_samples([{"input_ids": torch.arange(5)}], ())) == 1
