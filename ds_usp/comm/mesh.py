@@ -436,15 +436,15 @@ class SequenceMesh:
         members, own = dist.get_process_group_ranks(world), dist.get_rank(world)
         made: dict[int, SequenceMesh] = {}
         for size, (groups, ulysses) in sorted(sizes.items()):
-            mine = next((ranks for ranks in groups if own in ranks), None)
-            if size in (1, len(members)) and mine is not None:
+            of_rank = next((ranks for ranks in groups if own in ranks), None)
+            if size in (1, len(members)) and of_rank is not None:
                 made[size] = cls.single() if size == 1 else cls.from_group(world, ulysses)
                 continue
             # Ranks outside of a group do not create it, and would name the next one otherwise.
             align_group_counters(world)
-            if mine is None:
+            if of_rank is None:
                 continue
-            ranks, key = [members[rank] for rank in mine], f"one of the meshes {list(groups)}"
+            ranks, key = [members[rank] for rank in of_rank], f"one of the meshes {list(groups)}"
             known = _meshes_over(world).get((key, ulysses))
             own_group = None if known is None else known.sp_group
             if own_group is None:

@@ -411,16 +411,16 @@ def hosts_bytes_table(*results: str) -> str:
     cells: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for row in (row for name in results for row in read(name)):
         sent, counted = int(row["ledger_bytes"]), int(row["counted_bytes"])
-        mine = cells.setdefault((row["ranks"], row["mesh"]), {})
-        before = int(mine.get((row["case"], row["pass"]), "0 ").split()[0])
+        row_cells = cells.setdefault((row["ranks"], row["mesh"]), {})
+        before = int(row_cells.get((row["case"], row["pass"]), "0 ").split()[0])
         if sent > before:
             over = f"{(counted / sent - 1):.1%}"
-            mine[row["case"], row["pass"]] = f"{sent} {sent / 2**20:.2f} (+{over})"
-    columns = list(dict.fromkeys(key for mine in cells.values() for key in mine))
+            row_cells[row["case"], row["pass"]] = f"{sent} {sent / 2**20:.2f} (+{over})"
+    columns = list(dict.fromkeys(key for row_cells in cells.values() for key in row_cells))
     head = ["ranks", "Ulysses x ring", *(f"{case}, {way}" for case, way in columns)]
     texts = (
-        [*mesh, *(mine.get(column, " ").partition(" ")[2] for column in columns)]
-        for mesh, mine in cells.items()
+        [*mesh, *(row_cells.get(column, " ").partition(" ")[2] for column in columns)]
+        for mesh, row_cells in cells.items()
     )
     return markdown(head, texts)
 

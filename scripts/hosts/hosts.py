@@ -207,7 +207,7 @@ def _bind(text: str, over: str) -> None:
 
 def _make_host(name: str, index: int, hosts: int) -> tuple[int, int]:
     """The file of a host's tun device, and the process that holds its namespaces."""
-    ours, theirs = socket.socketpair()
+    ours, of_link = socket.socketpair()
     boot_id = str(uuid.uuid4())
 
     def hold() -> None:
@@ -231,14 +231,14 @@ def _make_host(name: str, index: int, hosts: int) -> tuple[int, int]:
             _interface("lo", "127.0.0.1", 0)
             _interface(INTERFACE, f"{NETWORK}{index + 1}", MTU)
         except OSError as error:
-            theirs.send(str(error).encode())
+            of_link.send(str(error).encode())
             return
-        socket.send_fds(theirs, [b"up"], [tun])
+        socket.send_fds(of_link, [b"up"], [tun])
         os.close(tun)
         signal.pause()
 
     holder = _fork(hold)
-    theirs.close()
+    of_link.close()
     answer, files, *_ = socket.recv_fds(ours, 4096, 1)
     if not files:
         raise OSError(answer.decode())
@@ -368,9 +368,8 @@ def _run(running: dict[str, Any], args: argparse.Namespace) -> int:
 
 def _start(running: dict[str, Any], host: int, command: Sequence[str], port: int) -> int:
     """The command on one host, in a PID namespace of its own; its exit code."""
-    boot_id = Path(
-        f"/proc/{running['hosts'][host]}/root/proc/sys/kernel/random/boot_id"
-    ).read_text()
+    root = Path("/proc", str(running["hosts"][host]), "root")  # of its mount namespace
+    boot_id = (root / "proc/sys/kernel/random/boot_id").read_text()
     first, ranks = f"{NETWORK}1", running["ranks"]
     settings = {
         "MASTER_ADDR": first,

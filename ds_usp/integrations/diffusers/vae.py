@@ -412,8 +412,8 @@ class _Tiles:
                     chain.calls.clear()
         if group is None:
             return
-        mine = [x.value for chain in chains for x in chain.ends if x.value is not None]
-        shapes = [(list(x.shape), str(x.dtype).removeprefix("torch.")) for x in mine]
+        values = [x.value for chain in chains for x in chain.ends if x.value is not None]
+        shapes = [(list(x.shape), str(x.dtype).removeprefix("torch.")) for x in values]
         of_ranks = [iter(each) for each in gathered_values(self.mesh, shapes)]
         sent = []
         for chain, owner in zip(chains, owners, strict=True):
