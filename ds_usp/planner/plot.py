@@ -90,7 +90,6 @@ def draw(result: SearchResult, top: int, path: Path) -> None:
 
 
 def _layer_ms(result: SearchResult, plan: Plan) -> dict[str, float]:
-    """A layer's components, and its part of the step's idle time on kernel launches (host)."""
     work, config = result.work, plan.config
     seconds = layer_time(result.cluster, work, config).components()
     layers = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)

@@ -573,7 +573,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return self._joined(name, kwargs, out)
 
     def _joined(self, name: str, kwargs: dict[str, Any], out: Any) -> Any:
-        """The outputs of the whole batch."""
         shard = cast(Shard, self._running.shard)
         implementation = self._trunk.config._attn_implementation
         if implementation != IMPLEMENTATION:

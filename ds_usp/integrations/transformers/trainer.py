@@ -302,7 +302,6 @@ def _count_weights(trainer: Trainer) -> None:
 
 
 def _join_logits(trainer: Trainer) -> None:
-    """Give metrics and predictions the logits of the whole batch."""
     step = trainer.prediction_step
 
     def prediction_step(
