@@ -333,6 +333,13 @@ def dealt(model: Any, batch: Any = None, max_tokens: int | None = None) -> Any:
         return model(**batch)
 
 
+def layout_of(deal: bool) -> Any:
+    with enable(build("llama"), ds_usp.SequenceMesh.single()) as enabled:
+        if deal:
+            enabled.deal(4096)
+        return enabled.layout_of(plain_batch())
+
+
 def one_row() -> dict[str, Any]:
     return {name: x[:1] for name, x in plain_batch().items()}
 
@@ -352,6 +359,11 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "lower per_device_train_batch_size",
         lambda: dealt(build("llama"), max_tokens=plain_batch()["input_ids"].shape[1]),
         lambda: dealt(build("llama"), one_row(), plain_batch()["input_ids"].shape[1]),
+    ),
+    "the layout of a dealt batch": (
+        "each with a layout of its own",
+        lambda: layout_of(True),
+        lambda: layout_of(False),
     ),
     "dealt rows with a whole head": (
         "a dealt batch has those of each group",

@@ -246,6 +246,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
         """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
+        if self._dealing is not None:
+            raise ConfigError(
+                "layout_of: deal() gives the samples of a batch to groups of ranks, each with a "
+                "layout of its own: join outputs by enabled.whole(x), or enable without deal"
+            )
         rows = self._as_tree(batch)
         given = batch if rows is None else rows.arguments
         return self._read(given).layout(self.mesh, self._options.layout)
