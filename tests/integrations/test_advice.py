@@ -340,6 +340,12 @@ def layout_of(deal: bool) -> Any:
         return enabled.layout_of(plain_batch())
 
 
+def loaded_tree() -> Any:
+    loader = ds_usp.training.SequenceParallelDataLoader
+    batch = PrefixTree()([{"prompt": list(range(20)), "answers": [[1, 2], [3]]}])
+    return next(iter(loader([batch], ds_usp.SequenceMesh.single())))
+
+
 def one_row() -> dict[str, Any]:
     return {name: x[:1] for name, x in plain_batch().items()}
 
@@ -359,6 +365,11 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "lower per_device_train_batch_size",
         lambda: dealt(build("llama"), max_tokens=plain_batch()["input_ids"].shape[1]),
         lambda: dealt(build("llama"), one_row(), plain_batch()["input_ids"].shape[1]),
+    ),
+    "borders of a tree": (
+        "Give attention mask=batch.mask",
+        lambda: loaded_tree().documents,
+        lambda: loaded_tree().mask,
     ),
     "the layout of a dealt batch": (
         "each with a layout of its own",
