@@ -377,9 +377,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text or self._whole_head:
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
-                left_padded = (batch if self._rows is None else self._rows).left_padded
-                owners = [sys.modules[type(self._inner).__module__]]
-                self._check_positions(given, left_padded, owners)
+                self._check_positions(
+                    given,
+                    (self._rows or batch).left_padded,
+                    [sys.modules[type(self._inner).__module__]],
+                )
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
