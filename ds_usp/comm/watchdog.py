@@ -226,9 +226,9 @@ class Watchdog:
                 target=self._run, args=(end,), name="ds_usp watchdog", daemon=True
             )
             self._thread.start()
-            # A thread that comes back from a request to the store while Python ends is ended from C,
-            # and pybind11's frames below it abort the process ("terminate called without an active
-            # exception"): up to Python 3.13.
+            # A thread that comes back from a request to the store while Python ends is ended from
+            # C, and pybind11's frames below it abort the process ("terminate called without an
+            # active exception"): up to Python 3.13.
             atexit.register(self._thread.join, _EXIT_S)
             atexit.register(end.set)  # first
 
