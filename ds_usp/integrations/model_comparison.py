@@ -592,8 +592,8 @@ _INTEGERS = MappingProxyType(
 
 def _sum_of_bits(x: Tensor) -> Tensor:
     """A weighted sum of a tensor's elements, int64."""
-    # Sums of bits as integers wrap around: exact in any order, so that unlike GPUs agree. In pieces,
-    # as each element takes 24 bytes meanwhile: an encoder's video took more than its tiles.
+    # Sums of bits as integers wrap around: exact in any order, so that unlike GPUs agree. Pieces:
+    # an element takes 24 bytes meanwhile, and a video to encode took more than its tiles.
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     sums = []

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 
 import ds_usp
 from ds_usp.integrations import diffusers, model_comparison, transformers
-from ds_usp.integrations import model_comparison
 from ds_usp.integrations.model_comparison import ArgumentsDigest, ModelComparison
 
 WAN = "WanTransformer3DModel"
