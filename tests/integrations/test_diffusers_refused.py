@@ -253,10 +253,6 @@ def compiled_anew(transformer: Any) -> None:
     transformer.compile(backend="eager")
 
 
-def compiled_blocks(transformer: Any) -> None:
-    transformer.compile_repeated_blocks(backend="eager")
-
-
 def block_skipped(transformer: Any) -> None:
     """As caches that others copy into a model: from the second pass on, without a block."""
     block, calls = transformer.single_transformer_blocks[-1], []
@@ -374,11 +370,8 @@ GUIDANCE: tuple[tuple[str, Callable[[], None], Callable[[], None]], ...] = (
         of(after=scaled),
     ),
     ("layer_skip", of(partial(step, between=layers_skipped)), of()),
-    (
-        "compile() after enable takes the place",
-        of(partial(step, between=compiled_anew)),
-        of(after=compiled_blocks),
-    ),
+    # compile_repeated_blocks(): test_compiled_blocks_compute_a_branch_each.
+    ("compile() after enable takes the place", of(partial(step, between=compiled_anew)), of()),
     (
         "torch.compile of a FluxTransformer2DModel with cfg_degree=2",
         of(lambda x: whole_of(torch.compile(x, backend="eager"))),
