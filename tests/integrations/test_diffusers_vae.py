@@ -1,6 +1,7 @@
 """VAEs whose tiles are dealt over ranks: every class with a row, against diffusers' own tiling."""
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp import ConfigError, MeshError, UnsupportedAttentionError, USPError
 from ds_usp.integrations.diffusers import enable_vae
-from ds_usp.integrations.diffusers.vae import TILED, deal
+from ds_usp.integrations.diffusers.vae import TILED, _Later, deal
 
 WORLD = 4
 
@@ -331,6 +332,20 @@ def test_a_part_of_a_tile_is_not_used_outside_of_it():
         pytest.raises(UnsupportedAttentionError, match="uses a part of a tile outside of it"),
     ):
         vae.encode(torch.zeros(1, 3, 52, 44))
+
+
+@torch.no_grad()
+def test_tiles_are_freed_when_they_are_blended():
+    """Not when Python next looks for cycles: those of a video are as large as it."""
+    vae = build(WAN)
+    gc.collect()
+    gc.disable()
+    try:
+        with enable_vae(vae, ds_usp.SequenceMesh.single()):
+            vae.decode(latents_of(WAN))
+            assert not [x for x in gc.get_objects() if type(x) is _Later]
+    finally:
+        gc.enable()
 
 
 def test_refused_on_one_rank_too():

@@ -136,11 +136,10 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
     @disable_in_compile("ranks compare what they decode")
     def _whole(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         what = f"{name} of {type(self.vae).__name__} (call it on every rank, with the same values),"
-        given = {"given": args, **kwargs}
-        with same_on_all_ranks(self.mesh, what, given, self._model):
+        with same_on_all_ranks(self.mesh, what, {"given": args, **kwargs}, self._model):
             check_tiles(self.vae)
-            tensors = (*args, *kwargs.values(), *self.vae.parameters())
-            if torch.is_grad_enabled() and any(_wants_gradient(x) for x in tensors):
+            given = (*args, *kwargs.values(), *self.vae.parameters())
+            if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given):
                 raise UnsupportedAttentionError(
                     f"{type(self.vae).__name__}.{name} with gradients: tiles of other ranks have "
                     "none. Call it under torch.no_grad(), or disable() to train the VAE"
@@ -167,10 +166,6 @@ class _Bound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._name, self._original, *args, **kwargs)
-
-
-def _wants_gradient(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def check_tiles(vae: Any) -> None:
@@ -305,19 +300,14 @@ class _Chain:
 
     def run(self) -> None:
         """Compute them; what the ends do not need is freed on the way."""
-        made: list[_Later] = []
+        made: set[_Later] = set()
         self.calls.reverse()
         while self.calls:
             call = self.calls.pop()
             call.run()
-            for taken in [x for x in made if x not in self.ends and not self._is_taken(x)]:
-                taken.value = None
-            made = [*(x for x in made if x.value is not None), *call.outputs]
-        for x in made:
-            x.value = x.value if x in self.ends else None
-
-    def _is_taken(self, later: _Later) -> bool:
-        return any(later in _laters(call) for call in self.calls)
+            made.update(call.outputs)
+            for later in made.difference(self.ends, *map(_laters, self.calls)):
+                later.value = None
 
 
 def _laters(call: _Call) -> Iterator[_Later]:
@@ -410,8 +400,14 @@ class _Tiles:
                         chain.run()
                 else:
                     chain.calls.clear()
-        if group is None:
-            return
+        if group is not None:
+            self._exchange(chains, owners, group)
+        for chain in chains:  # a tile that holds itself stays until Python collects cycles
+            chain.ends.clear()
+
+    def _exchange(
+        self, chains: Sequence[_Chain], owners: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
         values = [x.value for chain in chains for x in chain.ends if x.value is not None]
         shapes = [(list(x.shape), str(x.dtype).removeprefix("torch.")) for x in values]
         of_ranks = [iter(each) for each in gathered_values(self.mesh, shapes)]
