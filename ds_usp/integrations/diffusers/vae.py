@@ -1,4 +1,4 @@
-"""``enable_vae``: the tiles that a VAE of diffusers decodes and encodes, dealt over the ranks."""
+"""``enable_vae``: the tiles that a VAE of diffusers decodes and encodes, shared by the ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ds_usp.memory.compile_guard import disable_in_compile
 # function of its own (`tiled_decode`), some with caches of convolutions from one frame to the next.
 # None of that is written again here. While a class's own function runs, its encoder and decoder are
 # replaced by functions that compute nothing: they note the call and return a `_Later`. The first
-# time that a value is needed, as when blending reads a shape, all calls that were noted are dealt
-# over the ranks, computed, and sent to everybody; the function then goes on as if each had run in
-# its turn. So tiling and blending are diffusers', to the bit.
+# time that a value is needed, as when blending reads a shape, all calls that were noted are shared
+# by the ranks, computed, and sent to everybody; the function then goes on as if each had run in its
+# turn. So tiling and blending are diffusers', to the bit.
 #
 # Which calls belong to one tile follows from data: they hand each other an output (`conv_cache` of
 # CogVideoX, the output of an encoder to `quant_conv`), or write into one list (`feat_cache` of Wan
@@ -57,7 +57,7 @@ _TILED_FUNCTIONS = (
 
 
 def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMesh) -> EnabledVAE:
-    """Deal the tiles of a VAE's ``decode`` and ``encode`` over the ranks of a mesh.
+    """Share the tiles of a VAE's ``decode`` and ``encode`` among the ranks of a mesh.
 
     Every rank calls it, and later ``decode`` and ``encode``, with the same latents or images, and
     gets all of the result, equal to that of diffusers' own tiling on one rank. A rank's memory is
@@ -84,7 +84,7 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
         words.append(name)
         if name not in TILED:
             raise UnsupportedAttentionError(
-                f"{name} is no VAE whose tiles can be dealt over ranks; these can: "
+                f"{name} is no VAE whose tiles ranks can share; these can: "
                 f"{', '.join(TILED)}. Let every rank decode by itself, or one rank alone "
                 "(output_type='latent' on the others)"
             )
@@ -102,7 +102,7 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
 
 
 class EnabledVAE(AbstractContextManager["EnabledVAE"]):
-    """A VAE whose tiles are dealt over ranks; as a context manager it is disabled at the end.
+    """A VAE whose tiles are shared by ranks; as a context manager it is disabled at the end.
 
     Attributes:
         vae: the VAE.
@@ -149,7 +149,7 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
         self._model.end_of_forward()
         return out
 
-    @disable_in_compile("tiles are dealt over ranks")
+    @disable_in_compile("tiles are shared by ranks")
     def _tiled(self, _: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._tiles.is_noting:  # of frames, which calls that of heights and widths
             return original(*args, **kwargs)
@@ -220,8 +220,8 @@ class _Later:
             self.tiles.compute()
         if self.value is None:  # what another call has taken is not sent
             raise UnsupportedAttentionError(
-                f"{self.tiles.name} uses a part of a tile outside of it: its tiles cannot be dealt "
-                "over ranks; disable()"
+                f"{self.tiles.name} uses a part of a tile outside of it: ranks cannot share its "
+                "tiles; disable()"
             )
         return self.value
 
@@ -391,7 +391,7 @@ class _Tiles:
         chains, self._chains, self._of_list = self._chains, [], {}
         if not chains:  # all were computed, or this is within a tile: other ranks are not here
             return
-        owners = deal([chain.size for chain in chains], self.mesh.sp_degree)
+        owners = assign([chain.size for chain in chains], self.mesh.sp_degree)
         rank, group = self.mesh.rank, self.mesh.sp_group
         with self.mesh.agreeing(f"{len(chains)} tiles of {self.name}"):
             for chain, owner in zip(chains, owners, strict=True):
@@ -441,7 +441,7 @@ def _draws_nothing(name: str, device: torch.device) -> Iterator[None]:
         )
 
 
-def deal(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign(sizes: Sequence[int], ranks: int) -> list[int]:
     """The rank that computes each tile: the largest first, each to the rank that has least."""
     loads, owners = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
