@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 ResultT = TypeVar("ResultT")
-PACKAGES = ("diffusers", "flash-attn-4", "xfuser")
+PACKAGES = ("diffusers", "flash-attn-4", "xfuser", "cache-dit")
 WORKLOADS = [
     f"{shape}:{kind}"
     for shape in ("flux-1024", "wan-480p", "wan-720p", "flux-2048")
