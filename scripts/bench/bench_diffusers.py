@@ -140,7 +140,6 @@ class Run:
             self._compare_with(known[first])
         steps: dict[str, Step] = {}
         rows: dict[str, dict[str, Any]] = {}
-        times: dict[str, list[float]] = {}
         for name in names:
             first_step = partial(self._first_step, known[name], name == first)
             result = self._bounded(name, first_step)
@@ -149,7 +148,7 @@ class Run:
             else:
                 steps[name], rows[name] = result
                 self._say(name, rows[name])
-                self._time(name, steps, rows, times)
+                self._time(name, steps, rows)
         # Not before all are compiled: cases share code, whose compilation another may have dropped.
         for name in [x for x in steps if known[x].compiled and not known[x].graphs]:
             result = self._bounded(name, partial(self._with_peak, steps[name], steps[name]))
@@ -158,7 +157,7 @@ class Run:
                 del steps[name]
             else:
                 rows[name] |= result[1]
-        self._rounds(steps, rows, times)
+        self._rounds(steps, rows)
 
     def _refuse(self, name: str, reason: str) -> None:
         self._write(name, {"refused": reason})
@@ -226,34 +225,23 @@ class Run:
             row |= dict(zip(("gradient_difference", "gradient_limit"), worst, strict=True))
         return row | {"wrong": not all(value <= limit for value, limit in pairs)}
 
-    def _time(
-        self,
-        name: str,
-        steps: dict[str, Step],
-        rows: Mapping[str, dict[str, Any]],
-        times: dict[str, list[float]],
-    ) -> None:
-        """Time a step once more, and write the row; a step that fails is dropped."""
+    def _time(self, name: str, steps: dict[str, Step], rows: dict[str, dict[str, Any]]) -> None:
+        """Time a step once more, and write its row; a step that fails is dropped."""
         seconds = self._bounded(name, partial(self._timed, steps[name]))
         if isinstance(seconds, str):
             self._refuse(name, seconds)
             del steps[name]
             return
-        times.setdefault(name, []).append(round(seconds * 1e3, 4))
-        self._write(name, rows[name] | {"ms": times[name]})
-        self._say(name, {"ms": times[name]})
+        rows[name].setdefault("ms", []).append(round(seconds * 1e3, 4))
+        self._write(name, rows[name])
+        self._say(name, {"ms": rows[name]["ms"]})
 
-    def _rounds(
-        self,
-        steps: dict[str, Step],
-        rows: Mapping[str, dict[str, Any]],
-        times: dict[str, list[float]],
-    ) -> None:
+    def _rounds(self, steps: dict[str, Step], rows: dict[str, dict[str, Any]]) -> None:
         """Time every step again in interleaved rounds, as many as --rounds and --budget allow."""
         begin = time.perf_counter()
         for _ in range(self._args.rounds - 1):
             for name in list(steps):
-                self._time(name, steps, rows, times)
+                self._time(name, steps, rows)
             spent = self._session.all_reduced([time.perf_counter() - begin], ReduceOp.MAX)[0]
             if spent > self._args.budget:
                 break
@@ -327,35 +315,10 @@ def summarize(rows: Sequence[Mapping[str, Any]], workloads: Sequence[str]) -> in
                 text += f", gradients {row['gradient_difference']:.1e}"
             wrong += row.get("wrong", False)
             print(f"  {row['case']:36} {text}{' WRONG' if row.get('wrong') else ''}")
-        print_ratios(workload, of_workload)
     if not any("ms" in row for row in rows):
         print("nothing ran")
         return 1
     return int(wrong > 0)
-
-
-def print_ratios(workload: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print in a line, of eager and of compiled cases, how fast the fastest of ds_usp is beside one
-    GPU and beside the fastest peer."""
-    for compiled in (False, True):
-        ms = {
-            row["case"]: statistics.median(row["ms"])
-            for row in rows
-            if "ms" in row and (" compiled" in row["case"]) == compiled
-        }
-        ours = {name: x for name, x in ms.items() if name.startswith("ds_usp")}
-        if not ours:
-            continue
-        best = min(ours, key=ours.__getitem__)
-        others = {name: x for name, x in ms.items() if name not in ours}
-        alone = [others.pop(name) for name in list(others) if name.startswith("one GPU")]
-        line = f"RATIO {workload}: {best} {ours[best]:.1f} ms"
-        if alone:
-            line += f", {min(alone) / ours[best]:.3f} x one GPU"
-        if others:
-            peer = min(others, key=others.__getitem__)
-            line += f", {others[peer] / ours[best]:.3f} x {peer}"
-        print(line)
 
 
 def compiled_of(args: argparse.Namespace) -> list[bool]:
