@@ -76,18 +76,21 @@ HEADLINES = (
         )
         for tokens in ("32K", "128K")
     ),
-    ("128K, 32/32, FlashAttention-4, 4 GPUs", "attention.csv", "128K 32/32 d128", "flash4"),
     ("128K, 32/32, cuDNN, 4 GPUs", "attention.csv", "128K 32/32 d128", "cudnn"),
     *(
         (
-            f"GPT 1.3B step, {tokens}, cuDNN, 2 GPUs",
-            "megatron_lm.csv",
+            f"GPT 1.3B, {tokens}, {kernel_label}, 2 H100",
+            "megatron_lm_h100.csv",
             f"gpt-1.3b 24 layers {tokens} x {batch}",
-            f"cudnn, {TE_LAYERS}",
+            f"{kernel}, {TE_LAYERS}",
         )
-        for tokens, batch in (("16K", 2), ("32K", 1))
+        for tokens, batch, kernel, kernel_label in (
+            ("16K", 2, "flash4", "default kernels"),
+            ("32K", 1, "flash4", "default kernels"),
+            ("32K", 1, "cudnn", "cuDNN"),
+        )
     ),
-    ("Llama 3 step, 8 layers, 32K, 2 GPUs", "transformers_32k.jsonl", "plain:32768", "FSDP2"),
+    ("Llama 3, 8 layers, 32K, 2 GPUs", "transformers_32k.jsonl", "plain:32768", "FSDP2"),
     ("Wan 2.1 pass, 10 blocks, 480p, 2 GPUs", "diffusers.jsonl", "wan-480p:forward", "cudnn"),
     ("Flux.1 pass, 1024 px, 2 H100", "diffusers_h100.jsonl", "flux-1024:forward", "cudnn"),
 )
@@ -470,7 +473,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "factors": partial(factor_table, "step_factors.csv"),
     "megatron-lm": partial(
         training_table,
-        (("2 H200", "megatron_lm.csv"), ("2 H200", "megatron_lm_flash4.csv")),
+        (
+            ("2 H100", "megatron_lm_h100.csv"),
+            ("2 H200", "megatron_lm.csv"),
+            ("2 H200", "megatron_lm_flash4.csv"),
+        ),
         TE_LAYERS,
     ),
     "transformers": partial(
