@@ -15,9 +15,10 @@ Contenders, on the same samples:
   turn, as loaders of packed documents have them.
 
 Lengths are drawn from measured ones (:data:`MIXES`), the same for all. ``--plan`` prices steps by
-``ds_usp.planner.sample_cost`` and needs no ranks; ``cpu_s`` is what the dealing itself takes. The timed model is a Llama of 8 layers (hidden
-size 2048, 32/8 heads of 64, MLP 8192, vocabulary 128256) in bf16 under DDP, its layers recomputed,
-its loss in chunks; contenders take turns, each on the same steps. ``loss`` is the first step's.
+``ds_usp.planner.sample_cost`` and needs no ranks; ``cpu_s`` is what the dealing itself takes. The
+timed model is a Llama of 8 layers (hidden size 2048, 32/8 heads of 64, MLP 8192, vocabulary 128256)
+in bf16 under DDP, its layers recomputed, its loss in chunks; contenders take turns, each on the
+same steps. ``loss`` is the first step's.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch
 
 import ds_usp
 
-# Documents of lengths from .. to (tokens) in MagiAttention's data set of 13.5 million; its benchmark,
-# too, takes the middle of each. github.com/SandAI-org/MagiAttention at 2c64135,
+# Shortest, longest and number of the documents in each bin of MagiAttention's data set, whose
+# benchmark takes the middle of a bin. github.com/SandAI-org/MagiAttention at 2c64135,
 # exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv.
 MAGI = (
     *((0, 10, 30254), (11, 50, 391188), (51, 100, 699596), (101, 200, 1377757)),

@@ -140,8 +140,13 @@ def test_a_shape_that_means_nothing_is_refused(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["64:4:2:16", "64:4:2:16:full:batch=3", "64:4:2:16:window=8", "99:4:2:16:documents=4-16"]
-    + ["64:4:2:16:documents=magi-1"],
+    [
+        "64:4:2:16",
+        "64:4:2:16:full:batch=3",
+        "64:4:2:16:window=8",
+        "99:4:2:16:documents=4-16",
+        "64:4:2:16:documents=magi-1",
+    ],
 )
 def test_work_counts_the_pairs_of_the_mask(text):
     shape = shapes.Shape.parse(text)
