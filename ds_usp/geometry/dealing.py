@@ -280,10 +280,12 @@ class _Table:
         if best is None:
             return None
         high = max(group.seconds for groups in best for group in groups)
-        # No limit below these is kept: the ranks' work in the mean, the longest sample.
+        # No limit below these is kept: the ranks' work in the mean, the longest sample, with the
+        # start of the micro batch.
         least = [min(self._costs[i].items(), key=lambda x: x[0] * x[1]) for i in samples]
         low = sum(size * cost for size, cost in least) / (self._world * count)
         low = max(low, *(min(self._costs[i].values()) for i in samples))
+        low += min(self._start.values())
         ahead = 2 * _CLOSE  # most steps end little above the bound: a half of the way is too far
         while high - low > _CLOSE * high:
             limit = min((low + high) / 2, low * (1 + ahead))
