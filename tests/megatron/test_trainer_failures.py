@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,43 @@ import megatron_patches
 from ds_usp import ConfigError
 
 assert TRAINER.is_dir()  # trainer_runs has put it on the path
+
+# Imports take longer than what the programs of this file do: they are forked from one that has them.
+BESIDE_EACH_OTHER = """
+import os, sys
+from ds_usp.training import prepare_deepspeed
+from usp_trainer import launch
+
+prepare_deepspeed()
+for folder in sys.argv[1:]:
+    if not os.fork():
+        os.chdir(folder)
+        for stream in (1, 2):
+            os.dup2(os.open(f"printed{stream}", os.O_CREAT | os.O_WRONLY), stream)
+        exec(open("program.py").read())
+        sys.exit()
+for folder in sys.argv[1:]:
+    assert os.wait()[1] == 0, open(f"{folder}/printed2").read()
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of each program, with what it printed on its streams 1 and 2."""
+    folder = tmp_path_factory.mktemp("programs")
+    folders = {}
+    for program in (DIE, ASKED, TEARDOWN, PARENT_ENDS, LAUNCHER_ENDS):
+        folders[program] = folder / str(len(folders))
+        folders[program].mkdir()
+        (folders[program] / "program.py").write_text(program)
+    done = command(["-c", BESIDE_EACH_OTHER, *map(str, folders.values())], folder)
+    assert done.returncode == 0, done.stderr
+    return folders
+
+
+def printed(folder: Path) -> tuple[str, str]:
+    return (folder / "printed1").read_text(), (folder / "printed2").read_text()
+
 
 DIE = """
 import os, signal, sys
@@ -50,9 +88,9 @@ for mode in ("killed", "raises", "refused", "full"):
 """
 
 
-def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_path):
-    done = command(["-c", DIE], tmp_path)
-    killed, rest = done.stderr.split("killed 1\n")
+def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(ended):
+    folder = ended[DIE]
+    killed, rest = printed(folder)[1].split("killed 1\n")
     raised, refused = rest.split("raises 1\n")
     refused, full = refused.split("refused 1\n")
     assert "[rank 1] ended with exit code -9 (SIGKILL: killed, by the system if" in killed
@@ -63,10 +101,10 @@ def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_pa
         assert "[ranks 0, 2] lost contact with another rank" in text
         assert "the last checkpoint is of step 7: continue with --load" in text
         assert "Traceback (" not in text and "GLHF" not in text
-    error = json.loads((tmp_path / "refused.json").read_text())["message"]
+    error = json.loads((folder / "refused.json").read_text())["message"]
     assert error["message"] == "ConfigError: on every rank"
     for log in ("killed/errors/rank_0.log", "raises/errors/rank_1.log"):
-        assert (tmp_path / log).read_text().startswith("Traceback (")
+        assert (folder / log).read_text().startswith("Traceback (")
 
 
 ASKED = """
@@ -109,13 +147,13 @@ except SystemExit as end:
 """
 
 
-def test_a_signal_stops_the_ranks_and_a_second_one_ends_them(tmp_path):
+def test_a_signal_stops_the_ranks_and_a_second_one_ends_them(ended):
     """And no other child of the process: of ranks that end by themselves neither."""
-    done = command(["-c", ASKED], tmp_path)
+    out, errors = printed(ended[ASKED])
     ctrl_c, warning = ([f"{name} on 1 of 1 ranks"] * 2 for name in ("SIGTERM", "SIGUSR1"))
     expected = ["0 True", *ctrl_c, "75", *warning, "75", "143 True"]
-    assert done.stdout.splitlines() == expected, done.stderr
-    assert done.stderr == ""
+    assert out.splitlines() == expected, errors
+    assert errors == ""
 
 
 TEARDOWN = """
@@ -137,10 +175,10 @@ for siblings in ([gone], []):
 """
 
 
-def test_a_rank_whose_neighbour_has_ended_does_not_wait_for_a_step(tmp_path):
+def test_a_rank_whose_neighbour_has_ended_does_not_wait_for_a_step(ended):
     """Launchers end the ranks beside one that failed by SIGTERM, and some wait 30 s for each."""
-    done = command(["-c", TEARDOWN], tmp_path)
-    assert done.stdout.split() == ["143", "9"], done.stderr
+    out, errors = printed(ended[TEARDOWN])
+    assert out.split() == ["143", "9"], errors
 
 
 def steps_until_signals(
@@ -249,28 +287,25 @@ for number, on_linux in (
 """
 
 
-def test_ranks_end_with_their_parent(tmp_path):
-    done = command(["-c", PARENT_ENDS], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{n} b''" for n in (9, 9, 1, 3, 15)], done.stdout
+def test_ranks_end_with_their_parent(ended):
+    out, _ = printed(ended[PARENT_ENDS])
+    assert out.splitlines() == [f"{n} b''" for n in (9, 9, 1, 3, 15)]
 
 
 LAUNCHER_ENDS = """
-import os, signal, sys, time
+import os, signal, time
+from argparse import Namespace
+from usp_trainer import launch
 
-if sys.argv[1:]:
-    from argparse import Namespace
-    from usp_trainer import launch
-
-    launch.dist.rendezvous = lambda *_: os.write(int(sys.argv[1]), b".") and time.sleep(600)
-    launch.run_rank(None, Namespace())
 signal.alarm(100)
 for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
     reading, writing = os.pipe()
     if not (launcher := os.fork()):
-        os.set_inheritable(writing, True)
         os.environ.update({name: "0", "RANK": "0", "WORLD_SIZE": "2"})
-        os.spawnv(os.P_WAIT, sys.executable, [sys.executable, __file__, str(writing)])
+        if not os.fork():
+            launch.dist.rendezvous = lambda *_: os.write(writing, b".") and time.sleep(600)
+            launch.run_rank(None, Namespace())
+        time.sleep(600)
     os.close(writing)
     os.read(reading, 1)
     os.kill(launcher, signal.SIGKILL)
@@ -279,12 +314,9 @@ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
 """
 
 
-def test_ranks_of_a_launcher_end_with_it(tmp_path):
-    script = tmp_path / "launcher.py"
-    script.write_text(LAUNCHER_ENDS)
-    done = command([str(script)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["TORCHELASTIC_RUN_ID b''", "CROSS_RANK b''"]
+def test_ranks_of_a_launcher_end_with_it(ended):
+    out, _ = printed(ended[LAUNCHER_ENDS])
+    assert out.splitlines() == ["TORCHELASTIC_RUN_ID b''", "CROSS_RANK b''"]
 
 
 def reports_of_rank(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
