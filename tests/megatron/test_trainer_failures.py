@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -14,7 +15,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from harness import RankContext, fork_world
-from test_trainer_start import command
+from programs import forked
+from test_trainer_start import PYTHONPATH
 from trainer_runs import ADAM, TRAINER, arguments, degrees, relative_difference, rows, train
 
 import megatron_patches
@@ -22,41 +24,23 @@ from ds_usp import ConfigError
 
 assert TRAINER.is_dir()  # trainer_runs has put it on the path
 
-# Imports take longer than what the programs of this file do: they are forked from one that has them.
-BESIDE_EACH_OTHER = """
-import os, sys
+IMPORTS = """
 from ds_usp.training import prepare_deepspeed
 from usp_trainer import launch
 
 prepare_deepspeed()
-for folder in sys.argv[1:]:
-    if not os.fork():
-        os.chdir(folder)
-        for stream in (1, 2):
-            os.dup2(os.open(f"printed{stream}", os.O_CREAT | os.O_WRONLY), stream)
-        exec(open("program.py").read())
-        sys.exit()
-for folder in sys.argv[1:]:
-    assert os.wait()[1] == 0, open(f"{folder}/printed2").read()
 """
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of each program, with what it printed on its streams 1 and 2."""
-    folder = tmp_path_factory.mktemp("programs")
-    folders = {}
-    for program in (DIE, ASKED, TEARDOWN, PARENT_ENDS, LAUNCHER_ENDS):
-        folders[program] = folder / str(len(folders))
-        folders[program].mkdir()
-        (folders[program] / "program.py").write_text(program)
-    done = command(["-c", BESIDE_EACH_OTHER, *map(str, folders.values())], folder)
-    assert done.returncode == 0, done.stderr
-    return folders
-
-
-def printed(folder: Path) -> tuple[str, str]:
-    return (folder / "printed1").read_text(), (folder / "printed2").read_text()
+def ended(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
+    """The programs of this file, with their folders."""
+    texts = (DIE, ASKED, TEARDOWN, PARENT_ENDS, LAUNCHER_ENDS)
+    programs = {tmp_path_factory.mktemp("program"): text for text in texts}
+    done = forked(IMPORTS, programs, PYTHONPATH=PYTHONPATH)
+    return {programs[folder]: (folder, each) for folder, each in done.items()}
 
 
 DIE = """
@@ -89,8 +73,8 @@ for mode in ("killed", "raises", "refused", "full"):
 
 
 def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(ended):
-    folder = ended[DIE]
-    killed, rest = printed(folder)[1].split("killed 1\n")
+    folder, done = ended[DIE]
+    killed, rest = done.stderr.split("killed 1\n")
     raised, refused = rest.split("raises 1\n")
     refused, full = refused.split("refused 1\n")
     assert "[rank 1] ended with exit code -9 (SIGKILL: killed, by the system if" in killed
@@ -149,11 +133,11 @@ except SystemExit as end:
 
 def test_a_signal_stops_the_ranks_and_a_second_one_ends_them(ended):
     """And no other child of the process: of ranks that end by themselves neither."""
-    out, errors = printed(ended[ASKED])
+    _, done = ended[ASKED]
     ctrl_c, warning = ([f"{name} on 1 of 1 ranks"] * 2 for name in ("SIGTERM", "SIGUSR1"))
     expected = ["0 True", *ctrl_c, "75", *warning, "75", "143 True"]
-    assert out.splitlines() == expected, errors
-    assert errors == ""
+    assert done.stdout.splitlines() == expected, done.stderr
+    assert done.stderr == ""
 
 
 TEARDOWN = """
@@ -177,8 +161,8 @@ for siblings in ([gone], []):
 
 def test_a_rank_whose_neighbour_has_ended_does_not_wait_for_a_step(ended):
     """Launchers end the ranks beside one that failed by SIGTERM, and some wait 30 s for each."""
-    out, errors = printed(ended[TEARDOWN])
-    assert out.split() == ["143", "9"], errors
+    _, done = ended[TEARDOWN]
+    assert done.stdout.split() == ["143", "9"], done.stderr
 
 
 def steps_until_signals(
@@ -288,8 +272,9 @@ for number, on_linux in (
 
 
 def test_ranks_end_with_their_parent(ended):
-    out, _ = printed(ended[PARENT_ENDS])
-    assert out.splitlines() == [f"{n} b''" for n in (9, 9, 1, 3, 15)]
+    _, done = ended[PARENT_ENDS]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{n} b''" for n in (9, 9, 1, 3, 15)], done.stdout
 
 
 LAUNCHER_ENDS = """
@@ -315,8 +300,9 @@ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
 
 
 def test_ranks_of_a_launcher_end_with_it(ended):
-    out, _ = printed(ended[LAUNCHER_ENDS])
-    assert out.splitlines() == ["TORCHELASTIC_RUN_ID b''", "CROSS_RANK b''"]
+    _, done = ended[LAUNCHER_ENDS]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["TORCHELASTIC_RUN_ID b''", "CROSS_RANK b''"]
 
 
 def reports_of_rank(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
