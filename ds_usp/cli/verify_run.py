@@ -6,6 +6,7 @@ Ranks are forked from this process (gloo), or were started by torchrun.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import pickle
 import tempfile
@@ -488,6 +489,7 @@ def run_forked(work: Work, world: int, progress: Progress) -> Any:
     Raises:
         RankError: a rank raised or died, the first one; the others have a moment to fail.
     """
+    importlib.import_module("ds_usp.attention.functional")  # else each rank would, for a second
     with tempfile.TemporaryDirectory(prefix="ds_usp_ranks_") as folder:
         arguments = work, world, folder, progress
         ranks = multiprocessing.start_processes(

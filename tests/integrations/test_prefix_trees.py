@@ -234,9 +234,17 @@ def test_trls_other_trainers_that_share_prompts_do(pool, name):
     assert_same_logs(logs, want, without=("logits/chosen", "logits/rejected"))
 
 
-def test_grpo_that_shares_prompts_trains_as_one_process_does(pool, tmp_path):
+@pytest.mark.parametrize("name", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_groups_that_share_prompts_train_as_one_process_does(pool, tmp_path, name):
     """A group is a tree, of prompts that are padded on the left."""
-    options = {"micro": 4, "num_generations": 4, "prompt": 20, "beta": 0.1, "max_steps": 1}
+    options = {
+        "name": name,
+        "micro": 4,
+        "num_generations": 4,
+        "prompt": 20,
+        "beta": 0.1,
+        "max_steps": 1,
+    }
     options["folder"] = saved_reference(str(tmp_path))
     want = pool.run(run_rl, 1, **options)[0]
     got = pool.run(run_rl, 2, split=Split(2, 1), share_prefixes=True, **options)[0]
