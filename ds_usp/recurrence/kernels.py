@@ -159,12 +159,7 @@ class PieceStates:
     """
 
     def __init__(
-        self,
-        call: ExchangeCall,
-        heads: int,
-        key_dim: int,
-        value_dim: int,
-        device: torch.device,
+        self, call: ExchangeCall, heads: int, key_dim: int, value_dim: int, device: torch.device
     ) -> None:
         self.call = call
         self.pieces = call.chains.by_rank[call.mesh.rank]

@@ -274,11 +274,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return whole
 
     def deal(
-        self,
-        max_tokens: int | None = None,
-        *,
-        cost: Cost | None = None,
-        sizes: Sequence[int] = (),
+        self, max_tokens: int | None = None, *, cost: Cost | None = None, sizes: Sequence[int] = ()
     ) -> None:
         """From the next forward pass on, deal the samples of each batch (its packed documents, or
         its rows without padding) to groups of the mesh's ranks, as many as each needs, instead of
@@ -544,11 +540,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
 
     def _set_targets(
-        self,
-        targets: Tensor | None,
-        weights: Tensor | None,
-        shard: Shard,
-        local: dict[str, Any],
+        self, targets: Tensor | None, weights: Tensor | None, shard: Shard, local: dict[str, Any]
     ) -> None:
         """Shard the labels, and count those of the whole batch, or sum their weights."""
         local.pop("shift_labels", None)
