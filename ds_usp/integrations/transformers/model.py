@@ -366,7 +366,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         model = self._compared
         with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             others = refusals.others_than_tokens(arguments)
-            refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
+            refusals.check_arguments(
+                arguments,
+                takes_others=self._text is not self._inner,
+                has_loss=self._loss is not None,
+            )
             given, self._rows = arguments, self._as_tree(arguments)
             arguments = arguments if self._rows is None else self._rows.arguments
             batch = self._read(arguments)
