@@ -5,8 +5,8 @@
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
 #   transformers  Hugging Face's models and trainers, diffusion models, gloo
 #   compat    the function that trainers replace, with each transformers of constraints.txt
-#   versions  the oldest and newest torch, transformers, diffusers and DeepSpeed that setup.py lets in,
-#             but for those of .venv: the tests of each package. versions-torch, ...: of one
+#   versions  the oldest and newest torch, transformers and diffusers that setup.py lets in, but for those
+#             of .venv: the tests of each package. versions-torch, ...: of one
 #   verl      its own FSDP engines with a ring, in verl's overlay of constraints.txt
 #   bridge    Megatron-Bridge's providers, in its overlay of constraints.txt, gloo
 #   all       everything (the default)
@@ -106,10 +106,6 @@ if [[ "$group" != gpu ]]; then
       versions-torch-*) paths=(tests/unit tests/distributed -m fast) ;;
       versions-transformers-*) paths=(tests/integrations --ignore-glob='*/test_diffus*') ;;
       versions-diffusers-*) paths=(tests/integrations/test_diffus*.py) ;;
-      versions-deepspeed-*)
-        paths=(tests/megatron tests/distributed/test_drop_in.py tests/examples/test_plain_torch.py
-          tests/integrations/test_alst.py)
-        ;;
     esac
     run "${flags[@]}" "${paths[@]}" "$@"
   done

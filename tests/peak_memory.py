@@ -1,5 +1,6 @@
 """Peak of what torch allocates on the CPU in a step."""
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 
 def peak_of(step: Callable[[], object], repeats: int = 8) -> int:
-    """Bytes that a step, which has run before, allocates at most beyond what it finds: the smallest
-    of several measurements, because gloo's threads may free what they have sent too late."""
-    return min(_measured_peak(step) for _ in range(repeats))
+    """Bytes that a step, which has run before, allocates at most beyond what it finds.
+
+    The median of several measurements: gloo's threads may free what they have sent too late, which
+    raises one of them and lowers the next, that did not see it allocated.
+    """
+    return statistics.median_low(_measured_peak(step) for _ in range(repeats))
 
 
 def _measured_peak(step: Callable[[], object]) -> int:

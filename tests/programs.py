@@ -1,6 +1,7 @@
 """Programs that tests start as processes of their own: Python, torchrun, the scripts, frameworks.
 
     python("-m", "ds_usp", "verify")          a program of the project
+    forked("import torch", {folder: text})    several that share their imports
     torchrun(2, "bench_attention.py")         the same, as ranks
     bash("tiny", DRY_RUN="1")                 a script of the examples; start(): in this process
     FrameworkServer(checkout).run(4, flags)   a framework's script on ranks of its own
@@ -29,7 +30,7 @@ import sys
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -74,6 +75,44 @@ def torchrun(
     """:func:`python` by torchrun, on ranks of this machine."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     return python(*launcher, *arguments, **options)
+
+
+_FORK = """
+import os, sys
+folders = {}
+for folder in sys.argv[1:]:
+    if child := os.fork():
+        folders[child] = folder
+        continue
+    os.chdir(folder)
+    for stream in (1, 2):
+        os.dup2(os.open(f"printed{stream}", os.O_CREAT | os.O_WRONLY), stream)
+    sys.path.insert(0, folder)
+    exec(open("program.py").read())
+    sys.exit()
+while folders:
+    child, status = os.wait()
+    with open(f"{folders.pop(child)}/code", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(status)))
+"""
+
+
+def forked(
+    imports: str, programs: Mapping[Path, str], **settings: str
+) -> dict[Path, subprocess.CompletedProcess[str]]:
+    """:func:`python` of programs beside each other, each in its folder, with its modules first.
+
+    They are forked from one process that has done the imports, which take longer than most.
+    """
+    for folder, program in programs.items():
+        (folder / "program.py").write_text(program)
+    done = python("-c", imports + _FORK, *programs, **settings)
+    assert done.returncode == 0, done.stderr
+    ended = {}
+    for folder, program in programs.items():
+        code, *printed = ((folder / x).read_text() for x in ("code", "printed1", "printed2"))
+        ended[folder] = subprocess.CompletedProcess(program, int(code), *printed)
+    return ended
 
 
 # ------------------------------------------------------------------ scripts of the examples

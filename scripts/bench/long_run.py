@@ -1012,15 +1012,18 @@ def draw(landed: Landed, path: Path) -> None:
 
     figure = new_figure(9.5, 10)
     curves, apart, positions = figure.subplots(3)
-    colors = ("#444444", "#a0a0a0", "#1558d6", "#c2410c", "#15803d", "#7e22ce", "#b91c1c")
     names = [name for name in CURVES if name in landed.training]
-    color = {name: colors[number % len(colors)] for number, name in enumerate(names)}
+    hosts = dict(zip(HOSTS, ("#1558d6", "#15803d", "#c2410c", "#7e22ce"), strict=True))
+    dashes = {(1, 1): "-", (2, 1): "--", (1, 2): ":"}
     for name in names:
         steps = len(landed.training[name])
         whole = steps == Size.steps * CURVES[name].epochs
         label = CURVES[name].label + ("" if whole else f" (cut at {steps})")
-        look: dict[str, Any] = {"color": color[name], "label": label}
-        look["linestyle"] = "--" if name == SEED else "-"
+        curve = CURVES[name]
+        color = "#444444" if curve.ranks == 1 else hosts[curve.host]
+        color = {SEED: "#a0a0a0", "trainer-2x1-long": "#000000"}.get(name, color)
+        look: dict[str, Any] = {"color": color, "label": label}
+        look["linestyle"] = dashes[curve.ulysses, curve.ring]
         if landed.validation[name]:
             curves.plot(*zip(*landed.validation[name].items(), strict=True), marker=".", **look)
         if name != BASE and BASE in landed.training and CURVES[name].epochs == 1:
@@ -1032,11 +1035,17 @@ def draw(landed: Landed, path: Path) -> None:
             ]
             apart.plot([window * (n + 0.5) for n in range(len(means))], means, **look)
         if name in landed.positions:
-            positions.plot(*zip(*landed.positions[name].items(), strict=True), marker=".", **look)
+            losses = landed.positions[name]
+            gains = [loss - losses[0] for loss in losses.values()]
+            positions.plot(list(losses), gains, marker=".", **look)
     for axes, title, x in (
         (curves, "Validation loss", "step"),
         (apart, "Training loss: difference from the trainer on one rank, mean of 10 steps", "step"),
-        (positions, "Validation loss of the same tokens by their position", "first position"),
+        (
+            positions,
+            "Validation loss of the same tokens, above that at the beginning of the sequence",
+            "position of the first of 1,024 tokens",
+        ),
     ):
         axes.set_title(title, loc="left", fontweight="bold")
         axes.set_xlabel(x)

@@ -25,7 +25,10 @@ import long_run
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/one-real-run.md", "docs/usage/multi-node.md")
+DOCUMENTS = (
+    *("README.md", "docs/benchmarks.md", "docs/one-real-run.md"),
+    *("docs/usage/diffusers.md", "docs/usage/multi-node.md"),
+)
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 ALL_METHODS = (
@@ -76,18 +79,21 @@ HEADLINES = (
         )
         for tokens in ("32K", "128K")
     ),
-    ("128K, 32/32, FlashAttention-4, 4 GPUs", "attention.csv", "128K 32/32 d128", "flash4"),
     ("128K, 32/32, cuDNN, 4 GPUs", "attention.csv", "128K 32/32 d128", "cudnn"),
     *(
         (
-            f"GPT 1.3B step, {tokens}, cuDNN, 2 GPUs",
-            "megatron_lm.csv",
+            f"GPT 1.3B, {tokens}, {kernel_label}, 2 H100",
+            "megatron_lm_h100.csv",
             f"gpt-1.3b 24 layers {tokens} x {batch}",
-            f"cudnn, {TE_LAYERS}",
+            f"{kernel}, {TE_LAYERS}",
         )
-        for tokens, batch in (("16K", 2), ("32K", 1))
+        for tokens, batch, kernel, kernel_label in (
+            ("16K", 2, "flash4", "default kernels"),
+            ("32K", 1, "flash4", "default kernels"),
+            ("32K", 1, "cudnn", "cuDNN"),
+        )
     ),
-    ("Llama 3 step, 8 layers, 32K, 2 GPUs", "transformers_32k.jsonl", "plain:32768", "FSDP2"),
+    ("Llama 3, 8 layers, 32K, 2 GPUs", "transformers_32k.jsonl", "plain:32768", "FSDP2"),
     ("Wan 2.1 pass, 10 blocks, 480p, 2 GPUs", "diffusers.jsonl", "wan-480p:forward", "cudnn"),
     ("Flux.1 pass, 1024 px, 2 H100", "diffusers_h100.jsonl", "flux-1024:forward", "cudnn"),
 )
@@ -326,11 +332,12 @@ def diffusion_table(results: str) -> str:
     for row in last.values():
         name, _, kernel = row["case"].rpartition(", ")
         mode = "compiled" if name.endswith(" compiled") else "eager"
+        mode += ", cached" if " cached" in name else ""
         workload, _, kind = row["workload"].partition(":")
         key = (f"{workload}, {row['tokens']:,} tokens", kind, kernel, mode)
         refused = "WRONG" if row.get("wrong") else "refused"
         time = statistics.median(row["ms"]) if "ms" in row and not row.get("wrong") else refused
-        runs.setdefault(key, {})[name.removesuffix(" compiled")] = time
+        runs.setdefault(key, {})[name.removesuffix(" compiled").removesuffix(" cached")] = time
     methods = list(dict.fromkeys(method for times in runs.values() for method in times))
     lines = []
     for (workload, kind, kernel, mode), times in runs.items():
@@ -338,7 +345,7 @@ def diffusion_table(results: str) -> str:
         best = [
             min((x for m, x in times.items() if m.startswith(start) and isinstance(x, float)),
                 default=0.0)
-            for start in ("ds_usp", ("diffusers", "xdit"), ALONE)
+            for start in ("ds_usp", ("diffusers", "xdit", "cache-dit"), ALONE)
         ]  # fmt: skip
         ratios = [f"{x / best[0]:.3f}" if x and best[0] else "" for x in best[1:]]
         lines.append([workload, kind, KERNELS.get(kernel, kernel), mode, *cells, *ratios])
@@ -467,10 +474,15 @@ TABLES: Mapping[str, Callable[[], str]] = {
     ),
     "diffusers": partial(diffusion_table, "diffusers.jsonl"),
     "diffusers-h100": partial(diffusion_table, "diffusers_h100.jsonl"),
+    "diffusers-guided": partial(diffusion_table, "diffusers_guided.jsonl"),
     "factors": partial(factor_table, "step_factors.csv"),
     "megatron-lm": partial(
         training_table,
-        (("2 H200", "megatron_lm.csv"), ("2 H200", "megatron_lm_flash4.csv")),
+        (
+            ("2 H100", "megatron_lm_h100.csv"),
+            ("2 H200", "megatron_lm.csv"),
+            ("2 H200", "megatron_lm_flash4.csv"),
+        ),
         TE_LAYERS,
     ),
     "transformers": partial(

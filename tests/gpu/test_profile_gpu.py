@@ -28,10 +28,15 @@ def test_a_profile_of_this_gpu(tmp_path):
         assert row.forward_s < row.backward_s < 4 * row.forward_s
     rows = (*cluster.layers, *cluster.calls)
     assert all(1e-5 < row.forward_host_s < 0.05 > row.backward_host_s > 1e-5 for row in rows)
-    # A host launches, however much it is that the GPU then does.
+    # A host launches, however much it is that the GPU then does: what the GPU takes longer must not
+    # show in the host's time. Single launches differ by tenths of a millisecond on a shared CPU.
     few, *_, many = sorted(cluster.layers, key=lambda row: row.tokens)
     short, *_, long = sorted(cluster.calls, key=lambda row: row.seq_len)
     for small, large in ((few, many), (short, long)):
         assert large.forward_s > 4 * small.forward_s
-        assert large.forward_host_s < 2 * small.forward_host_s
-        assert large.backward_host_s < 2 * small.backward_host_s
+        for direction in ("forward", "backward"):
+            more, more_on_host = (
+                getattr(large, f"{direction}{kind}") - getattr(small, f"{direction}{kind}")
+                for kind in ("_s", "_host_s")
+            )
+            assert more_on_host < 0.05 * more

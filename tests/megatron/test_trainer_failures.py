@@ -5,21 +5,43 @@ import io
 import json
 import os
 import signal
+import subprocess
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from harness import RankContext, fork_world
-from test_trainer_start import command
+from programs import forked
+from test_trainer_start import PYTHONPATH
 from trainer_runs import ADAM, TRAINER, arguments, degrees, relative_difference, rows, train
 
 import megatron_patches
 from ds_usp import ConfigError
 
 assert TRAINER.is_dir()  # trainer_runs has put it on the path
+
+IMPORTS = """
+from ds_usp.training import prepare_deepspeed
+from usp_trainer import launch
+
+prepare_deepspeed()
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
+    """The programs of this file, with their folders."""
+    texts = (DIE, ASKED, TEARDOWN, PARENT_ENDS, LAUNCHER_ENDS)
+    programs = {tmp_path_factory.mktemp("program"): text for text in texts}
+    done = forked(IMPORTS, programs, PYTHONPATH=PYTHONPATH)
+    return {programs[folder]: (folder, each) for folder, each in done.items()}
+
 
 DIE = """
 import os, signal, sys
@@ -50,8 +72,8 @@ for mode in ("killed", "raises", "refused", "full"):
 """
 
 
-def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_path):
-    done = command(["-c", DIE], tmp_path)
+def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(ended):
+    folder, done = ended[DIE]
     killed, rest = done.stderr.split("killed 1\n")
     raised, refused = rest.split("raises 1\n")
     refused, full = refused.split("refused 1\n")
@@ -63,10 +85,10 @@ def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_pa
         assert "[ranks 0, 2] lost contact with another rank" in text
         assert "the last checkpoint is of step 7: continue with --load" in text
         assert "Traceback (" not in text and "GLHF" not in text
-    error = json.loads((tmp_path / "refused.json").read_text())["message"]
+    error = json.loads((folder / "refused.json").read_text())["message"]
     assert error["message"] == "ConfigError: on every rank"
     for log in ("killed/errors/rank_0.log", "raises/errors/rank_1.log"):
-        assert (tmp_path / log).read_text().startswith("Traceback (")
+        assert (folder / log).read_text().startswith("Traceback (")
 
 
 ASKED = """
@@ -109,9 +131,9 @@ except SystemExit as end:
 """
 
 
-def test_a_signal_stops_the_ranks_and_a_second_one_ends_them(tmp_path):
+def test_a_signal_stops_the_ranks_and_a_second_one_ends_them(ended):
     """And no other child of the process: of ranks that end by themselves neither."""
-    done = command(["-c", ASKED], tmp_path)
+    _, done = ended[ASKED]
     ctrl_c, warning = ([f"{name} on 1 of 1 ranks"] * 2 for name in ("SIGTERM", "SIGUSR1"))
     expected = ["0 True", *ctrl_c, "75", *warning, "75", "143 True"]
     assert done.stdout.splitlines() == expected, done.stderr
@@ -137,9 +159,9 @@ for siblings in ([gone], []):
 """
 
 
-def test_a_rank_whose_neighbour_has_ended_does_not_wait_for_a_step(tmp_path):
+def test_a_rank_whose_neighbour_has_ended_does_not_wait_for_a_step(ended):
     """Launchers end the ranks beside one that failed by SIGTERM, and some wait 30 s for each."""
-    done = command(["-c", TEARDOWN], tmp_path)
+    _, done = ended[TEARDOWN]
     assert done.stdout.split() == ["143", "9"], done.stderr
 
 
@@ -249,28 +271,26 @@ for number, on_linux in (
 """
 
 
-def test_ranks_end_with_their_parent(tmp_path):
-    done = command(["-c", PARENT_ENDS], tmp_path)
+def test_ranks_end_with_their_parent(ended):
+    _, done = ended[PARENT_ENDS]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{n} b''" for n in (9, 9, 1, 3, 15)], done.stdout
 
 
 LAUNCHER_ENDS = """
-import os, signal, sys, time
+import os, signal, time
+from argparse import Namespace
+from usp_trainer import launch
 
-if sys.argv[1:]:
-    from argparse import Namespace
-    from usp_trainer import launch
-
-    launch.dist.rendezvous = lambda *_: os.write(int(sys.argv[1]), b".") and time.sleep(600)
-    launch.run_rank(None, Namespace())
 signal.alarm(100)
 for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
     reading, writing = os.pipe()
     if not (launcher := os.fork()):
-        os.set_inheritable(writing, True)
         os.environ.update({name: "0", "RANK": "0", "WORLD_SIZE": "2"})
-        os.spawnv(os.P_WAIT, sys.executable, [sys.executable, __file__, str(writing)])
+        if not os.fork():
+            launch.dist.rendezvous = lambda *_: os.write(writing, b".") and time.sleep(600)
+            launch.run_rank(None, Namespace())
+        time.sleep(600)
     os.close(writing)
     os.read(reading, 1)
     os.kill(launcher, signal.SIGKILL)
@@ -279,10 +299,8 @@ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
 """
 
 
-def test_ranks_of_a_launcher_end_with_it(tmp_path):
-    script = tmp_path / "launcher.py"
-    script.write_text(LAUNCHER_ENDS)
-    done = command([str(script)], tmp_path)
+def test_ranks_of_a_launcher_end_with_it(ended):
+    _, done = ended[LAUNCHER_ENDS]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["TORCHELASTIC_RUN_ID b''", "CROSS_RANK b''"]
 

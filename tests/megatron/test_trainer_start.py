@@ -19,6 +19,7 @@ from trainer_runs import (
 )
 
 SCRIPT = str(TRAINER / "pretrain_gpt_usp.py")
+PYTHONPATH = os.pathsep.join([str(TRAINER), str(TRAINER.parents[1])])
 FLAGS = TINY.replace("--quiet", "") + PLAIN_SGD
 # Undoes what one rank's flags begin with (trainer_runs.TINY) where a script does not set it.
 DEFAULTS = """
@@ -29,8 +30,7 @@ KEYS = set("step loss grad_norm lr tokens_per_s memory_bytes seconds".split())  
 
 
 def command(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(TRAINER), str(TRAINER.parents[1])])
-    return python(*argv, cwd=folder, PYTHONPATH=path)
+    return python(*argv, cwd=folder, PYTHONPATH=PYTHONPATH)
 
 
 def numbers(rows: list[dict[str, Any]]) -> Numbers:

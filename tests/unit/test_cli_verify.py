@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--seq-len", "32", "--heads", "4", "--head-dim", "8")
@@ -41,26 +41,45 @@ PLANTED = {
 }
 
 
-def run_verify(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "ds_usp", "verify", *flags, cwd=folder, PYTHONPATH=str(folder))
+PROGRAM = """
+import runpy
+
+sys.argv[:] = ["ds_usp", "verify", *{flags}]
+runpy.run_module("ds_usp", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def verified(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    """``ds-usp verify`` with each planted error, and "refused": of a call that is refused."""
+    programs, names = {}, {}
+    for name in (*PLANTED, "refused"):
+        folder = tmp_path_factory.mktemp("copy")
+        names[folder] = name
+        shutil.copytree(ROOT / "ds_usp", folder / "ds_usp")
+        flags = (*TINY, "--ulysses", "2", "--heads", "1")
+        if name in PLANTED:
+            file, text, replacement, _, degrees = PLANTED[name]
+            source = (folder / file).read_text(encoding="utf-8")
+            assert source.count(text) == 1, f"{file} has changed: plant this error elsewhere"
+            (folder / file).write_text(source.replace(text, replacement), encoding="utf-8")
+            flags = *TINY, *degrees
+        programs[folder] = PROGRAM.format(flags=flags)
+    done = forked("import torch._dynamo", programs)
+    return {names[folder]: each for folder, each in done.items()}
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_error_is_found(name, tmp_path):
-    file, text, replacement, message, degrees = PLANTED[name]
-    shutil.copytree(
-        ROOT / "ds_usp", tmp_path / "ds_usp", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    source = (tmp_path / file).read_text(encoding="utf-8")
-    assert source.count(text) == 1, f"{file} has changed: plant this error elsewhere"
-    (tmp_path / file).write_text(source.replace(text, replacement), encoding="utf-8")
-    done = run_verify(tmp_path, *TINY, *degrees)
+def test_a_planted_error_is_found(name, verified):
+    message, done = PLANTED[name][3], verified[name]
     assert done.returncode == 1, done.stdout + done.stderr
     assert message in done.stdout and done.stdout.splitlines()[-1] == "WRONG"
 
 
-def test_a_call_that_the_package_refuses_exits_with_2():
-    done = run_verify(ROOT, *TINY, "--ulysses", "2", "--heads", "1")
+def test_a_call_that_the_package_refuses_exits_with_2(verified):
+    done = verified["refused"]
     assert done.returncode == 2, done.stdout + done.stderr
     assert "needs at least 2 query heads" in done.stdout
     assert done.stdout.splitlines()[-1] == "REFUSED"
