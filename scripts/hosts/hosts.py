@@ -5,8 +5,8 @@ r"""Hosts on one Linux machine: network namespaces, joined by a link of a chosen
     python scripts/hosts/hosts.py cut 1                        (host 1 loses its link; `mend 1`)
     python scripts/hosts/hosts.py down
 
-A host has a network and a boot id of its own, what runs there a name and shared memory: ranks of two
-hosts share what those of two machines do, the file system and the link. Needs root, /dev/net/tun.
+A host has a network and a boot id of its own, what runs there a name and shared memory: two hosts
+share what two machines do, the file system and the link. Needs root and /dev/net/tun.
 """
 
 from __future__ import annotations
