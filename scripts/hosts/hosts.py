@@ -306,7 +306,7 @@ def _start(state: dict[str, Any], host: int, command: Sequence[str]) -> int:
         lines = [f"{prefix}{at} {host}\n" for at, host in known for prefix in ("", "::ffff:")]
         _replace("/etc/hosts", "".join([*lines, "127.0.0.1 localhost\n"]))
         _replace("/etc/resolv.conf", "nameserver 127.0.0.1\n")
-        _replace("/proc/sys/kernel/random/boot_id", state["boot_ids"][host])
+        _replace("/proc/sys/kernel/random/boot_id", state["boot_ids"][host] + "\n")
         socket.sethostname(f"{name}-{host}")
         started = subprocess.Popen(command, env=os.environ | settings)
         while True:  # the first process of a PID namespace inherits its orphans
