@@ -82,7 +82,10 @@ def run_rank(main: Main, args: Namespace) -> int:
     store, *_ = next(dist.rendezvous("env://", rank, world))
     outcome = _train(main, args, store)
     if isinstance(outcome, Failure):
-        report(dist.PrefixStore("failures", store), rank, world, outcome, args)
+        # A restart by torchrun, on the same store, has failures of its own.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        failures = dist.PrefixStore(f"failures {attempt}", store)
+        report(failures, rank, world, outcome, args)
         return 1
     if outcome == STOPPED:
         environment.note_stop()
