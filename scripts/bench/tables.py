@@ -220,6 +220,32 @@ def packed_table(results: str) -> str:
     return markdown(["shape", *head, *others, *ratio_heads], lines)
 
 
+def passes_table(results: str) -> str:
+    """TFLOP/s a GPU of forward and of backward, which is the rest of both together: the mean of the
+    packed rows, then plain causal."""
+    seconds, work = dict[tuple[str, str], float](), dict[str, float]()
+    for row in read(results):
+        seconds[row["contender"], row["shape"]] = float(row["ms"]) / 1e3
+        work[row["shape"]] = float(row["tflop_per_s_per_gpu"]) * float(row["ms"]) / 1e3
+    shapes = [shape for shape in work if not shape.endswith(" forward")]
+    groups = [[x for x in shapes if ("documents" in x) == packed] for packed in (True, False)]
+    lines = []
+    for contender in dict.fromkeys(contender for contender, _ in seconds):
+        cells = []
+        for group in groups:
+            forward, backward = [], []
+            for shape in (x for x in group if (contender, x) in seconds):
+                first = f"{shape} forward"
+                rest = seconds[contender, shape] - seconds[contender, first]
+                forward.append(work[first] / seconds[contender, first])
+                backward.append((work[shape] - work[first]) / rest)
+            cells += [f"{statistics.mean(x):.0f}" if x else "" for x in (forward, backward)]
+        name, _, kernel = contender.partition(", ")
+        lines.append([SHORT_NAMES.get(name, name.replace("x", " x ")), KERNELS[kernel], *cells])
+    kinds = [f"{mask}, {way}" for mask in ("packed", "causal") for way in ("forward", "backward")]
+    return markdown(["TFLOP/s a GPU", "kernel", *kinds], lines)
+
+
 def factor_table(results: str) -> str:
     """Step times from the unpatched framework to megatron_patches; speed relative to the first."""
     runs = read(results)
