@@ -490,6 +490,7 @@ def hosts_times_table(results: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "hosts-bytes": partial(hosts_bytes_table, "hosts_bytes_4.csv", "hosts_bytes_8.csv"),
     "hosts-times": partial(hosts_times_table, "hosts_times.jsonl"),
+    "hosts-times-8": partial(hosts_times_table, "hosts_times_8.jsonl"),
     "headline": partial(headline_table, HEADLINES),
     "long-run": long_run.table,
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),
