@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, argv: list[str]) -> int:
-    """Run a command that is not the planner's; their imports load torch."""
     if command == "env":
         from ds_usp.cli.environment import main as environment
 
@@ -90,7 +89,6 @@ def _print_line(line: str, progress: bool = False) -> None:
 
 
 def _help() -> str:
-    """The text of ``ds-usp --help``: all commands in two tables."""
     width = max(map(len, [*_COMMANDS, *_PLANNER]))
     lines = [
         "usage: ds-usp COMMAND [arguments]      ds-usp COMMAND --help      ds-usp --version",

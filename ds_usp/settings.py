@@ -28,7 +28,6 @@ class Kind:
         return text
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value is of this kind."""
         raise NotImplementedError
 
     def __call__(self, text: str) -> Any:
@@ -231,12 +230,10 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """``--usp-mlp-chunks``."""
         return self.spelling or f"--usp-{self.name.replace('_', '-')}"
 
     @property
     def dest(self) -> str:
-        """The flag's attribute in a namespace: ``usp_mlp_chunks``."""
         return self.flag[2:].replace("-", "_")
 
     def is_used(self, value: object) -> bool:
@@ -248,15 +245,12 @@ class Setting:
         return getattr(args, self.dest, self.default)
 
     def kind_in(self, program: str) -> Kind:
-        """What it takes in a program."""
         return self.kinds.get(program, self.kind)
 
     def default_in(self, program: str) -> Any:
-        """The default of a program."""
         return self.defaults.get(program, self.default)
 
     def help_in(self, program: str) -> str:
-        """The help of a program."""
         return self.help.format_map({**_WORDS[""], **_WORDS.get(program, {})})
 
     def check(self, value: object, program: str) -> None:

@@ -214,7 +214,6 @@ def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
 
 
 def _check(case: VerifyCase) -> None:
-    """Refuse combinations of flags that no call could have."""
     for flag in ("softcap", "alibi", "sinks"):
         value = getattr(case, flag)
         if value is not None and value is not False and case.entry_point != ENTRY_POINTS[0]:
@@ -236,7 +235,6 @@ def _check(case: VerifyCase) -> None:
 
 
 def _degrees(flags: Mapping[str, int], world: int | None) -> tuple[int, int]:
-    """Ulysses and ring degree, whose product is the world."""
     ulysses, ring = flags.get("ulysses"), flags.get("ring")
     if world is None:
         default = 2 if ulysses is None and ring is None else 1

@@ -95,7 +95,6 @@ class VerifyCase:
 
     @property
     def mask_name(self) -> str:
-        """The mask as the flag spells it."""
         left, right, prefix = self.mask
         if prefix:
             return f"prefix:{prefix}"
@@ -105,13 +104,11 @@ class VerifyCase:
 
     @property
     def mesh_name(self) -> str:
-        """The mesh's degrees and, unless the default, their order, as text."""
         order = "" if self.order == DEFAULT_SP_ORDER else f" ({self.order})"
         return f"ulysses {self.ulysses} x ring {self.ring}{order}"
 
     @property
     def short_name(self) -> str:
-        """Degrees, layout and mask."""
         return f"{self.mesh_name}, {self.layout}, {self.mask_name}"
 
     def __str__(self) -> str:
@@ -277,7 +274,6 @@ def _all_gather(value: Any, env: TorchrunEnv) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _mesh(ulysses: int, order: str, world: int) -> ds_usp.SequenceMesh:
-    """The mesh of all ranks, made once for all cases of its degree and order."""
     if world == 1 and not dist.is_initialized():
         return ds_usp.SequenceMesh.single()
     return ds_usp.SequenceMesh.from_group(None, ulysses, order)

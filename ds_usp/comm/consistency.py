@@ -98,12 +98,12 @@ class GroupTransport:
         self._group, self._ranks, self.posted = group, group.size(), 0
         self.name, self._store = f"ds_usp {group.group_name}", store
         self._count, self._found = 0, list[int]()
-        self._publishing: threading.Thread | None = None
+        self._publishing: list[threading.Thread] = []  # one at most
         self.while_waiting: Callable[[int, int, float], None] = lambda *_: None
         self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
-        # torch aborts a process that ends and leaves a collective behind. Not when the transport is
-        # garbage collected, which may be in mid-training.
-        atexit.register(_wait_for, self._works)
+        # torch aborts a process that ends and leaves a collective or a request to the store behind.
+        # Not when the transport is garbage collected, which may be in mid-training.
+        atexit.register(_wait_for, self._works, self._publishing)
 
     def post(self, data: bytes) -> int:
         self.posted += 1
@@ -149,7 +149,7 @@ class GroupTransport:
         # A host that vanishes may be the store's, and a request to it ends when TCP gives up, after
         # a quarter of an hour. Who waits for it must not wait for that, but for the group's time.
         store, key = self._store, f"{self.name} {self._group.rank()}"
-        if store is None or (self._publishing and self._publishing.is_alive()):
+        if store is None or any(thread.is_alive() for thread in self._publishing):
             return
 
         def request() -> None:
@@ -157,8 +157,8 @@ class GroupTransport:
                 store.set(key, f"{seq} {data.decode()}")
                 store.add(self.name, 1)
 
-        self._publishing = threading.Thread(target=request, daemon=True)
-        self._publishing.start()
+        self._publishing[:] = [threading.Thread(target=request, daemon=True)]
+        self._publishing[0].start()
 
     def status(self, seq: int, rank: int) -> bytes:
         key = f"{self.name} {rank}"
@@ -168,13 +168,17 @@ class GroupTransport:
         return data if int(number) == seq else b""
 
 
-def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
+def _wait_for(
+    works: Mapping[int, tuple[dist.Work, list[bytearray]]], requests: Sequence[threading.Thread]
+) -> None:
     """Other ranks may still join these all-gathers."""
     deadline = time.monotonic() + _GROUP_EXIT_TIMEOUT_S
     for work, _ in works.values():
         left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
         with contextlib.suppress(RuntimeError):
             work.wait(left)
+    for thread in requests:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 # Note [every rank compares]

@@ -3,6 +3,7 @@ comparison have not started, and ends their wait."""
 
 from __future__ import annotations
 
+import atexit
 import dis
 import hashlib
 import json
@@ -26,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 _TICK_S = 0.5
 _PATIENCE_S = 5.0  # for a rank that does not move
 _SHORT_PATIENCE_S = 1.0  # for one that waits in another mesh's comparison, where nothing else runs
+_EXIT_S = 5.0  # for the thread's last look: a request to a store whose host is lost never ends
 _MAX_GROUPS = 256
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
@@ -219,12 +221,19 @@ class Watchdog:
     def add(self, watched: Watched) -> None:
         self._watched.add(watched)
         if self._thread is None or not self._thread.is_alive():  # a fork has none
-            self._thread = threading.Thread(target=self._run, name="ds_usp watchdog", daemon=True)
+            end = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(end,), name="ds_usp watchdog", daemon=True
+            )
             self._thread.start()
+            # A thread that comes back from a request to the store while Python ends is ended from
+            # C, and pybind11's frames below it abort the process ("terminate called without an
+            # active exception"): up to Python 3.13.
+            atexit.register(self._thread.join, _EXIT_S)
+            atexit.register(end.set)  # first
 
-    def _run(self) -> None:
-        while True:
-            time.sleep(_TICK_S)
+    def _run(self, end: threading.Event) -> None:
+        while not end.wait(_TICK_S):
             try:
                 watched_now = list(self._watched)
             except RuntimeError:  # another thread has just added one

@@ -232,9 +232,10 @@ class Dealer:
         return iter(())
 
 
-@dataclass
+@dataclass(slots=True)
 class _OpenGroup:
     ranks: range
+    size: int
     seconds: float
     tokens: int
     samples: list[int]
@@ -279,15 +280,18 @@ class _Table:
         if best is None:
             return None
         high = max(group.seconds for groups in best for group in groups)
-        # No limit below these is kept: the ranks' work in the mean, the longest sample.
+        # No limit below these is kept: the ranks' work in the mean, the longest sample, with the
+        # start of the micro batch.
         least = [min(self._costs[i].items(), key=lambda x: x[0] * x[1]) for i in samples]
         low = sum(size * cost for size, cost in least) / (self._world * count)
         low = max(low, *(min(self._costs[i].values()) for i in samples))
+        low += min(self._start.values())
+        ahead = 2 * _CLOSE  # most steps end little above the bound: a half of the way is too far
         while high - low > _CLOSE * high:
-            limit = (low + high) / 2
+            limit = min((low + high) / 2, low * (1 + ahead))
             dealt = self.deal(samples, count, limit)
             if dealt is None:
-                low = limit
+                low, ahead = limit, 2 * ahead
             else:
                 best, high = dealt, max(x.seconds for groups in dealt for x in groups)
         return best
@@ -305,36 +309,41 @@ class _Table:
         """The groups of ``count`` micro batches that end in time; None if some sample does not
         fit."""
         opened: list[list[_OpenGroup]] = [[] for _ in range(count)]
-        free = [[True] * self._world for _ in range(count)]
+        free = [dict(self._groups) for _ in range(count)]
         for i in sorted(samples, key=lambda i: (-self._lengths[i], i)):
             if not self._place(i, opened, free, limit):
                 return None
         return opened
 
     def _place(
-        self, i: int, opened: list[list[_OpenGroup]], free: list[list[bool]], limit: float
+        self,
+        i: int,
+        opened: list[list[_OpenGroup]],
+        free: list[dict[int, tuple[range, ...]]],
+        limit: float,
     ) -> bool:
         tokens, costs = self._lengths[i], self._costs[i]
         for size in self._sizes:
-            if tokens > self._capacity[size] or self._start[size] + costs[size] > limit:
+            cost, most = costs[size], self._capacity[size] - tokens
+            before = limit - cost
+            if most < 0 or self._start[size] > before:
                 continue
-            for groups, is_free in zip(opened, free, strict=True):
+            for groups, ranks_left in zip(opened, free, strict=True):
                 for group in groups:
-                    fits = group.tokens + tokens <= self._capacity[size]
-                    if len(group.ranks) == size and fits and group.seconds + costs[size] <= limit:
+                    if group.size == size and group.tokens <= most and group.seconds <= before:
                         group.tokens += tokens
-                        group.seconds += costs[size]
+                        group.seconds += cost
                         group.samples.append(i)
                         return True
-                ranks = self._free_ranks(size, is_free)
-                if ranks is not None and tokens >= size:  # each rank needs a token
-                    is_free[ranks.start : ranks.stop] = [False] * size
-                    groups.append(_OpenGroup(ranks, self._start[size] + costs[size], tokens, [i]))
+                if ranks_left[size] and tokens >= size:  # each rank needs a token
+                    own = ranks_left[size][0]
+                    groups.append(_OpenGroup(own, size, self._start[size] + cost, tokens, [i]))
+                    for other, of_size in ranks_left.items():
+                        ranks_left[other] = tuple(
+                            x for x in of_size if x.stop <= own.start or own.stop <= x.start
+                        )
                     return True
         return False
-
-    def _free_ranks(self, size: int, is_free: list[bool]) -> range | None:
-        return next((x for x in self._groups[size] if all(is_free[x.start : x.stop])), None)
 
     def _with_idle(self, groups: list[_OpenGroup]) -> tuple[DealtGroup, ...]:
         """With the ranks that have no work, each alone."""

@@ -241,9 +241,8 @@ class ModelComparison:
         entries: Entries = {}
         for weight, x in zip(self._weights, tensors, strict=True):
             if weight.name in names:
-                pieces = enumerate(x.detach().reshape(-1).split(_CHUNK))
-                total = sum(int(_sum_of_bits(piece, n * _CHUNK)) for n, piece in pieces)
-                entries[weight.name] = [f"elements with the digest {total % 2**64:016x}"]
+                total = int(_sum_of_bits(x)) % 2**64
+                entries[weight.name] = [f"elements with the digest {total:016x}"]
         return entries
 
     # ------------------------------------------------------------------ what this rank holds
@@ -591,15 +590,20 @@ _INTEGERS = MappingProxyType(
 )  # by bytes
 
 
-def _sum_of_bits(x: Tensor, start: int = 0) -> Tensor:
-    """A weighted sum of a tensor's elements, int64; ``start``: the index of the first."""
-    # Sums of bits as integers wrap around: exact in any order, so that unlike GPUs agree.
+def _sum_of_bits(x: Tensor) -> Tensor:
+    """A weighted sum of a tensor's elements, int64."""
+    # Sums of bits as integers wrap around: exact in any order, so that unlike GPUs agree. Pieces:
+    # an element takes 24 bytes meanwhile, and a video to encode took more than its tiles.
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    bits = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).long()
-    weights = torch.arange(start + 1, start + len(bits) + 1, device=x.device) * 0x1E3779B97F4A7C15
-    weights = (weights ^ (weights >> 29)) | 1  # unlike neighbours: swapped tokens show
-    return (bits * weights).sum()
+    sums = []
+    pieces = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).split(_CHUNK)
+    for number, piece in enumerate(pieces):
+        index = torch.arange(1, 1 + len(piece), device=x.device) + number * _CHUNK
+        weights = index * 0x1E3779B97F4A7C15
+        weights = (weights ^ (weights >> 29)) | 1  # unlike neighbours: swapped tokens show
+        sums.append((piece.long() * weights).sum())
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
 class ArgumentsDigest:

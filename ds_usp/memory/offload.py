@@ -352,7 +352,6 @@ class _Saved(NamedTuple):
 
 
 def _is_offloadable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no more than a view of some bytes."""
     strided = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return strided and type(tensor) is torch.Tensor and tensor.untyped_storage().nbytes() > 0
 

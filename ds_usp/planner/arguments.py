@@ -105,7 +105,6 @@ class OneLineParser(ArgumentParser):
     """Raises ``ConfigError`` where argparse prints its usage and ends the process."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ``ConfigError`` with the message."""
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help")
 
     def parse(self, argv: Sequence[str]) -> Namespace:
@@ -126,7 +125,6 @@ class OneLineParser(ArgumentParser):
         return args
 
     def _command(self, argv: Sequence[str]) -> OneLineParser:
-        """The parser of the named command, else this one."""
         for action in self._actions:
             commands = action.choices if isinstance(action.choices, Mapping) else {}
             for arg in argv:
@@ -135,7 +133,6 @@ class OneLineParser(ArgumentParser):
         return self
 
     def _refuse(self, unknown: Sequence[str]) -> None:
-        """Raise ``ConfigError`` for the first of these arguments, with the nearest known one."""
         for name in unknown:
             actions = self._option_string_actions.items()
             flags = [flag for flag, x in actions if x.dest != "help" and x.help != SUPPRESS]

@@ -89,7 +89,6 @@ class _DegreeFlags:
     zero: ZeroStage = flag("ZeRO stage", 1)
 
     def parallel_config(self, **settings: Any) -> ParallelConfig:
-        """The flags that are fields of :class:`ParallelConfig`, and these settings."""
         known = {f.name for f in fields(ParallelConfig)}
         stated = {k: v for k, v in vars(self).items() if k in known and v is not None}
         return ParallelConfig(**{**stated, **settings})
@@ -293,7 +292,6 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
         return Result(content, text, 0 if plans else 1)
 
     def _framework(self, base: ParallelConfig) -> FrameworkCaps:
-        """The framework whose rules hold: that of what is emitted, if something is."""
         if not self.emit:
             return framework_caps(self.engine or "any").with_settings_of(base)
         name = FRAMEWORK_OF[self.emit]
@@ -379,7 +377,6 @@ class ProfileCommand(Command):
     device: str = flag("auto: GPUs if any", "auto", choices=("auto", "cuda", "cpu"))
 
     def run(self) -> int:
-        """Measure this machine on all ranks and write the profile; rank 0 prints."""
         from ds_usp.profiling.profile import run  # the one command that loads torch
 
         if self.out.suffix != ".json":

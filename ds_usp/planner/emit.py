@@ -78,7 +78,6 @@ def _refuse_facts(model: ModelShape, program: str, *, missing: tuple[str, ...] =
 
 
 def _shape_flags(work: Workload, config: ParallelConfig) -> Flags:
-    """Model and batch flags that Megatron-DeepSpeed and Megatron-LM have by the same names."""
     model = work.model
     return {
         "num-layers": model.layers,
@@ -109,7 +108,6 @@ def _layer_flags(model: ModelShape) -> Flags:
 
 
 def _norm_flags(model: ModelShape) -> Flags:
-    """Of Megatron-DeepSpeed and the trainer."""
     return {
         "normalization": "layernorm" if model.biases else "rmsnorm",
         "layernorm-epsilon": f"{model.norm_epsilon:g}",
@@ -177,7 +175,6 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
 
 
 def _length_flags(config: ParallelConfig) -> Flags:
-    """The settings that trade time for length, those that the plan uses."""
     rows = ((row, getattr(config, row.name)) for row in SETTINGS if row.length_rank)
     return {row.flag[2:]: value for row, value in rows if row.is_used(value)}
 

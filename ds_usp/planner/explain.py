@@ -122,7 +122,6 @@ def _against(result: SearchResult, best: Plan, alternative: Plan) -> str:
 
 
 def _component_seconds(result: SearchResult, plan: Plan) -> dict[str, float]:
-    """Seconds of the step's components, the layers' by kind of work (matrices, attention, ...)."""
     layer, step = layer_time(result.cluster, result.work, plan.config), plan.time.components()
     scale = step.pop("layers") / layer.total
     return step | {name: scale * seconds for name, seconds in layer.components().items()}
@@ -345,7 +344,6 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
         return self._call(cluster, name) if self.model is None else self._step(cluster, name)
 
     def _refuse_mixed_flags(self) -> None:
-        """Refuse flags of a step beside those of a call, which would be ignored."""
         if (self.heads is None) == (self.model is None):
             raise ConfigError("give --heads of one attention call, or --model of a step")
         of_step = {f.name for f in fields(_StepFlags)} - _SHARED_FLAGS
@@ -522,7 +520,6 @@ def _pass_row(call: AttentionCall, title: str, timeline: Timeline) -> Json:
 
 
 def _ring_lines(title: str, row: Json) -> Iterator[str]:
-    """The ring steps of a pass, once for chunks with equal ones."""
     for steps, chunks in groupby(enumerate(row["ring_steps"]), key=itemgetter(1)):
         numbers = [index for index, _ in chunks]
         span = f"chunk {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")

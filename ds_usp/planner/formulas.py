@@ -50,7 +50,6 @@ def attention_flop_per_token(
 
 
 def _visible_keys(tokens: int, window: int) -> float:
-    """Keys that a query of a document sees, in the mean."""
     return window - window**2 / (2 * tokens) if 0 < window < tokens else tokens / 2
 
 
@@ -88,7 +87,6 @@ def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[in
 
 
 def _mixer_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int]) -> float:
-    """Forward FLOP of attention and of recurrences, all layers."""
     return sum(
         part.layers
         * (attention_flop_per_token(part, seq_len, documents) + recurrent_flop_per_token(part))
@@ -410,15 +408,12 @@ class LaunchedWork:
         return LaunchedWork(times * self.device_s, times * self.launch_s, self.wait_s + behind)
 
     def fraction(self, of: int) -> LaunchedWork:
-        """The work of one of so many equal launches."""
         return LaunchedWork(self.device_s / of, self.launch_s / of)
 
     def part(self, share: float) -> LaunchedWork:
-        """A share of the work, of its GPU and its launch time."""
         return LaunchedWork(self.device_s * share, self.launch_s * share)
 
     def in_launches(self, launches: int) -> LaunchedWork:
-        """The same work in so many equal launches."""
         return self.fraction(launches) * launches
 
     def scaled(self, measured: LaunchedWork, formula: LaunchedWork) -> LaunchedWork:
@@ -426,7 +421,6 @@ class LaunchedWork:
         return LaunchedWork(self.device_s * measured.device_s / formula.device_s, measured.launch_s)
 
     def without_launch_time(self) -> LaunchedWork:
-        """This work with a launch time that is not known."""
         return LaunchedWork(self.device_s)
 
 
@@ -453,7 +447,6 @@ class HiddenExchange:
 
     @property
     def added(self) -> float:
-        """Seconds that they add to the computation."""
         return self.exposed + self.slower
 
     def __add__(self, other: HiddenExchange) -> HiddenExchange:

@@ -151,7 +151,6 @@ class _Limits(NamedTuple):
     def furthest(
         self, model: ModelShape, configs: Sequence[ParallelConfig], offload: bool
     ) -> MaxLength:
-        """The longest sequence of several configurations; of equals the first."""
         best: list[MaxLength] = []
         for config in configs:
             evaluate = partial(self._evaluate, model, config.replace(offload_unit="layer"), offload)

@@ -60,7 +60,6 @@ class Memory:
 
     @property
     def host(self) -> float:
-        """Bytes of host memory that this GPU's rank takes."""
         return self.offloaded + self.host_states
 
     @property
@@ -70,7 +69,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Everything on the GPU."""
         states = self.weights + self.gradients + self.optimizer
         peak_buffers = self.logits + self.exchange + self.transient
         return states + self.activations + peak_buffers + self.workspace

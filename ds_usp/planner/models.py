@@ -300,7 +300,6 @@ _BUILT_IN = (
 
 
 def _delta(keys: int, values: int, dim: int) -> RecurrentMixer:
-    """Gated delta rule of so many heads of queries and keys, and of values."""
     channels, out = (2 * keys + values) * dim, values * dim
     vectors = 4 * channels + 2 * values + dim
     into = channels + out + 2 * values

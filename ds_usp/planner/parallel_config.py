@@ -313,7 +313,6 @@ def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
 
 
 def _not_in_transformers(config: ParallelConfig) -> list[str]:
-    """What a config has that models of transformers cannot."""
     words = [
         f"{axis} {getattr(config, axis)}" for axis in ("tp", "pp") if getattr(config, axis) > 1
     ]

@@ -77,12 +77,10 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """Seconds of the pass."""
         return self.compute + sum(self.exposed.values())
 
     @property
     def waits(self) -> float:
-        """Exposed seconds of exchanges."""
         return sum(self.exposed.get(kind, 0.0) for kind in CHANNELS)
 
     def busy(self, lane: str) -> float:
@@ -136,7 +134,6 @@ class _Clock:
         self.alone = dict.fromkeys(CHANNELS, 0.0)
 
     def post(self, instr: Instr, seconds: float) -> None:
-        """Start an exchange, behind those of its kind."""
         kind = instr.op.channel
         self._posted.add(instr)
         self.alone[kind] += seconds
@@ -148,7 +145,6 @@ class _Clock:
             self._left[kind], self._started[kind] = seconds, self._now
 
     def wait(self, wait: Instr) -> None:
-        """Block until the exchange that a wait names is done."""
         post = wait._replace(op=type(wait.op)(wait.op.value[:-1]))
         start = self._now
         if post not in self._posted:
@@ -160,7 +156,6 @@ class _Clock:
             self.events.append(Event(COMPUTE, wait, start, self._now))
 
     def compute(self, instr: Instr, seconds: float) -> None:
-        """Work on the compute lane."""
         start, left = self._now, seconds
         while left > 0:
             lost = self._contention if self._left else 0.0
@@ -178,7 +173,6 @@ class _Clock:
         self.exposed[reason] = self.exposed.get(reason, 0.0) + seconds
 
     def _sharers(self) -> dict[str, int]:
-        """Number of exchanges in flight on each link."""
         counts: dict[str, int] = {}
         for kind in self._left:
             link = self._links.get(kind, "")
@@ -186,13 +180,11 @@ class _Clock:
         return counts
 
     def _next_finish(self) -> float:
-        """When the next exchange is done, if no other is posted before."""
         sharers, links = self._sharers(), self._links
         seconds = (left * sharers[links.get(kind, "")] for kind, left in self._left.items())
         return self._now + min(seconds, default=inf)
 
     def _advance_to(self, second: float) -> None:
-        """Advance the exchanges and the clock."""
         while self._left:
             stop = min(self._next_finish(), second)
             sharers = self._sharers()

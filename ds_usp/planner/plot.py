@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ def new_figure(width: float, height: float) -> Any:
 
 def save_svg(figure: Any, path: Path) -> None:
     """Write without date and program, so that the file changes with the data alone."""
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    text = StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    # A point of a curve has a line of its own, thousands in a picture that nobody reads as text.
+    lines = (line.strip() for line in text.getvalue().splitlines())
+    path.write_text(" ".join(lines) + "\n", encoding="utf-8")
 
 
 def panels(result: SearchResult, top: int) -> Panels:
@@ -90,7 +95,6 @@ def draw(result: SearchResult, top: int, path: Path) -> None:
 
 
 def _layer_ms(result: SearchResult, plan: Plan) -> dict[str, float]:
-    """A layer's components, and its part of the step's idle time on kernel launches (host)."""
     work, config = result.work, plan.config
     seconds = layer_time(result.cluster, work, config).components()
     layers = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)

@@ -40,7 +40,6 @@ class ProjectedCosts(RelativeCosts):
     again: tuple[float, ...] = ()
 
     def cost(self, instr: Instr, seconds: PassSeconds) -> Cost:
-        """Of one instruction."""
         op, chunk, made = instr.op, instr.chunk, seconds.products
         queries, keys = self.heads[chunk], self.kv_heads[chunk]
         if op is ProjectedOp.AGAIN_POST:  # what returns of all chunks, as gradients

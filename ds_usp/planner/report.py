@@ -113,11 +113,9 @@ class Command:
     json: bool = flag("print JSON, for programs", False)
 
     def result(self) -> Result:
-        """What the command finds."""
         raise NotImplementedError
 
     def run(self) -> int:
-        """Print the result; the exit code."""
         content, text, status = self.result()
         print(json.dumps(content, indent=2) if self.json else "\n".join(map(str, text)))
         return status
@@ -132,7 +130,6 @@ class ClusterFlags:
     )
 
     def load_cluster(self) -> tuple[Cluster, str]:
-        """The cluster, and its name as reports print it."""
         cluster = load_cluster(self.cluster or DEFAULT_CLUSTER)
         return cluster, f"cluster {cluster.name}" + ("" if self.cluster else " (default)")
 
@@ -537,7 +534,6 @@ def plans_text(result: SearchResult, top: int) -> str:
 
 
 def _breakdown(result: SearchResult, plan: Plan) -> Iterator[str]:
-    """The plan's step time and memory by component, and its FLOPs with recomputation."""
     work, config, total = result.work, plan.config, plan.time.total
     times = ", ".join(
         f"{name} {seconds:.3f} s ({seconds / total:.0%})"

@@ -239,7 +239,6 @@ class _Collector:
                         self._zero_and_stages(config, stages, chunks)
 
     def _refuse(self, rule: str) -> None:
-        """Count a set of degrees that cannot have what is given."""
         self.unmet[rule] += 1
         self._result.refused[rule] += 1
 

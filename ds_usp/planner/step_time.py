@@ -92,11 +92,9 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        """Seconds of all components."""
         return sum(self.components().values())
 
     def components(self) -> dict[str, float]:
-        """Name -> seconds."""
         return {name: getattr(self, name) for name in COMPONENTS}
 
 
@@ -183,7 +181,6 @@ def _recurrence_s(
 
 
 def _chain_exchange_s(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
-    """The exchanges of states and of halos in one direction, over all ranks of a sequence."""
     sent, group = layer_traffic(work, config), RankGroup(config.sp, config.tp)
     rounds = chain_traffic(work, config).rounds
     states = exchange_s(cluster, group, sent.states, DIRECT, rounds)
@@ -216,7 +213,6 @@ class _NonAttention:
     measured: bool
 
     def without_launch_time(self) -> _NonAttention:
-        """These times with all launch times not known."""
         forward, backward = self.forward, self.backward
         return replace(
             self, forward=forward.without_launch_time(), backward=backward.without_launch_time()
@@ -239,7 +235,6 @@ def _measured_rest(
 
 
 def _scaled_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
-    """The formula, scaled by measured / formula at the closest profiled tensor-parallel degree."""
     predicted = _predicted_rest(cluster, work, config)
     tp = nearest_tp(layer_rows(cluster.layers, work.model), config.tp)
     profiled = config.replace(tp=tp or config.tp)
@@ -411,11 +406,9 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self.components().values())
 
     def components(self) -> dict[str, float]:
-        """Name -> seconds."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
@@ -429,7 +422,6 @@ class MicroBatch:
 
     @property
     def layer_s(self) -> float:
-        """GPU seconds of a layer, both directions."""
         return self.forward.device_s + self.backward.device_s
 
 
@@ -467,7 +459,6 @@ def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
 
 
 def _predicted_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork:
-    """Three GEMMs of the output projection, and the loss."""
     tokens = work.rank_tokens(config)
     logits = tokens * work.model.vocab / config.tp
     loss = elementwise_s(cluster, logits * _LOSS_BYTES)
@@ -597,7 +588,6 @@ class StepExchange:
 
     @property
     def hidden(self) -> float:
-        """Seconds under kernels."""
         return max(0.0, self.seconds - self.exposed)
 
 

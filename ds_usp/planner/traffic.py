@@ -236,13 +236,15 @@ def _ring_tokens(
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
     """Bytes that a rank sends in one layer for one micro batch and one direction, mean over ranks;
-    ``ulysses``, ``states`` and ``halo`` in either direction."""
+    ``ulysses``, ``states`` and ``halo`` in either direction. ``ring_busiest``: of one exchange of
+    the ring, keys and values or their gradients, by the rank that sends most of it."""
 
     tp_forward: float
     tp_backward: float
     ulysses: float
     ring_forward: float
     ring_backward: float
+    ring_busiest: float
     states: float = 0.0
     halo: float = 0.0
 
@@ -270,15 +272,18 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     tp = 4 * (t - 1) / t * x / config.sp * model.hidden * e
     q, kv = model.q_width / t, kv_features(work, config) * u  # of all Ulysses ranks together
     ulysses = (u - 1) / u * x / config.sp * (2 * q + 2 * kv) * e
-    sent = (1.0 if relayed else 0.75) * (r - 1) / r * work.seq_len
+    # The last rank's both chunks are seen by all ranks, of the first rank's only the front one.
+    busiest = (r - 1) / r * work.seq_len
+    sent = (1.0 if relayed else 0.75) * busiest
     if model.window and not relayed:
         tokens = TokenLayout("zigzag", work.seq_len, 1, r)
-        every = (_ring_tokens(tokens, layer_mask(model), rank, None).sent for rank in range(r))
-        sent = sum(every) / r
-    ring = sent * 2 * config.micro_batch * kv / u * e
+        every = [_ring_tokens(tokens, layer_mask(model), rank, None).sent for rank in range(r)]
+        sent, busiest = sum(every) / r, float(max(every))
+    token = 2 * config.micro_batch * kv / u * e
+    ring = sent * token
     states, halo, *_ = chain_traffic(work, config)
     tp_backward = tp * (1.5 if config.tp_sequence else 1.0)
-    return LayerBytes(tp, tp_backward, ulysses, ring, 2 * ring, states, halo)
+    return LayerBytes(tp, tp_backward, ulysses, ring, 2 * ring, busiest * token, states, halo)
 
 
 def kv_features(work: Workload, config: ParallelConfig) -> float:

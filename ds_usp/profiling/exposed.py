@@ -103,7 +103,6 @@ class KindTimes:
 
     @property
     def hidden_ns(self) -> int:
-        """Under a kernel that computes."""
         return self.busy_ns - self.exposed_ns
 
 
@@ -193,7 +192,6 @@ class CommunicationReport:
         yield f"{rows[longest].exposed_ns / _MS:,.2f} r{number}"
 
     def _hints(self, kinds: Mapping[str, Sequence[KindTimes]], step: float) -> Iterator[str]:
-        """What to change about kinds that are exposed for long, longest first."""
         shares = {
             kind: statistics.mean(row.exposed_ns for row in rows) / step
             for kind, rows in kinds.items()

@@ -268,14 +268,12 @@ def _sent_by_this_rank(
 
 
 def _num_bytes(value: Any) -> int:
-    """Of a tensor, or of all tensors in nested lists."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     return sum(map(_num_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _is_floating(value: Any) -> bool:
-    """Whether a tensor, or the first one in nested lists, holds floating-point numbers."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point()
     return isinstance(value, (list, tuple)) and bool(value) and _is_floating(value[0])

@@ -206,7 +206,6 @@ def _objects(file: Any, path: Path, text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _rank_of(header: str) -> FileRank | None:
-    """The rank in what comes before the events; None if it is not there."""
     _, key, text = header.partition('"distributedInfo"')
     with contextlib.suppress(ValueError, KeyError, TypeError):
         info = json.JSONDecoder().raw_decode(text, _skip(text, 0))[0] if key else {}

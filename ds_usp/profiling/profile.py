@@ -148,7 +148,6 @@ class _ProblemSizes:
 
     @classmethod
     def of(cls, device: torch.device) -> _ProblemSizes:
-        """The sizes for a kind of device."""
         return _ON_GPU if device.type == "cuda" else _ON_CPU
 
     def random(self, timer: StepTimer, *shape: int) -> Tensor:
@@ -203,17 +202,14 @@ class Profile:
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def record(self, name: str, value: Any, how: str) -> None:
-        """Record one number of the cluster with its source."""
         self.numbers[name] = {"value": value, "origin": "measured", "source": how}
 
     def add_row(self, name: str, row: Any, text: str) -> None:
-        """Add one row to those of ``name``."""
         rows = self.numbers.setdefault(name, {"value": [], "origin": "measured", "source": ""})
         rows["value"].append(asdict(row))
         self.log(text)
 
     def log(self, text: str) -> None:
-        """Print a line of progress."""
         self.print_line(f"[{self.timer.elapsed_s:5.1f} s] {text}")
 
 
@@ -281,7 +277,6 @@ def _warm_up(timer: StepTimer, sizes: _ProblemSizes) -> None:
 
 
 def _memory(state: Profile) -> None:
-    """Record the GPU's memory bandwidth and capacity, and the bandwidth to the CPU's memory."""
     timer, sizes = state.timer, state.sizes
     a, b = (sizes.random(timer, sizes.memory_elements) for _ in range(2))
     out = torch.empty_like(a)
@@ -330,7 +325,6 @@ def _host_bytes_per_s(timer: StepTimer, sizes: _ProblemSizes) -> float:
 
 
 def _attention_rows(state: Profile) -> list[tuple[int, float]]:
-    """Attention on every ulysses x ring; returns (tokens, FLOP/s) of the kernels, from one rank."""
     one_rank = []
     for mesh in _meshes(state):
         pair = f"ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}"
@@ -420,7 +414,6 @@ def _base_level(state: Profile) -> list[Any]:
 
 
 def _network(state: Profile) -> float:
-    """Bytes/s of one GPU to other nodes while all GPUs send."""
     timer = state.timer
     # The ranks with this one's local rank on all nodes.
     nodes = RankGrid({"ulysses": state.gpus_per_node, "dp": timer.world // state.gpus_per_node})
@@ -496,7 +489,6 @@ def _exchange_step(
 
 
 def _intra_node_groups(size: int, world: int) -> Group:
-    """This rank's group of so many contiguous ranks; collective over all ranks."""
     return _groups_along(RankGrid({"ulysses": size, "dp": world // size}), "ulysses")
 
 
@@ -668,7 +660,6 @@ def _embedding_and_head(
 
 
 def _finalize(state: Profile, world: int) -> dict[str, Any]:
-    """The content of the file: all recorded numbers, with the machine in every source."""
     gpu = torch.cuda.get_device_name(state.timer.device) if state.timer.on_gpu else "CPU"
     versions = f"torch {torch.__version__}"
     if state.timer.on_gpu:

@@ -45,7 +45,6 @@ class StepTimer:
 
     @property
     def elapsed_s(self) -> float:
-        """Since this timer was created, on this rank."""
         return time.perf_counter() - self._begin
 
     def seconds(self, step: Step, max_s: float = 0.3) -> float:
@@ -106,7 +105,6 @@ class StepTimer:
         return forward_times, Times(*backward)
 
     def overlapped(self, first: Step, second: Step, max_s: float = 0.3) -> float:
-        """Seconds of two concurrent steps, on a GPU each on its own stream."""
         if not self.on_gpu:
             return self.seconds(lambda: (first(), second()), max_s)
         side, main = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
@@ -121,7 +119,6 @@ class StepTimer:
         return self.seconds(both_steps, max_s)
 
     def synchronize(self) -> None:
-        """Wait for this rank's device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes, byte_tensor, transport_device
-from ds_usp.errors import ConfigError, DataError, LayoutError, warn_once
+from ds_usp.errors import (
+    ConfigError,
+    DataError,
+    LayoutError,
+    UnsupportedAttentionError,
+    warn_once,
+)
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.training.whole_batch import (
@@ -207,7 +213,7 @@ class ShardedBatch:
         positions: in the sequence, or in the token's document, for RoPE or learned positions.
         layout: which tokens these are; to be passed to attention.
         mask: what attention must be given: causal in each document, or a tree of them.
-        documents: those of the mask; () if every sequence is one document.
+        documents: those of the mask; () if every sequence is one document. Of a tree: refused.
         loss_tokens: labels that count in the batches of all data-parallel replicas together; with
             several micro batches a step, their sum is the step's. With ``loss_weights``, which are
             in ``others``, the sum of the weights of these labels.
@@ -225,6 +231,12 @@ class ShardedBatch:
 
     @property
     def documents(self) -> tuple[Borders, ...]:
+        # A mask made of them alone would let no branch see its prompt.
+        if self.mask.parents:
+            raise UnsupportedAttentionError(
+                f"the batch is {self.mask}: its segments see their ancestors, which borders of "
+                "documents do not say. Give attention mask=batch.mask"
+            )
         return self.mask.documents
 
 

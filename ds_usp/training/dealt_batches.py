@@ -8,12 +8,11 @@ over one mesh. This one has a mesh of each size, and a sample takes as many rank
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from ds_usp.comm.consistency import check_same
 from ds_usp.comm.mesh import SequenceMesh, resolve_group
-from ds_usp.comm.process_groups import all_gather_bytes, node_ids, transport_device
-from ds_usp.errors import ConfigError, DataError
+from ds_usp.comm.process_groups import node_ids, transport_device
+from ds_usp.errors import ConfigError, DataError, MeshError
 from ds_usp.geometry.dealing import Cost, Dealer, DealtStep, SampleCost, groups_of_size, ulysses_of
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.training.data_loader import ShardedBatch, shard_of
@@ -39,8 +38,10 @@ from ds_usp.training.whole_batch import (
     real_tokens,
 )
 
-_STATUS = struct.Struct("cqqq8s8s480s")
-_STEP, _END, _ERROR = b"s", b"e", b"!"
+_SAME_STEP = (
+    "All ranks deal one and the same step. Give every rank the same data, order and seed (a "
+    "generator with the same seed, no DistributedSampler, no worker that draws by rank)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +100,9 @@ class DealtBatches:
 
     Raises:
         ConfigError: arguments that do not fit each other; on the ranks that have them.
-        MeshError: ranks with other arguments; on all of them.
-        DataError: at the step: ranks that read other samples, a sample that is too long or cannot
-            be used; on every rank.
+        MeshError: ranks with other arguments, and at the step ranks that read other samples; on
+            all of them.
+        DataError: at the step: a sample that is too long or cannot be used; on every rank.
     """
 
     def __init__(
@@ -136,23 +137,26 @@ class DealtBatches:
     def __iter__(self) -> Iterator[tuple[DealtBatch, ...]]:
         """One pass over the loader, after the steps that were done before a resume."""
         self._steps, self._skipped = self._skipped, 0
-        steps = _steps_of(self._loader, self._steps)
+        # The loader is first asked for steps, and may fail, where the first one is read.
+        steps = (x for loader in [self._loader] for x in islice(loader, self._steps, None))
         while True:
-            read = self._read(steps)
-            statuses = [read.status]
-            if self._group is not None and dist.get_world_size(self._group) > 1:
-                # One all-gather a step: a rank that cannot go on must not leave the others in it.
-                gathered = all_gather_bytes(_STATUS.pack(*read.status), self._group)
-                statuses = [_Status(*_STATUS.unpack(data)) for data in gathered]
-            if read.error is not None:
-                raise read.error
-            _check_statuses(statuses)
-            if read.dealt is None:
+            samples, dealt, error = list[WholeBatch](), None, None
+            try:
+                if (step := next(steps, None)) is not None:
+                    samples = _read_samples(step, self._whole)
+                    dealt = self.dealer.deal([x.seq_len for x in samples])
+            except Exception as refused:  # a data set may raise anything
+                error = refused
+            try:
+                # Each step: a rank that cannot go on must not leave the others in it.
+                check_same(self._group, _description(samples, dealt), error)
+            except MeshError as differ:
+                raise MeshError(f"{differ}\n{_SAME_STEP}") from None
+            if dealt is None:
                 return
             self._steps += 1
             yield tuple(
-                self._batch(read.samples, read.dealt, number)
-                for number in range(len(read.dealt.micro_batches))
+                self._batch(samples, dealt, number) for number in range(len(dealt.micro_batches))
             )
 
     def state_dict(self) -> dict[str, int]:
@@ -163,18 +167,6 @@ class DealtBatches:
         """Let the next pass begin after so many steps: it reads them and leaves them out. The
         loader must give the steps that it gave then (a sampler with the same seed and epoch)."""
         self._skipped = state["steps"]
-
-    def _read(self, steps: Iterator[Sequence[Mapping[str, Any]]]) -> _Read:
-        try:
-            step = next(steps, None)
-            if step is None:
-                return _Read(_Status(_END))
-            samples = _read_samples(step, self._whole)
-            dealt = self.dealer.deal([x.seq_len for x in samples])
-        except Exception as error:  # a data set may raise anything; raised later, on all ranks
-            text = f"{type(error).__name__}: {error}".encode()
-            return _Read(_Status(_ERROR, text=text), error=error)
-        return _Read(_status_of(samples, dealt), samples, dealt)
 
     def _batch(self, samples: Sequence[WholeBatch], dealt: DealtStep, number: int) -> DealtBatch:
         group = dealt.group_of(number, self._rank)
@@ -226,63 +218,17 @@ def dealt_meshes(
     return dealer, {1: SequenceMesh.single(), **SequenceMesh.of_sizes(group, sizes)}
 
 
-class _Status(NamedTuple):
-    """What a rank has read: how many samples, tokens and loss tokens, their digest, and that of
-    what is dealt."""
-
-    kind: bytes
-    samples: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    digest: bytes = b""
-    dealt: bytes = b""
-    text: bytes = b""
-
-
-class _Read(NamedTuple):
-    status: _Status
-    samples: Sequence[WholeBatch] = ()
-    dealt: DealtStep | None = None
-    error: Exception | None = None
-
-
-def _status_of(samples: Sequence[WholeBatch], dealt: DealtStep) -> _Status:
-    return _Status(
-        _STEP,
-        len(samples),
-        sum(x.seq_len for x in samples),
-        sum(int(x.loss_tokens) for x in samples),
-        hashlib.blake2b(b"".join(x.digest() for x in samples), digest_size=8).digest(),
-        hashlib.blake2b(repr(dealt).encode(), digest_size=8).digest(),
+def _description(samples: Sequence[WholeBatch], dealt: DealtStep | None) -> str:
+    """What a rank has read, and dealt."""
+    if dealt is None:
+        return "no step left"
+    tokens, loss_tokens = sum(x.seq_len for x in samples), sum(int(x.loss_tokens) for x in samples)
+    digests = (b"".join(x.digest() for x in samples), repr(dealt).encode())
+    read, groups = (hashlib.blake2b(x, digest_size=8).hexdigest() for x in digests)
+    return (
+        f"{len(samples)} samples of {tokens} tokens, {loss_tokens} with a label, digest {read}, "
+        f"dealt as {groups}"
     )
-
-
-def _check_statuses(statuses: Sequence[_Status]) -> None:
-    """DataError, the same on every rank, unless all have read one and the same step."""
-    first = statuses[0]
-    for rank, status in enumerate(statuses):
-        if status.kind == _ERROR:
-            text = status.text.rstrip(b"\0").decode(errors="ignore")
-            raise DataError(f"rank {rank} of {len(statuses)} could not deal its step: {text}")
-    for rank, status in enumerate(statuses):
-        if status != first:
-            texts = [
-                "no step left"
-                if x.kind == _END
-                else f"{x.samples} samples of {x.tokens} tokens, {x.loss_tokens} with a label, "
-                f"digest {x.digest.hex()}, dealt as {x.dealt.hex()}"
-                for x in (first, status)
-            ]
-            raise DataError(
-                f"rank 0 has {texts[0]}; rank {rank} has {texts[1]}: all ranks deal one and the "
-                "same step. Give every rank the same data, order and seed (a generator with the "
-                "same seed, no DistributedSampler, no worker that draws by rank)"
-            )
-
-
-def _steps_of(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
-    """A loader's steps; it is first asked for them, and may fail, where the first one is read."""
-    yield from islice(loader, skipped, None)
 
 
 def _read_samples(step: Any, whole: Sequence[str]) -> list[WholeBatch]:

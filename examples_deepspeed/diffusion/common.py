@@ -44,8 +44,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def flags(description: str) -> argparse.ArgumentParser:
-    """A parser with the flags of all examples."""
+def flags(description: str, samples: bool = False) -> argparse.ArgumentParser:
+    """A parser with the flags of all examples, or of those that sample."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,6 +53,9 @@ def flags(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--tiny", choices=TINY, help="a random tiny model instead")
     parser.add_argument("--ulysses-degree", type=int, default=0, help="ranks that exchange heads; "
                         "the rest is the ring (default: as many as divide the heads)")  # fmt: skip
+    if samples:
+        parser.add_argument("--cfg-degree", type=int, default=1, help="2: each branch of the "
+                            "guidance on half of the ranks, for Wan")  # fmt: skip
     parser.add_argument("--kernel", default="auto", help="of attention")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)

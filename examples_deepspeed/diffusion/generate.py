@@ -110,7 +110,7 @@ def check(pipeline, options, args, latents):
 
 def main(argv=None):
     """Generate; 1 if ``--check`` finds a difference."""
-    parser = flags(__doc__)
+    parser = flags(__doc__, samples=True)
     parser.add_argument("--prompt", default="")
     parser.add_argument("--negative-prompt", default="", help="of Wan")
     parser.add_argument("--height", type=int, default=1024)
@@ -130,13 +130,13 @@ def main(argv=None):
     pipeline, options = load(args, device)
     mesh = mesh_of(pipeline.transformer.config.num_attention_heads, args.ulysses_degree)
     rank0 = dist.get_rank() == 0
-    with enable(pipeline, mesh, kernel=args.kernel, cuda_graphs=args.cuda_graphs) as enabled:
+    how = {"kernel": args.kernel, "cuda_graphs": args.cuda_graphs, "cfg_degree": args.cfg_degree}
+    with enable(pipeline, mesh, **how) as enabled:
         for transformer in enabled.transformers if args.compile else ():
             transformer.compile_repeated_blocks()
+        given = pipeline, options, args.seed, args.steps, args.check
         kind = "pil" if rank0 else "latent"  # the other ranks decode nothing
-        result, latents, kept = sample(
-            pipeline, options, args.seed, args.steps, args.check, output_type=kind
-        )
+        result, latents, kept = sample(*given, output_type=kind)
     print0(f"{args.steps} steps on ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}")
     passed = True
     if rank0:

@@ -16,6 +16,8 @@ num_gpus=2
 ulysses_degree=0
 
 set -- --prompt "a red fox runs through the snow" "$@"
+# each branch of the guidance on half of the ranks, if these are even; --cfg-degree 1: both on all
+((${NUM_GPUS:-2} % 2)) || set -- --cfg-degree 2 "$@"
 
 # shellcheck source=examples_deepspeed/diffusion/launch.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

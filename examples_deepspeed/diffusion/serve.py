@@ -119,7 +119,7 @@ def loop(pipeline, mesh, device, args, jobs, state):
 
 def main(argv=None):
     """Serve until SIGTERM or Ctrl-C."""
-    parser = flags(__doc__)
+    parser = flags(__doc__, samples=True)
     parser.add_argument("--host", default="127.0.0.1", help="listened to, without authentication")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=FOLDER")
@@ -131,7 +131,7 @@ def main(argv=None):
     for name, folder in loras.items():
         pipeline.load_lora_weights(folder, adapter_name=name)
     mesh = mesh_of(pipeline.transformer.config.num_attention_heads, args.ulysses_degree)
-    enable(pipeline, mesh, kernel=args.kernel)
+    enable(pipeline, mesh, kernel=args.kernel, cfg_degree=args.cfg_degree)
     if args.tiled_vae:
         pipeline.vae.enable_tiling(), enable_vae(pipeline, mesh)
     jobs = queue.SimpleQueue()  # which a signal may write while it is read

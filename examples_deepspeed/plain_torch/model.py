@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ds_usp import ConfigError, MaskSpec, RankGrid, SequenceMesh, one_line_errors, usp_attention
+from ds_usp import ConfigError, RankGrid, SequenceMesh, one_line_errors, usp_attention
 from ds_usp.training import ShardedBatch
 
 VOCAB, HIDDEN, HEADS, LAYERS = 64, 64, 4, 2
@@ -155,5 +155,5 @@ def run(main: Callable[[], int]) -> int:
 
 def attention_of(batch: ShardedBatch, mesh: SequenceMesh) -> Attention:
     """Causal attention within the batch's documents, over all ranks of the mesh."""
-    mask = MaskSpec.causal(batch.documents)
-    return lambda q, k, v: usp_attention(q, k, v, mesh=mesh, layout=batch.layout, mask=mask)
+    where = {"mesh": mesh, "layout": batch.layout, "mask": batch.mask}
+    return lambda q, k, v: usp_attention(q, k, v, **where)

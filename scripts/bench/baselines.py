@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_usp
+from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.geometry.degrees import divisors
 from ds_usp.training import prepare_deepspeed
 
@@ -106,13 +107,12 @@ def usp_attend(
     layout: ds_usp.TokenLayout,
     kernel: str,
     mask: ds_usp.MaskSpec,
+    tuning: ds_usp.Tuning = AUTO_TUNING,
 ) -> Attend:
     """usp_attention as a function of q, k and v."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
-
-    return attend
+    return partial(
+        ds_usp.usp_attention, mesh=mesh, layout=layout, mask=mask, kernel=kernel, tuning=tuning
+    )
 
 
 def torch_attend(kernel: str, causal: bool = True) -> Attend:
@@ -178,13 +178,16 @@ def all_meshes() -> list[ds_usp.SequenceMesh]:
     return [ds_usp.SequenceMesh.from_group(None, ulysses) for ulysses in degrees]
 
 
-def ds_usp_baseline(mesh: ds_usp.SequenceMesh, kernel: str) -> Baseline:
+def ds_usp_baseline(
+    mesh: ds_usp.SequenceMesh, kernel: str, tuning: ds_usp.Tuning = AUTO_TUNING
+) -> Baseline:
     """ds_usp over one mesh, in the shape's token layout."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
         documents = shape.mask if shape.layout_kind == "balanced" else ()
         layout = mesh.layout(shape.layout_kind, shape.seq_len, documents)
-        return usp_attend(mesh, layout, kernel, shape.mask), shape, layout.positions(mesh.rank)
+        call = usp_attend(mesh, layout, kernel, shape.mask, tuning)
+        return call, shape, layout.positions(mesh.rank)
 
     return Baseline(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
 

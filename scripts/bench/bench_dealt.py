@@ -1,8 +1,9 @@
-"""Samples dealt to groups of ranks, beside one degree for all: by the planner's clock, and timed.
+r"""Samples dealt to groups of ranks, beside one degree for all: by the planner's clock, and timed.
 
-    python scripts/bench/bench_dealt.py --plan --out dealt_plan.csv
+    python scripts/bench/bench_dealt.py --plan --mixes chat "chat and 1 long" long documents \
+        --out dealt_plan.csv
     torchrun --nproc-per-node 2 scripts/bench/bench_dealt.py --out dealt.csv
-    torchrun --nproc-per-node 2 scripts/bench/bench_dealt.py --device cpu --model tiny \\
+    torchrun --nproc-per-node 2 scripts/bench/bench_dealt.py --device cpu --model tiny \
         --max-tokens 64 --samples 5  # shows that it runs
 
 Contenders, on the same samples:
@@ -10,12 +11,14 @@ Contenders, on the same samples:
 * ``dealt``: ``DealtBatches``.
 * ``ulysses N``, ``ring N``: groups of N ranks alone, packed and balanced by the same dealer: what
   the best loader could make of one degree. Only where N ranks hold the longest sample of the mix.
-* ``in order N``: groups of N, packed as samples come, sample i to replica i: a DistributedSampler.
+* ``packed N``: groups of N whose rows are filled with samples as they come, and which take rows in
+  turn, as loaders of packed documents have them.
 
 Lengths are drawn from measured ones (:data:`MIXES`), the same for all. ``--plan`` prices steps by
-``ds_usp.planner.sample_cost`` and needs no ranks. The timed model is a Llama of 8 layers (hidden
-size 2048, 32/8 heads of 64, MLP 8192, vocabulary 128256) in bf16 under DDP, its layers recomputed,
-its loss in chunks; contenders take turns, each on the same steps. ``loss`` is the first step's.
+``ds_usp.planner.sample_cost`` and needs no ranks; ``cpu_s`` is what the dealing itself takes. The
+timed model is a Llama of 8 layers (hidden size 2048, 32/8 heads of 64, MLP 8192, vocabulary 128256)
+in bf16 under DDP, its layers recomputed, its loss in chunks; contenders take turns, each on the
+same steps. ``loss`` is the first step's.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise, zip_longest
 from math import exp, log
 from typing import Any
 
@@ -35,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_harness import Session, Table, common_flags
+from shapes import MAGI
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,11 +49,11 @@ from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.planner import load_cluster, load_model, sample_cost
 from ds_usp.planner.models import ModelShape
 
-# Tokens of requests and answers together, at these percentiles of all requests; between them
-# lengths are drawn log-uniformly.
+# Tokens at these percentiles of all samples; between them lengths are drawn log-uniformly.
 PERCENT = (0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 98, 99, 99.5, 99.9, 100)
-# github.com/Azure/AzurePublicDataset at b469a11, data/AzureLLMInferenceTrace_conv.csv: 19,366
-# requests to a conversation service in November 2023 (Splitwise, arXiv 2311.18677).
+# Requests and answers together. github.com/Azure/AzurePublicDataset at b469a11,
+# data/AzureLLMInferenceTrace_conv.csv: 19,366 requests to a conversation service in November 2023
+# (Splitwise, arXiv 2311.18677).
 CHAT = (
     *(64, 132, 296, 368, 473, 506, 800, 1412, 1469, 1522, 1628, 2820, 4136, 4186, 4259, 4917),
     *(6345, 14089),
@@ -60,21 +64,37 @@ LONG = (
     *(895, 927, 1120, 1343, 2038, 3635, 5291, 7255, 9886, 13574, 18246, 27723, 40056, 66769),
     *(85858, 101102, 121912, 126527),
 )
-# Of 64 samples so many are long.
-MIXES = {"chat": 0, "chat and 1 long": 1, "chat and 8 long": 8, "long": 64}
-COLUMNS = ("cluster", "gpus", "max_tokens", "mix", "contender", "s_per_step", "slower_than_dealt")
+COUNTS = [count for *_, count in MAGI]
+DOCUMENTS = [1, *(last for _, last, _ in MAGI)]
+TABLES = {
+    "chat": (PERCENT, CHAT),
+    "long": (PERCENT, LONG),
+    "documents": ([100 * x / sum(COUNTS) for x in (0, *accumulate(COUNTS))], DOCUMENTS),
+}
+# Most samples are of the first table; of 64, so many are of ``long``.
+MIXES = {
+    "chat": ("chat", 0),
+    "chat and 1 long": ("chat", 1),
+    "chat and 8 long": ("chat", 8),
+    "long": ("long", 0),
+    "documents": ("documents", 0),
+}
+# Of --plan: a cluster, and how many of its GPUs.
+MACHINES = (("h100", 8), ("h100", 64), ("l20", 8))
+COLUMNS = ("cluster", "gpus", "mix", "contender", "s_per_step", "slower_than_dealt", "cpu_s")
 TIMED = ("mix", "contender", "tokens_per_step", "micro_batches", "s_per_step", "slower", "loss")
 
 
 def draw_lengths(mix: str, count: int, seed: int, most: int) -> list[int]:
     """The lengths of one step; longer ones than ``most`` are drawn again."""
     draw, lengths = random.Random(f"{mix} {seed}"), []
+    table, long = MIXES[mix]
     while len(lengths) < count:
-        table = LONG if len(lengths) < MIXES[mix] * count / 64 else CHAT
+        percent, tokens = TABLES["long" if len(lengths) < long * count / 64 else table]
         at = draw.uniform(0, 100)
-        index = next(i for i, (_, b) in enumerate(pairwise(PERCENT)) if at <= b)
-        a, b = PERCENT[index : index + 2]
-        low, high = table[index : index + 2]
+        index = next(i for i, (_, b) in enumerate(pairwise(percent)) if at <= b)
+        a, b = percent[index : index + 2]
+        low, high = tokens[index : index + 2]
         length = round(exp(log(low) + (log(high) - log(low)) * (at - a) / (b - a)))
         if length <= most:
             lengths.append(length)
@@ -84,68 +104,72 @@ def draw_lengths(mix: str, count: int, seed: int, most: int) -> list[int]:
 
 def longest(mix: str, most: int) -> int:
     """Tokens that a sample of the mix may have, of at most so many."""
-    return min(most, LONG[-1] if MIXES[mix] else CHAT[-1])
+    table, long = MIXES[mix]
+    return min(most, TABLES["long" if long else table][1][-1])
 
 
 @dataclass(frozen=True)
-class InOrder(Dealer):
-    """Groups of one size, filled with samples as they come."""
+class Packed(Dealer):
+    """Groups of one size that take full rows in turn, filled with samples as they come."""
 
     def deal(self, lengths: Sequence[int]) -> DealtStep:
-        """Each replica's samples, one row after the other."""
+        """The rows, as many at once as there are groups."""
         (size,) = self.sizes
-        groups = groups_of_size(self.world, size)
-        rows: list[list[list[int]]] = [[[]] for _ in groups]
+        rows: list[list[int]] = [[]]
         for i, length in enumerate(lengths):
-            own = rows[i % len(groups)]
-            if own[-1] and sum(lengths[j] for j in own[-1]) + length > size * self.max_tokens:
-                own.append([])
-            own[-1].append(i)
-        start, dealt = self.cost(0, size), []
-        for number in range(max(map(len, rows))):
-            micro_batch = []
-            for ranks, own in zip(groups, rows, strict=True):
-                row = own[number] if number < len(own) else []
-                seconds = sum(self.cost(lengths[i], size) - start for i in row) + start
-                if row:
-                    micro_batch.append(DealtGroup(ranks, tuple(row), seconds))
-                else:
-                    micro_batch += [DealtGroup(range(r, r + 1)) for r in ranks]
-            dealt.append(tuple(micro_batch))
-        return DealtStep(tuple(dealt))
+            if sum(lengths[j] for j in rows[-1]) + length > size * self.max_tokens:
+                rows.append([])
+            rows[-1].append(i)
+        start, groups = self.cost(0, size), groups_of_size(self.world, size)
+        micro_batches = []
+        for first in range(0, len(rows), len(groups)):
+            pairs = list(zip_longest(groups, rows[first : first + len(groups)]))
+            micro_batch = [
+                DealtGroup(
+                    ranks, tuple(row), start + sum(self.cost(lengths[i], size) - start for i in row)
+                )
+                for ranks, row in pairs
+                if row
+            ]
+            idle = (DealtGroup(range(r, r + 1)) for ranks, row in pairs if not row for r in ranks)
+            micro_batches.append((*micro_batch, *idle))
+        return DealtStep(tuple(micro_batches))
 
 
 def contenders(dealer: Dealer, longest_sample: int) -> Iterator[tuple[str, Dealer]]:
     """Those that can hold such a sample; rings are made of the same."""
     yield "dealt", dealer
-    for size in (x for x in (1, 2, 4, 8) if x <= dealer.world):
+    for size in (x for x in dealer.sizes if x & (x - 1) == 0):
         if longest_sample <= size * dealer.max_tokens:
             alone = replace(dealer, sizes=(size,))
             yield f"ulysses {size}", alone
             if size < dealer.world:  # of one group the two are the same
-                yield f"in order {size}", InOrder(**vars(alone))
+                yield f"packed {size}", Packed(**vars(alone))
 
 
 def plan(args: argparse.Namespace) -> None:
-    """Steps on 8 GPUs by the planner's clock."""
+    """Steps by the planner's clock."""
     session = Session(torch.device("cpu"), 0, 1)
-    note = f"steps priced by ds_usp.planner.sample_cost, llama3-8b; {args.samples} samples a step"
-    table = Table(session, args.out, COLUMNS, f"{note}, mean of {args.steps} steps")
-    for name in ("h100", "l20"):
-        for max_tokens in (8192, 16384):
-            cost = sample_cost(load_cluster(name), load_model("llama3-8b"), max_tokens)
-            dealer = Dealer(8, max_tokens, cost)
-            for mix in MIXES:
-                most = longest(mix, dealer.longest)
-                steps = [draw_lengths(mix, args.samples, i, most) for i in range(args.steps)]
-                seconds = {
-                    contender: statistics.mean(own.deal(x).seconds for x in steps)
-                    for contender, own in contenders(dealer, most)
-                }
-                for contender, s in seconds.items():
-                    row = (name, "8", str(max_tokens), mix, contender, f"{s:.4f}")
-                    table.add((*row, f"{s / seconds['dealt']:.3f}"))
-                    print(*row, f"{s / seconds['dealt']:.3f}", sep=", ")
+    note = f"steps priced by ds_usp.planner.sample_cost, llama3-8b; max_tokens {args.max_tokens}, "
+    note += f"{args.samples} samples a step for each 8 GPUs, mean of {args.steps} steps"
+    table = Table(session, args.out, COLUMNS, note)
+    for name, world in MACHINES:
+        cost = sample_cost(load_cluster(name), load_model("llama3-8b"), args.max_tokens)
+        dealer = Dealer(world, args.max_tokens, cost)
+        for mix in args.mixes:
+            most, count = longest(mix, dealer.longest), args.samples * world // 8
+            steps = [draw_lengths(mix, count, i, most) for i in range(args.steps)]
+            dealer.deal(steps[0])  # prices what it needs
+            fastest = 0.0
+            for contender, own in contenders(dealer, most):
+                begin = time.process_time()
+                seconds = statistics.mean(own.deal(x).seconds for x in steps)
+                cpu = (time.process_time() - begin) / len(steps)
+                fastest = fastest or seconds
+                row = (name, str(world), mix, contender, f"{seconds:.4f}")
+                row = (*row, f"{seconds / fastest:.3f}", f"{cpu:.3f}")
+                table.add(row)
+                print(*row, sep=", ")
 
 
 @dataclass(frozen=True)

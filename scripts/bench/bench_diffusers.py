@@ -13,13 +13,15 @@ diffusers on one GPU (rank 0, the others wait), ds_usp on every ulysses x ring o
 and with CUDA graphs (sampling only), with both branches at once on half of the ranks each (cfg),
 diffusers' Ulysses and its ring, and xDiT's transformers on every ulysses x ring (sampling only, if
 xfuser is installed), on the same attention kernel, eager and with compiled blocks. diffusers has no
-context parallelism on FlashAttention-4, and xDiT no ring.
+context parallelism on FlashAttention-4, and xDiT no ring. cache-dit's own parallelism only by name
+(``--rounds 1 --cases "one GPU, cudnn" "cache-dit ulysses 2, cudnn"``): it patches diffusers for all
+cases after it.
 
-One process for each rank runs all cases, those of a transformer on the same weights; rounds
-interleave the cases of a workload. Outputs and a few gradients are compared with the first case's:
-WRONG is what differs by more than 3 times what another kernel does to one GPU's. A case that raises
-is left out with its reason; so is one that does not end in --case-timeout, and then new processes
-do the rest.
+One process for each rank runs all cases, those of a transformer on the same weights. A case is
+timed after its first step; further rounds interleave the cases of a workload. Outputs and a few
+gradients are compared with the first case's: WRONG is what differs by more than 3 times what
+another kernel does to one GPU's. A case that raises is left out with its reason; so is one that
+does not end in --case-timeout, and then new processes do the rest.
 Rows are JSON lines, which --out collects over several runs: one for each round, with the times of
 all rounds so far, so that a run that is cut off keeps them. The last of a run and case counts.
 """
@@ -46,7 +48,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 ResultT = TypeVar("ResultT")
-PACKAGES = ("diffusers", "flash-attn-4", "xfuser")
+PACKAGES = ("diffusers", "flash-attn-4", "xfuser", "cache-dit")
 WORKLOADS = [
     f"{shape}:{kind}"
     for shape in ("flux-1024", "wan-480p", "wan-720p", "flux-2048")
@@ -67,12 +69,13 @@ def main() -> int:
     unknown = [name for name in args.cases or () if name not in known]
     if unknown:
         raise SystemExit(f"no case {unknown[0]!r}; there are: {', '.join(known)}")
+    args.cases = args.cases or [name for name in known if not name.startswith("cache-dit")]
     if args.run_id:
         run(args, workloads)
         return 0
     path = args.out or Path(f"{ROOT.name}_diffusers.jsonl")
     run_id = f"{time.time():.0f}"
-    wanted = len(args.cases or known) * len(workloads)
+    wanted = len(args.cases) * len(workloads)
     flags = [f"--run-id={run_id}", f"--out={path}"]
     have = -1
     while have < (now := len(done(path, run_id, args.workloads))) < wanted:
@@ -129,7 +132,7 @@ class Run:
         """Run, compare and time all cases but those that have a row."""
         args = self._args
         known = cases(args.ranks, args.kernels, compiled_of(args))
-        names = [n for n in args.cases or known if (self._workload.name, n) not in finished]
+        names = [n for n in args.cases if (self._workload.name, n) not in finished]
         if not names:
             return
         first = next(iter(known))
@@ -145,6 +148,7 @@ class Run:
             else:
                 steps[name], rows[name] = result
                 self._say(name, rows[name])
+                self._time(name, steps, rows)
         # Not before all are compiled: cases share code, whose compilation another may have dropped.
         for name in [x for x in steps if known[x].compiled and not known[x].graphs]:
             result = self._bounded(name, partial(self._with_peak, steps[name], steps[name]))
@@ -221,20 +225,23 @@ class Run:
             row |= dict(zip(("gradient_difference", "gradient_limit"), worst, strict=True))
         return row | {"wrong": not all(value <= limit for value, limit in pairs)}
 
-    def _rounds(self, steps: Mapping[str, Step], rows: Mapping[str, dict[str, Any]]) -> None:
-        """Time every step in interleaved rounds, as many as --budget allows, one at least."""
-        times: dict[str, list[float]] = {name: [] for name in steps}
+    def _time(self, name: str, steps: dict[str, Step], rows: dict[str, dict[str, Any]]) -> None:
+        """Time a step once more, and write its row; a step that fails is dropped."""
+        seconds = self._bounded(name, partial(self._timed, steps[name]))
+        if isinstance(seconds, str):
+            self._refuse(name, seconds)
+            del steps[name]
+            return
+        rows[name].setdefault("ms", []).append(round(seconds * 1e3, 4))
+        self._write(name, rows[name])
+        self._say(name, {"ms": rows[name]["ms"]})
+
+    def _rounds(self, steps: dict[str, Step], rows: dict[str, dict[str, Any]]) -> None:
+        """Time every step again in interleaved rounds, as many as --rounds and --budget allow."""
         begin = time.perf_counter()
-        for _ in range(self._args.rounds):
-            for name in list(times):
-                seconds = self._bounded(name, partial(self._timed, steps[name]))
-                if isinstance(seconds, str):
-                    self._refuse(name, seconds)
-                    del times[name]
-                    continue
-                times[name].append(round(seconds * 1e3, 4))
-                self._write(name, rows[name] | {"ms": times[name]})
-                self._say(name, {"ms": times[name]})
+        for _ in range(self._args.rounds - 1):
+            for name in list(steps):
+                self._time(name, steps, rows)
             spent = self._session.all_reduced([time.perf_counter() - begin], ReduceOp.MAX)[0]
             if spent > self._args.budget:
                 break

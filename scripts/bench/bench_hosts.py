@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from baselines import PEERS, Baseline
+from baselines import PEERS, Baseline, ds_usp_baseline
 from bench_harness import Session, Table, append_row, read_rows
 from shapes import Shape
 
@@ -47,6 +48,7 @@ from ds_usp.recurrence.scan import PieceMap, Recurrence, affine_scan
 
 HOSTS = Path(__file__).resolve().parents[1] / "hosts" / "hosts.py"
 LARGEST_OVERHEAD = 0.05
+STATE = (8, 128, 128)
 Step = Callable[[], None]
 
 
@@ -82,12 +84,11 @@ def meshes() -> Iterator[tuple[str, ds_usp.SequenceMesh, ds_usp.Tuning]]:
         both = ("ulysses-ring", "ring-ulysses") if 1 < ulysses < world else ("ulysses-ring",)
         for order in both:
             mesh = ds_usp.SequenceMesh.from_group(None, ulysses, order)
-            name = f"{ulysses} x {world // ulysses}"
-            name += ", ring inside" if order != "ulysses-ring" else ""
+            inside = ", ring inside" if order == "ring-ulysses" else ""
+            name = f"{ulysses} x {world // ulysses}{inside}"
             yield name, mesh, ds_usp.Tuning()
-            if 1 < mesh.ring_ranks_per_node < mesh.ring_degree:
-                inner = ds_usp.Tuning(inner_ring=mesh.ring_ranks_per_node)
-                yield f"{name}, double ring", mesh, inner
+            if 1 < (inner := mesh.ring_ranks_per_node) < mesh.ring_degree:
+                yield f"{name}, double ring", mesh, ds_usp.Tuning(inner_ring=inner)
 
 
 # ------------------------------------------------------------------ bytes
@@ -98,32 +99,30 @@ def count_bytes(args: argparse.Namespace, session: Session) -> bool:
     columns = ["ranks", "mesh", "case", "pass", "host", "ledger_bytes", "counted_bytes", "overhead"]
     table = Table(session, args.out, columns, "bytes that a host sends to the other")
     overheads: list[float] = []
-    for name, mesh, case, passes in byte_cases(args):
-        for label, step in passes.items():
-            mesh.ledger.reset()
-            dist.barrier()
-            before = _sent_bytes(args.interface)
-            step()
-            dist.barrier()
-            counted = _sent_bytes(args.interface) - before
-            ranks = [(0, 0, 0, 0)] * session.world
-            sent = sum(mesh.ledger.between_nodes.values()), sum(mesh.ledger.bytes.values())
-            dist.all_gather_object(ranks, (int(os.environ["GROUP_RANK"]), counted, *sent))
-            for host in sorted({host for host, *_ in ranks}):
-                seen, ledger, inside = (
-                    combine(rank[column] for rank in ranks if rank[0] == host)
-                    for column, combine in ((1, max), (2, sum), (3, sum))
-                )
-                # Where nothing is to cross, the comparisons of calls do: as a share of what is sent
-                # inside the host, since they are none of nothing.
-                base = ledger or inside
-                overheads.append((seen - ledger) / base if base else 0.0)
-                numbers = host, ledger, seen, f"{overheads[-1]:.4f}"
-                table.add([str(session.world), name, case, label, *map(str, numbers)])
-                session.print0(
-                    f"{name:24} {case:22} {label:9} host {host}: ledger {ledger / 1e6:8.3f} MB, "
-                    f"counted {seen / 1e6:8.3f} MB, {overheads[-1]:+.2%}"
-                )
+    for name, mesh, case, label, step in byte_cases(args):
+        mesh.ledger.reset()
+        dist.barrier()
+        before = _sent_bytes(args.interface)
+        step()
+        dist.barrier()
+        counted = _sent_bytes(args.interface) - before
+        ledger = mesh.ledger
+        sums = sum(ledger.between_nodes.values()), sum(ledger.bytes.values())
+        ranks = [(0, 0, 0, 0)] * session.world
+        dist.all_gather_object(ranks, (int(os.environ["GROUP_RANK"]), counted, *sums))
+        for host in sorted({host for host, *_ in ranks}):
+            counts, crossing, inside = zip(*(x[1:] for x in ranks if x[0] == host), strict=True)
+            seen, sent = max(counts), sum(crossing)
+            # Where nothing is to cross, the comparisons of calls do: as a share of what is sent
+            # inside the host, since they are none of nothing.
+            base = sent or sum(inside)
+            overheads.append((seen - sent) / base if base else 0.0)
+            numbers = host, sent, seen, f"{overheads[-1]:.4f}"
+            table.add([str(session.world), name, case, label, *map(str, numbers)])
+            session.print0(
+                f"{name:24} {case:22} {label:9} host {host}: ledger {sent / 1e6:8.3f} MB, "
+                f"counted {seen / 1e6:8.3f} MB, {overheads[-1]:+.2%}"
+            )
     wrong = sum(abs(x) > LARGEST_OVERHEAD for x in overheads)
     session.print0(f"{len(overheads)} rows, {wrong} differ by more than {LARGEST_OVERHEAD:.0%}")
     return bool(overheads) and not wrong
@@ -131,59 +130,51 @@ def count_bytes(args: argparse.Namespace, session: Session) -> bool:
 
 def byte_cases(
     args: argparse.Namespace,
-) -> Iterator[tuple[str, ds_usp.SequenceMesh, str, dict[str, Step]]]:
-    """Name of the mesh, the mesh, what is computed on it, and its passes in order."""
+) -> Iterator[tuple[str, ds_usp.SequenceMesh, str, str, Step]]:
+    """Name of the mesh, the mesh, what is computed on it, and one pass of it after the other."""
     for name, mesh, tuning in meshes():
+        layout = mesh.layout("zigzag", args.seq_len)
+        tokens = layout.length(mesh.rank)
+        calls: dict[str, Callable[[], torch.Tensor]] = {}
         for kv_heads in args.kv_heads:
-            layout = mesh.layout("zigzag", args.seq_len)
-            q, k, v = (
-                torch.randn(1, layout.length(mesh.rank), heads, args.head_dim, requires_grad=True)
-                for heads in (args.heads, kv_heads, kv_heads)
-            )
-            outs: list[torch.Tensor] = []
-            attend = partial(
+            heads = args.heads, kv_heads, kv_heads
+            q, k, v = (torch.randn(1, tokens, n, args.head_dim, requires_grad=True) for n in heads)
+            calls[f"{args.heads}/{kv_heads} heads"] = partial(
                 ds_usp.usp_attention, q, k, v, mesh=mesh, layout=layout,
                 mask=ds_usp.MaskSpec.causal(), tuning=tuning,
             )  # fmt: skip
-            attend().sum().backward()  # the first call opens connections
-            passes = {
-                "forward": lambda outs=outs, attend=attend: outs.append(attend()),
-                "backward": lambda outs=outs: outs.pop().sum().backward(),
-            }
-            yield name, mesh, f"{args.heads}/{kv_heads} heads", passes
         if "double" not in name:
-            yield name, mesh, "recurrent states", _recurrence(mesh, args.seq_len)
+            x = torch.rand(1, tokens, 8, requires_grad=True)
+            scan = Recurrence(_with_states, STATE, STATE, True, piecewise=True), [x]
+            where = {"mesh": mesh, "layout": layout, "dims": (1,), "out_dim": 1}
+            calls["recurrent states"] = partial(affine_scan, *scan, **where)
             if args.diffusion and "inside" not in name:
-                yield name, mesh, "diffusers' Wan", _diffusion(mesh)
+                calls["diffusers' Wan"] = _diffusion(mesh)
+        for case, call in calls.items():
+            out = call()  # the first one opens connections
+            if out.requires_grad:
+                out.sum().backward()
+            outs: list[torch.Tensor] = []
+            yield name, mesh, case, "forward", partial(_append, outs, call)
+            if outs[0].requires_grad:
+                yield name, mesh, case, "backward", outs[0].sum().backward
 
 
-def _recurrence(mesh: ds_usp.SequenceMesh, seq_len: int) -> dict[str, Step]:
-    """The scan of a layer of 8 heads whose state and transition are matrices of 128 x 128. It is no
-    layer of any model, but sends what one of these sizes sends."""
-    state = (8, 128, 128)
-
-    def run(inputs: list[torch.Tensor], piece: object) -> PieceMap:
-        (x,) = inputs
-        whole = x.mean().expand(1, *state)
-        out, across = (whole if flag else None for flag in (piece.exports, piece.imports))
-        across = across if piece.exports else None
-        return PieceMap(x, out, across, (lambda s: x * s.mean()) if piece.imports else None)
-
-    layout = mesh.layout("zigzag", seq_len)
-    x = torch.rand(1, layout.length(mesh.rank), 8, requires_grad=True)
-    scan = partial(
-        affine_scan, Recurrence(run, state, state, True, piecewise=True), [x],
-        mesh=mesh, layout=layout, dims=(1,), out_dim=1,
-    )  # fmt: skip
-    outs: list[torch.Tensor] = []
-    scan()
-    return {
-        "forward": lambda: outs.append(scan()),
-        "backward": lambda: outs.pop().sum().backward(),
-    }
+def _append(outs: list[torch.Tensor], call: Callable[[], torch.Tensor]) -> None:
+    outs.append(call())
 
 
-def _diffusion(mesh: ds_usp.SequenceMesh) -> dict[str, Step]:
+def _with_states(inputs: list[torch.Tensor], piece: object) -> PieceMap:
+    """A scan with the states of a layer of 8 heads whose states and transitions are matrices of 128
+    x 128. It is no layer of any model, but sends what one of these sizes sends."""
+    (x,) = inputs
+    whole = x.mean().expand(1, *STATE)
+    exported, across = whole if piece.exports else None, piece.exports and piece.imports
+    respond = (lambda state: x * state.mean()) if piece.imports else None
+    return PieceMap(x, exported, whole if across else None, respond)
+
+
+def _diffusion(mesh: ds_usp.SequenceMesh) -> Callable[[], torch.Tensor]:
     """Two blocks of Wan's transformer over 4,096 tokens of video, whose output is small."""
     import diffusers
 
@@ -197,12 +188,11 @@ def _diffusion(mesh: ds_usp.SequenceMesh) -> dict[str, Step]:
     enable(model, mesh)
     video, text = torch.randn(1, 4, 4, 64, 64), torch.randn(1, 16, 32)
 
-    def forward() -> None:
+    def forward() -> torch.Tensor:
         with torch.no_grad():
-            model(video, torch.tensor([1]), text)
+            return model(video, torch.tensor([1]), text).sample
 
-    forward()
-    return {"forward": forward}
+    return forward
 
 
 def _sent_bytes(interface: str) -> int:
@@ -210,9 +200,7 @@ def _sent_bytes(interface: str) -> int:
         name, _, fields = line.partition(":")
         if name.strip() == interface:
             return int(fields.split()[8])
-    raise SystemExit(
-        f"bench_hosts.py: there is no interface {interface}: give --interface (`ip addr`)"
-    )
+    raise SystemExit(f"bench_hosts.py: no interface {interface}: give --interface (`ip addr`)")
 
 
 # ------------------------------------------------------------------ times
@@ -222,9 +210,8 @@ def measure_times(args: argparse.Namespace, session: Session) -> bool:
     """Time every contender on every shape that the file does not have."""
     SleepingKernel.flop_per_s = args.tflops / args.scale * 1e12
     kernel = SleepingKernel.name if args.device == "cpu" else args.kernel
-    contenders = {
-        f"ds_usp {name}": ds_usp_contender(mesh, tuning, kernel) for name, mesh, tuning in meshes()
-    }
+    made = ((f"ds_usp {name}", *mesh_and_tuning) for name, *mesh_and_tuning in meshes())
+    contenders = {name: ds_usp_baseline(mesh, kernel, tuning) for name, mesh, tuning in made}
     for peer in args.peers:
         contenders |= {baseline.name: baseline for baseline in PEERS[peer]([kernel])}
     for shape in map(Shape.parse, args.shapes):
@@ -247,9 +234,9 @@ def measure_times(args: argparse.Namespace, session: Session) -> bool:
         for name, times in seconds.items():
             ms = [round(1e3 * x, 2) for x in (statistics.median(times), min(times), max(times))]
             mesh = contenders[name].mesh
-            plain = mesh is not None and "double" not in name and args.cluster
             row = {**cell, "contender": name, **dict(zip(("ms", "least", "most"), ms, strict=True))}
-            row["predicted_ms"] = predicted_ms(args, mesh, small) if plain else None
+            planned = mesh is not None and "double" not in name and args.cluster is not None
+            row["predicted_ms"] = predicted_ms(args, mesh, small) if planned else None
             row |= {"rounds": args.rounds, "load": os.getloadavg()[0]}
             append_row(session, args.out, row, ("deepspeed",), f"gloo, scale 1:{args.scale}")
             session.print0(
@@ -261,22 +248,8 @@ def measure_times(args: argparse.Namespace, session: Session) -> bool:
 
 def _warm(contender: Baseline, shape: Shape, device: torch.device) -> Step:
     step = contender.make(shape, device)
-    step()
+    step()  # opens connections
     return step
-
-
-def ds_usp_contender(mesh: ds_usp.SequenceMesh, tuning: ds_usp.Tuning, kernel: str) -> Baseline:
-    """usp_attention on one mesh."""
-
-    def attend(shape: Shape) -> tuple[Callable[..., torch.Tensor], Shape, list[int]]:
-        layout = mesh.layout(shape.layout_kind, shape.seq_len)
-        call = partial(
-            ds_usp.usp_attention, mesh=mesh, layout=layout, mask=shape.mask, kernel=kernel,
-            tuning=tuning,
-        )  # fmt: skip
-        return call, shape, layout.positions(mesh.rank)
-
-    return Baseline("ds_usp", kernel, attend, mesh)
 
 
 def predicted_ms(args: argparse.Namespace, mesh: ds_usp.SequenceMesh, shape: Shape) -> float:
@@ -301,24 +274,29 @@ def predicted_ms(args: argparse.Namespace, mesh: ds_usp.SequenceMesh, shape: Sha
 
 def grid(args: argparse.Namespace) -> int:
     """``times`` on hosts with each link, one after the other; the exit code."""
-    hosts, code = [sys.executable, str(HOSTS), "--name", "grid"], 0
+    hosts, code = [sys.executable, HOSTS, "--name", "grid"], 0
+    run = [*hosts, "run", "--timeout", args.timeout, "--", "torchrun"]
     ours = ["--tflops", args.tflops, "--scale", args.scale, "--rounds", args.rounds]
     ours += ["--shapes", *args.shapes, "--peers", *args.peers, "--out", args.out]
+
+    def call(*command: object, **options: Any) -> int:
+        return subprocess.run(list(map(str, command)), **options).returncode
+
     for link in args.links:
         gbit, _, delay = link.partition(":")
-        up = [*hosts, "up", "--gbit", str(float(gbit) / args.scale), "--delay-ms", delay or "0"]
-        subprocess.run([*up, "--ranks", str(args.ranks)], check=True)
+        delay = delay or "0"
+        up = [*hosts, "up", "--gbit", float(gbit) / args.scale, "--delay-ms", delay]
+        call(*up, "--ranks", args.ranks, check=True)
         try:
-            run = [*hosts, "run", "--timeout", str(args.timeout), "--", "torchrun"]
-            cluster = args.out.with_name(f"{args.out.stem}_{gbit}_{delay or '0'}.json")
+            cluster = args.out.with_name(f"{args.out.stem}_{gbit}_{delay}.json")
             if not cluster.exists():
-                profile = ["-m", "ds_usp", "profile", "--device", "cpu", "--seconds", "5"]
-                subprocess.run([*run, *profile, "--out", cluster], stdout=subprocess.DEVNULL)
-            times = [*run, __file__, "times", "--gbit", gbit, "--delay-ms", delay or "0", *ours]
+                profile = ["-m", "ds_usp", "profile", "--device", "cpu", "--seconds", 5]
+                call(*run, *profile, "--out", cluster, stdout=subprocess.DEVNULL)
+            times = [*run, __file__, "times", "--gbit", gbit, "--delay-ms", delay, *ours]
             times += ["--cluster", cluster] if cluster.exists() else []
-            code = subprocess.run(list(map(str, times))).returncode or code
+            code = call(*times) or code
         finally:
-            subprocess.run([*hosts, "down"])
+            call(*hosts, "down")
     return code
 
 
@@ -326,15 +304,16 @@ def plot(path: Path) -> int:
     """Milliseconds against the link's speed, a line for each contender, beside the rows' file."""
     from ds_usp.planner.plot import new_figure, save_svg
 
-    rows = read_rows(path)
-    panels = list(dict.fromkeys((row["shape"], row["delay_ms"]) for row in rows))
-    figure = new_figure(11, 3.2 * -(-len(panels) // 2))
-    all_axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat
-    for (shape, delay), axes in zip(panels, all_axes, strict=False):
-        shown = [row for row in rows if (row["shape"], row["delay_ms"]) == (shape, delay)]
-        for name in dict.fromkeys(row["contender"] for row in shown):
-            points = sorted((row["gbit"], row["ms"]) for row in shown if row["contender"] == name)
-            axes.loglog(*zip(*points, strict=True), marker=".", label=name)
+    panels: dict[tuple[str, float], dict[str, list[tuple[float, float]]]] = {}
+    for row in read_rows(path):
+        lines = panels.setdefault((row["shape"], row["delay_ms"]), {})
+        lines.setdefault(row["contender"], []).append((row["gbit"], row["ms"]))
+    rows = -(-len(panels) // 2)
+    figure = new_figure(11, 3.2 * rows)
+    all_axes = figure.subplots(rows, 2, squeeze=False).flat
+    for ((shape, delay), lines), axes in zip(panels.items(), all_axes, strict=False):
+        for name, points in lines.items():
+            axes.loglog(*zip(*sorted(points), strict=True), marker=".", label=name)
         axes.set_title(f"{shape}, {delay:g} ms one way", loc="left")
         axes.set_xlabel("Gbit/s between the hosts")
         axes.set_ylabel("ms, forward + backward")
@@ -346,12 +325,11 @@ def plot(path: Path) -> int:
 
 def main() -> int:
     """Do what the command line says; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     add = parser.add_argument
     add("command", choices=("bytes", "times", "grid", "plot"))
-    add("--out", type=Path, help="the CSV file to write")
+    add("--out", type=Path, help="the file to write")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--interface", default="eth0", help="bytes: the network interface (default: eth0)")
     add("--heads", type=int, default=8, help="bytes: query heads")
@@ -359,12 +337,8 @@ def main() -> int:
     add("--seq-len", type=int, default=2048, help="bytes: tokens")
     add("--head-dim", type=int, default=64, help="bytes")
     add("--diffusion", action="store_true", help="bytes: also of a diffusion transformer")
-    add(
-        "--shapes",
-        nargs="+",
-        default=["32768:16:16:128", "32768:16:4:128"],
-        help="times: S:heads:KV:dim",
-    )
+    shapes = ["32768:16:16:128", "32768:16:4:128"]
+    add("--shapes", nargs="+", default=shapes, help="times: tokens:heads:KV heads:head dim")
     add("--peers", nargs="*", default=["deepspeed"], choices=PEERS, help="times")
     add("--kernel", default="auto", help="times, on GPUs")
     add("--tflops", type=float, default=400, help="times: of the GPU that the kernel stands for")
@@ -385,9 +359,7 @@ def main() -> int:
     work = count_bytes if args.command == "bytes" else measure_times
     passed = work(args, session)
     session.close()
-    sys.stdout.flush()
-    # Threads of gloo's other groups may abort a process that ends in the usual way.
-    os._exit(int(not passed))
+    return int(not passed)
 
 
 if __name__ == "__main__":

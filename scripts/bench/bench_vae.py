@@ -1,11 +1,12 @@
-"""Decoding and encoding by tiles, dealt over GPUs, beside diffusers' tiling on one GPU.
+"""Decoding and encoding by tiles, shared by GPUs, beside diffusers' tiling on one GPU.
 
     torchrun --nproc-per-node 2 scripts/bench/bench_vae.py --out vae.csv
 
 Random weights of the sizes of Wan 2.1's VAE (127 million) and of Flux's, diffusers' default tiles,
 the same latents on all ranks. ``one GPU``: every rank does all by itself, as pipelines do today.
 ``error`` is the relative difference to it, ``extra_gib`` the peak above what was allocated before,
-the largest of all ranks. A first, short pass of each shape of tiles is not measured.
+the largest of all ranks. Not measured: a first pass of a few frames and four tiles, one of each
+shape that tiles have (the largest, those of the last row and column, and of both).
 
 Smallest run, on CPUs: --device cpu --smoke.
 """
@@ -13,8 +14,8 @@ Smallest run, on CPUs: --device cpu --smoke.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
-from functools import partial
 
 import diffusers
 import torch
@@ -35,16 +36,19 @@ _FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "lat
 _FLUX |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "sample_size": 1024}
 _FLUX |= {"up_block_types": ("UpDecoderBlock2D",) * 4, "use_quant_conv": False}
 _FLUX |= {"use_post_quant_conv": False}
+STRIDES = {"wan": 192, "flux": 768}  # pixels from a tile to the next, diffusers' default
+BEGIN = time.perf_counter()
 
 
 def vae_of(model: str, dtype: torch.dtype, session: Session, smoke: bool) -> diffusers.ModelMixin:
     """A VAE with the same random weights on every rank, which tiles."""
     torch.manual_seed(0)
-    if model == "wan":
-        vae = diffusers.AutoencoderKLWan(**(WAN_SMOKE if smoke else {}))
-    else:
-        small = {"block_out_channels": (32,) * 4, "sample_size": 64} if smoke else {}
-        vae = diffusers.AutoencoderKL(**_FLUX | small)
+    small = {"block_out_channels": (32,) * 4, "sample_size": 64} if smoke else {}
+    with session.device:
+        if model == "wan":
+            vae = diffusers.AutoencoderKLWan(**(WAN_SMOKE if smoke else {}))
+        else:
+            vae = diffusers.AutoencoderKL(**_FLUX | small)
     vae.enable_tiling()
     return vae.to(session.device, dtype).eval()
 
@@ -70,9 +74,11 @@ def compare(session: Session, args: argparse.Namespace, table: Table, workload: 
     model, what, pixels, frames, dtype = workload.split(":")
     height, width = map(int, pixels.split("x"))
     vae = vae_of(model, DTYPES[dtype], session, args.smoke)
-    make = partial(given, model, what, height, width, channels=vae.config.get("z_dim", 16))
+    stride, channels = STRIDES[model], vae.config.get("z_dim", 16)
+    four_tiles = height % stride + stride, width % stride + stride, min(5, int(frames))
     x, short = (
-        make(n).to(session.device, DTYPES[dtype]) for n in (int(frames), min(5, int(frames)))
+        given(model, what, *size, channels).to(session.device, DTYPES[dtype])
+        for size in ((height, width, int(frames)), four_tiles)
     )
     mesh = ds_usp.SequenceMesh.from_group(None, ulysses_degree=1)
     one_gpu, want = 0.0, torch.zeros(())
@@ -87,7 +93,9 @@ def compare(session: Session, args: argparse.Namespace, table: Table, workload: 
         error = relative_error(out, want)
         numbers = f"{seconds:.3f}", f"{one_gpu / seconds:.3f}", f"{error:.1e}", f"{extra:.2f}"
         table.add((model, what, pixels, frames, dtype, name, *numbers))
-        session.print0(f"{workload} {name}: " + "{} s, {} x, error {}, {} GiB".format(*numbers))
+        line = "{} s, {} x one GPU, error {}, {} GiB".format(*numbers)
+        since = time.perf_counter() - BEGIN
+        session.print0(f"{since:6.1f} s {'RATIO ' if enabled else ''}{workload} {name}: {line}")
         del out
 
 

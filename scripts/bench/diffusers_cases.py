@@ -303,6 +303,7 @@ XDIT_BACKENDS = {
     "sdpa": "sdpa",
     "eager": "sdpa_math",
 }
+CACHE_DIT_BACKENDS = {"cudnn": "_sdpa_cudnn", "flash2": "flash", "sdpa": "native"}  # cache-dit 1.5
 # Groups of its parallel_state, all of which a new mesh replaces.
 XDIT_GROUPS = ("_MODEL_REPLICA", "_DP", "_CFG", "_PP", "_SP", "_TP", "_FS", "_VAE", "_DIT")
 
@@ -375,6 +376,20 @@ def _xdit_globals_of(kernel: str, ulysses: int, ring: int, heads: int) -> Callab
             setattr(holder, name, value)
 
     return set_globals
+
+
+def of_cache_dit(kernel: str, ulysses: int, ring: int, transformer: Any) -> Prepared:
+    """cache-dit's own context parallelism, without a cache; it sets diffusers' attention backend
+    for the whole process, so run it in one of its own (``--cases``)."""
+    if transformer.training:
+        raise ValueError("cache-dit is for sampling")
+    from cache_dit.distributed import ParallelismConfig, enable_parallelism
+
+    if not torch.accelerator.is_available():
+        torch.accelerator.device_count = dist.get_world_size
+    degrees = {"ulysses_size": ulysses} if ulysses > 1 else {"ring_size": ring}
+    config = ParallelismConfig(**degrees, attention_backend=CACHE_DIT_BACKENDS[kernel])
+    return enable_parallelism(transformer, config), int
 
 
 @dataclass(frozen=True)
@@ -533,6 +548,8 @@ def cases(world: int, kernels: Sequence[str], compiled: Sequence[bool]) -> dict[
                 for kind, mesh in {"ulysses": (world, 1), "ring": (1, world)}.items():
                     prepare = partial(of_diffusers, kernel, *mesh)
                     by_name[f"diffusers {kind} {world}{end}"] = Case(prepare, compile_it)
+                    prepare = partial(of_cache_dit, kernel, *mesh)
+                    by_name[f"cache-dit {kind} {world}{end}"] = Case(prepare, compile_it)
                 prepare = partial(of_diffusers, kernel, world, 1)
                 by_name[f"diffusers ulysses {world} cached{end}"] = Case(
                     prepare, compile_it, cached=True

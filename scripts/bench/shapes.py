@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -11,6 +12,15 @@ import torch
 
 import ds_usp
 
+# Shortest, longest and number of the documents in each bin of MagiAttention's data set, whose
+# benchmark takes the middle of a bin. github.com/SandAI-org/MagiAttention at 2c64135,
+# exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv.
+MAGI = (
+    *((0, 10, 30254), (11, 50, 391188), (51, 100, 699596), (101, 200, 1377757)),
+    *((201, 500, 3794735), (501, 1024, 3316785), (1025, 2048, 2106566), (2049, 4096, 988525)),
+    *((4097, 8192, 410002), (8193, 16384, 173574), (16385, 32768, 115007)),
+    *((32769, 65536, 18428), (65537, 131072, 22513), (131073, 196608, 18284)),
+)
 SHAPE_SYNTAX = "seq_len:heads:kv_heads:head_dim, then any of :full :forward :batch=N :window=LEFT"
 # The name of each set can stand among the arguments of --shapes.
 SHAPE_SETS = {
@@ -55,6 +65,13 @@ SHAPE_SETS = {
         "32768:32:8:128:documents=256-8192",
         "131072:32:8:128:documents=1024-32768",
     ),
+    # MagiAttention's benchmark at 16K tokens on each of 2 GPUs. The time of backward alone is the
+    # difference to the row ``forward``.
+    "magi": tuple(
+        f"32768:64:8:128{documents}{forward}"
+        for documents in (*(f":documents=magi-{number}" for number in range(3)), "")
+        for forward in ("", ":forward")
+    ),
     # A prompt and eight answers to it as a tree, and as rows that repeat the prompt: packed, batch.
     "trees": (
         "32768:32:8:128:tree=16384+8x2048",
@@ -73,7 +90,8 @@ class Shape:
         forward: no backward pass, and no gradients.
         window: tokens to the left that a token sees; 0: all.
         documents: ``shortest-longest`` length of packed documents in tokens, log-uniform; with
-            ``/n`` each length is a multiple of n; empty: one document.
+            ``/n`` each length is a multiple of n; ``magi-n``: the n-th row of :func:`magi_row`;
+            empty: one document.
         tree: ``prompt+NxANSWER``, tokens of a prompt and of each of N answers that see it and not
             each other, such trees one after the other; empty: none.
     """
@@ -117,7 +135,10 @@ class Shape:
         if not self.documents:
             return ()
         bounds, _, multiple = self.documents.partition("/")
-        shortest, longest = map(int, bounds.split("-"))
+        first, _, last = bounds.partition("-")
+        if first == "magi":
+            return tuple(magi_row(self.seq_len, int(last)))
+        shortest, longest = int(first), int(last)
         return tuple(packed(self.seq_len, shortest, longest, seed=0, multiple=int(multiple or 1)))
 
     @property
@@ -205,6 +226,24 @@ def packed(tokens: int, shortest: int, longest: int, seed: int, multiple: int = 
         length = int(shortest * (longest / shortest) ** draw.random()) // multiple * multiple
         borders.append(min(tokens, borders[-1] + length))
     return borders
+
+
+def magi_row(tokens: int, number: int) -> list[int]:
+    """Cumulative lengths of one of the packed rows that documents of :data:`MAGI` fill one after
+    the other, each cut into pieces of at most a quarter of a row, and what does not fit into a row
+    begins the next: as MagiAttention's benchmark has them."""
+    pieces = Counter[int]()
+    for first, last, count in MAGI:
+        whole, rest = divmod((first + last) // 2, tokens // 4)
+        pieces[tokens // 4] += whole * count
+        pieces[rest] += count
+    del pieces[0]
+    draw, end, borders = random.Random(0), 0, {0, tokens}
+    lengths, weights = list(pieces), list(pieces.values())
+    while (end := end + draw.choices(lengths, weights)[0]) < (number + 1) * tokens:
+        if end > number * tokens:
+            borders.add(end - number * tokens)
+    return sorted(borders)
 
 
 def requested_shapes(args: argparse.Namespace) -> list[Shape]:

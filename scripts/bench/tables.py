@@ -25,7 +25,10 @@ import long_run
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/one-real-run.md", "docs/usage/multi-node.md")
+DOCUMENTS = (
+    *("README.md", "docs/benchmarks.md", "docs/one-real-run.md"),
+    *("docs/usage/diffusers.md", "docs/usage/multi-node.md"),
+)
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 ALL_METHODS = (
@@ -329,11 +332,12 @@ def diffusion_table(results: str) -> str:
     for row in last.values():
         name, _, kernel = row["case"].rpartition(", ")
         mode = "compiled" if name.endswith(" compiled") else "eager"
+        mode += ", cached" if " cached" in name else ""
         workload, _, kind = row["workload"].partition(":")
         key = (f"{workload}, {row['tokens']:,} tokens", kind, kernel, mode)
         refused = "WRONG" if row.get("wrong") else "refused"
         time = statistics.median(row["ms"]) if "ms" in row and not row.get("wrong") else refused
-        runs.setdefault(key, {})[name.removesuffix(" compiled")] = time
+        runs.setdefault(key, {})[name.removesuffix(" compiled").removesuffix(" cached")] = time
     methods = list(dict.fromkeys(method for times in runs.values() for method in times))
     lines = []
     for (workload, kind, kernel, mode), times in runs.items():
@@ -341,7 +345,7 @@ def diffusion_table(results: str) -> str:
         best = [
             min((x for m, x in times.items() if m.startswith(start) and isinstance(x, float)),
                 default=0.0)
-            for start in ("ds_usp", ("diffusers", "xdit"), ALONE)
+            for start in ("ds_usp", ("diffusers", "xdit", "cache-dit"), ALONE)
         ]  # fmt: skip
         ratios = [f"{x / best[0]:.3f}" if x and best[0] else "" for x in best[1:]]
         lines.append([workload, kind, KERNELS.get(kernel, kernel), mode, *cells, *ratios])
@@ -470,6 +474,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     ),
     "diffusers": partial(diffusion_table, "diffusers.jsonl"),
     "diffusers-h100": partial(diffusion_table, "diffusers_h100.jsonl"),
+    "diffusers-guided": partial(diffusion_table, "diffusers_guided.jsonl"),
     "factors": partial(factor_table, "step_factors.csv"),
     "megatron-lm": partial(
         training_table,

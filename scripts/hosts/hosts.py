@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Why the kernel's own shaping is not used: netem, which delays, is a module that many kernels lack,
 # and tbf alone has no delay. A process between two tun devices has rate, delay and loss everywhere.
@@ -42,10 +42,11 @@ from typing import Any
 # killed by the kernel when the one that started it ends, however it ends (PR_SET_PDEATHSIG), and
 # the ranks of a run are a PID namespace, which the kernel ends with its first process.
 NETWORK = "10.231.77."  # in the hosts' own namespaces: it is no address of this machine's
-INTERFACE = "eth0"
+INTERFACE, PORT = "eth0", "29400"
 # Of a segment as TCP hands it to a NIC, which cuts it into packets; a tun device cannot.
 MTU = 65000
 QUEUE_S = 0.002  # of packets that wait for a host's link; TCP holds back what does not fit
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"  # by which programs know a machine
 _NEW = {"mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "net": 0x40000000, "pid": 0x20000000}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -54,98 +55,76 @@ def main() -> int:
     """Do what the command line says; the exit code."""
     args = _parser().parse_args()
     if os.geteuid() != 0:
-        raise SystemExit(
-            "hosts.py: network namespaces need root: start it with sudo, or in a virtual machine"
-        )
+        _refuse("network namespaces need root: start it with sudo, or in a virtual machine")
     if not Path("/dev/net/tun").exists():
-        raise SystemExit(
-            "hosts.py: no /dev/net/tun: load the module tun, or allow the container this device"
-        )
-    state = _State(args.name)
+        _refuse("no /dev/net/tun: load the module tun, or allow the container this device")
+    path = Path(f"/run/ds-usp-hosts-{args.name}.json")
+    state = json.loads(path.read_text()) if path.exists() else {}
+    running = bool(state) and _runs(state["switch"])
     if args.command == "up":
-        return state.up(args)
+        if running:
+            _refuse(f"the hosts {args.name!r} are up already: call `down` first")
+        return _up(args, path)
     if args.command == "down":
-        return state.down()
-    running = state.read()
-    if running is None:
-        raise SystemExit(f"hosts.py: there are no hosts {args.name!r}: call `up` first")
+        if running:
+            os.kill(state["switch"][0], signal.SIGKILL)
+        # Whoever has ended the switch: its hosts end a moment later.
+        _until(lambda: not any(map(_runs, state and (state["switch"], *state["hosts"]))), 5)
+        path.unlink(missing_ok=True)
+        return 0
+    if not running:
+        _refuse(f"there are no hosts {args.name!r}: call `up` first")
     if args.command == "run":
-        return _run(running, args)
-    if not 0 <= args.host < len(running["hosts"]):
-        raise SystemExit(f"hosts.py: host {args.host} is none of the {len(running['hosts'])}")
-    return _wait(_fork(lambda: _set_link(running["hosts"][args.host], up=args.command == "mend")))
+        return _run(state, args)
+    if not 0 <= args.host < len(state["hosts"]):
+        _refuse(f"host {args.host} is none of the {len(state['hosts'])}")
+
+    def set_link() -> None:
+        _enter(state["hosts"][args.host][0])
+        _set_interface(INTERFACE, up=args.command == "mend")
+
+    return os.waitstatus_to_exitcode(os.waitpid(_fork(set_link), 0)[1])
 
 
-class _State:
-    """The file that says which processes hold the hosts."""
+def _up(args: argparse.Namespace, path: Path) -> int:
+    ranks = args.ranks * args.hosts if len(args.ranks) == 1 else args.ranks
+    if len(ranks) != args.hosts or min(*ranks, args.hosts, 250 - args.hosts) < 1:
+        _refuse(f"--ranks {args.ranks} for {args.hosts} hosts: give one, or one each")
+    if not (args.gbit > 0 and args.delay_ms >= 0 and 0 <= args.loss < 1):
+        _refuse("--gbit must be above 0, --delay-ms 0 or more, --loss from 0 to below 1")
+    ready, write = os.pipe()
 
-    def __init__(self, name: str) -> None:
-        self.name, self.path = name, Path(f"/run/ds-usp-hosts-{name}.json")
-
-    def read(self) -> dict[str, Any] | None:
-        """Its content; None if there are no such hosts (any more)."""
-        if not self.path.exists():
-            return None
-        content: dict[str, Any] = json.loads(self.path.read_text())
-        return content if _started(content["switch"]) == content["since"] else None
-
-    def up(self, args: argparse.Namespace) -> int:
-        if self.read() is not None:
-            raise SystemExit(f"hosts.py: the hosts {self.name!r} are up already: call `down` first")
-        ranks = args.ranks * args.hosts if len(args.ranks) == 1 else args.ranks
-        if len(ranks) != args.hosts or min(*ranks, args.hosts, 250 - args.hosts) < 1:
-            raise SystemExit(
-                f"hosts.py: --ranks {args.ranks} for {args.hosts} hosts: give one, or one each"
-            )
-        if not (args.gbit > 0 and args.delay_ms >= 0 and 0 <= args.loss < 1):
-            raise SystemExit(
-                "hosts.py: --gbit must be above 0, --delay-ms 0 or more, --loss from 0 to below 1"
-            )
-        ready, write = os.pipe()
-
-        def hold() -> None:
-            os.setsid()
-            os.close(ready)
-            devnull = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(devnull, stream)
-            signal.alarm(args.lifetime)  # forgotten hosts end by themselves
-            try:
-                tuns, holders = zip(
-                    *(_make_host(self.name, i, args.hosts) for i in range(args.hosts)), strict=True
-                )
-            except OSError as error:
-                os.write(write, str(error).encode())
-                return
-            content = {
-                "switch": os.getpid(),
-                "since": _started(os.getpid()),
-                "hosts": holders,
-                "ranks": ranks,
-            }
-            self.path.write_text(json.dumps(content))
-            os.write(write, b"up")
-            os.close(write)
-            _relay(tuns, args.gbit * 1e9 / 8, args.delay_ms / 1e3, args.loss)
-
-        _fork(hold, dies_with_parent=False)
+    def hold() -> None:
+        os.setsid()
+        os.close(ready)
+        devnull = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(devnull, stream)
+        signal.alarm(args.lifetime)  # forgotten hosts end by themselves
+        try:
+            made = [_make_host(args.name, host, args.hosts) for host in range(args.hosts)]
+        except OSError as error:
+            os.write(write, str(error).encode())
+            return
+        hosts = [_process(holder) for _, holder in made]
+        state = {"switch": _process(os.getpid()), "hosts": hosts, "ranks": ranks}
+        path.write_text(json.dumps(state))
+        os.write(write, b"up")
         os.close(write)
-        answer = os.read(ready, 4096).decode()
-        if answer != "up":
-            raise SystemExit(f"hosts.py: this machine refuses: {answer or 'the switch has ended'}")
-        print(
-            f"{args.hosts} hosts of {ranks} ranks, {args.gbit:g} Gbit/s, {args.delay_ms:g} ms, "
-            f"loss {args.loss:.1%}"
-        )
-        return 0
+        _relay([tun for tun, _ in made], args.gbit * 1e9 / 8, args.delay_ms / 1e3, args.loss)
 
-    def down(self) -> int:
-        running = self.read()
-        if running is not None:
-            os.kill(running["switch"], signal.SIGKILL)
-            _until(lambda: not any(map(_started, (running["switch"], *running["hosts"]))), 5)
-        self.path.unlink(missing_ok=True)
-        return 0
+    _fork(hold, dies_with_parent=False)
+    os.close(write)
+    answer = os.read(ready, 4096).decode()
+    if answer != "up":
+        _refuse(f"this machine refuses: {answer or 'the switch has ended'}")
+    link = f"{args.gbit:g} Gbit/s, {args.delay_ms:g} ms, loss {args.loss:.1%}"
+    print(f"{args.hosts} hosts of {ranks} ranks, {link}")
+    return 0
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise SystemExit(f"hosts.py: {reason}")
 
 
 # ------------------------------------------------------------------ processes and namespaces
@@ -175,17 +154,16 @@ def _fork(body: Callable[[], int | None], *, dies_with_parent: bool = True) -> i
     os._exit(code or 0)
 
 
-def _wait(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def _process(number: int) -> tuple[int, str]:
+    """A process and when it was started, as the kernel counts; an empty text: it has ended."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        return number, "" if fields[0] in "ZX" else fields[19]
+    return number, ""
 
 
-def _started(process: int) -> str:
-    """When a process was started, as the kernel counts; empty: it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+def _runs(process: Sequence[Any]) -> bool:
+    return _process(process[0])[1] == process[1]
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -214,11 +192,10 @@ def _make_host(name: str, index: int, hosts: int) -> tuple[int, int]:
         ours.close()
         try:
             _call("unshare", sum(_NEW[kind] for kind in ("mnt", "uts", "ipc", "net")))
-            _call(
-                "mount", b"none", b"/", None, 0x44000, None
-            )  # private: this machine sees none of it
+            # Private: this machine sees no mount of it.
+            _call("mount", b"none", b"/", None, 0x44000, None)
             _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
-            _bind(boot_id, "/proc/sys/kernel/random/boot_id")  # by which programs know a machine
+            _bind(boot_id, _BOOT_ID)
             names = [(f"{NETWORK}{i + 1}", f"{name}-{i}") for i in range(hosts)]
             # Also as torch asks for them, by IPv6; no other name is to be asked for outside.
             lines = [f"{prefix}{at} {known}\n" for at, known in names for prefix in ("", "::ffff:")]
@@ -228,8 +205,8 @@ def _make_host(name: str, index: int, hosts: int) -> tuple[int, int]:
             _call("sethostname", host_name.encode(), len(host_name))
             tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH22x", INTERFACE.encode(), 0x1001))
-            _interface("lo", "127.0.0.1", 0)
-            _interface(INTERFACE, f"{NETWORK}{index + 1}", MTU)
+            _set_interface("lo", "127.0.0.1")
+            _set_interface(INTERFACE, f"{NETWORK}{index + 1}")
         except OSError as error:
             of_link.send(str(error).encode())
             return
@@ -246,43 +223,29 @@ def _make_host(name: str, index: int, hosts: int) -> tuple[int, int]:
     return files[0], holder
 
 
-def _interface(name: str, address: str, mtu: int) -> None:
-    """Address, size of packets and state of an interface of this namespace."""
+def _set_interface(name: str, address: str = "", *, up: bool = True) -> None:
+    """The state of an interface of this namespace, and with an address that and its packets."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for request, text in (
-            (0x8916, address),
-            (0x891C, "255.0.0.0" if name == "lo" else "255.255.255.0"),
-        ):
-            fcntl.ioctl(
-                control,
-                request,
-                struct.pack("16sHH4s16x", name.encode(), socket.AF_INET, 0, socket.inet_aton(text)),
-            )
-        if mtu:
-            fcntl.ioctl(control, 0x8922, struct.pack("16si20x", name.encode(), mtu))
-        fcntl.ioctl(control, 0x8914, struct.pack("16sH22x", name.encode(), 0x41))
+
+        def change(request: int, value: bytes) -> None:
+            fcntl.ioctl(control, request, struct.pack("16s24s", name.encode(), value))
+
+        if address:
+            for request, text in ((0x8916, address), (0x891C, "255.0.0.0")):
+                change(request, struct.pack("HH4s", socket.AF_INET, 0, socket.inet_aton(text)))
+            change(0x8922, struct.pack("i", MTU))
+        change(0x8914, struct.pack("H", 0x40 | up))
 
 
 def _enter(holder: int) -> None:
     """Become a process of a host."""
-    files = [
-        (kind, os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY))
-        for kind in ("uts", "ipc", "net", "mnt")
-    ]
+    kinds = ("uts", "ipc", "net", "mnt")  # the last hides the files of the others
+    files = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in kinds]
     folder = os.getcwd()
-    for kind, file in files:
+    for kind, file in zip(kinds, files, strict=True):
         _call("setns", file, _NEW[kind])
         os.close(file)
     os.chdir(folder)
-
-
-def _set_link(holder: int, *, up: bool) -> int:
-    _enter(holder)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        fcntl.ioctl(
-            control, 0x8914, struct.pack("16sH22x", INTERFACE.encode(), 0x41 if up else 0x40)
-        )
-    return 0
 
 
 # ------------------------------------------------------------------ the link
@@ -304,110 +267,82 @@ def _relay(tuns: Sequence[int], bytes_per_s: float, delay_s: float, loss: float)
             now = time.monotonic()
         # A host whose queue is full is not read: its packets stay in the device, and TCP waits.
         waited, full = full, [host for host in hosts if sends_until[host] - now >= QUEUE_S]
-        open_hosts = [host for host in hosts if host not in full]
-        times = [sends_until[host] - QUEUE_S for host in full]
-        times += [flying[0][0]] if flying else []
+        times = [sends_until[host] - QUEUE_S for host in full] + [x[0] for x in flying[:1]]
         wait_s = max(0.0, min(times) - now) if times else None
-        readable = select.select([tuns[host] for host in open_hosts], [], [], wait_s)[0]
-        for host in open_hosts:
-            if tuns[host] not in readable:
-                continue
+        files = [tuns[host] for host in hosts if host not in full]
+        readable = select.select(files, [], [], wait_s)[0]
+        for host in map(tuns.index, readable):
             with suppress(OSError):  # no packet is left
                 while sends_until[host] - now < QUEUE_S:
                     packet = os.read(tuns[host], 65536)
-                    to = (
-                        packet[19] - 1 if packet[0] >> 4 == 4 else -1
-                    )  # IPv4: 16 to 19 is the address
+                    # Of IPv4, whose bytes 16 to 19 are the address.
+                    to = packet[19] - 1 if packet[0] >> 4 == 4 else -1
                     if to not in hosts or random.random() < loss:
                         continue
                     # Where this process wakes late, packets that have waited meanwhile were sent
                     # meanwhile: a busy machine does not make the link slower.
                     now = time.monotonic()
                     idle = 0.0 if host in waited else now
-                    end = (
-                        max(idle, sends_until[host], receives_until[to]) + len(packet) / bytes_per_s
-                    )
-                    sends_until[host] = receives_until[to] = end
+                    start = max(idle, sends_until[host], receives_until[to])
+                    sends_until[host] = receives_until[to] = start + len(packet) / bytes_per_s
                     packets += 1
-                    heapq.heappush(flying, (end + delay_s, packets, to, packet))
+                    heapq.heappush(flying, (sends_until[host] + delay_s, packets, to, packet))
 
 
 # ------------------------------------------------------------------ commands on the hosts
 
 
-def _run(running: dict[str, Any], args: argparse.Namespace) -> int:
+def _run(state: dict[str, Any], args: argparse.Namespace) -> int:
     """Run a command on every host; the first exit code that is not 0, 124 where time is up."""
-    hosts = range(len(running["hosts"])) if args.host is None else [args.host]
     command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
-    if not command or not set(hosts) <= set(range(len(running["hosts"]))):
-        raise SystemExit("hosts.py: run [--host N] -- COMMAND: no command, or no such host")
-    children = {
-        host: _fork(lambda host=host: _start(running, host, command, args.port)) for host in hosts
-    }
+    if not command:
+        _refuse("run -- COMMAND: no command")
+    _call("prctl", 36, 1, 0, 0, 0)  # a killed child leaves its own to this process, to wait for
+    hosts = range(len(state["hosts"]))
+    children = {_fork(lambda x=host: _start(state, x, command)): host for host in hosts}
     codes: dict[int, int] = {}
 
     def ended() -> bool:
-        for host, child in children.items():
-            if host not in codes:
-                process, status = os.waitpid(child, os.WNOHANG)
-                if process:
-                    codes[host] = os.waitstatus_to_exitcode(status)
-        return len(codes) == len(children) or not _started(running["switch"])
+        for child in children.keys() - codes:
+            process, status = os.waitpid(child, os.WNOHANG)
+            if process:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        return len(codes) == len(children) or not _runs(state["switch"])
 
     in_time = _until(ended, args.timeout)
-    late = {host: child for host, child in children.items() if host not in codes}
-    for child in late.values():
+    late = children.keys() - codes
+    for child in late:
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
     if late:
-        why = f"after {args.timeout:g} s" if not in_time else "as the hosts are gone"
-        print(f"hosts.py: ended {why}: the command on hosts {sorted(late)}", file=sys.stderr)
+        why = "as the hosts are gone" if in_time else f"after {args.timeout:g} s"
+        names = sorted(children[child] for child in late)
+        print(f"hosts.py: ended {why}: the command on hosts {names}", file=sys.stderr)
         return 124
     return next((code for code in codes.values() if code), 0)
 
 
-def _start(running: dict[str, Any], host: int, command: Sequence[str], port: int) -> int:
+def _start(state: dict[str, Any], host: int, command: Sequence[str]) -> int:
     """The command on one host, in a PID namespace of its own; its exit code."""
-    root = Path("/proc", str(running["hosts"][host]), "root")  # of its mount namespace
-    boot_id = (root / "proc/sys/kernel/random/boot_id").read_text()
-    first, ranks = f"{NETWORK}1", running["ranks"]
-    settings = {
-        "MASTER_ADDR": first,
-        "MASTER_PORT": str(port),
-        "NNODES": str(len(ranks)),
-        "NODE_RANK": str(host),
-    }
-    settings |= {
-        "NPROC_PER_NODE": str(ranks[host]),
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "NCCL_SOCKET_IFNAME": INTERFACE,
-    }
+    holder, ranks = state["hosts"][host][0], state["ranks"]
+    boot_id = Path(f"/proc/{holder}/root{_BOOT_ID}").read_text()  # of its mount namespace
+    where = {"nnodes": len(ranks), "node_rank": host, "nproc_per_node": ranks[host]}
+    where |= {"master_addr": f"{NETWORK}1", "master_port": PORT}
+    settings = {name.upper(): str(value) for name, value in where.items()}
+    settings |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
     settings |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if command[0] == "torchrun":
-        where = [
-            "--nnodes",
-            str(len(ranks)),
-            "--node-rank",
-            str(host),
-            "--nproc-per-node",
-            str(ranks[host]),
-        ]
-        where += ["--master-addr", first, "--master-port", str(port)]
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "torch.distributed.run",
-            *where,
-            *command[1:],
-        ]
-    _enter(running["hosts"][host])
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in where.items()]
+        torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
+        command = [*torchrun, *options, *command[1:]]
+    _enter(holder)
     _call("unshare", _NEW["pid"] | _NEW["mnt"])
 
     def first_process() -> int:
         _call("mount", b"proc", b"/proc", b"proc", 0, None)
-        _bind(boot_id, "/proc/sys/kernel/random/boot_id")
+        _bind(boot_id, _BOOT_ID)
         started = subprocess.Popen(command, env=os.environ | settings)
         while True:  # the first process of a PID namespace inherits its orphans
             process, status = os.wait()
@@ -415,44 +350,25 @@ def _start(running: dict[str, Any], host: int, command: Sequence[str], port: int
                 code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
 
-    return _wait(_fork(first_process))
+    return os.waitstatus_to_exitcode(os.waitpid(_fork(first_process), 0)[1])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--name", default="usp", help="of these hosts, if there are others (default: usp)"
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--name", default="usp", help="of these hosts, if there are others")
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="make the hosts")
-    up.add_argument("--hosts", type=int, default=2)
-    up.add_argument(
-        "--ranks",
-        type=lambda text: [int(x) for x in text.split(",")],
-        default=[2],
-        metavar="N[,N]",
-        help="of each host",
-    )
-    up.add_argument(
-        "--gbit", type=float, default=1.0, help="Gbit/s of a host's link, each direction"
-    )
-    up.add_argument("--delay-ms", type=float, default=0.0, help="one way")
-    up.add_argument("--loss", type=float, default=0.0, help="fraction of the packets that is lost")
-    up.add_argument(
-        "--lifetime",
-        type=int,
-        default=3600,
-        help="seconds after which the hosts end (default: 3600)",
-    )
-    run = commands.add_parser(
-        "run", help="run a command on every host; torchrun gets the hosts' addresses"
-    )
-    run.add_argument("--host", type=int, help="on this one only")
-    run.add_argument("--timeout", type=float, default=600, help="seconds (default: 600)")
-    run.add_argument("--port", type=int, default=29400)
-    run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    add = commands.add_parser("up", help="make the hosts").add_argument
+    add("--hosts", type=int, default=2)
+    numbers = {"type": lambda text: list(map(int, text.split(","))), "default": [2]}
+    add("--ranks", **numbers, metavar="N[,N]", help="of each host")
+    add("--gbit", type=float, default=1.0, help="Gbit/s of a host's link, each direction")
+    add("--delay-ms", type=float, default=0.0, help="one way")
+    add("--loss", type=float, default=0.0, help="fraction of the packets that is lost")
+    add("--lifetime", type=int, default=3600, help="seconds after which they end (default: 3600)")
+    add = commands.add_parser("run", help="run a command on every host").add_argument
+    add("--timeout", type=float, default=600, help="seconds (default: 600)")
+    add("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun: gets addresses")
     for name in ("cut", "mend"):
         commands.add_parser(name, help=f"{name} a host's link").add_argument("host", type=int)
     commands.add_parser("down", help="end the hosts and what runs on them")

@@ -327,10 +327,14 @@ def refusals(ctx: RankContext) -> list[Exception]:
 
 # On ranks that have something wrong, and on the others.
 REFUSED = [
-    ("seed", "rank 0 has 2 samples of .*; rank 2 has 2 .*Give every rank the same data", ""),
-    ("end", "rank 0 has 2 samples of 52 tokens.*; rank 2 has no step left", ""),
+    ("seed", "(?s)ranks 0-1: 2 .*ranks 2-3: 2 .* as .*Give every rank the same data", ""),
+    ("end", "(?s)ranks .*: 2 samples of 52 tokens.*rank 2: no step left", ""),
     ("long", "sample 0 of the step has 65 tokens: 4 ranks, .* hold 64 .*max_tokens=17", ""),
-    ("read", "sample 0 of the step: input_ids are torch.float32", "rank 1 of 4 could not deal"),
+    (
+        "read",
+        "sample 0 of the step: input_ids are torch.float32",
+        "(?s)rank 1: sample 0 .*Give every rank the same",
+    ),
     ("rows", "sample 0 of the step has 2 rows", ""),
     ("entries", "sample 1 of the step has .*'weights'", ""),
     ("dict", "the loader's step is a dict", ""),

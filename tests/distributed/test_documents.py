@@ -1,4 +1,4 @@
-"""Packed documents and joint tokens through real groups, against the fp64 oracle."""
+"""Packed documents, random trees and joint tokens through real groups, against the fp64 oracle."""
 
 import random
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL_LAYOUTS, MASKS, Case, check, errors_of, inputs, mesh_of
+from cases import ALL_LAYOUTS, MASKS, Case, check, errors_of, inputs, mesh_of, random_tree
 from harness import RankContext
 from joint_attention_cases import FULL, Joint, run
 
@@ -40,13 +40,24 @@ RANDOM_MESHES = [
 ]
 
 
-def random_cases(ulysses: int, ring: int, third: int) -> list[Case]:
-    """Every third pair of a mask and a layout, on the next two meshes the others, with documents
-    that samples share or have of their own."""
-    draw, cases, ranks = random.Random(ulysses * 10 + ring), [], ulysses * ring
-    for index, (layout, mask) in enumerate(product(LAYOUTS, MASKS)):
-        tokens, batch = draw.randint(2 * ranks, 2 * ranks + 70), draw.randint(1, 3)
+# No multiple of 3, so that each mask meets each mesh.
+RANDOM_MASKS = (*MASKS, "tree", "tree as rectangles", "trees")
+
+
+def random_mask(draw: random.Random, mask: str, tokens: int, batch: int) -> dict[str, Any]:
+    """Fields of a case: documents, which samples share or have of their own, or trees."""
+    if mask in MASKS:
         samples = batch if draw.random() < 0.5 else 1
+        return {"mask": mask, "documents": tuple(lengths_of(draw, tokens) for _ in range(samples))}
+    trees = tuple(random_tree(draw, tokens) for _ in range(batch if mask == "trees" else 1))
+    return {"tree": trees, "as_rectangles": mask == "tree as rectangles"}
+
+
+def random_cases(ulysses: int, ring: int, third: int) -> list[Case]:
+    """Every third pair of a mask and a layout, on the next two meshes the others."""
+    draw, cases, ranks = random.Random(ulysses * 10 + ring), [], ulysses * ring
+    for index, (layout, mask) in enumerate(product(LAYOUTS, RANDOM_MASKS)):
+        tokens, batch = draw.randint(2 * ranks, 2 * ranks + 70), draw.randint(1, 3)
         heads, kv_heads = draw.choice([(8, 8), (8, 4), (8, 2)])
         cases.append(
             Case(
@@ -56,18 +67,17 @@ def random_cases(ulysses: int, ring: int, third: int) -> list[Case]:
                 head_dim=8,
                 batch=batch,
                 layout=layout,
-                mask=mask,
                 kernel=draw.choice(["auto", "eager"]),
                 tuning=draw.choice(TUNINGS if kv_heads >= 2 * ulysses else TUNINGS[:2]),
-                documents=tuple(lengths_of(draw, tokens) for _ in range(samples)),
                 seed=index,
+                **random_mask(draw, mask, tokens, batch),
             )
         )
     return cases[third::3]
 
 
 @pytest.mark.parametrize(("ulysses", "ring", "order"), RANDOM_MESHES)
-def test_random_documents_are_the_oracles(pool, ulysses, ring, order):
+def test_random_documents_and_trees_are_the_oracles(pool, ulysses, ring, order):
     third = RANDOM_MESHES.index((ulysses, ring, order)) % 3
     check(pool, random_cases(ulysses, ring, third), ulysses, ring, order=order)
 

@@ -55,25 +55,32 @@ def interfaces_and_processes() -> tuple[list[str], str]:
     return names, listed.stdout.decode()
 
 
-def test_hosts_are_apart_and_leave_nothing():
+def test_hosts_are_apart_and_leave_nothing(tmp_path):
     before = interfaces_and_processes()
     up("--ranks", "1", "--gbit", "0.1", "--delay-ms", "20", "--loss", "0.01")
     assert "up already" in hosts("up").stderr
-    program = (
-        "import os, socket, time\n"
-        "print(socket.gethostname(), open('/proc/sys/kernel/random/boot_id').read())\n"
-        "if os.environ['NODE_RANK'] == '0':\n"
-        "    peer = socket.create_server(('', 5000)).accept()[0]\n"
-        "    peer.recv(1), peer.send(b'x')\n"
-        "    print('received', sum(iter(lambda: len(peer.recv(1 << 20)), 0)))\n"
-        "else:\n"
-        "    time.sleep(0.5)\n"
-        f"    peer, start = socket.create_connection(('{NAME}-0', 5000)), time.time()\n"
-        "    peer.send(b'x'), peer.recv(1), print('round trip', time.time() - start)\n"
-        "    peer.sendall(bytes(4_000_000)), peer.shutdown(1), peer.recv(1)\n"
-        "    print('seconds', time.time() - start)\n"
-    )
-    done = run(sys.executable, "-c", program)
+    # One write for each host: both have one pipe, and an unbuffered print is several.
+    program = """if True:
+        import os, pathlib, socket, sys, time
+        listens = pathlib.Path(sys.argv[1])
+        said = [socket.gethostname(), open("/proc/sys/kernel/random/boot_id").read().strip()]
+        if os.environ["NODE_RANK"] == "0":
+            server = socket.create_server(("", 5000))
+            listens.touch()
+            peer = server.accept()[0]
+            peer.recv(1), peer.send(b"x")
+            said += ["received", sum(iter(lambda: len(peer.recv(1 << 20)), 0))]
+        else:
+            while not listens.exists():
+                time.sleep(0.01)
+            first = socket.gethostname()[:-1] + "0"
+            peer, start = socket.create_connection((first, 5000)), time.time()
+            peer.send(b"x"), peer.recv(1), said.extend(["round trip", time.time() - start])
+            peer.sendall(bytes(4_000_000)), peer.shutdown(1), peer.recv(1)
+            said += ["seconds", time.time() - start]
+        os.write(1, (" ".join(map(str, said)) + "\\n").encode())
+    """
+    done = run(sys.executable, "-c", program, tmp_path / "listens")
     assert done.returncode == 0 and "received 4000000" in done.stdout, done
     names = re.findall(rf"{NAME}-(\d) (\S+)", done.stdout)
     assert {name for name, _ in names} == {"0", "1"} and names[0][1] != names[1][1]
@@ -81,12 +88,14 @@ def test_hosts_are_apart_and_leave_nothing():
     assert float(re.search(r"seconds (\S+)", done.stdout)[1]) > 4e6 * 8 / 1e8  # whatever is lost
     assert run("false").returncode == 1
     assert hosts("run", "--timeout", "0.5", "--", "sleep", "60").returncode == 124
+    sleep = ("bash", "-c", f"touch {tmp_path}/sleeps; exec sleep 60")
     sleeping = subprocess.Popen(
-        [sys.executable, SCRIPTS / "hosts.py", "--name", NAME, "run", "--", "sleep", "60"]
+        [sys.executable, SCRIPTS / "hosts.py", "--name", NAME, "run", "--", *sleep]
     )
-    time.sleep(0.5)
+    while not (tmp_path / "sleeps").exists():
+        time.sleep(0.01)
     state = Path(f"/run/ds-usp-hosts-{NAME}.json")
-    os.kill(json.loads(state.read_text())["switch"], signal.SIGKILL)  # as if it crashed
+    os.kill(json.loads(state.read_text())["switch"][0], signal.SIGKILL)  # as if it crashed
     assert sleeping.wait(10) == 124
     for _ in range(2):
         assert hosts("down").returncode == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankContext
+from programs import python
 
 import ds_usp
 from ds_usp.comm import watchdog
@@ -208,6 +209,31 @@ def ended(ctx: RankContext) -> str:
 def test_other_requests_do_not_end_together(pool):
     for error in pool.errors(ended, WORLD):
         assert "request: 0 on ranks 0-1, 1 on ranks 2-3" in str(error)
+
+
+def test_a_process_ends_while_its_threads_ask_the_store():
+    """A thread that comes back to Python while it ends aborts the process (SIGABRT)."""
+    program = """if True:
+        import datetime, time, torch.distributed as dist
+        from types import SimpleNamespace
+        from ds_usp.comm import consistency, watchdog
+        store = dist.HashStore()
+        def ask(*_):  # as long as a slow network takes
+            store.wait(["never"], datetime.timedelta(seconds=1))
+        class Slow:  # to take down, as a large program is
+            def __del__(self, sleep=time.sleep):
+                sleep(2)
+        class Watched:
+            name, posted, waiting_ranks = "mesh", 0, ask
+        watched, slow = Watched(), Slow()
+        watchdog.watchdog().add(watched)
+        group = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="mesh")
+        slow_store = SimpleNamespace(set=ask, add=ask)
+        time.sleep(0.7)
+        consistency.GroupTransport(group, slow_store).publish(1, b"")
+    """
+    done = python("-c", program)
+    assert done.returncode == 0, done
 
 
 def test_a_stack_tells_torch_from_the_caller():

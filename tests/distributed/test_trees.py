@@ -1,48 +1,12 @@
-"""Trees of segments through real groups, against the fp64 oracle."""
+"""What is true of trees alone; random ones are test_documents.py's."""
 
-import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
-from cases import ALL_LAYOUTS, ONE_TREE, Case, attend, check, mesh_of, random_tree, run_cases
+from cases import ONE_TREE, Case, attend, check, mesh_of, run_cases
 from harness import RankContext
-from test_documents import RANDOM_MESHES, TUNINGS
 
 from ds_usp import ConfigError, MeshError, TokenLayout, Tuning, UnsupportedAttentionError
-
-LAYOUTS = (*ALL_LAYOUTS, "balanced")
-
-
-def random_cases(ulysses: int, ring: int, third: int) -> list[Case]:
-    """Every third of the layouts with trees that samples share, some as rectangles, and with others
-    for each; on the next two meshes the others."""
-    draw, cases, ranks = random.Random(ulysses * 10 + ring), [], ulysses * ring
-    for index, (layout, shared) in enumerate(product(LAYOUTS, (True, False))):
-        tokens, batch = draw.randint(2 * ranks, 2 * ranks + 70), draw.randint(1, 3)
-        heads, kv_heads = draw.choice([(8, 8), (8, 4), (8, 2)])
-        cases.append(
-            Case(
-                seq_len=tokens,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=8,
-                batch=batch,
-                layout=layout,
-                kernel=draw.choice(["auto", "eager"]),
-                tuning=draw.choice(TUNINGS if kv_heads >= 2 * ulysses else TUNINGS[:2]),
-                tree=tuple(random_tree(draw, tokens) for _ in range(1 if shared else batch)),
-                as_rectangles=shared and index % 4 == 0,
-                seed=index,
-            )
-        )
-    return cases[third::3]
-
-
-@pytest.mark.parametrize(("ulysses", "ring", "order"), RANDOM_MESHES)
-def test_random_trees_are_the_oracles(pool, ulysses, ring, order):
-    third = RANDOM_MESHES.index((ulysses, ring, order)) % 3
-    check(pool, random_cases(ulysses, ring, third), ulysses, ring, order=order)
 
 
 def test_a_branch_that_sees_a_key_of_its_sibling_is_found(pool):

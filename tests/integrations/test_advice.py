@@ -333,6 +333,19 @@ def dealt(model: Any, batch: Any = None, max_tokens: int | None = None) -> Any:
         return model(**batch)
 
 
+def layout_of(deal: bool) -> Any:
+    with enable(build("llama"), ds_usp.SequenceMesh.single()) as enabled:
+        if deal:
+            enabled.deal(4096)
+        return enabled.layout_of(plain_batch())
+
+
+def loaded_tree() -> Any:
+    loader = ds_usp.training.SequenceParallelDataLoader
+    batch = PrefixTree()([{"prompt": list(range(20)), "answers": [[1, 2], [3]]}])
+    return next(iter(loader([batch], ds_usp.SequenceMesh.single())))
+
+
 def one_row() -> dict[str, Any]:
     return {name: x[:1] for name, x in plain_batch().items()}
 
@@ -352,6 +365,16 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "lower per_device_train_batch_size",
         lambda: dealt(build("llama"), max_tokens=plain_batch()["input_ids"].shape[1]),
         lambda: dealt(build("llama"), one_row(), plain_batch()["input_ids"].shape[1]),
+    ),
+    "borders of a tree": (
+        "Give attention mask=batch.mask",
+        lambda: loaded_tree().documents,
+        lambda: loaded_tree().mask,
+    ),
+    "the layout of a dealt batch": (
+        "each with a layout of its own",
+        lambda: layout_of(True),
+        lambda: layout_of(False),
     ),
     "dealt rows with a whole head": (
         "a dealt batch has those of each group",

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import diffusers
 import pytest
 import torch
 from cases import mesh_of
@@ -52,22 +51,6 @@ def test_every_class_may_split_its_batch(pool):
     for errors in pool.run(errors_of_classes, WORLD, names=SPLIT):
         assert len(errors) == 2 * len(SPLIT)
         assert all(error <= BOUND for error in errors.values()), errors
-
-
-def other_dtypes(ctx: RankContext) -> None:
-    transformer, given = build("WanTransformer3DModel").eval(), arguments("WanTransformer3DModel")
-    dtype = torch.bfloat16 if ctx.rank < 2 else torch.float16
-    with (
-        torch.no_grad(),
-        enable(transformer, mesh_of(2), cfg_degree=2),
-        torch.autocast("cpu", dtype),
-    ):
-        transformer(**given)
-
-
-def test_parts_with_other_dtypes_are_refused(pool):
-    for error in pool.errors(other_dtypes, WORLD):
-        assert "outputs of a part" in str(error) and "float16" in str(error)
 
 
 def end_guidance(pipeline: Any, step: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -137,60 +120,6 @@ def test_all_ranks_compute_a_batch_that_the_parts_cannot_share(pool):
     for results in pool.run(of_other_batches, WORLD):
         assert max(error for error, _ in results.values()) <= BOUND, results
         assert [ranks for _, ranks in results.values()] == 2 * [2, WORLD, WORLD], results
-
-
-def refusals(ctx: RankContext) -> list[str]:
-    name = "PixArtTransformer2DModel"
-    transformer, given = build(name), arguments(name)
-    messages = []
-
-    def refused(call: Any, *args: Any, **kwargs: Any) -> None:
-        with pytest.raises(ds_usp.USPError) as error:
-            call(*args, **kwargs)
-        messages.append(str(error.value))
-
-    refused(enable, transformer, mesh_of(4), cfg_degree=3)
-    refused(enable, transformer, mesh_of(4), cfg_degree=0)
-    with enable(transformer, mesh_of(4), cfg_degree=2):
-        refused(transformer, **given)  # under autograd
-        with torch.no_grad():
-            refused(transformer, **given | {"timestep": torch.zeros(3)})
-            want = copy.deepcopy(transformer)(**given).sample  # which is enabled too
-            assert torch.equal(transformer(**given).sample, want)
-    transformer, given = build("ZImageTransformer2DModel"), arguments("ZImageTransformer2DModel")
-    with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
-        refused(transformer, **given | {"cap_feats": given["cap_feats"][:1]})
-    name = "FluxTransformer2DModel"
-    transformer, given = build(name, num_attention_heads=2), arguments(name)
-    with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
-        one = {k: v if k.endswith("ids") else v[:1] for k, v in given.items()}
-        refused(transformer, **one)
-    name = "HunyuanVideo15Transformer3DModel"
-    transformer, given = build(name), arguments(name)
-    given["image_embeds"] = given["image_embeds"].clone()
-    given["image_embeds"][0] = 0
-    with enable(transformer, mesh_of(4), cfg_degree=2), torch.no_grad():
-        refused(transformer, **given)
-    return messages
-
-
-def test_what_cannot_be_split_is_refused_on_every_rank(pool):
-    for messages in pool.run(refusals, WORLD):
-        for message, text in zip(
-            messages,
-            [
-                "divides neither the ring degree 1 nor the Ulysses degree 4",
-                "cfg_degree=0 must be",
-                "under torch.no_grad()",
-                "timestep [3] has 3 samples, where the batch has 2",
-                "cap_feats has 1 samples, where the batch has 2",
-                "2 heads, fewer than the Ulysses degree 4 of the whole mesh, which computes a "
-                "batch of 1 with cfg_degree=2",
-                "image_embeds is zero for some samples and not for others",
-            ],
-            strict=True,
-        ):
-            assert text in message
 
 
 # ------------------------------------------------------------------ one call a branch
@@ -342,88 +271,6 @@ def graphed_step(ctx: RankContext) -> tuple[float, int, int]:
 def test_each_branch_is_replayed_from_a_graph(pool):
     for error, made, replays in pool.run(graphed_step, 2):
         assert error <= BOUND and (made, replays) == (2, 2 * 3)
-
-
-def scaled(transformer: Any) -> None:
-    transformer.proj_out.weight.data.mul_(2)
-    transformer.proj_out.weight.add_(0)
-
-
-def skipped_layers(transformer: Any) -> None:
-    config = diffusers.LayerSkipConfig(indices=[0], fqn="transformer_blocks")
-    diffusers.hooks.apply_layer_skip(transformer, config)
-
-
-def compiled_anew(transformer: Any) -> None:
-    transformer.compile(backend="eager")
-
-
-BETWEEN = (scaled, skipped_layers, compiled_anew)
-
-
-def changed_between(ctx: RankContext) -> list[str]:
-    """Errors of a step whose transformer is changed between two calls, on every rank."""
-    name, messages = "FluxTransformer2DModel", []
-    given = {k: x if k.endswith("ids") else x[:1] for k, x in arguments(name).items()}
-
-    def step(transformer: Any, change: Callable[[Any], None]) -> None:
-        calls = [transformer(**given, return_dict=False)[0]]
-        change(transformer)
-        calls.append(transformer(**given, return_dict=False)[0])
-        calls[0].sum()
-
-    for change in BETWEEN:
-        transformer = build(name).eval()
-        with (
-            torch.no_grad(),
-            enable(transformer, mesh_of(2), cfg_degree=2),
-            pytest.raises(ds_usp.UnsupportedAttentionError) as error,
-        ):
-            step(transformer, change)
-        messages.append(str(error.value))
-    transformer = build(name).eval()
-    with torch.no_grad():
-        with enable(transformer, mesh_of(2), cfg_degree=2):
-            whole = torch.compile(transformer, backend="eager")
-            with pytest.raises(ds_usp.UnsupportedAttentionError) as error:
-                whole(**given, return_dict=False)[0].sum()
-            messages.append(str(error.value))
-            left = transformer(**given, return_dict=False)[0]
-        with pytest.raises(ds_usp.ConfigError) as late:
-            left.sum()
-        messages.append(str(late.value))
-        assert not {"_compiled_call_impl", "cache_context"} & vars(transformer).keys()
-    return messages
-
-
-def test_a_change_between_two_branches_is_refused(pool):
-    texts = (
-        "weights or settings were changed between two branches of a step",
-        "layer_skip",
-        "compile() after enable takes the place",
-        "torch.compile of a FluxTransformer2DModel with cfg_degree=2",
-        "was disabled before the output of a call with cfg_degree was read",
-    )
-    for messages in pool.run(changed_between, WORLD):
-        for message, text in zip(messages, texts, strict=True):
-            assert text in message, (message, text)
-
-
-def read_on_one_rank(ctx: RankContext) -> None:
-    name = "FluxTransformer2DModel"
-    transformer = build(name).eval()
-    given = {k: x if k.endswith("ids") else x[:1] for k, x in arguments(name).items()}
-    with torch.no_grad(), enable(transformer, mesh_of(2), cfg_degree=2):
-        first = transformer(**given, return_dict=False)[0]
-        if ctx.rank == 0:
-            first.norm()
-        transformer(**given, return_dict=False)[0].norm()
-
-
-def test_a_branch_that_one_rank_reads_is_refused(pool):
-    for error in pool.errors(read_on_one_rank, WORLD):
-        assert isinstance(error, ds_usp.MeshError), error
-        assert "branch 0.hidden_states" in str(error), error
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):

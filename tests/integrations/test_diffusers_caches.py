@@ -6,8 +6,6 @@ That of cache-dit needs the package:
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import diffusers
@@ -16,9 +14,8 @@ import torch
 from cases import mesh_of
 from harness import RankContext
 from model_runs import BOUND, relative
-from tiny_diffusers import arguments, build, guided_pipeline
+from tiny_diffusers import guided_pipeline
 
-import ds_usp
 from ds_usp.integrations.diffusers import caches, enable
 
 WORLD, STEPS = 4, 8
@@ -145,125 +142,6 @@ def test_cache_dit_skips_what_it_skips_on_one_process(pool, first):
     for error, passes, alone in pool.run(of_cache_dit, WORLD, first=first):
         assert passes == alone and True in alone and False in alone, (passes, alone)
         assert error <= BOUND
-
-
-# ------------------------------------------------------------------ what is refused
-
-
-def skipping(transformer: Any) -> None:
-    """As caches that others copy into a model: from the second pass on, without a block."""
-    block, calls = transformer.single_transformer_blocks[-1], []
-    forward = block.forward
-
-    def cached(hidden_states: Any, encoder_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) > 1:
-            return encoder_hidden_states, hidden_states
-        return forward(hidden_states, encoder_hidden_states, *args, **kwargs)
-
-    block.forward = cached
-
-
-def fewer(transformer: Any, threshold: float = 0.1) -> None:
-    transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=threshold))
-
-
-def sea(transformer: Any) -> None:
-    transformer.enable_cache(diffusers.SeaCacheConfig())
-
-
-def calibrated(transformer: Any) -> None:
-    config = diffusers.MagCacheConfig(calibrate=True, num_inference_steps=2)
-    transformer.enable_cache(config)
-
-
-def constant(transformer: Any) -> None:
-    transformer.enable_cache(diffusers.MagCacheConfig(mag_ratios=[1.0] * 4, num_inference_steps=4))
-
-
-def pyramid_now(transformer: Any) -> None:
-    config = diffusers.PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
-    )
-    transformer.enable_cache(config)
-
-
-def marked(transformer: Any) -> None:
-    transformer._is_cached = True  # as cache-dit does
-
-
-def built(change: Callable[[Any], Any]) -> Any:
-    transformer = build("FluxTransformer2DModel").eval()
-    change(transformer)
-    return transformer
-
-
-def step(transformer: Any, context: bool = True) -> None:
-    """Both branches of the guidance, by a pipeline that enters cache contexts or not."""
-    given = arguments("FluxTransformer2DModel")
-    one = {key: x if key.endswith("ids") else x[:1] for key, x in given.items()}
-    calls = []
-    for name in ("cond", "uncond"):
-        with transformer.cache_context(name) if context else nullcontext():
-            calls.append(transformer(**one, return_dict=False)[0])
-    (calls[0] + calls[1]).sum()
-
-
-@torch.no_grad()
-def uncached(ctx: RankContext) -> list[str]:
-    """Errors of every rank."""
-    messages = []
-
-    def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        with pytest.raises(ds_usp.USPError) as error:
-            call(*args, **kwargs)
-        messages.append(str(error.value))
-
-    given = arguments("FluxTransformer2DModel")
-    other = partial(fewer, threshold=0.1 if ctx.rank else 0.2)
-    refused(enable, built(other), mesh_of(2))
-    refused(enable, built(sea), mesh_of(2))
-    transformer = built(lambda _: None)
-    with enable(transformer, mesh_of(2)):
-        other(transformer)
-        refused(transformer, **given)
-    transformer = built(skipping)
-    with enable(transformer, mesh_of(2)):
-        transformer(**given)
-        refused(transformer, **given)
-    transformer = built(calibrated)
-    with enable(transformer, mesh_of(2)):
-        refused(transformer, **given)
-    for change, context in ((constant, False), (pyramid_now, True), (marked, True)):
-        transformer = built(change)
-        with enable(transformer, mesh_of(2), cfg_degree=2):
-            refused(step, transformer, context)
-    transformer = built(constant)
-    with enable(transformer, mesh_of(2), cfg_degree=2):
-        step(transformer)
-        with transformer.cache_context("cond"):
-            one = {key: x if key.endswith("ids") else x[:1] for key, x in given.items()}
-            call = transformer(**one, return_dict=False)[0]
-        refused(call.sum)
-        step(transformer)  # the ranks can go on
-    return messages
-
-
-def test_caches_that_decide_otherwise_are_refused(pool):
-    texts = (
-        "threshold",
-        "sea_cache",
-        "threshold",
-        "something skips blocks",
-        "calibrate on one process",
-        "mag_cache_leader_block_hook counts the calls of both branches",
-        "pyramid_attention_broadcast counts the calls of both branches",
-        "cache-dit counts the calls of both branches",
-        "guidance is on in some steps and off in others",
-    )
-    for messages in pool.run(uncached, WORLD):
-        for message, text in zip(messages, texts, strict=True):
-            assert text in message, (text, message)
 
 
 def test_every_cache_of_diffusers_is_known():

@@ -20,6 +20,7 @@ from model_runs import relative
 from tiny_diffusers import arguments, build
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import ds_usp
 from ds_usp import UnsupportedAttentionError as Unsupported
@@ -200,6 +201,21 @@ def test_casts_of_autocast_belong_to_the_graph(tapes):
     with torch.autocast("cpu"):
         want = transformer(**given).sample
     assert relative(have, want) < 1e-2 < relative(before, want)
+
+
+def test_blocks_are_not_compiled_again_in_a_capture(tapes):
+    """Where kernels are tuned, which waits for the GPU: captures were refused for it."""
+    transformer, given = build(WAN).eval(), arguments(WAN)
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    with enable(transformer, MESH, cuda_graphs=True), mock.patch.object(Tapes, "begin", mock.Mock):
+        transformer.compile_repeated_blocks(backend=counter, dynamic=False)
+        passes(transformer, given, 1)
+        compiled = counter.frame_count
+        assert compiled
+        passes(transformer, given, 1)
+        assert counter.frame_count == compiled
+    torch._dynamo.reset()
 
 
 class Twice:

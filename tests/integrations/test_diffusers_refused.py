@@ -1,18 +1,20 @@
 """What every rank refuses where one rank's transformer, options or arguments cannot be served."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import diffusers
 import pytest
 import torch
 from cases import mesh_of
-from diffusers import FirstBlockCacheConfig
 from harness import RankContext
 from model_runs import BOUND, relative
 from peft import LoraConfig
-from tiny_diffusers import arguments, build
+from tiny_diffusers import arguments, build, output_of
 
 import ds_usp
 from ds_usp import MeshError, USPError
@@ -20,7 +22,8 @@ from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.diffusers import PLANS, enable
 from ds_usp.integrations.model_comparison import ArgumentsDigest
 
-PIXART = "PixArtTransformer2DModel"
+PIXART, FLUX = "PixArtTransformer2DModel", "FluxTransformer2DModel"
+ZIMAGE, HUNYUAN = "ZImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"
 WORLD = 4
 
 
@@ -29,7 +32,7 @@ def other_options(ctx: RankContext) -> list[str]:
     last = ctx.rank == 3
     cached = build("FluxTransformer2DModel")
     if last:
-        cached.enable_cache(FirstBlockCacheConfig())
+        cached.enable_cache(diffusers.FirstBlockCacheConfig())
     messages = []
     for transformer, options in (
         (build(PIXART), {"gradients": "sum" if last else "mean"}),
@@ -177,7 +180,251 @@ def test_values_on_gpus_are_compared_at_the_end_of_a_pass(pool):
         assert "hidden_states (2, 32, 4)" in shapes and "hidden_states (2, 35, 4)" in shapes
 
 
-FLUX = "FluxTransformer2DModel"
+# ------------------------------------------------------------------ guidance and caches
+
+
+def whole(transformer: Any, **changes: Any) -> None:
+    """A pass of a batch with both branches."""
+    name = type(transformer).__name__
+    output_of(transformer, {**arguments(name, padded=True), **changes})
+
+
+def one_sample() -> dict[str, Any]:
+    return {k: x if k.endswith("ids") else x[:1] for k, x in arguments(FLUX).items()}
+
+
+def step(
+    transformer: Any, between: Callable[[Any], Any] = id, context: bool = True, last: bool = True
+) -> None:
+    """Both branches of the guidance, each by its call, in diffusers' cache contexts or not.
+
+    Args:
+        last: guidance is on; else the second call does not come.
+    """
+    given, calls = one_sample(), []
+    for name in ("cond", "uncond")[: 1 + last]:
+        with transformer.cache_context(name) if context else nullcontext():
+            calls.append(transformer(**given, return_dict=False)[0])
+        between(calls[0] if between is read_on_rank_0 else transformer)
+    sum(calls).sum()
+
+
+def read_on_rank_0(first: torch.Tensor) -> None:
+    if mesh_of(2).rank == 0:
+        first.norm()
+
+
+def guidance_ends(transformer: Any) -> None:
+    step(transformer)
+    step(transformer, last=False)
+
+
+def of_each(transformer: Any) -> None:
+    """Of other dtypes on some ranks."""
+    with torch.autocast("cpu", torch.bfloat16 if mesh_of(2).rank < 2 else torch.float16):
+        whole(transformer)
+
+
+def some_without_image(transformer: Any) -> None:
+    embeds = arguments(HUNYUAN)["image_embeds"].clone()
+    embeds[0] = 0
+    whole(transformer, image_embeds=embeds)
+
+
+def read_late(transformer: Any) -> None:
+    """Reads a first output after the transformer was disabled."""
+    with enable(transformer, mesh_of(2), cfg_degree=2):
+        first = transformer(**one_sample(), return_dict=False)[0]
+    assert not {"_compiled_call_impl", "cache_context"} & vars(transformer).keys()
+    first.sum()
+
+
+def scaled(transformer: Any) -> None:
+    transformer.proj_out.weight.data.mul_(2)
+    transformer.proj_out.weight.add_(0)
+
+
+def layers_skipped(transformer: Any) -> None:
+    config = diffusers.LayerSkipConfig(indices=[0], fqn="transformer_blocks")
+    diffusers.hooks.apply_layer_skip(transformer, config)
+
+
+def compiled_anew(transformer: Any) -> None:
+    transformer.compile(backend="eager")
+
+
+def block_skipped(transformer: Any) -> None:
+    """As caches that others copy into a model: from the second pass on, without a block."""
+    block, calls = transformer.single_transformer_blocks[-1], []
+    forward = block.forward
+
+    def cached(hidden_states: Any, encoder_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            return encoder_hidden_states, hidden_states
+        return forward(hidden_states, encoder_hidden_states, *args, **kwargs)
+
+    block.forward = cached
+
+
+def cached_by(kind: str, **options: Any) -> Callable[[Any], None]:
+    """Enables a cache of diffusers; ``threshold``: of rank 0, the others have 0.1."""
+
+    def change(transformer: Any) -> None:
+        given = dict(options)
+        if mesh_of(2).rank and "threshold" in given:
+            given["threshold"] = 0.1
+        transformer.enable_cache(getattr(diffusers, f"{kind}Config")(**given))
+
+    return change
+
+
+def marked(transformer: Any) -> None:
+    transformer._is_cached = True  # as cache-dit does
+
+
+def twice(transformer: Any) -> None:
+    whole(transformer)
+    whole(transformer)
+
+
+def of(
+    call: Callable[[Any], Any] = step,
+    *,
+    name: str = FLUX,
+    before: Callable[[Any], Any] = id,
+    after: Callable[[Any], Any] = id,
+    ulysses: int = 2,
+    degree: int = 2,
+    gradients: bool = False,
+    **options: Any,
+) -> Callable[[], None]:
+    """A call of a transformer that was changed before or after ``enable``."""
+
+    def act() -> None:
+        transformer = build(name, **options).eval()
+        before(transformer)
+        grad_mode = torch.set_grad_enabled(gradients)
+        with grad_mode, enable(transformer, mesh_of(ulysses), cfg_degree=degree):
+            after(transformer)
+            call(transformer)
+
+    return act
+
+
+def disabled(call: Callable[[Any], Any]) -> Callable[[], None]:
+    """A call of a transformer that is not enabled."""
+
+    @torch.no_grad()
+    def act() -> None:
+        call(build(FLUX).eval())
+
+    return act
+
+
+ONE_TEXT = {"cap_feats": arguments(ZIMAGE)["cap_feats"][:1]}
+FIRST_BLOCK = cached_by("FirstBlockCache", threshold=0.1)
+OTHER_FIRST_BLOCK = cached_by("FirstBlockCache", threshold=0.2)
+MAG = cached_by("MagCache", mag_ratios=[1.0] * 4, num_inference_steps=4)
+CALIBRATED = cached_by("MagCache", calibrate=True, num_inference_steps=2)
+PYRAMID = cached_by(
+    "PyramidAttentionBroadcast",
+    spatial_attention_block_skip_range=2,
+    current_timestep_callback=lambda: 500,
+)
+# What the refusal says, what is refused, what it says to do.
+GUIDANCE: tuple[tuple[str, Callable[[], None], Callable[[], None]], ...] = (
+    (
+        "divides neither the ring degree 1 nor the Ulysses degree 4",
+        of(ulysses=4, degree=3),
+        of(ulysses=4),
+    ),
+    ("cfg_degree=0 must be", of(degree=0), of(degree=1)),
+    ("under torch.no_grad()", of(whole, gradients=True), of(whole)),
+    (
+        "timestep [3] has 3 samples, where the batch has 2",
+        of(partial(whole, timestep=torch.zeros(3)), name=PIXART),
+        of(partial(whole, timestep=torch.zeros(2)), name=PIXART),
+    ),
+    (
+        "cap_feats has 1 samples, where the batch has 2",
+        of(partial(whole, **ONE_TEXT), name=ZIMAGE),
+        of(whole, name=ZIMAGE),
+    ),
+    (
+        "2 heads, fewer than the Ulysses degree 4 of the whole mesh, which computes a batch of 1 "
+        "with cfg_degree=2",
+        of(partial(step, last=False), ulysses=4, num_attention_heads=2),
+        of(partial(step, last=False), num_attention_heads=2),
+    ),
+    (
+        "image_embeds is zero for some samples and not for others",
+        of(some_without_image, name=HUNYUAN),
+        of(some_without_image, name=HUNYUAN, degree=1),
+    ),
+    ("outputs of a part", of(of_each, name="WanTransformer3DModel"), of(whole)),
+    ("branch 0.hidden_states", of(partial(step, between=read_on_rank_0)), of()),
+    (
+        "weights or settings were changed between two branches of a step",
+        of(partial(step, between=scaled)),
+        of(after=scaled),
+    ),
+    ("layer_skip", of(partial(step, between=layers_skipped)), of()),
+    # compile_repeated_blocks(): test_compiled_blocks_compute_a_branch_each.
+    ("compile() after enable takes the place", of(partial(step, between=compiled_anew)), of()),
+    (
+        "torch.compile of a FluxTransformer2DModel with cfg_degree=2",
+        of(lambda x: whole_of(torch.compile(x, backend="eager"))),
+        of(),
+    ),
+    (
+        "was disabled before the output of a call with cfg_degree was read",
+        disabled(read_late),
+        of(),
+    ),
+    ("threshold", of(before=OTHER_FIRST_BLOCK), of(before=FIRST_BLOCK)),
+    ("threshold", of(after=OTHER_FIRST_BLOCK), of(after=FIRST_BLOCK)),
+    ("sea_cache", of(before=cached_by("SeaCache")), of(before=FIRST_BLOCK)),
+    ("something skips blocks", of(twice, before=block_skipped, degree=1), of(twice, degree=1)),
+    ("calibrate on one process", of(whole, before=CALIBRATED, degree=1), of(before=MAG)),
+    (
+        "mag_cache_leader_block_hook counts the calls of both branches",
+        of(partial(step, context=False), before=MAG),
+        of(before=MAG),
+    ),
+    (
+        "pyramid_attention_broadcast counts the calls of both branches",
+        of(before=PYRAMID),
+        of(before=PYRAMID, degree=1),
+    ),
+    ("cache-dit counts the calls of both branches", of(before=marked), of(before=marked, degree=1)),
+    (
+        "guidance is on in some steps and off in others",
+        of(guidance_ends, before=MAG),
+        of(guidance_ends, before=MAG, degree=1),
+    ),
+)
+
+
+def whole_of(compiled: Any) -> None:
+    compiled(**one_sample(), return_dict=False)[0].sum()
+
+
+def of_guidance(ctx: RankContext) -> None:
+    for text, refused, remedy in GUIDANCE:
+        with pytest.raises(USPError) as error:
+            refused()
+        assert text in str(error.value), (text, str(error.value))
+        remedy()
+
+
+def test_what_refusals_of_guidance_and_caches_advise_works(pool):
+    """On every rank, each by itself and one after the other."""
+    pool.run(of_guidance, WORLD)
+
+
+# ------------------------------------------------------------------ a pass that ends early
+
 MESH = ds_usp.SequenceMesh.single()
 
 

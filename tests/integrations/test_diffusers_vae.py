@@ -1,6 +1,7 @@
-"""VAEs whose tiles are dealt over ranks: every class with a row, against diffusers' own tiling."""
+"""VAEs whose tiles ranks share: every class with a row, against diffusers' own tiling."""
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp import ConfigError, MeshError, UnsupportedAttentionError, USPError
 from ds_usp.integrations.diffusers import enable_vae
-from ds_usp.integrations.diffusers.vae import TILED, deal
+from ds_usp.integrations.diffusers.vae import TILED, _Later, assign
 
 WORLD = 4
 
@@ -196,7 +197,7 @@ class Outcome(NamedTuple):
 
 
 @torch.no_grad()
-def dealt(ctx: RankContext, names: list[str]) -> list[Outcome]:
+def shared(ctx: RankContext, names: list[str]) -> list[Outcome]:
     outcomes = []
     for index, name in enumerate(names):
         vae, calls, errors, alone = build(name), [], (0.0, 1.0), 0
@@ -223,7 +224,7 @@ FIRST = ["AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLCogVideoX", "Autoenc
 @pytest.mark.parametrize("names", [FIRST, [x for x in VAES if x not in FIRST]], ids=["4", "others"])
 def test_tiles_of_every_class_are_dealt_and_blended_as_on_one_rank(pool, names):
     assert {name.split(",")[0] for name in VAES} == set(TILED)
-    ranks = pool.run(dealt, WORLD, names=names)
+    ranks = pool.run(shared, WORLD, names=names)
     for name, *of_ranks in zip(names, *ranks, strict=True):
         for x in of_ranks:
             assert x.errors[0] <= BOUND and x.errors[1] > 1e-3, (name, x.errors)
@@ -232,13 +233,13 @@ def test_tiles_of_every_class_are_dealt_and_blended_as_on_one_rank(pool, names):
         assert sum(here) == alone and max(here) < 0.6 * alone, (name, here, alone)
 
 
-def test_large_tiles_are_dealt_first():
+def test_large_tiles_are_given_out_first():
     """28 tiles of a 720p video of Wan, of which those at the edges are smaller."""
     sizes = [h * w for h in (32, 32, 32, 18) for w in (*[32] * 6, 16)]
-    owners = deal(sizes, 2)
+    owners = assign(sizes, 2)
     loads = [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == r) for r in (0, 1)]
     assert max(loads) < 1.03 * sum(sizes) / 2
-    assert deal([5], 4) == [0] and deal([], 4) == []
+    assert assign([5], 4) == [0] and assign([], 4) == []
 
 
 # ------------------------------------------------------------------ refused
@@ -331,6 +332,20 @@ def test_a_part_of_a_tile_is_not_used_outside_of_it():
         pytest.raises(UnsupportedAttentionError, match="uses a part of a tile outside of it"),
     ):
         vae.encode(torch.zeros(1, 3, 52, 44))
+
+
+@torch.no_grad()
+def test_tiles_are_freed_when_they_are_blended():
+    """Not when Python next looks for cycles: those of a video are as large as it."""
+    vae = build(WAN)
+    gc.collect()
+    gc.disable()
+    try:
+        with enable_vae(vae, ds_usp.SequenceMesh.single()):
+            vae.decode(latents_of(WAN))
+            assert not [x for x in gc.get_objects() if type(x) is _Later]
+    finally:
+        gc.enable()
 
 
 def test_refused_on_one_rank_too():

@@ -96,6 +96,19 @@ def test_document_lengths_are_log_uniform_and_equal_in_every_run(seed):
     assert all(0 <= length - rounded < 8 for length, rounded in pairs)
 
 
+def test_rows_of_magi_attentions_lengths_are_one_stream():
+    """A document that a row cuts goes on in the next; over 1,500 of them, the share of two bins."""
+    tokens, count = 1 << 17, 20
+    rows = [shapes.magi_row(tokens, number) for number in range(count)]
+    assert rows[7] == shapes.magi_row(tokens, 7) and all(row[-1] == tokens for row in rows)
+    ends = {tokens * n + end for n, row in enumerate(rows) for end in row[1:-1]}
+    lengths = [b - a for a, b in pairwise([0, *sorted(ends)])]
+    middles = [(first + last) // 2 for first, last, _ in shapes.MAGI]
+    assert set(lengths) <= {min(x, tokens // 4) for x in middles} | {49152 % 32768}
+    share = sum(x in (350, 762) for x in lengths) / len(lengths)
+    assert share == pytest.approx(0.5213, rel=0.05)  # of all pieces; by hand from the table
+
+
 @pytest.mark.parametrize("name", shapes.SHAPE_SETS)
 def test_a_set_names_distinct_shapes(name):
     requested = shapes.requested_shapes(Namespace(shapes=[name, "64:2:2:16"]))
@@ -127,7 +140,13 @@ def test_a_shape_that_means_nothing_is_refused(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["64:4:2:16", "64:4:2:16:full:batch=3", "64:4:2:16:window=8", "99:4:2:16:documents=4-16"],
+    [
+        "64:4:2:16",
+        "64:4:2:16:full:batch=3",
+        "64:4:2:16:window=8",
+        "99:4:2:16:documents=4-16",
+        "64:4:2:16:documents=magi-1",
+    ],
 )
 def test_work_counts_the_pairs_of_the_mask(text):
     shape = shapes.Shape.parse(text)

@@ -91,7 +91,7 @@ class RecordedPass:
 
     def __init__(self, graphs: CudaGraphs, tensors: Sequence[Tensor]) -> None:
         self._graphs = graphs
-        self.arguments = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+        self.arguments = [torch.empty_like(x) for x in tensors]
         self.held, self._inputs = ExitStack(), _HeldInputs()
         self._parts: list[Callable[[], object]] = []
         self._outputs: list[Any] = []
@@ -259,7 +259,10 @@ class ForwardGraphs:
             return forward(*args, **kwargs)
         kind, mesh = begun
         if kind not in self._recorded:
-            out = forward(*args, **kwargs)
+            # In the modes of the capture, all of which torch.compile guards: in others blocks would
+            # be compiled again within it, and tuning their kernels waits for the GPU.
+            with _no_autocast_cache():
+                out = forward(*args, **kwargs)
             self._drop_oldest(mesh.rank)
             self._recorded[kind] = None
             return out

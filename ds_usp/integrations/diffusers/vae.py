@@ -1,4 +1,4 @@
-"""``enable_vae``: the tiles that a VAE of diffusers decodes and encodes, dealt over the ranks."""
+"""``enable_vae``: the tiles that a VAE of diffusers decodes and encodes, shared by the ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ds_usp.memory.compile_guard import disable_in_compile
 # function of its own (`tiled_decode`), some with caches of convolutions from one frame to the next.
 # None of that is written again here. While a class's own function runs, its encoder and decoder are
 # replaced by functions that compute nothing: they note the call and return a `_Later`. The first
-# time that a value is needed, as when blending reads a shape, all calls that were noted are dealt
-# over the ranks, computed, and sent to everybody; the function then goes on as if each had run in
-# its turn. So tiling and blending are diffusers', to the bit.
+# time that a value is needed, as when blending reads a shape, all calls that were noted are shared
+# by the ranks, computed, and sent to everybody; the function then goes on as if each had run in its
+# turn. So tiling and blending are diffusers', to the bit.
 #
 # Which calls belong to one tile follows from data: they hand each other an output (`conv_cache` of
 # CogVideoX, the output of an encoder to `quant_conv`), or write into one list (`feat_cache` of Wan
@@ -57,7 +57,7 @@ _TILED_FUNCTIONS = (
 
 
 def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMesh) -> EnabledVAE:
-    """Deal the tiles of a VAE's ``decode`` and ``encode`` over the ranks of a mesh.
+    """Share the tiles of a VAE's ``decode`` and ``encode`` among the ranks of a mesh.
 
     Every rank calls it, and later ``decode`` and ``encode``, with the same latents or images, and
     gets all of the result, equal to that of diffusers' own tiling on one rank. A rank's memory is
@@ -84,7 +84,7 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
         words.append(name)
         if name not in TILED:
             raise UnsupportedAttentionError(
-                f"{name} is no VAE whose tiles can be dealt over ranks; these can: "
+                f"{name} is no VAE whose tiles ranks can share; these can: "
                 f"{', '.join(TILED)}. Let every rank decode by itself, or one rank alone "
                 "(output_type='latent' on the others)"
             )
@@ -102,7 +102,7 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
 
 
 class EnabledVAE(AbstractContextManager["EnabledVAE"]):
-    """A VAE whose tiles are dealt over ranks; as a context manager it is disabled at the end.
+    """A VAE whose tiles are shared by ranks; as a context manager it is disabled at the end.
 
     Attributes:
         vae: the VAE.
@@ -136,11 +136,10 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
     @disable_in_compile("ranks compare what they decode")
     def _whole(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         what = f"{name} of {type(self.vae).__name__} (call it on every rank, with the same values),"
-        given = {"given": args, **kwargs}
-        with same_on_all_ranks(self.mesh, what, given, self._model):
+        with same_on_all_ranks(self.mesh, what, {"given": args, **kwargs}, self._model):
             check_tiles(self.vae)
-            tensors = (*args, *kwargs.values(), *self.vae.parameters())
-            if torch.is_grad_enabled() and any(_wants_gradient(x) for x in tensors):
+            given = (*args, *kwargs.values(), *self.vae.parameters())
+            if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given):
                 raise UnsupportedAttentionError(
                     f"{type(self.vae).__name__}.{name} with gradients: tiles of other ranks have "
                     "none. Call it under torch.no_grad(), or disable() to train the VAE"
@@ -150,7 +149,7 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
         self._model.end_of_forward()
         return out
 
-    @disable_in_compile("tiles are dealt over ranks")
+    @disable_in_compile("tiles are shared by ranks")
     def _tiled(self, _: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._tiles.is_noting:  # of frames, which calls that of heights and widths
             return original(*args, **kwargs)
@@ -167,10 +166,6 @@ class _Bound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._name, self._original, *args, **kwargs)
-
-
-def _wants_gradient(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def check_tiles(vae: Any) -> None:
@@ -225,8 +220,8 @@ class _Later:
             self.tiles.compute()
         if self.value is None:  # what another call has taken is not sent
             raise UnsupportedAttentionError(
-                f"{self.tiles.name} uses a part of a tile outside of it: its tiles cannot be dealt "
-                "over ranks; disable()"
+                f"{self.tiles.name} uses a part of a tile outside of it: ranks cannot share its "
+                "tiles; disable()"
             )
         return self.value
 
@@ -305,19 +300,14 @@ class _Chain:
 
     def run(self) -> None:
         """Compute them; what the ends do not need is freed on the way."""
-        made: list[_Later] = []
+        made: set[_Later] = set()
         self.calls.reverse()
         while self.calls:
             call = self.calls.pop()
             call.run()
-            for taken in [x for x in made if x not in self.ends and not self._is_taken(x)]:
-                taken.value = None
-            made = [*(x for x in made if x.value is not None), *call.outputs]
-        for x in made:
-            x.value = x.value if x in self.ends else None
-
-    def _is_taken(self, later: _Later) -> bool:
-        return any(later in _laters(call) for call in self.calls)
+            made.update(call.outputs)
+            for later in made.difference(self.ends, *map(_laters, self.calls)):
+                later.value = None
 
 
 def _laters(call: _Call) -> Iterator[_Later]:
@@ -401,7 +391,7 @@ class _Tiles:
         chains, self._chains, self._of_list = self._chains, [], {}
         if not chains:  # all were computed, or this is within a tile: other ranks are not here
             return
-        owners = deal([chain.size for chain in chains], self.mesh.sp_degree)
+        owners = assign([chain.size for chain in chains], self.mesh.sp_degree)
         rank, group = self.mesh.rank, self.mesh.sp_group
         with self.mesh.agreeing(f"{len(chains)} tiles of {self.name}"):
             for chain, owner in zip(chains, owners, strict=True):
@@ -410,8 +400,14 @@ class _Tiles:
                         chain.run()
                 else:
                     chain.calls.clear()
-        if group is None:
-            return
+        if group is not None:
+            self._exchange(chains, owners, group)
+        for chain in chains:  # a tile that holds itself stays until Python collects cycles
+            chain.ends.clear()
+
+    def _exchange(
+        self, chains: Sequence[_Chain], owners: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
         values = [x.value for chain in chains for x in chain.ends if x.value is not None]
         shapes = [(list(x.shape), str(x.dtype).removeprefix("torch.")) for x in values]
         of_ranks = [iter(each) for each in gathered_values(self.mesh, shapes)]
@@ -445,7 +441,7 @@ def _draws_nothing(name: str, device: torch.device) -> Iterator[None]:
         )
 
 
-def deal(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign(sizes: Sequence[int], ranks: int) -> list[int]:
     """The rank that computes each tile: the largest first, each to the rank that has least."""
     loads, owners = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -285,7 +285,6 @@ class _Registration:
         return (), whole
 
     def _layout_of(self, length: int) -> TokenLayout:
-        """The layout of the batch of which this rank has a shard of ``length`` tokens."""
         group: Any = self.mesh.sp_group
         lengths = [_LENGTH.unpack(x)[0] for x in all_gather_bytes(_LENGTH.pack(length), group)]
         layout = self.layout(sum(lengths))

@@ -246,6 +246,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
         """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
+        if self._dealing is not None:
+            raise ConfigError(
+                "layout_of: deal() gives the samples of a batch to groups of ranks, each with a "
+                "layout of its own: join outputs by enabled.whole(x), or enable without deal"
+            )
         rows = self._as_tree(batch)
         given = batch if rows is None else rows.arguments
         return self._read(given).layout(self.mesh, self._options.layout)
@@ -366,12 +371,15 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             others = refusals.others_than_tokens(arguments)
             refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
-            self._rows = self._as_tree(arguments)
+            given, self._rows = arguments, self._as_tree(arguments)
             arguments = arguments if self._rows is None else self._rows.arguments
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text or self._whole_head:
-                self._check_positions(batch, [sys.modules[type(self._inner).__module__]])
+                # Not of the tree's arguments, whose positions are made here, from 0 on.
+                left_padded = (batch if self._rows is None else self._rows).left_padded
+                owners = [sys.modules[type(self._inner).__module__]]
+                self._check_positions(given, left_padded, owners)
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
@@ -472,7 +480,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         given = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
         batch = whole.handed_to_text(given, type(self._inner).__name__)
         kinds = (kind for x in text_modules(self._inner) for kind in type(x).__mro__)
-        self._check_positions(batch, filter(refusals.is_of_a_model, kinds))
+        owners = filter(refusals.is_of_a_model, kinds)
+        self._check_positions(batch.arguments, batch.left_padded, owners)
         local = self._shard_of(batch, batch, shard)
         if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
             local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
@@ -507,10 +516,12 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._running.is_sharded = False
         self._router_loss.end()
 
-    def _check_positions(self, batch: WholeArguments, owners: Iterable[Any]) -> None:
+    def _check_positions(
+        self, arguments: Mapping[str, Any], left_padded: bool, owners: Iterable[Any]
+    ) -> None:
         """DataError where a module or class of these would count other positions than a shard has
         by its tokens' indices."""
-        if "position_ids" in batch.arguments:
+        if arguments.get("position_ids") is not None:
             return
         name = type(self._inner).__name__
         if refusals.positions_are_offset(self._inner):
@@ -518,7 +529,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 f"{name} does not count positions from 0: give position_ids of the whole batch "
                 "(padding_idx + 1 is the first)"
             )
-        if batch.left_padded and refusals.positions_follow_padding(owners):
+        if left_padded and refusals.positions_follow_padding(owners):
             raise DataError(
                 f"{name} counts positions from the first real token, and the batch is padded on "
                 "the left: pad on the right, or give position_ids"
@@ -573,7 +584,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return self._joined(name, kwargs, out)
 
     def _joined(self, name: str, kwargs: dict[str, Any], out: Any) -> Any:
-        """The outputs of the whole batch."""
         shard = cast(Shard, self._running.shard)
         implementation = self._trunk.config._attn_implementation
         if implementation != IMPLEMENTATION:

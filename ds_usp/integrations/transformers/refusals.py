@@ -153,7 +153,6 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
-    """Why layers that carry a state are not served."""
     text = model.config.get_text_config()
     given = list(getattr(text, "layer_types", None) or ())
     kinds = {kind for kind in given if "attention" not in kind or "linear" in kind}

@@ -277,25 +277,31 @@ def _count_weights(trainer: Trainer) -> None:
     count = trainer._get_num_items_in_batch
 
     def num_items(batches: list[Any], device: torch.device) -> Any:
-        weighted = [x for x in batches if isinstance(x, Mapping) and LOSS_WEIGHTS in x]
-        if not weighted:
+        def of_all_ranks(number: Tensor) -> Tensor:
+            if not trainer.args.average_tokens_across_devices:
+                return number
+            total: Tensor = trainer.accelerator.gather(number.to(device)).sum()
+            return total
+
+        # A replica whose rows share no prefix has no weights, and its Trainer would gather integers
+        # while others gather floats: what each counts is the ranks' common decision.
+        weighted = any(isinstance(x, Mapping) and LOSS_WEIGHTS in x for x in batches)
+        if not of_all_ranks(torch.tensor(float(weighted), device=device)):
             return count(batches, device)
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
-            given = batch.get("shift_labels")
-            labels = next_token_labels(batch["labels"]) if given is None else given
-            counts = labels != IGNORE_INDEX
-            weights = batch.get(LOSS_WEIGHTS, counts)
-            total += (counts * weights).sum(dtype=torch.float64).cpu()
-        if trainer.args.average_tokens_across_devices:
-            total = trainer.accelerator.gather(total.to(device)).sum()
-        return total.float().to(device)
+            given, labels = batch.get("shift_labels"), batch.get("labels")
+            if given is None and labels is not None:
+                given = next_token_labels(labels)
+            if given is not None:
+                counts = given != IGNORE_INDEX
+                total += (counts * batch.get(LOSS_WEIGHTS, counts)).sum(dtype=torch.float64).cpu()
+        return of_all_ranks(total).float().to(device)
 
     trainer._get_num_items_in_batch = num_items
 
 
 def _join_logits(trainer: Trainer) -> None:
-    """Give metrics and predictions the logits of the whole batch."""
     step = trainer.prediction_step
 
     def prediction_step(

@@ -334,6 +334,7 @@ class RowsAsTree:
         is_real, is_labeled: the tokens that are no padding, and those with a label, ``[b, s]``.
         num_items: labels of the rows, or what was given for it.
         drops_last: outputs of labels have none for the last token of a row.
+        left_padded: a row begins with padding.
     """
 
     arguments: dict[str, Any]
@@ -342,6 +343,7 @@ class RowsAsTree:
     is_labeled: Tensor
     num_items: Tensor | int
     drops_last: bool
+    left_padded: bool
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any], *, in_fused_head: bool) -> RowsAsTree | None:
@@ -407,7 +409,8 @@ class RowsAsTree:
                 out["num_items_in_batch"] = count
         drops_last = "shift_labels" not in batch.arguments
         num_items = is_labeled.sum().clamp(min=1) if count is None else count
-        return cls(out, index, is_real, is_labeled, num_items, drops_last)
+        left_padded = batch.left_padded
+        return cls(out, index, is_real, is_labeled, num_items, drops_last, left_padded)
 
     def of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
         """Values ``[1, tokens, ...]`` of the tree, ``[b, s, ...]`` of the rows; 0 of those that do
