@@ -540,8 +540,8 @@ def simulated_pass(
         projections=projections,
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)
-    # The ranks of a node share its link, and on one of two nodes all of them are the ring's busiest.
-    # Inside a node the mean is closer to what was measured: each rank has links of its own.
+    # The ranks of a node share its link, and on one of two nodes all are the ring's busiest. Inside
+    # a node the mean is closer to what was measured: each rank has links of its own.
     ring_inside = inside_node(cluster, group_of(config, "ring"))
     sent = sent_by_operation(
         work,

@@ -5,8 +5,8 @@ r"""Hosts on one Linux machine: network namespaces, joined by a link of a chosen
     python scripts/hosts/hosts.py cut 1                        (host 1 loses its link; `mend 1`)
     python scripts/hosts/hosts.py down
 
-A host has a network, a name, shared memory and a boot id of its own, so ranks of two hosts share
-what those of two machines do: the file system and the link. Needs root and /dev/net/tun.
+A host has a network and a boot id of its own, what runs there a name and shared memory: two hosts
+share what two machines do, the file system and the link. Needs root and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from typing import Any, NoReturn
 #   host 0: ranks -- eth0 (tun) ---.                    .--- eth0 (tun) -- ranks :host 1
 #                                  '-- the switch: _relay
 #
-# Why nothing has to be cleaned up: the namespaces have no names in the file system. They live as
-# long as a process in them, and a tun device as long as its file is open. Every process here is
-# killed by the kernel when the one that started it ends, however it ends (PR_SET_PDEATHSIG), and
-# the ranks of a run are a PID namespace, which the kernel ends with its first process.
+# Why nothing has to be cleaned up: the networks have no names in the file system. They and their
+# tun devices live as long as the files that the switch has open. What a run starts is a PID
+# namespace, which the kernel ends with its first process, and that one when the process that
+# started it ends, however it ends (PR_SET_PDEATHSIG).
 NETWORK = "10.231.77."  # in the hosts' own namespaces: it is no address of this machine's
 INTERFACE, PORT = "eth0", "29400"
 # Of a segment as TCP hands it to a NIC, which cuts it into packets; a tun device cannot.
 MTU = 65000
 QUEUE_S = 0.002  # of packets that wait for a host's link; TCP holds back what does not fit
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"  # by which programs know a machine
-_NEW = {"mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "net": 0x40000000, "pid": 0x20000000}
+_NEW_MNT, _NEW_UTS, _NEW_IPC, _NEW_PID, _NEW_NET = 1 << 17, 1 << 26, 1 << 27, 1 << 29, 1 << 30
+_PDEATHSIG, _CHILD_SUBREAPER = 1, 36  # of prctl
+_PRIVATE, _BIND = 0x44000, 0x1000  # of mount
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -59,31 +60,27 @@ def main() -> int:
     if not Path("/dev/net/tun").exists():
         _refuse("no /dev/net/tun: load the module tun, or allow the container this device")
     path = Path(f"/run/ds-usp-hosts-{args.name}.json")
-    state = json.loads(path.read_text()) if path.exists() else {}
-    running = bool(state) and _runs(state["switch"])
+    state = json.loads(path.read_text()) if path.exists() else None
+    running = state is not None and _runs(state)
+    if args.command == "down":
+        if running:
+            os.kill(state["switch"], signal.SIGKILL)
+            _until(lambda: not _runs(state), 5)
+        path.unlink(missing_ok=True)
+        return 0
     if args.command == "up":
         if running:
             _refuse(f"the hosts {args.name!r} are up already: call `down` first")
         return _up(args, path)
-    if args.command == "down":
-        if running:
-            os.kill(state["switch"][0], signal.SIGKILL)
-        # Whoever has ended the switch: its hosts end a moment later.
-        _until(lambda: not any(map(_runs, state and (state["switch"], *state["hosts"]))), 5)
-        path.unlink(missing_ok=True)
-        return 0
     if not running:
         _refuse(f"there are no hosts {args.name!r}: call `up` first")
     if args.command == "run":
         return _run(state, args)
-    if not 0 <= args.host < len(state["hosts"]):
-        _refuse(f"host {args.host} is none of the {len(state['hosts'])}")
-
-    def set_link() -> None:
-        _enter(state["hosts"][args.host][0])
-        _set_interface(INTERFACE, up=args.command == "mend")
-
-    return os.waitstatus_to_exitcode(os.waitpid(_fork(set_link), 0)[1])
+    if not 0 <= args.host < len(state["ranks"]):
+        _refuse(f"host {args.host} is none of the {len(state['ranks'])}")
+    _enter(state, args.host)
+    _set_interface(INTERFACE, up=args.command == "mend")
+    return 0
 
 
 def _up(args: argparse.Namespace, path: Path) -> int:
@@ -94,7 +91,7 @@ def _up(args: argparse.Namespace, path: Path) -> int:
         _refuse("--gbit must be above 0, --delay-ms 0 or more, --loss from 0 to below 1")
     ready, write = os.pipe()
 
-    def hold() -> None:
+    def switch() -> None:
         os.setsid()
         os.close(ready)
         devnull = os.open(os.devnull, os.O_RDWR)
@@ -102,18 +99,19 @@ def _up(args: argparse.Namespace, path: Path) -> int:
             os.dup2(devnull, stream)
         signal.alarm(args.lifetime)  # forgotten hosts end by themselves
         try:
-            made = [_make_host(args.name, host, args.hosts) for host in range(args.hosts)]
+            tuns, networks = zip(*map(_make_network, range(args.hosts)), strict=True)
         except OSError as error:
             os.write(write, str(error).encode())
             return
-        hosts = [_process(holder) for _, holder in made]
-        state = {"switch": _process(os.getpid()), "hosts": hosts, "ranks": ranks}
+        boot_ids = [str(uuid.uuid4()) for _ in ranks]  # by which programs know a machine
+        state = {"name": args.name, "ranks": ranks, "networks": networks, "boot_ids": boot_ids}
+        state |= {"switch": os.getpid(), "since": _started(os.getpid())}
         path.write_text(json.dumps(state))
         os.write(write, b"up")
         os.close(write)
-        _relay([tun for tun, _ in made], args.gbit * 1e9 / 8, args.delay_ms / 1e3, args.loss)
+        _relay(tuns, args.gbit * 1e9 / 8, args.delay_ms / 1e3, args.loss)
 
-    _fork(hold, dies_with_parent=False)
+    _fork(switch, dies_with_parent=False)
     os.close(write)
     answer = os.read(ready, 4096).decode()
     if answer != "up":
@@ -146,7 +144,7 @@ def _fork(body: Callable[[], int | None], *, dies_with_parent: bool = True) -> i
     code: int | None = 70
     try:
         if dies_with_parent:
-            _call("prctl", 1, signal.SIGKILL, 0, 0, 0)
+            _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         code = body()
     except BaseException as error:
         with suppress(OSError):
@@ -154,16 +152,17 @@ def _fork(body: Callable[[], int | None], *, dies_with_parent: bool = True) -> i
     os._exit(code or 0)
 
 
-def _process(number: int) -> tuple[int, str]:
-    """A process and when it was started, as the kernel counts; an empty text: it has ended."""
-    with suppress(OSError):
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-        return number, "" if fields[0] in "ZX" else fields[19]
-    return number, ""
+def _started(process: int) -> str:
+    """When a process was started, as the kernel counts; empty: it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
-def _runs(process: Sequence[Any]) -> bool:
-    return _process(process[0])[1] == process[1]
+def _runs(state: dict[str, Any]) -> bool:
+    return _started(state["switch"]) == state["since"]
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -175,56 +174,18 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _bind(text: str, over: str) -> None:
-    """Let a file of this mount namespace have this text."""
-    path = Path("/dev/shm") / uuid.uuid4().hex
-    path.write_text(text)
-    _call("mount", bytes(path), over.encode(), None, 0x1000, None)
-    path.unlink()
-
-
-def _make_host(name: str, index: int, hosts: int) -> tuple[int, int]:
-    """The file of a host's tun device, and the process that holds its namespaces."""
-    ours, of_link = socket.socketpair()
-    boot_id = str(uuid.uuid4())
-
-    def hold() -> None:
-        ours.close()
-        try:
-            _call("unshare", sum(_NEW[kind] for kind in ("mnt", "uts", "ipc", "net")))
-            # Private: this machine sees no mount of it.
-            _call("mount", b"none", b"/", None, 0x44000, None)
-            _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
-            _bind(boot_id, _BOOT_ID)
-            names = [(f"{NETWORK}{i + 1}", f"{name}-{i}") for i in range(hosts)]
-            # Also as torch asks for them, by IPv6; no other name is to be asked for outside.
-            lines = [f"{prefix}{at} {known}\n" for at, known in names for prefix in ("", "::ffff:")]
-            _bind("".join([*lines, "127.0.0.1 localhost\n"]), "/etc/hosts")
-            _bind("nameserver 127.0.0.1\n", "/etc/resolv.conf")
-            host_name = f"{name}-{index}"
-            _call("sethostname", host_name.encode(), len(host_name))
-            tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH22x", INTERFACE.encode(), 0x1001))
-            _set_interface("lo", "127.0.0.1")
-            _set_interface(INTERFACE, f"{NETWORK}{index + 1}")
-        except OSError as error:
-            of_link.send(str(error).encode())
-            return
-        socket.send_fds(of_link, [b"up"], [tun])
-        os.close(tun)
-        signal.pause()
-
-    holder = _fork(hold)
-    of_link.close()
-    answer, files, *_ = socket.recv_fds(ours, 4096, 1)
-    if not files:
-        raise OSError(answer.decode())
-    os.set_blocking(files[0], False)
-    return files[0], holder
+def _make_network(host: int) -> tuple[int, int]:
+    """Move this process to a new network; the files of its tun device and of itself."""
+    _call("unshare", _NEW_NET)
+    tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH22x", INTERFACE.encode(), 0x1001))
+    _set_interface("lo", "127.0.0.1")
+    _set_interface(INTERFACE, f"{NETWORK}{host + 1}")
+    return tun, os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
 def _set_interface(name: str, address: str = "", *, up: bool = True) -> None:
-    """The state of an interface of this namespace, and with an address that and its packets."""
+    """The state of an interface of this network, and with an address that and its packets."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
 
         def change(request: int, value: bytes) -> None:
@@ -237,15 +198,11 @@ def _set_interface(name: str, address: str = "", *, up: bool = True) -> None:
         change(0x8914, struct.pack("H", 0x40 | up))
 
 
-def _enter(holder: int) -> None:
-    """Become a process of a host."""
-    kinds = ("uts", "ipc", "net", "mnt")  # the last hides the files of the others
-    files = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in kinds]
-    folder = os.getcwd()
-    for kind, file in zip(kinds, files, strict=True):
-        _call("setns", file, _NEW[kind])
-        os.close(file)
-    os.chdir(folder)
+def _enter(state: dict[str, Any], host: int) -> None:
+    """Move this process to a host's network."""
+    network = os.open(f"/proc/{state['switch']}/fd/{state['networks'][host]}", os.O_RDONLY)
+    _call("setns", network, _NEW_NET)
+    os.close(network)
 
 
 # ------------------------------------------------------------------ the link
@@ -297,8 +254,9 @@ def _run(state: dict[str, Any], args: argparse.Namespace) -> int:
     command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not command:
         _refuse("run -- COMMAND: no command")
-    _call("prctl", 36, 1, 0, 0, 0)  # a killed child leaves its own to this process, to wait for
-    hosts = range(len(state["hosts"]))
+    # A child that is killed leaves its own to this process, which waits for them.
+    _call("prctl", _CHILD_SUBREAPER, 1, 0, 0, 0)
+    hosts = range(len(state["ranks"]))
     children = {_fork(lambda x=host: _start(state, x, command)): host for host in hosts}
     codes: dict[int, int] = {}
 
@@ -307,7 +265,7 @@ def _run(state: dict[str, Any], args: argparse.Namespace) -> int:
             process, status = os.waitpid(child, os.WNOHANG)
             if process:
                 codes[child] = os.waitstatus_to_exitcode(status)
-        return len(codes) == len(children) or not _runs(state["switch"])
+        return len(codes) == len(children) or not _runs(state)
 
     in_time = _until(ended, args.timeout)
     late = children.keys() - codes
@@ -326,23 +284,30 @@ def _run(state: dict[str, Any], args: argparse.Namespace) -> int:
 
 def _start(state: dict[str, Any], host: int, command: Sequence[str]) -> int:
     """The command on one host, in a PID namespace of its own; its exit code."""
-    holder, ranks = state["hosts"][host][0], state["ranks"]
-    boot_id = Path(f"/proc/{holder}/root{_BOOT_ID}").read_text()  # of its mount namespace
+    name, ranks = state["name"], state["ranks"]
     where = {"nnodes": len(ranks), "node_rank": host, "nproc_per_node": ranks[host]}
     where |= {"master_addr": f"{NETWORK}1", "master_port": PORT}
-    settings = {name.upper(): str(value) for name, value in where.items()}
+    settings = {key.upper(): str(value) for key, value in where.items()}
     settings |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
     settings |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if command[0] == "torchrun":
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in where.items()]
+        options = [f"--{key.replace('_', '-')}={value}" for key, value in where.items()]
         torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
         command = [*torchrun, *options, *command[1:]]
-    _enter(holder)
-    _call("unshare", _NEW["pid"] | _NEW["mnt"])
+    _enter(state, host)
+    _call("unshare", _NEW_MNT | _NEW_UTS | _NEW_IPC | _NEW_PID)
 
     def first_process() -> int:
+        _call("mount", b"none", b"/", None, _PRIVATE, None)  # this machine sees no other mount
         _call("mount", b"proc", b"/proc", b"proc", 0, None)
-        _bind(boot_id, _BOOT_ID)
+        _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
+        known = [(f"{NETWORK}{i + 1}", f"{name}-{i}") for i in range(len(ranks))]
+        # Also as torch asks for them, by IPv6; no other name is to be asked for outside.
+        lines = [f"{prefix}{at} {host}\n" for at, host in known for prefix in ("", "::ffff:")]
+        _replace("/etc/hosts", "".join([*lines, "127.0.0.1 localhost\n"]))
+        _replace("/etc/resolv.conf", "nameserver 127.0.0.1\n")
+        _replace("/proc/sys/kernel/random/boot_id", state["boot_ids"][host] + "\n")
+        socket.sethostname(f"{name}-{host}")
         started = subprocess.Popen(command, env=os.environ | settings)
         while True:  # the first process of a PID namespace inherits its orphans
             process, status = os.wait()
@@ -351,6 +316,14 @@ def _start(state: dict[str, Any], host: int, command: Sequence[str]) -> int:
                 return code if code >= 0 else 128 - code
 
     return os.waitstatus_to_exitcode(os.waitpid(_fork(first_process), 0)[1])
+
+
+def _replace(path: str, text: str) -> None:
+    """Let a file of this mount namespace have this text."""
+    other = Path("/dev/shm") / uuid.uuid4().hex
+    other.write_text(text)
+    _call("mount", bytes(other), path.encode(), None, _BIND, None)
+    other.unlink()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -95,7 +95,7 @@ def test_hosts_are_apart_and_leave_nothing(tmp_path):
     while not (tmp_path / "sleeps").exists():
         time.sleep(0.01)
     state = Path(f"/run/ds-usp-hosts-{NAME}.json")
-    os.kill(json.loads(state.read_text())["switch"][0], signal.SIGKILL)  # as if it crashed
+    os.kill(json.loads(state.read_text())["switch"], signal.SIGKILL)  # as if it crashed
     assert sleeping.wait(10) == 124
     for _ in range(2):
         assert hosts("down").returncode == 0

@@ -59,6 +59,7 @@ def test_the_planner_does_not_choose_it():
     sent = layer_traffic(work, config).ring_busiest
     straight = exchange_s(H100, RankGroup(16, 1), sent, DIRECT, 0)
     assert attention_s(H100, work, config, backward=False).ring == pytest.approx(straight, rel=0.1)
-    result = search(H100, work, 16, fixed={"tp": 1, "ulysses": 2, "ring": 8, "pp": 1, "dp": 1})
+    degrees = {"tp": 1, "ulysses": 2, "ring": 8, "pp": 1, "dp": 1}
+    result = search(H100, work, 16, fixed={**degrees, "order": "ulysses-ring"})
     (line,) = (line for line in explain(result) if line.startswith("ring 8"))
     assert "across nodes" in line and "double" not in line

@@ -180,6 +180,12 @@ def test_the_closed_form_is_the_mean_of_the_ranks(ulysses, ring):
     assert fmean(r.ring_kv_forward for r in ranks) == pytest.approx(mean.ring_forward)
     backward = fmean(r.ring_kv_backward + r.ring_dkv_backward for r in ranks)
     assert backward == pytest.approx(mean.ring_backward)
+    windowed = replace(work, model=replace(shape, window=96))
+    for each in (work, windowed):
+        sent = [attention_bytes(each, config, rank) for rank in range(config.sp)]
+        busiest = layer_traffic(each, config).ring_busiest
+        assert max(r.ring_kv_forward for r in sent) == pytest.approx(busiest)
+        assert max(r.ring_dkv_backward for r in sent) == pytest.approx(busiest)
 
 
 @pytest.mark.parametrize("ring", [2, 3, 4, 7])
