@@ -16,8 +16,8 @@ VERSION = runpy.run_path(str(ROOT / "ds_usp" / "_version.py"))
 # from another version: `ds-usp env` names what is out of bounds, the code checks what it patches.
 # einops: megatron-core's context parallel groups import it undeclared.
 MEGATRON = ["megatron-core>=0.16,<0.17", "einops"]
-# DeepSpeed 0.19.7 rounds gradients that are summed in fp32 to bf16 under ZeRO-2, and applies those that
-# are not finite under ZeRO-1.
+# DeepSpeed 0.19.7 rounds gradients that are summed in fp32 to bf16 under ZeRO-2, and applies those
+# that are not finite under ZeRO-1.
 DEEPSPEED = ["deepspeed>=0.19.8,<0.20"]
 PLOTS = ["matplotlib"]
 TRANSFORMERS = [
