@@ -537,9 +537,7 @@ class _OfReplicas(Accelerator):
         if is_same or reduction in ("mean", "max"):
             return super().reduce(tensor, reduction, scale)
         return recursively_apply(
-            lambda x: self.gather(x[None]).sum(0, dtype=x.dtype),
-            tensor,
-            error_on_other_type=True,
+            lambda x: self.gather(x[None]).sum(0, dtype=x.dtype), tensor, error_on_other_type=True
         )
 
     def gather_objects(self, objects: Any) -> list[Any]:
