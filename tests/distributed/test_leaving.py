@@ -5,7 +5,6 @@ import sys
 import time
 from dataclasses import replace
 from types import FrameType, SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
