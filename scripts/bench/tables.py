@@ -101,7 +101,7 @@ HEADLINES = (
         )
     ),
     ("Llama 3, 8 layers, 32K, 2 H200", "transformers_32k.jsonl", "plain:32768", "FSDP2"),
-    ("Flux.1 pass, 1024 px", "diffusers_h100.jsonl", "flux-1024:forward", "cudnn"),
+    ("Wan 2.1 step with guidance, 480p", "diffusers_guided.jsonl", "wan-480p:guided", "cudnn"),
 )
 MODELS = {
     ("gpt-1.3b", "24"): "GPT 1.3B",
