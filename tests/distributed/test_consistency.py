@@ -693,7 +693,7 @@ def interrupted(
 
 
 # Ulysses degree, parts of the heads, the part in which it happens: between others where it can be.
-CHUNKS = [(1, 1, 0), (1, 2, 1), (1, 4, 1), (2, 1, 0), (2, 2, 1), (2, 3, 1), (4, 2, 0), (4, 2, 1)]
+CHUNKS = [(1, 1, 0), (1, 2, 1), (2, 3, 1), (4, 2, 0)]
 
 # Gathered or not, inner ring.
 EXCHANGES = {"block by block": (False, "auto"), "gathered": (True, "auto"), "double": (False, 2)}

@@ -3,14 +3,13 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType, SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import short_patience
 from harness import RankContext
 from programs import python
 
@@ -21,12 +20,6 @@ from ds_usp.comm.process_groups import align_group_counters
 from ds_usp.comm.shm_mailbox import MAX_LEFT, open_mailbox
 
 WORLD, TIMEOUT_S = 4, 60.0
-
-
-@contextlib.contextmanager
-def short_patience() -> Iterator[None]:
-    with mock.patch.object(watchdog, "_PATIENCE_S", 1.0):
-        yield
 
 
 def checker_of(ctx: RankContext, use_mailbox: bool = True) -> ConsistencyChecker:
@@ -128,7 +121,7 @@ def test_a_rank_in_another_collective_is_found_and_named(pool, nodes):
 def legitimately_slow(ctx: RankContext, how: str) -> list[str]:
     """What the others say when rank 1 takes three times as long as a watchdog waits."""
     checker = checker_of(ctx)
-    with mock.patch.object(watchdog, "_PATIENCE_S", 0.5):
+    with short_patience():
         checker.check_now("together")
         if how == "p2p" and ctx.rank < 2:  # gloo counts them as collectives
             for peer in range(2, WORLD) if ctx.rank == 1 else (1,):
@@ -139,10 +132,10 @@ def legitimately_slow(ctx: RankContext, how: str) -> list[str]:
             dist.recv(torch.ones(1), 1, group=ctx.group)
         if how == "collective of others" and ctx.rank in (1, 3):
             pair = dist.new_group([1, 3], use_local_synchronization=True)
-            time.sleep(1.5 if ctx.rank == 3 else 0.0)
+            time.sleep(1.2 if ctx.rank == 3 else 0.0)
             dist.all_reduce(torch.ones(1), group=pair)
         elif ctx.rank == 1:
-            time.sleep(1.5)
+            time.sleep(1.2)
         return [said_by(checker.check_now, "after it"), str(checker.number)]
 
 
@@ -155,7 +148,7 @@ def test_a_rank_that_is_slow_is_waited_for(pool, how):
 def go_on_without(ctx: RankContext) -> list[str]:
     checker = checker_of(ctx)
     texts = []
-    with mock.patch.object(watchdog, "_PATIENCE_S", 0.2):
+    with short_patience():
         if ctx.rank == 1:
             dist.all_reduce(torch.ones(1), group=ctx.group)
         else:

@@ -15,13 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import mesh_of
+from cases import mesh_of, short_patience
 from harness import RankContext
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp import PieceMap, PieceMaps, Recurrence, SequenceMesh, TokenLayout
-from ds_usp.comm import watchdog
 from ds_usp.geometry import state_chains
 from ds_usp.geometry.masks import normalize_documents
 from ds_usp.geometry.state_chains import Piece
@@ -295,12 +294,6 @@ def test_an_error_in_the_mechanism_is_seen(pool, doubling):
     by_rank = pool.run(wrong, WORLD, timeout=TIMEOUT_S, doubling=doubling)
     worst = {key: max(errors[key] for errors in by_rank) for key in by_rank[0]}
     assert len(worst) == 12 and min(worst.values()) > 1e-4, worst
-
-
-@contextlib.contextmanager
-def short_patience() -> Iterator[None]:
-    with mock.patch.object(watchdog, "_PATIENCE_S", 1.0):
-        yield
 
 
 def said(call: Callable[[], object]) -> str:

@@ -4,19 +4,17 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny_diffusers
 import tiny_models
 import torch
 import torch.distributed as dist
-from cases import mesh_of
+from cases import mesh_of, short_patience
 from harness import RankContext
 from model_runs import BOUND, plain_batch, relative
 
 import ds_usp
-from ds_usp.comm import watchdog
 from ds_usp.integrations import diffusers, transformers
 
 WORLD, TIMEOUT_S = 4, 60.0
@@ -73,8 +71,7 @@ def passes_ahead(ctx: RankContext) -> list[float]:
     """After rank 0 has tried two passes while rank 1 was in a collective of the caller's."""
     model, batch = tiny_models.build("llama"), plain_batch()
     want, losses = float(model(**batch).loss), []
-    patience = mock.patch.object(watchdog, "_PATIENCE_S", 0.5)
-    with transformers.enable(model, mesh_of(2)), torch.no_grad(), patience:
+    with transformers.enable(model, mesh_of(2)), torch.no_grad(), short_patience():
         model(**batch)
         for _ in range(2 if ctx.rank == 0 else 0):
             with pytest.raises(ds_usp.MeshError):

@@ -1,5 +1,6 @@
 """The search: everything it lists is possible and fits, and practice comes out of the numbers."""
 
+import functools
 import math
 import time
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ds_usp.planner.search import GIB, SearchResult, search
 from ds_usp.planner.step_time import step_mfu, step_time
 
 
+@functools.cache
 def find(
     name: str,
     seq_len: int,

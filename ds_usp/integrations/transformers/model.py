@@ -279,6 +279,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         """From the next forward pass on, deal the samples of each batch (its packed documents, or
         its rows without padding) to groups of the mesh's ranks, as many as each needs, instead of
         sharding all of them over all. Losses, gradients and joined outputs are the same.
+        Experimental.
 
         A forward pass is one micro batch of a step. Passes with images or sounds are not dealt.
         Collective over the mesh.
