@@ -133,12 +133,7 @@ class CachedLauncher:
             if len(self._cache) >= _MAX_CACHED:
                 self._cache.clear()
             launch = PreparedLaunch(
-                self.kernel,
-                grid,
-                numbers,
-                num_warps=num_warps,
-                options=self._options,
-                **constants,
+                self.kernel, grid, numbers, num_warps=num_warps, options=self._options, **constants
             )
             self._cache[key] = launch
         dtypes = tuple([x.dtype for x in tensors])

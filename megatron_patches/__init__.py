@@ -76,7 +76,7 @@ def framework_of(path: Path) -> str:
     """
     if not path.expanduser().exists():
         raise ConfigError(f"{path} does not exist; give a script of a checkout")
-    checkouts = {name: found for name in frameworks() if (found := checkout_of(name))}
+    checkouts = {name: known for name in frameworks() if (known := checkout_of(name))}
     roots = {name: root for name, known in checkouts.items() if (root := known.root_of(path))}
     if not roots:
         wanted = " or of ".join(known.wanted for known in checkouts.values())

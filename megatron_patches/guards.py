@@ -47,11 +47,11 @@ class Guard:
         """The sentence that the distribution is missing or has another version, if so."""
         if not self.distribution:
             return
-        found = _version_of(self.distribution)
-        if found is None:
+        installed = _version_of(self.distribution)
+        if installed is None:
             yield f"needs {self.distribution} {self.versions}, which is not installed"
-        elif not SpecifierSet(self.versions, prereleases=True).contains(found):
-            yield f"needs {self.distribution} {self.versions}, found {found}"
+        elif not SpecifierSet(self.versions, prereleases=True).contains(installed):
+            yield f"needs {self.distribution} {self.versions}, found {installed}"
 
     def source_mismatches(self, original: Any) -> Iterator[str]:
         """The sentence that the original's source differs from all known fingerprints, if so.

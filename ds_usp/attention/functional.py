@@ -10,20 +10,10 @@ import torch
 
 from ds_usp.attention.custom_ops import graph_break, traced_attention
 from ds_usp.attention.passes import BackwardPass, ForwardPass
-from ds_usp.attention.plan import (
-    AttentionOptions,
-    AttentionPlan,
-    explain_keywords,
-    plan_call,
-)
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, explain_keywords, plan_call
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.attention.validation import (
-    check_layout,
-    exchange_label,
-    same_ranks,
-    token_layout,
-)
+from ds_usp.attention.validation import check_layout, exchange_label, same_ranks, token_layout
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks

@@ -20,12 +20,7 @@ from ds_usp.attention.local_attention import (
     detect_local_attention,
     resolve_ring_attention,
 )
-from ds_usp.attention.plan import (
-    AttentionOptions,
-    AttentionPlan,
-    explain_keywords,
-    plan_call,
-)
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, explain_keywords, plan_call
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,

@@ -48,12 +48,7 @@ from ds_usp.geometry.pipeline_schedule import (
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import slow_path_notice
-from ds_usp.kernels.registry import (
-    AUTO,
-    check_kernel_name,
-    missing_libraries,
-    select_kernel,
-)
+from ds_usp.kernels.registry import AUTO, check_kernel_name, missing_libraries, select_kernel
 from ds_usp.kernels.score_mod import PLAIN, ScoreMod
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.

@@ -119,10 +119,12 @@ def _system() -> dict[str, Any]:
 def _versions() -> dict[str, str]:
     """Of installed distributions, and of the libraries that torch has loaded."""
     versions: dict[str, str] = {}
-    for found in metadata.distributions():
-        name = found.metadata["Name"] or ""  # "": a folder that an installation left half done
+    for distribution in metadata.distributions():
+        name = (
+            distribution.metadata["Name"] or ""
+        )  # "": a folder that an installation left half done
         if _DISTRIBUTIONS.fullmatch(name):
-            versions.setdefault(name, found.version)  # the first on the path is imported
+            versions.setdefault(name, distribution.version)  # the first on the path is imported
 
     def loaded() -> str:
         import torch
@@ -149,15 +151,15 @@ def _against_requirements(versions: Mapping[str, str]) -> dict[str, str]:
         elif version and not package.specifier.contains(version, prereleases=True):
             other.add(f"{package.name} {version}, not {package.specifier}")
     rows = {"not installed": absent, "not as required": other}
-    return {name: ", ".join(sorted(found)) for name, found in rows.items() if found}
+    return {name: ", ".join(sorted(packages)) for name, packages in rows.items() if packages}
 
 
 def _gpus() -> dict[str, str]:
     import torch
 
     gpus = range(torch.cuda.device_count())
-    found = {str(index): str(torch.cuda.get_device_properties(index)) for index in gpus}
-    return found or {"torch": "sees no GPU"}
+    properties = {str(index): str(torch.cuda.get_device_properties(index)) for index in gpus}
+    return properties or {"torch": "sees no GPU"}
 
 
 def _links() -> dict[str, str]:

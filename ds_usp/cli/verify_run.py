@@ -327,10 +327,7 @@ class _LocalAttention(torch.nn.Module):
 
 
 def _attend(
-    mesh: ds_usp.SequenceMesh,
-    layout: ds_usp.TokenLayout,
-    case: VerifyCase,
-    tensors: oracle.Tensors,
+    mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, case: VerifyCase, tensors: oracle.Tensors
 ) -> dict[str, torch.Tensor]:
     """This rank's results of the call under test, and the full gradient of the sinks."""
     inputs = [

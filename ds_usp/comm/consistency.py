@@ -104,6 +104,10 @@ class GroupTransport:
         # torch aborts a process that ends and leaves a collective or a request to the store behind.
         # Not when the transport is garbage collected, which may be in mid-training.
         atexit.register(_wait_for, self._works, self._publishing)
+        # A job that torchrun has restarted has what its ranks published before, by the same names.
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"{self.name} {group.rank()}", "0 ")  # no record has this number
 
     def post(self, data: bytes) -> int:
         self.posted += 1

@@ -335,11 +335,7 @@ class SequenceMesh:
 
     @classmethod
     def from_device_mesh(
-        cls,
-        device_mesh: DeviceMesh,
-        *,
-        ulysses_degree: int | None = None,
-        order: str | None = None,
+        cls, device_mesh: DeviceMesh, *, ulysses_degree: int | None = None, order: str | None = None
     ) -> SequenceMesh:
         """:meth:`from_group` for what torch's ``init_device_mesh`` made; collective like it.
 

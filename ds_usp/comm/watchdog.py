@@ -269,13 +269,13 @@ class Watchdog:
         for rank in ranks:
             status = Status.decode(watched.status(seq, rank))
             if status is not None and status.waits:
-                found = _unmatched(stack, frame, counters, rank, status)
-                if found:
+                unmatched = _unmatched(stack, frame, counters, rank, status)
+                if unmatched:
                     self._given_away[watched.name] = seq + 1, stack.place
                     watched.give_away(
                         seq,
                         in_comparison=stack.in_comparison,
-                        reason=f"{stack.where} ({found}), and did not come to this call in "
+                        reason=f"{stack.where} ({unmatched}), and did not come to this call in "
                         f"{now - before[2]:.0f} s. All ranks must run the same passes and "
                         "collectives in one order, backward passes too: what calls the model "
                         "(validation, a request, a batch) runs on all ranks of the mesh or on none",

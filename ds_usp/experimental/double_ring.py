@@ -56,12 +56,7 @@ class NodeRing(Ring):
     """
 
     def __init__(
-        self,
-        queries: TokenLayout,
-        keys: TokenLayout,
-        mask: MaskSpec,
-        inner: int,
-        outer_step: int,
+        self, queries: TokenLayout, keys: TokenLayout, mask: MaskSpec, inner: int, outer_step: int
     ) -> None:
         super().__init__(queries, keys, mask)
         self.inner, self.outer_step = inner, outer_step

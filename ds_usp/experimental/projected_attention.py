@@ -62,13 +62,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import Instr, Op, pipeline_schedule
 from ds_usp.kernels.registry import AUTO
-from ds_usp.kernels.rotary import (
-    Rotary,
-    RotaryPositions,
-    apply_rotary,
-    rotate_in_place,
-    rotated,
-)
+from ds_usp.kernels.rotary import Rotary, RotaryPositions, apply_rotary, rotate_in_place, rotated
 from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.memory.saved_attention import is_saving
 from ds_usp.settings import removal

@@ -86,14 +86,14 @@ class ShardIndex:
         first = bisect_right(self._stops, start)
         if first == len(self._starts) or self._starts[first] >= stop:
             return []
-        found = []
+        parts = []
         for segment, at in self._shard[first : bisect_left(self._starts, stop)]:
             origin, stride = segment.start, segment.stride
             begin = max(0, -((origin - start) // stride))  # both divisions round up
             end = min(segment.length, -((origin - stop) // stride))
             if begin < end:
-                found.append((segment.slice(begin, end), at + begin))
-        return found if len(found) == 1 else sorted(found, key=itemgetter(1))
+                parts.append((segment.slice(begin, end), at + begin))
+        return parts if len(parts) == 1 else sorted(parts, key=itemgetter(1))
 
 
 def even_split(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -162,12 +162,7 @@ class SignatureAdapter:
         return self._function(**{**self._none_defaults, **mask, **kwargs})
 
     def gradients(
-        self,
-        saved: BackwardInputs,
-        tile: TileOrCall,
-        scale: float,
-        lengths: Lengths,
-        **kwargs: Any,
+        self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths, **kwargs: Any
     ) -> QKV:
         """dq, dk and dv of a backward function, which writes them into buffers of its caller's."""
         dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[1:4]]

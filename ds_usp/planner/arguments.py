@@ -228,10 +228,7 @@ _RULES: Mapping[str, tuple[_Rule, ...]] = MappingProxyType(
         "Finite": ((lambda x: _is_number(x) and abs(x) <= _LARGEST, "a finite number"),),
         "Fraction": ((lambda x: _is_number(x) and 0 <= x <= 1, "a number between 0 and 1"),),
         "LaunchSeconds": (
-            (
-                lambda x: _is_number(x) and 0 <= x < inf,
-                "a finite number above 0, or 0: not known",
-            ),
+            (lambda x: _is_number(x) and 0 <= x < inf, "a finite number above 0, or 0: not known"),
             _at_most(_LARGEST),
         ),
         "Count": (_COUNT, _at_most(_LARGEST_COUNT)),

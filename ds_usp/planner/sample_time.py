@@ -19,7 +19,7 @@ _FIRST, _RATIO = 64, 2**0.5  # lengths at which rows are priced; between them it
 def sample_cost(
     cluster: Cluster, model: ModelShape, max_tokens: int, *, recompute: str = "none"
 ) -> SampleTime:
-    """The cost by which :class:`ds_usp.training.DealtBatches` deals: ``cost(tokens, ranks)``.
+    """The cost by which ``DealtBatches`` deals: ``cost(tokens, ranks)``.
 
     Args:
         max_tokens: that a rank can hold: a sample is priced in a row of as many of its length.

@@ -484,9 +484,7 @@ class _Ranges:
     one is the same exchange, named by a lower layer."""
 
     def __init__(
-        self,
-        events: Iterable[TraceEvent],
-        key: Callable[[TraceEvent], int] = attrgetter("thread"),
+        self, events: Iterable[TraceEvent], key: Callable[[TraceEvent], int] = attrgetter("thread")
     ) -> None:
         self._by_thread: dict[int, list[TraceEvent]] = defaultdict(list)
         for event in sorted(events, key=lambda event: (event.start, -event.stop)):

@@ -344,16 +344,16 @@ def _attention_rows(state: Profile) -> list[tuple[int, float]]:
 
 def _meshes(state: Profile) -> list[SequenceMesh]:
     """Meshes to measure: one rank, and every ulysses x ring in a node that the heads allow."""
-    found = [SequenceMesh.single()]
+    meshes = [SequenceMesh.single()]
     if state.timer.world == 1:
-        return found
+        return meshes
     for ranks in divisors(state.gpus_per_node)[1:]:
         rest = state.timer.world // ranks
         for ulysses in divisors(ranks):
             if state.sizes.heads % ulysses == 0:
                 sizes = {"ulysses": ulysses, "ring": ranks // ulysses, "dp": rest}
-                found.append(SequenceMesh.build(RankGrid(sizes)))
-    return found
+                meshes.append(SequenceMesh.build(RankGrid(sizes)))
+    return meshes
 
 
 def _attention_call(

@@ -50,8 +50,8 @@ def implementation_of(kernel: Callable[..., Any]) -> Callable[..., Any]:
     cells = getattr(kernel, "__closure__", None)
     if code is None or not cells or "implementation" not in code.co_freevars:
         return kernel
-    found: Callable[..., Any] = cells[code.co_freevars.index("implementation")].cell_contents
-    return found
+    chosen: Callable[..., Any] = cells[code.co_freevars.index("implementation")].cell_contents
+    return chosen
 
 
 def library_of(kernel: Callable[..., Any]) -> str:
@@ -159,12 +159,7 @@ class PieceStates:
     """
 
     def __init__(
-        self,
-        call: ExchangeCall,
-        heads: int,
-        key_dim: int,
-        value_dim: int,
-        device: torch.device,
+        self, call: ExchangeCall, heads: int, key_dim: int, value_dim: int, device: torch.device
     ) -> None:
         self.call = call
         self.pieces = call.chains.by_rank[call.mesh.rank]

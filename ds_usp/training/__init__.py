@@ -11,7 +11,6 @@ from ds_usp.training.data_loader import (
     ShardedBatch,
     data_parallel_ranks,
 )
-from ds_usp.training.dealt_batches import DealtBatch, DealtBatches
 from ds_usp.training.deepspeed import (
     GradientRule,
     ParallelGroups,
@@ -49,8 +48,6 @@ from ds_usp.training.whole_batch import (
 
 __all__ = [
     "DataParallelRanks",
-    "DealtBatch",
-    "DealtBatches",
     "GradientRule",
     "IGNORE_INDEX",
     "ParallelGroups",

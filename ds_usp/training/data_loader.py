@@ -19,13 +19,7 @@ from torch import Tensor
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes, byte_tensor, transport_device
-from ds_usp.errors import (
-    ConfigError,
-    DataError,
-    LayoutError,
-    UnsupportedAttentionError,
-    warn_once,
-)
+from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.training.whole_batch import (

@@ -297,10 +297,7 @@ class USPCoreAttention(torch.nn.Module):
             mask, layout = options["mask"], options["layout"]
             check_dense_mask(attention_mask, mask, layout, self.mesh, query.shape[0])
         out = ds_usp.usp_attention(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            **options,
+            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), **options
         )
         # The tensors of one sample need no transposition, which autograd would run backward, too.
         one_sample = query.shape[1] == 1

@@ -42,10 +42,10 @@ class OverMesh:
         layout: str | ds_usp.TokenLayout = self.layout
         documents: Any = ()
         if self.packed is not None:
-            found = packed_documents(
+            documented = packed_documents(
                 self.packed, ds_usp.MaskSpec.causal(), layout, self.mesh, tokens
             )
-            layout, documents = found.layout, found.mask.documents
+            layout, documents = documented.layout, documented.mask.documents
         if isinstance(layout, str):
             layout = self.mesh.layout(layout, tokens.shape[0] * self.mesh.sp_degree)
         return {"mesh": self.mesh, "layout": layout, "documents": documents}

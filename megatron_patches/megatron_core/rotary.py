@@ -114,11 +114,7 @@ def rotary_table(
 def _rotate(attention: Any, x: Tensor, angles: Tensor, offsets: Tensor | None) -> Tensor:
     """``x`` as ``Attention.forward`` rotates queries."""
     rotated: Tensor = apply_rotary_pos_emb(
-        x,
-        angles,
-        config=attention.config,
-        cu_seqlens=offsets,
-        cp_group=attention.pg_collection.cp,
+        x, angles, config=attention.config, cu_seqlens=offsets, cp_group=attention.pg_collection.cp
     )
     return rotated
 

@@ -44,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp import training
+from ds_usp.experimental.dealt_batches import DealtBatches
 from ds_usp.geometry.dealing import Dealer, DealtGroup, DealtStep, groups_of_size
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.planner import load_cluster, load_model, sample_cost
@@ -283,7 +284,7 @@ def compare(
     loaders = {}
     for name, dealer in dealers:
         heads = sizes.heads, sizes.kv_heads
-        make = partial(training.DealtBatches, steps, None, args.max_tokens, cost=cost)
+        make = partial(DealtBatches, steps, None, args.max_tokens, cost=cost)
         loaders[name] = make(heads=heads, sizes=dealer.sizes, device=session.device)
         loaders[name].dealer = dealer
         if name == f"ulysses {session.world}":

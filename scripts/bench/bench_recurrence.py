@@ -325,11 +325,11 @@ def heads_contender(
         kinds = [*mixed.split(shape.widths, -1), *gates.chunk(2, -1)]
         split = [x.chunk(world, -1) for x in kinds]
         shares = [torch.cat(share, -1) for share in zip(*split, strict=True)]
-        into = AllToAll.apply(torch.cat(shares))  # [world, t, c]: my heads of each rank's tokens
-        mine = into.flatten(0, 1)[None]
+        into = AllToAll.apply(torch.cat(shares))  # [world, t, c]: own heads of each rank's tokens
+        own = into.flatten(0, 1)[None]
         channels = sum(shape.widths) // world
         part = (session.rank, world)
-        mixed, gates = mine.split((channels, mine.shape[-1] - channels), -1)
+        mixed, gates = own.split((channels, own.shape[-1] - channels), -1)
         out = mix(layer, mixed, gates, conv=conv, delta=delta, part=part)
         back = AllToAll.apply(out[0].unflatten(0, (world, -1)))
         return torch.cat(back.unbind(), -2)[None]

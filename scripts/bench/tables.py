@@ -101,7 +101,7 @@ HEADLINES = (
         )
     ),
     ("Llama 3, 8 layers, 32K, 2 H200", "transformers_32k.jsonl", "plain:32768", "FSDP2"),
-    ("Flux.1 pass, 1024 px", "diffusers_h100.jsonl", "flux-1024:forward", "cudnn"),
+    ("Wan 2.1 step with guidance, 480p", "diffusers_guided.jsonl", "wan-480p:guided", "cudnn"),
 )
 MODELS = {
     ("gpt-1.3b", "24"): "GPT 1.3B",
@@ -224,6 +224,32 @@ def packed_table(results: str) -> str:
     others = [f"TransformerEngine `{kind}`, cuDNN" for kind in kinds]
     ratio_heads = ["ratio, cuDNN", "ratio, FlashAttention-4 to cuDNN"]
     return markdown(["shape", *head, *others, *ratio_heads], lines)
+
+
+def passes_table(results: str) -> str:
+    """TFLOP/s a GPU of forward, of backward, which is the rest, and of both: the mean of all
+    shapes, and in the last column its ratio to the fastest other library's."""
+    seconds, work = dict[tuple[str, str], float](), dict[str, float]()
+    for row in read(results):
+        seconds[row["contender"], row["shape"]] = float(row["ms"]) / 1e3
+        work[row["shape"]] = float(row["tflop_per_s_per_gpu"]) * float(row["ms"]) / 1e3
+    rates = {}
+    for contender in dict.fromkeys(contender for contender, _ in seconds):
+        of_shapes = []
+        for shape in (x for x in work if not x.endswith(" forward")):
+            both, forward = (seconds[contender, x] for x in (shape, f"{shape} forward"))
+            first, all_work = work[f"{shape} forward"], work[shape]
+            parts = (first / forward, (all_work - first) / (both - forward), all_work / both)
+            of_shapes.append(parts)
+        rates[contender] = [statistics.mean(x) for x in zip(*of_shapes, strict=True)]
+    others = [x for name, (*_, x) in rates.items() if not name.startswith((ALONE, "ds_usp"))]
+    lines = []
+    for contender, of_passes in rates.items():
+        name, _, kernel = contender.partition(", ")
+        ratio = f"{of_passes[-1] / max(others):.2f}" if name.startswith("ds_usp") else ""
+        name = SHORT_NAMES.get(name, name.replace("x", " x "))
+        lines.append([name, KERNELS[kernel], *(f"{x:.0f}" for x in of_passes), ratio])
+    return markdown(["TFLOP/s a GPU", "kernel", "forward", "backward", "both", "ratio"], lines)
 
 
 def factor_table(results: str) -> str:
@@ -471,6 +497,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),
     "attention-packed": partial(packed_table, "attention_packed.csv"),
+    "attention-magi": partial(passes_table, "attention_magi.csv"),
     "attention-ratios": partial(
         ratio_table,
         {

@@ -19,8 +19,8 @@ from ds_usp import (
     SequenceMesh,
     usp_attention,
 )
+from ds_usp.experimental.dealt_batches import DealtBatches
 from ds_usp.training import (
-    DealtBatches,
     ParallelGroups,
     initialize_deepspeed,
     loss_token_weight,

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from dataclasses import replace
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from harness import RankContext
 from programs import python
 
 import ds_usp
-from ds_usp.comm import watchdog
+from ds_usp.comm import consistency, watchdog
 from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.process_groups import align_group_counters
 from ds_usp.comm.shm_mailbox import MAX_LEFT, open_mailbox
@@ -227,6 +227,22 @@ def test_a_process_ends_while_its_threads_ask_the_store():
     """
     done = python("-c", program)
     assert done.returncode == 0, done
+
+
+def test_after_a_restart_nobody_waits():
+    """torchrun starts ranks again on the store in which those before have published."""
+    store = dist.HashStore()
+
+    def transport(rank: int) -> consistency.GroupTransport:
+        group = SimpleNamespace(size=lambda: 2, rank=lambda: rank, group_name="mesh")
+        return consistency.GroupTransport(group, store)
+
+    first, second = transport(0), transport(1)
+    second.publish(1, b"waits")
+    second._publishing[0].join()
+    assert first.waiting_ranks(1) == [1]
+    restarted, _ = transport(0), transport(1)
+    assert restarted.waiting_ranks(1) == []
 
 
 def test_a_stack_tells_torch_from_the_caller():

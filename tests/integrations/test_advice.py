@@ -318,6 +318,9 @@ def weighted(weight: float, **others: Any) -> Any:
     return llama(**given, **others)
 
 
+WEIGHTS = {"loss_weights": torch.ones(2, 41)}
+
+
 def in_tree(**others: Any) -> dict[str, Any]:
     """A prompt and two answers, a batch of one row."""
     segments = [(0, 20, None), (20, 30, 0), (30, 41, 0)]
@@ -589,6 +592,11 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: llama(input_ids=IDS, loss_weights=torch.ones(2, 41)),
         lambda: llama(input_ids=IDS),
     ),
+    "weights and a loss of rows": (
+        "the model's own of whole rows",
+        lambda: run(headed("ForSequenceClassification")(), {**of_rows(), **WEIGHTS}),
+        lambda: run(headed("ForSequenceClassification")(), of_rows()),
+    ),
     "a dealt tree": (
         "leave deal out",
         lambda: dealt(build("llama"), in_tree(), 4096),
@@ -744,6 +752,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "weights below 0",
         "rounded weights",
         "weights without labels",
+        "weights and a loss of rows",
         "a count beside weights",
     ),
     "a model that computes its loss": (

@@ -349,9 +349,9 @@ def test_positions_that_do_not_count_tokens_from_0_must_be_given():
         decoder(input_ids=ids, tree=[(0, 20, None), (20, 30, 0), (30, 41, 0)])
     rows, mask = ids.repeat(2, 1), torch.ones(2, 41, dtype=torch.long)
     rows[1, -1], mask[:, :5] = 3 + (rows[1, -1] == 3), 0
-    with enable(build("opt"), mesh, share_prefixes=True) as enabled:
-        with pytest.raises(DataError, match="first real token"):
-            enabled.model(input_ids=rows, attention_mask=mask)
+    opt = build("opt")
+    with enable(opt, mesh, share_prefixes=True), pytest.raises(DataError, match="first real token"):
+        opt(input_ids=rows, attention_mask=mask)
 
 
 # ------------------------------------------------------------------ sums and joins of shards

@@ -37,7 +37,7 @@ def ended(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
     """The programs of this file, with their folders."""
-    texts = (DIE, ASKED, TEARDOWN, PARENT_ENDS, LAUNCHER_ENDS)
+    texts = (DIE, ASKED, TEARDOWN, PARENT_ENDS, LAUNCHER_ENDS, STARTED_AGAIN)
     programs = {tmp_path_factory.mktemp("program"): text for text in texts}
     done = forked(IMPORTS, programs, PYTHONPATH=PYTHONPATH)
     return {programs[folder]: (folder, each) for folder, each in done.items()}
@@ -303,6 +303,30 @@ def test_ranks_of_a_launcher_end_with_it(ended):
     _, done = ended[LAUNCHER_ENDS]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["TORCHELASTIC_RUN_ID b''", "CROSS_RANK b''"]
+
+
+STARTED_AGAIN = """
+import os
+from argparse import Namespace
+
+import torch.distributed as dist
+from usp_trainer import launch
+
+args = Namespace(device="cpu", distributed_timeout_minutes=None, output_dir=".")
+for restarts in "10":
+    os.environ.update(RANK="0", WORLD_SIZE="1", TORCHELASTIC_MAX_RESTARTS=restarts)
+    store = dist.FileStore(f"store_{restarts}", 1)
+    for attempt in range(2):
+        outcome = launch._train(lambda _: 0, args, store)
+        print(outcome if outcome == 0 else outcome.text)
+"""
+
+
+def test_only_a_launcher_that_restarts_starts_a_rank_again(ended):
+    _, done = ended[STARTED_AGAIN]
+    first, again, once, twice = done.stdout.splitlines()
+    assert (first, again, once) == ("0", "0", "0"), done
+    assert "rank 0 of 1 was started a second time" in twice
 
 
 def reports_of_rank(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:

@@ -92,6 +92,27 @@ def test_each_kernel_of_a_run_is_a_line_beside_the_same_peers(tmp_path, monkeypa
     ]
 
 
+def test_backward_is_the_rest_of_both_passes(tmp_path, monkeypatch):
+    """By hand: 2 TFLOP of 7 are forward."""
+    rows = [
+        ("0", "ds_usp 2x1, flash4", 14, 500),
+        ("0 forward", "ds_usp 2x1, flash4", 4, 500),
+        ("1", "ds_usp 2x1, flash4", 20, 350),
+        ("1 forward", "ds_usp 2x1, flash4", 10, 200),
+        ("0", "TransformerEngine p2p, cudnn", 28, 250),
+        ("0 forward", "TransformerEngine p2p, cudnn", 10, 200),
+        ("1", "TransformerEngine p2p, cudnn", 28, 250),
+        ("1 forward", "TransformerEngine p2p, cudnn", 10, 200),
+    ]
+    lines = [f'32K {shape},"{name}",{ms},{rate}' for shape, name, ms, rate in rows]
+    head = "shape,contender,ms,tflop_per_s_per_gpu"
+    (tmp_path / "magi.csv").write_text("\n".join([head, *lines]))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    *_, ours, te = tables.passes_table("magi.csv").splitlines()
+    assert ours == "| ds_usp 2 x 1 | FlashAttention-4 | 350 | 500 | 425 | 1.70 |"
+    assert te == "| TransformerEngine `p2p` | cuDNN | 200 | 278 | 250 |  |"
+
+
 def test_packed_documents_compare_the_fastest_of_each_kernel(tmp_path, monkeypatch):
     times = {"ds_usp 2x1, flash4": 4, "ds_usp 1x2, flash4": 5, "ds_usp 2x1, cudnn": 9}
     times |= {"ds_usp 1x2, cudnn": 8, "ds_usp 1x2, flash2": 7, "one GPU, cudnn": 1}

@@ -28,7 +28,6 @@ def steps(draw: st.DrawFn) -> tuple[Dealer, list[int]]:
         exchange=draw(st.sampled_from((0.0, 0.05, 0.5))),
         latency=draw(st.sampled_from((0, 100))),
     )
-    cost = draw(st.sampled_from((cost, cost, cost, lambda tokens, ranks: 1.0)))
     dealer = Dealer(world, max_tokens, cost, draw(st.sampled_from(((), tuple(sizes)))))
     lengths = draw(st.lists(st.integers(1, 3 * max_tokens), min_size=1, max_size=24))
     return dealer, [min(x, dealer.longest) for x in lengths]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ds_usp import ConfigError, DataError, MaskSpec, TokenLayout
+from ds_usp.experimental.dealt_batches import _read_samples
 from ds_usp.training import PrefixTree
-from ds_usp.training.dealt_batches import _read_samples
 from ds_usp.training.prefix_tree import SharedPrefixes
 from ds_usp.training.whole_batch import read_batch
 

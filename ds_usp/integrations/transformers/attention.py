@@ -385,14 +385,14 @@ def _in_blocks(band: _Band, documents: tuple[Borders, ...], seq_len: int) -> Mas
     for row, (of_row, borders) in enumerate(zip(numbers, rows, strict=True)):
         begins = (of_row.diff().nonzero().flatten() + 1).tolist()
         runs = list(pairwise(sorted({*borders, *begins})))
-        found = [(bisect_right(borders, start), int(of_row[start])) for start, _ in runs]
-        of_blocks = [x for x in found if x[1] >= 0]
+        places = [(bisect_right(borders, start), int(of_row[start])) for start, _ in runs]
+        of_blocks = [x for x in places if x[1] >= 0]
         if len(set(of_blocks)) < len(of_blocks):
             raise UnsupportedAttentionError(
                 f"a block of row {row} has other tokens between its own, which see each other "
                 "both ways: served are blocks of consecutive tokens"
             )
-        blocks.append(tuple(run for run, x in zip(runs, found, strict=True) if x[1] >= 0))
+        blocks.append(tuple(run for run, x in zip(runs, places, strict=True) if x[1] >= 0))
         longest = max((stop - start for start, stop in blocks[-1]), default=0)
         if band.max_block is not None and longest > band.max_block:
             raise UnsupportedAttentionError(

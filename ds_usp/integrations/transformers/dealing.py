@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import DataError, UnsupportedAttentionError
+from ds_usp.experimental.dealt_batches import dealt_meshes
 from ds_usp.geometry.dealing import Cost, Dealer, SampleCost
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.replicas import Reduction, join_parts
 from ds_usp.integrations.transformers.recurrent_layers import recurrent_layers
 from ds_usp.integrations.transformers.text_model import text_model
 from ds_usp.integrations.transformers.whole_arguments import WholeArguments
-from ds_usp.training.dealt_batches import dealt_meshes
 from ds_usp.training.whole_batch import IGNORE_INDEX
 
 _NO_BOUND = 2**40  # tokens

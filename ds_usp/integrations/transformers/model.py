@@ -274,15 +274,12 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return whole
 
     def deal(
-        self,
-        max_tokens: int | None = None,
-        *,
-        cost: Cost | None = None,
-        sizes: Sequence[int] = (),
+        self, max_tokens: int | None = None, *, cost: Cost | None = None, sizes: Sequence[int] = ()
     ) -> None:
         """From the next forward pass on, deal the samples of each batch (its packed documents, or
         its rows without padding) to groups of the mesh's ranks, as many as each needs, instead of
         sharding all of them over all. Losses, gradients and joined outputs are the same.
+        Experimental.
 
         A forward pass is one micro batch of a step. Passes with images or sounds are not dealt.
         Collective over the mesh.
@@ -370,16 +367,22 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         model = self._compared
         with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
             others = refusals.others_than_tokens(arguments)
-            refusals.check_arguments(arguments, takes_others=self._text is not self._inner)
+            refusals.check_arguments(
+                arguments,
+                takes_others=self._text is not self._inner,
+                has_loss=self._loss is not None,
+            )
             given, self._rows = arguments, self._as_tree(arguments)
             arguments = arguments if self._rows is None else self._rows.arguments
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text or self._whole_head:
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
-                left_padded = (batch if self._rows is None else self._rows).left_padded
-                owners = [sys.modules[type(self._inner).__module__]]
-                self._check_positions(given, left_padded, owners)
+                self._check_positions(
+                    given,
+                    (self._rows or batch).left_padded,
+                    [sys.modules[type(self._inner).__module__]],
+                )
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
@@ -542,11 +545,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
 
     def _set_targets(
-        self,
-        targets: Tensor | None,
-        weights: Tensor | None,
-        shard: Shard,
-        local: dict[str, Any],
+        self, targets: Tensor | None, weights: Tensor | None, shard: Shard, local: dict[str, Any]
     ) -> None:
         """Shard the labels, and count those of the whole batch, or sum their weights."""
         local.pop("shift_labels", None)

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.recurrence.conv import causal_conv
-from ds_usp.recurrence.recurrences import (
-    delta_rule,
-    lightning,
-    mamba1,
-    mamba2,
-    rg_lru,
-    state_dtype,
-)
+from ds_usp.recurrence.recurrences import delta_rule, lightning, mamba1, mamba2, rg_lru, state_dtype
 
 # Types of text configurations that are served. By their names, as no flag tells them: zaya has the
 # kinds of layers and the flags of a served type, and mixes tokens in its projections.
@@ -117,14 +110,7 @@ def _delta_rule(
         cu_seqlens=cu_seqlens,
     )
     out = delta_rule(
-        kernel,
-        query,
-        key,
-        value,
-        g,
-        beta,
-        **place,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        kernel, query, key, value, g, beta, **place, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
     )
     return out, None
 
@@ -221,12 +207,7 @@ def _no_cache(*_: Any, **__: Any) -> Any:
 def _conv_module(place: Place, forward: Any, conv: nn.Conv1d, x: Tensor) -> Tensor:
     # Its padding is on both sides; the caller drops what is after the last token.
     (taps,) = conv.kernel_size
-    return causal_conv(
-        lambda t: forward(t)[..., : t.shape[-1]],
-        x,
-        taps,
-        **place,
-    )
+    return causal_conv(lambda t: forward(t)[..., : t.shape[-1]], x, taps, **place)
 
 
 def _rg_lru(
@@ -244,13 +225,7 @@ def _rg_lru(
     def kernel(x: Tensor, gate: Tensor, first: Tensor) -> Any:
         return scan(hidden_states=x, recurrent_gate=gate, reset=first, recurrent_states=None)
 
-    out = rg_lru(
-        kernel,
-        hidden_states,
-        recurrent_gate,
-        reset,
-        **place,
-    )
+    out = rg_lru(kernel, hidden_states, recurrent_gate, reset, **place)
     return out, None
 
 

@@ -96,8 +96,8 @@ def reason_against_layer(layer: nn.Module) -> str:
         hidden = {"forward"}  # which the row would replace
     if hidden or not is_of_transformers(owner):
         return f"{name} has a forward of its own around that of {', '.join(sorted(hidden or rows))}"
-    found = vars(layer).get("_old_forward", vars(layer).get("forward"))
-    if found is not None and getattr(found, "__func__", None) is not kind.forward:
+    forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
+    if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
         return (
             f"the forward of {name} was replaced (use_kernels=True does so on some GPUs), by one "
             "that is not known here: load the model without it"
@@ -209,9 +209,9 @@ def rebound(function: Any, rows: Mapping[str, Row]) -> Any:
     """A function that calls these rows for the functions of the same names; its wrappers stay."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        found = function.__globals__
-        instead = {name: partial(_run_function, name, row, found) for name, row in rows.items()}
-        names, closure = {**found, **instead}, function.__closure__
+        of_module = function.__globals__
+        instead = {name: partial(_run_function, name, row, of_module) for name, row in rows.items()}
+        names, closure = {**of_module, **instead}, function.__closure__
     else:
         names, kept = function.__globals__, rebound(inner, rows)
         closure = tuple(

@@ -263,12 +263,18 @@ def check_tree(
         )
 
 
-def _check_loss_weights(arguments: Mapping[str, Any]) -> None:
+def _check_loss_weights(arguments: Mapping[str, Any], has_loss: bool) -> None:
     """DataError for loss_weights that nothing is multiplied by, whose sum the loss is not divided
     by, or that are no numbers."""
     weights = arguments.get(LOSS_WEIGHTS)
     if not isinstance(weights, Tensor):
         return
+    if not has_loss:
+        raise DataError(
+            f"{LOSS_WEIGHTS} {list(weights.shape)} weigh the losses of tokens, and the loss is the "
+            "model's own of whole rows, or none: leave them out, and weigh in a loss of your own "
+            "what you compute of out.logits"
+        )
     labeled = any(arguments.get(x) is not None for x in ("labels", "shift_labels"))
     if not labeled or arguments.get("fused_lm_head"):
         raise DataError(
@@ -450,11 +456,12 @@ def others_than_tokens(arguments: Mapping[str, Any]) -> list[str]:
     return [name for name, x in arguments.items() if name not in _KNOWN_TENSORS and holds_tensor(x)]
 
 
-def check_arguments(arguments: Mapping[str, Any], takes_others: bool) -> None:
+def check_arguments(arguments: Mapping[str, Any], takes_others: bool, has_loss: bool) -> None:
     """UnsupportedAttentionError for arguments of a forward pass that a shard cannot serve.
 
     Args:
         takes_others: the text model is another one than the model, which is given whole tensors.
+        has_loss: the loss is summed over shards here, and not the model's own of whole rows.
     """
     for name in ("past_key_values", "cache_params"):
         if arguments.get(name) is not None:
@@ -468,7 +475,7 @@ def check_arguments(arguments: Mapping[str, Any], takes_others: bool) -> None:
             f"ignore_index={arguments['ignore_index']!r}: labels that do not count are "
             f"{IGNORE_INDEX}; leave ignore_index out"
         )
-    _check_loss_weights(arguments)
+    _check_loss_weights(arguments, has_loss)
     if arguments.get("return_dict") is False:
         raise UnsupportedAttentionError(
             "return_dict=False, and ds_usp takes outputs by their names: leave it out"

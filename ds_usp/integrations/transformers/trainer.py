@@ -64,7 +64,7 @@ def attach(
     Args:
         trainer: its model is enabled here if it is not yet; enable it before with other options
             than the default ones.
-        deal: the samples of each batch are dealt to groups of the mesh's ranks
+        deal: experimental; the samples of each batch are dealt to groups of the mesh's ranks
             (:meth:`EnabledModel.deal`, whose arguments ``max_tokens`` and ``cost`` are). Give a
             mesh of all ranks, and the samples of a step as its batch.
 
@@ -537,9 +537,7 @@ class _OfReplicas(Accelerator):
         if is_same or reduction in ("mean", "max"):
             return super().reduce(tensor, reduction, scale)
         return recursively_apply(
-            lambda x: self.gather(x[None]).sum(0, dtype=x.dtype),
-            tensor,
-            error_on_other_type=True,
+            lambda x: self.gather(x[None]).sum(0, dtype=x.dtype), tensor, error_on_other_type=True
         )
 
     def gather_objects(self, objects: Any) -> list[Any]:

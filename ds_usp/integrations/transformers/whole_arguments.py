@@ -226,14 +226,14 @@ class WholeArguments:
         real = None if mask is None else real_tokens(mask)
         rows = self.documents or ((0, self.seq_len),)
         rows = rows * self.size if len(rows) == 1 else rows
-        found = []
+        samples = []
         for row, borders in enumerate(rows):
             first, stop = (0, self.seq_len) if real is None else real[row][:2]
             begin = row * self.seq_len
-            found += [
+            samples += [
                 range(begin + a, begin + b) for a, b in pairwise(borders) if first <= a < stop
             ]
-        return found
+        return samples
 
     def packed(self, samples: Sequence[range]) -> tuple[WholeArguments, Tensor]:
         """One row of some of the samples, with the positions that they have in this batch; and the

@@ -233,8 +233,10 @@ def _train(main: Main, args: Namespace, store: dist.Store) -> Failure | int:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         else:
             torch.set_num_threads(1)  # the ranks share the cores
-        # torch lets the second one in, and all wait for the rank that nobody started.
-        if store.add(f"started_{rank}", 1) > 1:
+        # torch lets the second one in, and all wait for the rank that nobody started. But under
+        # torchrun's --max-restarts a rank is started again, on the same store.
+        once = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
+        if once and store.add(f"started_{rank}", 1) > 1:
             raise ConfigError(
                 f"rank {rank} of {os.environ['WORLD_SIZE']} was started a second time, on "
                 f"{platform.node()}. Give every node a NODE_RANK of its own, and every process a "
