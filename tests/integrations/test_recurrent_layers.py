@@ -485,10 +485,10 @@ def run_hybrid(ctx: RankContext, model_type: str, run: str, split: Split, **opti
     of a document on to the next one."""
     model, finish = tiny_models.build(model_type), hf_trainer_runs.finish
 
-    def attached(ctx: RankContext, trainer: Any, split: Split, *args: Any) -> Any:
+    def attached(ctx: RankContext, trainer: Any, split: Split, *args: Any, **kwargs: Any) -> Any:
         if ctx.world == 1:
             attach(trainer, hf_trainer_runs.mesh_of(ctx, split))
-        return finish(ctx, trainer, split, *args)
+        return finish(ctx, trainer, split, *args, **kwargs)
 
     with (
         mock.patch.object(hf_trainer_runs, "tiny_model", lambda: model),

@@ -95,8 +95,9 @@ def test_packed_documents_equal_one_rank(positions, tmp_path):
     flags = PLAIN_SGD + PACKED + f" --data-path {tmp_path / 'short'} --vocab-size 257"
     if positions == "learned":
         flags += " --no-use-rotary-position-embeddings"
-    (one,) = train(1, degrees() + flags + " --micro-batch-size 4", output_dir=tmp_path)
-    (plain,) = train(1, degrees() + flags.replace(PACKED, " --eod-mask-loss"), output_dir=tmp_path)
+    unpacked = degrees() + flags.replace(PACKED, " --eod-mask-loss")
+    packed = degrees() + flags + " --micro-batch-size 4"
+    one, plain = train(1, packed, unpacked, output_dir=tmp_path)
     assert relative_difference(one, plain) > 100 * LIMIT, "documents change nothing"
     runs = [degrees(zero=1, **GRIDS["sp4"]), degrees(zero=1, sp=4, u=1) + " --micro-batch-size 2"]
     overlapped = [f"{run} --usp-projection-overlap recompute" for run in runs]
