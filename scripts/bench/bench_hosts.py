@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -279,6 +280,8 @@ def grid(args: argparse.Namespace) -> int:
     ours = ["--tflops", args.tflops, "--scale", args.scale, "--rounds", args.rounds]
     ours += ["--shapes", *args.shapes, "--peers", *args.peers, "--out", args.out]
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # hosts go down too
+
     def call(*command: object, **options: Any) -> int:
         return subprocess.run(list(map(str, command)), **options).returncode
 
@@ -311,7 +314,7 @@ def plot(path: Path) -> int:
     rows = -(-len(panels) // 2)
     figure = new_figure(11, 3.2 * rows)
     all_axes = figure.subplots(rows, 2, squeeze=False).flat
-    for ((shape, delay), lines), axes in zip(panels.items(), all_axes, strict=False):
+    for ((shape, delay), lines), axes in zip(sorted(panels.items()), all_axes, strict=False):
         for name, points in lines.items():
             axes.loglog(*zip(*sorted(points), strict=True), marker=".", label=name)
         axes.set_title(f"{shape}, {delay:g} ms one way", loc="left")
