@@ -1,6 +1,7 @@
 """The most bytes that live while a recomputed layer of the trainer runs backward, against the
 planner's formula."""
 
+import statistics
 from typing import Any
 from unittest import mock
 
@@ -26,12 +27,15 @@ def peak_bytes(args: Any) -> int:
     as the output's gradient, which in a model is there instead."""
     layer, x = layer_and_input(args)
     x, grad = x.detach().requires_grad_(), torch.randn_like(x)
-    for _ in range(2):
+    peaks = []
+    for _ in range(6):
         with LiveBytes() as live:
             layer(x).backward(grad)
+        peaks.append(live.peak)
         x.grad = None
         layer.zero_grad()
-    return live.peak
+    # The first makes what stays. Of the others gloo's threads may free late what one has sent.
+    return statistics.median_low(peaks[1:])
 
 
 def growth(degree: int, flags: str, chunks: int, tokens: tuple[int, int]) -> tuple[float, float]:
