@@ -28,7 +28,7 @@ def peak_bytes(args: Any) -> int:
     layer, x = layer_and_input(args)
     x, grad = x.detach().requires_grad_(), torch.randn_like(x)
     peaks = []
-    for _ in range(6):
+    for _ in range(4):
         with LiveBytes() as live:
             layer(x).backward(grad)
         peaks.append(live.peak)
