@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|compat|verl|bridge|versions|gpu|all] [pytest arguments]
-#   fast      some cases of every test of ds_usp: less than three minutes on two cores
+#   fast      some cases of every test of ds_usp: five minutes on two cores
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
 #   transformers  Hugging Face's models and trainers, diffusion models, gloo
