@@ -178,9 +178,9 @@ class Dealer:
         steps = list(self._dealt(lengths, self.sizes))
         for size in self.sizes if len(self.sizes) > 1 else ():
             # Not tried where perfect balance would be slower than what was found.
-            found = min((step.seconds for step in steps), default=_NO_LIMIT)
+            least = min((step.seconds for step in steps), default=_NO_LIMIT)
             work = sum(self.cost(x, size) - self.cost(0, size) for x in lengths)
-            if max(lengths) <= size * self.max_tokens and work * size < found * self.world:
+            if max(lengths) <= size * self.max_tokens and work * size < least * self.world:
                 steps += self._dealt(lengths, (size,))
         if not steps:
             raise DataError(self._why_not(lengths))
@@ -227,8 +227,8 @@ class Dealer:
         for count in range(fewest, most + 1):
             if table.deal(range(len(lengths)), count, _NO_LIMIT) is not None:
                 last = min(count + _MORE_MICRO_BATCHES, most)
-                found = (table.shortest(x) for x in range(count, last + 1))
-                return (step for step in found if step is not None)
+                steps = (table.shortest(x) for x in range(count, last + 1))
+                return (step for step in steps if step is not None)
         return iter(())
 
 
@@ -299,7 +299,7 @@ class _Table:
     # Note [how a step is dealt]
     # With a time limit for a micro batch, each sample has a smallest group in which it ends in time
     # and has memory. Longest first, samples are put into a group of that size that is open and has
-    # room, else one is opened, else they take a larger one: first fit by decreasing length.
+    # tokens left, else one is opened, else they take a larger one: first fit by decreasing length.
     # Bisecting the limit makes it the shortest (MULTIFIT: Coffman, Garey and Johnson 1978; for
     # groups of one rank at most 13/11 of the optimum). A lower limit cuts long samples further, and
     # a higher one leaves them whole: how far to cut follows from the balance.

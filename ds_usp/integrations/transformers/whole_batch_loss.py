@@ -110,7 +110,7 @@ def _weighted(
     **__: Any,
 ) -> Tensor:
     """A sum over tokens as those of :data:`SUMS_OVER_TOKENS`, each loss times its weight."""
-    # In fp32 as theirs is. Labels that do not count have a loss of 0.
+    # In fp32, as the model's own loss is. Labels that do not count have a loss of 0.
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     losses = cross_entropy(scores, labels.flatten().to(scores.device), reduction="none")
     return weighted_loss(losses, loss_weights.flatten().to(losses)) / num_items_in_batch
