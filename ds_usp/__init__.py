@@ -24,6 +24,7 @@ from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import RankGrid
+from ds_usp.settings import removal
 
 if TYPE_CHECKING:
     from ds_usp import memory as memory
@@ -33,12 +34,11 @@ if TYPE_CHECKING:
     from ds_usp.attention.functional import usp_attention, usp_joint_attention
     from ds_usp.attention.module import USPAttention
     from ds_usp.attention.score_mod import Scores
+    from ds_usp.attention.self_attention import USPSelfAttention
     from ds_usp.attention.tuning import Tuning
     from ds_usp.comm.channel import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
     from ds_usp.comm.process_groups import one_line_errors
-    from ds_usp.experimental.projected_attention import USPSelfAttention, projected_attention
-    from ds_usp.experimental.projection import Projection
     from ds_usp.recurrence.conv import causal_conv
     from ds_usp.recurrence.scan import PieceMap, PieceMaps, Recurrence, affine_scan
 else:
@@ -47,17 +47,15 @@ else:
             "CommLedger": "ds_usp.comm.channel",
             "PieceMap": "ds_usp.recurrence.scan",
             "PieceMaps": "ds_usp.recurrence.scan",
-            "Projection": "ds_usp.experimental.projection",
             "Recurrence": "ds_usp.recurrence.scan",
             "Scores": "ds_usp.attention.score_mod",
             "SequenceMesh": "ds_usp.comm.mesh",
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",
-            "USPSelfAttention": "ds_usp.experimental.projected_attention",
+            "USPSelfAttention": "ds_usp.attention.self_attention",
             "affine_scan": "ds_usp.recurrence.scan",
             "causal_conv": "ds_usp.recurrence.conv",
             "one_line_errors": "ds_usp.comm.process_groups",
-            "projected_attention": "ds_usp.experimental.projected_attention",
             "usp_attention": "ds_usp.attention.functional",
             "usp_joint_attention": "ds_usp.attention.functional",
         }
@@ -70,7 +68,8 @@ else:
         if name in _SUBMODULES:
             return import_module(f"ds_usp.{name}")
         if name not in _LAZY:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            reason = removal(f"{__name__}.{name}")
+            raise AttributeError(reason or f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_LAZY[name]), name)
         return value
 
@@ -90,7 +89,6 @@ __all__ = [
     "PatchError",
     "PieceMap",
     "PieceMaps",
-    "Projection",
     "RankGrid",
     "RecomputeError",
     "Recurrence",
@@ -108,7 +106,6 @@ __all__ = [
     "allocator_variables",
     "causal_conv",
     "one_line_errors",
-    "projected_attention",
     "usp_attention",
     "usp_joint_attention",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -369,7 +369,7 @@ SETTINGS: tuple[Setting, ...] = (
         purpose="memory",
         programs=("trainer", "megatron-deepspeed", "planner"),
         words="{} layers a checkpoint",
-        length_rank=4,
+        length_rank=3,
     ),
     Setting(
         name="states_on_host",
@@ -381,20 +381,8 @@ SETTINGS: tuple[Setting, ...] = (
         purpose="memory",
         programs=("trainer", "megatron-deepspeed", "planner"),
         words="states on the host",
-        length_rank=3,
-        keeps_host_memory=True,
-    ),
-    Setting(
-        name="projection_overlap",
-        kind=Choices(("off", "recompute")),
-        default="off",
-        off=("off",),
-        help="recompute: compute and exchange queries, keys and values one chunk of heads at a "
-        "time, and again in backward, which keeps none of them: less memory, a slower step",
-        purpose="memory",
-        programs=(*MEGATRON, "planner"),
-        words="heads in chunks",
         length_rank=2,
+        keeps_host_memory=True,
     ),
     Setting(
         name="report_communication",
@@ -445,7 +433,7 @@ def add_settings(
             options["default"] = defaults.get(row.name, row.default_in(program))
             options["metavar"] = row.metavar
         if isinstance(kind, Choices):
-            options |= {"choices": kind.values, "type": kept_value(row.flag)}
+            options["choices"] = kind.values
         elif not isinstance(kind, Switch):
             options["type"] = _any_integer(kind) if program in _PATCHES else kind
         parser.add_argument(row.flag, **options)
@@ -487,15 +475,15 @@ def table() -> str:
 # A setting leaves by the rule of CONTRIBUTING.md: no committed result shows that it pays. Who used
 # it reads the reason from the program or the function that had it, not that there is no such flag.
 
-_D5079BE = "d5079be, of 2026-11-26"
+_D5079BE, _20739553 = "d5079be, of 2026-11-26", "20739553, of 2026-11-27"
 
 
 class Removed(NamedTuple):
-    """Why a setting, or one of its values, is no more; what to do instead; who had it last."""
+    """Why a setting is no more; what to do instead; who had it last."""
 
     reason: str
     instead: str
-    last_commit: str = _D5079BE
+    last_commit: str
 
 
 _SHARDED_TOKENS = Removed(
@@ -503,47 +491,48 @@ _SHARDED_TOKENS = Removed(
     "all-reduces in all cases timed (2 H200), and no peak of memory was measured",
     "Leave it out. Megatron-LM with TransformerEngine's layers has its own: --sequence-parallel "
     "--tp-comm-overlap",
+    _D5079BE,
 )
-_OVERLAPPED = Removed(
-    "products under the exchanges of attention made a layer 0.6 to 4.9 % slower in 12 of 12 cases "
-    "over NVLink (2 H200), and no two nodes have shown a gain",
-    "Use off, or recompute, which saves memory",
+_PROJECTED = Removed(
+    "projecting queries, keys and values by chunks of heads, and again in backward, made a layer 2 "
+    "to 13 % slower in 12 of 12 cases (2 H200) for up to 17 % less of its memory; without it the "
+    "longest sequence is 1 to 20 % shorter by the planner's formulas",
+    "Leave it out. A sequence that fits with it alone needs more ranks, or that commit",
+    _20739553,
 )
-# A flag, a keyword or an environment variable, and one of its values; None: all of it.
-REMOVED: Mapping[tuple[str, str | None], Removed] = MappingProxyType(
+_PROJECTED_CALL = _PROJECTED._replace(
+    instead="Use linear layers around ds_usp.usp_attention, and ds_usp.memory to save memory"
+)
+# A flag, an environment variable and its value, a keyword of a function, or a name of ds_usp.
+REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
-        ("--usp-tp-shard-tokens", None): _SHARDED_TOKENS,
-        ("USP_TP_FUSED", "1"): _SHARDED_TOKENS._replace(instead="Unset it"),
-        ("--tp-shard-tokens", None): _SHARDED_TOKENS._replace(
+        "--usp-tp-shard-tokens": _SHARDED_TOKENS,
+        "USP_TP_FUSED=1": _SHARDED_TOKENS._replace(instead="Unset it"),
+        "--tp-shard-tokens": _SHARDED_TOKENS._replace(
             instead="Leave it out: --engine megatron-lm forecasts Megatron-LM's --sequence-parallel"
         ),
-        ("--usp-projection-overlap", "on"): _OVERLAPPED,
-        ("--usp-projection-overlap", "auto"): _OVERLAPPED,
-        ("--projections", "on"): _OVERLAPPED,
-        ("overlap", "auto"): _OVERLAPPED._replace(
-            instead="Use overlap=False, or overlap=True, which keeps the input only: less memory"
-        ),
-        ("keep", "arrivals"): _OVERLAPPED._replace(
-            instead="Use keep='input', which saves memory, or linear layers around usp_attention"
-        ),
+        "--usp-projection-overlap": _PROJECTED,
+        "--projection-overlap": _PROJECTED,
+        "--projections": _PROJECTED._replace(instead="Leave it out"),
+        "USPSelfAttention(overlap=)": _PROJECTED,
+        "USPSelfAttention(keep=)": _PROJECTED,
+        "ds_usp.projected_attention": _PROJECTED_CALL,
+        "ds_usp.Projection": _PROJECTED_CALL,
     }
 )
 
 
-def removal(setting: str, value: object = None) -> str | None:
-    """The sentence that refuses a setting, or one of its values; None of one that was not removed.
+def removal(setting: str) -> str | None:
+    """The sentence that refuses a setting; None of one that was not removed.
 
     Args:
-        value: None: the setting at all.
+        setting: as :data:`REMOVED` has it.
     """
-    removed = REMOVED.get((setting, value if value is None else str(value)))
+    removed = REMOVED.get(setting)
     if removed is None:
         return None
-    given = setting if value is None else f"{setting} {value}"
-    if value is not None and not setting.startswith("-"):
-        given = f"{setting}={value}" if setting.isupper() else f"{setting}={value!r}"
     return (
-        f"{given} was removed: {removed.reason}. The last commit that has it is "
+        f"{setting} was removed: {removed.reason}. The last commit that has it is "
         f"{removed.last_commit}. {removed.instead}"
     )
 
@@ -554,21 +543,9 @@ def refuse_removed_variables(environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: with the reason, for the first that has a value that was removed.
     """
-    for name, value in REMOVED:
-        if name.isupper() and environment.get(name) == value:
-            raise ConfigError(removal(name, value))
-
-
-def kept_value(flag: str) -> Callable[[str], str]:
-    """An argparse ``type`` of a flag with ``choices``: refuses those of its values that were
-    removed, before argparse says that there is no such choice."""
-
-    def value_of(text: str) -> str:
-        if (reason := removal(flag, text)) is not None:
-            raise ArgumentTypeError(reason)
-        return text
-
-    return value_of
+    for name, value in environment.items():
+        if (reason := removal(f"{name}={value}")) is not None:
+            raise ConfigError(reason)
 
 
 class _RemovedFlag(Action):
@@ -584,7 +561,8 @@ class _RemovedFlag(Action):
         parser.error(removal(self.option_strings[0]) or "")
 
 
-def add_removed_flag(parser: ArgumentParser | _ArgumentGroup, flag: str) -> None:
-    """Let a program refuse a flag that it had; its help does not list it, its arguments have no
-    value of it."""
-    parser.add_argument(flag, action=_RemovedFlag, nargs="?", default=SUPPRESS, help=SUPPRESS)
+def add_removed_flags(parser: ArgumentParser | _ArgumentGroup, *flags: str) -> None:
+    """Let a program refuse flags that it had; its help does not list them, its arguments have no
+    value of them."""
+    for flag in flags:
+        parser.add_argument(flag, action=_RemovedFlag, nargs="?", default=SUPPRESS, help=SUPPRESS)

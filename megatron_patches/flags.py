@@ -137,8 +137,6 @@ class PlannedRun:
         ulysses = 1 if args.ulysses_degree == AUTO else args.ulysses_degree or sp
         checkpointed = getattr(args, "checkpoint_activations", False)
         settings = {row.name: row.value_in(args) for row in LENGTH_SETTINGS}
-        if sp == 1:
-            settings["projection_overlap"] = "off"  # there is no exchange to save for
         return ParallelConfig(
             tp=tp,
             ulysses=ulysses,

@@ -495,11 +495,6 @@ class SequenceMesh:
         return mesh
 
     @property
-    def crosses_nodes(self) -> bool:
-        """All-to-alls or the ring's exchanges cross nodes."""
-        return not self.ulysses_in_node or self.ring_ranks_per_node < self.ring_degree
-
-    @property
     def sp_degree(self) -> int:
         """Ranks that share the sequence."""
         return self.ulysses_degree * self.ring_degree

@@ -8,8 +8,6 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.segments import even_split
 
-_MEMORY_CHUNKS = 8
-
 
 @dataclass(frozen=True)
 class HeadChunk:
@@ -75,11 +73,6 @@ class HeadSplit:
         exchange the group's KV again, and with Ulysses, whose exchanges they overlap."""
         in_groups = ring == 1 and self.ulysses > 1
         return self.max_chunks_in_groups if in_groups else self.max_chunks
-
-    def memory_chunks(self, ring: int) -> int:
-        """Head chunks of a call that is to take little memory: as many as it can have, up to 8,
-        beyond which its buffers are small beside what it has of all heads."""
-        return min(self.chunk_limit(ring), _MEMORY_CHUNKS)
 
     def check_chunks(self, count: int, ring: int) -> None:
         """Refuse more chunks than :meth:`chunk_limit` (ConfigError)."""

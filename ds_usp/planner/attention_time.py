@@ -21,10 +21,9 @@ from ds_usp.geometry.chunking import (
 from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.pipeline_schedule import Instr, Op, Operation, Schedule, pipeline_schedule
+from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule, pipeline_schedule
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.geometry.ring_traffic import total_length
-from ds_usp.planner.formulas import elementwise_s, gemm_s
 from ds_usp.planner.hardware import (
     HBM_FRACTION,
     Cluster,
@@ -58,9 +57,6 @@ from ds_usp.planner.traffic import (
 _LINKS: Mapping[str, str] = MappingProxyType(
     {"ring_kv_outer": "network", "ring_dkv_outer": "network"}
 )
-# Where the projections around attention are multiplied: before and after it, or chunk by chunk
-# under its exchanges, and in backward again (``projection_time.py``).
-OFF, RECOMPUTE = PROJECTIONS = ("off", "recompute")
 # Ring ranks whose steps are priced one by one. A step of a longer ring stands for several of its
 # steps.
 _MAX_RING = 16
@@ -75,21 +71,6 @@ class SentBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ProductSeconds:
-    """Matrix products of all heads in one pass of an attention call with its projections.
-
-    Args:
-        queries, keys: of the weights' rows for queries, and for keys and values: each of the
-            products with them (forward; the weights' gradient; the input's).
-        out: of the output's weight, likewise.
-    """
-
-    queries: float = 0.0
-    keys: float = 0.0
-    out: float = 0.0
-
-
-@dataclass(frozen=True)
 class PassSeconds:
     """What one pass of a call spends on one rank, all its heads and ring steps together.
 
@@ -99,15 +80,13 @@ class PassSeconds:
         pack: seconds for each byte that an all-to-all sends.
         sent: bytes by the operation that posts the exchange.
         exchange: seconds of one exchange: its kind of channel, bytes sent.
-        products: of a schedule that has them.
     """
 
     kernel: float
     merge: float
     pack: float
-    sent: Mapping[Operation, SentBytes]
+    sent: Mapping[Op, SentBytes]
     exchange: Callable[[str, float], float]
-    products: ProductSeconds = ProductSeconds()
 
 
 def pass_seconds(
@@ -116,11 +95,10 @@ def pass_seconds(
     *,
     kernel: float,
     merge_bytes: float,
-    sent: Mapping[Operation, SentBytes],
+    sent: Mapping[Op, SentBytes],
     inner: int | None = None,
     pattern: str = DIRECT,
     ring_steps: float = 1,
-    products: ProductSeconds = ProductSeconds(),
 ) -> PassSeconds:
     """The seconds of a pass on a cluster.
 
@@ -145,7 +123,7 @@ def pass_seconds(
             group = RankGroup(inner, group.stride)
         return exchange_s(cluster, group, sent_bytes, pattern, ring_steps)
 
-    return PassSeconds(kernel, merge, pack, sent, exchange, products)
+    return PassSeconds(kernel, merge, pack, sent, exchange)
 
 
 def sent_by_operation(
@@ -156,7 +134,7 @@ def sent_by_operation(
     ring: float,
     ring_outer: float = 0.0,
     backward: bool,
-) -> Mapping[Operation, SentBytes]:
+) -> Mapping[Op, SentBytes]:
     """Bytes of one pass by the operation that posts them.
 
     Forward sends q, k, v to heads and the output back; backward the output's gradient to heads and
@@ -214,13 +192,9 @@ class RelativeCosts:
             return Cost()
         queries, keys = seconds.sent.get(op, SentBytes())
         sent = queries * fraction + keys * self.kv_heads[instr.chunk]
-        return self.sending(instr, sent * self.exchanges.get(instr, 1.0), seconds)
-
-    def sending(self, instr: Instr, sent_bytes: float, seconds: PassSeconds) -> Cost:
-        """Of a post that sends so many bytes: an all-to-all packs them first."""
-        kind = instr.op.channel
-        pack = seconds.pack * sent_bytes if kind == "all_to_all" else 0.0
-        return Cost(pack, seconds.exchange(kind, sent_bytes))
+        sent *= self.exchanges.get(instr, 1.0)
+        pack = seconds.pack * sent if op.channel == "all_to_all" else 0.0
+        return Cost(pack, seconds.exchange(op.channel, sent))
 
     def simulate(self, seconds: PassSeconds, contention: float) -> Timeline:
         cost = partial(self.cost, seconds=seconds)
@@ -234,14 +208,12 @@ def relative_costs(
     ulysses_rank: int = 0,
     ulysses: bool,
     backward: bool,
-    projections: str = OFF,
 ) -> RelativeCosts:
     """The schedule of one pass of one rank, with the relative costs of its instructions.
 
     Args:
         chunks: the ring schedule of each head chunk on this rank.
         heads: the heads of each chunk.
-        projections: one of :data:`PROJECTIONS`.
     """
     merges: list[int] = []
     calls: dict[Instr, float] = {}
@@ -266,9 +238,7 @@ def relative_costs(
             total = sum(tokens) or 1
             for number, count in enumerate(tokens):
                 exchanges.update({Instr(op, index, number): count / total for op in ops})
-    schedule = pipeline_schedule(
-        chunks, ulysses=ulysses, backward=backward, kv_saved=backward and projections == OFF
-    )
+    schedule = pipeline_schedule(chunks, ulysses=ulysses, backward=backward)
     queries = [_count(chunk.queries[ulysses_rank]) for chunk in heads]
     keys = [
         _count(chunk.keys[ulysses_rank]) * (chunk.kv_chunk == index)
@@ -277,12 +247,7 @@ def relative_costs(
     fractions, kv_fractions = (
         tuple(count / sum(counts) for count in counts) for counts in (queries, keys)
     )
-    costs = RelativeCosts(schedule, fractions, kv_fractions, tuple(merges), calls, exchanges)
-    if projections == OFF:
-        return costs
-    from ds_usp.planner.projection_time import with_projections
-
-    return with_projections(costs, heads, backward=backward)
+    return RelativeCosts(schedule, fractions, kv_fractions, tuple(merges), calls, exchanges)
 
 
 def _count(heads: tuple[int, int]) -> int:
@@ -299,7 +264,6 @@ def mean_costs(
     ulysses: bool,
     gather: bool,
     backward: bool,
-    projections: str = OFF,
 ) -> tuple[RelativeCosts, float]:
     """A pass whose ring steps all have equal work, as those of a causal zigzag have in the mean
     over ranks; and the number of ring steps that each of them stands for.
@@ -307,7 +271,6 @@ def mean_costs(
     Args:
         heads, kv_heads: of a rank.
         gather: keys and values are all-gathered.
-        projections: one of :data:`PROJECTIONS`.
     """
     priced_ring = min(ring, _MAX_RING)
     # A full mask over equal shards has equal steps. Of 2 tokens a rank: where there is one chunk,
@@ -321,21 +284,12 @@ def mean_costs(
     for forward, last_first in chunk_positions([_count(chunk.keys[0]) for chunk in head_chunks]):
         backward_steps = plan(position=last_first).backward_steps
         schedules.append(replace(plan(position=forward), backward_steps=backward_steps))
-    costs = relative_costs(
-        schedules, head_chunks, ulysses=ulysses, backward=backward, projections=projections
-    )
+    costs = relative_costs(schedules, head_chunks, ulysses=ulysses, backward=backward)
     return costs, 1.0 if gather else ring / priced_ring
 
 
 # ------------------------------------------------------------------ a call
 # In the mean over ranks.
-
-
-# Made chunk by chunk, a product moves so many bytes more for each byte of its queries, keys and
-# values: rows of weights and gradients are put together, rotated gradients were copied, products
-# are smaller. Fitted once, to the 6 layers on Ulysses 2 of projected.csv together, which were timed
-# before rotation in place.
-_PARTS_BYTES = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,14 +470,11 @@ def simulated_pass(
     *,
     backward: bool,
     impl: AttentionImpl = DS_USP,
-    projections: str = OFF,
 ) -> SimulatedPass:
     """The schedule that the attention executes, on the cluster's rates.
 
     Args:
         config: of several ranks a sequence.
-        projections: one of ``PROJECTIONS``; but for ``off`` the products before and after attention
-            are in the schedule, and in its time.
     """
     heads, kv_heads = _rank_heads(work, config)
     split = HeadSplit(heads * config.ulysses, kv_heads * config.ulysses, config.ulysses)
@@ -537,7 +488,6 @@ def simulated_pass(
         ulysses=config.ulysses > 1,
         gather=impl.chunks and size.all_gathers_kv(chunks, None),
         backward=backward,
-        projections=projections,
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)
     # The ranks of a node share its link, and on one of two nodes all are the ring's busiest. Inside
@@ -559,31 +509,9 @@ def simulated_pass(
         sent=sent,
         pattern=RELAY if impl.relayed_ring else DIRECT,
         ring_steps=ring_steps,
-        products=product_seconds(cluster, work, config, in_parts=True),
     )
     timeline = costs.simulate(seconds, cluster.contention)
     return SimulatedPass(timeline, seconds.merge * costs.mean_merges, chunks)
-
-
-def product_seconds(
-    cluster: Cluster, work: Workload, config: ParallelConfig, *, in_parts: bool
-) -> ProductSeconds:
-    """Each of the products around attention.
-
-    Args:
-        in_parts: chunk by chunk, as under the exchanges.
-    """
-    model, tokens = work.model, work.rank_tokens(config)
-
-    def seconds(width: float) -> float:
-        return gemm_s(cluster, tokens, tokens * model.hidden * width / config.tp)
-
-    def in_parts_s(width: float) -> float:
-        moved = _PARTS_BYTES * tokens * width / config.tp * config.param_bytes if in_parts else 0.0
-        return seconds(width) + elementwise_s(cluster, moved)
-
-    queries = float(model.q_width)
-    return ProductSeconds(in_parts_s(queries), in_parts_s(2.0 * model.kv_width), seconds(queries))
 
 
 def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:
@@ -607,8 +535,6 @@ class AttentionCall:
         chunks: head chunks; None: as the call chooses them.
         gather: keys and values are all-gathered; None: as the call chooses.
         inner: ring ranks of a node in a double ring (experimental); None: a plain ring.
-        projections: where the products before and after it are, one of ``PROJECTIONS``; the model
-            is as wide as all heads.
 
     Raises:
         ConfigError: heads that do not fit, no such rank, too many chunks, or an inner ring that
@@ -627,7 +553,6 @@ class AttentionCall:
     chunks: int | None = None
     gather: bool | None = None
     inner: int | None = None
-    projections: str = OFF
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -714,7 +639,6 @@ class AttentionCall:
             ulysses_rank=self.layout.coords(self.rank)[0],
             ulysses=self.layout.ulysses > 1,
             backward=backward,
-            projections=self.projections,
         )
 
     def simulate(self, *, backward: bool) -> Timeline:
@@ -747,6 +671,5 @@ class AttentionCall:
                 backward=backward,
             ),
             inner=self.inner_ring,
-            products=product_seconds(cluster, self._work, config, in_parts=True),
         )
         return self.schedule(backward=backward).simulate(seconds, cluster.contention)

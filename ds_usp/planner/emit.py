@@ -259,10 +259,7 @@ def _recompute_flags(config: ParallelConfig) -> Flags:
     checkpoints of layers do not go."""
     flags = {**_length_flags(config)}
     mode, patched = config.recompute, bool(flags)
-    flags |= {
-        "transformer-impl": config.heads_in_chunks and "local",
-        "no-gradient-accumulation-fusion": patched,
-    }
+    flags["no-gradient-accumulation-fusion"] = patched
     if mode == "attention" or (mode == "full" and patched):
         flags["usp-recompute"] = mode
     elif mode == "full":
@@ -340,7 +337,6 @@ def script(work: Workload, config: ParallelConfig) -> str:
         **_layer_flags(model),
         **_norm_flags(model),
         **_memory_flags(work, config),
-        "transformer-impl": config.heads_in_chunks and "local",
     }
     return _SCRIPT.format(
         name=model.name,

@@ -29,7 +29,7 @@ from ds_usp.planner.arguments import (
     flag,
     tokens,
 )
-from ds_usp.planner.attention_time import OFF, PROJECTIONS, AttentionCall
+from ds_usp.planner.attention_time import AttentionCall
 from ds_usp.planner.formulas import bucket_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import logits_bytes
@@ -64,7 +64,6 @@ from ds_usp.planner.step_time import (
     step_time,
 )
 from ds_usp.planner.traffic import group_of
-from ds_usp.settings import kept_value
 
 
 def explain(result: SearchResult) -> list[str]:
@@ -191,14 +190,9 @@ def _faster_over_memory(result: SearchResult, best: Plan) -> Iterator[str]:
 # What it communicates, what of that is exposed, and what other settings would cost.
 
 
-def step_rows(
-    cluster: Cluster, work: Workload, config: ParallelConfig, projections: str = OFF
-) -> Json:
+def step_rows(cluster: Cluster, work: Workload, config: ParallelConfig) -> Json:
     """Predicted seconds of a step, and a row for each kind of its communication."""
     step = step_time(cluster, work, config)
-    total = step.total
-    if projections != OFF:  # the layers' time is the plain path's
-        total -= step.layers * _recompute_gain(cluster, work, config)
     rows = [
         {
             "kind": row.kind,
@@ -207,9 +201,9 @@ def step_rows(
             "hidden_s": row.hidden,
             "exposed_s": row.exposed,
         }
-        for row in step_communication(cluster, work, config, step, projections)
+        for row in step_communication(cluster, work, config, step)
     ]
-    return {"step_s": total, "kinds": rows}
+    return {"step_s": step.total, "kinds": rows}
 
 
 def step_table(step: Json) -> Table:
@@ -231,12 +225,6 @@ def step_table(step: Json) -> Table:
 def settings_lines(cluster: Cluster, work: Workload, config: ParallelConfig) -> Iterator[str]:
     """Other settings of the same degrees, by their price."""
     step_s = step_time(cluster, work, config).total
-    if config.sp > 1 and work.model.is_plain:
-        gain = _recompute_gain(cluster, work, config)
-        yield (
-            f"--usp-projection-overlap recompute: a layer {abs(gain):.1%} "
-            f"{'shorter' if gain > 0 else 'longer'}, for less memory"
-        )
     if config.zero_ranks > 1 and config.zero in (1, 2):
         if reduces_under_backward(config):
             elements = bucket_elements(work.model, config.tp, config.zero)
@@ -249,19 +237,11 @@ def settings_lines(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
             yield f"ZeRO-{other.zero} instead of ZeRO-{config.zero}: step {more:+.1%}"
 
 
-def _recompute_gain(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
-    from ds_usp.planner.projection_time import recompute_gain  # experimental: only where it is used
-
-    return recompute_gain(cluster, work, config)
-
-
 # ------------------------------------------------------------------ the command
 
 
 # Of a step and of an attention call.
-_SHARED_FLAGS = frozenset(
-    {"seq_len", "batch", "order", "ulysses_degree", "ring_degree", "projections"}
-)
+_SHARED_FLAGS = frozenset({"seq_len", "batch", "order", "ulysses_degree", "ring_degree"})
 # A balanced layout is of documents, which this command has none of.
 _LAYOUTS = tuple(kind for kind in KINDS if kind != "balanced")
 _GATHER: Mapping[str, bool | None] = {"auto": None, "yes": True, "no": False}
@@ -271,10 +251,6 @@ a2a  all-to-all, sequence to heads            slice  the chunk's heads, without 
 kv, dkv  KV of ring ranks; its gradients      outerkv, outerdkv  the same across nodes
 attn2.0  first kernel call of ring step 2     end  merges partial results, frees KV
 ret  all-to-all, heads to sequence            store  results to the outputs, without Ulysses"""
-_PRODUCTS_LEGEND = """\
-mmqkv, mmout  products that make the chunk's Q, K and V; the output
-mmdout, mmdx, mmw...  gradients of the attention output; of the input; of rows of the weights
-first  all-to-all of what backward projects again"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,13 +262,6 @@ class _StepFlags:
     order: str = flag("whose ranks are contiguous", DEFAULT_SP_ORDER, choices=ORDERS)
     ulysses_degree: Gpus = flag("Ulysses degree", 1)
     ring_degree: Gpus = flag("ring degree", 1)
-    projections: str = flag(
-        "the products before and after attention: not in it, or chunk by chunk under its "
-        "exchanges, and again in backward",
-        OFF,
-        choices=PROJECTIONS,
-        type=kept_value("--projections"),
-    )
     model: str | None = flag(
         "explain a step of it: built-in name, FILE.json:NAME, HuggingFace config.json", None
     )
@@ -318,7 +287,7 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
     kernel calls, and a simulation of both passes; with --model: what one step communicates, by
     kind, what of it is exposed, and what other settings would cost"""
 
-    removed_flags: ClassVar[tuple[str, ...]] = ("--tp-shard-tokens",)
+    removed_flags: ClassVar[tuple[str, ...]] = ("--tp-shard-tokens", "--projections")
     schedule: bool = flag("print the ring steps, the instructions, exchange order, slots", False)
     heads: Count | None = flag("query heads; not with --model", None)
     kv_heads: Count | None = flag("key/value heads (default: as many as query heads)", None)
@@ -380,7 +349,7 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
         work = Workload(load_model(self.model or ""), self.seq_len, sequences)
         caps.for_model(work.model)
         require_feasible(work, config)
-        step = step_rows(cluster, work, config, self.projections)
+        step = step_rows(cluster, work, config)
         settings = [*settings_lines(cluster, work, config)]
         return Result(step | {"settings": settings}, [name, step_table(step), *settings])
 
@@ -413,7 +382,6 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
             chunks=self.chunks,
             gather=_GATHER[self.gather],
             inner=self.inner_ring,
-            projections=self.projections,
         )
         both = self.forward == self.backward
         wanted = {"forward": self.forward or both, "backward": self.backward or both}
@@ -466,8 +434,6 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
             yield from (line for x in passes.items() for line in _ring_lines(*x))
             yield from (line for x in passes.items() for line in _schedule_lines(*x))
             yield f"\n{_LEGEND}"
-            if self.projections != OFF:
-                yield _PRODUCTS_LEGEND
             yield ""
         for title, row in passes.items():
             exposed = {lane: 1e3 * seconds for lane, seconds in sorted(row["exposed_s"].items())}

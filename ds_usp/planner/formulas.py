@@ -124,11 +124,6 @@ def mlp_share(model: ModelShape) -> float:
     return (layer_matrices(model).fc1 + layer_matrices(model).fc2) / model.matrix_elements
 
 
-def qkv_share(model: ModelShape) -> float:
-    """The part of a layer's matrix products that makes queries, keys and values."""
-    return layer_matrices(model).qkv / model.matrix_elements
-
-
 # ------------------------------------------------------------------ parameters
 
 
@@ -172,8 +167,7 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
     recomputed; a KV head with several users is saved by each. ``full`` saves the layer's input.
     ``attention`` saves that and attention's output; with Ulysses also q, k, v and out after the
     all-to-all, which recomputation would have to repeat. An MLP in chunks saves the input of norm 2
-    and nothing behind it. With ``projection_overlap="recompute"`` neither queries, keys nor values
-    are saved, and attention's output once.
+    and nothing behind it.
 
     Without Megatron's sequence parallelism tp does not shard what the norms save. Of a gated output
     gate and product are saved; of each of a token's experts also its input and its output, as
@@ -189,8 +183,6 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
     attention = 2 * q + 2 * k * (1 if config.recompute == "attention-only" else kv_copies)
     if config.ulysses > 1 and config.recompute != "attention-only":
         attention += q
-    if config.heads_in_chunks:
-        attention = q
     attention += 2 * q if model.output_gate else 0
     attention += recurrent_elements(model, config)
     norms, mlp = 2 * h * (bool(attention) + bool(f)), 4 * f if model.gated else 2 * f

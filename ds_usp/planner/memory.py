@@ -380,13 +380,10 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     Letters of comments: h hidden, q and k features of all queries and all keys; a and e those of
     the largest head chunk: of its queries, and of its keys and values; b and f those of the largest
     of the others; of a token on one rank. A call has as many chunks as ``Tuning`` takes by default,
-    on links of a node. With ``projection_overlap="recompute"`` a chunk and the next one are there
-    at once: with Ulysses 13 a + 7 e; in a ring 8.5 a + 6.5 e and five blocks of keys and values.
-    Counted on a trainer's layer, operator by operator (``tests/megatron/test_trainer_peak.py``,
-    with Ulysses and on one rank); the ring's numbers are fitted to such counts: up to 4 % too high,
-    for heads in chunks up to 15 %. Where both degrees are above 1 the whole is 7 to 8 % too high in
-    two counts, for heads in chunks 12 % too low with as many KV heads as heads, and 27 % too high
-    with half.
+    on links of a node. Counted on a trainer's layer, operator by operator
+    (``tests/megatron/test_trainer_peak.py``, with Ulysses and on one rank); the ring's numbers are
+    fitted to such counts: up to 4 % too high. Where both degrees are above 1 the whole is 7 to 8 %
+    too high in two counts.
     """
     model, tp = work.model, config.tp
     hidden = input_bytes(work, config) / config.param_bytes
@@ -396,11 +393,7 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     parts = _chunk_parts(work, config)
     (a, e), *others = ((part_q * q, part_kv * kv * copies) for part_q, part_kv in parts)
     b, f = others[0] if others else (0.0, 0.0)
-    if config.heads_in_chunks:
-        held = 2 * q + kv  # attention's output; gradients of queries, keys and values
-        buffers = 13 * a + 7 * e if config.ulysses > 1 else 8.5 * a + 6.5 * e
-        buffers += 5 * e if config.ring > 1 else 0.0
-    elif config.ulysses > 1:
+    if config.ulysses > 1:
         held = 2 * q  # the output and its gradient
         # Saved, results; the kernel's gradients, sent, received; a return.
         buffers = 2 * (q + kv * copies) + 3 * (a + e) + b + f
@@ -441,11 +434,8 @@ def _chunk_parts(work: Workload, config: ParallelConfig) -> list[tuple[float, fl
     each head chunk, the largest first."""
     model = work.model
     split = HeadSplit(model.heads // config.tp, model.kv_heads // config.tp, config.ulysses)
-    if config.heads_in_chunks:
-        count = split.memory_chunks(config.ring)
-    else:
-        # Links between nodes are slower, and might have more chunks: this has no cluster to ask.
-        count = call_size(work, config, split, True).num_chunks() if config.sp > 1 else 1
+    # Links between nodes are slower, and might have more chunks: this has no cluster to ask.
+    count = call_size(work, config, split, True).num_chunks() if config.sp > 1 else 1
     chunks = [split.chunk(count, index) for index in range(count)]
 
     def heads(of_ranks: tuple[tuple[int, int], ...]) -> int:

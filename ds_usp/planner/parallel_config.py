@@ -30,7 +30,6 @@ from ds_usp.settings import LENGTH_SETTINGS
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
 _TRANSFORMERS_RECOMPUTE = ("none", *CHECKPOINTED)
-PROJECTS_AGAIN = ("none", "full")  # recomputations that go with it
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
 
@@ -91,9 +90,9 @@ class ParallelConfig:
         schedule: one of :data:`SCHEDULES`; with several virtual stages it is interleaved.
         fused_activation: SwiGLU saves no output of its sigmoid.
         fused_loss: the loss is chunked; the full logits are never in memory.
-        mlp_chunks, projection_overlap, checkpoint_layers, states_on_host: the settings of these
-            names (``ds_usp.settings``); the norm before an MLP in chunks and its residual are in
-            chunks, too.
+        mlp_chunks, checkpoint_layers, states_on_host: the settings of these names
+            (``ds_usp.settings``); the norm before an MLP in chunks and its residual are in chunks,
+            too.
         overlap_gradients: they are reduced under the last micro batch's backward.
         param_bytes, grad_bytes: of one element.
         unsharded_grad_reduce: in ZeRO-1 every rank all-reduces all gradients and keeps them
@@ -118,7 +117,6 @@ class ParallelConfig:
     fused_activation: bool = False
     fused_loss: bool = False
     mlp_chunks: CountOrZero = 0
-    projection_overlap: str = choice(("off", "recompute"), "off")
     checkpoint_layers: Count = 1
     states_on_host: bool = False
     overlap_gradients: bool = False
@@ -127,7 +125,7 @@ class ParallelConfig:
     unsharded_grad_reduce: bool = False
 
     def of_attention(self) -> ParallelConfig:
-        """What the time of attention and of its projections depends on, the rest at defaults."""
+        """What the time of attention depends on, the rest at defaults."""
         return ParallelConfig(
             tp=self.tp,
             ulysses=self.ulysses,
@@ -155,11 +153,6 @@ class ParallelConfig:
     def sp(self) -> int:
         """Ranks that share a sequence, tp aside."""
         return self.ulysses * self.ring
-
-    @property
-    def heads_in_chunks(self) -> bool:
-        """Whether queries, keys and values of all heads never exist at once."""
-        return self.projection_overlap == "recompute"
 
     @property
     def gpus(self) -> int:
@@ -306,8 +299,6 @@ def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
             f"several layers a checkpoint go with recompute {' or '.join(CHECKPOINTED)}, not with "
             f"{config.recompute}: there are {config.checkpoint_layers}"
         )
-    if config.heads_in_chunks:
-        yield from projection_violations(model, config)
     if config.states_on_host and config.zero == 0:
         yield "states on the host are planned for ZeRO-1 to 3, not for ZeRO-0"
 
@@ -320,21 +311,6 @@ def _not_in_transformers(config: ParallelConfig) -> list[str]:
         words.append(f"recompute {config.recompute}")
     rows = (row for row in LENGTH_SETTINGS if "transformers" not in row.programs)
     return words + [row.flag for row in rows if row.is_used(getattr(config, row.name))]
-
-
-def projection_violations(model: ModelShape, config: ParallelConfig) -> Iterator[str]:
-    """What does not go with queries, keys and values by chunks of heads."""
-    if model.qk_norm:
-        yield (
-            "projection overlap recompute multiplies queries and keys just before their exchange, "
-            f"and {model.name} normalizes them between"
-        )
-    if config.tp > 1:
-        yield f"projection overlap recompute multiplies whole weights: tp is {config.tp}, not 1"
-    if config.sp == 1:
-        yield "projection overlap recompute is for sequences on several ranks"
-    if config.recompute not in PROJECTS_AGAIN:
-        yield f"projection overlap recompute does not go with recompute {config.recompute}"
 
 
 # ------------------------------------------------------------------ what training frameworks can do
@@ -381,10 +357,6 @@ def length_options(work: Workload, config: ParallelConfig, flag: str) -> list[Pa
         experts = any(part.experts for part in work.model.parts)
         refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config) or experts
         return [] if refused else [config.replace(mlp_chunks=chunks)]
-    if flag == "projection_overlap":
-        changed = config.replace(projection_overlap="recompute")
-        refused = config.heads_in_chunks or any(projection_violations(work.model, changed))
-        return [] if refused else [changed]
     if flag == "states_on_host":
         refused = config.states_on_host or config.zero == 0
         return [] if refused else [config.replace(states_on_host=True)]

@@ -79,10 +79,6 @@ class Timeline:
     def total(self) -> float:
         return self.compute + sum(self.exposed.values())
 
-    @property
-    def waits(self) -> float:
-        return sum(self.exposed.get(kind, 0.0) for kind in CHANNELS)
-
     def busy(self, lane: str) -> float:
         """Seconds in which a lane works; of the compute lane without waits."""
         of_lane = (event for event in self.events if event.lane == lane and not event.is_wait)

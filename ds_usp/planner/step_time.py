@@ -10,7 +10,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ds_usp.planner.attention_time import OFF, AttentionTime, attention_s, simulated_pass
+from ds_usp.planner.attention_time import AttentionTime, attention_s, simulated_pass
 from ds_usp.planner.formulas import (
     NOTHING,
     HiddenExchange,
@@ -25,7 +25,6 @@ from ds_usp.planner.formulas import (
     layer_bytes,
     mlp_share,
     model_flop_per_token,
-    qkv_share,
     recurrent_flop_per_token,
     stage_elements,
     under,
@@ -148,8 +147,6 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
         recomputed = LaunchedWork(elementwise_s(cluster, 2 * max(saved_less, 0.0)))
     if config.checkpoint_layers > 1:  # the last layer of a group is computed as often as before
         recomputed += recomputed.part(1 - 1 / config.checkpoint_layers)
-    if config.heads_in_chunks:  # their exchange runs under attention of other chunks
-        recomputed += rest.forward.part(qkv_share(work.model))
     if config.mlp_chunks > 1:
         recomputed += rest.forward.part(mlp_share(work.model))
     return LayerTime(
@@ -592,16 +589,15 @@ class StepExchange:
 
 
 def step_communication(
-    cluster: Cluster, work: Workload, config: ParallelConfig, step: StepTime, projections: str = OFF
+    cluster: Cluster, work: Workload, config: ParallelConfig, step: StepTime
 ) -> tuple[StepExchange, ...]:
     """The kinds that a step has, of the formulas that price it.
 
     Args:
         step: its time.
-        projections: where the products around attention are, one of ``PROJECTIONS``.
     """
     layers = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
-    rows = [*_attention(cluster, work, config, projections)]
+    rows = [*_attention(cluster, work, config)]
     sent = step_traffic(work, config)
     reduction, gather = data_parallel_time(cluster, work, config, step.layers)
     rows += [
@@ -633,9 +629,7 @@ def _row(kind: str, sent_bytes: float, time: HiddenExchange) -> StepExchange:
     return StepExchange(kind, sent_bytes, time.seconds, time.exposed)
 
 
-def _attention(
-    cluster: Cluster, work: Workload, config: ParallelConfig, projections: str
-) -> Iterator[StepExchange]:
+def _attention(cluster: Cluster, work: Workload, config: ParallelConfig) -> Iterator[StepExchange]:
     """All-to-alls and the ring's exchanges, as the simulation of the schedule has them; where a
     profile has calls, as much slower as these are; of layers that carry a state its exchange."""
     if config.sp == 1:
@@ -644,7 +638,7 @@ def _attention(
         row
         for part in work.parts
         for row in (
-            *_attention_of_layers(cluster, part, config, projections),
+            *_attention_of_layers(cluster, part, config),
             *_states_of_layers(cluster, part, config),
         )
     ]
@@ -667,7 +661,7 @@ def _states_of_layers(
 
 
 def _attention_of_layers(
-    cluster: Cluster, work: Workload, config: ParallelConfig, projections: str
+    cluster: Cluster, work: Workload, config: ParallelConfig
 ) -> Iterator[StepExchange]:
     if not work.model.attention:
         return
@@ -675,15 +669,13 @@ def _attention_of_layers(
     traffic, again = layer_traffic(work, config), 2 if config.recompute in _ATTENTION_AGAIN else 1
     sums = {"all-to-all": [0.0, 0.0], "ring": [0.0, 0.0]}
     for backward, times in ((False, again), (True, 1)):
-        plain, timeline = (
-            simulated_pass(cluster, work, config, backward=backward, projections=x).timeline
-            for x in (OFF, projections)
-        )
-        slower = times * attention_s(cluster, work, config, backward=backward).total / plain.total
+        timeline = simulated_pass(cluster, work, config, backward=backward).timeline
+        total_s = attention_s(cluster, work, config, backward=backward).total
+        slower = times * total_s / timeline.total
         for kind, of_kind in (("all-to-all", ("all_to_all",)), ("ring", _RING)):
             sums[kind][0] += slower * sum(map(timeline.busy, of_kind))
             sums[kind][1] += slower * sum(timeline.exposed.get(x, 0.0) for x in of_kind)
-    ulysses = traffic.ulysses * (again + 1 + (projections == "recompute"))
+    ulysses = traffic.ulysses * (again + 1)
     ring = traffic.ring_forward * again + traffic.ring_backward
     for kind, sent in (("all-to-all", ulysses), ("ring", ring)):
         seconds, exposed = sums[kind]

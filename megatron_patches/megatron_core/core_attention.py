@@ -290,7 +290,7 @@ class USPCoreAttention(torch.nn.Module):
                 f"the call asks for mask {attn_mask_type}, the layer was built for "
                 f"{self.attn_mask_type}. Set attn_mask_type in the layer's spec"
             )
-        options, padding = self.call_options(packed_seq_params, query)
+        options, padding = self._call_options(packed_seq_params, query)
         if packed_seq_params is not None and query.ndim == 3:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         if attention_mask is not None:
@@ -305,7 +305,7 @@ class USPCoreAttention(torch.nn.Module):
         # Whatever the program does with padding, nothing of it reaches a gradient.
         return out if padding is None else out.masked_fill(padding, 0.0)
 
-    def call_options(
+    def _call_options(
         self, packed_seq_params: Any, tokens: Tensor
     ) -> tuple[dict[str, Any], Tensor | None]:
         """Arguments of ``ds_usp.usp_attention`` for a call, and where this rank has padding.

@@ -1,5 +1,4 @@
-"""Rotary positions of megatron-core's layers: without a table, in place in a projection's output;
-and the table by which megatron-core rotates itself."""
+"""Rotary positions of megatron-core's layers: no table, in place in a projection's output."""
 
 from __future__ import annotations
 
@@ -7,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -26,8 +23,6 @@ _OPTIONS = (
     "rotary_interleaved",
     "yarn_rotary_scaling_factor",
 )
-
-_TABLE = "_usp_table"  # of a tensor of angles, which all layers of a pass share
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +51,7 @@ def rotate_in_projection(layer: TransformerLayer, rotary: RotaryPositions) -> No
     """Rotate a layer's queries and keys by the positions of this rank's tokens, to the bits that
     megatron-core's unfused rotation computes. The layer must get no ``rotary_pos_emb``.
 
-    Call it after what replaces the projection's forward, and before
-    :func:`megatron_patches.megatron_core.projections.project_again`.
+    Call it after what replaces the projection's forward.
 
     Raises:
         ConfigError: a layer that rotates otherwise.
@@ -71,52 +65,6 @@ def rotate_in_projection(layer: TransformerLayer, rotary: RotaryPositions) -> No
         attention.num_query_groups_per_partition,
         attention.hidden_size_per_attention_head,
     )
-
-
-def rotary_table(
-    attention: SelfAttention, angles: Tensor, packed_seq_params: Any, hidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[s_local, r]`` of this rank's tokens, to the bits by which megatron-core
-    rotates: read from unit vectors that it rotated.
-
-    Args:
-        angles: ``rotary_pos_emb``, ``[s, 1, 1, r]``: of this rank's tokens, or, where documents are
-            packed in the format ``thd``, of the positions in the longest one.
-        hidden: ``[s_local, b, c]``, in whose dtype megatron-core rotates.
-    """
-    packed = getattr(packed_seq_params, "qkv_format", None) == "thd"
-    version = None if angles.is_inference() else angles._version
-    key = (hidden.shape[0], hidden.dtype, version)
-    # Tensors of inference mode cannot be saved for backward.
-    is_shared = not (packed or torch.is_inference_mode_enabled())
-    known, table = getattr(angles, _TABLE, (None, None))
-    if table is not None and known == key and is_shared:
-        result: tuple[Tensor, Tensor] = table
-        return result
-    half = angles.shape[-1] // 2
-    units = hidden.new_zeros(hidden.shape[0], 1, 2, 2 * half)
-    units[:, :, 0, :half] = 1
-    units[:, :, 1, half:] = 1
-    offsets = None
-    if packed:
-        padded = packed_seq_params.cu_seqlens_q_padded
-        offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
-        units = units.squeeze(1)
-    rotated = _rotate(attention, units, angles, offsets).reshape(hidden.shape[0], 2, 2, half)
-    # x1, x2 -> x1 cos1 - x2 sin1, x2 cos2 + x1 sin2
-    (cos1, sin2), (minus_sin1, cos2) = (x.unbind(1) for x in rotated.unbind(1))
-    table = torch.cat((cos1, cos2), 1), torch.cat((-minus_sin1, sin2), 1)
-    if is_shared:
-        setattr(angles, _TABLE, (key, table))
-    return table
-
-
-def _rotate(attention: Any, x: Tensor, angles: Tensor, offsets: Tensor | None) -> Tensor:
-    """``x`` as ``Attention.forward`` rotates queries."""
-    rotated: Tensor = apply_rotary_pos_emb(
-        x, angles, config=attention.config, cu_seqlens=offsets, cp_group=attention.pg_collection.cp
-    )
-    return rotated
 
 
 def _reason(attention: Any) -> str:

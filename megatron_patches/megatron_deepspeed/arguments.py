@@ -17,9 +17,9 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory, run_for_gradients
 from ds_usp.planner import AUTO
-from ds_usp.settings import add_removed_flag, add_settings
+from ds_usp.settings import add_removed_flags, add_settings
 from ds_usp.training import check_zero_stage
-from megatron_patches import flags, projection_checks, refusals
+from megatron_patches import flags, refusals
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.compat import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.startup import FRAMEWORK
@@ -27,7 +27,6 @@ from megatron_patches.megatron_deepspeed.state import is_active
 from megatron_patches.megatron_deepspeed.unsupported import (
     refuse,
     refuse_framework_failures,
-    unserved_projections,
 )
 from megatron_patches.patch_set import apply_later, verify_flag
 from megatron_patches.settings import MeshSettings
@@ -65,7 +64,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
         add_settings(group, _PROGRAM, purpose, **vars(settings))
     group = parser.add_argument_group(title="unified sequence parallel, memory")
     add_settings(group, _PROGRAM, "memory")
-    add_removed_flag(group, "--usp-tp-shard-tokens")
+    add_removed_flags(group, "--usp-tp-shard-tokens", "--usp-projection-overlap")
 
 
 def validate_args(
@@ -101,9 +100,6 @@ def validate_args(
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
         apply_later(FRAMEWORK)
-    projection_checks.check_projections(args, unserved_projections(_deepspeed_config(args)))
-    if projection_checks.projects_again(args, args.ds_sequence_parallel_size):
-        verify_flag(FRAMEWORK, "--usp-projection-overlap")
     flags.check_mlp_chunks(args, min(map(layout.length, range(layout.degree))))
     return validated
 

@@ -13,7 +13,6 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.training import apply_rotary, local_positions, rotary_frequencies
-from megatron_patches.megatron_deepspeed import projections
 from megatron_patches.megatron_deepspeed.state import (
     FrameworkState,
     current_mask,
@@ -62,34 +61,20 @@ class SequenceParallelAttention(torch.nn.Module):
         counts = (self.heads, self.kv_heads, self.kv_heads)
         parts = qkv.split([count * self.head_dim for count in counts], dim=-1)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
-        table = self.rotary(q.device)
-        if table is not None:
+        state, mask = self.state, current_mask()
+        if self.rotary_dim:
+            of_tokens = state.layout, state.mesh.rank
+            table = rotary_table(*of_tokens, self.rotary_dim, self.rotary_base, q.device)
             q, k = apply_rotary((q, k), *table, token_dim=0)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         # Flash attention here has no document mask; with documents dropout is refused.
-        flash = self.flash and not current_mask().documents
-        out = (
-            self._flash(q, k, v) if flash else ds_usp.usp_attention(q, k, v, **self.call_options())
-        )
+        if self.flash and not mask.documents:
+            out = self._flash(q, k, v)
+        else:
+            out = ds_usp.usp_attention(
+                q, k, v, mesh=state.mesh, layout=state.layout, mask=mask, kernel=state.kernel
+            )
         return out.transpose(0, 1).flatten(2).contiguous()  # viewed as [s * b, h * d]
-
-    def rotary(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine ``[s_local, rotary_dim]`` of this rank's tokens; None: no rotation."""
-        if not self.rotary_dim:
-            return None
-        layout, rank = self.state.layout, self.state.mesh.rank
-        return rotary_table(layout, rank, self.rotary_dim, self.rotary_base, device)
-
-    def call_options(self) -> dict[str, Any]:
-        """Mesh, layout and kernel of the patches' state, and the mask of the micro batch, as
-        :func:`ds_usp.usp_attention` takes them."""
-        state = self.state
-        return {
-            "mesh": state.mesh,
-            "layout": state.layout,
-            "mask": current_mask(),
-            "kernel": state.kernel,
-        }
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The local flash attention under Megatron's tracked random state."""
@@ -138,8 +123,6 @@ def build_attention(
         rotary_base=flags.rope_theta,
         flash=getattr(layer, "core_attention_flash", None),
     )
-    if state.projects_again:
-        projections.prepare_layer(layer, partitioned=state.partitioned)
 
 
 @contextmanager
@@ -183,9 +166,6 @@ def attend(
             "inference attends one token at a time, with a cache; it has no sequence parallelism. "
             "Generate without these patches"
         )
-    state = layer.sequence_parallel_attention.state
-    if state.projects_again:
-        return projections.attend(layer, hidden_states, partitioned=state.partitioned)
     qkv, _ = layer.query_key_value(hidden_states)
     return layer.dense(layer.sequence_parallel_attention(qkv))
 

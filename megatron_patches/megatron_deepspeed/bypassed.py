@@ -81,17 +81,6 @@ _WITH_FLAG: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
                 f"{_PARALLEL}.cross_entropy:_VocabParallelCrossEntropy": "c077bc1a990c7ac2",
             },
         ),
-        "--usp-projection-overlap": (
-            "projected_attention multiplies the weights around attention",
-            {
-                f"{_LINEAR}:ColumnParallelLinear.forward": "fb8d57efb5255371",
-                f"{_LINEAR}:RowParallelLinear.forward": "35173900371789f9",
-                f"{_LINEAR}:linear_with_grad_accumulation_and_async_allreduce": "26f9006edaf937b8",
-                f"{_LINEAR}:LinearWithGradAccumulationAndAsyncCommunication.backward": (
-                    "5d60c19d3f934ee9"
-                ),
-            },
-        ),
     }
 )
 

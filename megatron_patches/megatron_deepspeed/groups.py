@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 import ds_usp
 from ds_usp.errors import ConfigError
-from megatron_patches.megatron_deepspeed.arguments import layer_memory, planned_run
+from megatron_patches.megatron_deepspeed.arguments import layer_memory
 from megatron_patches.megatron_deepspeed.state import (
     FrameworkState,
     get_state,
     is_active,
     set_state,
 )
-from megatron_patches.projection_checks import projects_again
 
 Ranks = tuple[int, ...]
 
@@ -121,8 +120,6 @@ def _state(
         config.kernel,
         is_active(args),
         layer_memory(args),
-        projects_again=projects_again(args, mesh.sp_degree),
-        partitioned=planned_run(args).zero == 3,
     )
 
 

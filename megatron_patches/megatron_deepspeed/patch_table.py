@@ -108,16 +108,14 @@ def model() -> tuple[Patch, ...]:
             f"{_LAYER}:ParallelAttention.__init__",
             attention.build_attention,
             guard=source_guard("a1228859bd19ca69"),
-            reason="attention is usp_attention, under tensor parallelism too; "
-            "--usp-projection-overlap",
+            reason="attention is usp_attention, under tensor parallelism too",
         ),
         wrap(
             f"{_LAYER}:ParallelAttention.forward",
             attention.attend,
             guard=source_guard("2f229ab72e3fe995"),
             reason="splits the projection by global sizes (wrong under tp) and into thirds (wrong "
-            "for grouped queries); applies the cosine to rotary tables twice; "
-            "--usp-projection-overlap",
+            "for grouped queries); applies the cosine to rotary tables twice",
         ),
         wrap(
             f"{_LAYER}:CoreAttention.forward",

@@ -28,8 +28,6 @@ class FrameworkState:
         kernel: the attention kernel.
         active: whether attention is computed by ds_usp (see :func:`is_active`).
         memory: what layers save for backward.
-        projects_again: attention projects chunk by chunk of heads, and again in backward.
-        partitioned: ZeRO-3 partitions the weights.
     """
 
     grid: ds_usp.RankGrid
@@ -38,8 +36,6 @@ class FrameworkState:
     kernel: str
     active: bool
     memory: LayerMemory = field(default_factory=LayerMemory)
-    projects_again: bool = False
-    partitioned: bool = False
 
     @property
     def is_sequence_parallel(self) -> bool:

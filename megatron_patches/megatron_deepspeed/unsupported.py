@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_patches import refusals
-from megatron_patches.projection_checks import FLAG, OR_OFF
 from megatron_patches.refusals import Refusal
 
 
@@ -193,42 +192,6 @@ _REFUSALS = (
         "Leave it out: --ds-sequence-parallel-size is enough",
     ),
 )
-
-
-def unserved_projections(deepspeed_config: Mapping[str, Any]) -> tuple[Refusal, ...]:
-    """Rows of what has no projections under the exchanges of attention, besides those of every
-    program."""
-    return (
-        Refusal(
-            lambda args: args.usp_recompute == "attention",
-            f"{FLAG} and --usp-recompute attention: what is saved of attention has no projections",
-            f"Use --usp-recompute full, {OR_OFF}",
-        ),
-        Refusal(
-            lambda args: args.use_flash_attn,
-            f"{FLAG} has no place for Megatron-DeepSpeed's flash attention between the projections",
-            "Leave out --use-flash-attn-v1 and --use-flash-attn-v2, without which usp_attention "
-            f"chooses a FlashAttention itself, {OR_OFF}",
-        ),
-        Refusal(
-            lambda args: args.enable_zbh1_pipeline,
-            f"{FLAG} and --enable-zbh1-pipeline: linear layers store the products of their weight "
-            "gradients for later",
-            f"Leave out --enable-zbh1-pipeline, {OR_OFF}",
-        ),
-        Refusal(
-            lambda _: "compression_training" in deepspeed_config,
-            f"{FLAG} multiplies weights as they are, and compression_training in DeepSpeed's "
-            "configuration replaces the linear layers",
-            f"Leave out compression_training, {OR_OFF}",
-        ),
-        Refusal(
-            lambda _: deepspeed_config.get("torch_autocast", {}).get("enabled"),
-            f"{FLAG} multiplies weights in their own dtype, and torch_autocast in DeepSpeed's "
-            "configuration converts them",
-            f"Use --bf16, {OR_OFF}",
-        ),
-    )
 
 
 def refuse(args: Any, deepspeed_config: Mapping[str, Any]) -> None:

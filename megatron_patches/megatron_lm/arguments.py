@@ -12,7 +12,7 @@ import torch
 from ds_usp import Degrees
 from ds_usp.errors import ConfigError
 from ds_usp.planner import AUTO
-from ds_usp.settings import add_settings
+from ds_usp.settings import add_removed_flags, add_settings
 from megatron_patches import flags
 from megatron_patches.megatron_core.context_parallel import (
     LAYOUT,
@@ -20,12 +20,11 @@ from megatron_patches.megatron_core.context_parallel import (
     Settings,
     check_degrees,
 )
-from megatron_patches.megatron_lm import context_parallel_kind, memory, projections, unsupported
+from megatron_patches.megatron_lm import context_parallel_kind, memory, unsupported
 from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
 from megatron_patches.megatron_lm.relied_on import FRAMEWORK
 from megatron_patches.patch_set import apply_later
-from megatron_patches.projection_checks import check_projections
 from megatron_patches.refusals import refuse
 from megatron_patches.settings import MeshSettings
 
@@ -75,6 +74,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     group = parser.add_argument_group(title="unified sequence parallel")
     for purpose in ("parallelism", "attention", "memory", "report"):
         add_settings(group, "megatron-lm", purpose, **vars(settings))
+    add_removed_flags(group, "--usp-projection-overlap")
     default = parser.get_default("cp_comm_type")
     parser.set_defaults(cp_comm_type=context_parallel_kind.NotGiven(default))
 
@@ -104,11 +104,9 @@ def validate_args(
         validated = original(args, defaults)
     memory.check_flags(args)
     unsupported.refuse(args)
-    check_projections(args, projections.NOT_SERVED)
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = _auto_degree(args)
         _check_degrees(args)
-    _print_once(args, *projections.verify_edits(args))
     context_parallel.settings = _settings(args)
     usp = context_parallel_kind.uses_usp(args)
     if context_parallel_kind.attends_on_one_rank(args) or (

@@ -11,7 +11,6 @@ from torch import Tensor
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory
 from megatron_patches.flags import check_mlp_chunks
-from megatron_patches.megatron_lm import projections
 from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
 from megatron_patches.megatron_lm.unsupported import carries_state, is_hybrid
 from megatron_patches.refusals import Refusal, refuse, refuse_settings
@@ -154,8 +153,7 @@ def check_flags(args: Any) -> None:
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
     """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute``, its MLP the
-    chunks of ``--usp-mlp-chunks``, its attention the projections of ``--usp-projection-overlap``.
-    """
+    chunks of ``--usp-mlp-chunks``."""
     from megatron.training import get_args
 
     from megatron_patches.megatron_core.layer_memory import save_less
@@ -165,7 +163,6 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     save_less(layer, flags.usp_recompute, flags.usp_mlp_chunks)
     if flags.usp_recompute != "gemm-last":
         _give_policy(layer, flags.usp_recompute)
-    projections.project_in_layer(layer, flags)
 
 
 def build_mamba_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -23,8 +23,8 @@ def start(settings: MeshSettings, context_parallel: ContextParallel) -> tuple[Pa
             partial(arguments.parse_args, settings=settings),
             also_in=(f"{_TRAINING}.initialize:parse_args",),
             guard=megatron_core_guard("6a7334d46c9718c9"),
-            reason="adds --ulysses-degree, --usp-cluster, --usp-kernel, --usp-recompute, "
-            "--usp-mlp-chunks and --usp-projection-overlap",
+            reason="adds --ulysses-degree, --usp-cluster, --usp-kernel, --usp-recompute and "
+            "--usp-mlp-chunks",
         ),
         wrap(
             f"{_TRAINING}.arguments:validate_args",
@@ -51,7 +51,7 @@ def training() -> tuple[Patch, ...]:
             memory.build_layer,
             guard=megatron_core_guard("550f56a2af65ecad"),
             reason="--usp-recompute: a layer gets its policy; --usp-mlp-chunks: its MLP is called "
-            "in chunks of tokens; --usp-projection-overlap: attention multiplies its projections",
+            "in chunks of tokens",
         ),
         wrap(
             f"{_LAYER}.forward",

@@ -15,8 +15,6 @@ _LOCAL = f"{_CORE}.transformer.dot_product_attention"
 _ROPE = f"{_CORE}.models.common.embeddings"
 _SOFTMAX = f"{_CORE}.fusions.fused_softmax:FusedScaleMaskSoftmax"
 _ATTENTION = f"{_CORE}.transformer.attention:Attention"
-_SELF_ATTENTION = f"{_CORE}.transformer.attention:SelfAttention"
-_LINEAR = f"{_CORE}.tensor_parallel.layers"
 _LATENT = f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention"
 _LAYER = f"{_CORE}.transformer.transformer_layer:TransformerLayer"
 _TE = f"{_CORE}.extensions.transformer_engine"
@@ -77,31 +75,6 @@ _BYPASSED_IN_MAMBA: Mapping[str, Mapping[str, Known]] = MappingProxyType(
         },
     }
 )
-PROJECTIONS_FLAG = "--usp-projection-overlap"
-# With that flag alone.
-_BYPASSED_BY_PROJECTIONS: Mapping[str, Mapping[str, Known]] = MappingProxyType(
-    {
-        "ds_usp.projected_attention multiplies by the weights around attention": {
-            f"{_ATTENTION}.forward": "665a3b66494fac33",
-            f"{_SELF_ATTENTION}.get_query_key_value_tensors": "b0e9f34942673b0e",
-            f"{_LINEAR}:ColumnParallelLinear.forward": "157ea7ebecb5b564",
-            f"{_LINEAR}:ColumnParallelLinear._forward_impl": "42a654789288fcf8",
-            f"{_LINEAR}:RowParallelLinear.forward": "7975f5dd020be1e5",
-            f"{_LINEAR}:RowParallelLinear._forward_impl": "42a654789288fcf8",
-            f"{_LINEAR}:linear_with_grad_accumulation_and_async_allreduce": "622e23cc920bc7cd",
-            f"{_LINEAR}:LinearWithGradAccumulationAndAsyncCommunication": "0a572bc3d917fcb9",
-            f"{_LINEAR}:linear_with_frozen_weight": "760955d209e36174",
-            f"{_LINEAR}:LinearWithFrozenWeight": "0133a5f17ad3b6b6",
-        },
-    }
-)
-_RELIED_ON_BY_PROJECTIONS: Mapping[str, Mapping[str, Known]] = MappingProxyType(
-    {
-        "a hook that waits for gathered weights, which is called without its module": {
-            f"{_DDP}._make_forward_pre_hook": "e7da050b2f87e01c",
-        },
-    }
-)
 
 
 def rows() -> tuple[Bypass, ...]:
@@ -109,12 +82,7 @@ def rows() -> tuple[Bypass, ...]:
     bypassed = (Bypass(*row) for row in _rows(_BYPASSED))
     relied_on = (Bypass(*row, kind="rely") for row in _rows(_RELIED_ON))
     in_mamba = (Bypass(*row, needs="mamba_ssm") for row in _rows(_BYPASSED_IN_MAMBA))
-    flag = PROJECTIONS_FLAG
-    of_flag = (
-        *(Bypass(*row, flag=flag) for row in _rows(_BYPASSED_BY_PROJECTIONS)),
-        *(Bypass(*row, flag=flag, kind="rely") for row in _rows(_RELIED_ON_BY_PROJECTIONS)),
-    )
-    return (*bypassed, *in_mamba, *relied_on, *of_flag)
+    return (*bypassed, *in_mamba, *relied_on)
 
 
 def _rows(groups: Mapping[str, Mapping[str, Known]]) -> Iterator[tuple[str, str, Guard]]:

@@ -577,7 +577,7 @@ def copies_differ(ctx: RankContext) -> list[float]:
     fixed: Any = {"mesh": mesh, "layout": "zigzag", "mask": ds_usp.MaskSpec.causal()}
     qkv, out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
     modules = [
-        ds_usp.USPSelfAttention(qkv, out, 4, 4, **fixed, overlap=True),
+        ds_usp.USPSelfAttention(qkv, out, 4, 4, **fixed),
         ds_usp.USPAttention(
             torch.nn.functional.scaled_dot_product_attention, mesh=mesh, gather_idx=1
         ),

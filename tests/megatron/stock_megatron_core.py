@@ -29,7 +29,6 @@ def step(
     documents: tuple[list[int], list[int]] | None = None,
     padding_token: int = 0,
     alone: bool = False,
-    change: Callable[[Any], None] | None = None,
     **model_options: Any,
 ) -> tuple[float, dict[str, Any]]:
     """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts.
@@ -39,7 +38,6 @@ def step(
         contiguous: the program shards its batches itself, in this order.
         documents: their lengths, and those of their places in a packed sequence (``thd``).
         alone: one pass for each of them instead, without packing and padding.
-        change: changes the model once it is built.
         model_options: of :func:`gpt_model`.
     """
     from megatron.core import parallel_state
@@ -54,8 +52,6 @@ def step(
     )
     model_parallel_cuda_manual_seed(1)
     model = gpt_model(tp=tp, cp=cp, expert_model_parallel_size=ep, **model_options)
-    if change:
-        change(model)
     if documents:
         passes = alone_documents(*documents) if alone else [packed(*documents, padding_token)]
         tokens = sum(documents[0])

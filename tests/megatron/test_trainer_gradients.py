@@ -104,15 +104,8 @@ def test_packed_documents_equal_one_rank(positions, tmp_path):
     one, plain = train(1, packed, unpacked, output_dir=tmp_path)
     assert relative_difference(one, plain) > 100 * LIMIT, "documents change nothing"
     runs = [degrees(zero=1, **GRIDS["sp4"]), degrees(zero=1, sp=4, u=1) + " --micro-batch-size 2"]
-    overlapped = [f"{run} --usp-projection-overlap recompute" for run in runs]
-    runs = [*runs, *overlapped] if positions == "rotary" else [runs[0], overlapped[1]]
-    plain_path = {"ds_usp.experimental.projected_attention.warn_plain": no_plain_path}
-    for four in train(4, *(run + flags for run in runs), output_dir=tmp_path, patches=plain_path):
+    for four in train(4, *(run + flags for run in runs), output_dir=tmp_path):
         assert relative_difference(four, one) < LIMIT
-
-
-def no_plain_path(reason: str, mesh: Any) -> None:
-    raise AssertionError(f"a layer computed its projections by itself: {reason}")
 
 
 def test_one_rank_of_packed_documents_is_each_document_alone(tmp_path):

@@ -50,7 +50,6 @@ PAIRS: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any
     "attention": ("", (1, {}), (2, SP2), "--usp-recompute attention"),
     "full": ("", (1, {}), (2, SP2), "--usp-recompute full"),
     "offload": ("", (1, {}), (2, SP2), "--usp-offload-ratio 0.5"),
-    "projections": ("", (1, {}), (2, SP2), "--usp-projection-overlap recompute"),
 }  # fmt: skip
 _TRACKER = "megatron.core.tensor_parallel.random:CudaRNGStatesTracker"
 _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction"
@@ -197,17 +196,8 @@ def test_an_edit_without_effect_is_refused_at_the_start(server):
         assert "An edit has no effect" in str(seen["refused"])
 
 
-@pytest.mark.parametrize(
-    ("flag", "edited"),
-    [
-        ("--usp-loss-chunks 2", "megatron.model.language_model:parallel_lm_logits"),
-        (
-            "--usp-projection-overlap recompute",
-            "megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
-        ),
-    ],
-)
-def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(server, flag, edited):
+def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(server):
+    flag, edited = "--usp-loss-chunks 2", "megatron.model.language_model:parallel_lm_logits"
     for seen in server.attempt(2, flags(more=SHORT, **SP2), edited=edited):
         assert f"{MARK} {edited}" in seen["traceback"]
     for seen in server.attempt(2, flags(more=f"{SHORT} {flag}", **SP2), edited=edited):
@@ -379,22 +369,6 @@ REFUSED = [
         "do not go together: DeepSpeed keeps the input",
     ),
     ({"tp": 2}, "--usp-mlp-chunks 2 --sequence-parallel", "do not go together"),
-    ({"tp": 2}, "--usp-projection-overlap recompute", "Use --tensor-model-parallel-size 1, or"),
-    (
-        SP2,
-        "--usp-projection-overlap recompute --usp-recompute gemm-last",
-        "both replace the projections",
-    ),
-    (
-        SP2,
-        "--usp-projection-overlap recompute --usp-recompute attention",
-        "what is saved of attention has no projections. Use --usp-recompute full, or",
-    ),
-    (
-        {**SP2, "pipe": True},
-        "--usp-projection-overlap recompute --enable-zbh1-pipeline",
-        "Leave out --enable-zbh1-pipeline, or --usp-projection-overlap off",
-    ),
     (
         {},
         "--usp-recompute gemm-last --apply-residual-connection-post-layernorm",
@@ -449,27 +423,6 @@ def test_deepspeeds_configuration_is_read_too(server):
     ):
         for seen in server.attempt(2, flags(config=config, **SP2)):
             assert message in str(seen["refused"])
-
-
-def test_projections_under_exchanges_refuse_what_multiplies_other_weights(server):
-    again = "--usp-projection-overlap recompute"
-    for config, message in (
-        ({"compression_training": {}}, "Leave out compression_training, or"),
-        ({"torch_autocast": {"enabled": True}}, "Use --bf16, or --usp-projection-overlap off"),
-    ):
-        for seen in server.attempt(2, flags(config=config, more=again, **SP2)):
-            assert message in str(seen["refused"])
-    text = flags(sp=2, u=2, zero=1, more=f"--bf16 --use-flash-attn-v2 {again}")
-    for seen in server.attempt(2, text, fake_flash=True):
-        assert "Leave out --use-flash-attn-v1 and --use-flash-attn-v2" in str(seen["refused"])
-        assert not seen["groups"]
-
-
-def test_a_linear_layer_of_another_class_is_refused(server):
-    extra = (("megatron.core.tensor_parallel:RowParallelLinear.__init__", another_class),)
-    text = flags(zero=1, more="--usp-projection-overlap recompute", **SP2)
-    for seen in server.attempt(2, text, extra=extra):
-        assert "dense of layer 1 is a Scaled. Use --usp-proj" in str(seen["refused"])
 
 
 def test_a_pipeline_with_zero_2_is_refused(server):

@@ -183,44 +183,6 @@ def test_recomputed_layers_keep_no_output(server):
     server.run(1, text, extra=tuple(wraps.items()))
 
 
-def refuse_plain(original: Any, *args: Any) -> None:
-    """``SequenceParallelAttention.forward`` where projections are to be under its exchanges."""
-    raise AssertionError("attention was called between its projections")
-
-
-@pytest.mark.parametrize(
-    ("grid", "zero", "model", "more"),
-    [
-        ("u2", 0, "gpt", RECOMPUTE["deepspeed"]),
-        ("u2r2", 3, "llama", ""),
-        ("u4", 2, "gqa", "--usp-recompute full --usp-checkpoint-layers 2 --usp-mlp-chunks 3"),
-        ("r4", 3, "rope", "--usp-recompute full --usp-offload-ratio 1"),
-        ("r2-pp2", 1, "gpt", "--usp-layout contiguous"),
-        ("u2", 1, "rope", PACKED),
-    ],
-)
-def test_projections_under_the_exchanges_train_the_same(server, grid, zero, model, more):
-    world, degrees = GRIDS[grid]
-    # Without it ZeRO-3 keeps parameters of this size whole.
-    partition = {"zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0}}
-    plain, again = (
-        server.run(
-            world,
-            flags(
-                zero=zero,
-                config=partition,
-                more=f"{MODELS[model]} {more} --usp-projection-overlap {overlap}",
-                **degrees,
-            ),
-            extra=((ATTENTION, refuse_plain),) if overlap != "off" else (),
-        )
-        for overlap in ("off", "recompute")
-    )
-    assert relative_difference(losses_of(again), losses_of(plain)) < 1e-6
-    assert relative_difference(again[0]["norms"], plain[0]["norms"]) < 1e-6
-    assert (again[0]["sent"] > plain[0]["sent"]) == ("u" in grid)
-
-
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_the_layout_changes_nothing(server, model):
     check(server, "u2r2", 1, model, "--usp-layout contiguous")
@@ -427,7 +389,6 @@ CASES = {
             zero=3,
             recompute="full",
             offload_ratio=0.5,
-            projection_overlap="recompute",
         ),
     ),
     "pipeline": (GPT, PLAIN.replace(ulysses=2, pp=2, recompute="attention", offload_ratio=1.0)),

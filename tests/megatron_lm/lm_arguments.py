@@ -20,7 +20,7 @@ from ds_usp.errors import USPError
 
 READ = (
     *("cp_comm_type", "ulysses_degree", "usp_kernel", "usp_recompute", "attention_dropout"),
-    *("create_attention_mask_in_dataloader", "context_parallel_size", "usp_projection_overlap"),
+    *("create_attention_mask_in_dataloader", "context_parallel_size"),
 )
 SETTINGS = ("ulysses_degree", "layout", "kernel", "everywhere")
 REFUSED = (USPError, AssertionError, SystemExit)

@@ -370,54 +370,6 @@ def test_ranks_with_other_tokens_draw_other_masks(monkeypatch):
     assert len(set(seeds)) == len(seeds) == 16
 
 
-MTP_AND_EXPERTS = f"{ROPE} --mtp-num-layers 1 --num-experts 4 --disable-bias-linear"
-QKV_BIASES = f"{MODELS['rope']} --disable-bias-linear --add-qkv-bias"
-SMALL_BUCKETS = "--ddp-bucket-size 1"  # no module waits for the weights of another one
-OVERLAP, PROJECTIONS = (OPTIMIZERS[name][0] for name in ("overlap", "distributed-overlap"))
-CHECKPOINTS = "--usp-recompute full --usp-mlp-chunks 3"
-# name: grid, flags
-CASES = {
-    "gathered weights": ("u2r2", f"{MODELS['llama']} {PROJECTIONS} {SMALL_BUCKETS}"),
-    "biases, checkpoints": ("u4", f"{OVERLAP} {CHECKPOINTS}"),
-    "half rotated, its own checkpoints": ("r2", f"{QKV_BIASES} {RECOMPUTE['full']}"),
-    "stages": ("u2-pp2v", f"{MODELS['llama']} {PROJECTIONS}"),
-    "window": ("r2-dp2", f"{MODELS['window']} {PROJECTIONS}"),
-    "sinks": ("u2r2", f"{MODELS['sinks']} {PROJECTIONS}"),
-    "experts": ("u2", MTP_AND_EXPERTS),
-    "documents": ("u2r2", f"{PACKED} --calculate-per-token-loss"),
-}
-WHOLE = [grid for grid in GRIDS if {"u", "r"} & set(GRIDS[grid][1]) and "tp" not in grid]
-SLOW = list(itertools.product(WHOLE, MODELS))
-
-
-def refuse_plain(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Attention.forward``, which is not to be called."""
-    raise AssertionError("a layer computed its projections by itself")
-
-
-def check_projections(server: TrainingServer, grid: str, more: str) -> None:
-    """Compare a run with projections under the exchanges with one without."""
-    world, degrees = GRIDS[grid]
-    data = PATCHES if "--sft" in more else ()
-    plain = server.run(world, flags(more=more, **degrees), extra=data)
-    never = ("megatron.core.transformer.attention:Attention.forward", refuse_plain)
-    text = flags(more=f"{more} --usp-projection-overlap recompute", **degrees)
-    overlapped = server.run(world, text, extra=(*data, never))
-    assert len(losses_of(plain)) >= 4
-    check_close(numbers_of(overlapped), numbers_of(plain), EXACT)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_without(server, name):
-    check_projections(server, *CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("grid", "model"), SLOW)
-def test_the_full_matrix_of_projections(server, grid, model):
-    check_projections(server, grid, f"{MODELS[model]} {PROJECTIONS}")
-
-
 ADAM = "--optimizer adam --lr 1e-2 --min-lr 1e-2"
 RESUMABLE = f"{ADAM} --use-distributed-optimizer"
 ANY_SPLIT = f"{RESUMABLE} --dist-ckpt-optim-fully-reshardable"
@@ -474,11 +426,9 @@ LLAMA = ModelShape("tiny", 4, 64, 96, 8, 4, 257, rope_theta=500000.0, norm_epsil
 GPT = replace(LLAMA, kv_heads=8, gated=False, tied=True, learned_positions=True, biases=True)
 ATTENTION = ParallelConfig(ulysses=2, ring=2, recompute="attention", overlap_gradients=True)
 STAGES = ParallelConfig(tp=2, ulysses=2, pp=2, layers_per_virtual_stage=1, recompute="full")
-HEADS = ATTENTION.replace(recompute="full", mlp_chunks=2, projection_overlap="recompute")
 PLANS = [
     (LLAMA, ATTENTION.replace(mlp_chunks=3)),
     (GPT, STAGES.replace(mlp_chunks=2)),
-    (LLAMA, HEADS),
 ]
 
 
@@ -489,7 +439,7 @@ def emitted(model: ModelShape, config: ParallelConfig) -> str:
     return f"{text.replace(' --bf16', '')} {padding} {SGD_BY_ADAM}"
 
 
-@pytest.mark.parametrize(("model", "config"), PLANS, ids=["llama", "gpt", "heads in chunks"])
+@pytest.mark.parametrize(("model", "config"), PLANS, ids=["llama", "gpt"])
 def test_an_emitted_plan_trains_as_one_rank_does(server, model, config):
     ranks = server.run(config.gpus, emitted(model, config))
     one = server.run(1, emitted(model, ParallelConfig(zero=0)), patched=False)

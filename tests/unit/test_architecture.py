@@ -258,7 +258,6 @@ AUTOGRAD_FUNCTIONS = {
     "SeqAllToAll",
     "UnifiedAttention",
     "AttachLeaf",
-    "ProjectedAttention",
     "Replay",
     "TokenLosses",
     "WeightedLoss",

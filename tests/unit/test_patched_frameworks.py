@@ -31,7 +31,7 @@ from megatron_patches.megatron_deepspeed.attention import SequenceParallelAttent
 from megatron_patches.megatron_deepspeed.groups import group_table, make_grid
 from megatron_patches.megatron_deepspeed.state import FrameworkState
 from megatron_patches.megatron_deepspeed.unsupported import refuse_framework_failures
-from megatron_patches.megatron_lm import connections, memory, projections, unsupported
+from megatron_patches.megatron_lm import connections, memory, unsupported
 from megatron_patches.megatron_lm.context_parallel_kind import NotGiven, is_mixed, resolve, uses_usp
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
 from megatron_patches.refusals import Refusal
@@ -379,8 +379,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         sequence_parallel=False, use_distributed_optimizer=True, overlap_grad_reduce=True,
         recompute_granularity=None, transformer_impl="transformer_engine", cp_comm_type=DEFAULT,
         ulysses_degree=None, usp_kernel="auto", usp_recompute="none", usp_cluster=None,
-        usp_mlp_chunks=0, usp_projection_overlap="off",
-        use_torch_fsdp2=False, use_megatron_fsdp=False,
+        usp_mlp_chunks=0, use_torch_fsdp2=False, use_megatron_fsdp=False,
     )  # fmt: skip
     return SimpleNamespace(**(vars(values) | changes))
 
@@ -444,19 +443,6 @@ def test_the_planner_reads_the_run():
     assert (virtual.layers_per_virtual_stage, virtual.recompute) == (2, "attention-only")
 
 
-def test_projections_need_several_ranks_and_unedited_layers(monkeypatch):
-    asked: list[str] = []
-    monkeypatch.setattr(projections, "verify_flag", lambda _, flag: asked.append(flag))
-    off, again, alone = arguments(), arguments(), arguments(context_parallel_size=1)
-    again.usp_projection_overlap = alone.usp_projection_overlap = "recompute"
-    assert projections.verify_edits(off) == projections.verify_edits(again) == ()
-    assert asked == ["--usp-projection-overlap"]
-    (line,) = projections.verify_edits(alone)
-    assert line.endswith("recompute has no effect with --context-parallel-size 1")
-    assert planned_run(again).parallel_config().projection_overlap == "recompute"
-    assert planned_run(alone).parallel_config().projection_overlap == "off"
-
-
 def test_every_tensor_parallel_rank_has_a_key_value_head():
     grouped = {"group_query_attention": True, "num_query_groups": 2}
     assert key_value_heads(arguments(**grouped)) == 2
@@ -477,7 +463,7 @@ class Anything(dict[str, Any]):
         return Value(name=f"<{name}>")
 
 
-@pytest.mark.parametrize("module", [unsupported, memory, projections])
+@pytest.mark.parametrize("module", [unsupported, memory])
 def test_every_refusal_says_what_to_do(module):
     tables = [x for x in vars(module).values() if isinstance(x, tuple)]
     rows = [row for table in tables for row in table if isinstance(row, Refusal)]

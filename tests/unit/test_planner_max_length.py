@@ -42,7 +42,6 @@ from ds_usp.planner.parallel_config import (
     ParallelConfig,
     Workload,
     framework_caps,
-    infeasible_reason,
 )
 from ds_usp.planner.search import search
 from ds_usp.planner.step_time import layer_time, step_time
@@ -149,26 +148,6 @@ def test_the_longest_sequences_of_one_gpu(tokens, on_host, measured):
     assert (needs.total - moments) / GIB == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2), (4, 1)])
-def test_heads_in_chunks_need_less_of_a_layer(degrees):
-    ulysses, ring = degrees
-    config = FULL.replace(ulysses=ulysses, ring=ring, mlp_chunks=64)
-    whole, chunked = (
-        memory(WORK, config.replace(projection_overlap=mode)) for mode in ("off", "recompute")
-    )
-    assert chunked.total < whole.total and chunked.activations == whole.activations
-    whole_s, chunked_s = (
-        layer_time(H200, WORK, config.replace(projection_overlap=mode)).recompute
-        for mode in ("off", "recompute")
-    )
-    assert whole_s < chunked_s < 1.1 * whole_s
-    for wrong in ({"tp": 2}, {"recompute": "attention"}, {"ulysses": 1, "ring": 1}):
-        changes = config.replace(projection_overlap="recompute", **wrong)
-        assert "projection overlap" in (infeasible_reason(WORK, changes) or "")
-    flags = emit("megatron-deepspeed", WORK, config.replace(projection_overlap="recompute"))
-    assert "--usp-projection-overlap recompute" in flags.replace("\\\n", "")
-
-
 def test_time_that_each_costs():
     def seconds(**changes: object) -> float:
         return layer_time(H200, WORK, FULL.replace(**changes)).recompute
@@ -229,14 +208,12 @@ def test_a_plan_has_them_where_nothing_fits_without():
     assert "--usp-mlp-chunks 48" in flags
     assert f"--usp-checkpoint-layers {best.config.checkpoint_layers}" in flags
     assert ("--usp-states-on-host" in flags) == best.config.states_on_host
-    assert ("--usp-projection-overlap recompute" in flags) == best.config.heads_in_chunks
-    assert not best.config.heads_in_chunks or best.config.recompute in ("none", "full")
-    waiting = best.config.replace(states_on_host=True, projection_overlap="off")
+    waiting = best.config.replace(states_on_host=True)
     assert "--usp-states-on-host" in emit("megatron-deepspeed", long, waiting)
     too_long = Workload(LLAMA, 2**23)
     lines = explain(search(cluster, too_long, 2, trainer, fixed=fixed))
     assert "nothing fits into" in lines[0]
-    assert "MLP in 256 chunks, heads in chunks, states on the host" in lines[0]
+    assert "MLP in 256 chunks, states on the host" in lines[0]
 
 
 def test_each_setting_that_is_switched_on_has_its_own_time() -> None:
@@ -244,20 +221,17 @@ def test_each_setting_that_is_switched_on_has_its_own_time() -> None:
     cluster = replace(load_cluster("h100"), host_memory_bytes=2048 * GIB)
     work = Workload(load_model("gpt-1.3b"), 3 * 2**19)
     results = search(cluster, work, 2, framework_caps("trainer"))
-    assert any(plan.config.heads_in_chunks for plan in results.plans)
+    assert any(plan.config.mlp_chunks > 1 for plan in results.plans)
     for plan in results.plans:
         assert step_time(results.cluster, work, plan.config).total == plan.time.total
 
 
 def test_megatron_lm_has_chunks_alone() -> None:
     config = ParallelConfig(ulysses=2, recompute="full", mlp_chunks=8)
-    heads = emit("megatron-lm", WORK, config.replace(projection_overlap="recompute", mlp_chunks=0))
-    for flags in ("--usp-projection-overlap recompute", "--usp-recompute full"):
-        assert flags in heads.replace("\\\n", "")
-    assert heads.count("--no-gradient-accumulation-fusion") == 1
-    normed = replace(WORK, model=replace(LLAMA, qk_norm=True))
-    reason = infeasible_reason(normed, config.replace(projection_overlap="recompute"))
-    assert reason and "normalizes them between" in reason
+    chunks = emit("megatron-lm", WORK, config)
+    for flags in ("--usp-mlp-chunks 8", "--usp-recompute full"):
+        assert flags in chunks.replace("\\\n", "")
+    assert chunks.count("--no-gradient-accumulation-fusion") == 1
     with pytest.raises(ConfigError, match="megatron-core has no --mlp-chunks"):
         emit("megatron-core", WORK, config)
     with pytest.raises(ConfigError, match="megatron-lm has no --states-on-host"):
@@ -369,7 +343,6 @@ def test_searched_degrees_leave_those_that_are_given(capsys):
     [
         ("--mlp-chunks 4", {"none", "gemm-last", "attention", "full"}),
         ("--checkpoint-layers 2", {"attention", "full"}),
-        ("--projection-overlap recompute", {"none", "full"}),
         ("--states-on-host", {"none", "gemm-last", "attention-only", "attention", "full"}),
     ],
 )

@@ -167,7 +167,6 @@ def test_every_cut_is_refused_or_looked_at():
     "settings",
     [
         {"checkpoint_layers": 4},
-        {"projection_overlap": "recompute"},
         {"states_on_host": True},
         {"mlp_chunks": 1500},
         {"fused_loss": True},

@@ -8,32 +8,22 @@ from torch.nn import Linear
 
 import ds_usp
 from ds_usp import ConfigError, DataError, memory, training
-from ds_usp.experimental.projected_attention import check_local_rotary
 
-QKV, OUT = torch.ones(96, 16), torch.ones(16, 32)
+QKV = torch.ones(96, 16)
 MESH = ds_usp.SequenceMesh.single()
 OPTIMIZER = torch.optim.SGD(Linear(2, 2).parameters())
-
-
-def projection(**changed: object) -> object:
-    arguments = {"qkv": QKV, "out": OUT, "heads": 4, "kv_heads": 4}
-    return ds_usp.Projection(**{**arguments, **changed})
 
 
 def attention(qkv: object = None, heads: int = 4, kv_heads: int = 4, **options: object) -> object:
     layers = qkv or Linear(16, 96)
     fixed = {"mesh": MESH, "layout": "zigzag", "mask": ds_usp.MaskSpec.causal()}
-    block = ds_usp.USPSelfAttention(layers, Linear(32, 16), heads, kv_heads, **fixed, **options)
+    fixed |= options
+    block = ds_usp.USPSelfAttention(layers, Linear(32, 16), heads, kv_heads, **fixed)
     return block(torch.ones(1, 4, 16))
 
 
 def engine(optimizer: object, config: object) -> object:
     return training.initialize_deepspeed(Linear(2, 2), optimizer, config, None)
-
-
-def projected(**options: object) -> object:
-    arguments = {"mesh": MESH, "layout": "zigzag", "mask": ds_usp.MaskSpec.causal()}
-    return ds_usp.projected_attention(torch.ones(1, 4, 16), **{**arguments, **options})
 
 
 def usp_attention(value: object) -> object:
@@ -45,13 +35,13 @@ def usp_attention(value: object) -> object:
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "no values": (lambda: usp_attention(None), "got Tensor, Tensor, NoneType"),
     "an array": (lambda: usp_attention(torch.ones(1, 4, 2, 8).numpy()), "Tensor, ndarray"),
-    "modules as weights": (lambda: projection(qkv=Linear(16, 96)), "takes the layers"),
-    "two weights": (lambda: projection(qkv=(QKV, QKV)), "2 weights of queries"),
-    "a bias as a number": (lambda: projection(out_bias=1.0), "out_bias is float"),
-    "no projection": (lambda: projected(projection=None), "must be a Projection"),
-    "unknown order": (lambda: attention(order="kqv", overlap=False), "must be one of qkv, grouped"),
-    "two layers": (lambda: attention([Linear(16, 32)] * 2), "2 weights of queries"),
-    "one table": (lambda: check_local_rotary(QKV, 4, 8), "two tables"),
+    "unknown order": (lambda: attention(order="kqv"), "must be one of qkv, grouped"),
+    "grouped layers": (
+        lambda: attention([Linear(16, 32)] * 3, order="grouped"),
+        "of which three layers have 'qkv'",
+    ),
+    "two layers": (lambda: attention([Linear(16, 32)] * 2), "2 layers of queries"),
+    "no mesh": (lambda: attention(mesh=None), "must be a SequenceMesh"),
     "no local attention": (lambda: ds_usp.USPAttention(None, mesh=MESH), "must be a module"),
     "other heads": (lambda: attention(heads=5, kv_heads=5), "5 query and 5 key/value heads"),
     "heads that share": (lambda: attention(kv_heads=3), "4 query heads are no multiple of 3"),
@@ -87,9 +77,3 @@ def test_input_ids_are_whole_numbers():
 
 def test_an_offload_takes_the_name_of_a_device():
     assert memory.Offload(0.5, "cpu").copier.device == torch.device("cpu")
-
-
-def test_a_bias_on_some_layers_takes_the_plain_path():
-    layers = [Linear(16, 32), Linear(16, 32, bias=False), Linear(16, 32)]  # as Whisper has them
-    plain, overlapped = attention(layers, overlap=False), attention(layers, overlap=True)
-    assert isinstance(plain, torch.Tensor) and plain.shape == overlapped.shape

@@ -5,7 +5,6 @@ import torch
 
 from ds_usp import testing as oracle
 from ds_usp.errors import ConfigError
-from ds_usp.experimental.projected_attention import check_local_rotary
 from ds_usp.kernels import rotary as rotary_kernels
 from ds_usp.kernels.rotary import apply_rotary, rotated
 from ds_usp.training import RotaryPositions, rotary_frequencies, rotate_projected
@@ -180,7 +179,7 @@ def test_inverse_frequencies_that_are_trained_are_refused():
     with pytest.raises(ConfigError, match="detach"):
         rotate_projected(x, trained, 2, 16)
     with pytest.raises(ConfigError, match="detach"):
-        check_local_rotary(trained, 4, 16)
+        rotated(x.view(1, 4, 6, 16), trained, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,7 +13,6 @@ from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -61,11 +60,10 @@ def actions(program: str) -> dict[str, Action]:
             parser, MeshSettings(layout="zigzag")
         )
     flags = {action.option_strings[0]: action for action in parser._actions}
-    removed = {flag for flag, _ in REMOVED} - {row.flag for row in SETTINGS}
     return {
         flag: action
         for flag, action in flags.items()
-        if flag.startswith(("--usp-", "--ulysses")) and flag not in removed
+        if flag.startswith(("--usp-", "--ulysses")) and flag not in REMOVED
     }
 
 
@@ -99,12 +97,7 @@ def test_the_planner_and_enable_take_what_the_rows_say():
         assert getattr(config, row.name) == row.default
         made = {f.name: f for f in fields(PlanCommand)}[row.name]
         assert made.default == row.default and row.help in made.metadata["help"]
-    assert LENGTH_FLAGS == (
-        "mlp_chunks",
-        "projection_overlap",
-        "states_on_host",
-        "checkpoint_layers",
-    )
+    assert LENGTH_FLAGS == ("mlp_chunks", "states_on_host", "checkpoint_layers")
     enable = pytest.importorskip("ds_usp.integrations.transformers").enable
     parameters = inspect.signature(enable).parameters
     for row in settings.settings_of("transformers"):
@@ -118,7 +111,6 @@ NAMED_IN = {
     "states_on_host": 8,
     "loss_chunks": 10,
     "offload_ratio": 15,
-    "projection_overlap": 13,
 }
 
 
@@ -147,20 +139,49 @@ def test_a_value_that_a_function_does_not_take():
         settings.setting("offload_ratio").check("auto", "transformers")
 
 
+def plan(argv: list[str]) -> None:
+    """``ds-usp plan`` of some model."""
+    sys.exit(planner(["plan", "--model", "gpt-1.3b", "--seq-len", "1K", "--gpus", "1", *argv]))
+
+
+def call(name: str) -> Callable[[str], object]:
+    """A function of ds_usp, with a keyword that it no longer has."""
+
+    def given(setting: str) -> object:
+        keyword = setting.removeprefix(f"{name}(").removesuffix("=)")
+        linear, mesh = torch.nn.Linear(8, 8), ds_usp.SequenceMesh.single()
+        fixed = {"mesh": mesh, "layout": "contiguous", "mask": ds_usp.MaskSpec.full()}
+        return getattr(ds_usp, name)(linear, linear, 1, 1, **fixed, **{keyword: False})
+
+    return given
+
+
 PROGRAMS: dict[str, list[Callable[..., object]]] = {
     "--usp-tp-shard-tokens": [trainer, patched(megatron_deepspeed)],
     "--tp-shard-tokens": [explain],
     "--projections": [explain],
+    "--projection-overlap": [plan],
     "--usp-projection-overlap": [trainer, patched(megatron_deepspeed), patched(megatron_lm)],
+}
+# What is no flag, and how it is asked for. Environment variables have a test of their own.
+CALLS: dict[str, tuple[type[Exception], Callable[[str], object]]] = {
+    "USPSelfAttention(overlap=)": (ds_usp.ConfigError, call("USPSelfAttention")),
+    "USPSelfAttention(keep=)": (ds_usp.ConfigError, call("USPSelfAttention")),
+    "ds_usp.projected_attention": (AttributeError, lambda _: ds_usp.projected_attention),
+    "ds_usp.Projection": (AttributeError, lambda _: ds_usp.Projection),
 }
 
 
-@pytest.mark.parametrize(("setting", "value"), [key for key in REMOVED if key[0] in PROGRAMS])
-def test_a_program_refuses_what_it_had(setting, value, capsys):
-    text = removal(setting, value)
+def test_everything_removed_is_asked_for():
+    assert {*PROGRAMS, *CALLS, "USP_TP_FUSED=1"} == set(REMOVED)
+
+
+@pytest.mark.parametrize("setting", PROGRAMS)
+def test_a_program_refuses_what_it_had(setting, capsys):
+    text = removal(setting)
     assert text is not None and "The last commit that has it is" in text
     for program in PROGRAMS[setting]:
-        for argv in ([setting], [setting, "on"]) if value is None else ([setting, value],):
+        for argv in ([setting], [setting, "on"]):
             with pytest.raises(SystemExit) as exit:
                 program(argv)
             assert exit.value.code == 2
@@ -168,14 +189,12 @@ def test_a_program_refuses_what_it_had(setting, value, capsys):
             assert text in printed.err, printed
 
 
-def test_the_module_refuses_what_it_had():
-    linear, mesh = torch.nn.Linear(8, 8), ds_usp.SequenceMesh.single()
-    options: dict[str, Any] = {"mesh": mesh, "layout": "contiguous", "mask": ds_usp.MaskSpec.full()}
-    of_module = {key for key in REMOVED if key[0].islower() and not key[0].startswith("-")}
-    assert of_module == {("overlap", "auto"), ("keep", "arrivals")}
-    for name, value in of_module:
-        with pytest.raises(ds_usp.ConfigError, match=f"{name}='{value}' was removed"):
-            ds_usp.USPSelfAttention(linear, linear, 1, 1, **options, **{str(name): value})
+@pytest.mark.parametrize("setting", CALLS)
+def test_a_function_or_a_name_that_was_removed_says_why(setting):
+    error, ask = CALLS[setting]
+    with pytest.raises(error) as refused:
+        ask(setting)
+    assert str(refused.value) == removal(setting)
 
 
 @pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
@@ -191,7 +210,8 @@ def test_a_removed_variable_is_refused(value, refused, monkeypatch):
 
 
 def test_nothing_else_is_refused_and_nothing_removed_is_suggested(capsys):
-    assert removal("--usp-projection-overlap", "off") is None and removal("--usp-kernel") is None
+    assert removal("--usp-kernel") is None
+    assert not hasattr(ds_usp, "projected_attention") and not hasattr(ds_usp, "project")
     for program, near in ((trainer, "--usp-tp-shard-token"), (explain, "--tp-shart-tokens")):
         with pytest.raises(SystemExit):
             program([near, "on"])

@@ -32,11 +32,10 @@ from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
 from usp_trainer.validate_args import check_start, validate_and_derive  # noqa: E402
 
 PARSER = build_parser()
-REMOVED_FLAGS = {flag for flag, value in REMOVED if value is None}
 ACTIONS = {
     a.option_strings[0]: a
     for a in PARSER._actions
-    if a.nargs != 0 and not REMOVED_FLAGS & {*a.option_strings}
+    if a.nargs != 0 and not REMOVED.keys() & {*a.option_strings}
 }
 NUMBERS = (settings.Integer, settings.Number, settings.KeywordOr)
 # Flags for which 0 means something, and what; every other number starts above it.

@@ -39,9 +39,7 @@ from ds_usp.training import (
 )
 from megatron_patches.megatron_core.core_attention import USPCoreAttention
 from megatron_patches.megatron_core.layer_memory import save_less, without_zero_offset
-from megatron_patches.megatron_core.projections import project_again
 from megatron_patches.megatron_core.rotary import rotate_in_projection
-from megatron_patches.projection_checks import projects_again
 from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
 
@@ -86,8 +84,6 @@ class Layer(nn.Module):
         rotary: RotaryPositions | None,
         memory: LayerMemory,
         mlp_chunks: int,
-        projects: bool,
-        partitioned: bool,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -97,8 +93,6 @@ class Layer(nn.Module):
         save_less(self.layer, memory.recompute, mlp_chunks)
         if rotary is not None:
             rotate_in_projection(self.layer, rotary)
-        if projects:
-            project_again(self.layer, partitioned=partitioned)
 
     def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
         return self.memory.run(self.number, partial(self._run, documents), hidden)
@@ -295,8 +289,7 @@ def layer_specs(
             for forward in (None, partial(tied_output, loss))
         )
     numbers = range(1, args.num_layers + 1)
-    memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
-    more = memory, chunks, projects_again(args, mesh.sp_degree), args.zero_stage == 3
+    more = planned_run(args).layer_memory(device), args.usp_mlp_chunks
     layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
     return [first, *layers, LayerSpec(FinalNorm, config, norm), last]
 

@@ -15,22 +15,8 @@ from megatron_patches.flags import (
     SHARED_REFUSALS,
     check_mlp_chunks,
 )
-from megatron_patches.projection_checks import FLAG, OR_OFF, check_projections
-from megatron_patches.refusals import Refusal, refuse
-from usp_trainer import (
-    environment,
-    run_files,
-    transformer_impl,
-)
-
-# What the trainer's layers do not serve of --usp-projection-overlap.
-PROJECTIONS_NOT_SERVED = (
-    Refusal(
-        lambda args: transformer_impl.chosen(args) != transformer_impl.LOCAL,
-        f"{FLAG} multiplies weights of megatron-core's own linear layers",
-        f"Use --transformer-impl {transformer_impl.LOCAL}, {OR_OFF}",
-    ),
-)
+from megatron_patches.refusals import refuse
+from usp_trainer import environment, run_files, transformer_impl
 
 
 def model_parallel_size(args: Namespace) -> int:
@@ -105,7 +91,6 @@ def validate_flags(args: Namespace, world_size: int) -> None:
     refuse(CHECKPOINT_LAYERS_REFUSALS, args)
     _check_states(args)
     transformer_impl.check(args)
-    check_projections(args, PROJECTIONS_NOT_SERVED)
 
 
 def _check_degrees(args: Namespace, world_size: int) -> None:
