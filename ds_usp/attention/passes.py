@@ -37,7 +37,7 @@ from ds_usp.attention.plan import AttentionPlan, SavedChunk
 from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.comm.channel import Channel, PendingExchange
 from ds_usp.comm.packing import PreallocatedSend
-from ds_usp.geometry.pipeline_schedule import Instr, Op, Operation, Schedule
+from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule
 from ds_usp.kernels.api import AttentionKernel, BackwardInputs, GradBuffers
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 from ds_usp.kernels.score_mod import PLAIN, apply_sinks, sink_gradient
@@ -144,7 +144,7 @@ class Pass(Generic[ChunkT]):
         exposed: posts that overlap nothing.
     """
 
-    handlers: ClassVar[Mapping[Operation, Handler]]
+    handlers: ClassVar[Mapping[Op, Handler]]
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Pass(Generic[ChunkT]):
             plan.reserve_resources(like.device)
         self.plan, self.scores, self._like = plan, scores, like
         self._chunks, self._binds_scores = chunks, plan.score_mod != PLAIN
-        self.exposed = exposed
+        self._exposed = exposed
 
     def execute(self, schedule: Schedule) -> None:
         """After an error all in flight is waited for, or the next call would receive it."""
@@ -195,7 +195,7 @@ class Pass(Generic[ChunkT]):
         return chunk.score_mod
 
     def post_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        overlapped = instr not in self.exposed
+        overlapped = instr not in self._exposed
         chunk.open_kv().post(instr.number, chunk.relayed, overlapped=overlapped)
 
     def wait_kv(self, chunk: ChunkT, instr: Instr) -> None:
@@ -213,7 +213,7 @@ class Pass(Generic[ChunkT]):
         chunk.exchange = DONE
 
 
-KV_HANDLERS: Mapping[Operation, Handler] = MappingProxyType(
+KV_HANDLERS: Mapping[Op, Handler] = MappingProxyType(
     {
         Op.KV_POST: Pass.post_kv,
         Op.KV_WAIT: Pass.wait_kv,
@@ -266,7 +266,7 @@ class ForwardPass(Pass[ForwardChunk]):
 
     def post_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
         exchange = chunk.exchanges.qkv
-        overlapped = instr not in self.exposed
+        overlapped = instr not in self._exposed
         tensors = self._qkv[: len(exchange.ranges)]
         chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
 
@@ -304,21 +304,21 @@ class ForwardPass(Pass[ForwardChunk]):
         chunk.result = result
         del chunk.q, chunk.accumulator
 
-    def _post_return(self, chunk: ForwardChunk, instr: Instr) -> None:
+    def post_return(self, chunk: ForwardChunk, instr: Instr) -> None:
         sources = chunk.result[:1]
-        overlapped = instr not in self.exposed
+        overlapped = instr not in self._exposed
         chunk.exchange = chunk.exchanges.out.post_to_sequence(
             sources, (self.out,), overlapped=overlapped
         )
         if not self.plan.return_lse:
             del chunk.result
 
-    def _post_lse(self, chunk: ForwardChunk, instr: Instr) -> None:
+    def post_lse(self, chunk: ForwardChunk, instr: Instr) -> None:
         lse = chunk.result[1].transpose(1, 2).unsqueeze(-1)
         chunk.exchange = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
         del chunk.result
 
-    def _store(self, chunk: ForwardChunk, instr: Instr) -> None:
+    def store(self, chunk: ForwardChunk, instr: Instr) -> None:
         out, lse = chunk.result
         del chunk.result
         if self.plan.single_shot:
@@ -335,9 +335,9 @@ class ForwardPass(Pass[ForwardChunk]):
         Op.SLICE_HEADS: slice_heads,
         Op.ATTN: attend,
         Op.END: end,
-        Op.RETURN_POST: _post_return,
-        Op.LSE_POST: _post_lse,
-        Op.STORE: _store,
+        Op.RETURN_POST: post_return,
+        Op.LSE_POST: post_lse,
+        Op.STORE: store,
     }
 
 
@@ -417,7 +417,7 @@ class BackwardPass(Pass[BackwardChunk]):
         return self._grads
 
     def post_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
-        overlapped = instr not in self.exposed
+        overlapped = instr not in self._exposed
         chunk.exchange = chunk.exchanges.out.post_to_heads((self._dout,), overlapped=overlapped)
 
     def wait_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
@@ -485,7 +485,7 @@ class BackwardPass(Pass[BackwardChunk]):
         number = [x.step for x in chunk.transfers].index(chunk.step)
         return None, *chunk.open_grads().staging_views(number)
 
-    def _post_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+    def post_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
         # Every rank posts every exchange, also where the mask leaves this one no kernel call: its
         # partners wait for the message, which has zeros then.
         index = chunk.transfers[instr.number].step
@@ -496,13 +496,13 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.open_grads().post(instr.number, (dk, dv), target)
         chunk.step_grads = ()
 
-    def _wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+    def wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
         chunk.open_grads().wait()
 
-    def _post_outer_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+    def post_outer_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
         chunk.open_outer_grads().post(instr.number, chunk.dkv.pop(instr.number + 1), chunk.dkv[0])
 
-    def _wait_outer_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+    def wait_outer_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
         chunk.open_outer_grads().wait()
 
     def end(self, chunk: BackwardChunk, instr: Instr) -> None:
@@ -515,16 +515,16 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.step_grads = ()
         del chunk.dout
 
-    def take_grads(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
+    def _take_grads(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
         """The gradients of a chunk, which are complete, and no longer kept here."""
         if chunk.exchanges.has_kv:
             del self._dkv[chunk.index]
         return chunk.dq, *chunk.dkv.pop(0)
 
     def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
-        exchange, sources = chunk.exchanges.qkv, self.take_grads(chunk)
+        exchange, sources = chunk.exchanges.qkv, self._take_grads(chunk)
         count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
-        overlapped = instr not in self.exposed
+        overlapped = instr not in self._exposed
         chunk.exchange = exchange.post_to_sequence(
             sources[:count], self.grads[:count], chunk.staging, overlapped=overlapped
         )
@@ -532,7 +532,7 @@ class BackwardPass(Pass[BackwardChunk]):
         del chunk.dq
 
     def store(self, chunk: BackwardChunk, instr: Instr) -> None:
-        sources = self.take_grads(chunk)
+        sources = self._take_grads(chunk)
         if self.plan.single_shot:
             dq, dk, dv = (source.result() for source in sources)
             self._grads = dq, dk, dv
@@ -548,10 +548,10 @@ class BackwardPass(Pass[BackwardChunk]):
         Op.OUTER_KV_WAIT: wait_outer_kv,
         Op.RETURN_STAGE: stage_return,
         Op.ATTN: attend,
-        Op.DKV_POST: _post_dkv,
-        Op.DKV_WAIT: _wait_dkv,
-        Op.OUTER_DKV_POST: _post_outer_dkv,
-        Op.OUTER_DKV_WAIT: _wait_outer_dkv,
+        Op.DKV_POST: post_dkv,
+        Op.DKV_WAIT: wait_dkv,
+        Op.OUTER_DKV_POST: post_outer_dkv,
+        Op.OUTER_DKV_WAIT: wait_outer_dkv,
         Op.END: end,
         Op.RETURN_POST: post_return,
         Op.STORE: store,

@@ -21,11 +21,11 @@ from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
 MAX_DKV_BUFFERS = 2
 
 
-class Operation(str, Enum):
+class Op(str, Enum):
     """What an instruction does for its chunk, as it is printed.
 
     A post starts an exchange; the wait for it has its text and ``?``, and makes the current stream
-    wait. A schedule may have operations of its own beside :class:`Op` (``ds_usp.experimental``).
+    wait.
 
     Attributes:
         channel: the kind of channel on which it posts or waits; "" if it does neither.
@@ -33,7 +33,7 @@ class Operation(str, Enum):
 
     channel: str
 
-    def __new__(cls, text: str, channel: str = "") -> Operation:
+    def __new__(cls, text: str, channel: str = "") -> Op:
         member = str.__new__(cls, text)
         member._value_, member.channel = text, channel
         return member
@@ -45,10 +45,6 @@ class Operation(str, Enum):
     @property
     def is_wait(self) -> bool:
         return self.endswith("?")
-
-
-class Op(Operation):
-    """The operations of attention."""
 
     A2A_POST, A2A_WAIT = ("a2a", "all_to_all"), ("a2a?", "all_to_all")  # sequence to heads
     SLICE_HEADS = "slice"  # without Ulysses: the chunk's heads, of the local tensors
@@ -79,7 +75,7 @@ class Instr(NamedTuple):
         call: of a kernel call, its number in the ring step.
     """
 
-    op: Operation
+    op: Op
     chunk: int
     number: int = 0
     call: int = 0
@@ -99,13 +95,13 @@ def render(schedule: Schedule) -> str:
     return " ".join(map(str, schedule))
 
 
-def parse(text: str, operations: Sequence[type[Operation]] = (Op,)) -> Schedule:
-    """The schedule that :func:`render` has printed, of some kinds of operations.
+def parse(text: str) -> Schedule:
+    """The schedule that :func:`render` has printed.
 
     Raises:
         ValueError: a word is no instruction.
     """
-    by_text = {op.value: op for kind in operations for op in kind}
+    by_text = {op.value: op for op in Op}
     names = "|".join(sorted({name.rstrip("?") for name in by_text}, key=len, reverse=True))
     pattern = re.compile(rf"(\d+)({names})(?:(\d+)(?:\.(\d+))?)?(\??)")
     instrs = []
@@ -161,7 +157,6 @@ def pipeline_schedule(
     backward: bool,
     return_lse: bool = False,
     stage_return: bool = False,
-    kv_saved: bool | None = None,
 ) -> Schedule:
     """Instructions of one pass of one rank, in the order in which they are issued.
 
@@ -171,11 +166,8 @@ def pipeline_schedule(
         backward: the pass, which takes the chunks from the last to the first.
         return_lse: the log-sum-exp is returned in an exchange of its own.
         stage_return: a kernel writes what is returned into the staging buffer.
-        kv_saved: a chunk's keys and values are there before it is exchanged or sliced: by default
-            in backward, where they are saved tensors; not where backward projects them again.
     """
-    kv_saved = backward if kv_saved is None else kv_saved
-    writer = _ScheduleWriter(chunks, ulysses, backward, return_lse, stage_return, kv_saved)
+    writer = _ScheduleWriter(chunks, ulysses, backward, return_lse, stage_return)
     writer.write_pass()
     return tuple(writer.instrs)
 
@@ -190,13 +182,12 @@ class _ScheduleWriter:
         backward: bool,
         return_lse: bool,
         stage_return: bool,
-        kv_saved: bool,
     ) -> None:
         self._order = list(range(len(chunks)))[:: -1 if backward else 1]
         self._steps = [x.backward_steps if backward else x.steps for x in chunks]
         self._num_outer_steps = len(chunks[0].outer_steps)
         self._has_ring = chunks[0].ring_degree > 1
-        self._ulysses, self._backward, self._kv_saved = ulysses, backward, kv_saved
+        self._ulysses, self._backward = ulysses, backward
         self._return_lse, self._stage_return = return_lse, stage_return
         self._defer_return = self._has_ring and backward
         self._in_flight: dict[tuple[int, Op], int] = {}  # gradient exchanges: chunk, wait -> number
@@ -207,7 +198,8 @@ class _ScheduleWriter:
         self.instrs: list[Instr] = []
 
     def write_pass(self) -> None:
-        kv_early = self._has_ring and (self._kv_saved or not self._ulysses)
+        # Keys and values are there before a chunk is exchanged: backward has saved them.
+        kv_early = self._has_ring and (self._backward or not self._ulysses)
         lookahead = 2 if self._has_ring and not kv_early else 1
         for position, chunk in enumerate(self._order):
             self._post_until(position + 1)
@@ -243,7 +235,7 @@ class _ScheduleWriter:
         if position >= len(self._order):
             return
         chunk = self._order[position]
-        if not self._kv_saved:
+        if not self._backward:
             self._take_heads(chunk)
         if self._num_outer_steps:
             self._write(Op.OUTER_KV_POST, chunk, 0)

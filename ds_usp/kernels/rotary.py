@@ -49,39 +49,32 @@ def apply_rotary(
     return out
 
 
-def rotate_in_place(
+def _rotate_in_place(
     tensors: Sequence[torch.Tensor],
     cos: torch.Tensor,
     sin: torch.Tensor,
     token_dim: int,
     *,
-    transposed: bool = False,
-    rounded: bool = False,
+    transposed: bool,
 ) -> None:
-    """:func:`apply_rotary` into the tensors themselves; not differentiable.
-
-    Args:
-        transposed: the transpose, which gradients go through.
-        rounded: the products are rounded to the tensors' dtype before their sum, as where each is a
-            tensor of its own.
-    """
+    """:func:`apply_rotary` into the tensors themselves, not differentiable; the products are
+    rounded to the tensors' dtype before their sum, as where each is a tensor of its own."""
     _check(tensors, cos, sin, token_dim)
     if _can_fuse(tensors, cos, sin) and all(x.stride(-1) == 1 for x in tensors):
         triton = load_triton_module("ds_usp.kernels.rotary_triton")
         if triton is not None:
-            triton.rotate_fused(
-                tensors, cos, sin, token_dim, transposed, in_place=True, rounded=rounded
-            )
+            triton.rotate_fused(tensors, cos, sin, token_dim, transposed, in_place=True)
             return
     for x in tensors:
         row = x.numel() // max(1, x.shape[token_dim])
         elements = _CPU_ELEMENTS if x.device.type == "cpu" else _GPU_ELEMENTS
         tokens = max(1, elements // max(1, row))
-        dtype = x.dtype if rounded else None
         parts = x.split(tokens, token_dim), cos.split(tokens), sin.split(tokens)
         for part, part_cos, part_sin in zip(*parts, strict=True):
             part.copy_(
-                _rotate_reference(part, part_cos, part_sin, token_dim, dtype, transposed=transposed)
+                _rotate_reference(
+                    part, part_cos, part_sin, token_dim, x.dtype, transposed=transposed
+                )
             )
 
 
@@ -235,7 +228,10 @@ class RotaryPositions(NamedTuple):
     def rotate_in_place(
         self, tensors: Sequence[torch.Tensor], token_dim: int, *, transposed: bool = False
     ) -> None:
-        """Rotate queries and keys of one dtype in place, as :func:`rotate_in_place`.
+        """Rotate queries and keys of one dtype in place; not differentiable.
+
+        Args:
+            transposed: the transpose, which gradients go through.
 
         Raises:
             ConfigError: another number of tokens than of positions.
@@ -248,7 +244,7 @@ class RotaryPositions(NamedTuple):
             count = min(step, tokens - start)
             table = self.table(start, start + count, tensors[0].dtype)
             parts = [x.narrow(token_dim, start, count) for x in tensors]
-            rotate_in_place(parts, *table, token_dim, transposed=transposed, rounded=True)
+            _rotate_in_place(parts, *table, token_dim, transposed=transposed)
 
     def _rotated(self, x: torch.Tensor, token_dim: int) -> torch.Tensor:
         """As by :meth:`rotate_in_place`, a new tensor, by operators that autograd knows."""

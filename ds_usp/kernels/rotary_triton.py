@@ -77,10 +77,13 @@ def rotate_fused(
     transposed: bool,
     *,
     in_place: bool = False,
-    rounded: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`ds_usp.kernels.rotary.rotate_in_place` of one or two tensors of one dtype, whose
-    features are contiguous ``in_place``; else to new tensors."""
+    """:func:`ds_usp.kernels.rotary.apply_rotary` of one or two tensors of one dtype.
+
+    Args:
+        in_place: as ``RotaryPositions.rotate_in_place``, of tensors whose features are contiguous;
+            else to new tensors.
+    """
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
     out = tuple(
@@ -110,7 +113,7 @@ def rotate_fused(
             sin.stride(0),
         ),
         TRANSPOSED=transposed,
-        ROUNDED=rounded,
+        ROUNDED=in_place,
         ROWS=rows,
         HALF=half_padded,
         REST=triton.next_power_of_2(rest) if rest else 0,
