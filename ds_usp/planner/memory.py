@@ -361,9 +361,9 @@ class AttentionPeak(NamedTuple):
 
     Attributes:
         held: what a layer has during all of it: the gradients of its output and of what attention's
-            branch is added to; the norm's output; the attention output with its log-sum-exp; its
-            gradient, or for heads in chunks those of queries, keys and values; without Ulysses
-            queries, keys and values that a layer saves; on one rank their gradients, too.
+            branch is added to; the norm's output; the attention output with its log-sum-exp and its
+            gradient; without Ulysses queries, keys and values that a layer saves; on one rank their
+            gradients, too.
         buffers: of exchanges, and partial gradients.
         kernel: sums in fp32 of FlashAttention's backward kernel: dQ, and with grouped heads dK and
             dV (``dq_accum`` in its sources, versions 2 to 4). Other kernels have none.
