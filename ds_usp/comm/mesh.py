@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,6 +166,9 @@ class WeakRegistry(Generic[T]):
         self._objects[name] = obj
         return name
 
+    def objects(self) -> list[T]:
+        return list(self._objects.values())
+
     def lookup(self, name: str) -> T:
         """The object of a name; MeshError if there is none any more."""
         obj = self._objects.get(name)
@@ -206,6 +210,17 @@ def _meshes_over(group: dist.ProcessGroup) -> dict[Hashable, SequenceMesh]:
         if not meshes:
             del _MESHES[other]
     return _MESHES.setdefault(group, {})
+
+
+@atexit.register
+def _let_go_of_destroyed_groups() -> None:
+    """Destroying a group of gloo joins its threads, if nobody holds it any more. A thread that is
+    left and frees a tensor while Python ends is ended from C, which aborts the process ("terminate
+    called without an active exception"): up to Python 3.13."""
+    _MESHES.clear()
+    for mesh in MESH_REGISTRY.objects():
+        if mesh.sp_group is not None and mesh.sp_group not in c10d._world.pg_map:
+            mesh.__dict__.clear()  # its checker, channels and plans hold groups too
 
 
 # The two axes, sp = 4 as ulysses 2 x ring 2 in the default order "ulysses-ring":

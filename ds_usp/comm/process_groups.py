@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Imported later than the default group is made, as by torch._dynamo, it keeps it for good.
+import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.config import environment

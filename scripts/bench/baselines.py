@@ -590,10 +590,69 @@ def thd_attend(attention: Callable[..., torch.Tensor], shape: Shape) -> Attend:
     return run
 
 
+@lru_cache(maxsize=1)
+def magi_group() -> dist.ProcessGroup:
+    """All ranks, with the NCCL settings of MagiAttention's own benchmark; collective."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.cga_cluster_size = 1
+    return dist.new_group(backend="nccl", pg_options=options)
+
+
+def magi_attention(kernels: Sequence[str]) -> Iterator[Baseline]:
+    """MagiAttention on its own kernel, FFA, whatever ``kernels`` are: that kernel on one GPU, then
+    over all ranks as its benchmark has it, 2 stages of communication beside the local one. It plans
+    in ``attend``, which is not timed."""
+
+    def alone(shape: Shape) -> tuple[Attend, Shape, list[int]]:
+        from magi_attention.env.general import is_cat_gqa_enable
+        from magi_attention.functional import flex_flash_attn_func
+
+        world, borders = dist.get_world_size(), magi_borders(shape)
+        local = replace(shape, heads=shape.heads // world, kv_heads=max(shape.kv_heads // world, 1))
+        ranges = torch.tensor(list(pairwise(borders)), dtype=torch.int32, device="cuda")
+        causal = torch.ones(len(ranges), dtype=torch.int32, device="cuda")
+        cat = is_cat_gqa_enable()  # MAGI_ATTENTION_CATGQA=1
+        options = {"disable_bwd_dkv_atomic_reduction": cat, "cat_gqa": cat}
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            inputs = q[0], k[0], v[0], ranges, ranges, causal
+            out, _ = flex_flash_attn_func(*inputs, disable_fwd_atomic_reduction=True, **options)
+            return out[None]
+
+        return run, local, list(range(shape.seq_len))
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
+        from magi_attention import api, config
+        from magi_attention.common import AttnRanges
+
+        documents = AttnRanges.from_ranges(list(pairwise(magi_borders(shape))))
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        order = config.UniformOverlapAlg(random_costs=True, random_seed=42)
+        stages = config.OverlapConfig(degree=2, max_num_chunks=4096, alg=order)
+        plan = config.DistAttnConfig(config.DispatchConfig(chunk_size=2048), stages)
+        masks = documents, documents, "causal", shape.seq_len, shape.seq_len
+        key = api.magi_attn_flex_key(*masks, *heads, 0, magi_group(), plan)
+        positions = api.get_position_ids(key).tolist()
+        if len(positions) * dist.get_world_size() != shape.seq_len:
+            raise ValueError(f"{shape.seq_len} tokens do not divide into MagiAttention's chunks")
+        return lambda q, k, v: api.calc_attn(q[0], k[0], v[0], key)[0][None], shape, positions
+
+    yield Baseline("one GPU", "ffa", alone)
+    yield Baseline("MagiAttention", "ffa", attend)
+
+
+def magi_borders(shape: Shape) -> tuple[int, ...]:
+    """Cumulative lengths of causal documents, or of the one; ValueError for any other mask."""
+    if shape.window or shape.full or shape.tree or shape.batch > 1:
+        raise ValueError("this comparison is causal and of one sequence")
+    return shape.borders or (0, shape.seq_len)
+
+
 PEERS = {
     "deepspeed": deepspeed_ulysses,
     "plain": plain_all_to_alls,
     "torch": torch_context_parallel,
     "yunchang": yunchang,
     "te": transformer_engine,
+    "magi": magi_attention,
 }

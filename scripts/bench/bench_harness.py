@@ -37,6 +37,7 @@ RECORDED = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
+    "MAGI_ATTENTION_CATGQA",
 )
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 

@@ -226,11 +226,12 @@ def packed_table(results: str) -> str:
     return markdown(["shape", *head, *others, *ratio_heads], lines)
 
 
-def passes_table(results: str) -> str:
+def passes_table(results: str, packed: bool) -> str:
     """TFLOP/s a GPU of forward, of backward, which is the rest, and of both: the mean of all
-    shapes, and in the last column its ratio to the fastest other library's."""
+    shapes with documents, or without, and in the last column its ratio to the fastest other
+    library's."""
     seconds, work = dict[tuple[str, str], float](), dict[str, float]()
-    for row in read(results):
+    for row in (row for row in read(results) if ("documents" in row["shape"]) == packed):
         seconds[row["contender"], row["shape"]] = float(row["ms"]) / 1e3
         work[row["shape"]] = float(row["tflop_per_s_per_gpu"]) * float(row["ms"]) / 1e3
     rates = {}
@@ -497,7 +498,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),
     "attention-packed": partial(packed_table, "attention_packed.csv"),
-    "attention-magi": partial(passes_table, "attention_magi.csv"),
+    "attention-magi": partial(passes_table, "attention_magi.csv", True),
+    "attention-magi-causal": partial(passes_table, "attention_magi.csv", False),
     "attention-ratios": partial(
         ratio_table,
         {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import short_patience
 from harness import RankContext
-from programs import python
+from programs import python, torchrun
 
 import ds_usp
 from ds_usp.comm import consistency, watchdog
@@ -227,6 +227,41 @@ def test_a_process_ends_while_its_threads_ask_the_store():
     """
     done = python("-c", program)
     assert done.returncode == 0, done
+
+
+GLOO_THREADS_AT_THE_END = """
+import atexit
+import os
+from pathlib import Path
+
+def tell():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    os.write(1, b"threads of gloo: %d\\n" % sum("gloo" in name for name in names))
+
+atexit.register(tell)  # the first one runs last
+import torch
+import torch.distributed as dist
+import ds_usp.training
+
+dist.init_process_group("gloo")
+mesh = ds_usp.SequenceMesh.from_group(None, 1)
+x = torch.randn(1, 8, 2, 4, requires_grad=True)
+out = ds_usp.usp_attention(x, x, x, mesh=mesh, layout="zigzag", mask=ds_usp.MaskSpec.causal())
+out.sum().backward()
+tell()
+dist.destroy_process_group()
+"""
+
+
+def test_no_thread_of_a_destroyed_group_outlives_it(tmp_path):
+    """One that frees a tensor while Python ends aborts the process; nothing but ds_usp holds the
+    groups here, its mesh a name of the program."""
+    program = tmp_path / "program.py"
+    program.write_text(GLOO_THREADS_AT_THE_END)
+    done = torchrun(2, program)
+    counts = [int(line.split()[-1]) for line in done.stdout.splitlines() if "of gloo" in line]
+    assert done.returncode == 0 and len(counts) == 4, done
+    assert sorted(counts)[:2] == [0, 0] and min(sorted(counts)[2:]) > 0
 
 
 def test_after_a_restart_nobody_waits():

@@ -199,3 +199,18 @@ def test_a_check_fails_above_the_limit_and_if_nothing_was_checked(errors, passes
     shapes = [bench_attention.Shape(length, 4, 4, 16) for length in (16384, 32768)]
     args = Namespace(out=None, kernels=["sdpa"], peers=[])
     assert bench_attention.check(SESSION, args, shapes) is passes
+
+
+def test_a_library_is_checked_beside_its_kernel_or_the_first() -> None:
+    peers = [SimpleNamespace(kernel=name) for name in ("cudnn", "ffa", "flash4")]
+    beside = [bench_attention.kernel_beside(peer, ["flash4", "cudnn"]) for peer in peers]
+    assert beside == ["cudnn", "flash4", "flash4"]
+
+
+def test_magi_attention_is_timed_on_causal_documents_only() -> None:
+    assert baselines.magi_borders(shapes.Shape.parse("64:4:2:16")) == (0, 64)
+    packed = shapes.Shape.parse("99:4:2:16:documents=4-16")
+    assert baselines.magi_borders(packed) == packed.borders
+    for words in ("full", "window=4", "batch=2", "tree=16+3x16"):
+        with pytest.raises(ValueError, match="causal and of one sequence"):
+            baselines.magi_borders(shapes.Shape.parse(f"64:4:2:16:{words}"))
