@@ -24,7 +24,6 @@ from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.settings import removal
 
 if TYPE_CHECKING:
     from ds_usp import memory as memory
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from ds_usp.attention.functional import usp_attention, usp_joint_attention
     from ds_usp.attention.module import USPAttention
     from ds_usp.attention.score_mod import Scores
-    from ds_usp.attention.self_attention import USPSelfAttention
     from ds_usp.attention.tuning import Tuning
     from ds_usp.comm.channel import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
@@ -52,7 +50,6 @@ else:
             "SequenceMesh": "ds_usp.comm.mesh",
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",
-            "USPSelfAttention": "ds_usp.attention.self_attention",
             "affine_scan": "ds_usp.recurrence.scan",
             "causal_conv": "ds_usp.recurrence.conv",
             "one_line_errors": "ds_usp.comm.process_groups",
@@ -68,8 +65,7 @@ else:
         if name in _SUBMODULES:
             return import_module(f"ds_usp.{name}")
         if name not in _LAZY:
-            reason = removal(f"{__name__}.{name}")
-            raise AttributeError(reason or f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_LAZY[name]), name)
         return value
 
@@ -99,7 +95,6 @@ __all__ = [
     "USPAttention",
     "USPConfig",
     "USPError",
-    "USPSelfAttention",
     "UnsupportedAttentionError",
     "__version__",
     "affine_scan",

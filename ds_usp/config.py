@@ -15,7 +15,6 @@ from typing import Any
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS, TokenLayout
-from ds_usp.settings import refuse_removed_variables
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 # Measured on an H200 host, 64 MiB blocks: 0.18 s a GiB to pin instead of 0.42 to 0.63.
@@ -64,9 +63,7 @@ class USPConfig:
 
     @classmethod
     def from_args(cls, args: Any) -> USPConfig:
-        """From a framework's argparse namespace; missing attributes keep their default. Removed
-        environment variables are refused."""
-        refuse_removed_variables(os.environ)
+        """From a framework's argparse namespace; missing attributes keep their default."""
         names = {
             "sp_degree": "ds_sequence_parallel_size",
             "ulysses_degree": "ulysses_degree",

@@ -1,4 +1,4 @@
-"""The settings of USP, one row each, and those that were removed.
+"""The settings of USP, one row each.
 
 From a row the programs derive the flag, its check and its help, the options of functions, and what
 the planner searches and prints. What a setting does, and with which options of a program it does
@@ -8,11 +8,11 @@ not go together, stands where it is done.
 from __future__ import annotations
 
 import math
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
+from argparse import ArgumentParser, ArgumentTypeError, _ArgumentGroup
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_usp.errors import ConfigError
 
@@ -469,100 +469,3 @@ def table() -> str:
         text = row.help_in("trainer")
         lines.append(f"| `{row.flag}` | {shown} | {row.kind} | {programs} | {text} |")
     return "\n".join(lines)
-
-
-# ------------------------------------------------------------------ removed settings
-# A setting leaves by the rule of CONTRIBUTING.md: no committed result shows that it pays. Who used
-# it reads the reason from the program or the function that had it, not that there is no such flag.
-
-_D5079BE, _20739553 = "d5079be, of 2026-11-26", "20739553, of 2026-11-27"
-
-
-class Removed(NamedTuple):
-    """Why a setting is no more; what to do instead; who had it last."""
-
-    reason: str
-    instead: str
-    last_commit: str
-
-
-_SHARDED_TOKENS = Removed(
-    "a step with tokens sharded over tensor-parallel ranks took 1.03 to 1.22 times as long as with "
-    "all-reduces in all cases timed (2 H200), and no peak of memory was measured",
-    "Leave it out. Megatron-LM with TransformerEngine's layers has its own: --sequence-parallel "
-    "--tp-comm-overlap",
-    _D5079BE,
-)
-_PROJECTED = Removed(
-    "projecting queries, keys and values by chunks of heads, and again in backward, made a layer 2 "
-    "to 13 % slower in 12 of 12 cases (2 H200) for up to 17 % less of its memory; without it the "
-    "longest sequence is 1 to 20 % shorter by the planner's formulas",
-    "Leave it out. A sequence that fits with it alone needs more ranks, or that commit",
-    _20739553,
-)
-_PROJECTED_CALL = _PROJECTED._replace(
-    instead="Use linear layers around ds_usp.usp_attention, and ds_usp.memory to save memory"
-)
-# A flag, an environment variable and its value, a keyword of a function, or a name of ds_usp.
-REMOVED: Mapping[str, Removed] = MappingProxyType(
-    {
-        "--usp-tp-shard-tokens": _SHARDED_TOKENS,
-        "USP_TP_FUSED=1": _SHARDED_TOKENS._replace(instead="Unset it"),
-        "--tp-shard-tokens": _SHARDED_TOKENS._replace(
-            instead="Leave it out: --engine megatron-lm forecasts Megatron-LM's --sequence-parallel"
-        ),
-        "--usp-projection-overlap": _PROJECTED,
-        "--projection-overlap": _PROJECTED,
-        "--projections": _PROJECTED._replace(instead="Leave it out"),
-        "USPSelfAttention(overlap=)": _PROJECTED,
-        "USPSelfAttention(keep=)": _PROJECTED,
-        "ds_usp.projected_attention": _PROJECTED_CALL,
-        "ds_usp.Projection": _PROJECTED_CALL,
-    }
-)
-
-
-def removal(setting: str) -> str | None:
-    """The sentence that refuses a setting; None of one that was not removed.
-
-    Args:
-        setting: as :data:`REMOVED` has it.
-    """
-    removed = REMOVED.get(setting)
-    if removed is None:
-        return None
-    return (
-        f"{setting} was removed: {removed.reason}. The last commit that has it is "
-        f"{removed.last_commit}. {removed.instead}"
-    )
-
-
-def refuse_removed_variables(environment: Mapping[str, str]) -> None:
-    """Refuse environment variables that would be ignored.
-
-    Raises:
-        ConfigError: with the reason, for the first that has a value that was removed.
-    """
-    for name, value in environment.items():
-        if (reason := removal(f"{name}={value}")) is not None:
-            raise ConfigError(reason)
-
-
-class _RemovedFlag(Action):
-    """A flag that ends its program with the reason, with a value or without."""
-
-    def __call__(
-        self,
-        parser: ArgumentParser,
-        namespace: Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(removal(self.option_strings[0]) or "")
-
-
-def add_removed_flags(parser: ArgumentParser | _ArgumentGroup, *flags: str) -> None:
-    """Let a program refuse flags that it had; its help does not list them, its arguments have no
-    value of them."""
-    for flag in flags:
-        parser.add_argument(flag, action=_RemovedFlag, nargs="?", default=SUPPRESS, help=SUPPRESS)

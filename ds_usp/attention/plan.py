@@ -50,7 +50,6 @@ from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import slow_path_notice
 from ds_usp.kernels.registry import AUTO, check_kernel_name, missing_libraries, select_kernel
 from ds_usp.kernels.score_mod import PLAIN, ScoreMod
-from ds_usp.settings import removal
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MAX_CACHED_PLANS = 1024
@@ -125,8 +124,6 @@ def _keyword_error(
     known = [key for key in signature.parameters if key != "self"]
     unknown = [key for key in given if key not in known]
     if unknown:
-        if (reason := removal(f"{name}({unknown[0]}=)")) is not None:
-            return ConfigError(reason)
         near = get_close_matches(unknown[0], known, n=1)
         meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         return ConfigError(f"{name} has no argument {unknown[0]!r}; {meant}")

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 from ds_usp.errors import ConfigError
-from ds_usp.settings import Choices, Integer, Switch, add_removed_flags, settings_of
+from ds_usp.settings import Choices, Integer, Switch, settings_of
 
 _T = TypeVar("_T")
 
@@ -76,7 +76,6 @@ _TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 
 def add_flags(parser: ArgumentParser, command: Any) -> None:
     """Add a flag to the parser for each field of a command, in the order of its fields."""
-    add_removed_flags(parser, *command.removed_flags)
     for f in fields(command):
         options = dict(f.metadata)
         if f.type == "bool":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
@@ -97,8 +97,6 @@ class _DegreeFlags:
 @dataclass(frozen=True, kw_only=True)
 @with_settings
 class _FusionFlags:
-    removed_flags: ClassVar[tuple[str, ...]] = ("--projection-overlap",)
-
     fused_activation: bool = flag("SwiGLU saves no sigmoid branch", False)
     fused_loss: bool = flag("a chunked loss: the full logits are never in memory", False)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import ClassVar
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadChunk
@@ -287,7 +286,6 @@ class ExplainCommand(_StepFlags, ClusterFlags, Command):
     kernel calls, and a simulation of both passes; with --model: what one step communicates, by
     kind, what of it is exposed, and what other settings would cost"""
 
-    removed_flags: ClassVar[tuple[str, ...]] = ("--tp-shard-tokens", "--projections")
     schedule: bool = flag("print the ring steps, the instructions, exchange order, slots", False)
     heads: Count | None = flag("query heads; not with --model", None)
     kv_heads: Count | None = flag("key/value heads (default: as many as query heads)", None)

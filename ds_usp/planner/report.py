@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ds_usp.planner.arguments import flag
 from ds_usp.planner.formulas import executed_flop_per_token, model_flop_per_token
@@ -102,13 +102,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command; its docstring is its help.
-
-    Attributes:
-        removed_flags: which it had, and refuses with the reason.
-    """
-
-    removed_flags: ClassVar[tuple[str, ...]] = ()
+    """A command; its docstring is its help."""
 
     json: bool = flag("print JSON, for programs", False)
 

@@ -17,7 +17,7 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory, run_for_gradients
 from ds_usp.planner import AUTO
-from ds_usp.settings import add_removed_flags, add_settings
+from ds_usp.settings import add_settings
 from ds_usp.training import check_zero_stage
 from megatron_patches import flags, refusals
 from megatron_patches.megatron_deepspeed import memory
@@ -64,7 +64,6 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
         add_settings(group, _PROGRAM, purpose, **vars(settings))
     group = parser.add_argument_group(title="unified sequence parallel, memory")
     add_settings(group, _PROGRAM, "memory")
-    add_removed_flags(group, "--usp-tp-shard-tokens", "--usp-projection-overlap")
 
 
 def validate_args(

@@ -12,7 +12,7 @@ import torch
 from ds_usp import Degrees
 from ds_usp.errors import ConfigError
 from ds_usp.planner import AUTO
-from ds_usp.settings import add_removed_flags, add_settings
+from ds_usp.settings import add_settings
 from megatron_patches import flags
 from megatron_patches.megatron_core.context_parallel import (
     LAYOUT,
@@ -74,7 +74,6 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     group = parser.add_argument_group(title="unified sequence parallel")
     for purpose in ("parallelism", "attention", "memory", "report"):
         add_settings(group, "megatron-lm", purpose, **vars(settings))
-    add_removed_flags(group, "--usp-projection-overlap")
     default = parser.get_default("cp_comm_type")
     parser.set_defaults(cp_comm_type=context_parallel_kind.NotGiven(default))
 

@@ -22,6 +22,7 @@ from ds_usp.attention.custom_ops import (
 )
 from ds_usp.attention.plan import AttentionOptions
 from ds_usp.comm.mesh import MESH_REGISTRY
+from ds_usp.kernels.rotary import rotated
 from ds_usp.training import RotaryPositions
 
 NOT_IN_OP = {
@@ -213,23 +214,6 @@ def test_meshes_of_one_name_are_alike():
     assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 0, order="ring-ulysses").name
 
 
-class Scaling(torch.nn.Module):
-    """A norm with fp32 weights, whose results are fp32 under autocast, as those of Llama."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x
-
-
-def self_attention(**options: Any) -> ds_usp.USPSelfAttention:
-    into, out = torch.nn.Linear(12, 3 * 2 * 8), torch.nn.Linear(2 * 8, 12)
-    options |= {"layout": "contiguous", "mask": ds_usp.MaskSpec.causal()}
-    return ds_usp.USPSelfAttention(into, out, 2, 2, mesh=SequenceMesh.single(), **options)
-
-
 def of_both(run: Any, x: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Results and gradients without a compiler and in one graph are the same bits."""
     results = []
@@ -243,11 +227,17 @@ def of_both(run: Any, x: torch.Tensor, dtype: torch.dtype | None = None) -> None
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_a_layer_rotated_by_positions_is_one_graph(dtype):
-    positions, inverse = torch.arange(8), torch.tensor([1.0, 0.1])
-    attention = self_attention(q_norm=Scaling(), k_norm=Scaling())
-    rotary = RotaryPositions(positions, inverse)
-    of_both(lambda x: attention(x, rotary), torch.randn(1, 8, 12), dtype)
+def test_attention_rotated_by_positions_is_one_graph(dtype):
+    rotary = RotaryPositions(torch.arange(8), torch.tensor([1.0, 0.1]))
+    layer = torch.nn.Linear(12, 3 * 2 * 8)
+    fixed: Any = {"mesh": SequenceMesh.single(), "layout": "contiguous"}
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = layer(x).unflatten(2, (3, 2, 8)).unbind(2)
+        q, k = rotated(q, rotary, 1), rotated(k, rotary, 1)
+        return ds_usp.usp_attention(q, k, v, mask=ds_usp.MaskSpec.causal(), **fixed)
+
+    of_both(run, torch.randn(1, 8, 12), dtype)
 
 
 def test_autocast_in_a_graph_is_that_of_its_calls():

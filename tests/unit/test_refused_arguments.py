@@ -14,14 +14,6 @@ MESH = ds_usp.SequenceMesh.single()
 OPTIMIZER = torch.optim.SGD(Linear(2, 2).parameters())
 
 
-def attention(qkv: object = None, heads: int = 4, kv_heads: int = 4, **options: object) -> object:
-    layers = qkv or Linear(16, 96)
-    fixed = {"mesh": MESH, "layout": "zigzag", "mask": ds_usp.MaskSpec.causal()}
-    fixed |= options
-    block = ds_usp.USPSelfAttention(layers, Linear(32, 16), heads, kv_heads, **fixed)
-    return block(torch.ones(1, 4, 16))
-
-
 def engine(optimizer: object, config: object) -> object:
     return training.initialize_deepspeed(Linear(2, 2), optimizer, config, None)
 
@@ -35,16 +27,7 @@ def usp_attention(value: object) -> object:
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "no values": (lambda: usp_attention(None), "got Tensor, Tensor, NoneType"),
     "an array": (lambda: usp_attention(torch.ones(1, 4, 2, 8).numpy()), "Tensor, ndarray"),
-    "unknown order": (lambda: attention(order="kqv"), "must be one of qkv, grouped"),
-    "grouped layers": (
-        lambda: attention([Linear(16, 32)] * 3, order="grouped"),
-        "of which three layers have 'qkv'",
-    ),
-    "two layers": (lambda: attention([Linear(16, 32)] * 2), "2 layers of queries"),
-    "no mesh": (lambda: attention(mesh=None), "must be a SequenceMesh"),
     "no local attention": (lambda: ds_usp.USPAttention(None, mesh=MESH), "must be a module"),
-    "other heads": (lambda: attention(heads=5, kv_heads=5), "5 query and 5 key/value heads"),
-    "heads that share": (lambda: attention(kv_heads=3), "4 query heads are no multiple of 3"),
     "chunks": (lambda: memory.in_chunks(Linear(4, 4), torch.ones(2, 4), 2.0), "whole number"),
     "layers": (lambda: memory.LayerMemory("full", checkpoint_layers=2.5), "whole number"),
     "no engine": (lambda: training.keep_states_on_host(Linear(2, 2)), "Linear is no engine"),

@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from argparse import Action, ArgumentParser, Namespace
+from argparse import Action, ArgumentParser
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 
 import ds_usp
 from ds_usp import settings
@@ -23,7 +22,7 @@ from ds_usp.planner import ParallelConfig
 from ds_usp.planner.__main__ import main as planner
 from ds_usp.planner.commands import PlanCommand
 from ds_usp.planner.parallel_config import LENGTH_FLAGS
-from ds_usp.settings import REMOVED, SETTINGS, removal
+from ds_usp.settings import SETTINGS
 from megatron_patches.megatron_deepspeed.arguments import add_flags as megatron_deepspeed
 from megatron_patches.megatron_lm.arguments import add_flags as megatron_lm
 from megatron_patches.settings import MeshSettings
@@ -31,9 +30,7 @@ from megatron_patches.settings import MeshSettings
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
 
-from usp_trainer import environment  # noqa: E402
 from usp_trainer.arguments import build_parser  # noqa: E402
-from usp_trainer.arguments import parse as trainer  # noqa: E402
 
 
 def patched(add_flags: Callable[[ArgumentParser, MeshSettings], None]) -> Callable[..., object]:
@@ -61,9 +58,7 @@ def actions(program: str) -> dict[str, Action]:
         )
     flags = {action.option_strings[0]: action for action in parser._actions}
     return {
-        flag: action
-        for flag, action in flags.items()
-        if flag.startswith(("--usp-", "--ulysses")) and flag not in REMOVED
+        flag: action for flag, action in flags.items() if flag.startswith(("--usp-", "--ulysses"))
     }
 
 
@@ -137,82 +132,3 @@ def test_a_value_that_a_function_does_not_take():
         ds_usp.ConfigError, match="offload_ratio='auto' must be a number from 0 to 1"
     ):
         settings.setting("offload_ratio").check("auto", "transformers")
-
-
-def plan(argv: list[str]) -> None:
-    """``ds-usp plan`` of some model."""
-    sys.exit(planner(["plan", "--model", "gpt-1.3b", "--seq-len", "1K", "--gpus", "1", *argv]))
-
-
-def call(name: str) -> Callable[[str], object]:
-    """A function of ds_usp, with a keyword that it no longer has."""
-
-    def given(setting: str) -> object:
-        keyword = setting.removeprefix(f"{name}(").removesuffix("=)")
-        linear, mesh = torch.nn.Linear(8, 8), ds_usp.SequenceMesh.single()
-        fixed = {"mesh": mesh, "layout": "contiguous", "mask": ds_usp.MaskSpec.full()}
-        return getattr(ds_usp, name)(linear, linear, 1, 1, **fixed, **{keyword: False})
-
-    return given
-
-
-PROGRAMS: dict[str, list[Callable[..., object]]] = {
-    "--usp-tp-shard-tokens": [trainer, patched(megatron_deepspeed)],
-    "--tp-shard-tokens": [explain],
-    "--projections": [explain],
-    "--projection-overlap": [plan],
-    "--usp-projection-overlap": [trainer, patched(megatron_deepspeed), patched(megatron_lm)],
-}
-# What is no flag, and how it is asked for. Environment variables have a test of their own.
-CALLS: dict[str, tuple[type[Exception], Callable[[str], object]]] = {
-    "USPSelfAttention(overlap=)": (ds_usp.ConfigError, call("USPSelfAttention")),
-    "USPSelfAttention(keep=)": (ds_usp.ConfigError, call("USPSelfAttention")),
-    "ds_usp.projected_attention": (AttributeError, lambda _: ds_usp.projected_attention),
-    "ds_usp.Projection": (AttributeError, lambda _: ds_usp.Projection),
-}
-
-
-def test_everything_removed_is_asked_for():
-    assert {*PROGRAMS, *CALLS, "USP_TP_FUSED=1"} == set(REMOVED)
-
-
-@pytest.mark.parametrize("setting", PROGRAMS)
-def test_a_program_refuses_what_it_had(setting, capsys):
-    text = removal(setting)
-    assert text is not None and "The last commit that has it is" in text
-    for program in PROGRAMS[setting]:
-        for argv in ([setting], [setting, "on"]):
-            with pytest.raises(SystemExit) as exit:
-                program(argv)
-            assert exit.value.code == 2
-            printed = capsys.readouterr()
-            assert text in printed.err, printed
-
-
-@pytest.mark.parametrize("setting", CALLS)
-def test_a_function_or_a_name_that_was_removed_says_why(setting):
-    error, ask = CALLS[setting]
-    with pytest.raises(error) as refused:
-        ask(setting)
-    assert str(refused.value) == removal(setting)
-
-
-@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
-def test_a_removed_variable_is_refused(value, refused, monkeypatch):
-    """By the trainer's checks, and where the library reads a framework's arguments."""
-    monkeypatch.setenv("USP_TP_FUSED", value)
-    for read in (environment.check, lambda: ds_usp.USPConfig.from_args(Namespace())):
-        if refused:
-            with pytest.raises(ds_usp.ConfigError, match=r"USP_TP_FUSED=1 was removed: .*Unset it"):
-                read()
-        else:
-            read()
-
-
-def test_nothing_else_is_refused_and_nothing_removed_is_suggested(capsys):
-    assert removal("--usp-kernel") is None
-    assert not hasattr(ds_usp, "projected_attention") and not hasattr(ds_usp, "project")
-    for program, near in ((trainer, "--usp-tp-shard-token"), (explain, "--tp-shart-tokens")):
-        with pytest.raises(SystemExit):
-            program([near, "on"])
-        assert "did you mean" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ import torch
 from ds_usp import ConfigError, USPError, settings
 from ds_usp.kernels.registry import AUTO, KERNELS
 from ds_usp.memory import RECOMPUTE
-from ds_usp.settings import REMOVED, setting
+from ds_usp.settings import setting
 from ds_usp.training import solved_ratio
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,11 +32,7 @@ from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
 from usp_trainer.validate_args import check_start, validate_and_derive  # noqa: E402
 
 PARSER = build_parser()
-ACTIONS = {
-    a.option_strings[0]: a
-    for a in PARSER._actions
-    if a.nargs != 0 and not REMOVED.keys() & {*a.option_strings}
-}
+ACTIONS = {a.option_strings[0]: a for a in PARSER._actions if a.nargs != 0}
 NUMBERS = (settings.Integer, settings.Number, settings.KeywordOr)
 # Flags for which 0 means something, and what; every other number starts above it.
 ZERO = {

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ds_usp.settings import Integer, Number, Text, add_removed_flags, add_settings
+from ds_usp.settings import Integer, Number, Text, add_settings
 from usp_trainer import environment
 from usp_trainer.transformer_impl import CHOICES
 
@@ -140,7 +140,6 @@ def _parallel(parser: Parser) -> None:
     add("--ds-sequence-parallel-size", COUNT, 1, "ranks per sequence")
     add_settings(group, PROGRAM, "parallelism")
     add("--tensor-model-parallel-size", COUNT, 1, "ranks per layer")
-    add_removed_flags(group, "--usp-tp-shard-tokens", "--usp-projection-overlap")
     add("--pipeline-model-parallel-size", COUNT, 1, "stages")
     add("--zero-stage", tuple(range(4)), 1, "DeepSpeed's ZeRO stage", type=int)
     add_settings(group, PROGRAM, "attention")

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from ds_usp import ConfigError
-from ds_usp.settings import refuse_removed_variables
 
 STOPPED_FILE = "USP_STOPPED_FILE"  # set by launch_job.py, not by users
 
@@ -45,9 +44,7 @@ def rank() -> int:
 
 
 def check() -> None:
-    """Refuse removed variables, and a launcher's that are incomplete or contradict each other
-    (ConfigError)."""
-    refuse_removed_variables(os.environ)
+    """Refuse a launcher's variables that are incomplete or contradict each other (ConfigError)."""
     if not under_launcher():
         return
     variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
