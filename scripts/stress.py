@@ -1,20 +1,23 @@
-"""Attacks on one rank of four: it raises, skips, sleeps, is stopped or killed somewhere in a step.
+"""Random steps on gloo ranks, most of them under attack: a rank raises, skips, sleeps, is stopped
+or killed somewhere in a step.
 
-    python scripts/stress/attacks.py --cases 2000 --beside 16
-    python scripts/stress/attacks.py --cases 1 --seed 17          one case again
+    python scripts/stress.py --cases 2000 --beside 16
+    python scripts/stress.py --cases 1 --seed 17          one case again
 
-A case is drawn from its seed: a program (attention, a Llama, a Flux), an attack, a rank and a place
-in the forward or backward pass of the second of four steps. Each rank catches what a step raises
-and goes on with the next, as trainers and servers do. A case fails if a step gives a wrong number
-or takes a rank longer than ``--limit-s`` (beside the time for which the attack holds it), or if the
-last step is not exact on all ranks after an attack from which a rank can return. A mesh that cannot
-go on, as after an exchange that one rank did not answer, refuses every step: these are counted as
-not recovered.
+A case is drawn from its seed: a program (attention of a random call, a Llama, a Flux), an attack or
+none, a rank and a place in the forward or backward pass of the second of four steps. Each rank
+catches what a step raises and goes on with the next, as trainers and servers do. A case fails if a
+step gives a wrong number or takes a rank longer than ``--limit-s`` (beside the time for which the
+attack holds it), or if a step without an attack is not exact; after a hang the stacks of the ranks
+are printed. A mesh that cannot go on, as after an exchange that one rank did not answer, refuses
+every step: these are counted as not recovered.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import importlib
 import json
 import multiprocessing
 import os
@@ -36,10 +39,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_usp
+from ds_usp import testing as oracle
 
-WORLD, STEPS, ATTACKED = 4, 4, 1
+STEPS, ATTACKED = 4, 1
 TOKENS, BOUND = 64, 1e-5  # transformers computes losses in fp32
-PROGRAMS, ATTACKS = ("attention", "llama", "flux"), ("raise", "skip", "sleep", "stop", "kill")
+PROGRAMS = ("attention", "llama", "flux")
+LIBRARIES = {"llama": "transformers", "flux": "diffusers"}
+ATTACKS = ("none", "raise", "skip", "sleep", "stop", "kill")
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -48,6 +54,8 @@ class Attack:
     """On a rank, at an event of its second step.
 
     Attributes:
+        world: ranks; llama and flux have 4.
+        tokens, kv_heads, layout, window: of attention; causal with a window of 0.
         place: of all events of the step, as a fraction.
         seconds: for which a rank sleeps or is stopped.
         reduce: steps end with an all-reduce of the caller's own.
@@ -57,26 +65,39 @@ class Attack:
 
     program: str
     how: str
+    world: int
     rank: int
     place: float
     seconds: float
     ulysses: int
     reduce: bool
     together: bool
+    order: str
+    tokens: int
+    kv_heads: int
+    layout: str
+    window: int
 
     @classmethod
     def draw(cls, seed: int) -> Attack:
         rng = random.Random(seed)
         program = rng.choice(PROGRAMS)
+        world = rng.choice((2, 3, 4, 6)) if program == "attention" else 4
         return cls(
             program,
             rng.choice(ATTACKS),
-            rng.randrange(WORLD),
+            world,
+            rng.randrange(world),
             rng.random(),
             rng.uniform(2, 12),
-            rng.choice((1, 2, 4)),
+            rng.choice([degree for degree in (1, 2, 4) if world % degree == 0]),
             rng.random() < 0.3,
             program == "attention" or rng.random() < 0.5,
+            rng.choice(("ulysses-ring", "ring-ulysses")),
+            rng.choice((7, 16, 24, 67, 128)),
+            rng.choice((1, 2, 4)),
+            rng.choice(("contiguous", "zigzag", "striped")),
+            rng.choice((0, 0, 5)),
         )
 
 
@@ -95,22 +116,25 @@ class Attention(nn.Module):
         return out
 
 
-def attention_steps(mesh: ds_usp.SequenceMesh) -> tuple[nn.Module, Any, Any]:
+def attention_steps(mesh: ds_usp.SequenceMesh, attack: Attack) -> tuple[nn.Module, Any, Any]:
     """A module, and its loss of a step over the mesh and without."""
-    module, layout = Attention().double(), mesh.layout("zigzag", TOKENS)
+    module, layout = Attention().double(), mesh.layout(attack.layout, attack.tokens)
+    mask = ds_usp.MaskSpec.window(attack.window) if attack.window else ds_usp.MaskSpec.causal()
+    tokens = range(attack.tokens)
+    allowed = oracle.window(tokens, tokens, attack.window or None, 0)
 
     def over_mesh(q: Tensor) -> Tensor:
-        mask = ds_usp.MaskSpec.causal()
-        out: Tensor = ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=mask)
+        k = q[:, :, : attack.kv_heads]
+        out: Tensor = ds_usp.usp_attention(q, k, k, mesh=mesh, layout=layout, mask=mask)
         return out
 
     def alone(q: Tensor) -> Tensor:
-        q = q.transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+        k = q[:, :, : attack.kv_heads]
+        return oracle.dense_attention(q, k, k, allowed)[0]
 
     def whole(step: int) -> Tensor:
         generator = torch.Generator().manual_seed(step)
-        return torch.randn(1, TOKENS, 4, 8, generator=generator, dtype=torch.float64)
+        return torch.randn(1, attack.tokens, 4, 8, generator=generator, dtype=torch.float64)
 
     def run(step: int) -> Tensor:
         out: Tensor = module(layout.shard(whole(step), 1, mesh.rank), over_mesh)
@@ -122,7 +146,7 @@ def attention_steps(mesh: ds_usp.SequenceMesh) -> tuple[nn.Module, Any, Any]:
     return module, run, want
 
 
-def llama_steps(mesh: ds_usp.SequenceMesh) -> tuple[nn.Module, Any, Any]:
+def llama_steps(mesh: ds_usp.SequenceMesh, _: Attack) -> tuple[nn.Module, Any, Any]:
     """The same of a tiny Llama; the whole batch's loss."""
     import transformers
 
@@ -148,7 +172,7 @@ def llama_steps(mesh: ds_usp.SequenceMesh) -> tuple[nn.Module, Any, Any]:
     return model, run, wanted.__getitem__
 
 
-def flux_steps(mesh: ds_usp.SequenceMesh) -> tuple[nn.Module, Any, Any]:
+def flux_steps(mesh: ds_usp.SequenceMesh, _: Attack) -> tuple[nn.Module, Any, Any]:
     """The same of a tiny Flux; the whole output."""
     import diffusers
 
@@ -227,18 +251,19 @@ def act(attack: Attack) -> None:
 def rank_of(attack: Attack, rank: int, folder: Path) -> None:
     """Run the steps; what each gave, and its seconds, go to a file."""
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler.register(signal.SIGUSR1)  # writes the stacks there
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    mesh = ds_usp.SequenceMesh.from_group(None, attack.ulysses)
+    store = dist.FileStore(str(folder / "store"), attack.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=attack.world)
+    mesh = ds_usp.SequenceMesh.from_group(None, attack.ulysses, attack.order)
     steps = {"attention": attention_steps, "llama": llama_steps, "flux": flux_steps}
-    module, run, want = steps[attack.program](mesh)
+    module, run, want = steps[attack.program](mesh, attack)
     events = Events(module)
     at = -1
     with open(folder / f"rank{rank}", "w", buffering=1) as results:
         for step in range(STEPS):
-            attacked = step == ATTACKED and rank == attack.rank
+            attacked = step == ATTACKED and rank == attack.rank and attack.how != "none"
             if attacked:
                 at = int(attack.place * events.count)
             events.begin(at if attacked else -1, lambda: act(attack))
@@ -259,7 +284,7 @@ def rank_of(attack: Attack, rank: int, folder: Path) -> None:
 
 
 class Case:
-    """Four ranks under one attack.
+    """Ranks under one attack.
 
     Attributes:
         verdict: "" while it runs.
@@ -273,7 +298,7 @@ class Case:
         self._stopped: float | None = None
         self._ranks = [
             _FORK.Process(target=rank_of, args=(self.attack, rank, self._folder), daemon=True)
-            for rank in range(WORLD)
+            for rank in range(self.attack.world)
         ]
         for process in self._ranks:
             process.start()
@@ -300,8 +325,9 @@ class Case:
         self._directory.cleanup()
 
     def _judge(self, alive: list[int]) -> None:
-        rows = {rank: list(self._rows(rank)) for rank in range(WORLD)}
+        rows = {rank: list(self._rows(rank)) for rank in range(self.attack.world)}
         lines = [f"rank {rank}: {row}" for rank, each in rows.items() for row in each]
+        lines += [f"rank {rank}: {self._stacks(rank)}" for rank in alive]
         self.report = "\n".join([f"seed {self.seed}, {self.attack}", *lines])
         killed = self.attack.how == "kill"
         limit = self.limit_s + self.attack.seconds * (self.attack.how in ("sleep", "stop"))
@@ -310,12 +336,22 @@ class Case:
             self.verdict = "HANG"
         elif any(outcome.startswith("WRONG") for each in rows.values() for _, outcome, _ in each):
             self.verdict = "WRONG"
+        elif self.attack.how == "none":
+            exact = [[step, "exact"] for step in range(STEPS)]
+            whole = all([row[:2] for row in each] == exact for each in rows.values())
+            self.verdict = "exact" if whole else "WRONG"
         elif killed:
             self.verdict = "killed, refused"
         elif all(each and each[-1][:2] == [STEPS - 1, "exact"] for each in rows.values()):
             self.verdict = "recovered"
         else:
             self.verdict = "not recovered"
+
+    def _stacks(self, rank: int) -> str:
+        process = self._ranks[rank]
+        os.kill(process.pid or 0, signal.SIGUSR1)
+        process.join(1)  # while it writes them
+        return (self._folder / f"stderr{rank}").read_text()
 
     def _rows(self, rank: int) -> Iterator[list[Any]]:
         path = self._folder / f"rank{rank}"
@@ -335,12 +371,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--limit-s", type=float, default=20.0, help="of a step (default: 20)")
     add("--verbose", action="store_true", help="print every case that did not recover, too")
     args = parser.parse_args(argv)
-    import diffusers  # noqa: F401 # once, before ranks are forked
-    import transformers  # noqa: F401
+    seeds = iter(range(args.seed, args.seed + args.cases))
+    programs = {Attack.draw(seed).program for seed in range(args.seed, args.seed + args.cases)}
+    for program in programs & LIBRARIES.keys():
+        importlib.import_module(LIBRARIES[program])  # once, before ranks are forked
 
     counts: Counter[str] = Counter()
     running: list[Case] = []
-    seeds = iter(range(args.seed, args.seed + args.cases))
     while True:
         while len(running) < args.beside and (seed := next(seeds, None)) is not None:
             running.append(Case(seed, args.limit_s))
