@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import long_run
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCUMENTS = (
@@ -488,12 +486,55 @@ def hosts_times_table(results: str) -> str:
     return markdown([*head, *ratios], lines)
 
 
+BASE = "trainer-1x1"  # the curve that the others are compared with
+EPOCH, EARLY = 1000, 20  # steps that read the text once; before differences of rounding have grown
+
+
+def long_run_table() -> str:
+    """Each curve of the long run beside one rank of the trainer. The head of its files has a line
+    for each: its name, a colon, what it is."""
+    name = "long_run_training_by_step.csv"
+    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
+    labels = dict(line[2:].split(";")[0].split(": ") for line in lines if line.startswith("# "))
+    training, validation = _curves(name), _curves(name.replace("training", "validation"))
+    rows = []
+    for name, label in labels.items():
+        steps = len(training[name])
+        last = f"{validation[name][steps]:.3f}" if steps % EPOCH == 0 else "not reached"
+        cells = [label, f"{steps:,}", "", last, "", ""]
+        if name != BASE:
+            cells[2] = f"{max(_differences(training, name)[:EARLY]):.5f}"
+        if name != BASE and steps <= EPOCH:  # of the same learning rates
+            valid = _differences(validation, name)
+            cells[4:] = f"{max(valid):.3f}", f"{statistics.mean(valid):.3f}"
+        rows.append(cells)
+    early = f"training loss, steps 1 to {EARLY}: at most"
+    head = ["curve", "steps", early, "validation loss at the end"]
+    return markdown([*head, f"each {EPOCH // 10} steps: at most", "mean"], rows)
+
+
+def _curves(name: str) -> dict[str, dict[int, float]]:
+    """Losses by curve and step of a file with a column for each curve."""
+    curves: dict[str, dict[int, float]] = {}
+    for row in read(name):
+        step = int(row.pop("step"))
+        for curve, loss in row.items():
+            if loss:
+                curves.setdefault(curve, {})[step] = float(loss)
+    return curves
+
+
+def _differences(curves: Mapping[str, Mapping[int, float]], name: str) -> list[float]:
+    """Absolute differences of a curve from :data:`BASE` where both have a value, in order."""
+    return [abs(x - curves[BASE][n]) for n, x in curves[name].items() if n in curves[BASE]]
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "hosts-bytes": partial(hosts_bytes_table, "hosts_bytes_4.csv", "hosts_bytes_8.csv"),
     "hosts-times": partial(hosts_times_table, "hosts_times.jsonl"),
     "hosts-times-8": partial(hosts_times_table, "hosts_times_8.jsonl"),
     "headline": partial(headline_table, HEADLINES),
-    "long-run": long_run.table,
+    "long-run": long_run_table,
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),

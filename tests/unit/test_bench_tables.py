@@ -1,6 +1,5 @@
 """The tables of README and docs/benchmarks.md are those of the results files; README's picture."""
 
-import argparse
 import json
 import re
 import sys
@@ -12,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
 import dealt_picture
-import long_run
 import mesh_picture
 import tables
 
@@ -162,36 +160,26 @@ def test_rows_that_a_run_wrote_anew_count_once(tmp_path, monkeypatch):
     assert tables.json_lines("rows.jsonl") == [row, row, anew[2], anew[1]]
 
 
-def test_curves_are_landed_beside_those_that_are_there_the_longer_one_wins(tmp_path):
-    results = tmp_path / "results"
-    results.mkdir()
-
-    def run(steps, loss, folder="out"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        rows = [f"{n},{loss},1.0,{loss + 1 if n % 2 == 0 else ''}" for n in range(1, steps + 1)]
-        lines = ["# one rank", "# 1 s", "# whole", "step,loss,grad_norm,valid_loss", *rows]
-        (tmp_path / folder / "hf-1x1.csv").write_text("\n".join(lines), encoding="utf-8")
-        (tmp_path / folder / "hf-1x1.positions").write_text(
-            f"position,valid_loss,tokens\n0,{loss},8\n", encoding="utf-8"
-        )
-        long_run.land([tmp_path / folder], results)
-        return long_run.Landed.read(results)
-
-    landed = run(4, 2.0)
-    assert landed.training == {"hf-1x1": dict.fromkeys(range(1, 5), 2.0)}
-    assert landed.validation == {"hf-1x1": {2: 3.0, 4: 3.0}}
-    assert landed.positions == {"hf-1x1": {0: 2.0}}
-    assert landed.about == {"hf-1x1": "one rank; 4 steps; 1 s"}
-    assert run(2, 5.0) == landed
-    assert run(6, 5.0).validation == {"hf-1x1": {2: 6.0, 4: 6.0, 6: 6.0}}
-
-
-def test_curves_take_the_gpus_that_they_are_given(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert long_run.visible_gpus() == ["2", "3"]
-    assert long_run.visible_gpus("1") == ["2"]
-    with pytest.raises(argparse.ArgumentTypeError, match="4 GPUs, but 2 are visible"):
-        long_run.visible_gpus("4")
+def test_curves_are_compared_with_one_rank_and_said_to_be_cut(tmp_path, monkeypatch):
+    names = {"trainer-1x1": 0.0, "hf-2x1": 0.25, "mds-2x1": -0.5, "trainer-long": 0.125}
+    lengths = {"trainer-1x1": 1000, "hf-2x1": 1000, "mds-2x1": 300, "trainer-long": 2000}
+    head = "".join(f"# {name}: of {name}; 2 GPUs: H100\n" for name in names)
+    for kind, first in (("training", 1), ("validation", 100)):
+        lines = [",".join(["step", *names])]
+        for step in range(first, 2001, first):
+            losses = (
+                str(step + gap * (1 + (step > 20))) if step <= lengths[n] else ""
+                for n, gap in names.items()
+            )
+            lines.append(",".join([str(step), *losses]))
+        (tmp_path / f"long_run_{kind}_by_step.csv").write_text(head + "\n".join(lines))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.long_run_table().splitlines()[2:] == [
+        "| of trainer-1x1 | 1,000 |  | 1000.000 |  |  |",
+        "| of hf-2x1 | 1,000 | 0.25000 | 1000.500 | 0.500 | 0.500 |",
+        "| of mds-2x1 | 300 | 0.50000 | not reached | 1.000 | 1.000 |",
+        "| of trainer-long | 2,000 | 0.12500 | 2000.250 |  |  |",
+    ]
 
 
 def test_the_picture_of_the_mesh_is_that_of_the_geometry():
