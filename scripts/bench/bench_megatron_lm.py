@@ -14,8 +14,7 @@ choose the attention kernels of both (fused: cuDNN; flash: FlashAttention, where
 finds it); ds_usp runs on each of its own.
 
 A row is the median of --iterations steps after --warm-up, over --rounds, in which the baselines of
-one model take turns. With --losses N a row is the loss and the gradient norm of one of N training
-steps instead, of a model that is built anew for each baseline and each of --seeds.
+one model take turns.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ def baseline_names(layers: str, context: int, kernels: Sequence[str]) -> list[st
 
 @contextmanager
 def training(
-    session: Session, args: argparse.Namespace, workload: Workload, layers: str, context: int,
-    **options: float,
-) -> Iterator[Training | str]:  # fmt: skip
+    session: Session, args: argparse.Namespace, workload: Workload, layers: str, context: int
+) -> Iterator[Training | str]:
     """A model, or why a rank cannot build it; its memory is freed at the end."""
     if context == 1 and workload.sequences % session.world:
         yield f"{workload.sequences} sequences do not divide among {session.world} ranks"
@@ -69,7 +67,6 @@ def training(
             kernels=args.kernels,
             backend=args.backend,
             bf16=args.precision == "bf16",
-            **options,
         )
     )
     try:
@@ -136,44 +133,20 @@ def time_model(
         )
 
 
-def losses(
-    session: Session, args: argparse.Namespace, table: Table, workload: Workload, layers: str,
-    context: int,
-) -> None:  # fmt: skip
-    """Add the losses of every baseline of one kind of layers, each from the same weights."""
-    for name in baseline_names(layers, context, args.kernels):
-        for seed in args.seeds:
-            with training(session, args, workload, layers, context, lr=args.lr, seed=seed) as model:
-                label = f"{name}, {LAYERS[layers]}"
-                failed = model if isinstance(model, str) else prepared(session, model, name, 0)
-                if failed:
-                    session.print0(f"{workload}  {label}: left out, {failed}")
-                    continue
-                for number in range(1, args.losses + 1):
-                    model.step()
-                    values = (f"{model.loss():.5f}", f"{float(model.grad_norm):.5f}")
-                    table.add([str(workload), label, str(seed), str(number), *values])
-                    session.print0(f"{workload}  {label:40} seed {seed} step {number} {values}")
-
-
 def main() -> None:
-    """Time, or train, every workload; rank 0 prints and writes."""
+    """Time every workload; rank 0 prints and writes."""
     args = parse()
     session = Session.start(args.device)
     if not session.on_gpu:
         without_gpu()
-    columns = ("seed", "step", "loss", "grad_norm") if args.losses else TIMES
     note = f"{args.precision}, {args.backend} of TransformerEngine"
-    table = Table(session, args.out, ("workload", "contender", *columns), note)
+    table = Table(session, args.out, ("workload", "contender", *TIMES), note)
     for context in (session.world, 1):
         create_groups(context)
         for text, layers in itertools.product(args.workloads, args.layers):
             if session.on_gpu and (layers, context) == ("local", 1):
                 continue  # materializes all scores of a sequence
             workload = Workload.parse(text)
-            if args.losses:
-                losses(session, args, table, workload, layers, context)
-                continue
             with training(session, args, workload, layers, context) as model:
                 if isinstance(model, str):
                     session.print0(f"{workload}  {LAYERS[layers]}, {context}: left out, {model}")
@@ -200,9 +173,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--losses", type=int, default=0, metavar="N", help="train N steps")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1234])
-    parser.add_argument("--lr", type=float, default=1e-4, help="of --losses")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     args.layers = args.layers or (list(LAYERS) if on_gpu else ["local"])

@@ -25,6 +25,7 @@ from ds_usp.planner import ModelShape, load_model
 TINY = ModelShape(
     "tiny", 2, 64, 128, 4, 2, 256, rope_theta=10000.0
 )  # layers, hidden, ffn, heads, KV heads, vocabulary
+SEED = 1234
 LAYERS = {"te": "TransformerEngine's layers", "local": "local layers"}
 
 
@@ -78,10 +79,8 @@ class Training:
         layers: a key of :data:`LAYERS`.
         kernels: attention kernels of ds_usp.
         backend: TransformerEngine's: fused, flash or auto.
-        lr: learning rate; 0 keeps the weights, so that steps can be compared.
 
-    Attributes:
-        losses: mean loss of every step so far, over all tokens of this rank.
+    The learning rate is 0, which keeps the weights, so that steps can be compared.
     """
 
     def __init__(
@@ -92,8 +91,6 @@ class Training:
         layers: str,
         kernels: Sequence[str] = ("auto",),
         backend: str = "fused",
-        lr: float = 0.0,
-        seed: int = 1234,
         bf16: bool = True,
     ) -> None:
         from megatron.core import parallel_state
@@ -101,8 +98,8 @@ class Training:
 
         self.session, self.workload = session, workload
         context = parallel_state.get_context_parallel_world_size()
-        model_parallel_cuda_manual_seed(seed)
-        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(SEED)
+        torch.manual_seed(SEED)
         self.config = transformer_config(
             workload.model, context, backend, bf16=bf16, on_gpu=session.on_gpu, fused=layers == "te"
         )
@@ -114,10 +111,9 @@ class Training:
             if context > 1 and context % ulysses == 0
         }
         self._model = self._build(layers, kernels)
-        self._optimizer = self._wrap(lr, bf16)
+        self._optimizer = self._wrap(bf16)
         self._attentions: dict[str, list[torch.nn.Module]] = {}
-        self._batches = self._shards(seed)
-        self.losses: list[float] = []
+        self._batches = self._shards()
         self.grad_norm = float("nan")
 
     def _build(self, layers: str, kernels: Sequence[str]) -> Any:
@@ -151,7 +147,7 @@ class Training:
         ).to(self.session.device)
         return Float16Module(self.config, gpt) if self.config.bf16 else gpt
 
-    def _wrap(self, lr: float, bf16: bool) -> Any:
+    def _wrap(self, bf16: bool) -> Any:
         """Wrap the model for data parallelism; the distributed optimizer of it."""
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -169,7 +165,7 @@ class Training:
         )
         self._gpt = self._model.module if bf16 else self._model
         self._model = DistributedDataParallel(self.config, wrapping, self._model)
-        options = {"lr": lr, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 1.0, "bf16": bf16}
+        options = {"lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 1.0, "bf16": bf16}
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -186,7 +182,7 @@ class Training:
         self.config.finalize_model_grads_func = finalize_model_grads
         return optimizer
 
-    def _shards(self, seed: int) -> list[dict[str, torch.Tensor]]:
+    def _shards(self) -> list[dict[str, torch.Tensor]]:
         """This rank's tokens of its replica's micro batches, by megatron-core's own slicing."""
         from megatron.core import parallel_state
         from megatron.core.utils import get_batch_on_this_cp_rank
@@ -194,7 +190,7 @@ class Training:
         replicas = parallel_state.get_data_parallel_world_size()
         if self.workload.sequences % replicas:
             raise ValueError(f"{self.workload.sequences} sequences do not divide by {replicas}")
-        full = self.workload.batch(seed)
+        full = self.workload.batch(SEED)
         rows = range(parallel_state.get_data_parallel_rank(), self.workload.sequences, replicas)
         batches = []
         for row in rows:
