@@ -1,16 +1,17 @@
 """A resumed run continues exactly, on other splits of the ranks too, or is refused everywhere."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from harness import RankContext, RankError, fork_world
 from trainer_runs import (
     ADAM,
     Numbers,
     degrees,
-    errors,
     errors_of_runs,
     patched,
     relative_difference,
@@ -30,31 +31,37 @@ HALF_BATCH = " --global-batch-size 2"
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
     """A checkpoint of step 1, and the numbers of all 3 steps of the run that wrote it."""
     folder = tmp_path_factory.mktemp("straight")
-    return folder / "save", save_and_continue(folder, SAVED)
+    flags = f"{degrees(**SAVED)}{FLAGS} --save {folder / 'save'}"
+    (numbers,) = train(4, flags, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
+    return folder / "save", numbers
 
 
-def save_and_continue(
-    folder: Path, grid: dict[str, int], world: int = 4, more: str = ""
-) -> Numbers:
-    flags = degrees(**grid) + FLAGS + more + f" --save {folder / 'save'}"
-    (numbers,) = train(world, flags, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
-    return numbers
-
-
-def resume(folder: Path, checkpoint: Path, *grids: dict[str, int], more: str = "") -> list[Numbers]:
-    runs = [degrees(**grid) + FLAGS + more + f" --load {checkpoint}" for grid in grids]
+@pytest.fixture(scope="module")
+def resumed(
+    uninterrupted: tuple[Path, Numbers], tmp_path_factory: pytest.TempPathFactory
+) -> list[Numbers]:
+    """Of runs that go on from that checkpoint: as it was, on other degrees of the same 4 ranks (the
+    rest is data), and with another weight decay."""
+    degrees_of_runs = ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1))
+    grids = [SAVED, *({"sp": sp, "u": u, "zero": SAVED["zero"]} for sp, u in degrees_of_runs)]
+    runs = [f"{degrees(**grid)}{FLAGS} --load {uninterrupted[0]}" for grid in grids]
+    folder = tmp_path_factory.mktemp("resumed")
+    runs.append(f"{runs[0]} --weight-decay 100")
     return train(4, *runs, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
 
 
-def test_resuming_is_bit_exact_and_exact_on_other_sequence_degrees(uninterrupted, tmp_path):
-    checkpoint, numbers = uninterrupted
-    # Of the same 4 ranks; the rest is data.
-    degrees_of_runs = ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1))
-    others = [{"sp": sp, "u": u, "zero": SAVED["zero"]} for sp, u in degrees_of_runs]
-    same, *resumed = resume(tmp_path, checkpoint, SAVED, *others)
+def test_resuming_is_bit_exact_and_exact_on_other_sequence_degrees(uninterrupted, resumed):
+    numbers, (same, *others, _) = uninterrupted[1], resumed
     assert same == numbers[SAVED_AT:]
-    for other in resumed:
+    for other in others:
         assert relative_difference(other, numbers[SAVED_AT:]) < 1e-5
+
+
+def test_the_flags_of_the_resuming_run_count(uninterrupted, resumed):
+    """Weight decay 0.1 was saved; at 100 the weights and the loss fall apart."""
+    (first, second), expected = resumed[-1], uninterrupted[1][SAVED_AT:]
+    assert relative_difference([first], expected[:1]) < 1e-6
+    assert relative_difference([second], expected[1:]) > 1e-3
 
 
 KINDS = (
@@ -68,41 +75,65 @@ KINDS = (
 
 
 @pytest.fixture(scope="module")
-def runs_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Numbers, Numbers]]:
-    """Numbers of the run of each kind, and of one that resumes it: two starts of ranks for all."""
+def runs_of_kinds(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[tuple[Numbers, Numbers]]]:
+    """A folder with the checkpoint of each kind by its number, and the numbers of its run and of
+    one that resumes it: two starts of ranks for all."""
     folder = tmp_path_factory.mktemp("kinds")
     flags = [f"{degrees(**grid)}{FLAGS}{HALF_BATCH}" for grid in KINDS]
     saving = [f"{run} --save {folder / str(kind)}" for kind, run in enumerate(flags)]
     loading = [f"{run} --load {folder / str(kind)}" for kind, run in enumerate(flags)]
     saved = train(4, *saving, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
     resumed = train(4, *loading, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
-    return list(zip(saved, resumed, strict=True))
+    return folder, list(zip(saved, resumed, strict=True))
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=map(str, KINDS))
 def test_every_kind_of_checkpoint_resumes(kind, runs_of_kinds):
-    numbers, resumed = runs_of_kinds[kind]
+    numbers, resumed = runs_of_kinds[1][kind]
     assert resumed == numbers[SAVED_AT:]
 
 
-def test_zero0_resumes_on_another_number_of_ranks(tmp_path):
-    numbers = save_and_continue(tmp_path, {"sp": 2}, world=2)
-    (resumed,) = resume(tmp_path, tmp_path / "save", {"sp": 4, "u": 2})
+def test_zero0_resumes_on_another_number_of_ranks(runs_of_kinds, tmp_path):
+    folder, ((numbers, _), *_) = runs_of_kinds
+    flags = f"{degrees(sp=2)}{FLAGS}{HALF_BATCH} --load {folder / '0'}"
+    (resumed,) = train(2, flags, output_dir=tmp_path, steps=TOTAL_STEPS - SAVED_AT)
     assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
 
-def test_another_model_or_parallel_config_is_refused_on_every_rank(uninterrupted, tmp_path):
-    changed = {
-        "num_layers 2 in the checkpoint, 3 now": degrees(**SAVED) + " --num-layers 3",
-        "zero_stage 1 in the checkpoint, 3 now": degrees(**{**SAVED, "zero": 3}),
-        "pipeline_model_parallel_size 1 in the checkpoint, 2 now": degrees(sp=2, pp=2, zero=1),
+def test_what_cannot_be_resumed_is_refused_on_every_rank(uninterrupted, tmp_path):
+    """Another model or parallel configuration, another padding of the vocabulary, a folder without
+    a checkpoint, a file that was cut."""
+    checkpoint, same = uninterrupted[0], degrees(**SAVED)
+    short = tmp_path / "short"
+    shutil.copytree(checkpoint, short)
+    saved = short / f"step_{SAVED_AT}"
+    name, size = next(iter(json.loads((saved / "usp_metadata.json").read_text())["files"].items()))
+    (saved / name).write_bytes((saved / name).read_bytes()[:-1])
+    cases = {
+        f"{same} --num-layers 3 --load {checkpoint}": (
+            "num_layers 2 in the checkpoint, 3 now",
+            "another model",
+        ),
+        f"{degrees(**{**SAVED, 'zero': 3})} --load {checkpoint}": (
+            "zero_stage 1 in the checkpoint, 3 now",
+            "without pipeline",
+        ),
+        f"{degrees(sp=2, pp=2, zero=1)} --load {checkpoint}": (
+            "pipeline_model_parallel_size 1 in the checkpoint, 2 now",
+            "sequence_x_data_ranks 4 in the checkpoint, 2 now",
+        ),
+        f"{degrees(tp=4, zero=1)} --num-key-value-heads 4 --load {checkpoint}": (
+            "padded_vocab_size 258 in the checkpoint, 260 now",
+        ),
+        f"{same} --load {tmp_path}": ("Leave --load out for the first run",),
+        f"{same} --load {short}": (f"{size - 1} bytes, {size} were saved",),
     }
-    also = ("another model", "without pipeline", "sequence_x_data_ranks 4 in the checkpoint, 2 now")
-    runs = [f"{flags} {FLAGS} --load {uninterrupted[0]}" for flags in changed.values()]
-    found = errors_of_runs(4, runs, tmp_path)
-    for *texts, of_run in zip(changed, also, found, strict=True):
+    found = errors_of_runs(4, [run + FLAGS for run in cases], tmp_path)
+    for texts, of_run in zip(cases.values(), found, strict=True):
         for error in of_run:
-            assert isinstance(error, CheckpointError), texts
+            assert isinstance(error, CheckpointError), (texts, error)
             assert all(text in str(error) for text in texts), error
 
 
@@ -145,46 +176,27 @@ def test_resuming_under_another_tensor_parallel_size_is_exact(name, resplit):
         assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
 
-def test_a_vocabulary_padded_for_one_tensor_parallel_size_is_refused(uninterrupted, tmp_path):
-    flags = degrees(tp=4, zero=1) + f" --num-key-value-heads 4 --load {uninterrupted[0]}"
-    for error in errors(4, flags + FLAGS, tmp_path):
-        assert "padded_vocab_size 258 in the checkpoint, 260 now" in str(error)
-
-
-def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(uninterrupted, tmp_path):
-    flags = degrees(sp=2, zero=1) + FLAGS
-    for error in errors(2, f"{flags} --load {tmp_path}", tmp_path):
-        assert isinstance(error, CheckpointError)
-        assert "Leave --load out for the first run" in str(error)
-    save_and_continue(tmp_path, {"sp": 2, "zero": 1}, world=2)
-    saved = tmp_path / "save" / f"step_{SAVED_AT}"
-    name, size = next(iter(json.loads((saved / "usp_metadata.json").read_text())["files"].items()))
-    (saved / name).write_bytes((saved / name).read_bytes()[:-1])
-    for error in errors(2, f"{flags} --load {tmp_path / 'save'}", tmp_path):
-        assert isinstance(error, CheckpointError)
-        assert f"{size - 1} bytes, {size} were saved" in str(error)
-
-
-def test_the_flags_of_the_resuming_run_count(uninterrupted, tmp_path):
-    """Weight decay 0.1 was saved; at 100 the weights and the loss fall apart."""
-    flags = degrees(**SAVED) + ADAM + f" --weight-decay 100 --load {uninterrupted[0]}"
-    (numbers,) = train(4, flags, output_dir=tmp_path, steps=2)
-    assert relative_difference(numbers[:1], uninterrupted[1][SAVED_AT : SAVED_AT + 1]) < 1e-6
-    assert relative_difference(numbers[1:], uninterrupted[1][SAVED_AT + 1 :]) > 1e-3
+def save_thrice(ctx: RankContext, *, flags: str, folder: Path) -> list[tuple[str, list[str]]]:
+    """After each of three runs from the first step: the latest checkpoint, and all folders."""
+    found = []
+    for _ in range(3):
+        run = start(f"{flags} --save {folder}", folder.parent)
+        run.step()
+        run.save()
+        dist.barrier()
+        folders = [path.name for path in folder.iterdir() if path.is_dir()]
+        found.append(((folder / "latest").read_text().strip(), folders))
+        dist.barrier()
+    return found
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
-    (tmp_path / "save" / "unfinished_step_5").mkdir(parents=True)
-    for tag, gone in (
-        ("step_1", "step_1_again"),
-        ("step_1_again", "step_1"),
-        ("step_1", "step_1_again"),
-    ):
-        save_and_continue(tmp_path, {"sp": 2, "zero": 1}, world=2)
-        assert (tmp_path / "save" / "latest").read_text().strip() == tag
-        assert (tmp_path / "save" / tag / "usp_metadata.json").is_file()
-        assert not (tmp_path / "save" / gone).exists()
-    assert not list((tmp_path / "save").glob("unfinished_*"))
+    save = tmp_path / "save"
+    (save / "unfinished_step_5").mkdir(parents=True)
+    flags = degrees(sp=2, zero=1) + FLAGS
+    for found in fork_world(save_thrice, 2, flags=flags, folder=save):
+        assert found == [(tag, [tag]) for tag in ("step_1", "step_1_again", "step_1")]
+    assert (save / "step_1" / "usp_metadata.json").is_file()
 
 
 def die_while_saving(ctx: RankContext, *, flags: str, folder: str) -> None:
