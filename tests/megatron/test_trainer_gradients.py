@@ -1,14 +1,17 @@
 """Losses and gradient norms of the trainer equal one rank's; each trap, unhandled, shows."""
 
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from golden_curves import STEPS
 from harness import RankContext, RankError, fork_world
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from trainer_runs import (
     ADAM,
     PLAIN_SGD,
@@ -82,9 +85,23 @@ def test_another_clipping_shows(numbers_of, tmp_path):
     assert relative_difference(unclipped, numbers_of("one rank", ADAM)[0]) > 10 * LIMIT
 
 
-def test_micro_batches_with_unequal_numbers_of_loss_tokens_equal_one_batch(tmp_path):
-    fork_world(write_short_documents, 1, prefix=str(tmp_path / "short"))
-    flags = PLAIN_SGD + f" --eod-mask-loss --data-path {tmp_path / 'short'} --vocab-size 257"
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prefix of a ``.bin/.idx`` pair whose documents are mostly shorter than a sequence."""
+    prefix = tmp_path_factory.mktemp("data") / "short"
+    torch.manual_seed(0)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for length in range(1, 120):
+        builder.add_item(torch.tensor([*torch.randint(0, 256, (length,)).tolist(), 256]))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def test_micro_batches_with_unequal_numbers_of_loss_tokens_equal_one_batch(
+    short_documents, tmp_path
+):
+    flags = PLAIN_SGD + f" --eod-mask-loss --data-path {short_documents} --vocab-size 257"
     (one,) = train(1, degrees() + flags + " --micro-batch-size 4", output_dir=tmp_path)
     (four,) = train(4, degrees(zero=1, **GRIDS["dp2-sp2"]) + flags, output_dir=tmp_path)
     assert relative_difference(four, one) < LIMIT
@@ -94,9 +111,8 @@ PACKED = " --reset-attention-mask --reset-position-ids --eod-mask-loss"
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_packed_documents_equal_one_rank(positions, tmp_path):
-    fork_world(write_short_documents, 1, prefix=str(tmp_path / "short"))
-    flags = PLAIN_SGD + PACKED + f" --data-path {tmp_path / 'short'} --vocab-size 257"
+def test_packed_documents_equal_one_rank(positions, short_documents, tmp_path):
+    flags = PLAIN_SGD + PACKED + f" --data-path {short_documents} --vocab-size 257"
     if positions == "learned":
         flags += " --no-use-rotary-position-embeddings"
     unpacked = degrees() + flags.replace(PACKED, " --eod-mask-loss")
@@ -108,10 +124,9 @@ def test_packed_documents_equal_one_rank(positions, tmp_path):
         assert relative_difference(four, one) < LIMIT
 
 
-def test_one_rank_of_packed_documents_is_each_document_alone(tmp_path):
+def test_one_rank_of_packed_documents_is_each_document_alone(short_documents, tmp_path):
     """Against a mask of tokens x tokens: what one rank trains on is right itself."""
-    fork_world(write_short_documents, 1, prefix=str(tmp_path / "short"))
-    flags = PLAIN_SGD + PACKED + f" --data-path {tmp_path / 'short'} --vocab-size 257"
+    flags = PLAIN_SGD + PACKED + f" --data-path {short_documents} --vocab-size 257"
     (one,) = train(1, degrees() + flags, output_dir=tmp_path)
     patches = {"ds_usp.usp_attention": masked_attention}
     (dense,) = train(1, degrees() + flags, output_dir=tmp_path, patches=patches)
@@ -139,18 +154,6 @@ def masked_attention(q: Any, k: Any, v: Any, *, mask: Any, **unused: Any) -> tor
         q, k, v, attn_mask=seen[:, None], enable_gqa=True
     )
     return out.transpose(1, 2)
-
-
-def write_short_documents(ctx: RankContext, *, prefix: str) -> None:
-    """A ``.bin/.idx`` pair whose documents are mostly shorter than a sequence."""
-    import numpy
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
-    for length in range(1, 120):
-        builder.add_item(torch.tensor([*torch.randint(0, 256, (length,)).tolist(), 256]))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
 
 
 # ------------------------------------------------- what each handling is for, by leaving it out

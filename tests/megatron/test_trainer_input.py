@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from trainer_runs import PLAIN_SGD, degrees, errors
+from trainer_runs import PLAIN_SGD, degrees, errors, errors_of_runs
 
 from ds_usp import ConfigError, DataError, LayoutError, USPError
 
@@ -69,23 +69,27 @@ def half_copied(folder: Path) -> str:
     return f"{prefix} --vocab-size 257"
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (half_copied, "pair.bin has 2000 bytes, its index"),
-        (empty, "is empty (0 bytes)"),
-        (latin1, "is not UTF-8 text: byte 3 is 0xe9"),
-        (short, "fewer than the 65 training tokens"),
-        (missing, "No such file or directory"),
-        (no_bin, "half.bin is missing or empty"),
-        (garbage_index, "megatron-core cannot read"),
-        (no_vocab_size, "Give --vocab-size N"),
-    ],
-)
-def test_bad_data_is_refused_on_every_rank(make, message, tmp_path):
-    for error in errors(2, f"{SP2} --data-path {make(tmp_path)}", tmp_path):
-        assert isinstance(error, DataError)
-        assert message in str(error), error
+BAD_DATA = {
+    half_copied: "pair.bin has 2000 bytes, its index",
+    empty: "is empty (0 bytes)",
+    latin1: "is not UTF-8 text: byte 3 is 0xe9",
+    short: "fewer than the 65 training tokens",
+    missing: "No such file or directory",
+    no_bin: "half.bin is missing or empty",
+    garbage_index: "megatron-core cannot read",
+    no_vocab_size: "Give --vocab-size N",
+}
+
+
+def test_bad_data_is_refused_on_every_rank(tmp_path):
+    runs = []
+    for make in BAD_DATA:
+        (folder := tmp_path / make.__name__).mkdir()
+        runs.append(f"{SP2} --data-path {make(folder)}")
+    found = errors_of_runs(2, runs, tmp_path)
+    for message, of_run in zip(BAD_DATA.values(), found, strict=True):
+        for error in of_run:
+            assert isinstance(error, DataError) and message in str(error), (message, error)
 
 
 def entry(offset: int, form: str, number: int) -> Callable[[bytes], bytes]:
@@ -193,16 +197,16 @@ def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path):
         assert "--vocab-size 100" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("flags", "error_class", "message"),
-    [
-        (degrees(sp=2, pp=2, zero=2), ConfigError, "Use --zero-stage 1"),
-        (degrees(sp=4, u=2) + " --seq-length 3", LayoutError, "at least 4 tokens"),
-        (degrees(sp=3), ConfigError, "Use a multiple of 3 ranks"),
-        (degrees(sp=4, u=2) + " --usp-kernel flash4", USPError, "flash4: "),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused_on_every_rank(flags, error_class, message, tmp_path):
-    for error in errors(4, flags + PLAIN_SGD, tmp_path):
-        assert isinstance(error, error_class)
-        assert message in str(error), error
+BAD_FLAGS = {
+    degrees(sp=2, pp=2, zero=2): (ConfigError, "Use --zero-stage 1"),
+    degrees(sp=4, u=2) + " --seq-length 3": (LayoutError, "at least 4 tokens"),
+    degrees(sp=3): (ConfigError, "Use a multiple of 3 ranks"),
+    degrees(sp=4, u=2) + " --usp-kernel flash4": (USPError, "flash4: "),
+}
+
+
+def test_flags_that_do_not_fit_are_refused_on_every_rank(tmp_path):
+    found = errors_of_runs(4, [flags + PLAIN_SGD for flags in BAD_FLAGS], tmp_path)
+    for (kind, message), of_run in zip(BAD_FLAGS.values(), found, strict=True):
+        for error in of_run:
+            assert isinstance(error, kind) and message in str(error), (message, error)
