@@ -18,7 +18,7 @@ import pytest
 
 CASE_S = 5.0
 FUNCTION_S = 1.5
-FOLDERS = ("unit", "distributed", "examples")
+FOLDERS = ("unit/", "distributed/", "examples/")
 DURATIONS = Path(__file__).with_name("durations.json")
 MARK = "fast"
 
@@ -38,8 +38,9 @@ def mark_fast(items: Iterable[pytest.Item]) -> None:
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     functions = defaultdict(list)
     for item in items:
-        if item.nodeid.removeprefix("tests/").split("/")[0] in FOLDERS:
-            functions[function_of(item.nodeid)].append(item)
+        name = function_of(item.nodeid)
+        if name.startswith(FOLDERS):
+            functions[name].append(item)
     for name, cases in functions.items():
         case_s = seconds.get(name, 0.0) / len(cases)
         if case_s <= CASE_S / 3:  # a loaded machine takes several times as long
@@ -55,8 +56,9 @@ class Durations:
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.skipped:
-            self.seconds[function_of(report.nodeid)] += report.duration
+        name = function_of(report.nodeid)
+        if not report.skipped and name.startswith(FOLDERS):
+            self.seconds[name] += report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         rows = {name: round(s, 1) for name, s in sorted(self.seconds.items()) if s >= 0.5}
