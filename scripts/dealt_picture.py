@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "docs" / "usage" / "dealt.svg"
+PICTURE = ROOT / "docs" / "usage" / "dealt.svg"
 sys.path.insert(0, str(ROOT))
 
 from ds_usp.geometry.dealing import Dealer, DealtStep  # noqa: E402
@@ -82,4 +82,4 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(picture(), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "docs" / "mesh.svg"
+PICTURE = ROOT / "docs" / "mesh.svg"
 sys.path.insert(0, str(ROOT))
 
 from ds_usp.geometry.heads import HeadSplit  # noqa: E402
@@ -105,4 +105,4 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(picture(), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")

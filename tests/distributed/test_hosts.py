@@ -1,7 +1,6 @@
 """Two hosts, made of network namespaces: what crosses the link between them, and what is left when
 it breaks. Skipped where namespaces are not permitted; CI's machines permit them."""
 
-import csv
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import tables
 from programs import ROOT, python
 
 SCRIPTS = ROOT / "scripts" / "hosts"
@@ -132,7 +132,7 @@ def test_the_ledger_counts_what_crosses(tmp_path):
     sizes = ("--seq-len", "1024", "--kv-heads", "8", "--head-dim", "128")
     done = run("torchrun", BENCH, "bytes", *sizes, "--out", out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = list(csv.DictReader(x for x in out.read_text().splitlines() if x[0] != "#"))
+    rows = tables.read(out)
     sent = {(r["mesh"], r["case"], r["pass"], r["host"]): int(r["ledger_bytes"]) for r in rows}
     # 512 tokens, 4 heads of 128 numbers of 4 bytes: q, k, v and the output, each way.
     assert sent["2 x 1", "8/8 heads", "forward", "0"] == 4 * 512 * 4 * 128 * 4
@@ -148,7 +148,7 @@ def test_every_mesh_sends_what_the_ledger_counts(tmp_path):
     out = tmp_path / "bytes.csv"
     done = run("torchrun", BENCH, "bytes", "--diffusion", "--out", out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = list(csv.DictReader(x for x in out.read_text().splitlines() if x[0] != "#"))
+    rows = tables.read(out)
     assert len(rows) == 62 and {"diffusers' Wan", "recurrent states"} <= {r["case"] for r in rows}
 
 

@@ -1,6 +1,5 @@
 """A smoke run of the benchmark of diffusion transformers on two ranks of the pool."""
 
-import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tables
 import torch
 from harness import RankContext
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 RUN = "1"
 WORKLOADS = ("tiny-wan-small:forward", "tiny-wan-small:train", "tiny-wan-small:cached")
 XDIT = ("xdit 2x1", "xdit 1x2")
@@ -32,7 +31,6 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 @contextmanager
 def as_a_rank(ctx: RankContext, path: str) -> Iterator[Any]:
     """The program with a session on this rank; what it changes in this process is restored."""
-    sys.path.append(str(BENCH))
     import bench_diffusers
     import diffusers_cases
 
@@ -83,7 +81,6 @@ def rows_of(path: Path) -> Rows:
 
 
 def summary(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    sys.path.append(str(BENCH))
     import bench_diffusers
 
     code = bench_diffusers.summarize(bench_diffusers.read_rows(path), WORKLOADS)
@@ -142,7 +139,6 @@ def run_tiles(ctx: RankContext, path: str) -> None:
 def test_tiles_of_a_vae_are_compared_and_written(pool, tmp_path):
     path = tmp_path / "vae.csv"
     pool.run(run_tiles, 2, path=str(path))
-    lines = [x for x in path.read_text(encoding="utf-8").splitlines() if not x.startswith("#")]
-    rows = list(csv.DictReader(lines))
+    rows = tables.read(path)
     assert [row["contender"] for row in rows] == ["one GPU", "ds_usp"]
     assert all(float(row["s"]) > 0 and float(row["error"]) < 1e-5 for row in rows)

@@ -1,17 +1,9 @@
 """The benchmark of megatron-core's training loop: its rows, on two CPU ranks."""
 
-import csv
-import sys
-from pathlib import Path
-
 import pytest
-from programs import torchrun
-
-ROOT = Path(__file__).resolve().parents[2]
-BENCH = ROOT / "scripts" / "bench"
-sys.path.insert(0, str(BENCH))
-
-from megatron_train import Workload  # noqa: E402
+from megatron_train import Workload
+from programs import ROOT, torchrun
+from tables import read
 
 CONTENDERS = ["ds_usp 2x1 auto", "ds_usp 1x2 auto", "stock"]
 SETTINGS = ("--device", "cpu", "--workloads", "tiny:64:2")
@@ -20,14 +12,9 @@ TINY = "tiny 2 layers 64 x 2"
 
 def run(*arguments: str) -> str:
     """The output of the script on two ranks that torchrun starts; its patches end with them."""
-    done = torchrun(2, BENCH / "bench_megatron_lm.py", *SETTINGS, *arguments)
+    done = torchrun(2, ROOT / "scripts/bench/bench_megatron_lm.py", *SETTINGS, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 def test_a_workload_is_a_model_its_first_layers_tokens_and_sequences():

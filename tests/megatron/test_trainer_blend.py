@@ -1,14 +1,11 @@
 """Blended data: fractions follow the weights, in an order that more steps do not change."""
 
-import sys
 from collections import Counter
 
 import pytest
-from trainer_runs import PLAIN_SGD, TRAINER, arguments, degrees, relative_difference, train
+from trainer_runs import PLAIN_SGD, arguments, degrees, relative_difference, train
 
 from ds_usp import DataError
-
-sys.path.insert(0, str(TRAINER))
 
 
 class Names:

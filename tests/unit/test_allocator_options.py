@@ -1,21 +1,15 @@
 """Options of torch's allocators: what is added to a user's, which variable torch reads, when."""
 
 import os
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import PROGRAMS, python, run_script, start
+from programs import PROGRAMS, ROOT, python, run_script, start
+from usp_trainer import launch
 
 from ds_usp import allocator_variables
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
-
-from usp_trainer import launch  # noqa: E402
 
 REGISTER, THREADS = "pinned_use_cuda_host_register", "pinned_num_register_threads"
 PIN = f"{REGISTER}:True,{THREADS}:8"

@@ -1,24 +1,19 @@
 """Helper functions of scripts/bench: timer, intervals, result files, fp64 reference, checks."""
 
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
-import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
 import baselines
 import bench_attention
 import bench_harness
+import pytest
 import reference
 import shapes
 import tables
+import torch
 
 from ds_usp.geometry.layout import TokenLayout
 

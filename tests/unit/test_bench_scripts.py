@@ -1,34 +1,26 @@
 """Smoke runs: each benchmark script runs on two gloo ranks and writes the rows it should."""
 
 import contextlib
-import csv
 import importlib
 import io
 import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from harness import RankContext, WorkerPool
-from programs import torchrun
+from programs import ROOT, torchrun
+from tables import read
 
-ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "scripts" / "bench"
 SHAPE = ("--shapes", "64:2:2:16", "--kernels", "eager")
 
 pytestmark = pytest.mark.slow
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
-
-
 def run_main(ctx: RankContext, *, script: str, arguments: list[str]) -> tuple[int, str]:
     """Exit code and output of a script's ``main`` on a rank that has its process group."""
-    sys.path.append(str(BENCH))
     import bench_harness
 
     session = bench_harness.Session(torch.device("cpu"), ctx.rank, ctx.world)
@@ -96,7 +88,6 @@ def test_attention_beside_plain_all_to_alls(pool, tmp_path):
 
 def plain_results(ctx: RankContext, *, text: str) -> list[torch.Tensor]:
     """Out, dq, dk and dv of the plain baseline: errors against the kernel on the full sequence."""
-    sys.path.append(str(BENCH))
     import baselines
     from shapes import Shape
 

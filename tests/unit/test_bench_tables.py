@@ -1,17 +1,9 @@
-"""The tables of README and docs/benchmarks.md are those of the results files; README's picture."""
+"""The tables of README and docs/benchmarks.md are those of the results files."""
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-
-import dealt_picture
-import mesh_picture
 import tables
 
 
@@ -180,11 +172,3 @@ def test_curves_are_compared_with_one_rank_and_said_to_be_cut(tmp_path, monkeypa
         "| of mds-2x1 | 300 | 0.50000 | not reached | 1.000 | 1.000 |",
         "| of trainer-long | 2,000 | 0.12500 | 2000.250 |  |  |",
     ]
-
-
-def test_the_picture_of_the_mesh_is_that_of_the_geometry():
-    assert mesh_picture.FILE.read_text(encoding="utf-8") == mesh_picture.picture()
-
-
-def test_the_picture_of_a_dealt_step_is_what_is_dealt():
-    assert dealt_picture.FILE.read_text(encoding="utf-8") == dealt_picture.picture()

@@ -5,20 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 from difflib import ndiff
-from pathlib import Path
 
 import pytest
+import reference_pages
 from programs import python
 
 import ds_usp
 import megatron_patches
 from ds_usp import TokenLayout, errors
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import reference_pages
 
 ROOT = reference_pages.ROOT
 
@@ -203,7 +198,9 @@ def test_a_broken_link_and_a_page_without_a_place_fail_the_build(wrong, tmp_path
     assert message in caplog.text
 
 
-@pytest.mark.parametrize("program", ["draw_degrees", "draw_packed"])
+@pytest.mark.parametrize(
+    "program", ["draw_degrees", "draw_packed", "mesh_picture", "dealt_picture"]
+)
 def test_a_picture_is_what_its_program_draws(program):
     drawn = importlib.import_module(program)
     assert drawn.PICTURE.read_text(encoding="utf-8") == drawn.picture()

@@ -11,15 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from usp_trainer import loop, progress, quickstart, run_files
+from usp_trainer.arguments import parse
+from usp_trainer.validate_args import model_parallel_size, validate_and_derive
 
 from ds_usp import ConfigError
-
-TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
-sys.path.insert(0, str(TRAINER))
-
-from usp_trainer import loop, progress, quickstart, run_files  # noqa: E402
-from usp_trainer.arguments import parse  # noqa: E402
-from usp_trainer.validate_args import model_parallel_size, validate_and_derive  # noqa: E402
 
 
 @pytest.mark.parametrize(
