@@ -22,7 +22,8 @@ pytestmark = [needs_two, pytest.mark.several_gpus]
 
 TOKENS = 714  # in no layout a multiple of the chunks of a kernel
 DOCUMENTS: tuple[Any, ...] = ((), (0, 1, 130, 131, 300, 700, TOKENS))
-# As in Qwen3-Next. With keys of 64 Triton 3.4 to 3.7.0 miscompile fla's on Hopper.
+# As in scripts/bench/bench_recurrence.py, whose compiled kernels serve here. With keys of 64 Triton
+# 3.4 to 3.7.0 miscompile fla's on Hopper.
 KEY_HEADS, HEADS, DIM = 16, 32, 128
 SUMS = 1e-5  # gradients of fp32 parameters: sums of all tokens, in another order
 Tensors = Sequence[torch.Tensor]

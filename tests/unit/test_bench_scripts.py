@@ -123,6 +123,16 @@ def test_memory_policies_and_moments(pool, tmp_path):
     assert len(read(moments)) == len(policies) * 7  # each border of 3 layers, both ways, and end
 
 
+def test_a_layer_with_a_state_and_blocks_of_it(pool, tmp_path):
+    pytest.importorskip("transformers")
+    path, sizes = tmp_path / "recurrence.csv", ("--tokens", "64", "--shape", "32:2:4:8")
+    run(pool, "bench_recurrence", *sizes, "--rounds", "1", "--out", str(path))
+    rows = read(path)
+    ours = ["one GPU", "ds_usp contiguous", "ds_usp zigzag"]
+    assert [row["contender"] for row in rows] == [*ours, "heads exchanged", *ours]
+    assert max(float(row["error"]) for row in rows) < 1e-5
+
+
 def test_dealt_samples_beside_one_degree_for_all(pool, tmp_path):
     path, sizes = tmp_path / "dealt.csv", ("--max-tokens", "64", "--samples", "5", "--rounds", "1")
     flags = ("--model", "tiny", *sizes, "--steps", "1", "--mixes", "chat", "--out", str(path))
