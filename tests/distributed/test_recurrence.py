@@ -592,7 +592,7 @@ def kept_by_the_graph(ctx: RankContext) -> list[bool]:
         node = weakref.ref(out.grad_fn)
         out.sum().backward()
         del out
-        until = time.monotonic() + 2  # a thread that watches the ranks may hold its last word
+        until = time.monotonic() + 20  # a thread that watches the ranks may hold its last word
         while (calls[0]() or node()) and time.monotonic() < until:
             time.sleep(0.01)
         return [calls[0]() is None, node() is None]
