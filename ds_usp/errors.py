@@ -1,4 +1,4 @@
-"""Messages to the user: every exception of the package, warnings once a process, renamed keywords.
+"""Messages to the user: every exception of the package, and warnings once a process.
 
 All exceptions are ``ValueError``: the user can mend what they report.
 """
@@ -6,12 +6,7 @@ All exceptions are ``ValueError``: the user can mend what they report.
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any, TypeVar, cast
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+from functools import cache
 
 
 class USPError(ValueError):
@@ -44,12 +39,6 @@ class MeshError(USPError):
         super().__init__(message)
         self.signatures, self.layouts = signatures, layouts
 
-    @property
-    def said(self) -> tuple[str, ...]:
-        """:attr:`signatures` under its old name."""
-        warn_renamed("MeshError.said", "signatures", goes_in="0.3")
-        return self.signatures
-
 
 class UnsupportedAttentionError(USPError):
     """An attention that no kernel here computes exactly under the requested degrees."""
@@ -81,28 +70,3 @@ def warn_once(text: str, *, rank: int) -> None:
 @cache
 def _emit_once(text: str) -> None:
     logging.getLogger("ds_usp").warning("%s", text)
-
-
-def warn_renamed(old: str, new: str, *, goes_in: str) -> None:
-    """A DeprecationWarning where the caller of the caller stands; ``goes_in`` is the first version
-    without the old name (CONTRIBUTING, "Versions and releases")."""
-    text = f"{old} is now {new}; the old name goes in {goes_in}"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
-
-
-def renamed_keywords(*, goes_in: str, **new_names: str) -> Callable[[FunctionT], FunctionT]:
-    """Decorator: the function takes these keywords by their old names too, with a
-    DeprecationWarning."""
-
-    def decorate(function: FunctionT) -> FunctionT:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for old in new_names.keys() & kwargs.keys():
-                called = f"{function.__name__}({old}=)"
-                warn_renamed(called, f"{new_names[old]}=", goes_in=goes_in)
-                kwargs[new_names[old]] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return cast(FunctionT, call)
-
-    return decorate

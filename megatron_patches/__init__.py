@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_usp.errors import ConfigError, warn_renamed
+from ds_usp.errors import ConfigError
 from megatron_patches.checkout import Checkout
 from megatron_patches.guards import Guard, fingerprint
 from megatron_patches.patch import Bypass, Patch
@@ -32,7 +32,6 @@ __all__ = [
     "fingerprint",
     "framework_of",
     "frameworks",
-    "hosts",
     "patch_set",
     "prepare",
     "restore",
@@ -43,12 +42,6 @@ __all__ = [
 def frameworks() -> tuple[str, ...]:
     """The names that :func:`apply` and :func:`table` take."""
     return tuple(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
-
-
-def hosts() -> tuple[str, ...]:
-    """The old name of :func:`frameworks`."""
-    warn_renamed("hosts()", "frameworks()", goes_in="0.3")
-    return frameworks()
 
 
 def patch_set(framework: str, **settings: Any) -> PatchSet:

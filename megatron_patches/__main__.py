@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table of a framework, or whether a checkout matches it; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_patches", description=__doc__)
     parser.add_argument(
-        "--framework", "--host", default="megatron_deepspeed", choices=megatron_patches.frameworks()
+        "--framework", default="megatron_deepspeed", choices=megatron_patches.frameworks()
     )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--table", action="store_true", help="what is changed, why, against what")

@@ -3,12 +3,6 @@
 Geometry and the standard library only; ``python -m ds_usp.planner`` is the command line.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from ds_usp.errors import warn_renamed
 from ds_usp.planner.choose_degree import AUTO, Choice, choose_ulysses, cluster_of, degree_or_auto
 from ds_usp.planner.explain import explain
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements, model_flop_per_token
@@ -41,15 +35,3 @@ __all__ = [
     "sample_cost",
     "search",
 ]
-
-_OLD_NAMES: Mapping[str, str] = MappingProxyType(
-    {"Split": "ParallelConfig", "Found": "SearchResult", "engine": "framework_caps"}
-)
-
-
-def __getattr__(name: str) -> object:
-    """The old names, with a deprecation warning."""
-    if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    warn_renamed(f"ds_usp.planner.{name}", _OLD_NAMES[name], goes_in="0.3")
-    return globals()[_OLD_NAMES[name]]

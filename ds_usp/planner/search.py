@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ds_usp.errors import ConfigError, renamed_keywords, warn_renamed
+from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.arguments import MOST_SEQUENCES
 from ds_usp.planner.formulas import layer_bytes, stage_elements
@@ -56,12 +56,6 @@ class Plan:
     time: StepTime
     mfu: float
     over_budget_bytes: float = 0.0
-
-    @property
-    def split(self) -> ParallelConfig:
-        """:attr:`config` under its old name."""
-        warn_renamed("Plan.split", "config", goes_in="0.3")
-        return self.config
 
 
 @dataclass
@@ -121,7 +115,6 @@ _SLOWER = "slower than those that are listed"
 _MAX_PLANS, _MAX_OVER_MEMORY = 64, 8
 
 
-@renamed_keywords(how="framework", goes_in="0.3")
 def search(
     cluster: Cluster,
     work: Workload,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.config import num_ranks_on_node, single_hw_queue
-from ds_usp.errors import ConfigError, renamed_keywords, warn_once
+from ds_usp.errors import ConfigError, warn_once
 from ds_usp.planner.choose_degree import cluster_of
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import offload_needed
@@ -20,7 +20,6 @@ _USABLE = 0.9
 _WORKSPACE_BYTES = 2 * 2**30  # in no formula: cuBLAS, gradient buckets, attention workspaces
 
 
-@renamed_keywords(given="requested", goes_in="0.3")
 def this_cluster(requested: str | None, ranks: int, *, on_gpu: bool) -> Cluster:
     """The cluster that the user names, else the built-in one of the GPU here; with the GPUs of this
     node and their memory.
@@ -41,7 +40,6 @@ def this_cluster(requested: str | None, ranks: int, *, on_gpu: bool) -> Cluster:
     return cluster_of(requested, torch.cuda.get_device_name(), local_ranks, memory)
 
 
-@renamed_keywords(asked="requested", goes_in="0.3")
 def solved_ratio(
     requested: float | str,
     work: Workload,

@@ -170,14 +170,6 @@ def test_the_version_is_the_changelogs():
     )
 
 
-def test_deprecated_names_go_when_their_warnings_say():
-    """CONTRIBUTING, "Versions and releases": no release has what its own warnings say is gone."""
-    paths = [p for x in ("ds_usp", "megatron_patches") for p in (ROOT / x).rglob("*.py")]
-    promised = re.findall(r'goes_in="([\d.]+)"', "".join(p.read_text("utf-8") for p in paths))
-    assert len(promised) > 4
-    assert all(Version(version) > Version(_version.BASE) for version in promised)
-
-
 RESULTS = ROOT / "scripts" / "bench" / "results"
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

@@ -232,8 +232,6 @@ def test_invalid_patches_are_refused():
         megatron_patches.apply("nemo")
     with pytest.raises(ConfigError, match=r"unknown setting 'ring_degree'.*ulysses_degree"):
         megatron_patches.patch_set("megatron_deepspeed", ring_degree=2)
-    with pytest.warns(DeprecationWarning, match="frameworks"):
-        assert megatron_patches.hosts() == megatron_patches.frameworks()
 
 
 def test_a_patch_without_its_package_is_left_out(framework):
@@ -304,7 +302,7 @@ def test_the_checkout_comes_from_the_environment(monkeypatch, tmp_path, capsys):
     assert main(["--check"]) == 1
     assert f"{tmp_path} is in no checkout of Megatron-DeepSpeed" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
-    assert main(["--host", "megatron_deepspeed", "--check", str(tmp_path / "other")]) == 1
+    assert main(["--framework", "megatron_deepspeed", "--check", str(tmp_path / "other")]) == 1
     assert f"{tmp_path / 'other'} is in no checkout" in capsys.readouterr().err  # a path goes first
     monkeypatch.setenv("MEGATRON_DEEPSPEED_PATH", str(tmp_path / "gone"))
     assert main(["--check"]) == 1

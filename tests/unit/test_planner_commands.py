@@ -203,27 +203,6 @@ def test_a_closed_pipe_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_old_names_of_the_package_warn():
-    import ds_usp.planner
-
-    with pytest.warns(DeprecationWarning, match="Split is now ParallelConfig"):
-        assert ds_usp.planner.Split is ds_usp.planner.ParallelConfig
-    with pytest.raises(AttributeError, match="no attribute 'Cut'"):
-        _ = ds_usp.planner.Cut
-
-
-def test_old_keywords_and_attributes_warn():
-    from ds_usp.planner import Workload, framework_caps, load_cluster, load_model, search
-
-    cluster, work = load_cluster("a800"), Workload(load_model("llama3-8b"), 8192, 1)
-    caps = framework_caps("megatron-deepspeed")
-    with pytest.warns(DeprecationWarning, match=r"search\(how=\) is now framework="):
-        result = search(cluster, work, 8, how=caps)  # type: ignore[call-arg]
-    assert result.plans[0] == search(cluster, work, 8, framework=caps).plans[0]
-    with pytest.warns(DeprecationWarning, match="Plan.split is now config"):
-        assert result.plans[0].split is result.plans[0].config
-
-
 def test_profile_alone(capsys, tmp_path):
     """One process without links; the file serves the other commands at once, also where it is of
     two models with the same layers."""

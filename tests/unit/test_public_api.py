@@ -57,7 +57,7 @@ def test_names_arguments_defaults_and_flags_are_frozen():
         "what users call has changed. New names: run `python scripts/reference_pages.py "
         f"--signatures`, which writes {reference_pages.SIGNATURES.relative_to(ROOT)}, and add a "
         "line to CHANGELOG.md. Removed or renamed ones, and other defaults: the old name stays "
-        'with warn_renamed for a minor version (CONTRIBUTING, "Versions and releases"); then the '
+        'with a warning for a minor version (CONTRIBUTING, "Versions and releases"); then the '
         "same\n" + "\n".join(changed)
     )
 

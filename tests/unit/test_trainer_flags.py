@@ -212,9 +212,6 @@ def test_auto_offloads_what_does_not_fit():
     ratios = [solved_ratio("auto", *planned, cpu, gib * 2**30) for gib in (200, 50, 40)]
     assert ratios[0] == 0 < ratios[1] < ratios[2] < 1
     assert solved_ratio(0.3, *planned, cpu) == 0.3
-    work, config = planned
-    with pytest.warns(DeprecationWarning, match=r"solved_ratio\(asked=\) is now requested="):
-        assert solved_ratio(asked=0.3, work=work, split=config, device=cpu) == 0.3  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="even with everything offloaded"):
         solved_ratio("auto", *planned, cpu, 5 * 2**30)
     with pytest.raises(ConfigError, match="the device is cpu"):
