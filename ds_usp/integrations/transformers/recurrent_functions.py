@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -56,17 +57,17 @@ class Row:
     is_needed: bool = True
 
 
-def _refuse(function: str, **given: Any) -> None:
+def _refuse(function: str, given: Mapping[str, Any], *names: str) -> None:
     """UnsupportedAttentionError for arguments that only a cache, or a packed kernel, has."""
-    for name, value in given.items():
-        if value is not None and value is not False:
+    for name in names:
+        if given.get(name) is not None and given[name] is not False:
             raise UnsupportedAttentionError(
                 f"{function} was given {name}: states of caches and borders of a shard are not "
                 "served; documents are those of the whole batch"
             )
 
 
-# The functions are given what layers hand on, much of which is for others (`position_ids`): `_`.
+# The functions are given what layers hand on, much of which is for others (`position_ids`).
 def _conv(
     place: Place,
     kernel: Any,
@@ -74,18 +75,11 @@ def _conv(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    *,
-    seq_idx: Any = None,
-    cu_seqlens: Any = None,
-    **_: Any,
+    **given: Any,
 ) -> Tensor:
-    _refuse("causal_conv1d_fn", seq_idx=seq_idx, cu_seqlens=cu_seqlens)
-    return causal_conv(
-        lambda x: kernel(x, weight, bias, activation=activation),
-        hidden_states,
-        weight.shape[-1],
-        **place,
-    )
+    _refuse("causal_conv1d_fn", given, "seq_idx", "cu_seqlens")
+    conv = partial(kernel, weight=weight, bias=bias, activation=activation)
+    return causal_conv(conv, hidden_states, weight.shape[-1], **place)
 
 
 def _delta_rule(
@@ -97,18 +91,10 @@ def _delta_rule(
     g: Tensor,
     beta: Tensor,
     *,
-    initial_state: Any = None,
-    output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Any = None,
-    **_: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
-    _refuse(
-        "a delta rule",
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )
+    _refuse("a delta rule", given, "initial_state", "output_final_state", "cu_seqlens")
     out = delta_rule(
         kernel, query, key, value, g, beta, **place, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
     )
@@ -123,39 +109,12 @@ def _mamba2(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    *,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: Any = None,
-    return_final_states: bool = False,
-    seq_idx: Any = None,
-    **_: Any,
+    **given: Any,
 ) -> Tensor:
-    _refuse(
-        "mamba2_chunk_scan",
-        z=z,
-        initial_states=initial_states,
-        return_final_states=return_final_states,
-        seq_idx=seq_idx,
-    )
-    return mamba2(
-        kernel,
-        hidden_states,
-        dt,
-        A,
-        B,
-        C,
-        **place,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        chunk_size=chunk_size,
-        D=D,
-    )
+    states = "initial_states", "return_final_states"
+    _refuse("mamba2_chunk_scan", given, "z", *states, "seq_idx")
+    options = {name: given[name] for name in _MAMBA2 & given.keys()}
+    return mamba2(kernel, hidden_states, dt, A, B, C, **place, **options)
 
 
 def _mamba1(
@@ -166,32 +125,18 @@ def _mamba1(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    *,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **options: Any,
+    **given: Any,
 ) -> Tensor:
-    _refuse("mamba_selective_scan", return_last_state=return_last_state)
-    return mamba1(
-        kernel,
-        hidden_states,
-        dt,
-        A,
-        B,
-        C,
-        **place,
-        z=z,
-        delta_bias=delta_bias,
-        delta_softplus=delta_softplus,
-        D=D,
-        **{name: options[name] for name in _SCANS & options.keys()},
-    )
+    _refuse("mamba_selective_scan", given, "return_last_state")
+    options = {name: given[name] for name in _MAMBA1 & given.keys()}
+    return mamba1(kernel, hidden_states, dt, A, B, C, **place, **options)
 
 
-_SCANS = frozenset({"use_mambapy", "use_associative_scan"})  # which of torch's own scans
+_MAMBA2 = frozenset({"chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"})
+# The last two: which of torch's own scans.
+_MAMBA1 = frozenset(
+    {"D", "z", "delta_bias", "delta_softplus", "use_mambapy", "use_associative_scan"}
+)
 
 
 def _off(*_: Any, **__: Any) -> None:
@@ -218,9 +163,9 @@ def _rg_lru(
     hidden_states: Tensor,
     recurrent_gate: Tensor,
     reset: Tensor,
-    recurrent_states: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
-    _refuse("RG-LRU", recurrent_states=recurrent_states)
+    _refuse("RG-LRU", given, "recurrent_states")
 
     def kernel(x: Tensor, gate: Tensor, first: Tensor) -> Any:
         return scan(hidden_states=x, recurrent_gate=gate, reset=first, recurrent_states=None)
@@ -230,28 +175,16 @@ def _rg_lru(
 
 
 def _lightning(
-    place: Place,
-    _: Any,
-    layer: Any,
-    hidden_states: Tensor,
-    *,
-    past_key_values: Any = None,
-    **__: Any,
+    place: Place, _: Any, layer: Any, hidden_states: Tensor, **given: Any
 ) -> tuple[Tensor, None]:
     """``MiniMaxLightningAttention.forward``, which has its scan written out."""
-    _refuse("lightning attention", past_key_values=past_key_values)
+    _refuse("lightning attention", given, "past_key_values")
     b, s, _hidden = hidden_states.shape
     heads, d = layer.num_attention_heads, layer.head_dim
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).reshape(b, s, heads, 3 * d)
     q, k, v = (x.transpose(1, 2) for x in qkv.split(d, dim=3))
-    out = lightning(
-        lambda *parts: _lightning_blocks(layer, *parts),
-        q,
-        k,
-        v,
-        layer.slope_rate.to(state_dtype(q)),
-        **place,
-    )
+    slope = layer.slope_rate.to(state_dtype(q))
+    out = lightning(partial(_lightning_blocks, layer), q, k, v, slope, **place)
     out = layer.norm(out.transpose(1, 2).reshape(b, s, heads * d))
     return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out), None
 
