@@ -1,5 +1,5 @@
-"""What comm, kernels and the autograd functions above them share: copies between strided tensors,
-launches of Triton kernels, the refusal of second derivatives."""
+"""What the packages above share: copies between strided tensors, launches of Triton kernels, the
+refusal of second derivatives, functions of other packages with other globals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -169,3 +169,13 @@ def refuse_second_derivative(what: str, error: type[USPError] = ConfigError) -> 
             "torch.func of a gradient), which is not computed here: leave create_graph out, or "
             f"compute this part of the loss without {what}"
         )
+
+
+def with_globals(function: FunctionType, names: Mapping[str, Any], *closure: Any) -> FunctionType:
+    """The same code with other globals; the closure's cells too, where they are given."""
+    cells = closure or function.__closure__
+    same = FunctionType(
+        function.__code__, dict(names), function.__name__, function.__defaults__, cells
+    )
+    same.__kwdefaults__ = function.__kwdefaults__
+    return same

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.pass_state import PassState
 from ds_usp.integrations.diffusers.plans import Tokens
+from ds_usp.lowlevel import with_globals
 from ds_usp.memory.compile_guard import disable_in_compile
 
 _BACKEND = "_attention_backend"
@@ -275,15 +276,7 @@ class ReplacedAttention:
                 if value is not _DIFFUSERS_ATTENTION:
                     return None
                 replaced[name] = _dispatch_attention
-        call = FunctionType(
-            self._call.__code__,
-            {**names, **replaced},
-            self._call.__name__,
-            self._call.__defaults__,
-            self._call.__closure__,
-        )
-        call.__kwdefaults__ = self._call.__kwdefaults__
-        return call
+        return with_globals(self._call, {**names, **replaced})
 
 
 def _names_any(call: object, *names: str) -> bool:

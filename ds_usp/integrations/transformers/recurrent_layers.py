@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from types import CellType, FunctionType, MappingProxyType
+from types import CellType, MappingProxyType
 from typing import Any, Final
 
 from torch import nn
@@ -20,6 +20,7 @@ from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.attention import RunningPass, Shard
 from ds_usp.integrations.transformers.recurrent_functions import FUNCTIONS, METHODS, Row
 from ds_usp.integrations.transformers.text_model import text_modules
+from ds_usp.lowlevel import with_globals
 from ds_usp.memory.compile_guard import disable_in_compile
 
 
@@ -211,17 +212,10 @@ def rebound(function: Any, rows: Mapping[str, Row]) -> Any:
     if inner is None:
         of_module = function.__globals__
         instead = {name: partial(_run_function, name, row, of_module) for name, row in rows.items()}
-        names, closure = {**of_module, **instead}, function.__closure__
-    else:
-        names, kept = function.__globals__, rebound(inner, rows)
-        closure = tuple(
-            CellType(kept) if cell.cell_contents is inner else cell for cell in function.__closure__
-        )
-    copied = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, closure
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
+        return with_globals(function, {**of_module, **instead})
+    kept = CellType(rebound(inner, rows))
+    cells = (kept if cell.cell_contents is inner else cell for cell in function.__closure__)
+    return with_globals(function, function.__globals__, *cells)
 
 
 def _run_function(name: str, row: Row, names: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
