@@ -133,10 +133,9 @@ class CallRecord(NamedTuple):
         return cls(Signature(tuple(text.split(_SEPARATOR)), layouts), Kind(kind), *header)
 
 
-def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = None) -> MeshError:
-    """The error that shows in which fields the records differ, by groups of ranks (None: all, in
-    order)."""
-    by_rank = dict(zip(ranks or range(len(records)), records, strict=True))
+def mismatch_error(records: Sequence[CallRecord]) -> MeshError:
+    """The error that shows in which fields the records of all ranks differ, by groups of ranks."""
+    by_rank = dict(enumerate(records))
     texts = tuple(str(record.signature) for record in records)
     layouts = tuple(record.signature.layouts for record in records)
     errors = {rank: record for rank, record in by_rank.items() if record.kind is Kind.ERROR}

@@ -172,7 +172,7 @@ class Channel(Protocol):
     be posted several times without packing again, as a ring posts one KV block for each of its
     exchanges. ``packed`` is that buffer's tensor: P2P sends from it, copy engines read its strides
     alone, for the readers pull from the slot. Until ``wait`` nothing that is sent may be written,
-    and nothing that is received read. ``drain`` is ``wait`` after an error, if one is in flight.
+    and nothing that is received read.
     """
 
     in_flight: bool
@@ -192,7 +192,10 @@ class Channel(Protocol):
 
     def wait(self) -> None: ...
 
-    def drain(self) -> None: ...
+    def drain(self) -> None:
+        """Wait for what is in flight, if any: after an error, or the next call would receive it."""
+        if self.in_flight:
+            self.wait()
 
 
 # Why each kind of traffic has a communicator of its own.
@@ -208,7 +211,7 @@ class Channel(Protocol):
 # Over one communicator each head chunk has a channel of its own, with one exchange in flight: a
 # schedule that posts a second one on a channel before it has waited for the first is wrong on every
 # rank alike, and is refused here instead of mixing their messages.
-class P2PChannel:
+class P2PChannel(Channel):
     """Exchanges by send and recv of NCCL or gloo, one in flight.
 
     Args:
@@ -296,11 +299,6 @@ class P2PChannel:
         for work in works:
             work.wait()
         del sending  # keeps what is being sent alive until here
-
-    def drain(self) -> None:
-        """Wait for what is in flight, if any: after an error, or the next call would receive it."""
-        if self.in_flight:
-            self.wait()
 
 
 def _exchange(

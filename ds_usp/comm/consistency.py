@@ -790,8 +790,7 @@ def _store_of_watchdogs() -> dist.Store | None:
     """The job's store, by a connection of its own: on others a rank may wait for a key."""
     try:
         store: Any = c10d._get_default_store()
-        clone: dist.Store = store.clone()
-        return clone
+        return store.clone()
     except (AttributeError, RuntimeError):  # an older torch, a store of one process
         return None
 

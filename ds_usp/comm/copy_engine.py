@@ -45,6 +45,7 @@ import torch.distributed as dist
 
 from ds_usp.comm.channel import (
     NO_RANGE,
+    Channel,
     CommLedger,
     RecvSpec,
     SendSlice,
@@ -591,7 +592,7 @@ class CopyEngine:
 _ABORT_TIMEOUT_S = 60.0  # for streams that wait for something else after an error
 
 
-class CopyEngineChannel:
+class CopyEngineChannel(Channel):
     """:class:`ds_usp.comm.channel.P2PChannel` by copy engines; received tensors need not be
     dense."""
 
@@ -647,10 +648,6 @@ class CopyEngineChannel:
         if self._done is not None:
             self._engine.wait_for(self._done)
         self._done, self._recvs, self.in_flight = None, (), False
-
-    def drain(self) -> None:
-        if self.in_flight:
-            self.wait()
 
 
 def num_exchanges(engines: Mapping[str, CopyEngine]) -> int:

@@ -719,6 +719,15 @@ class SequenceMesh:
         )
 
 
+def check_mesh(mesh: object) -> None:
+    """ConfigError for anything but a mesh, such as a process group."""
+    if not isinstance(mesh, SequenceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
+            "ulysses_degree=...), or SequenceMesh.single() for one process"
+        )
+
+
 # Note [errors are found together]
 #
 # A rank that raises alone leaves the others in an exchange that never ends. So a call has two
@@ -752,11 +761,7 @@ def check_on_all_ranks(
         LayoutError: the layout is only a kind, and ranks hold different numbers of tokens.
         ConfigError: no mesh.
     """
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-            "ulysses_degree=...), or SequenceMesh.single() for one process"
-        )
+    check_mesh(mesh)
     try:
         signature, result = check()
     except Exception as error:

@@ -50,8 +50,7 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     it for slow storage, or lowered it to end soon when a host is lost, meant her collectives,
     whichever communicator they run on: groups that are made of hers keep it.
     """
-    timeout: datetime.timedelta = group._get_backend(transport_device(group)).options._timeout
-    return timeout
+    return group._get_backend(transport_device(group)).options._timeout
 
 
 def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:

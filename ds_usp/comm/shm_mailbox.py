@@ -126,8 +126,6 @@ class ShmMailbox:
         return data if written == seq else None
 
     def publish(self, seq: int, data: bytes) -> None:
-        """Write this rank's status, while others wait for its record of this number or it for
-        the records of others."""
         if len(data) > _STATUS_BYTES - _HEADER.size:
             return
         header_at = self._statuses + self.rank * _STATUS_BYTES
@@ -137,12 +135,10 @@ class ShmMailbox:
         self._memory[header_at:data_at] = header
 
     def status(self, seq: int, rank: int) -> bytes:
-        """A rank's status of this number; empty: none."""
         written, data = self._read(self._statuses + rank * _STATUS_BYTES)
         return data if written == seq and data is not None else b""
 
     def waiting_ranks(self, seq: int) -> list[int]:
-        """Ranks that have posted this record, which this rank has not."""
         return [
             rank
             for rank, offset in enumerate(self._offsets[seq % _SLOTS])

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import groupby
@@ -24,7 +25,7 @@ from torch.nn.functional import pad
 from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.score_mod import Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
@@ -94,11 +95,7 @@ def flash_attention_forward(
     The call raises, on every rank, ConfigError, DataError, LayoutError,
     UnsupportedAttentionError: it cannot be computed exactly; MeshError: the ranks disagree.
     """
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-            "ulysses_degree=...), or SequenceMesh.single() for one process"
-        )
+    check_mesh(mesh)
     return _FlashAttentionForward(mesh, layout, kernel, tuning, equal_documents, towers)
 
 
@@ -137,7 +134,7 @@ def patch_flash_attention(
     return PatchedFlashAttention(original, replacement)
 
 
-class PatchedFlashAttention:
+class PatchedFlashAttention(AbstractContextManager["PatchedFlashAttention"]):
     """transformers with the function replaced; made by :func:`patch_flash_attention`.
 
     Attributes:
@@ -153,9 +150,6 @@ class PatchedFlashAttention:
         since stays."""
         # Looked for anew: a module that was loaded meanwhile has imported the replacement.
         _exchange(self.replacement, self.original)
-
-    def __enter__(self) -> PatchedFlashAttention:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.restore()

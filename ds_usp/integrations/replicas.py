@@ -25,15 +25,6 @@ from ds_usp.memory.compile_guard import disable_in_compile
 Reduction = Literal["mean", "sum"]
 
 
-def check_mesh(mesh: object) -> None:
-    """ConfigError for anything but a mesh, such as a process group."""
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-            "ulysses_degree=...), or SequenceMesh.single() for one process"
-        )
-
-
 class _SumOfShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
@@ -59,8 +50,7 @@ class _SumOfShards(torch.autograd.Function):
 def sum_of_shards(x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
     """The sum over the ranks of a mesh of what each computed from its shard, differentiable.
     Collective."""
-    total: Tensor = _SumOfShards.apply(x, mesh, gradients)
-    return total
+    return _SumOfShards.apply(x, mesh, gradients)
 
 
 class JoinShards(torch.autograd.Function):
@@ -101,8 +91,7 @@ def join_parts(
     """
     if not x.requires_grad:
         return join(x.detach())
-    joined: Tensor = JoinShards.apply(x, join, shard, mesh, gradients)
-    return joined
+    return JoinShards.apply(x, join, shard, mesh, gradients)
 
 
 def join_shards(

@@ -64,10 +64,9 @@ def _attention(
     config = getattr(_parallel_config, "context_parallel_config", None)
     if config is None:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
-        out: Tensor = native(
+        return native(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa=enable_gqa
         )
-        return out
     mesh = _mesh_of(config)
     _check(mesh, config, query, key, attn_mask, dropout_p, is_causal)
     layout = mesh.layout(LAYOUT, query.shape[1] * mesh.sp_degree)

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from ds_usp.attention.plan import explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.branches import branches_of, degrees_of_branch
 from ds_usp.integrations.diffusers.graphs import check_graphs, check_modules
@@ -23,7 +23,7 @@ from ds_usp.integrations.diffusers.hooks import (
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
 from ds_usp.integrations.model_comparison import ModelComparison
-from ds_usp.integrations.replicas import Reduction, check_mesh
+from ds_usp.integrations.replicas import Reduction
 from ds_usp.kernels.registry import AUTO
 
 OLDEST, BEFORE = "0.42", "1"

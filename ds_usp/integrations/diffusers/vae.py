@@ -12,11 +12,12 @@ import torch.distributed as dist
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.model_comparison import ModelComparison, gathered_values
-from ds_usp.integrations.replicas import check_mesh, same_on_all_ranks
+from ds_usp.integrations.replicas import same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
+from ds_usp.memory.saved_attention import RandomState
 
 # Note [tiles that are computed later]
 #
@@ -428,13 +429,9 @@ class _Tiles:
 def _draws_nothing(name: str, device: torch.device) -> Iterator[None]:
     # A rank that draws for its own tiles only would give them other noise than one rank does, and
     # its generator would be ahead of the others' from then on.
-    def states() -> list[Tensor]:
-        on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_gpu]
-
-    before = states()
+    before = RandomState.capture(device)
     yield
-    if not all(map(torch.equal, before, states())):
+    if not before.is_unchanged():
         raise UnsupportedAttentionError(
             f"{name} draws random numbers for each tile, as with dropout in training mode or "
             "injected noise: call eval(), or let every rank decode by itself (disable())"

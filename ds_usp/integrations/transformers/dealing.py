@@ -6,7 +6,6 @@ between it computes its shard of a row that its group was dealt (:mod:`ds_usp.ge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,7 +50,6 @@ class Dealing:
         chunks: int,
         max_tokens: int | None,
         cost: Cost | None,
-        sizes: Sequence[int],
     ) -> Dealing:
         """See :meth:`EnabledModel.deal`.
 
@@ -71,7 +69,6 @@ class Dealing:
             (heads, kv_heads) if isinstance(heads, int) and isinstance(kv_heads, int) else None,
             max_tokens=_NO_BOUND if max_tokens is None else max_tokens,
             cost=cost or default,
-            sizes=tuple(sizes),
             micro_batches=1,
         )
         return cls(dealer, meshes, max(1, chunks))

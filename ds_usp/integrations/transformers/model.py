@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from hashlib import blake2b
 from inspect import signature
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ds_usp.attention.plan import AttentionOptions, explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.dealing import Cost
 from ds_usp.geometry.layout import TokenLayout
@@ -27,7 +26,6 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import (
     Reduction,
-    check_mesh,
     join_shards,
     same_on_all_ranks,
     sum_of_shards,
@@ -270,12 +268,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return join_shards(x, shard.layout, self.mesh, dim, gradients)
         if dim != 1:
             raise LayoutError(f"dim={dim}: a dealt pass has its tokens in dim 1 of every output")
-        whole: Tensor = shard.places.join(x, self.mesh, gradients)
-        return whole
+        return shard.places.join(x, self.mesh, gradients)
 
-    def deal(
-        self, max_tokens: int | None = None, *, cost: Cost | None = None, sizes: Sequence[int] = ()
-    ) -> None:
+    def deal(self, max_tokens: int | None = None, *, cost: Cost | None = None) -> None:
         """From the next forward pass on, deal the samples of each batch (its packed documents, or
         its rows without padding) to groups of the mesh's ranks, as many as each needs, instead of
         sharding all of them over all. Losses, gradients and joined outputs are the same.
@@ -286,8 +281,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
         Args:
             max_tokens: that a rank can hold in a pass; None: as many as the balance gives it.
-            cost, sizes: as of :class:`ds_usp.geometry.dealing.Dealer`; the cost is by default that
-                of a model as wide as this one.
+            cost: as of :class:`ds_usp.geometry.dealing.Dealer`; by default that of a model as wide
+                as this one.
 
         Raises:
             ConfigError: arguments that do not fit each other.
@@ -295,7 +290,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         """
         chunks = max(self._options.loss_chunks, self._options.mlp_chunks)
         self._dealing = Dealing.of(
-            self._inner, self.mesh, self._whole_head, chunks, max_tokens, cost, sizes
+            self._inner, self.mesh, self._whole_head, chunks, max_tokens, cost
         )
 
     def disable(self) -> None:
@@ -346,12 +341,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         refusals.check_generate(self._inner)
         with self.paused():
             return self._inner.generate(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> EnabledModel:
-        copied = memo[id(self)] = object.__new__(EnabledModel)
-        for name, value in self.__dict__.items():
-            setattr(copied, name, value if name == "mesh" else deepcopy(value, memo))
-        return copied
 
     def __exit__(self, *_: object) -> None:
         self.disable()

@@ -45,10 +45,6 @@ class WholeBatchLoss:
         self.original, self.running = original, running
         self._mesh, self._gradients = mesh, gradients
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WholeBatchLoss:
-        running = deepcopy(self.running, memo)
-        return WholeBatchLoss(self.original, self._mesh, self._gradients, running)
-
     @property
     def shifts(self) -> bool:
         return self.original is ForCausalLMLoss
@@ -274,10 +270,9 @@ class ChunkedHead:
         return ChunkedLogits(self, hidden) if in_chunks else self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = (
+        return (
             self._before(hidden) if self._before else type(self._head).forward(self._head, hidden)
         )
-        return logits
 
     def loss(
         self, logits: ChunkedLogits, original: Loss, labels: Tensor, *args: Any, **kwargs: Any
