@@ -15,11 +15,11 @@ many times too large. Here gradients are divided there.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial, wraps
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -314,7 +314,7 @@ class _Registration:
             for name in [name for name in out if name != "loss"]:
                 out[name] = scale_gradients(out[name], length, 1 / self.mesh.sp_degree)
         if out.get("loss") is not None:
-            out["loss"] = MeanOfGradients.apply(out["loss"], self.mesh)
+            out["loss"] = ChangedGradient.apply(out["loss"], partial(_mean_over_ranks, self.mesh))
         return out
 
 
@@ -355,41 +355,34 @@ def scale_gradients(value: Any, length: int, factor: float) -> Any:
     if isinstance(value, tuple):
         return tuple(scale_gradients(x, length, factor) for x in value)
     if isinstance(value, Tensor) and value.ndim >= 3 and value.shape[1] == length:
-        return ScaledGradient.apply(value, factor)
+        return ChangedGradient.apply(value, lambda grad: grad * factor)
     return value
 
 
-class ScaledGradient(torch.autograd.Function):
-    """A tensor as it is, with its gradient times a factor."""
+class ChangedGradient(torch.autograd.Function):
+    """A tensor as it is, with another gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad * ctx.factor, None
+        return ctx.change(grad), None
 
 
-class MeanOfGradients(torch.autograd.Function):
-    """The whole batch's loss, which every rank has, for scripts that weigh the ranks' losses."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, mesh: SequenceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Weights that add up to 1 leave the loss's value. In a differentiable all-gather the
-        # gradient of the loss of rank r is sp_degree times its weight, without one it is 1: the
-        # mean over the ranks is 1 either way.
-        refuse_second_derivative("the loss of a whole batch")
-        grad = grad.clone()
-        ctx.mesh.agree("the gradient of the whole batch's loss")
-        dist.all_reduce(grad, group=ctx.mesh.sp_group)
-        return grad / ctx.mesh.sp_degree, None
+def _mean_over_ranks(mesh: SequenceMesh, grad: Tensor) -> Tensor:
+    """The gradient of the whole batch's loss, which every rank has, for scripts that weigh the
+    ranks' losses."""
+    # Weights that add up to 1 leave the loss's value. In a differentiable all-gather the gradient
+    # of the loss of rank r is sp_degree times its weight, without one it is 1: the mean over the
+    # ranks is 1 either way.
+    refuse_second_derivative("the loss of a whole batch")
+    grad = grad.clone()
+    mesh.agree("the gradient of the whole batch's loss")
+    dist.all_reduce(grad, group=mesh.sp_group)
+    return grad / mesh.sp_degree
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -544,7 +537,7 @@ def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Trainer.get_batch_samples``, which counts the loss tokens of a step by ``labels`` and finds
     none in shards: a step then is the mean of the micro batches' means."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def get_batch_samples(trainer: Any, iterator: Any, count: int, device: Any) -> Any:
         samples, items = original(trainer, iterator, count, device)
         size = _sequence_parallel_size(trainer)
@@ -568,7 +561,7 @@ def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 def _weighted(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Trainer.compute_loss``, which over shards takes the model's loss whatever it was told."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def compute_loss(
         trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
