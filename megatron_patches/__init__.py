@@ -52,8 +52,7 @@ def patch_set(framework: str, **settings: Any) -> PatchSet:
     """
     if framework not in frameworks():
         raise ConfigError(f"unknown framework {framework!r}; there are {', '.join(frameworks())}")
-    patches: PatchSet = _module(framework).patches(settings)
-    return patches
+    return _module(framework).patches(settings)
 
 
 def checkout_of(framework: str) -> Checkout | None:

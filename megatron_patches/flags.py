@@ -34,19 +34,16 @@ SHARED_REFUSALS = (
     Refusal(
         lambda args: args.usp_cluster and args.ulysses_degree != AUTO,
         f"--usp-cluster {{usp_cluster}} is for --ulysses-degree {AUTO}; leave it out",
-        "",
     ),
     Refusal(
         lambda args: not _is_step(args.usp_report_communication, args.train_iters),
         "--usp-report-communication {usp_report_communication} is no step of 1 to --train-iters "
         "{train_iters}; steps are counted from 1",
-        "",
     ),
     Refusal(
         lambda args: args.usp_report_communication and getattr(args, "profile", None),
         "--profile and --usp-report-communication both need the profiler, of which there is one: "
         "leave one of them out",
-        "",
     ),
 )
 # Groups of layers that are no checkpoints.
@@ -54,7 +51,6 @@ CHECKPOINT_LAYERS_REFUSALS = (
     Refusal(
         lambda args: args.usp_checkpoint_layers < 1,
         "--usp-checkpoint-layers {usp_checkpoint_layers} must be 1 or more",
-        "",
     ),
     Refusal(
         lambda args: args.usp_checkpoint_layers > 1 and args.usp_recompute in ("none", "gemm-last"),

@@ -123,13 +123,12 @@ def _build(name: str, source: str) -> ModuleType:
     # cpp_extension brings pybind11's headers and a lock, so that concurrent ranks build once. Where
     # the compiler links libstdc++ statically its symbols must stay local: mixed with those of the
     # libstdc++ that torch has loaded, printing a number crashes.
-    built: ModuleType = cpp_extension.load(
+    return cpp_extension.load(
         name=module,
         sources=[str(Path(folder) / source)],
         extra_cflags=["-O3"],
         extra_ldflags=["-Wl,--exclude-libs,ALL"],
     )
-    return built
 
 
 def exists(name: str) -> bool:

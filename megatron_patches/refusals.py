@@ -22,7 +22,7 @@ class Refusal:
 
     applies: Callable[..., Any]
     reason: str
-    fix: str
+    fix: str = ""
 
 
 def refuse(rows: Iterable[Refusal], args: Any, *more: Any) -> None:
@@ -58,4 +58,4 @@ def apart(reason: str, others: Mapping[str, Callable[..., object]]) -> tuple[Ref
         reason: ``%s`` stands for the option, ``{name}`` for an argument.
         others: an option -> whether it is set.
     """
-    return tuple(Refusal(is_set, reason % option, "") for option, is_set in others.items())
+    return tuple(Refusal(is_set, reason % option) for option, is_set in others.items())

@@ -65,40 +65,32 @@ def stream_context(original: Callable[..., Any], stream: Any) -> Any:
 
 
 class Event:
-    """``torch.cuda.Event`` of a device that is never behind."""
+    """``torch.cuda.Event`` of a device that is never behind: all work is complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def record(self, stream: Any = None) -> None:
-        """Nothing: see the class."""
+        pass
 
-    wait = record
-
-    def synchronize(self) -> None:
-        """Nothing: see the class."""
+    wait = synchronize = record
 
     def query(self) -> bool:
-        """True: all work is complete."""
         return True
 
 
 class Stream:
-    """``torch.cuda.Stream`` of a device that has one order of execution."""
+    """``torch.cuda.Stream`` of a device that has one order of execution: nothing waits."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing: see the class."""
+    def wait_stream(self, stream: Any = None) -> None:
+        pass
 
-    wait_event = wait_stream
-
-    def synchronize(self) -> None:
-        """Nothing: see the class."""
+    wait_event = synchronize = wait_stream
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that is complete."""
         return event or Event()
 
 

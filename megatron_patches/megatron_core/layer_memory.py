@@ -42,11 +42,9 @@ def _forward(mlp: Any, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tens
         hidden ``[tokens, b, h]``, the first result too; the second: fc2's bias ``[h]``.
     """
     if args or any(value is not None for value in options.values()):
-        original: tuple[Tensor, Tensor | None] = type(mlp).forward(mlp, hidden, *args, **options)
-        return original
+        return type(mlp).forward(mlp, hidden, *args, **options)
     projected, bias = mlp.linear_fc1(hidden)
-    result: tuple[Tensor, Tensor | None] = mlp.linear_fc2(activate(mlp.config, bias, projected))
-    return result
+    return mlp.linear_fc2(activate(mlp.config, bias, projected))
 
 
 def activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
@@ -58,15 +56,13 @@ def activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
     """
     projected = projected if bias is None else projected + bias
     if not config.gated_linear_unit:
-        activated: Tensor = config.activation_func(projected)
-        return activated
+        return config.activation_func(projected)
     gate, value = torch.chunk(projected, 2, dim=-1)
     if (limit := config.activation_func_clamp_value) is not None:
         gate, value = gate.clamp(max=limit), value.clamp(min=-limit, max=limit)
     if config.glu_linear_offset:
         value = value + config.glu_linear_offset
-    product: Tensor = config.activation_func(gate) * value
-    return product
+    return config.activation_func(gate) * value
 
 
 def save_less(layer: TransformerLayer, recompute: str, chunks: int) -> None:
@@ -173,7 +169,4 @@ def _mlp(mlp: Any, hidden: Tensor, **unsupported: Any) -> tuple[Tensor, Tensor |
     if names:
         raise ConfigError(f"GEMM-last recomputation: MLP.forward was given {names}")
     projected, bias = mlp.linear_fc1(hidden)
-    result: tuple[Tensor, Tensor | None] = recompute_before(
-        partial(activate, mlp.config, bias), mlp.linear_fc2, projected
-    )
-    return result
+    return recompute_before(partial(activate, mlp.config, bias), mlp.linear_fc2, projected)

@@ -82,12 +82,11 @@ def mamba_mixer(
     original: Callable[..., Any],
     mixer: Any,
     hidden_states: Tensor,
-    inference_context: Any = None,
-    *,
-    inference_params: Any = None,
+    *inference: Any,
     packed_seq_params: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``MambaMixer.forward``.
+    """``MambaMixer.forward``, whose other arguments are for inference.
 
     In training it runs a kernel that fuses convolution and scan; here the same path as without
     ``use_mamba_mem_eff_path``.
@@ -100,15 +99,10 @@ def mamba_mixer(
     """
     where: OverMesh | None = getattr(mixer, ATTRIBUTE, None)
     if where is None:
-        result: tuple[Tensor, Tensor | None] = original(
-            mixer,
-            hidden_states,
-            inference_context,
-            inference_params=inference_params,
-            packed_seq_params=packed_seq_params,
+        return original(
+            mixer, hidden_states, *inference, packed_seq_params=packed_seq_params, **options
         )
-        return result
-    if inference_context is not None or inference_params is not None:
+    if any(x is not None for x in (*inference, *options.values())):
         raise UnsupportedAttentionError(
             f"layer {mixer.layer_number}: a Mamba mixer over {where.mesh.sp_degree} ranks keeps no "
             "state for inference. Use context_parallel_size=1 to generate"

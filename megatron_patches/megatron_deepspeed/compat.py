@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -49,16 +49,6 @@ class FusedLayerNormAffineFunction:
     apply = forward
 
 
-def fused_adam(params: Iterable[Any], **kwargs: Any) -> torch.optim.Optimizer:
-    """``apex.optimizers.FusedAdam``, with AdamW's weight decay."""
-    return torch.optim.AdamW(params, fused=True, **kwargs)
-
-
-def fused_sgd(params: Iterable[Any], **kwargs: Any) -> torch.optim.Optimizer:
-    """``apex.optimizers.FusedSGD``."""
-    return torch.optim.SGD(params, fused=True, **kwargs)
-
-
 def multi_tensor_applier(
     op: Callable[..., Any], overflow: Tensor, tensors: Sequence[Sequence[Tensor]], *args: Any
 ) -> Any:
@@ -88,7 +78,10 @@ def apex_modules() -> dict[str, ModuleType]:
         "apex.normalization.fused_layer_norm": {
             "FusedLayerNormAffineFunction": FusedLayerNormAffineFunction
         },
-        "apex.optimizers": {"FusedAdam": fused_adam, "FusedSGD": fused_sgd},
+        "apex.optimizers": {
+            "FusedAdam": partial(torch.optim.AdamW, fused=True),
+            "FusedSGD": partial(torch.optim.SGD, fused=True),
+        },
         "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
         "amp_C": {
             "multi_tensor_l2norm": multi_tensor_l2norm,

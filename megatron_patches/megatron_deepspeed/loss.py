@@ -29,8 +29,7 @@ def gather_losses(losses: Tensor, state: FrameworkState) -> Tensor:
     dist.all_gather(gathered, padded, group=mesh.sp_group)
     shards = [shard[:length] for shard, length in zip(gathered, lengths, strict=True)]
     shards[mesh.rank] = losses
-    all_losses: Tensor = layout.gather(shards, dim=0)
-    return all_losses
+    return layout.gather(shards, dim=0)
 
 
 def vocab_sequence_parallel_cross_entropy(

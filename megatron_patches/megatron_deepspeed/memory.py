@@ -116,8 +116,7 @@ def check_flags(args: Any) -> None:
 def _mlp_chunks() -> int:
     from megatron import get_args
 
-    chunks: int = get_args().usp_mlp_chunks
-    return chunks
+    return get_args().usp_mlp_chunks
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

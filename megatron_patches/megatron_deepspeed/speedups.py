@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +37,13 @@ def gelu(original: Callable[..., Tensor], ctx: Any, x: Tensor, bias: Tensor) -> 
     triton_kernels = _triton_kernels_for(x, bias)
     if triton_kernels is None:
         return F.gelu(x + bias, approximate="tanh")
-    out: Tensor = triton_kernels.gelu(x, bias)
-    return out
+    return triton_kernels.gelu(x, bias)
 
 
 def gelu_backward(original: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     """``GeLUFunction.backward``; autograd sums the bias' gradient over the tokens."""
     if not grad.is_cuda:
-        grads: tuple[Tensor, Tensor] = original(ctx, grad)
-        return grads
+        return original(ctx, grad)
     x, bias = ctx.saved_tensors
     triton_kernels = _triton_kernels_for(x, bias)
     if triton_kernels is None:
@@ -99,8 +97,7 @@ def add_bias(
     if bias is not None and can_fuse and not (training and prob):
         triton_kernels = _triton_kernels_for(x, _unexpand_bias(bias))
         if triton_kernels is not None:
-            out: Tensor = _Add.apply(x, bias.expand_as(x), residual, triton_kernels)
-            return out
+            return _Add.apply(x, bias.expand_as(x), residual, triton_kernels)
     return original(x, bias, residual, prob, training)
 
 
@@ -109,8 +106,7 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, triton_kernels: Any) -> Tensor:
-        out: Tensor = triton_kernels.add(x, _unexpand_bias(bias), residual)
-        return out
+        return triton_kernels.add(x, _unexpand_bias(bias), residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -165,13 +161,6 @@ def has_overflow(original: Callable[[Any], Tensor], optimizer: Any) -> Tensor:
     return max_abs.isfinite().all().logical_not().unsqueeze(0)
 
 
-class _ParamKind(NamedTuple):
-    """Properties by which DeepSpeed decides whether a parameter counts on this rank."""
-
-    replicated: bool
-    split: bool
-
-
 def gradient_norm(
     original: Callable[..., Tensor],
     optimizer: Any,
@@ -188,10 +177,11 @@ def gradient_norm(
     counted = [grad for grad in all_gradients if not getattr(grad, "_zero_padding", False)]
     if float(norm_type) == math.inf or not _is_foreach_compatible(counted):
         return original(optimizer, all_gradients, params, norm_type)
-    by_kind: dict[_ParamKind, list[tuple[Tensor, Any]]] = defaultdict(list)
+    # By what decides for DeepSpeed whether a parameter counts on this rank.
+    by_kind: dict[tuple[bool, bool], list[tuple[Tensor, Any]]] = defaultdict(list)
     for grad, param in zip(counted, params, strict=False):  # as DeepSpeed pairs them
         replicated = bool(getattr(param, "ds_pipe_replicated", False))
-        by_kind[_ParamKind(replicated, is_model_parallel_parameter(param))].append((grad, param))
+        by_kind[replicated, is_model_parallel_parameter(param)].append((grad, param))
     kinds = [list(zip(*pairs, strict=True)) for pairs in by_kind.values()]
     norms = [_norm(kind, norm_type, get_norm_dtype()) for kind, _ in kinds]
     return original(optimizer, norms, [owners[0] for _, owners in kinds], norm_type)

@@ -60,8 +60,7 @@ def is_active(args: Any) -> bool:
 
 def find_state() -> FrameworkState | None:
     """The state, None before the groups exist."""
-    state: FrameworkState | None = getattr(_holder(), _STATE, None)
-    return state
+    return getattr(_holder(), _STATE, None)
 
 
 def get_state() -> FrameworkState:
@@ -97,5 +96,4 @@ def _holder() -> ModuleType:
     """The module that holds the state, as it holds the process groups."""
     from megatron.core import parallel_state
 
-    module: ModuleType = parallel_state
-    return module
+    return parallel_state

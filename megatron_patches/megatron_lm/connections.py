@@ -10,36 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
 
 _VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-class _Environment:
-    """The environment as Megatron-LM's check wants it; CUDA does not see it."""
-
-    def __init__(self, environ: Any) -> None:
-        self._environ = environ
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a variable."""
-        return "1" if name == _VARIABLE else self._environ.get(name, default)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._environ, name)
-
-
-class _OS:
-    """The module ``os`` with that environment."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self.environ = _Environment(module.environ)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 @contextmanager
@@ -52,7 +28,9 @@ def not_demanded(args: Any) -> Iterator[None]:
         yield
         return
     original = arguments.os
-    arguments.os = _OS(original)
+    # The environment as the check wants it, which CUDA does not see; nobody may write into it.
+    environ = MappingProxyType({**original.environ, _VARIABLE: "1"})
+    arguments.os = SimpleNamespace(**{**vars(original), "environ": environ})
     try:
         yield
     finally:

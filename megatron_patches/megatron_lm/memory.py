@@ -206,8 +206,7 @@ def run_layer(
                     "--usp-recompute: a layer with cross attention has a second result. Leave "
                     "--usp-recompute out"
                 )
-        result: Tensor = output
-        return result
+        return output
 
     output = memory.run(layer.layer_number, run, hidden_states)
     return (output, None) if has_context else output
