@@ -700,10 +700,7 @@ def traced_attention(
     values = attention_values(q, k, v, options, by_value=by_value, **caller)
     if values is None:
         return None
-    results: list[torch.Tensor] = attention(
-        q, k, v, scores.sinks, scores.alibi_slopes, module, seq_lens, *values
-    )
-    return results
+    return attention(q, k, v, scores.sinks, scores.alibi_slopes, module, seq_lens, *values)
 
 
 def traced_exchange(

@@ -139,10 +139,7 @@ def head_exchange(
     """
     if exchange.mesh.ulysses_degree == 1:
         return tensors
-    exchanged: tuple[torch.Tensor, ...] = SeqAllToAll.apply(
-        exchange, to_heads, call_number, *tensors
-    )
-    return exchanged
+    return SeqAllToAll.apply(exchange, to_heads, call_number, *tensors)
 
 
 # Note [autocast]

@@ -328,12 +328,8 @@ def _tiles_with_slices(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, s
         samples = slice(None) if len(call.tiles) == 1 else slice(sample, sample + 1)
         for tile in tiles:
             rows = slice(tile.q_start - call.q_start, tile.q_stop - call.q_start)
-            yield (
-                samples,
-                tile,
-                rows,
-                slice(tile.k_start - call.k_start, tile.k_stop - call.k_start),
-            )
+            columns = slice(tile.k_start - call.k_start, tile.k_stop - call.k_start)
+            yield samples, tile, rows, columns
 
 
 def _slice_tokens(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:

@@ -10,5 +10,4 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def disable_in_compile(reason: str) -> Callable[[Function], Function]:
     """``torch.compiler.disable``, with the reason of a graph break or an error of ``fullgraph``."""
-    disable: Callable[[Function], Function] = torch.compiler.disable(reason=f"ds_usp: {reason}")
-    return disable
+    return torch.compiler.disable(reason=f"ds_usp: {reason}")

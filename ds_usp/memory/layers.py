@@ -202,7 +202,7 @@ class LayerGroups:
                 "as torch's and Megatron's do: this one keeps it otherwise. Use "
                 "checkpoint_layers=1, or switch off DeepSpeed's activation checkpointing"
             )
-        group.set_output(output)
+        group.output = _Result(output)
         self._open = weakref.ref(group)
         return result
 
@@ -221,7 +221,7 @@ class _Group:
         self._number: int | None = None
         self._layers: list[tuple[Layer, _ForwardState]] = []
         self._inputs: dict[int, Callable[[], Tensor]] = {}  # computed again, for backward
-        self._output: _Result | None = None
+        self.output: _Result | None = None  # the last layer's
 
     def continues_with(self, number: int, size: int) -> bool:
         return self._number is not None and number > self._number and len(self._layers) < size
@@ -229,7 +229,7 @@ class _Group:
     def check_input(self, number: int, hidden: Tensor) -> None:
         if not self._layers:
             return
-        if self._output is None or not self._output.is_unchanged(hidden):
+        if self.output is None or not self.output.is_unchanged(hidden):
             raise ConfigError(
                 f"checkpoint_layers: the input of layer {number} is not the result of layer "
                 f"{self._number}, from which it would be computed again. Pass results from layer "
@@ -241,10 +241,6 @@ class _Group:
         self._layers.append((layer, _ForwardState(hidden.device, self._tracker)))
         self._number = number
         return _Handle(self, len(self._layers) - 1, hidden)
-
-    def set_output(self, output: Tensor) -> None:
-        """Note the last layer's result, without keeping it alive."""
-        self._output = _Result(output)
 
     def input(self, index: int) -> Tensor:
         """The input of layer ``index`` of the group, once; computed again with all before it."""
@@ -353,5 +349,4 @@ def _offload_unit(offload: Offload | None, number: int) -> Iterator[None]:
 
 
 def _first(result: Any) -> Tensor:
-    output: Tensor = result[0] if isinstance(result, tuple) else result
-    return output
+    return result[0] if isinstance(result, tuple) else result

@@ -74,8 +74,7 @@ def compute_or_replay(
     run.refuse_checkpoint_inside()
     signature = key, _signature(inputs)
     call = run.record_or_replay(lambda: SavedCall(compute, inputs, signature), signature)
-    outputs: Outputs = Replay.apply(call, *inputs)
-    return outputs
+    return Replay.apply(call, *inputs)
 
 
 def results_or_replay(
@@ -444,8 +443,7 @@ def _make_leaf(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 
 def _attach(leaf: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    attached: torch.Tensor = AttachLeaf.apply(leaf, x.detach())  # no edge to what computed x
-    return attached
+    return AttachLeaf.apply(leaf, x.detach())  # no edge to what computed x
 
 
 def _signature(inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:

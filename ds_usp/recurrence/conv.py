@@ -142,8 +142,7 @@ class _Shard:
             lengths += [halo.width, sum(halo.lengths[cut] for cut in head)]
         y = _convolved(conv, torch.cat(line, 2))
         heads = torch.cat(y.split(lengths, 2)[1::2], 2).to(self.out.dtype)
-        out: torch.Tensor = _Replace.apply(self.out, heads, _index(self._heads, heads.device))
-        return out
+        return _Replace.apply(self.out, heads, _index(self._heads, heads.device))
 
 
 @lru_cache(maxsize=64)

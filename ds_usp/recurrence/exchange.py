@@ -192,8 +192,7 @@ class ExchangeCall:
         consistency = self.mesh.consistency
         if not received:
             return out
-        left: torch.Tensor = _Leave.apply(consistency, self.number, self.name, out, *received)
-        return left
+        return _Leave.apply(consistency, self.number, self.name, out, *received)
 
 
 def is_dim(dim: object) -> bool:

@@ -50,8 +50,7 @@ def implementation_of(kernel: Callable[..., Any]) -> Callable[..., Any]:
     cells = getattr(kernel, "__closure__", None)
     if code is None or not cells or "implementation" not in code.co_freevars:
         return kernel
-    chosen: Callable[..., Any] = cells[code.co_freevars.index("implementation")].cell_contents
-    return chosen
+    return cells[code.co_freevars.index("implementation")].cell_contents
 
 
 def library_of(kernel: Callable[..., Any]) -> str:
@@ -348,8 +347,7 @@ def _transitions(
         save_new_value=False, chunk_size=chunk_size, cu_seqlens=borders,
         chunk_indices=prepare_chunk_indices(borders, chunk_size, cu_seqlens_cpu=in_host),
     )  # fmt: skip
-    states: torch.Tensor = out
-    return states
+    return out
 
 
 def _gradient_of_state(

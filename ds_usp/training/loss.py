@@ -113,8 +113,7 @@ def chunked_weighted_loss(
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     factors = loss_weights.reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
     factors = _refuse_unknown(rows[2], factors, len(weight) * _ranks(tp_group))
-    loss: Tensor = WeightedLoss.apply(*rows, factors, chunks, tp_group, needs_grad)
-    return loss
+    return WeightedLoss.apply(*rows, factors, chunks, tp_group, needs_grad)
 
 
 def chunked_token_losses(

@@ -123,9 +123,9 @@ class SharedPrefixes:
         """Tokens of all rows; those of the tree are ``len(sources)``."""
         return sum(map(len, self.places))
 
-    def gather_from(self, rows: Sequence[Tensor], fill: Any = 0) -> Tensor:
+    def gather_from(self, rows: Sequence[Tensor]) -> Tensor:
         """What the tree's tokens have of the rows' values, where these are alike, ``[tokens]``."""
-        out = rows[0].new_full((len(self.sources),), fill)
+        out = rows[0].new_zeros(len(self.sources))
         for row, place in zip(rows, self.places, strict=True):
             out[place] = row
         return out

@@ -280,8 +280,7 @@ def _count_weights(trainer: Trainer) -> None:
         def of_all_ranks(number: Tensor) -> Tensor:
             if not trainer.args.average_tokens_across_devices:
                 return number
-            total: Tensor = trainer.accelerator.gather(number.to(device)).sum()
-            return total
+            return trainer.accelerator.gather(number.to(device)).sum()
 
         # A replica whose rows share no prefix has no weights, and its Trainer would gather integers
         # while others gather floats: what each counts is the ranks' common decision.
@@ -566,8 +565,7 @@ class _OfReplicas(Accelerator):
 
 def _caller() -> str:
     """The module whose code has called the method that calls this."""
-    name: str = sys._getframe(2).f_globals.get("__name__", "")
-    return name
+    return sys._getframe(2).f_globals.get("__name__", "")
 
 
 _ROUNDING = 1e-2  # of the largest: kernels that add in any order, in bf16 too
