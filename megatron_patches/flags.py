@@ -66,11 +66,7 @@ def _is_step(number: int | None, last: int | None) -> bool:
 
 
 def check_mlp_chunks(args: Any, tokens: int) -> None:
-    """Refuse more chunks of the MLP than a rank has tokens.
-
-    Raises:
-        ConfigError: with the numbers; also for a negative number.
-    """
+    """ConfigError for a negative number, and for more chunks of the MLP than a rank has tokens."""
     chunks = args.usp_mlp_chunks
     if not 0 <= chunks <= tokens:
         raise ConfigError(

@@ -26,11 +26,7 @@ class Refusal:
 
 
 def refuse(rows: Iterable[Refusal], args: Any, *more: Any) -> None:
-    """Refuse options of parsed arguments.
-
-    Raises:
-        ConfigError: the first row that applies.
-    """
+    """ConfigError of the first row that applies to parsed arguments."""
     for row in rows:
         if row.applies(args, *more):
             text = f"{row.reason}. {row.fix}" if row.fix else row.reason
@@ -38,14 +34,8 @@ def refuse(rows: Iterable[Refusal], args: Any, *more: Any) -> None:
 
 
 def refuse_settings(tables: Mapping[str, Iterable[Refusal]], args: Any) -> None:
-    """Refuse what does not go together with settings that are used.
-
-    Args:
-        tables: by the settings' names.
-
-    Raises:
-        ConfigError: the first row that applies.
-    """
+    """:func:`refuse` what does not go together with settings that are used; ``tables`` are by the
+    settings' names."""
     for name, rows in tables.items():
         if setting(name).is_used(setting(name).value_in(args)):
             refuse(rows, args)

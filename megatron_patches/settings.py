@@ -44,11 +44,7 @@ class MeshSettings:
 def read_settings(
     framework: str, settings_class: type[Settings], keywords: Mapping[str, Any]
 ) -> Settings:
-    """The settings of a framework from keywords.
-
-    Raises:
-        ConfigError: a keyword that is no setting of this framework.
-    """
+    """The settings of a framework from keywords; ConfigError for one that is none of them."""
     known = [field.name for field in fields(settings_class)]  # type: ignore[arg-type]
     unknown = sorted(set(keywords) - set(known))
     if unknown:

@@ -38,11 +38,7 @@ class Settings(MeshSettings):
 
 def patches(keywords: Mapping[str, Any]) -> PatchSet:
     """The patch that replaces DeepSpeed's ``DistributedAttention`` by ``USPAttention``, bound to
-    the settings.
-
-    Raises:
-        ConfigError: a keyword that is no setting.
-    """
+    the settings; ConfigError for a keyword that is no setting."""
     settings = read_settings(_FRAMEWORK, Settings, keywords)
     bound = {field.name: getattr(settings, field.name) for field in fields(settings)}
     also_in = bound.pop("also_in")

@@ -14,11 +14,8 @@ _FRAMEWORK = "megatron_core"
 
 
 def patches(keywords: Mapping[str, Any]) -> PatchSet:
-    """megatron-core with USP attention wherever ``context_parallel_size`` is above 1.
-
-    Raises:
-        ConfigError: a keyword that is no setting.
-    """
+    """megatron-core with USP attention wherever ``context_parallel_size`` is above 1; ConfigError
+    for a keyword that is no setting."""
     context_parallel = ContextParallel(read_settings(_FRAMEWORK, Settings, keywords))
     return PatchSet(_FRAMEWORK, (*patch_table.usp(context_parallel), *patch_table.without_gpu()))
 

@@ -55,11 +55,8 @@ def refuse_inexact_options(
     attention_dropout: float,
     num_splits: int | None,
 ) -> None:
-    """Refuse what attention over ranks could not compute exactly as it is asked for.
-
-    Raises:
-        UnsupportedAttentionError: such an option of the configuration or of the layer.
-    """
+    """UnsupportedAttentionError for options of the configuration or of the layer that attention
+    over ranks could not compute exactly."""
     refused = {
         f"attention_type={attention_type!r}": (
             attention_type != "self",

@@ -67,11 +67,7 @@ def activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
 
 def save_less(layer: TransformerLayer, recompute: str, chunks: int) -> None:
     """Let a layer follow those memory settings of a run that are no wrapper around it: its MLP in
-    chunks, and GEMM-last recomputation of what is not in chunks.
-
-    Raises:
-        ConfigError: a layer whose MLP is not dense, or that recomputes or offloads already.
-    """
+    chunks, and GEMM-last recomputation of what is not in chunks; ConfigError as of these."""
     if chunks > 1:
         mlp_in_chunks(layer, chunks)
     if recompute == "gemm-last":
@@ -141,11 +137,8 @@ def recompute_gemm_last(layer: TransformerLayer, *, mlp: bool = True) -> None:
 
 
 def _refuse(layer: TransformerLayer, what: str, options: dict[str, bool]) -> None:
-    """Refuse options of a layer with which recomputation by hand is not exact, or not tested.
-
-    Raises:
-        ConfigError: an MLP that is not dense, or an option that is set.
-    """
+    """ConfigError for an MLP that is not dense, and for options of a layer that are set, with which
+    recomputation by hand is not exact, or not tested."""
     config = layer.config
     refused = {
         f"{type(layer.mlp).__name__}": type(layer.mlp) is not MLP,

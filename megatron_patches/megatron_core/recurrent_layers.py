@@ -60,11 +60,8 @@ class OneRank:
 
 
 def check_delta_net(layer: Any) -> None:
-    """Refuse a gated delta net that does not call the functions which a mesh replaces.
-
-    Raises:
-        UnsupportedAttentionError: its convolution is a module's.
-    """
+    """UnsupportedAttentionError for a gated delta net whose convolution is a module's, and not a
+    function which a mesh replaces."""
     options = {
         "deterministic_mode": layer.config.deterministic_mode,
         f"activation_func={layer.activation}": layer.activation not in ("silu", "swish"),

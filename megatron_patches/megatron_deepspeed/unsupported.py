@@ -204,9 +204,5 @@ def refuse(args: Any, deepspeed_config: Mapping[str, Any]) -> None:
 
 
 def refuse_framework_failures(args: Any) -> None:
-    """Refuse options before Megatron-DeepSpeed's own checks, for any degree.
-
-    Raises:
-        ConfigError: the first row that applies.
-    """
+    """ConfigError for options that fail in Megatron-DeepSpeed itself, before its own checks."""
     refusals.refuse(_FRAMEWORK_FAILURES, args, {})

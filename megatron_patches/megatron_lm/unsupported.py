@@ -221,12 +221,8 @@ def carries_state(args: Any) -> bool:
 
 
 def refuse(args: Any) -> None:
-    """Refuse options of validated arguments: what fails without a GPU, and what cannot be trained
-    exactly where ds_usp computes attention.
-
-    Raises:
-        ConfigError: the first row that applies.
-    """
+    """ConfigError for options of validated arguments: what fails without a GPU, and what cannot be
+    trained exactly where ds_usp computes attention."""
     refusals.refuse(_WITHOUT_GPU, args)
     if uses_usp(args):
         refusals.refuse((*_ATTENTION, *_MODEL, *_EXPERTS, *_LOSS, *_SCHEDULE), args)
@@ -235,11 +231,7 @@ def refuse(args: Any) -> None:
 
 
 def refuse_transformer_engine(args: Any) -> None:
-    """Refuse TransformerEngine's layers where they cannot be built.
-
-    Raises:
-        ConfigError: it is missing or too old.
-    """
+    """ConfigError for TransformerEngine's layers where it is missing or too old."""
     if args.transformer_impl != "transformer_engine":
         return
     missing = transformer_engine.what_is_missing()
