@@ -105,7 +105,12 @@ MODELS = {
     ("gpt-1.3b", "24"): "GPT 1.3B",
     ("llama3-8b", "8"): "Llama 3 8B, 8 layers",
 }
-KERNELS = {"flash4": "FlashAttention-4", "cudnn": "cuDNN", "flash2": "FlashAttention-2 (torch)"}
+KERNELS = {
+    "flash4": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "flash2": "FlashAttention-2 (torch)",
+    "ffa": "its own",
+}
 
 
 def read(name: str | Path) -> list[dict[str, str]]:
@@ -541,6 +546,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "attention-packed": partial(packed_table, "attention_packed.csv"),
     "attention-magi": partial(passes_table, "attention_magi.csv", True),
     "attention-magi-causal": partial(passes_table, "attention_magi.csv", False),
+    "attention-magi-ffa": partial(passes_table, "attention_magi_ffa.csv", True),
+    "attention-magi-ffa-causal": partial(passes_table, "attention_magi_ffa.csv", False),
     "attention-ratios": partial(
         ratio_table,
         {
