@@ -170,4 +170,4 @@ def test_own_training_on_h200_in_the_order_of_speed():
     too_few = [1 - time / true for time, true in pairs]
     assert max(map(abs, too_few)) < 0.25
     text = stated(f"step of GPT 1.3B under Megatron-DeepSpeed on 4 H200, {len(pairs)} meshes")
-    assert f"| {100 * min(too_few):.0f} to {100 * max(too_few):.0f} % too few" in text
+    assert f"| {100 * min(too_few):.1f} to {100 * max(too_few):.1f} % too few" in text
