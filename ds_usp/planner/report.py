@@ -472,18 +472,22 @@ def search_result_json(result: SearchResult, top: int) -> Json:
     return content
 
 
-def _tie_marks(plans: Sequence[Plan], ties: Sequence[bool]) -> list[str]:
-    """A mark of each plan of a tie, and of the simplest: the fewest kinds of parallelism, then the
-    fewest settings for memory, then the lowest ZeRO stage; of equals the faster."""
+def _tie_marks(cluster: Cluster, plans: Sequence[Plan], ties: Sequence[bool]) -> list[str]:
+    """A mark of each plan of a tie, and of the simplest: all-to-alls within a node, then the fewest
+    kinds of parallelism, the fewest settings for memory, the lowest ZeRO stage, the smallest ring;
+    of equals the faster."""
 
-    def settings(plan: Plan) -> tuple[int, int, int]:
+    def settings(plan: Plan) -> tuple[bool, int, int, int, int]:
         config = plan.config
+        across_nodes = config.ulysses > 1 and config.tp * config.ulysses > cluster.gpus_per_node
         degrees = (config.tp, config.ulysses, config.ring, config.pp)
         memory = (config.recompute != "none", config.offload_ratio > 0, config.fused_loss)
         return (
+            across_nodes,
             sum(degree > 1 for degree in degrees),
             sum(memory) + len(config.length_settings()),
             config.zero,
+            config.ring,
         )
 
     # Plans of a tie differ by less than the planner's own error, so its order among them says
@@ -511,7 +515,7 @@ def plans_text(result: SearchResult, top: int) -> str:
         f"{result.gpus} x {result.cluster.name}, {result.budget_bytes / GIB:.1f} GiB each: "
         f"{result.considered} configurations considered{_profiled_text(result, top)}",
         *(f"warning: {line}" for line in _warnings(result)),
-        table(plans, _tie_marks(plans, ties) if tied else [""] * len(plans)),
+        table(plans, _tie_marks(result.cluster, plans, ties) if tied else [""] * len(plans)),
     ]
     if tied:
         lines.append(

@@ -288,6 +288,14 @@ def test_ties_are_marked_and_counted(result):
     (marked,) = (line for line in lines if line.endswith("= simplest"))
     assert f"{lean.mfu:.1%}" in marked  # not the fastest, but without settings for memory
     assert "= 2 of the 3 are a tie: less than 6% apart" in text
+    across = best.config.replace(ulysses=8, ring=1)
+    within = best.config.replace(ulysses=4, ring=2, recompute="full")
+    for nodes_of, simplest in ((8, "8 x 1"), (4, "4 x 2")):
+        cluster = result.cluster.with_gpus_per_node(nodes_of)
+        plans = [replace(best, config=config) for config in (within, across)]
+        text = plans_text(replace(result, cluster=cluster, plans=plans), 2)
+        (marked,) = (line for line in text.splitlines() if line.endswith("= simplest"))
+        assert marked.startswith(simplest)
     alone = plans_text(replace(result, plans=[best, far]), 2)
     assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())
     profiled = replace(result.cluster, layers=(LAYER,), calls=(CALL,))
