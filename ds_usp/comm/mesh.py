@@ -212,6 +212,12 @@ def _meshes_over(group: dist.ProcessGroup) -> dict[Hashable, SequenceMesh]:
     return _MESHES.setdefault(group, {})
 
 
+_HOLD_GROUPS: Final = frozenset(
+    {"sp_group", "ulysses_group", "kv_group", "dkv_group", "outer_groups"}
+    | {"consistency", "copy_engines", "plans", "checks"}
+)
+
+
 @atexit.register
 def _let_go_of_destroyed_groups() -> None:
     """Destroying a group of gloo joins its threads, if nobody holds it any more. A thread that is
@@ -219,8 +225,11 @@ def _let_go_of_destroyed_groups() -> None:
     called without an active exception"): up to Python 3.13."""
     _MESHES.clear()
     for mesh in MESH_REGISTRY.objects():
-        if mesh.sp_group is not None and mesh.sp_group not in c10d._world.pg_map:
-            mesh.__dict__.clear()  # its checker, channels and plans hold groups too
+        if mesh.sp_group is None or mesh.sp_group in c10d._world.pg_map:
+            continue
+        # The checker, engines and plans hold groups too. What a later handler may print stays.
+        for name in [name for name in vars(mesh) if name in _HOLD_GROUPS]:
+            del mesh.__dict__[name]
 
 
 # The two axes, sp = 4 as ulysses 2 x ring 2 in the default order "ulysses-ring":
