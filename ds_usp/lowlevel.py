@@ -171,11 +171,10 @@ def refuse_second_derivative(what: str, error: type[USPError] = ConfigError) -> 
         )
 
 
-def with_globals(function: FunctionType, names: Mapping[str, Any], *closure: Any) -> FunctionType:
-    """The same code with other globals; the closure's cells too, where they are given."""
+def with_globals(function: FunctionType, names: dict[str, Any], *closure: Any) -> FunctionType:
+    """The same code with other globals, which are not copied: those of a module stay its own; the
+    closure's cells too, where they are given."""
     cells = closure or function.__closure__
-    same = FunctionType(
-        function.__code__, dict(names), function.__name__, function.__defaults__, cells
-    )
+    same = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     same.__kwdefaults__ = function.__kwdefaults__
     return same

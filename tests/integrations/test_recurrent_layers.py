@@ -3,8 +3,10 @@ what enable does to a model and takes back."""
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -537,6 +539,31 @@ def test_a_hybrid_run_resumes_on_another_split(pool, tmp_path):
 
 def distance(one: list[Tensor], other: list[Tensor]) -> float:
     return float(sum((a - b).double().pow(2).sum() for a, b in zip(one, other, strict=True)) ** 0.5)
+
+
+SCALE = 1
+
+
+def scaled(function: Callable[[], int]) -> Callable[[], int]:
+    """A decorator that reads a global, as transformers' read what a program sets later."""
+
+    @wraps(function)
+    def call() -> int:
+        return SCALE * function()
+
+    return call
+
+
+@scaled
+def two() -> int:
+    return 2
+
+
+def test_a_wrapper_of_a_forward_reads_the_globals_of_its_module_as_they_are(monkeypatch):
+    again = recurrent_layers.rebound(two, {})
+    assert again is not two and again() == 2
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3)
+    assert again() == 6
 
 
 # ------------------------------------------------------------------ the page
