@@ -334,7 +334,6 @@ REFUSED = [
         "--ulysses-degree auto: the planner knows dense models",
     ),
     (f"{LOCAL} --usp-recompute attention --attention-dropout 0.1", "Set --attention-dropout 0"),
-    (f"{REFUSED_CP4} --usp-projection-overlap recompute", "--usp-projection-overlap was removed"),
 ]
 REFUSED_WITH_TRANSFORMER_ENGINE = [
     (

@@ -1,8 +1,4 @@
-"""One row a setting: the programs' flags, defaults and checks are the rows'; few files name one.
-
-Settings that were removed: every program that had one refuses it, with the reason and the commit
-that has it.
-"""
+"""One row a setting: the programs' flags, defaults and checks are the rows'; few files name one."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import inspect
 import re
 import sys
 from argparse import Action, ArgumentParser
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,7 +14,6 @@ import pytest
 import ds_usp
 from ds_usp import settings
 from ds_usp.planner import ParallelConfig
-from ds_usp.planner.__main__ import main as planner
 from ds_usp.planner.commands import PlanCommand
 from ds_usp.planner.parallel_config import LENGTH_FLAGS
 from ds_usp.settings import SETTINGS
@@ -31,19 +25,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
 
 from usp_trainer.arguments import build_parser  # noqa: E402
-
-
-def patched(add_flags: Callable[[ArgumentParser, MeshSettings], None]) -> Callable[..., object]:
-    """A framework's parser with the flags of its patches."""
-    parser = ArgumentParser()
-    parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])  # Megatron-LM's own
-    add_flags(parser, MeshSettings())
-    return parser.parse_args
-
-
-def explain(argv: list[str]) -> None:
-    """``ds-usp explain`` of some call."""
-    sys.exit(planner(["explain", "--seq-len", "1K", "--heads", "8", *argv]))
 
 
 def actions(program: str) -> dict[str, Action]:
