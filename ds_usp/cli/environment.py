@@ -25,9 +25,7 @@ from ds_usp.config import environment, p2p_disabled_reason, single_hw_queue, tor
 from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import OneLineParser
 
-_REPORT = (
-    "the issue tracker of the repository that you have it from (a vulnerability: SECURITY.md)"
-)
+_REPORT = "the issue tracker of the repository that you have it from (a vulnerability: SECURITY.md)"
 _DISTRIBUTIONS = re.compile(
     r"torch|triton|pytorch-triton|deepspeed|megatron-core|transformer[-_]engine\S*|flash[-_]attn\S*|"
     r"cuda-bindings|nvidia-(nccl|cudnn|cuda-runtime)\S*|einops|numpy|transformers|accelerate|peft|"
