@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Imported later than the default group is made, as by torch._dynamo, it keeps it for good.
+# Before there is a default group: default arguments of its functions hold the one of its first
+# import, which torch._dynamo would do later, and destroying that group would not end its threads.
 import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 

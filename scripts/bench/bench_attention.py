@@ -92,8 +92,8 @@ def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -
                 session.print0(f"{shape}  one GPU, {kernel}: left out, {kernel_errors}")
                 continue
             ours = [ds_usp_baseline(mesh, kernel) for mesh in meshes]
-            theirs = [peer for peer in peers if kernel == kernel_beside(peer, args.kernels)]
-            for baseline in [*ours, *theirs]:
+            libraries = [peer for peer in peers if kernel == kernel_beside(peer, args.kernels)]
+            for baseline in [*ours, *libraries]:
                 errors = errors_or_reason(session, baseline, shape, inputs, expected)
                 if isinstance(errors, str):
                     session.print0(f"{shape}  {baseline.label}: fails, {errors}")

@@ -86,8 +86,8 @@ def test_bad_data_is_refused_on_every_rank(tmp_path):
     for make in BAD_DATA:
         (folder := tmp_path / make.__name__).mkdir()
         runs.append(f"{SP2} --data-path {make(folder)}")
-    found = errors_of_runs(2, runs, tmp_path)
-    for message, of_run in zip(BAD_DATA.values(), found, strict=True):
+    errors = errors_of_runs(2, runs, tmp_path)
+    for message, of_run in zip(BAD_DATA.values(), errors, strict=True):
         for error in of_run:
             assert isinstance(error, DataError) and message in str(error), (message, error)
 
@@ -206,7 +206,7 @@ BAD_FLAGS = {
 
 
 def test_flags_that_do_not_fit_are_refused_on_every_rank(tmp_path):
-    found = errors_of_runs(4, [flags + PLAIN_SGD for flags in BAD_FLAGS], tmp_path)
-    for (kind, message), of_run in zip(BAD_FLAGS.values(), found, strict=True):
+    errors = errors_of_runs(4, [flags + PLAIN_SGD for flags in BAD_FLAGS], tmp_path)
+    for (kind, message), of_run in zip(BAD_FLAGS.values(), errors, strict=True):
         for error in of_run:
             assert isinstance(error, kind) and message in str(error), (message, error)

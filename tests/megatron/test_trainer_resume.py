@@ -130,8 +130,8 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank(uninterrupted, tmp_path
         f"{same} --load {tmp_path}": ("Leave --load out for the first run",),
         f"{same} --load {short}": (f"{size - 1} bytes, {size} were saved",),
     }
-    found = errors_of_runs(4, [run + FLAGS for run in cases], tmp_path)
-    for texts, of_run in zip(cases.values(), found, strict=True):
+    errors = errors_of_runs(4, [run + FLAGS for run in cases], tmp_path)
+    for texts, of_run in zip(cases.values(), errors, strict=True):
         for error in of_run:
             assert isinstance(error, CheckpointError), (texts, error)
             assert all(text in str(error) for text in texts), error
