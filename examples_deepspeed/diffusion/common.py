@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import io
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -118,7 +117,7 @@ def same_losses(losses: list[float], expected: list[float]) -> bool:
     return passed
 
 
-def from_rank0(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+def from_rank0(make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on every rank; where it fails every rank raises. Collective."""
     made: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -126,20 +125,10 @@ def from_rank0(make: Callable[[], Any], group: dist.ProcessGroup | None = None) 
             made = [make()]
         except Exception as error:
             made = [RuntimeError(f"rank 0: {error!r}")]
-    dist.broadcast_object_list(made, group=group)
+    dist.broadcast_object_list(made)
     if isinstance(made[0], RuntimeError):
         raise made[0]
     return made[0]
-
-
-def file_of(result: Any) -> tuple[bytes, str]:
-    """An image as PNG, or the frames of a video as GIF, and its media type."""
-    file, frames = io.BytesIO(), result[0] if isinstance(result[0], list) else result[:1]
-    if len(frames) == 1:
-        frames[0].save(file, "PNG")
-        return file.getvalue(), "image/png"
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=62)
-    return file.getvalue(), "image/gif"
 
 
 def write(output: str, result: Any, latents: Tensor) -> None:
@@ -150,12 +139,14 @@ def write(output: str, result: Any, latents: Tensor) -> None:
         (folder / name).unlink(missing_ok=True)  # never through a link in a shared folder
     save_file({"latents": latents.contiguous()}, folder / "latents.safetensors")
     if not isinstance(result[0], list):
-        (folder / "image.png").write_bytes(file_of(result)[0])
+        result[0].save(folder / "image.png")
         return
     try:
         diffusers.utils.export_to_video(result[0], str(folder / "video.mp4"), fps=16)
     except (ImportError, AttributeError):  # imageio, or its ffmpeg, is not installed
-        (folder / "video.gif").write_bytes(file_of(result)[0])
+        first, *others = result[0]
+        options = {"save_all": True, "append_images": others, "duration": 62}  # ms a frame
+        first.save(folder / "video.gif", **options)
 
 
 def tiny_transformer(family: str, seed: int = 0) -> Any:

@@ -5,27 +5,15 @@ The tiny scripts' programs run on ranks of the pool, with the flags that DRY_RUN
 
 import contextlib
 import io
-import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
-import threading
-import urllib.error
-import urllib.request
-from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 from golden_curves import STEPS
 from harness import RankContext, WorkerPool
-from PIL import Image
 from programs import ROOT, run_script
 
 FOLDER = ROOT / "examples_deepspeed" / "diffusion"
@@ -48,7 +36,7 @@ def value(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-@pytest.mark.parametrize("name", ["generate", "train_flow_matching", "serve"])
+@pytest.mark.parametrize("name", ["generate", "train_flow_matching"])
 def test_a_program_has_at_most_150_lines(name):
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 150
 
@@ -133,128 +121,3 @@ def test_the_tiny_script_trains_as_one_rank_does_and_as_it_did(golden, pool, tmp
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
     assert (tmp_path / "wan" / "diffusion_pytorch_model.safetensors").exists()
     assert (tmp_path / "flux" / "pytorch_lora_weights.safetensors").exists()
-
-
-# ------------------------------------------------------------------ serve.py
-
-ON_ONE_RANK = 99  # the seed of requests that fail on rank 1 alone
-BAD: list[tuple[int, bytes]] = [  # every tenth request is the next one of these
-    (500, json.dumps({"prompt": "x", "seed": ON_ONE_RANK, "height": 32, "width": 32}).encode()),
-    (400, b"{prompt"),
-    (400, b'{"prompt": "x", "heigth": 32}'),
-    (400, b'{"prompt": "x", "height": 8}'),
-    (400, b'{"prompt": "x", "lora": "other"}'),
-    (400, b'{"height": 32}'),
-]
-
-
-def request(index: int) -> tuple[int, bytes]:
-    """The expected status and the body; of good ones six kinds, half of them with LoRA."""
-    if index % 10 == 9:
-        return BAD[index // 10 % len(BAD)]
-    given = {
-        "prompt": "a fox",
-        "seed": index % 3,
-        "height": 32,
-        "width": 48,
-        "steps": 2,
-        "guidance_scale": 4,
-    }
-    return 200, json.dumps({**given, "lora": "style" if index % 2 else ""}).encode()
-
-
-def post(address: str, body: bytes) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(f"{address}/generate", body, timeout=120) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
-
-
-def lora_files(folder: Path) -> None:
-    """As diffusers' pipelines save and load them."""
-    from diffusers import FluxPipeline
-    from peft import LoraConfig, get_peft_model_state_dict
-
-    transformer = import_module("common").tiny_transformer("flux")
-    config = {"r": 4, "init_lora_weights": False, "target_modules": ["to_q", "to_v"]}
-    transformer.add_adapter(LoraConfig(**config))
-    layers = get_peft_model_state_dict(transformer)
-    FluxPipeline.save_lora_weights(folder, transformer_lora_layers=layers)
-
-
-def served(ctx: RankContext, count: int, folder: Path) -> dict[str, Any]:
-    """What clients of rank 0 were answered, and the pictures that it makes alone."""
-    sys.path.insert(0, str(FOLDER))
-    serve = import_module("serve")
-    real, ready, answers, health = serve.generate, Future[str](), list[Any](), []
-    if ctx.rank == 0:
-        lora_files(folder)
-    dist.barrier()
-
-    def generate(pipeline: Any, request: dict[str, Any], *rest: Any) -> Any:
-        if ctx.rank == 1 and request["seed"] == ON_ONE_RANK:
-            raise MemoryError("no memory on rank 1")
-        return real(pipeline, request, *rest)
-
-    def clients() -> None:
-        address = ready.result(timeout=100).removeprefix("ready: ")
-        with ThreadPoolExecutor(8) as threads:
-            answers.extend(threads.map(lambda i: post(address, request(i)[1]), range(count)))
-        with urllib.request.urlopen(f"{address}/health", timeout=10) as answer:
-            health.append(json.load(answer))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def printed(line: str) -> None:
-        if line.startswith("ready"):
-            ready.set_result(line)
-
-    flags = ["--tiny", "flux", "--device", "cpu", "--ulysses-degree", "2", "--port", "0"]
-    flags += ["--lora", f"style={folder}", "--tiled-vae"]
-    handlers = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
-    if ctx.rank == 0:
-        threading.Thread(target=clients, daemon=True).start()
-    with (
-        mock.patch.object(serve, "generate", generate),
-        mock.patch.object(serve, "print0", printed),
-    ):
-        assert serve.main(flags) == 0
-    for name, handler in handlers.items():
-        signal.signal(name, handler)
-    if ctx.rank:
-        return {}
-    args = serve.flags("").parse_args(flags[:6])
-    args.lora = ["style"]
-    alone = []
-    pipeline = serve.pipeline_of(args)
-    pipeline.vae.enable_tiling()
-    pipeline.load_lora_weights(folder, adapter_name="style")
-    for index in range(6):
-        given = serve.request_of(request(index)[1], ["style"])
-        texts = type(args)(**given | {"tiny": "flux", "seed": sum(b"a fox")})
-        prompt = serve.embeddings(pipeline, texts, torch.device("cpu"))
-        args.tiled_vae = True
-        alone.append(real(pipeline, given, prompt, args, torch.device("cpu"), {})[0])
-    return {"answers": answers, "health": health[0], "alone": alone}
-
-
-def pixels(png: bytes) -> torch.Tensor:
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).int()
-
-
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_server_answers_every_request_and_goes_on_after_bad_ones(pool, count, tmp_path):
-    outcome = pool.run(served, WORLD, count=count, folder=tmp_path)[0]
-    answers = outcome["answers"]
-    expected = [request(i)[0] for i in range(count)]
-    assert [status for status, _ in answers] == expected
-    for index, (status, body) in enumerate(answers):
-        if status == 200:
-            alone = outcome["alone"][index % 6]
-            assert body == answers[index % 6][1]  # the same request has the same picture
-            assert (pixels(body) - pixels(alone)).abs().max() <= 1
-    assert len({body for status, body in answers if status == 200}) == 6
-    assert b"no memory on rank 1" in answers[9][1]
-    assert outcome["health"]["done"] == expected.count(200)
-    assert outcome["health"]["failed"] == expected.count(500) > 0
