@@ -363,27 +363,19 @@ class TokenLayout:
             )
         return out
 
-    def gather(self, shards: Any, dim: int, group: Any = None) -> Any:
-        """The full tensor from the shards of all ranks, in rank order: undoes :meth:`shard`.
+    def gather(self, shards: Any, dim: int) -> Any:
+        """Return the full tensor, from a list of all ranks' shards in rank order.
 
-        Args:
-            shards: a list of all ranks' shards; with ``group`` this rank's own, one tensor.
-            group: the process group of the ranks that share the sequence. Collective over it: every
-                rank calls this with its own shard, however many tokens that has, and gets the full
-                tensor. It carries no gradient: give ``local.detach()``. The list form carries one.
+        It undoes :meth:`shard` and carries gradients. A rank that holds its own shard alone calls
+        :meth:`ds_usp.SequenceMesh.gather`.
 
         Raises:
-            LayoutError: shards that are not those of this layout, or differ in more than the
-                tokens; with ``group`` on every rank.
+            LayoutError: shards that are not this layout's, or that differ in more than tokens.
         """
-        if group is not None:
-            from ds_usp.comm.shards import shards_of_group  # the one arrow up: a user's shortcut
-
-            shards = shards_of_group(self, shards, dim, group)
-        elif hasattr(shards, "new_empty"):
+        if hasattr(shards, "new_empty"):
             raise LayoutError(
                 f"one tensor {list(shards.shape)} was given: give a list of all ranks' shards, or "
-                "this rank's and the group to gather the others from, gather(local, dim, group=...)"
+                "gather them over the mesh, mesh.gather(local, layout, dim)"
             )
         if len(shards) != self.degree:
             raise LayoutError(f"{len(shards)} shards were given for the {self.degree} of {self}")

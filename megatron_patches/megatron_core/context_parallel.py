@@ -12,13 +12,12 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 
 import ds_usp
-from ds_usp.errors import ConfigError, MeshError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from megatron_patches.megatron_core.groups import RANK_ORDER, check_size
 from megatron_patches.megatron_core.recurrent_layers import ATTRIBUTE, OneRank, OverMesh
 from megatron_patches.settings import MeshSettings
 
 USP = "usp"  # the cp_comm_type of a layer with USP attention
-# As in hierarchical_context_parallel_sizes: the inner level is Ulysses.
-RANK_ORDER = "ulysses-ring"
 KEYWORDS: Mapping[str, str] = MappingProxyType(
     {
         **ds_usp.Degrees.KEYWORDS,
@@ -227,16 +226,6 @@ def check_degrees(
             "one of the two out"
         )
     return degree
-
-
-def check_size(config: Any, mesh: ds_usp.SequenceMesh) -> None:
-    """Raise MeshError unless the mesh is the context-parallel group of a configuration."""
-    if config.context_parallel_size != mesh.sp_degree:
-        raise MeshError(
-            f"TransformerConfig.context_parallel_size={config.context_parallel_size} but the "
-            f"mesh has {mesh.sp_degree} ranks (ulysses {mesh.ulysses_degree} x ring "
-            f"{mesh.ring_degree}); they must be the same group"
-        )
 
 
 def _uses_usp(arguments: dict[str, Any]) -> bool:

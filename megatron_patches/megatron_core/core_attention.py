@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
-from megatron_patches.megatron_core.context_parallel import check_size
+from megatron_patches.megatron_core.groups import check_size
 from megatron_patches.megatron_core.packed_documents import packed_documents
 
 # ------------------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from megatron.core import parallel_state
+from typing import Any
 
 import ds_usp
+from ds_usp.errors import MeshError
 from ds_usp.training import ParallelGroups
-from megatron_patches.megatron_core.context_parallel import RANK_ORDER
+
+# As in hierarchical_context_parallel_sizes: the inner level is Ulysses.
+RANK_ORDER = "ulysses-ring"
 
 
 def initialize_groups(
@@ -17,6 +20,8 @@ def initialize_groups(
     Rank order, innermost first: tensor, Ulysses, ring, data, pipeline. megatron-core's
     context-parallel group is the sequence-parallel group, Ulysses ranks next to each other.
     """
+    from megatron.core import parallel_state
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
@@ -35,3 +40,13 @@ def initialize_groups(
         stages=pipeline,
     )
     return ds_usp.SequenceMesh.shared(sp, ulysses, RANK_ORDER), groups
+
+
+def check_size(config: Any, mesh: ds_usp.SequenceMesh) -> None:
+    """Raise MeshError unless the mesh is the context-parallel group of a configuration."""
+    if config.context_parallel_size != mesh.sp_degree:
+        raise MeshError(
+            f"TransformerConfig.context_parallel_size={config.context_parallel_size} but the "
+            f"mesh has {mesh.sp_degree} ranks (ulysses {mesh.ulysses_degree} x ring "
+            f"{mesh.ring_degree}); they must be the same group"
+        )

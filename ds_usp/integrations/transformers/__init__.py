@@ -7,7 +7,8 @@ from ds_usp.integrations.transformers.alst import (
     sequence_mesh,
 )
 from ds_usp.integrations.transformers.model import EnabledModel, enable
-from ds_usp.integrations.transformers.trainer import attach, replicate_batches, share_batches
+from ds_usp.integrations.transformers.replicated_accelerator import share_batches
+from ds_usp.integrations.transformers.trainer import attach, replicate_batches
 
 __all__ = [
     "EnabledModel",

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -27,10 +27,8 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.integrations.transformers.model import find_enabled
 from ds_usp.integrations.transformers.refusals import find_model
+from ds_usp.integrations.transformers.replicated_accelerator import ReplicatedAccelerator
 from ds_usp.training.data_loader import BatchBroadcast
-
-if TYPE_CHECKING:
-    from ds_usp.integrations.transformers.trainer import _OfReplicas
 
 # Of TRL 1.16; their subclasses too, as GMPO.
 _SERVED = frozenset({"GRPOTrainer", "RLOOTrainer"})
@@ -165,7 +163,7 @@ def _is_async(function: Any) -> bool:
 
 
 @contextmanager
-def _counts_meshes(accelerator: _OfReplicas, modules: list[Any]) -> Iterator[None]:
+def _counts_meshes(accelerator: ReplicatedAccelerator, modules: list[Any]) -> Iterator[None]:
     """Gather from the first rank of each mesh what TRL gathers past its accelerator, and let it
     take its part of that by the number of its mesh."""
     from accelerate.utils import gather, gather_object
