@@ -23,10 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
-DOCUMENTS = (
-    *("README.md", "docs/benchmarks.md", "docs/one-real-run.md"),
-    *("docs/usage/diffusers.md", "docs/usage/multi-node.md"),
-)
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/one-real-run.md", "docs/usage/diffusers.md")
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 ALL_METHODS = (
@@ -450,49 +447,6 @@ def _rounded(milliseconds: float) -> str:
 COMPARED = "attention.csv"
 
 
-def hosts_bytes_table(*results: str) -> str:
-    """Bytes that the busier of two hosts sends, as its interface counted, and how far above the
-    ledger's; a line for each mesh."""
-    cells: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
-    for row in (row for name in results for row in read(name)):
-        sent, counted = int(row["ledger_bytes"]), int(row["counted_bytes"])
-        row_cells = cells.setdefault((row["ranks"], row["mesh"]), {})
-        before = int(row_cells.get((row["case"], row["pass"]), "0 ").split()[0])
-        if sent > before:
-            over = f"{(counted / sent - 1):.1%}"
-            row_cells[row["case"], row["pass"]] = f"{sent} {sent / 2**20:.2f} (+{over})"
-    columns = list(dict.fromkeys(key for row_cells in cells.values() for key in row_cells))
-    head = ["ranks", "Ulysses x ring", *(f"{case}, {way}" for case, way in columns)]
-    texts = (
-        [*mesh, *(row_cells.get(column, " ").partition(" ")[2] for column in columns)]
-        for mesh, row_cells in cells.items()
-    )
-    return markdown(head, texts)
-
-
-def hosts_times_table(results: str) -> str:
-    """Milliseconds of every mesh on two hosts, a line for each link and shape; which the planner
-    chose, and what DeepSpeed and the faster mesh of one axis take in multiples of it."""
-    cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in json_lines(results):
-        key = str(row["world"]), f"{row['gbit']:g}", f"{row['delay_ms']:g}", row["shape"]
-        cells.setdefault(key, []).append(row)
-    names = list(dict.fromkeys(row["contender"] for rows in cells.values() for row in rows))
-    lines = []
-    for key, rows in cells.items():
-        ms = {row["contender"]: row["ms"] for row in rows}
-        planned = {r["contender"]: r["predicted_ms"] for r in rows if r["predicted_ms"]}
-        choice = min(planned, key=planned.__getitem__)
-        axes = [ms[name] for name in (f"ds_usp {key[0]} x 1", f"ds_usp 1 x {key[0]}")]
-        others = (ms.get("DeepSpeed ulysses"), min(axes), min(ms[name] for name in planned))
-        ratios = [f"{other / ms[choice]:.2f}" if other else "refuses" for other in others]
-        times = [f"{ms[name]:.0f}" if name in ms else "" for name in names]
-        lines.append([*key, *times, choice.removeprefix("ds_usp "), *ratios])
-    head = ["ranks", "Gbit/s", "delay, ms", "call", *(x.removeprefix("ds_usp ") for x in names)]
-    ratios = ["planner's choice", "DeepSpeed / it", "better axis alone / it", "fastest / it"]
-    return markdown([*head, *ratios], lines)
-
-
 BASE = "trainer-1x1"  # the curve that the others are compared with
 EPOCH, EARLY = 1000, 20  # steps that read the text once; before differences of rounding have grown
 
@@ -537,9 +491,6 @@ def _differences(curves: Mapping[str, Mapping[int, float]], name: str) -> list[f
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "hosts-bytes": partial(hosts_bytes_table, "hosts_bytes_4.csv", "hosts_bytes_8.csv"),
-    "hosts-times": partial(hosts_times_table, "hosts_times.jsonl"),
-    "hosts-times-8": partial(hosts_times_table, "hosts_times_8.jsonl"),
     "headline": partial(headline_table, HEADLINES),
     "long-run": long_run_table,
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tables
 import torch
 from harness import RankContext
 
@@ -125,20 +124,3 @@ def test_a_wrong_result_is_marked(pool, tmp_path, capsys):
     assert not any(rows[workload, "one GPU"]["wrong"] for workload in WORKLOADS)
     code, text = summary(path, capsys)
     assert code == 1 and text.count("WRONG") == len(WORKLOADS)
-
-
-def run_tiles(ctx: RankContext, path: str) -> None:
-    with as_a_rank(ctx, path):
-        import bench_vae
-
-        argv = ["bench_vae.py", "--device", "cpu", "--smoke", "--out", path]
-        with mock.patch.object(sys, "argv", [*argv, "--workloads", "flux:decode:96x128:1:fp32"]):
-            bench_vae.main()
-
-
-def test_tiles_of_a_vae_are_compared_and_written(pool, tmp_path):
-    path = tmp_path / "vae.csv"
-    pool.run(run_tiles, 2, path=str(path))
-    rows = tables.read(path)
-    assert [row["contender"] for row in rows] == ["one GPU", "ds_usp"]
-    assert all(float(row["s"]) > 0 and float(row["error"]) < 1e-5 for row in rows)

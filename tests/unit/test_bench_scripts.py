@@ -131,12 +131,3 @@ def test_a_layer_with_a_state_and_blocks_of_it(pool, tmp_path):
     ours = ["one GPU", "ds_usp contiguous", "ds_usp zigzag"]
     assert [row["contender"] for row in rows] == [*ours, "heads exchanged", *ours]
     assert max(float(row["error"]) for row in rows) < 1e-5
-
-
-def test_dealt_samples_beside_one_degree_for_all(pool, tmp_path):
-    path, sizes = tmp_path / "dealt.csv", ("--max-tokens", "64", "--samples", "5", "--rounds", "1")
-    flags = ("--model", "tiny", *sizes, "--steps", "1", "--mixes", "chat", "--out", str(path))
-    run(pool, "bench_dealt", *flags)
-    rows = {row["contender"]: row for row in read(path)}
-    assert {"dealt", "ulysses 2", "ring 2"} == rows.keys()
-    assert len({row["loss"] for row in rows.values()}) == 1

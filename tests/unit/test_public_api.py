@@ -196,11 +196,3 @@ def test_a_broken_link_and_a_page_without_a_place_fail_the_build(wrong, tmp_path
     with pytest.raises(Abort):
         build_site.build_site(pages, tmp_path / "html", nav=names, extra_css=[])
     assert message in caplog.text
-
-
-@pytest.mark.parametrize(
-    "program", ["draw_degrees", "draw_packed", "mesh_picture", "dealt_picture"]
-)
-def test_a_picture_is_what_its_program_draws(program):
-    drawn = importlib.import_module(program)
-    assert drawn.PICTURE.read_text(encoding="utf-8") == drawn.picture()
