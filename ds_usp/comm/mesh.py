@@ -434,45 +434,6 @@ class SequenceMesh:
         return mesh
 
     @classmethod
-    def of_sizes(
-        cls, group: dist.ProcessGroup | None, sizes: Mapping[int, tuple[Sequence[range], int]]
-    ) -> dict[int, SequenceMesh]:
-        """The meshes over ranks of a group that this process is in, by their sizes.
-
-        Collective over the group, also for ranks that are in none: they are made at once, in the
-        order of their sizes. If that was done before, they are the same meshes.
-
-        Args:
-            sizes: of each size the ranks of each of its meshes, disjoint, numbered in the group;
-                and the Ulysses degree.
-
-        Raises:
-            ConfigError: a degree that does not divide its size.
-            MeshError: torch.distributed does not run, or the ranks ask for different meshes.
-        """
-        world = resolve_group(group)
-        degrees = {size: (len(groups), ulysses) for size, (groups, ulysses) in sizes.items()}
-        check_same(world, f"meshes by size, their number and Ulysses degree {degrees}")
-        members, own = dist.get_process_group_ranks(world), dist.get_rank(world)
-        made: dict[int, SequenceMesh] = {}
-        for size, (groups, ulysses) in sorted(sizes.items()):
-            of_rank = next((ranks for ranks in groups if own in ranks), None)
-            if size in (1, len(members)) and of_rank is not None:
-                made[size] = cls.single() if size == 1 else cls.from_group(world, ulysses)
-                continue
-            # Ranks outside of a group do not create it, and would name the next one otherwise.
-            align_group_counters(world)
-            if of_rank is None:
-                continue
-            ranks, key = [members[rank] for rank in of_rank], f"one of the meshes {list(groups)}"
-            known = _meshes_over(world).get((key, ulysses))
-            own_group = None if known is None else known.sp_group
-            if own_group is None:
-                own_group = new_local_group(ranks, timeout=timeout_of(world))
-            made[size] = _meshes_over(world)[key, ulysses] = cls.from_group(own_group, ulysses)
-        return made
-
-    @classmethod
     def _from_grid(
         cls, group: dist.ProcessGroup, ulysses: int, ring: int, order: str
     ) -> SequenceMesh:

@@ -58,46 +58,30 @@ class JoinShards(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, join: Part, shard: Part, mesh: SequenceMesh, gradients: Reduction
+        ctx: Any, x: Tensor, layout: TokenLayout, mesh: SequenceMesh, dim: int, gradients: Reduction
     ) -> Tensor:
-        ctx.arguments = shard, mesh, gradients
-        return join(x.detach())
+        ctx.arguments = layout, mesh, dim, gradients
+        return mesh.gather(x.detach(), layout, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # Every rank may have computed another loss from the whole tensor: the gradients are summed,
         # and each rank continues with its shard of them.
-        shard, mesh, gradients = ctx.arguments
+        layout, mesh, dim, gradients = ctx.arguments
         grad = grad.clone(memory_format=torch.contiguous_format)
         if mesh.sp_group is not None:
             refuse_second_derivative("an output that is joined over the ranks")
             mesh.agree("the gradient of an output that is joined over the ranks")
             dist.all_reduce(grad, group=mesh.sp_group)
-        own = shard(grad)
+        own = layout.shard(grad, dim, mesh.rank)
         return (own if gradients == "mean" else own / mesh.sp_degree), None, None, None, None
-
-
-Part = Callable[[Tensor], Tensor]  # of the whole tensor this rank's shard, or the other way round
-
-
-def join_parts(
-    x: Tensor, join: Part, shard: Part, mesh: SequenceMesh, gradients: Reduction = "mean"
-) -> Tensor:
-    """The whole tensor, which ``join`` makes of this rank's shard and the others', differentiable.
-    Collective over the mesh.
-
-    Args:
-        shard: of a whole tensor this rank's part.
-    """
-    if not x.requires_grad:
-        return join(x.detach())
-    return JoinShards.apply(x, join, shard, mesh, gradients)
 
 
 def join_shards(
     x: Tensor, layout: TokenLayout, mesh: SequenceMesh, dim: int, gradients: Reduction = "mean"
 ) -> Tensor:
-    """:func:`join_parts` of a layout's shards.
+    """The whole tensor on every rank, from the ranks' shards. Differentiable; collective over the
+    mesh.
 
     Shapes:
         x: ``layout.length(mesh.rank)`` along ``dim``; the result has ``layout.seq_len`` there.
@@ -106,13 +90,9 @@ def join_shards(
         LayoutError, MeshError: this rank, or another one, holds something else than its shard.
     """
     dim %= x.ndim
-    return join_parts(
-        x,
-        lambda own: mesh.gather(own, layout, dim),
-        lambda whole: layout.shard(whole, dim, mesh.rank),
-        mesh,
-        gradients,
-    )
+    if not x.requires_grad:
+        return mesh.gather(x.detach(), layout, dim)
+    return JoinShards.apply(x, layout, mesh, dim, gradients)
 
 
 def check_reduction(gradients: str) -> None:

@@ -9,7 +9,6 @@ from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements, mode
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
-from ds_usp.planner.sample_time import SampleTime, sample_cost
 from ds_usp.planner.search import Plan, SearchResult, search
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "ModelShape",
     "ParallelConfig",
     "Plan",
-    "SampleTime",
     "SearchResult",
     "Workload",
     "bucket_elements",
@@ -32,6 +30,5 @@ __all__ = [
     "load_cluster",
     "load_model",
     "model_flop_per_token",
-    "sample_cost",
     "search",
 ]

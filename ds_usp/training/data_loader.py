@@ -383,46 +383,37 @@ class SequenceParallelDataLoader:
         warn_once(text, rank=0 if self._group is None else dist.get_rank(self._group))
 
     def _shard(self, batch: WholeBatch, loss_tokens: float) -> ShardedBatch:
+        """This rank's shard of the full batch, on the device; its layout is noted in the mesh."""
         layout = self._layout_of(batch)
-        return shard_of(batch, self.mesh, layout, self._device, loss_tokens)
-
-
-def shard_of(
-    batch: WholeBatch,
-    mesh: SequenceMesh,
-    layout: TokenLayout,
-    device: torch.device | str | None,
-    loss_tokens: float,
-) -> ShardedBatch:
-    """This rank's shard of the full batch, on the device; its layout is noted in the mesh."""
-    # Attention that is given no layout is refused where the batch's is another than its default.
-    mesh.batch_layouts[batch.seq_len] = layout
-    shards = {
-        name: layout.shard(x, dim=1, rank=mesh.rank).to(device) for name, x in batch.sharded.items()
-    }
-    # Copied where it was read: the loader may hold on to its own. Shards are copies already.
-    reads = mesh.rank == 0
-    whole = {
-        name: x.to(device, copy=reads) if isinstance(x, Tensor) else x
-        for name, x in batch.whole.items()
-    }
-    if POSITIONS not in shards:
-        if batch.parents:
-            packing = Packing(batch.documents, batch.parents)
-            own = layout.shard(tree_positions(packing, device), 1, mesh.rank)
-        else:
-            borders = batch.documents or ((0, batch.seq_len),)
-            own = local_document_positions(layout, mesh.rank, borders, device)
-        shards[POSITIONS] = own.expand(shards[TOKENS].shape)
-    return ShardedBatch(
-        tokens=shards.pop(TOKENS),
-        labels=shards.pop(SHIFTED),
-        positions=shards.pop(POSITIONS),
-        layout=layout,
-        mask=batch.mask,
-        loss_tokens=loss_tokens,
-        others={**shards, **whole},
-    )
+        # Attention that is given no layout is refused where the batch's is not its default.
+        self.mesh.batch_layouts[batch.seq_len] = layout
+        shards = {
+            name: layout.shard(x, dim=1, rank=self.mesh.rank).to(self._device)
+            for name, x in batch.sharded.items()
+        }
+        # Copied where it was read: the loader may hold on to its own. Shards are copies already.
+        reads = self.mesh.rank == 0
+        whole = {
+            name: x.to(self._device, copy=reads) if isinstance(x, Tensor) else x
+            for name, x in batch.whole.items()
+        }
+        if POSITIONS not in shards:
+            if batch.parents:
+                packing = Packing(batch.documents, batch.parents)
+                own = layout.shard(tree_positions(packing, self._device), 1, self.mesh.rank)
+            else:
+                borders = batch.documents or ((0, batch.seq_len),)
+                own = local_document_positions(layout, self.mesh.rank, borders, self._device)
+            shards[POSITIONS] = own.expand(shards[TOKENS].shape)
+        return ShardedBatch(
+            tokens=shards.pop(TOKENS),
+            labels=shards.pop(SHIFTED),
+            positions=shards.pop(POSITIONS),
+            layout=layout,
+            mask=batch.mask,
+            loss_tokens=loss_tokens,
+            others={**shards, **whole},
+        )
 
 
 class _Status(NamedTuple):

@@ -3,10 +3,9 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -198,7 +197,7 @@ def train_packed(ctx: RankContext, split: Split = Split(), **options: Any) -> Ru
     count = options.pop("count", 64)
     extra_draws = options.pop("extra_draws", 0)
     evaluate = options.pop("evaluate", False)
-    resume, deal = options.pop("resume", None), options.pop("deal", {})
+    resume = options.pop("resume", None)
     args = transformers.TrainingArguments(**arguments(split, ctx.world // size, **options))
     model = tiny_model()
     record = Record()
@@ -213,7 +212,7 @@ def train_packed(ctx: RankContext, split: Split = Split(), **options: Any) -> Ru
     torch.rand(extra_draws * ctx.rank)  # ranks' random states may differ
     if split.engine == "fsdp2":
         use_fsdp2(trainer)
-    return finish(ctx, trainer, split, record, evaluate, resume, deal=deal)
+    return finish(ctx, trainer, split, record, evaluate, resume)
 
 
 def use_fsdp2(trainer: Any) -> None:
@@ -234,14 +233,13 @@ def finish(
     evaluate: bool = False,
     resume: str | None = None,
     share_prefixes: bool = False,
-    deal: Mapping[str, Any] = MappingProxyType({}),
 ) -> Run:
     trainer.remove_callback(transformers.PrinterCallback)
     if split.ulysses * split.ring > 1:
         mesh = mesh_of(ctx, split)
         if share_prefixes:
             enable(trainer.model, mesh, share_prefixes=True)
-        attach(trainer, mesh, **deal)
+        attach(trainer, mesh)
     trainer.train(resume_from_checkpoint=resume)
     steps = [log for log in record.logs if "loss" in log]
     return Run(
@@ -282,7 +280,7 @@ def train_sft(ctx: RankContext, split: Split = Split(), lora: bool = False, **op
 
     datasets.disable_progress_bars()
     replicas = ctx.world // (split.ulysses * split.ring)
-    evaluate, deal = options.pop("evaluate", False), options.pop("deal", {})
+    evaluate = options.pop("evaluate", False)
     args = trl.SFTConfig(
         **arguments(split, replicas, **options),
         bf16=False,
@@ -306,7 +304,7 @@ def train_sft(ctx: RankContext, split: Split = Split(), lora: bool = False, **op
         if lora
         else None,
     )
-    return finish(ctx, trainer, split, record, evaluate, deal=deal)
+    return finish(ctx, trainer, split, record, evaluate)
 
 
 def preference_rows(name: str, prompt: int = 4) -> list[dict[str, Any]]:

@@ -327,67 +327,18 @@ def in_tree(**others: Any) -> dict[str, Any]:
     return {"input_ids": IDS[:1], "tree": segments, **others}
 
 
-def dealt(model: Any, batch: Any = None, max_tokens: int | None = None) -> Any:
-    """A pass whose samples are dealt; None: one that is not."""
-    batch = plain_batch() if batch is None else batch
-    with enable(model, ds_usp.SequenceMesh.single()) as enabled:
-        if max_tokens is not None:
-            enabled.deal(max_tokens)
-        return model(**batch)
-
-
-def layout_of(deal: bool) -> Any:
-    with enable(build("llama"), ds_usp.SequenceMesh.single()) as enabled:
-        if deal:
-            enabled.deal(4096)
-        return enabled.layout_of(plain_batch())
-
-
 def loaded_tree() -> Any:
     loader = ds_usp.training.SequenceParallelDataLoader
     batch = PrefixTree()([{"prompt": list(range(20)), "answers": [[1, 2], [3]]}])
     return next(iter(loader([batch], ds_usp.SequenceMesh.single())))
 
 
-def one_row() -> dict[str, Any]:
-    return {name: x[:1] for name, x in plain_batch().items()}
-
-
-def of_rows_alone(deal: bool) -> Any:
-    return dealt(headed("ForSequenceClassification")(), of_rows(), 4096 if deal else None)
-
-
 # What the refusal says, what is refused (where that is no row of BATCHES or MODELS), what to do.
 CASES: Mapping[str, tuple[str, Act, Act]] = {
-    "a dealt sample that is too long": (
-        "hold 8 with max_tokens=8",
-        lambda: dealt(build("llama"), max_tokens=8),
-        lambda: dealt(build("llama"), max_tokens=2 * plain_batch()["input_ids"].shape[1]),
-    ),
-    "too many dealt samples": (
-        "lower per_device_train_batch_size",
-        lambda: dealt(build("llama"), max_tokens=plain_batch()["input_ids"].shape[1]),
-        lambda: dealt(build("llama"), one_row(), plain_batch()["input_ids"].shape[1]),
-    ),
     "borders of a tree": (
         "Give attention mask=batch.mask",
         lambda: loaded_tree().documents,
         lambda: loaded_tree().mask,
-    ),
-    "the layout of a dealt batch": (
-        "each with a layout of its own",
-        lambda: layout_of(True),
-        lambda: layout_of(False),
-    ),
-    "dealt rows with a whole head": (
-        "a dealt batch has those of each group",
-        lambda: of_rows_alone(True),
-        lambda: of_rows_alone(False),
-    ),
-    "dealt layers with a state": (
-        "dealt documents have other neighbours",
-        lambda: dealt(build("mamba2"), max_tokens=4096),
-        lambda: dealt(build("mamba2")),
     ),
     "generate": ("generate: a new token", lambda: generate(True), lambda: generate(False)),
     "images without a text model": ("Give inputs_embeds", lambda: phi4(False), lambda: phi4(True)),
@@ -597,11 +548,6 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: run(headed("ForSequenceClassification")(), {**of_rows(), **WEIGHTS}),
         lambda: run(headed("ForSequenceClassification")(), of_rows()),
     ),
-    "a dealt tree": (
-        "leave deal out",
-        lambda: dealt(build("llama"), in_tree(), 4096),
-        lambda: dealt(build("llama"), in_tree()),
-    ),
     "a count beside weights": (
         "divided by the sum of the weights",
         lambda: weighted(2.0, num_items_in_batch=torch.tensor(80)),
@@ -671,7 +617,6 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
 # Of layers that carry a state, in transformers that has them as they are served.
 OF_STATES = ("another kind of layers", "a layout without neighbours")
 OF_STATES += ("documents from another position", "shared prefixes with a state")
-OF_STATES += ("dealt layers with a state",)
 # What is given instead of each batch of BATCHES, to the same model.
 INSTEAD: Mapping[str, Callable[[], dict[str, Any]]] = {
     "labels of padding on the right": lambda: labels_of_padding_ignored("right"),

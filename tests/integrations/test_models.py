@@ -540,19 +540,20 @@ def test_checkpointing_recomputes_attention(pool):
     assert pool.run(calls_of_layers, 2) == [4, 4]
 
 
-def other_logits(ctx: RankContext, logits: Any) -> tuple[torch.Size, float]:
-    """The shape of the logits beside a loss, and their error once they are joined."""
+def other_logits(ctx: RankContext, logits: Any) -> tuple[int, int, float]:
+    """The tokens of the logits beside a loss and of the rank's shard, and the error of the joined
+    logits."""
     model = build("llama")
     want = reference(model, plain_batch())
     with enable(model, mesh_of(1), logits=logits) as enabled:
         out = model(**plain_batch()).logits
         whole = enabled.whole(out) if logits != "whole" else out
-    return out.shape, float((whole - want.logits).norm() / want.logits.norm())
+        own = enabled.layout_of(plain_batch()).length(ctx.rank)
+    return out.shape[1], own, float((whole - want.logits).norm() / want.logits.norm())
 
 
 @pytest.mark.parametrize("logits", ["auto", "shard", "whole"])
 def test_logits_are_shards_or_whole(pool, logits):
-    shapes, errors = zip(*pool.run(other_logits, WORLD, logits=logits), strict=True)
-    tokens = [shape[1] for shape in shapes]
-    assert tokens == [41] * 4 if logits == "whole" else sum(tokens) == 41
+    tokens, own, errors = zip(*pool.run(other_logits, WORLD, logits=logits), strict=True)
+    assert sum(own) == 41 and tokens == ((41,) * WORLD if logits == "whole" else own)
     assert max(errors) < BOUND

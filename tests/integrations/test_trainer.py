@@ -94,25 +94,6 @@ def test_a_trainer_trains_as_one_process_does(pool, split, options):
         assert run.state["flos"] == want.state["flos"]
 
 
-DEAL = {"deal": True, "max_tokens": 24}  # so that the longest sample takes two ranks
-DEALT = [
-    (run_trainer, Split(2, 2, "ddp"), CLIP),
-    (run_sft, Split(2, 2, "fsdp2"), {"packing": False}),
-    (run_trainer, Split(2, 2, "fsdp2"), {}),
-    *((run_trainer, Split(2, 2, f"zero{stage}"), CLIP) for stage in range(3)),
-    (run_sft, Split(2, 2, "zero3"), {"packing": False}),
-]
-
-
-@pytest.mark.parametrize(
-    ("run", "split", "options"), DEALT, ids=[f"{run.__name__}-{split}" for run, split, _ in DEALT]
-)
-def test_dealt_samples_train_as_one_process_does(pool, run, split, options):
-    want = one_process(pool, run, tuple(options.items()))
-    for dealt in pool.run(run, 4, split=split, micro=2, deal=DEAL, **options):
-        assert_same(dealt, want, norms=split.engine != "zero0" and bool(dealt.norms))
-
-
 SFT = [
     (Split(2, 1, "ddp"), {"packing": True, **CLIP}),
     (Split(1, 2, "zero3"), {"packing": True}),

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ds_usp import ConfigError, DataError, MaskSpec, TokenLayout
-from ds_usp.experimental.dealt_batches import _read_samples
 from ds_usp.training import PrefixTree
 from ds_usp.training.prefix_tree import SharedPrefixes
 from ds_usp.training.whole_batch import read_batch
@@ -122,14 +121,3 @@ def test_what_contradicts_a_tree_is_refused(text, changes):
     with pytest.raises(DataError, match=text):
         read_batch({**batch, **changes})
     read_batch(batch)
-
-
-def test_trees_and_weights_are_not_dealt():
-    for batch in (
-        PrefixTree()([EXAMPLE]),
-        PrefixTree(reduction="rows")([{"input_ids": [1, 2, 3]}]),
-    ):
-        with pytest.raises(DataError, match="use SequenceParallelDataLoader"):
-            _read_samples([batch], ())
-        read_batch(batch)
-    assert len(_read_samples([{"input_ids": torch.arange(5)}], ())) == 1

@@ -64,13 +64,11 @@ class Shard:
         largest_position: of the whole batch.
         drop_last: outputs per token have none for the last one, whose label is not known.
         targets: None where no labels were given.
-        places: of this rank's tokens, where the batch's samples were dealt to groups of ranks.
     """
 
     largest_position: Tensor | int = 0
     drop_last = False
     targets: Targets | None = None
-    places: Any = None
 
     # Note [the pass travels with the layers]
     # A shard goes through the layers as their keyword argument `usp`, not in a global. Backward

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from ds_usp.attention.plan import AttentionOptions, explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
-from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError
-from ds_usp.geometry.dealing import Cost
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.model_comparison import ModelComparison
@@ -39,7 +38,6 @@ from ds_usp.integrations.transformers.attention import (
     is_layer_mask,
     register,
 )
-from ds_usp.integrations.transformers.dealing import Dealing
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
 from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers, recurrent_layers
 from ds_usp.integrations.transformers.text_model import (
@@ -195,7 +193,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
         self._forward_passes = 0
-        self._dealing: Dealing | None = None
         self._compare("enable")
         self._install()
 
@@ -244,11 +241,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
         """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
-        if self._dealing is not None:
-            raise ConfigError(
-                "layout_of: deal() gives the samples of a batch to groups of ranks, each with a "
-                "layout of its own: join outputs by enabled.whole(x), or enable without deal"
-            )
         rows = self._as_tree(batch)
         given = batch if rows is None else rows.arguments
         return self._read(given).layout(self.mesh, self._options.layout)
@@ -261,37 +253,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             ConfigError: there was no forward pass.
             LayoutError: not a shard of it.
         """
-        shard, gradients = self._running.shard, self._options.gradients
-        if shard is None:
+        if self._running.shard is None:
             raise ConfigError("no forward pass has run: there is no layout to join shards by")
-        if shard.places is None:
-            return join_shards(x, shard.layout, self.mesh, dim, gradients)
-        if dim != 1:
-            raise LayoutError(f"dim={dim}: a dealt pass has its tokens in dim 1 of every output")
-        return shard.places.join(x, self.mesh, gradients)
-
-    def deal(self, max_tokens: int | None = None, *, cost: Cost | None = None) -> None:
-        """From the next forward pass on, deal the samples of each batch (its packed documents, or
-        its rows without padding) to groups of the mesh's ranks, as many as each needs, instead of
-        sharding all of them over all. Losses, gradients and joined outputs are the same.
-        Experimental.
-
-        A forward pass is one micro batch of a step. Passes with images or sounds are not dealt.
-        Collective over the mesh.
-
-        Args:
-            max_tokens: that a rank can hold in a pass; None: as many as the balance gives it.
-            cost: as of :class:`ds_usp.geometry.dealing.Dealer`; by default that of a model as wide
-                as this one.
-
-        Raises:
-            ConfigError: arguments that do not fit each other.
-            UnsupportedAttentionError: a model whose rows do not consist of independent samples.
-        """
-        chunks = max(self._options.loss_chunks, self._options.mlp_chunks)
-        self._dealing = Dealing.of(
-            self._inner, self.mesh, self._whole_head, chunks, max_tokens, cost
-        )
+        return join_shards(x, self._running.shard.layout, self.mesh, dim, self._options.gradients)
 
     def disable(self) -> None:
         """Leave the model as it was before :func:`enable`."""
@@ -392,31 +356,23 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                     self._recurrent.layers,
                     self._asks_for_router_logits(arguments),
                 )
-            mesh, row, places = self.mesh, batch, None
-            if self._dealing is not None and not at_text:
-                mesh, row, places = self._dealing.row_of(batch, self.mesh.rank)
-            layout = row.layout(mesh, self._options.layout)
+            layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         self._forward_passes += 1
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
             options = self._options
             call = AttentionOptions(
-                mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
+                self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
             )
-            shard = Shard(call, row.packing, self._dropout_seed())
+            shard = Shard(call, batch.packing, self._dropout_seed())
             shard.drop_last = "shift_labels" not in batch.arguments
-            if places is not None:
-                mesh.consistency.begin_forward_pass()
-                shard.places = places.of_rank(layout, mesh.rank)
-            local = batch.unsharded(arguments) if at_text else self._shard_of(batch, row, shard)
+            local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
             self._set_targets(targets, batch.arguments.get(LOSS_WEIGHTS), shard, local)
             self._whole_batch = batch if at_text else None
             self._running.begin(shard, is_sharded=not at_text)
             if self._asks_for_router_logits(arguments) and not self._whole_head:
                 real = batch.arguments.get("attention_mask")
-                if places is not None:
-                    real = places.is_real[None]
-                real = None if real is None else layout.shard(real, 1, mesh.rank)
+                real = None if real is None else layout.shard(real, 1, self.mesh.rank)
                 self._router_loss.begin(real, bool(local.get(_TRL_FUSED_HEAD)))
             return (), local
 
@@ -445,12 +401,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         kept = {x: value for x, value in arguments.items() if x != "labels" or not self._whole_head}
         return WholeArguments.read(kept)
 
-    def _shard_of(self, batch: WholeArguments, row: WholeArguments, shard: Shard) -> dict[str, Any]:
-        """What is given to the module at which shards begin, and to the layers in it; ``row`` is
-        the part of the batch that was dealt to this rank's group, or all of it."""
+    def _shard_of(self, batch: WholeArguments, shard: Shard) -> dict[str, Any]:
+        """What is given to the module at which shards begin, and to the layers in it."""
         positions = batch.arguments.get("position_ids")
         shard.largest_position = batch.seq_len - 1 if positions is None else positions.max()
-        local = row.shard(shard.layout, shard.call.mesh.rank)
+        local = batch.shard(shard.layout, self.mesh.rank)
         return {**local, "use_cache": False, "usp": shard}
 
     # Note [where shards begin]
@@ -474,7 +429,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         kinds = (kind for x in text_modules(self._inner) for kind in type(x).__mro__)
         owners = filter(refusals.is_of_a_model, kinds)
         self._check_positions(batch.arguments, batch.left_padded, owners)
-        local = self._shard_of(batch, batch, shard)
+        local = self._shard_of(batch, shard)
         if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
             local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
         self._running.is_sharded = True
@@ -501,9 +456,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if out is None:
             name = type(self._inner).__name__
             self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
-            shard = self._running.shard
-            if shard is not None and shard.places is not None:  # its group waits in another mesh
-                shard.call.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
         self._whole_batch, self._running.targets, self._rows = None, None, None
         self._running.is_sharded = False
         self._router_loss.end()
@@ -545,14 +497,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if count is None:
             counts = targets != IGNORE_INDEX
             count = counts.sum() if weights is None else (counts * weights).sum()
-        if shard.places is None:
-            shard_labels = shard.layout.shard(targets, 1, self.mesh.rank)
-            if weights is not None:
-                weights = shard.layout.shard(weights, 1, self.mesh.rank)
-        else:
-            shard_labels = shard.places.labels(targets)
-            if weights is not None:
-                weights = shard.places.of_tokens(weights)
+        shard_labels = shard.layout.shard(targets, 1, self.mesh.rank)
+        if weights is not None:
+            weights = shard.layout.shard(weights, 1, self.mesh.rank)
         local.setdefault("labels", shard_labels)
         in_chunks = self._options.loss_chunks > 0 and not local.get(_TRL_FUSED_HEAD)
         shard.targets = Targets(local["labels"], shard_labels, count, in_chunks, weights)

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel, Trainer
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.geometry.dealing import Cost
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
 from ds_usp.integrations.transformers.refusals import find_model, needs_whole_head
 from ds_usp.integrations.transformers.replicated_accelerator import share_batches
@@ -37,14 +36,7 @@ from ds_usp.training.data_loader import BatchBroadcast, data_parallel_ranks
 from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS, next_token_labels
 
 
-def attach(
-    trainer: Trainer,
-    mesh: SequenceMesh,
-    *,
-    deal: bool = False,
-    max_tokens: int | None = None,
-    cost: Cost | None = None,
-) -> EnabledModel:
+def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     """Let a Trainer, or one of TRL's, train with sequences that are sharded over a mesh.
 
     Collective over the world, which is a whole number of meshes. Call it after the trainer is
@@ -57,9 +49,6 @@ def attach(
     Args:
         trainer: its model is enabled here if it is not yet; enable it before with other options
             than the default ones.
-        deal: experimental; the samples of each batch are dealt to groups of the mesh's ranks
-            (:meth:`EnabledModel.deal`, whose arguments ``max_tokens`` and ``cost`` are). Give a
-            mesh of all ranks, and the samples of a step as its batch.
 
     Returns:
         The enabled model.
@@ -71,11 +60,6 @@ def attach(
         UnsupportedAttentionError: a model that is not served, which is named.
     """
     _check_trainer(trainer)
-    if not deal and (max_tokens is not None or cost is not None):
-        raise ConfigError(
-            f"max_tokens={max_tokens} and cost are of dealt samples: give deal=True, or leave them "
-            "out"
-        )
     replicas = share_batches(trainer.accelerator, mesh)
     if makes_rollouts(trainer):
         count_completions(trainer, replicas.size)
@@ -91,8 +75,6 @@ def attach(
     if makes_rollouts(trainer):
         share_rollouts(trainer, mesh)
     _join_logits(trainer)
-    if deal:
-        enabled.deal(max_tokens, cost=cost)
     return enabled
 
 

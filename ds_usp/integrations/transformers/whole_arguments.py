@@ -7,9 +7,9 @@ those of :mod:`ds_usp.training.whole_batch`; the rules here are transformers'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -219,40 +219,6 @@ class WholeArguments:
         device = next(iter(self.tensors.values())).device
         ones = torch.ones((self.size, self.seq_len), dtype=torch.long, device=device)
         return {"attention_mask": ones, **out, "use_cache": False}
-
-    def samples(self) -> list[range]:
-        """The documents of all rows without padding: their tokens, counted through all rows."""
-        mask = self.arguments.get("attention_mask")
-        real = None if mask is None else real_tokens(mask)
-        rows = self.documents or ((0, self.seq_len),)
-        rows = rows * self.size if len(rows) == 1 else rows
-        samples = []
-        for row, borders in enumerate(rows):
-            first, stop = (0, self.seq_len) if real is None else real[row][:2]
-            begin = row * self.seq_len
-            samples += [
-                range(begin + a, begin + b) for a, b in pairwise(borders) if first <= a < stop
-            ]
-        return samples
-
-    def packed(self, samples: Sequence[range]) -> tuple[WholeArguments, Tensor]:
-        """One row of some of the samples, with the positions that they have in this batch; and the
-        index of each of its tokens, counted through all rows."""
-        device = next(iter(self.tensors.values())).device
-        index = torch.cat([torch.arange(x.start, x.stop) for x in samples]).to(device)
-        own = {name: x for name, x in self.arguments.items() if name not in BORDERS}
-        own.pop("attention_mask", None)
-        own.setdefault("position_ids", torch.arange(self.seq_len, device=device)[None])
-        for name, dim in TOKEN_DIM.items():
-            if name not in own:
-                continue
-            x, rows = own[name], dim % own[name].ndim - 1
-            shape = (*x.shape[:rows], self.size, *x.shape[rows + 1 :])  # positions may have one row
-            own[name] = x.expand(shape).flatten(rows, rows + 1).index_select(rows, index)
-            own[name] = own[name].unsqueeze(rows)
-        borders = tuple(accumulate((len(x) for x in samples), initial=0))
-        packing = Packing((borders,))
-        return WholeArguments(own, 1, len(index), False, packing), index
 
     def handed_to_text(self, given: Mapping[str, Any], model: str) -> WholeArguments:
         """This batch with what a model hands its text model.
