@@ -283,7 +283,6 @@ def test_the_explained_schedule_is_the_executed_one(pool, ulysses, chunks, gathe
 
 
 SEQ_LEN = 48
-KINDS = ("contiguous", "zigzag", "striped", "context_parallel")
 
 
 def changed_positions(ctx: RankContext, kind: str, ulysses: int, changed: int) -> tuple[int, int]:
@@ -307,7 +306,7 @@ def changed_positions(ctx: RankContext, kind: str, ulysses: int, changed: int) -
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
 def test_earlier_positions_stay_bit_identical(pool, kind, ulysses):
     for changed in (0, 13, 30, SEQ_LEN - 1):
         for first, last in pool.run(
@@ -346,7 +345,7 @@ def score_cases(ulysses: int, ring: int) -> list[Case]:
     for turn, change in enumerate(CHANGES, start=at):
         case = replace(
             BASE,
-            layout=ALL_LAYOUTS[turn % 4],
+            layout=ALL_LAYOUTS[turn % len(ALL_LAYOUTS)],
             mask=masks[(turn + turn // 4) % 4],
             kv_heads=kv_heads[turn % 3],
         )

@@ -14,9 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from checkout_runs import (
+    Numbers,
+    check_close,
+    losses_of,
+    numbers_of,
+    relative_difference,
+    reported_kinds,
+)
 from golden_curves import STEPS as RECORDED
-from mds_runs import TrainingServer, flags, losses_of, relative_difference
-from programs import Numbers, check_close, numbers_of, python, reported_kinds
+from mds_adapter import TrainingServer, flags
+from programs import python
 
 from ds_usp.planner import AUTO, ModelShape, ParallelConfig, Workload
 from ds_usp.planner.emit import emit

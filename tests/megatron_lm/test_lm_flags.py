@@ -209,182 +209,102 @@ def test_every_packed_document_is_sharded_for_itself(checkout):
     assert "document" in refused and "7" in refused
 
 
-REFUSED_CP4 = f"{LOCAL} --context-parallel-size 4 --ulysses-degree 2"
+CP = f"{LOCAL} --context-parallel-size"
+SERVED = f"{CP} 4 --ulysses-degree 2"
+EXPERTS = f"{SERVED} --num-experts 2"
+PER_TOKEN = "--calculate-per-token-loss"
+# Flags, and the flag, number or word that the message names.
 REFUSED = [
-    (f"{LOCAL} --ulysses-degree 2", "--ulysses-degree 2 does not divide --context-parallel-size 1"),
+    (f"{LOCAL} --ulysses-degree 2", "--context-parallel-size 1"),
+    (f"{CP} 4 --ulysses-degree 3", "4 (ring 1)"),
+    (f"{CP} 8 --tensor-model-parallel-size 2 --world-size 16", "--world-size 16"),
+    (f"{CP} 4 --tensor-model-parallel-size 4", "--ulysses-degree 4"),
+    (f"{SERVED} --cp-comm-type p2p", "p2p"),
+    (f"{SERVED} --cp-comm-type usp usp usp", "3 entries"),
+    (f"{SERVED} --cp-comm-type allgather", "--cp-comm-type allgather"),
+    (f"{SERVED} --hierarchical-context-parallel-sizes 4 1", "[2, 2]"),
+    (f"{SERVED} --usp-cluster h100", "--ulysses-degree auto"),
+    (f"{SERVED} --attention-dropout 0.1", "--attention-dropout 0"),
+    (f"{SERVED} --position-embedding-type relative", "position embeddings"),
     (
-        f"{LOCAL} --context-parallel-size 4 --ulysses-degree 3",
-        "--ulysses-degree 3 does not divide --context-parallel-size 4. Use one of 4 (ring 1)",
-    ),
-    (
-        f"{LOCAL} --context-parallel-size 8 --tensor-model-parallel-size 2 --world-size 16",
-        "unrecognized arguments",
-    ),
-    (
-        f"{LOCAL} --context-parallel-size 4 --tensor-model-parallel-size 4",
-        "--ulysses-degree 4 needs at least 4 query heads on each tensor-parallel rank, there are 2",
-    ),
-    (f"{REFUSED_CP4} --cp-comm-type p2p", "p2p is TransformerEngine's context parallelism, and"),
-    (f"{REFUSED_CP4} --cp-comm-type usp usp usp", "has 3 entries, and the model 2 layers"),
-    (
-        f"{REFUSED_CP4} --cp-comm-type allgather",
-        "--cp-comm-type allgather is unknown; there are usp, p2p",
-    ),
-    (
-        f"{REFUSED_CP4} --hierarchical-context-parallel-sizes 4 1",
-        "--hierarchical-context-parallel-sizes=[4, 1] is not ulysses x ring = [2, 2] "
-        "(--context-parallel-size=4, --ulysses-degree=2)",
-    ),
-    (f"{REFUSED_CP4} --usp-cluster h100", "--usp-cluster h100 is for --ulysses-degree auto"),
-    (f"{REFUSED_CP4} --attention-dropout 0.1", "Set --attention-dropout 0"),
-    (f"{REFUSED_CP4} --position-embedding-type relative", "position embeddings"),
-    (
-        f"{REFUSED_CP4} --multi-latent-attention --position-embedding-type rope "
+        f"{SERVED} --multi-latent-attention --position-embedding-type rope "
         "--tensor-model-parallel-size 2",
-        "Megatron-LM does not add up the gradients",
+        "--multi-latent-attention",
     ),
+    (f"{SERVED} --attention-backend flash", "--attention-backend flash"),
+    (f"{SERVED} --reset-attention-mask", "--reset-attention-mask"),
+    (f"{SERVED} --batch-invariant-mode", "--batch-invariant-mode"),
+    (f"{SERVED} --hybrid-context-parallel {PER_TOKEN}", "--hybrid-context-parallel"),
+    (f"{CP} 4 --ulysses-degree auto --hybrid-attention-ratio 0.5", "Mamba"),
+    (f"{SERVED} --usp-mlp-chunks 4 --is-hybrid-model", "--usp-mlp-chunks"),
+    (f"{SERVED} --usp-recompute gemm-last --hybrid-override-pattern M*", "--usp-recompute"),
+    (f"{SERVED} --sft --tensor-model-parallel-size 2", "--tensor-model-parallel-size 1"),
+    (f"{SERVED} --position-embedding-type mrope --mrope-section 2 1 1", "mrope"),
+    (f"{SERVED} --window-size 8,4", "--window-size 8,0"),
+    (f"{EXPERTS} --moe-aux-loss-coeff 0.1 {PER_TOKEN}", PER_TOKEN),
+    (f"{EXPERTS} --moe-z-loss-coeff 0.1 {PER_TOKEN}", PER_TOKEN),
+    (f"{EXPERTS} --moe-expert-capacity-factor 1", "--moe-expert-capacity-factor 1.0"),
+    (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "aux_loss, seq_aux_loss"),
+    (f"{SERVED} --sft --pipeline-model-parallel-size 2", "stage"),
     (
-        f"{REFUSED_CP4} --attention-backend flash",
-        "--attention-backend flash chooses among the kernels",
+        f"{SERVED} --mtp-num-layers 1 --position-embedding-type rope --cp-comm-type usp usp",
+        "--mtp-num-layers 1",
     ),
-    (f"{REFUSED_CP4} --reset-attention-mask", "--reset-attention-mask makes a dense mask"),
-    (f"{REFUSED_CP4} --batch-invariant-mode", "Leave it out"),
+    (f"{SERVED} --cuda-graph-impl local", "--cuda-graph-impl local"),
+    (f"{SERVED} --cpu-offloading-num-layers 1", "offloading"),
+    (f"{SERVED} --overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm"),
+    (f"{SERVED} --fake-process-group", "--fake-process-group"),
+    (f"{SERVED} --experimental-attention-variant dsa", "--experimental-attention-variant dsa"),
+    (f"{SERVED} --use-legacy-models --ckpt-format torch", "legacy models"),
+    (f"{SERVED} --transformer-impl inference_optimized", "--transformer-impl inference_optimized"),
+    (f"{SERVED} --seq-length 60", "context-parallel-size"),
+    ("", "TransformerEngine 2.9.0a0"),
+    (f"{SERVED} --usp-recompute full --recompute-activations", "--recompute-granularity"),
+    (f"{SERVED} --usp-mlp-chunks 4", "--no-gradient-accumulation-fusion"),
+    (f"{EXPERTS} --usp-mlp-chunks 4", "--num-experts 2"),
+    (f"{SERVED} --usp-mlp-chunks 4 --recompute-activations", "--usp-recompute"),
+    (f"{SERVED} --usp-mlp-chunks 17", "16 of a sequence's 64 tokens"),
+    (f"{SERVED} --usp-recompute gemm-last", "--no-bias-gelu-fusion"),
     (
-        f"{REFUSED_CP4} --hybrid-context-parallel --calculate-per-token-loss",
-        "--hybrid-context-parallel",
+        f"{SERVED} --usp-recompute gemm-last --no-bias-gelu-fusion",
+        "--no-gradient-accumulation-fusion",
     ),
-    (
-        f"{LOCAL} --context-parallel-size 4 --ulysses-degree auto --hybrid-attention-ratio 0.5",
-        "the planner does not know Megatron-LM's Mamba layers",
-    ),
-    (
-        f"{REFUSED_CP4} --usp-mlp-chunks 4 --is-hybrid-model",
-        "the layers of a hybrid model have attention, a Mamba mixer or an MLP each",
-    ),
-    (
-        f"{REFUSED_CP4} --usp-recompute gemm-last --hybrid-override-pattern M*",
-        "not Mamba layers and not gated delta nets. Use --usp-recompute attention",
-    ),
-    (f"{REFUSED_CP4} --sft --tensor-model-parallel-size 2", "Use --tensor-model-parallel-size 1"),
-    (
-        f"{REFUSED_CP4} --position-embedding-type mrope --mrope-section 2 1 1",
-        "mrope needs positions in three axes",
-    ),
-    (
-        f"{REFUSED_CP4} --window-size 8,4",
-        "Use a window whose second number is 0, such as --window-size 8,0",
-    ),
-    (
-        f"{REFUSED_CP4} --num-experts 2 --moe-aux-loss-coeff 0.1 --calculate-per-token-loss",
-        "Leave --calculate-per-token-loss out",
-    ),
-    (
-        f"{REFUSED_CP4} --num-experts 2 --moe-z-loss-coeff 0.1 --calculate-per-token-loss",
-        "Leave --calculate-per-token-loss out",
-    ),
-    (
-        f"{REFUSED_CP4} --num-experts 2 --moe-expert-capacity-factor 1",
-        "--moe-expert-capacity-factor 1.0 lets each rank drop tokens by what its own shard",
-    ),
-    (
-        f"{REFUSED_CP4} --num-experts 2 --moe-router-load-balancing-type sinkhorn",
-        "Use aux_loss, seq_aux_loss, global_aux_loss or none",
-    ),
-    (
-        f"{REFUSED_CP4} --sft --pipeline-model-parallel-size 2",
-        "gives the documents to the first and the last stage alone",
-    ),
-    (
-        f"{REFUSED_CP4} --mtp-num-layers 1 --position-embedding-type rope --cp-comm-type usp usp",
-        "--cp-comm-type with one entry a layer has none for --mtp-num-layers 1",
-    ),
-    (f"{REFUSED_CP4} --cuda-graph-impl local", "--cuda-graph-impl local captures layers"),
-    (f"{REFUSED_CP4} --cpu-offloading-num-layers 1", "offloading of activations hooks into"),
-    (
-        f"{REFUSED_CP4} --overlap-moe-expert-parallel-comm",
-        "the layers of two micro batches in turns",
-    ),
-    (f"{REFUSED_CP4} --fake-process-group", "--fake-process-group skips all communication"),
-    (f"{REFUSED_CP4} --experimental-attention-variant dsa", "--experimental-attention-variant dsa"),
-    (f"{REFUSED_CP4} --use-legacy-models --ckpt-format torch", "not supported in legacy models"),
-    (f"{REFUSED_CP4} --transformer-impl inference_optimized", "is for inference"),
-    (
-        f"{REFUSED_CP4} --seq-length 60",
-        "seq-length should be a multiple of 2 * context-parallel-size",
-    ),
-    ("", "needs TransformerEngine 2.9.0a0 or newer, which is not installed"),
-    (f"{REFUSED_CP4} --usp-recompute full --recompute-activations", "recompute the same"),
-    (f"{REFUSED_CP4} --usp-mlp-chunks 4", "Add --no-gradient-accumulation-fusion"),
-    (f"{REFUSED_CP4} --usp-mlp-chunks 4 --num-experts 2", "--num-experts 2 asks for experts"),
-    (f"{REFUSED_CP4} --usp-mlp-chunks 4 --recompute-activations", "Use --usp-recompute instead"),
-    (
-        f"{REFUSED_CP4} --usp-mlp-chunks 17",
-        "a rank has 16 of a sequence's 64 tokens; use 0 to 16 chunks",
-    ),
-    (
-        f"{REFUSED_CP4} --usp-recompute gemm-last",
-        "Add --no-bias-swiglu-fusion --no-bias-gelu-fusion",
-    ),
-    (
-        f"{REFUSED_CP4} --usp-recompute gemm-last --no-bias-gelu-fusion",
-        "Add --no-gradient-accumulation-fusion",
-    ),
-    (
-        f"{LOCAL} --context-parallel-size 4 --ulysses-degree auto --num-experts 2",
-        "--ulysses-degree auto: the planner knows dense models",
-    ),
-    (f"{LOCAL} --usp-recompute attention --attention-dropout 0.1", "Set --attention-dropout 0"),
+    (f"{CP} 4 --ulysses-degree auto --num-experts 2", "--ulysses-degree auto"),
+    (f"{LOCAL} --usp-recompute attention --attention-dropout 0.1", "--attention-dropout 0"),
 ]
-REFUSED_WITH_TRANSFORMER_ENGINE = [
-    (
-        "--context-parallel-size 4 --ulysses-degree 2 --cp-comm-type p2p",
-        "--cp-comm-type p2p is TransformerEngine's own context parallelism, and --ulysses-degree 2 "
-        "is for USP. Leave --cp-comm-type out, or set it to usp, or leave --ulysses-degree out",
-    ),
-    (
-        "--context-parallel-size 4 --usp-kernel sdpa --cp-comm-type a2a",
-        "--usp-kernel sdpa is for USP",
-    ),
-    (
-        "--context-parallel-size 4 --cp-comm-type p2p --usp-recompute attention",
-        "--cp-comm-type p2p gives layers TransformerEngine's. Use --usp-recompute full",
-    ),
-    (
-        "--context-parallel-size 4 --cp-comm-type usp p2p --usp-recompute attention",
-        "--cp-comm-type usp p2p gives layers TransformerEngine's",
-    ),
-    (
-        "--context-parallel-size 4 --usp-recompute gemm-last",
-        "Use --recompute-granularity selective --recompute-modules layernorm",
-    ),
-    (
-        "--context-parallel-size 4 --usp-recompute full --fp8-format hybrid",
-        "layers in fp8 or fp4 have a checkpoint of their own",
-    ),
-]
+TE_CP = "--context-parallel-size 4"
 
 
-@pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_an_option_is_refused_before_any_group(starts, flags, message):
+@pytest.mark.parametrize(("flags", "named"), REFUSED)
+def test_an_option_is_refused_before_any_group(starts, flags, named):
     answer = starts.start(flags, rank=1)
-    assert message in answer.get("error", "") + answer["printed"]
+    assert named in answer.get("error", "") + answer["printed"]
 
 
 REFUSED_BESIDE = [
-    *((flags, {"installed": TE}, message) for flags, message in REFUSED_WITH_TRANSFORMER_ENGINE),
+    (f"{TE_CP} --ulysses-degree 2 --cp-comm-type p2p", {"installed": TE}, "--ulysses-degree 2"),
+    (f"{TE_CP} --usp-kernel sdpa --cp-comm-type a2a", {"installed": TE}, "--usp-kernel sdpa"),
     (
-        "--context-parallel-size 2",
-        {"installed": "2.8.0"},
-        "needs TransformerEngine 2.9.0a0 or newer, which is 2.8.0",
+        f"{TE_CP} --cp-comm-type p2p --usp-recompute attention",
+        {"installed": TE},
+        "--usp-recompute full",
     ),
-    (f"{REFUSED_CP4} --yaml-cfg x", {}, "yaml"),
-    (REFUSED_CP4, {"settings": {"layout": "zigzag"}}, "Leave layout out"),
+    (
+        f"{TE_CP} --cp-comm-type usp p2p --usp-recompute attention",
+        {"installed": TE},
+        "--cp-comm-type usp p2p",
+    ),
+    (f"{TE_CP} --usp-recompute gemm-last", {"installed": TE}, "--recompute-modules layernorm"),
+    (f"{TE_CP} --usp-recompute full --fp8-format hybrid", {"installed": TE}, "fp8"),
+    ("--context-parallel-size 2", {"installed": "2.8.0"}, "2.8.0"),
+    (f"{SERVED} --yaml-cfg x", {}, "yaml"),
+    (SERVED, {"settings": {"layout": "zigzag"}}, "layout"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "beside", "message"), REFUSED_BESIDE)
-def test_an_option_is_refused_beside_what_is_installed_and_set(starts, flags, beside, message):
-    assert message in starts.error(flags, **beside)
+@pytest.mark.parametrize(("flags", "beside", "named"), REFUSED_BESIDE)
+def test_an_option_is_refused_beside_what_is_installed_and_set(starts, flags, beside, named):
+    assert named in starts.error(flags, **beside)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused without a GPU alone")

@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_curves import STEPS as RECORDED
-from lm_packed import PATCHES
-from lm_runs import SGD, SGD_BY_ADAM, TrainingServer, flags
-from programs import (
+from checkout_runs import (
     Numbers,
     check_close,
     losses_of,
@@ -23,6 +20,9 @@ from programs import (
     relative_difference,
     reported_kinds,
 )
+from golden_curves import STEPS as RECORDED
+from lm_adapter import SGD, SGD_BY_ADAM, TrainingServer, flags
+from lm_packed import PATCHES
 
 from ds_usp.planner import ModelShape, ParallelConfig, Workload
 from ds_usp.planner.emit import emit

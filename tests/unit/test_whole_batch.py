@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import ALL_LAYOUTS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -243,7 +244,6 @@ def test_labels_that_are_not_shifted_are_refused_before_sharding():
 
 
 LONG, EOD = 2**20, 256
-KINDS = ("contiguous", "zigzag", "striped", "context_parallel")
 
 
 class IntegerTensors(TorchDispatchMode):
@@ -305,7 +305,7 @@ def test_a_full_batch_makes_the_shifted_labels_alone(sample):
     assert whole_tensors(lambda: next_token_labels(sample)) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
 def test_positions_of_a_rank_are_its_shard(kind):
     layout = TokenLayout(kind, 96, ulysses=2, ring=2)
     borders = [[0, 5, 6, 96], [0, 96]]
