@@ -285,46 +285,33 @@ def test_positions_restart_after_the_parent():
         TokenLayout("zigzag", 8, 1, 2).positions(0, mask=mask)
 
 
-WRONG_TREES: dict[str, tuple[Any, str]] = {
-    "a parent that begins later": (
-        [(0, 4, 1), (4, 9, None)],
-        r"segment 0 \(0-4\) of sample 0 has as its parent 1 \(4-9\), which begins later",
-    ),
-    "a cycle of one": (
-        [(0, 4, None), (4, 9, 1)],
-        r"1 \(4-9\) of sample 0 has as its parent itself",
-    ),
-    "a cycle of two": ([(0, 4, None), (4, 9, 2), (9, 12, 1)], r"2 \(9-12\), which begins later"),
-    "overlapping": (
-        [(0, 4, None), (3, 9, 0)],
-        r"segment 1 \(3-9\) begins before segment 0 ends, at 4",
-    ),
-    "a gap": (
-        [(0, 4, None), (6, 9, 0)],
-        r"tokens 4 to 6 are in no segment, 1 is 6-9: segments follow",
-    ),
-    "not from 0": ([(1, 4, None)], r"tokens 0 to 1 are in no segment"),
-    "empty": ([(0, 4, None), (4, 4, 0)], r"segment 1 \(4-4\) has no token: leave it out"),
-    "backwards": ([(0, 4, None), (4, 2, 0)], r"segment 1 \(4-2\) has no token"),
-    "no such parent": (
-        [(0, 4, None), (4, 9, 7)],
-        r"segment 1 of sample 0 has the parent 7, there are 2 segments: give an index of 0 to 1",
-    ),
-    "a negative parent": ([(0, 4, -2)], r"has the parent -2, there are 1 segments"),
-    "half a parent": ([(0, 4, None), (4, 9, 0.5)], r"has the parent 0.5"),
-    "in the second sample": ([[(0, 9, None)], [(0, 4, None), (4, 9, 2)]], r"of sample 1 has the"),
-    "no parents": ([(0, 4), (4, 9)], r"must be \(start, end, parent\)"),
-    "half a token": ([(0, 4.5, None)], r"\[0, 4.5, None\] must be"),
-    "no segments": ([], r"there is none"),
-    "a number": (7, r"segments=7 must be \(start, end, parent\)"),
+# Segments that are no tree, and the numbers of the message.
+WRONG_TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a parent that begins later": ([(0, 4, 1), (4, 9, None)], ("0 (0-4)", "1 (4-9)")),
+    "a cycle of one": ([(0, 4, None), (4, 9, 1)], ("1 (4-9)", "itself")),
+    "a cycle of two": ([(0, 4, None), (4, 9, 2), (9, 12, 1)], ("2 (9-12)",)),
+    "overlapping": ([(0, 4, None), (3, 9, 0)], ("1 (3-9)", "segment 0", "4")),
+    "a gap": ([(0, 4, None), (6, 9, 0)], ("tokens 4 to 6", "6-9")),
+    "not from 0": ([(1, 4, None)], ("tokens 0 to 1",)),
+    "empty": ([(0, 4, None), (4, 4, 0)], ("1 (4-4)",)),
+    "backwards": ([(0, 4, None), (4, 2, 0)], ("1 (4-2)",)),
+    "no such parent": ([(0, 4, None), (4, 9, 7)], ("parent 7", "2 segments", "0 to 1")),
+    "a negative parent": ([(0, 4, -2)], ("parent -2", "1 segments")),
+    "half a parent": ([(0, 4, None), (4, 9, 0.5)], ("parent 0.5",)),
+    "in the second sample": ([[(0, 9, None)], [(0, 4, None), (4, 9, 2)]], ("sample 1",)),
+    "no parents": ([(0, 4), (4, 9)], ("(start, end, parent)",)),
+    "half a token": ([(0, 4.5, None)], ("[0, 4.5, None]",)),
+    "no segments": ([], ("none",)),
+    "a number": (7, ("segments=7",)),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_TREES)
 def test_what_is_no_tree_is_refused(name):
-    segments, text = WRONG_TREES[name]
-    with pytest.raises(ConfigError, match=text):
+    segments, numbers = WRONG_TREES[name]
+    with pytest.raises(ConfigError) as caught:
         MaskSpec.tree(segments)
+    assert all(number in str(caught.value) for number in numbers), caught.value
 
 
 @pytest.mark.parametrize(
@@ -365,32 +352,27 @@ def test_rectangles_are_what_they_show():
 
 
 SQUARE = (0, 9, 0, 9, "causal")
-WRONG_RECTANGLES: dict[str, tuple[Any, str]] = {
-    "beyond the sequence": ([SQUARE, (8, 12, 0, 4, "full")], r"a query and a key of 0 to 9"),
-    "empty": ([SQUARE, (4, 4, 0, 4, "full")], r"rectangle \(4, 4, 0, 4, 'full'\) must have"),
-    "a pair in two": (
-        [SQUARE, (5, 9, 8, 9, "full")],
-        r"\(5, 9, 8, 9, 'full'\) and rectangle \(0, 9, 0, 9, 'causal'\) share a pair",
-    ),
+WRONG_RECTANGLES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "beyond the sequence": ([SQUARE, (8, 12, 0, 4, "full")], ("0 to 9",)),
+    "empty": ([SQUARE, (4, 4, 0, 4, "full")], ("(4, 4, 0, 4, 'full')",)),
+    "a pair in two": ([SQUARE, (5, 9, 8, 9, "full")], ("(5, 9, 8, 9, 'full')", "(0, 9, 0, 9")),
     "a token without itself": (
         [(0, 4, 0, 4, "full"), (6, 9, 0, 9, "full")],
-        r"tokens 4 to 6 are in no rectangle with themselves: .* \(4, 6, 4, 6, 'causal'\)",
+        ("tokens 4 to 6", "(4, 6, 4, 6, 'causal')"),
     ),
-    "twice": (
-        [(0, 9, 0, 9, "full"), SQUARE],
-        r"'causal'\) and rectangle \(0, 9, 0, 9, 'full'\) share a pair",
-    ),
-    "another kind": ([(0, 9, 0, 9, "window")], r"'window'\) must be .* rectangle 0 is not"),
-    "four numbers": ([(0, 9, 0, 9)], "rectangle 0 is not"),
-    "none": ([], "there is none"),
+    "twice": ([(0, 9, 0, 9, "full"), SQUARE], ("'causal')", "(0, 9, 0, 9, 'full')")),
+    "another kind": ([(0, 9, 0, 9, "window")], ("'window')", "rectangle 0")),
+    "four numbers": ([(0, 9, 0, 9)], ("rectangle 0",)),
+    "none": ([], ("none",)),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_RECTANGLES)
 def test_rectangles_that_are_no_mask_are_refused(name):
-    rectangles, text = WRONG_RECTANGLES[name]
-    with pytest.raises(ConfigError, match=text):
+    rectangles, numbers = WRONG_RECTANGLES[name]
+    with pytest.raises(ConfigError) as caught:
         MaskSpec.rectangles(rectangles, 9)
+    assert all(number in str(caught.value) for number in numbers), caught.value
 
 
 def test_disjoint_parts_of_overlapping_rectangles_are_no_pair_twice():

@@ -245,6 +245,22 @@ def test_a_tensor_that_is_changed_in_place_is_noticed():
         z.sum()
 
 
+def test_a_tensor_that_stays_on_the_device_is_noticed_in_backward():
+    """Half of a layer's bytes are offloaded, a part of its large tensor; its small one stays."""
+    moving = offload(0.5)
+    x = torch.randn(8, 8).requires_grad_()
+    with moving.layer(0):
+        large, small = x.repeat(4, 1).exp(), x.exp()
+        hidden = large.sin().sum() * small.sin().sum()
+    with moving.layer(1):
+        loss = hidden.exp()
+    assert [item.size for item in moving._passes[-1][0].items if item.data is not None] == [256]
+    with torch.no_grad():
+        small.mul_(2)
+    with pytest.raises(RecomputeError, match="changed in place"):
+        loss.backward()
+
+
 def test_an_error_in_a_layer_leaves_it_usable():
     moving = offload(1.0)
     model = stack(LayerMemory("none", moving))

@@ -1,13 +1,27 @@
-"""Arguments of public functions that are not what they take: ConfigError, with what would fit."""
+"""Arguments of public functions that are not what they take are refused, with what would fit.
+
+That such an error is raised on every rank: tests/distributed/test_errors.py.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import Linear
 
 import ds_usp
-from ds_usp import ConfigError, DataError, memory, training
+from ds_usp import (
+    ConfigError,
+    DataError,
+    LayoutError,
+    MaskSpec,
+    Scores,
+    TokenLayout,
+    UnsupportedAttentionError,
+    memory,
+    training,
+)
 
 QKV = torch.ones(96, 16)
 MESH = ds_usp.SequenceMesh.single()
@@ -60,3 +74,115 @@ def test_input_ids_are_whole_numbers():
 
 def test_an_offload_takes_the_name_of_a_device():
     assert memory.Offload(0.5, "cpu").copier.device == torch.device("cpu")
+
+
+def attend(
+    q: Any = (1, 8, 8, 16),
+    k: Any = (1, 8, 4, 16),
+    v: Any = None,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 2,
+    *,
+    module: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention of tensors of these shapes; v has that of k, unless it is given."""
+    shapes = zip((q, k, v or k), (dtypes[0], *dtypes), strict=True)
+    tensors = [torch.ones(shape).to(dtype) for shape, dtype in shapes]
+    given = {"mesh": MESH, "layout": "zigzag", "mask": MaskSpec.causal(), **options}
+    if module:
+        return ds_usp.USPAttention(torch.nn.Identity(), gather_idx=1, **given)(*tensors, 0)
+    return ds_usp.usp_attention(*tensors, **given)
+
+
+# What tensors are refused: their shapes and dtypes, and the numbers of the message.
+TENSORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "kv heads": ({"k": (1, 8, 3, 16)}, ("8 query heads", "3 key/value heads")),
+    "more kv heads": ({"k": (1, 8, 9, 16)}, ("8 query heads", "9 key/value heads")),
+    "3-D": ({"q": (1, 8, 128)}, ("[1, 8, 128]",)),
+    "2-D keys": ({"k": (8, 16)}, ("[8, 16]",)),
+    "batch": ({"k": (2, 8, 4, 16)}, ("[1, 8, 8, 16]", "[2, 8, 4, 16]")),
+    "tokens": ({"v": (1, 7, 4, 16)}, ("[1, 8, 4, 16]", "[1, 7, 4, 16]")),
+    "key dim": ({"k": (1, 8, 4, 8)}, ("[1, 8, 8, 16]", "[1, 8, 4, 8]")),
+    "nothing": ({"q": (0, 8, 8, 16), "k": (0, 8, 4, 16)}, ("[0, 8, 8, 16]",)),
+    "mixed dtypes": ({"dtypes": (torch.float32, torch.bfloat16)}, ("float32", "bfloat16")),
+    "integers": ({"dtypes": (torch.int32,) * 2}, ("int32",)),
+}
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["usp_attention", "USPAttention"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit_are_refused(name, module):
+    given, numbers = TENSORS[name]
+    with pytest.raises(ConfigError) as caught:
+        attend(**given, module=module)
+    assert all(number in str(caught.value) for number in numbers), caught.value
+
+
+SEEDED = Scores(dropout_seed=1)
+OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "tokens of another layout": (
+        {"layout": TokenLayout("zigzag", 9)},
+        LayoutError,
+        ("holds 8", "gives it 9"),
+    ),
+    "layout of another mesh": (
+        {"layout": TokenLayout("zigzag", 8, 2, 1)},
+        LayoutError,
+        ("2 x ring 1", "1 x 1"),
+    ),
+    "unknown layout": ({"layout": "zig"}, LayoutError, ("'zig'", "zigzag, striped")),
+    "no mask": ({"mask": None}, ConfigError, ("mask=None",)),
+    "dropout": ({"dropout_p": 0.1}, UnsupportedAttentionError, ("0.1", "1 x ring 1")),
+    "dropout of all": ({"dropout_p": 1.0, "scores": SEEDED}, ConfigError, ("dropout_p=1.0",)),
+    "dropout in words": ({"dropout_p": "some"}, ConfigError, ("dropout_p='some'",)),
+    "dropout on a kernel without": (
+        {"dropout_p": 0.1, "scores": SEEDED, "kernel": "sdpa"},
+        UnsupportedAttentionError,
+        ("sdpa",),
+    ),
+    "unknown kernel": ({"kernel": "cuda"}, UnsupportedAttentionError, ("'cuda'", "eager")),
+    "kernel of a GPU": ({"kernel": "flash2"}, UnsupportedAttentionError, ("cuda, not cpu", "16")),
+    "no scale": ({"softmax_scale": 0.0}, ConfigError, ("softmax_scale=0.0",)),
+    "negative scale": ({"softmax_scale": -1.0}, ConfigError, ("softmax_scale=-1.0",)),
+    "endless scale": ({"softmax_scale": float("inf")}, ConfigError, ("softmax_scale=inf",)),
+    "scale in words": ({"softmax_scale": "half"}, ConfigError, ("softmax_scale='half'",)),
+    "no scores": ({"scores": 50.0}, ConfigError, ("scores=50.0", "softcap=50.0")),
+    "sinks of too few heads": (
+        {"scores": Scores(sinks=torch.zeros(4))},
+        ConfigError,
+        ("[4]", "8 query heads"),
+    ),
+    "whole sinks": (
+        {"scores": Scores(sinks=torch.zeros(8, dtype=torch.int64))},
+        ConfigError,
+        ("int64",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_cannot_be_computed_are_refused(name):
+    given, kind, numbers = OPTIONS[name]
+    with pytest.raises(kind) as caught:
+        attend(**given)
+    assert all(number in str(caught.value) for number in numbers), caught.value
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        *(({"softcap": x}, repr(x)) for x in (0.0, -1.0, float("nan"), "50", True)),
+        *(({"dropout_seed": x}, repr(x)) for x in (-1, 2**63, 1.5, True)),
+        ({"alibi_slopes": [0.5]}, "[0.5]"),
+    ],
+    ids=str,
+)
+def test_scores_are_numbers_and_tensors(given, numbers):
+    with pytest.raises(ConfigError) as caught:
+        Scores(**given)
+    assert numbers in str(caught.value)
+
+
+def test_learned_slopes_are_refused():
+    with pytest.raises(UnsupportedAttentionError, match="alibi_slopes"):
+        attend(scores=Scores(alibi_slopes=torch.ones(8, requires_grad=True)))
