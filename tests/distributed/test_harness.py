@@ -1,7 +1,6 @@
 """The harness and the stress test: results by rank, failures that show, stuck ranks that end."""
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -9,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankContext, RankError, RankTimeoutError, Team, WorkerPool, fork_world
-from programs import python
+from harness import RankContext, RankError, RankTimeoutError, fork_world
 
 
 class OddError(ValueError):
@@ -74,14 +72,6 @@ def test_every_rank_answers_in_order(pool, world):
     assert len({g["pid"] for g in ranks} | {os.getpid()}) == world + 1
 
 
-def test_ranks_are_started_once(pool):
-    first = [g["pid"] for g in pool.run(describe, 4)]
-    start = time.monotonic()
-    for _ in range(20):
-        assert [g["pid"] for g in pool.run(describe, 4)] == first
-    assert time.monotonic() - start < 5.0
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks do not rest here")
 def test_ranks_rest_between_calls(pool):
     pids = [g["pid"] for g in pool.run(describe, 3)]
@@ -89,52 +79,6 @@ def test_ranks_rest_between_calls(pool):
     while [state_of(pid) for pid in pids] != ["T"] * 3:
         assert time.monotonic() < until, [state_of(pid) for pid in pids]
     assert [g["pid"] for g in pool.run(describe, 3)] == pids
-
-
-def test_ranks_that_are_not_put_to_rest_end(monkeypatch):
-    def interrupted(_: Team) -> None:
-        raise KeyboardInterrupt
-
-    pool = WorkerPool()
-    pids = [g["pid"] for g in pool.run(describe, 2)]
-    monkeypatch.setattr(Team, "rest", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(describe, 2)
-    assert [state_of(pid) for pid in pids] in (["", ""], ["Z", "Z"])
-
-
-ENDS = """
-import os, signal
-import harness
-harness.PRELOAD = ("harness",)
-from test_harness import describe
-if __name__ == "__main__":
-    killed = os.fork()  # this process ends as it does without an error
-    print(*(of_rank["pid"] for of_rank in harness.WorkerPool().run(describe, 2)), flush=True)
-    if not killed:
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(killed, 0)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks do not rest here")
-def test_no_rank_outlives_the_tests(tmp_path):
-    """Those of a process that ends, and those of one that is killed."""
-    script = tmp_path / "ends.py"
-    script.write_text(ENDS)
-    path = os.pathsep.join(map(str, Path(__file__).resolve().parents[:3]))
-    done = python(script, PYTHONPATH=path, timeout=60)
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 4, done.stderr
-    until = time.monotonic() + 10
-    try:
-        while any(state_of(pid) not in ("", "Z") for pid in pids):
-            assert time.monotonic() < until, [state_of(pid) for pid in pids]
-            time.sleep(0.05)
-    except AssertionError:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        raise
 
 
 def test_first_traceback_shows_and_the_pool_goes_on(pool):
@@ -187,27 +131,3 @@ def test_fork_world_is_fresh_every_time():
     assert not {g["pid"] for g in first} & {g["pid"] for g in second}
     with pytest.raises(RankError, match="KeyError: 'key 0'"):
         fork_world(raise_on, 2, ranks=[0])
-
-
-# A rank that sleeps where an attack would raise.
-ASLEEP = """
-import sys, time
-sys.path.insert(0, sys.argv.pop(1))
-import stress
-stress.act = lambda attack: time.sleep(100)
-sys.exit(stress.main())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("seed", "code", "said"), [(22, 0, "1 exact"), (55, 1, "in <lambda>")], ids=["none", "hang"]
-)
-def test_the_stress_test_finds_a_hang_and_shows_its_stacks(seed, code, said):
-    """In a process of its own, which forks: nothing is forked from the tests'."""
-    scripts = Path(__file__).resolve().parents[2] / "scripts"
-    start = ["-c", ASLEEP, str(scripts)] if code else [str(scripts / "stress.py")]
-    limit = "1" if code else "60"
-    done = python(*start, "--cases", "1", "--seed", str(seed), "--limit-s", limit, timeout=180)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert said in done.stdout and ("1 HANG" in done.stdout) == bool(code)

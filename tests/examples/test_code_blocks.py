@@ -268,61 +268,47 @@ def test_commands_exist_and_take_their_flags(block):
 
 # Commands of ds-usp that need torch, a GPU, files or time: their flags are checked, the others run.
 NOT_STARTED = ("env", "profile", "report-communication", "verify")
+STARTERS = ("python", "torchrun")
 
 
 def check_command(block: Block, words: list[str]) -> None:
-    """Check that what a command starts exists and has the flags."""
+    """Check that what a command starts exists and has the flags; run the planner's commands."""
     program, rest = words[0], words[1:]
     if program in OTHERS:
         return
     if program == "bash":
         assert resolve(block, rest[0]).exists(), f"{block}: no {rest[0]}"
-    elif program in ("python", "torchrun"):
-        check_target(block, *target_of(rest))
-    elif program == "ds-usp":
-        check_target(block, "ds_usp", rest, is_module=True)
-    else:
-        pytest.fail(f"{block}: unknown program {program!r}: check it here, or mark the block")
-
-
-def target_of(words: list[str]) -> tuple[str, list[str], bool]:
-    """The module or script that an interpreter or torchrun starts, and its arguments."""
-    words = list(words)
-    while words and words[0].startswith("-") and words[0] != "-m":
-        flag = words.pop(0)
-        if "=" not in flag and flag not in ("--standalone", "-c"):
-            words.pop(0)
-    is_module = words[0] == "-m"
-    target, rest = words[int(is_module)], words[int(is_module) + 1 :]
-    return target, rest, is_module
-
-
-def check_target(block: Block, target: str, rest: list[str], is_module: bool) -> None:
-    """Check that a module or script exists and knows every flag; run the planner's commands."""
-    if target in ("ds_usp", "ds_usp.planner"):
+        return
+    if program in STARTERS:  # an interpreter's own flags, then a script, or a module behind -m
+        while rest[0].startswith("-") and rest[0] != "-m":
+            flag = rest.pop(0)
+            if "=" not in flag and flag not in ("--standalone", "-c"):
+                rest.pop(0)
+        program = rest.pop(0)
+        if program == "-m":
+            program = rest.pop(0)
+            spec = find_spec(program)
+            assert spec and spec.origin, f"{block}: no module {program}"
+            path = Path(spec.origin)
+        else:
+            path = resolve(block, program)
+        assert path.is_file(), f"{block}: no {program}"
+    if program in ("ds-usp", "ds_usp", "ds_usp.planner"):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             if rest[0] not in NOT_STARTED:
                 assert ds_usp_main(rest) == 0, f"{block}: {rest}"
                 return
             with contextlib.suppress(SystemExit):
                 ds_usp_main([rest[0], "--help"])
-        flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
-        assert set(flags) <= set(re.findall(r"--[\w-]+", out.getvalue())), f"{block}: {flags}"
-        return
-    if target == "megatron_patches.run":  # the other flags are the framework's
-        rest = [word for word in rest if word.startswith(("--usp", "--ulysses"))]
-    if is_module:
-        spec = find_spec(target)
-        assert spec is not None and spec.origin is not None, f"{block}: no module {target}"
-        path = Path(spec.origin)
+        known = out.getvalue()
     else:
-        path = resolve(block, target)
-        assert path.is_file(), f"{block}: no {target}"
-    sources = "".join(p.read_text(encoding="utf-8") for p in path.parent.rglob("*.py"))
-    for word in rest:
-        flag = word.partition("=")[0]
-        if flag.startswith("--"):
-            assert f'"{flag}"' in sources or f"{flag} " in sources, f"{block}: no flag {flag}"
+        assert words[0] in STARTERS, f"{block}: unknown program {words[0]!r}: check or mark it"
+        known = "".join(p.read_text(encoding="utf-8") for p in path.parent.rglob("*.py"))
+    flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    if program == "megatron_patches.run":  # the other flags are the framework's
+        flags = {flag for flag in flags if flag.startswith(("--usp", "--ulysses"))}
+    wrong = {flag for flag in flags if not re.search(rf"{flag}(?![\w-])", known)}
+    assert not wrong, f"{block}: no flags {wrong}"
 
 
 def resolve(block: Block, path: str) -> Path:
