@@ -138,35 +138,33 @@ def test_the_drop_in_takes_documents_with_each_call(pool, ulysses):
         assert max(max(errors) for errors in errors_of_ranks) <= 1e-5
 
 
-def refused_by_the_drop_in(ctx: RankContext, *, how: str, ulysses: int) -> None:
-    mesh = mesh_of(ulysses)
-    x = torch.randn(1, 16, 4, 8)
-    known = {"mask": ds_usp.MaskSpec.causal(), "dropout_p": 0.0}
-    if how == "at construction":
-        ds_usp.USPAttention(Causal(), mesh=mesh, mask=ds_usp.MaskSpec.causal([0, 64]), dropout_p=0)
-    elif how == "unknown":
-        ds_usp.USPAttention(Causal(), mesh=mesh)(x, x, x, 0, documents=[0, 64])
-    elif how == "a mask, too":
-        mask = torch.ones(64, 64).tril().bool()
-        ds_usp.USPAttention(Causal(), mesh=mesh, **known)(x, x, x, 0, None, mask, documents=[0, 64])
-    else:
-        documents = [0, 63] if how == "short" else [[0, 64]] * 2
-        ds_usp.USPAttention(Causal(), mesh=mesh, **known)(x, x, x, 0, documents=documents)
+def refused_by_the_drop_in(ctx: RankContext) -> list[str]:
+    mesh, x = mesh_of(4), torch.randn(1, 16, 4, 8)
+    known: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}
+
+    def attend(*more: Any, documents: Any, **options: Any) -> Any:
+        return ds_usp.USPAttention(Causal(), mesh=mesh, **options)(
+            x, x, x, 0, *more, documents=documents
+        )
+
+    mask, said = torch.ones(64, 64).tril().bool(), []
+    for call in (
+        lambda: ds_usp.USPAttention(Causal(), mesh=mesh, mask=MaskSpec.causal([0, 64])),
+        lambda: attend(documents=[0, 64]),
+        lambda: attend(None, mask, documents=[0, 64], **known),
+        lambda: attend(documents=[0, 63], **known),
+        lambda: attend(documents=[[0, 64]] * 2, **known),
+    ):
+        with pytest.raises(ds_usp.USPError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
 
 
-REFUSED = {
-    "at construction": "give documents=borders to each call",
-    "unknown": "Give what it computes",
-    "a mask, too": "Leave it out",
-    "short": "end at 63, the sequence has 64 tokens",
-    "two samples": "given for 2 samples, the batch has 1",
-}
-
-
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_the_drop_in_cannot_serve_is_refused_on_every_rank(pool, how):
-    for error in pool.errors(refused_by_the_drop_in, 4, how=how, ulysses=4):
-        assert isinstance(error, ds_usp.USPError) and REFUSED[how] in str(error), error
+def test_what_the_drop_in_cannot_serve_is_refused_on_every_rank(pool):
+    numbers = ("documents=borders", "mask", "Leave it out", "end at 63", "2 samples")
+    for said in pool.run(refused_by_the_drop_in, 4):
+        assert all(number in text for number, text in zip(numbers, said, strict=True)), said
 
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
@@ -210,58 +208,48 @@ def test_every_position_is_on_one_rank(kind, front):
     assert [shards.length(r) for r in range(6)] == [layout.layouts[0].length(r) for r in range(6)]
 
 
-def refused(ctx: RankContext, changes: dict[str, Any], odd: tuple[int, ...]) -> str:
-    mesh = mesh_of(2)
+def refused(ctx: RankContext, rows: list[tuple[dict[str, Any], tuple[int, ...]]]) -> list[str]:
+    """What each call of joint attention raises, of which some ranks' has changes."""
+    mesh, said = mesh_of(2), []
     q, joint = torch.randn(1, 8, 2, 8), torch.randn(1, 6, 2, 8)
-    options: dict[str, Any] = {"joint_q": joint, "joint_k": joint, "joint_v": joint}
-    options |= changes if ctx.rank in odd else {}
-    layout = options.pop("layout", mesh.layout("zigzag", 32))
-    try:
-        ds_usp.usp_joint_attention(q, q, q, mesh=mesh, layout=layout, mask=FULL, **options)
-    except ds_usp.USPError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    for changes, odd in rows:
+        options: dict[str, Any] = dict.fromkeys(("joint_q", "joint_k", "joint_v"), joint)
+        options |= changes if ctx.rank in odd else {}
+        layout = options.pop("layout", mesh.layout("zigzag", 32))
+        try:
+            ds_usp.usp_joint_attention(q, q, q, mesh=mesh, layout=layout, mask=FULL, **options)
+            said.append("")
+        except ds_usp.USPError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
-SHORT = torch.randn(1, 3, 2, 8)
-REFUSED_JOINT: dict[str, tuple[dict[str, Any], str]] = {
-    "right": ({}, "nothing"),
-    "heads": ({"joint_k": torch.randn(1, 6, 1, 8)}, "ConfigError: joint tensors must share"),
-    "tokens": ({"joint_k": SHORT}, "ConfigError: joint tensors must share"),
-    "dtype": ({"joint_v": torch.randn(1, 6, 2, 8).double()}, "ConfigError: joint tensors must"),
-    "dims": ({"joint_q": torch.randn(6, 2, 8)}, "ConfigError: joint tensors must share"),
-    "fewer than ranks": (
-        {"joint_q": SHORT, "joint_k": SHORT, "joint_v": SHORT},
-        "LayoutError: 3 tokens leave a rank of ulysses 2 x ring 2 (zigzag) without any",
-    ),
-    "layout": (
-        {"layout": TokenLayout("zigzag", 16, 1, 2)},
-        "LayoutError: the layout is for ulysses 1 x ring 2",
-    ),
-    "end": ({"joint_front": "rear"}, "ConfigError: joint_front='rear' must be"),
-}
+def joint(*shape: int) -> dict[str, torch.Tensor]:
+    return dict.fromkeys(("joint_q", "joint_k", "joint_v"), torch.randn(shape))
 
 
-@pytest.mark.parametrize("name", REFUSED_JOINT)
-def test_what_does_not_fit_is_refused_everywhere(pool, name):
-    changes, text = REFUSED_JOINT[name]
-    for message in pool.run(refused, 4, changes=changes, odd=(0, 1, 2, 3)):
-        assert message.startswith(text), message
+# What all ranks change, or the third alone; the error, and its numbers.
+REFUSED_JOINT: list[tuple[dict[str, Any], tuple[int, ...], str, str]] = [
+    ({}, (0, 1, 2, 3), "", ""),
+    ({"joint_k": torch.randn(1, 6, 1, 8)}, (0, 1, 2, 3), "ConfigError", "[1, 6, 1, 8]"),
+    ({"joint_k": torch.randn(1, 3, 2, 8)}, (0, 1, 2, 3), "ConfigError", "[1, 3, 2, 8]"),
+    ({"joint_v": torch.randn(1, 6, 2, 8).double()}, (0, 1, 2, 3), "ConfigError", "dtype"),
+    ({"joint_q": torch.randn(6, 2, 8)}, (0, 1, 2, 3), "ConfigError", "[6, 2, 8]"),
+    (joint(1, 3, 2, 8), (0, 1, 2, 3), "LayoutError", "3 tokens"),
+    ({"layout": TokenLayout("zigzag", 16, 1, 2)}, (0, 1, 2, 3), "LayoutError", "1 x ring 2"),
+    ({"joint_front": "rear"}, (0, 1, 2, 3), "ConfigError", "'rear'"),
+    ({"joint_front": False}, (2,), "MeshError", "rank 2"),
+    (joint(1, 7, 2, 8), (2,), "MeshError", "rank 2"),
+]
+
+
+def test_joint_tokens_that_do_not_fit_or_differ_are_refused_everywhere(pool):
+    rows = [row[:2] for row in REFUSED_JOINT]
+    for said in pool.run(refused, 4, rows=rows):
+        for text, (*_, kind, number) in zip(said, REFUSED_JOINT, strict=True):
+            assert text.startswith(kind) and bool(text) == bool(kind) and number in text, text
 
 
 def test_a_layout_of_documents_takes_no_joint_tokens():
     with pytest.raises(ds_usp.LayoutError, match=r"joint tokens are in no document of balanced"):
         JointLayout.of(TokenLayout("balanced", 32, documents=[0, 9, 32]), 8, True)
-
-
-LONGER = torch.randn(1, 7, 2, 8)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"joint_front": False}, {"joint_q": LONGER, "joint_k": LONGER, "joint_v": LONGER}],
-    ids=["end", "tokens"],
-)
-def test_ranks_that_differ_hear_of_it(pool, changes):
-    for message in pool.run(refused, 4, changes=changes, odd=(2,)):
-        assert message.startswith("MeshError: the ranks"), message

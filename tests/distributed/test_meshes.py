@@ -384,20 +384,6 @@ def test_a_group_out_of_order_is_refused(pool):
     pool.run(unsorted, 3)
 
 
-def test_one_process_needs_no_process_group():
-    mesh = ds_usp.SequenceMesh.single()
-    qkv = [torch.randn(2, 24, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    layout = mesh.layout("zigzag", 24)
-    mask = ds_usp.MaskSpec.causal()
-    out, lse = ds_usp.usp_attention(*qkv, mesh=mesh, layout=layout, mask=mask, return_lse=True)
-    dense, dense_lse = dense_attention(*qkv, causal(range(24), range(24)))
-    assert relative_error(out, dense) <= 1e-5
-    assert relative_error(lse, dense_lse) <= 1e-5
-    grads = torch.autograd.grad(out.sum(), qkv)
-    for grad, expected in zip(grads, torch.autograd.grad(dense.sum(), qkv), strict=True):
-        assert relative_error(grad, expected) <= 1e-5
-
-
 def test_the_set_of_verified_signatures_is_bounded():
     checker = ConsistencyChecker()
     for step in range(3000):
@@ -427,12 +413,6 @@ def round_trips(ctx: RankContext) -> list[bool]:
 def test_uneven_shards_are_gathered_over_a_group(pool):
     for same in pool.run(round_trips, WORLD):
         assert all(same)
-
-
-def test_one_process_gathers_its_own_shard():
-    mesh = SequenceMesh.single()
-    x = torch.randn(1, 8, 8)
-    assert torch.equal(mesh.gather(x, mesh.layout("zigzag", 8), 1), x)
 
 
 LAYOUT = TokenLayout("zigzag", 29, 2, 2)

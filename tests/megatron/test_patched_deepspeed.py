@@ -108,7 +108,7 @@ def errors(ctx: RankContext, *, cases: dict[str, dict[str, Any]]) -> dict[str, E
 
 
 REFUSED = {
-    "a degree that does not divide": ({"ulysses_degree": 3}, ConfigError, "Use one of 4 (ring 1)"),
+    "a degree that does not divide": ({"ulysses_degree": 3}, ConfigError, "4 (ring 1)"),
     "no degree": ({"ulysses_degree": "2"}, ConfigError, "ulysses_degree='2' must be"),
     "no layout": ({"layout": "zigzig"}, LayoutError, "unknown token layout"),
     "no setting": ({"degree": 2}, ConfigError, "unknown setting 'degree' of deepspeed"),

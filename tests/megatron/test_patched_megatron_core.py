@@ -283,72 +283,51 @@ def scaled() -> type:
     return Scaled
 
 
-REFUSED_BEFORE_GROUPS = {
-    "degrees that do not divide": (
-        {"ulysses_degree": 3},
-        {"cp": 4},
-        ConfigError,
-        "ulysses_degree=3 does not divide context_parallel_size=4. Use one of ",
-    ),
-    "levels of another mesh": (
-        {"ulysses_degree": 4},
-        {"cp": 4, "levels": [2, 2]},
-        ConfigError,
-        "hierarchical_context_parallel_sizes=[2, 2] is not ulysses x ring = [4, 1]",
-    ),
-    "three levels": ({}, {"cp": 4, "levels": [2, 2, 1]}, ConfigError, "[2, 2, 1] is not"),
-    "no degree": ({"ulysses_degree": 0}, {"cp": 4}, ConfigError, "ulysses_degree=0 must be"),
-    "no layout": ({"layout": "zigzig"}, {"cp": 4}, LayoutError, "unknown token layout"),
-    "no setting": (
-        {"ulysses": 2},
-        {"cp": 4},
-        ConfigError,
-        "unknown setting 'ulysses' of megatron_core; there are ulysses_degree, layout",
-    ),
+CP4, UNSUPPORTED = {"cp": 4}, UnsupportedAttentionError
+SINKHORN = {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "sinkhorn"}
+# Settings of apply, what the program asks for, the error, and what its message names.
+Refused = tuple[dict[str, Any], dict[str, Any], type[Exception], str]
+REFUSED_BEFORE_GROUPS: dict[str, Refused] = {
+    "degrees": ({"ulysses_degree": 3}, CP4, ConfigError, "3 does not divide context_parallel"),
+    "levels": ({"ulysses_degree": 4}, {"cp": 4, "levels": [2, 2]}, ConfigError, "[4, 1]"),
+    "three levels": ({}, {"cp": 4, "levels": [2, 2, 1]}, ConfigError, "[2, 2, 1]"),
+    "no degree": ({"ulysses_degree": 0}, CP4, ConfigError, "ulysses_degree=0"),
+    "no layout": ({"layout": "zigzig"}, CP4, LayoutError, "'zigzig'"),
+    "no setting": ({"ulysses": 2}, CP4, ConfigError, "'ulysses'"),
 }
-REFUSED_BY_LAYERS = {
+REFUSED_BY_LAYERS: dict[str, Refused] = {
     "another kind": ({}, {"cp": 4, "comm_type": "p2p"}, ConfigError, "cp_comm_type='p2p'"),
-    "dropout": ({}, {"cp": 4, "dropout": 0.1}, UnsupportedAttentionError, "attention_dropout=0"),
+    "dropout": ({}, {"cp": 4, "dropout": 0.1}, UNSUPPORTED, "attention_dropout=0"),
     "experts that drop tokens": (
         {},
         {"cp": 4, **EXPERTS, "moe_expert_capacity_factor": 1.0},
-        UnsupportedAttentionError,
-        "moe_expert_capacity_factor=1.0: each rank would drop tokens by what its own shard",
+        UNSUPPORTED,
+        "moe_expert_capacity_factor=1.0",
     ),
     "experts of a balanced shard": (
         {},
-        {
-            "cp": 4,
-            **EXPERTS,
-            "moe_aux_loss_coeff": 0.0,
-            "moe_router_load_balancing_type": "sinkhorn",
-        },
-        UnsupportedAttentionError,
-        "'sinkhorn': each rank would balance its own shard of the sequence; use aux_loss",
+        {"cp": 4, **EXPERTS, **SINKHORN},
+        UNSUPPORTED,
+        "'sinkhorn'",
     ),
     "losses of routers a token": (
         {},
         {"cp": 4, **EXPERTS, "calculate_per_token_loss": True},
-        UnsupportedAttentionError,
-        "set these coefficients to 0, or calculate_per_token_loss=False",
+        UNSUPPORTED,
+        "calculate_per_token_loss=False",
     ),
-    "a subclass that computes more": (
-        {},
-        {"cp": 4, "core": scaled},
-        UnsupportedAttentionError,
-        "Scaled has a forward of its own, which USP attention in its place would leave out",
-    ),
+    "a subclass that computes more": ({}, {"cp": 4, "core": scaled}, UNSUPPORTED, "Scaled"),
     "a delta net with gelu": (
         {},
         {"cp": 4, **HYBRID, "activation_func": F.gelu},
-        UnsupportedAttentionError,
-        "layer 2: with activation_func=gelu a gated delta net computes its convolution of this",
+        UNSUPPORTED,
+        "layer 2: with activation_func=gelu",
     ),
     "a state in a striped layout": (
         {"layout": "striped", "ulysses_degree": 2},
         {"cp": 4, **HYBRID},
         LayoutError,
-        "a layer that carries a state from token to token needs runs of consecutive ones",
+        "consecutive",
     ),
 }
 

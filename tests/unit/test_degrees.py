@@ -66,47 +66,35 @@ def test_every_degree_that_a_refusal_proposes_is_taken(sp, ulysses, heads):
         assert [int(degree) for degree, _ in proposed] == valid
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"sp": 0}, "sp=0 must be a whole number of 1 or more"),
-    ({"sp": None}, "sp=None must be"),
-    ({"sp": 2, "ulysses": 2.0}, "u=2.0 must be"),
-    ({"sp": 2, "tp": True}, "--tp True must be"),
-    ({"sp": 4, "ulysses": 3}, "u=3 does not divide sp=4. Use one of 4 (ring 1), 2 (ring 2), 1"),
-    ({"sp": 4, "ring": 3}, "the 3 rings does not divide sp=4. Use one of 1, 2, 4"),
-    ({"sp": 4, "ulysses": 2, "ring": 4}, "u=2 x the 4 rings = 8 is not sp=4: leave one"),
-    (
-        {"sp": 8, "ring": 2, "heads": 3},
-        "the 2 rings of sp=8 leaves 4 Ulysses ranks, which need at least 4 query heads on each "
-        "tensor-parallel rank, there are 3. Use one of 2 (ring 4), 1 (ring 8)",
-    ),
-    ({"sp": 1, "heads": 0}, "0 query heads: there must be 1 or more"),
-    ({"sp": 1, "heads": 6, "kv_heads": 4}, "6 query heads cannot share 4 key/value heads"),
-    ({"sp": 1, "heads": 6, "kv_heads": 0}, "6 query heads cannot share 0 key/value heads"),
-    (
-        {"sp": 1, "heads": 8, "kv_heads": 4, "tp": 8},
-        "--tp 8 must divide the 8 query heads and the 4 key/value heads. Use one of 1, 2, 4",
-    ),
-    ({"sp": 1, "heads": 9, "tp": 2}, "--tp 2 must divide the 9 query heads. Use one of 1, 3, 9"),
-    (
-        {"sp": 1, "heads": 8, "ffn": 20, "tp": 8},
-        "--tp 8 must divide the MLP's width of 20. Use one of 1, 2, 4",
-    ),
+# Degrees that do not fit, and the numbers and degrees that the message has.
+REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"sp": 0}, ("sp=0",)),
+    ({"sp": None}, ("sp=None",)),
+    ({"sp": 2, "ulysses": 2.0}, ("u=2.0",)),
+    ({"sp": 2, "tp": True}, ("--tp True",)),
+    ({"sp": 4, "ulysses": 3}, ("u=3", "sp=4", "4 (ring 1), 2 (ring 2), 1")),
+    ({"sp": 4, "ring": 3}, ("the 3 rings", "sp=4", "1, 2, 4")),
+    ({"sp": 4, "ulysses": 2, "ring": 4}, ("u=2 x the 4 rings = 8", "sp=4")),
+    ({"sp": 8, "ring": 2, "heads": 3}, ("the 2 rings", "there are 3", "2 (ring 4), 1 (ring 8)")),
+    ({"sp": 1, "heads": 0}, ("0 query heads",)),
+    ({"sp": 1, "heads": 6, "kv_heads": 4}, ("6 query heads", "4 key/value heads")),
+    ({"sp": 1, "heads": 6, "kv_heads": 0}, ("6 query heads", "0 key/value heads")),
+    ({"sp": 1, "heads": 8, "kv_heads": 4, "tp": 8}, ("--tp 8", "4 key/value heads", "1, 2, 4")),
+    ({"sp": 1, "heads": 9, "tp": 2}, ("--tp 2", "9 query heads", "1, 3, 9")),
+    ({"sp": 1, "heads": 8, "ffn": 20, "tp": 8}, ("--tp 8", "20", "1, 2, 4")),
     (
         {"sp": 8, "ulysses": 4, "heads": 6, "tp": 2},
-        "u=4 needs at least 4 query heads on each tensor-parallel rank, there are 3 (6 heads, "
-        "--tp 2). Use one of 2 (ring 4), 1 (ring 8)",
+        ("u=4", "there are 3 (6 heads, --tp 2)", "2 (ring 4), 1 (ring 8)"),
     ),
-    (
-        {"sp": 4, "tp": 2, "world": 12},
-        "12 ranks cannot hold --tp 2 x sp=4 x pp=1 = 8 ranks. Use a multiple of 8 ranks",
-    ),
+    ({"sp": 4, "tp": 2, "world": 12}, ("12 ranks", "--tp 2 x sp=4 x pp=1 = 8")),
 ]
 
 
-@pytest.mark.parametrize(("degrees", "message"), REFUSED, ids=str)
-def test_a_refusal_has_the_users_names_the_numbers_and_the_fix(degrees, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+@pytest.mark.parametrize(("degrees", "numbers"), REFUSED, ids=str)
+def test_a_refusal_has_the_users_names_the_numbers_and_the_fix(degrees, numbers):
+    with pytest.raises(ConfigError) as caught:
         Degrees(**degrees).check({"ulysses": "u", "tp": "--tp", "ring": "the {} rings"})
+    assert all(number in str(caught.value) for number in numbers), caught.value
 
 
 def test_shell_scripts_ask_for_the_degrees():
@@ -333,68 +321,44 @@ def test_a_grid_is_a_value():
 
 
 GRID = RankGrid({"tp": 2, "ring": 3})
-WRONG: dict[str, tuple[Callable[[], Any], str | list[str]]] = {
-    "heads that share unevenly": (
-        lambda: HeadSplit(6, 4, 2),
-        "6 query heads cannot share 4 key/value heads",
+HOST = {"ds_sequence_parallel_size": 4, "ulysses_degree": 3}
+# Calls that make no sense, and the numbers of the message.
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: HeadSplit(6, 4, 2), "6 query heads cannot share 4"),
+    (lambda: HeadSplit(4, 8, 2), "4 query heads cannot share 8"),
+    (lambda: HeadSplit(8, 0, 2), "8 query heads cannot share 0"),
+    (lambda: HeadSplit(6, 2, 8), "ulysses_degree=8 needs at least 8"),
+    (lambda: USPConfig(sp_degree=8, ulysses_degree=3), "4 (ring 2), 2"),
+    (lambda: USPConfig(sp_degree=2, ulysses_degree=4), "of 2 (ring 1)"),
+    (lambda: USPConfig.from_args(Namespace(**HOST)), "--ulysses-degree 3"),
+    (lambda: USPConfig(sp_degree=0), "--ds-sequence-parallel-size 0"),
+    (lambda: USPConfig(sp_degree=None), "--ds-sequence-parallel-size None"),
+    (lambda: USPConfig(sp_degree=4.0), "--ds-sequence-parallel-size 4.0"),
+    (lambda: USPConfig(sp_degree="4"), "--ds-sequence-parallel-size '4'"),
+    (lambda: USPConfig(sp_degree=4, ulysses_degree=0), "--ulysses-degree 0"),
+    (lambda: USPConfig(sp_degree=4, ulysses_degree=True), "--ulysses-degree True"),
+    (lambda: USPConfig(layout="zig"), "'zig'"),
+    (lambda: USPConfig(order="ring"), "ulysses-ring, ring-ulysses"),
+    (lambda: RankGrid({"tp": 2, "cp": 2}), "missing axis"),
+    (lambda: RankGrid({"tp": 2}, order=("tp", "tp")), "each axis once"),
+    *(
+        (lambda size=size: RankGrid({"tp": size}), f"{{'tp': {size!r}}}")
+        for size in (0, -2, 1.5, float("nan"), True, "2")
     ),
-    "more KV heads": (lambda: HeadSplit(4, 8, 2), "4 query heads cannot share 8 key/value heads"),
-    "no KV heads": (lambda: HeadSplit(8, 0, 2), "8 query heads cannot share 0 key/value heads"),
-    "heads of too many ranks": (
-        lambda: HeadSplit(6, 2, 8),
-        "ulysses_degree=8 needs at least 8 query heads",
-    ),
-    "ulysses that does not divide": (
-        lambda: USPConfig(sp_degree=8, ulysses_degree=3),
-        ["3 does not divide", "8", "4 (ring 2), 2"],
-    ),
-    "ulysses beyond sp": (
-        lambda: USPConfig(sp_degree=2, ulysses_degree=4),
-        ["4 does not divide", "2", "of 2 (ring 1)"],
-    ),
-    "ulysses of a host": (
-        lambda: USPConfig.from_args(Namespace(ds_sequence_parallel_size=4, ulysses_degree=3)),
-        "--ulysses-degree 3 does not divide",
-    ),
-    "sp 0": (lambda: USPConfig(sp_degree=0), "--ds-sequence-parallel-size 0 must be"),
-    "no sp": (lambda: USPConfig(sp_degree=None), "--ds-sequence-parallel-size None must be"),
-    "sp in floats": (lambda: USPConfig(sp_degree=4.0), "--ds-sequence-parallel-size 4.0"),
-    "sp as text": (lambda: USPConfig(sp_degree="4"), "--ds-sequence-parallel-size '4' must"),
-    "ulysses 0": (lambda: USPConfig(sp_degree=4, ulysses_degree=0), "--ulysses-degree 0 must be"),
-    "ulysses True": (
-        lambda: USPConfig(sp_degree=4, ulysses_degree=True),
-        "--ulysses-degree True must be",
-    ),
-    "unknown layout": (
-        lambda: USPConfig(layout="zig"),
-        ["'zig'", "contiguous, zigzag, striped, context_parallel"],
-    ),
-    "unknown order": (lambda: USPConfig(order="ring"), ["'ring'", "ulysses-ring, ring-ulysses"]),
-    "unknown axis": (lambda: RankGrid({"tp": 2, "cp": 2}), "Add the missing axis"),
-    "repeated axis": (lambda: RankGrid({"tp": 2}, order=("tp", "tp")), "name each axis once"),
-    "size 0": (lambda: RankGrid({"tp": 0}), "{'tp': 0}"),
-    "negative size": (lambda: RankGrid({"tp": -2}), "{'tp': -2}"),
-    "broken size": (lambda: RankGrid({"tp": 1.5}), "{'tp': 1.5}"),  # type: ignore[dict-item]
-    "size NaN": (lambda: RankGrid({"tp": float("nan")}), "{'tp': nan}"),  # type: ignore[dict-item]
-    "size True": (lambda: RankGrid({"tp": True}), "{'tp': True}"),
-    "size as text": (lambda: RankGrid({"tp": "2"}), "{'tp': '2'}"),  # type: ignore[dict-item]
-    "groups over nothing known": (lambda: GRID.groups("cp"), "no axis 'cp'"),
-    "size over nothing known": (lambda: GRID.size("tp", "cp"), "no axis 'cp'"),
-    "rank beyond the grid": (lambda: GRID.coords(6), "rank 6 is outside the grid of 6 ranks"),
-    "negative rank": (lambda: GRID.coords(-1), "rank -1 is outside"),
-    "coordinate beyond its axis": (lambda: GRID.rank(ring=3), "ring=3 is outside its axis of 3"),
-    "coordinate of no axis": (lambda: GRID.rank(cp=1), "no axis 'cp'"),
-    "group of a rank beyond": (lambda: GRID.group_of(6, "tp"), "rank 6 is outside"),
-}
+    (lambda: GRID.groups("cp"), "'cp'"),
+    (lambda: GRID.size("tp", "cp"), "'cp'"),
+    (lambda: GRID.coords(6), "rank 6 is outside the grid of 6"),
+    (lambda: GRID.coords(-1), "rank -1"),
+    (lambda: GRID.rank(ring=3), "ring=3 is outside its axis of 3"),
+    (lambda: GRID.rank(cp=1), "'cp'"),
+    (lambda: GRID.group_of(6, "tp"), "rank 6"),
+]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_makes_no_sense_is_refused_with_the_number(wrong):
-    call, messages = WRONG[wrong]
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("call", "number"), WRONG, ids=str)
+def test_what_makes_no_sense_is_refused_with_the_number(call, number):
+    with pytest.raises(ConfigError, match=re.escape(number)):
         call()
-    for message in [messages] if isinstance(messages, str) else messages:
-        assert message in str(caught.value)
 
 
 # Node of each rank, Ulysses and ring degree, ring ranks per node; Ulysses varies fastest.

@@ -133,6 +133,12 @@ def test_all_kinds_apply_and_restore(framework):
     assert (user.use(1), applied_sets()) == (2, ())
     patches.apply()
     assert framework.double(1) == 6
+    patches.restore()
+    twice = PatchSet("twice", (TRIPLED(), TRIPLED()))  # each is undone, the last one first
+    twice.apply()
+    assert framework.double(1) == 18
+    twice.restore()
+    assert framework.double is before[0]["double"]
 
 
 def test_names_that_hold_a_replaced_object_are_reported(framework):

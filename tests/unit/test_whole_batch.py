@@ -162,58 +162,47 @@ def test_a_length_is_the_wrapped_loaders():
         len(SequenceParallelDataLoader(iter([]), SequenceMesh.single()))
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "no dict": (TOKENS, "batch is Tensor: it must be a dict"),
-    "no tokens": ({"tokens": TOKENS}, r"batch is \['tokens'\]"),
-    "one dim": ({"input_ids": TOKENS[0]}, r"input_ids are \[6\], expected \[batch, sequence\]"),
-    "labels of another length": (
-        of(labels=TOKENS[:, 1:]),
-        r"labels is \[2, 5\], input_ids are \[2, 6\]",
-    ),
-    "a mask of pairs": (
-        of(attention_mask=torch.ones(2, 1, 6, 6)),
-        "Masks of pairs of tokens are not sharded",
-    ),
+PADDED = torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)
+# Batches that cannot be used, and the numbers and names of the message.
+REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "no dict": (TOKENS, ("Tensor",)),
+    "no tokens": ({"tokens": TOKENS}, ("['tokens']",)),
+    "one dim": ({"input_ids": TOKENS[0]}, ("[6]",)),
+    "labels of another length": (of(labels=TOKENS[:, 1:]), ("[2, 5]", "[2, 6]")),
+    "a mask of pairs": (of(attention_mask=torch.ones(2, 1, 6, 6)), ("pairs",)),
     "padding on the left": (
         of(attention_mask=torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])),
-        "sample 1 keeps 4 of 6 tokens, and not the first ones: pad on the right",
+        ("sample 1", "4 of 6"),
     ),
-    "an empty sample": (
-        of(attention_mask=torch.tensor([[1] * 6, [0] * 6])),
-        "sample 1 keeps 0 of 6",
-    ),
-    "padding that numbers documents": (
-        of(attention_mask=torch.tensor([[1, 1, 2, 2, 0, 0]] * 2)),
-        "sample 0 has numbers other than 0 and 1.*by position_ids that start anew, or by cu_seq",
-    ),
+    "an empty sample": (of(attention_mask=torch.tensor([[1] * 6, [0] * 6])), ("sample 1", "0 of")),
+    "padding that numbers documents": (of(attention_mask=2 * PADDED), ("sample 0", "cu_seq")),
     "borders that end elsewhere beside padding": (
-        of(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]] * 2), cu_seqlens=[0, 2, 5]),
-        "sample 0 end at 5, and attention_mask keeps 4 of its 6 tokens",
+        of(attention_mask=PADDED, cu_seqlens=[0, 2, 5]),
+        ("sample 0 end at 5", "4 of its 6"),
     ),
     "labels that are shifted already": (
         {"input_ids": TOKENS[:, :-1], "labels": TOKENS[:, 1:]},
-        "would be shifted twice: name them 'shift_labels'",
+        ("'shift_labels'",),
     ),
-    "labels twice": (of(labels=TOKENS, shift_labels=TOKENS), "leave one of the two out"),
+    "labels twice": (of(labels=TOKENS, shift_labels=TOKENS), ("two",)),
     "positions that jump": (
         of(position_ids=torch.tensor([[0, 1, 2, 5, 6, 7]] * 2)),
-        "sample 0 go from 2 to 5 at token 3",
+        ("2 to 5 at token 3",),
     ),
     "documents that differ": (
         of(position_ids=POSITIONS, cu_seqlens=[0, 3, 6]),
-        "cu_seqlens and position_ids name different documents",
+        ("cu_seqlens", "position_ids"),
     ),
-    "a tensor of no sequence": (
-        of(image=torch.ones(2, 3)),
-        r"'image' is \[2, 3\], not \[2, 6, ...\].*whole=\('image',\)",
-    ),
+    "a tensor of no sequence": (of(image=torch.ones(2, 3)), ("'image'", "[2, 3]", "[2, 6, ...]")),
 }
 
 
-@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_batch_that_cannot_be_used_is_refused(given, message):
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_batch_that_cannot_be_used_is_refused(name):
+    given, numbers = REFUSED[name]
+    with pytest.raises(DataError) as caught:
         batches(given)
+    assert all(number in str(caught.value) for number in numbers), caught.value
 
 
 def test_borders_that_end_elsewhere_are_refused():
