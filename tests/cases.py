@@ -317,6 +317,36 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[s
     return dict(zip(names, (out.detach(), lse, *grads), strict=True))
 
 
+def attend_by_module(
+    mesh: ds_usp.SequenceMesh,
+    case: Case,
+    local: Any,
+    *args: Any,
+    batch_dim: int = 0,
+    call: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """:func:`attend` through a USPAttention, without lse.
+
+    Args:
+        local: the local attention.
+        args, call: what its call is given behind the batch dim.
+        options: of the module.
+    """
+    layout, kv_layout = layouts(mesh, case)
+    shards = {
+        name: (kv_layout if name in "kv" else layout).shard(x, 1, mesh.rank)
+        for name, x in inputs(case).items()
+    }
+    qkv = [shards[name].requires_grad_() for name in "qkv"]
+    module = ds_usp.USPAttention(local, gather_idx=1 - batch_dim, mesh=mesh, **options)
+    given = (x.transpose(0, 1) if batch_dim else x for x in qkv)
+    out = module(*given, batch_dim, *args, **call or {})
+    out = out.transpose(0, 1) if batch_dim else out
+    grads = torch.autograd.grad(out, qkv, shards["dout"])
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+
+
 def errors_of(
     mesh: ds_usp.SequenceMesh, case: Case, actual: dict[str, torch.Tensor]
 ) -> dict[str, float]:

@@ -8,7 +8,16 @@ from typing import Any
 import joint_attention_cases
 import torch
 import torch.nn.functional as F
-from cases import ALL_LAYOUTS, Case, dense_errors, inputs, mesh_of, reference, run_case
+from cases import (
+    ALL_LAYOUTS,
+    Case,
+    attend_by_module,
+    dense_errors,
+    errors_of,
+    inputs,
+    mesh_of,
+    run_case,
+)
 from harness import RankContext
 
 import ds_usp
@@ -76,46 +85,31 @@ def drop_in(
     known: bool = True,
     dropout: float = 0.0,
     mask: str | None = None,
-    seq_len: int = 32,
 ) -> float:
-    """USPAttention's output and gradient of q against the oracle."""
-    case = Case(seq_len=seq_len, heads=4, kv_heads=4, batch=1, mask="causal")
+    """USPAttention against the oracle."""
+    case = Case(seq_len=32, heads=4, kv_heads=4, batch=1, mask="causal")
     local = Softmax(dropout=dropout, tokens_first=batch_dim == 1)
-    mesh = mesh_of(ulysses)
-    attn = ds_usp.USPAttention(
-        local,
-        gather_idx=1 - batch_dim,
-        mesh=mesh,
-        mask=ds_usp.MaskSpec.causal() if known else None,
-        dropout_p=dropout if known else None,
-        layout=mesh.layout("zigzag", seq_len),
-    )
-    masks: dict[str | None, torch.Tensor] = {
-        "causal": torch.ones(seq_len, seq_len, dtype=torch.bool).tril(),
-        "random": torch.rand(seq_len, seq_len) > 0.5,
-    }
-    masks["random"] |= torch.eye(seq_len, dtype=torch.bool)
-    layout = mesh.layout("zigzag", seq_len)
-    full = inputs(case)
-    local_qkv = [layout.shard(full[name], 1, mesh.rank).requires_grad_() for name in "qkv"]
-    framework = [x.transpose(0, 1) if batch_dim == 1 else x for x in local_qkv]
-    out = attn(*framework, batch_dim, None, *([masks[mask]] if mask else []))
-    out = out.transpose(0, 1) if batch_dim == 1 else out
-    if (
-        dropout
-    ):  # its own draw: right where the local attention itself ran on all tokens of its heads
-        return 0.0 if bool((out == 0).any()) else float("inf")
-    (grad,) = torch.autograd.grad(out, local_qkv[0], layout.shard(full["dout"], 1, mesh.rank))
-    expected = reference(case)
+    seen = torch.ones(32, 32, dtype=torch.bool).tril()
     if mask == "random":
+        seen = (torch.rand(32, 32) > 0.5) | torch.eye(32, dtype=torch.bool)
+    mesh, options = mesh_of(ulysses), {"layout": "zigzag"}
+    if known:
+        options |= {"mask": ds_usp.MaskSpec.causal(), "dropout_p": dropout}
+    more = (None, seen) if mask else ()
+    actual = attend_by_module(mesh, case, local, *more, batch_dim=batch_dim, **options)
+    if dropout:  # its own draw: right where the local attention itself ran on all tokens
+        return 0.0 if bool((actual["out"] == 0).any()) else float("inf")
+    if mask == "random":
+        full, place = inputs(case), mesh.layout("zigzag", 32)
         q, k, v = (full[name].double().requires_grad_() for name in "qkv")
-        dense, _ = oracle.dense_attention(q, k, v, masks["random"])
-        expected = {"out": dense, "dq": torch.autograd.grad(dense, q, full["dout"].double())[0]}
-    errors = [
-        oracle.relative_error(actual, layout.shard(expected[name].detach(), 1, mesh.rank))
-        for name, actual in (("out", out), ("dq", grad))
-    ]
-    return max(errors) / TOLERANCE[torch.float32]
+        dense, _ = oracle.dense_attention(q, k, v, seen)
+        true = {"out": dense, "dq": torch.autograd.grad(dense, q, full["dout"].double())[0]}
+        errors = (
+            oracle.relative_error(actual[name], place.shard(x.detach(), 1, mesh.rank))
+            for name, x in true.items()
+        )
+        return max(errors) / TOLERANCE[torch.float32]
+    return max(errors_of(mesh, case, actual).values()) / TOLERANCE[torch.float32]
 
 
 def refused_call(ctx: RankContext, ulysses: int, **changes: Any) -> float:

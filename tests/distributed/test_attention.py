@@ -12,12 +12,11 @@ from cases import (
     HEADS,
     RESULTS,
     Case,
+    attend_by_module,
     check,
     dense_errors,
-    inputs,
-    layouts,
+    errors_of,
     mesh_of,
-    reference,
     run_cases,
 )
 from harness import RankContext, WorkerPool
@@ -431,41 +430,15 @@ def test_cross_attention_equals_the_oracle(pool, ulysses, ring):
     check(pool, made, ulysses, ring)
 
 
-def test_mask_text_has_the_prefix():
-    mask = MaskSpec.prefix_lm(5)
-    assert str(mask) == "causal with a prefix of 5" and not mask.is_causal
-    assert [mask.allows(2, key) for key in range(8)] == [True] * 5 + [False] * 3
-    assert [mask.allows(6, key) for key in range(8)] == [True] * 7 + [False]
-    with pytest.raises(ds_usp.ConfigError, match="prefix=-1 must be"):
-        MaskSpec.prefix_lm(-1)
-    with pytest.raises(ds_usp.ConfigError, match=r"a prefix of 2 tokens .* documents"):
-        MaskSpec(None, 0, [0, 4], 2)
-
-
 def through_the_drop_in(ctx: RankContext, ulysses: int) -> float:
     """USPAttention around a local attention that attends to all of another sequence."""
-    mesh = mesh_of(ulysses)
+    mesh, full = mesh_of(ulysses), {"mask": MaskSpec.full(), "dropout_p": 0.0}
     case = replace(CROSS_BASE, seq_len=48, heads=8, kv_heads=4, mask="full", keys=(24, "zigzag"))
-    full, expected = inputs(case), reference(case)
-    layout, kv_layout = layouts(mesh, case)
-    places = {"q": layout, "k": kv_layout, "v": kv_layout}
-    shards = [
-        place.shard(full[name], 1, mesh.rank).requires_grad_() for name, place in places.items()
-    ]
-    attention = ds_usp.USPAttention(
-        Dense(), gather_idx=1, mesh=mesh, layout="zigzag", mask=MaskSpec.full(), dropout_p=0.0
-    )
-    out = attention(*shards, 0)
-    grads = torch.autograd.grad(out, shards, layout.shard(full["dout"], 1, mesh.rank))
-    errors = [
-        oracle.relative_error(actual, place.shard(expected[name], 1, mesh.rank))
-        for name, place, actual in zip(
-            ("out", "dq", "dk", "dv"), (layout, *places.values()), (out, *grads), strict=True
-        )
-    ]
+    actual = attend_by_module(mesh, case, Dense(), layout="zigzag", **full)
     with pytest.raises(ds_usp.ConfigError, match="by one table"):
-        attention(*shards, 0, (torch.ones(48, 1, 1, 16),) * 2)
-    return max(errors)
+        turn = (torch.ones(48, 1, 1, 16),) * 2
+        attend_by_module(mesh, case, Dense(), turn, layout="zigzag", **full)
+    return max(errors_of(mesh, case, actual).values())
 
 
 class Dense(torch.nn.Module):

@@ -319,7 +319,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (SP2, "--ds-sequence-parallel-fpdt", ""),
     ({"sp": 2, "u": 3}, "", "--ulysses-degree 3"),
     ({"sp": 2, "u": "auto"}, "--usp-cluster b9", "a100"),
-    ({"sp": 2, "u": "auto"}, "--seq-length 9999999 --usp-cluster l20", "46.1 GiB"),
+    (
+        {"sp": 2, "u": "auto"},
+        "--seq-length 9999999 --max-position-embeddings 9999999 --usp-cluster l20",
+        "46.1 GiB",
+    ),
     (SP2, "--usp-cluster l20", "--ulysses-degree auto"),
     ({"sp": 2, "u": 0}, "", "--ulysses-degree 0"),
     ({"sp": 2}, "--num-attention-heads 1 --kv-channels 64", "1 (ring 2)"),

@@ -251,8 +251,6 @@ def test_a_split_is_made_once_for_all_calls_of_a_local_attention():
 AXES = ("tp", "cp", "dp", "pp")
 SIZES = [(1, 1, 1, 1), (2, 2, 2, 2), (4, 2, 1, 3), (2, 3, 4, 1), (1, 4, 3, 2), (3, 1, 2, 5)]
 TOKENS = [t for n in range(1, 5) for t in combinations(AXES, n)]
-# (tp, ulysses, ring, dp, pp)
-HIERARCHICAL = [(2, 2, 2, 1, 1), (1, 4, 2, 2, 1), (2, 2, 4, 1, 2), (2, 3, 2, 2, 2), (1, 1, 4, 2, 2)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -266,28 +264,6 @@ def test_groups_are_megatrons(order, sizes):
         groups = [list(group) for group in grid.groups(*token)]
         assert groups == generator.get_ranks("-".join(token)), token
         assert all(len(group) == grid.size(*token) for group in groups)
-
-
-@pytest.mark.parametrize("shape", HIERARCHICAL, ids=str)
-def test_ulysses_and_ring_are_megatrons_hierarchical_context_parallel_groups(shape, monkeypatch):
-    grid = RankGrid(dict(zip(("tp", "ulysses", "ring", "dp", "pp"), shape, strict=True)))
-    made: list[list[int]] = []
-    monkeypatch.setattr(parallel_state, "create_group", lambda ranks, **_: made.append(ranks))
-    tp, ulysses, ring, dp, pp = shape
-    generator = parallel_state.RankGenerator(
-        tp=tp, ep=1, dp=dp, pp=pp, cp=ulysses * ring, order="tp-cp-ep-dp-pp"
-    )
-    assert [list(group) for group in grid.groups("ulysses", "ring")] == generator.get_ranks("cp")
-    for ranks in generator.get_ranks("cp"):
-        parallel_state.create_hierarchical_groups(ranks[0], ranks, [ulysses, ring])
-    # Level by level within each context-parallel group: first the Ulysses groups, then the rings.
-    ours = [grid.groups("ulysses"), grid.groups("ring")]
-    expected = [
-        [list(group) for group in level if group[0] in ranks]
-        for ranks in generator.get_ranks("cp")
-        for level in ours
-    ]
-    assert made == list(chain.from_iterable(expected))
 
 
 @pytest.mark.parametrize("order", [None, ("ring", "tp", "ulysses"), ("pp", "tp", "ring", "dp")])

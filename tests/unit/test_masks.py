@@ -59,12 +59,17 @@ def test_names(mask, bounds, text, causal):
 
 
 @pytest.mark.parametrize("bound", [-1, 2.0, 2.5, "3", True, float("nan"), float("inf"), [1]])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "prefix"])
 def test_what_is_no_number_of_tokens_is_refused(side, bound):
     with pytest.raises(ConfigError) as caught:
         MaskSpec(**{side: bound})
-    assert f"window {side}={bound!r}" in str(caught.value)
-    assert "None leaves that side open" in str(caught.value)
+    assert f"{side}={bound!r}" in str(caught.value)
+
+
+def test_a_prefix_is_the_whole_sequences():
+    assert str(MaskSpec.prefix_lm(5)) == "causal with a prefix of 5"
+    with pytest.raises(ConfigError, match="a prefix of 2 tokens"):
+        MaskSpec(None, 0, [0, 4], 2)
 
 
 SUPPORTS = [TileSupport(*flags) for flags in product((True, False), repeat=3)]

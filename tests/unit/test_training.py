@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import ALL_LAYOUTS
 from torch import nn
 
 import ds_usp
@@ -18,10 +19,8 @@ from ds_usp.training import (
     with_large_enough_buckets,
 )
 
-LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
 
-
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
 def test_a_batch_is_cut_as_its_positions_say(kind):
     layout = TokenLayout(kind, seq_len=22, ulysses=2, ring=2)
     tokens = torch.arange(44).view(2, 22)
