@@ -16,6 +16,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import select
 import signal
 import subprocess
@@ -188,6 +189,12 @@ class Server(ABC):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def degrees_of(grid: str) -> dict[str, int]:
+    """What the name of a grid says, such as ``u2r2-tp2``: the degrees of Ulysses, ring, tensor,
+    pipeline and data parallelism that are not 1."""
+    return {axis: int(size) for axis, size in re.findall(r"(u|r|tp|pp|dp)(\d)", grid)}
 
 
 def losses_of(ranks: list[dict[str, Any]]) -> list[float]:

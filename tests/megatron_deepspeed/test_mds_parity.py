@@ -4,6 +4,7 @@ SGD without momentum, clipping or decay: Adam and clipping hide a wrong gradient
 
 import functools
 import itertools
+import math
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ import torch
 from checkout_runs import (
     Numbers,
     check_close,
+    degrees_of,
     losses_of,
     numbers_of,
     relative_difference,
@@ -46,30 +48,25 @@ RECOMPUTE = {
 PACKED = "--reset-attention-mask --reset-position-ids --eod-mask-loss --seq-length 512 "
 PACKED += "--max-position-embeddings 512"
 ATTENTION = "megatron_patches.megatron_deepspeed.attention:SequenceParallelAttention.forward"
-# name: (ranks, degrees)
-GRIDS = {
-    "u2": (2, {"sp": 2, "u": 2}),
-    "r2": (2, {"sp": 2, "u": 1}),
-    "u2r2": (4, {"sp": 4, "u": 2}),
-    "u4": (4, {"sp": 4, "u": 4}),
-    "r4": (4, {"sp": 4, "u": 1}),
-    "r2-dp2": (4, {"sp": 2, "u": 1}),
-    "u2-tp2": (4, {"sp": 2, "u": 2, "tp": 2}),
-    "r2-tp2": (4, {"sp": 2, "u": 1, "tp": 2}),
-    "u2-pp2": (4, {"sp": 2, "u": 2, "pp": 2}),
-    "r2-pp2": (4, {"sp": 2, "u": 1, "pp": 2}),
-    "u2r2-pipe": (4, {"sp": 4, "u": 2, "pipe": True}),
-    "u2-tp2-pp2": (8, {"sp": 2, "u": 2, "tp": 2, "pp": 2}),
-    "r2-tp2-pp2": (8, {"sp": 2, "u": 1, "tp": 2, "pp": 2}),
-    "u2r2-tp2": (8, {"sp": 4, "u": 2, "tp": 2}),
-    "u2r2-pp2": (8, {"sp": 4, "u": 2, "pp": 2}),
-}
+# pipe: DeepSpeed's pipeline engine with one stage
+GRIDS = (
+    *("u2", "r2", "u2r2", "u4", "r4", "r2-dp2", "u2-tp2", "r2-tp2", "u2-pp2", "r2-pp2"),
+    *("u2r2-pipe", "u2-tp2-pp2", "r2-tp2-pp2", "u2r2-tp2", "u2r2-pp2"),
+)
+
+
+def ranks_of(grid: str) -> tuple[int, dict[str, Any]]:
+    """The number of ranks and the degrees that flags have; data parallelism is the rest."""
+    degrees = degrees_of(grid)
+    u, r, tp, pp = (degrees.get(axis, 1) for axis in ("u", "r", "tp", "pp"))
+    pipe = "pipe" in grid or None
+    return math.prod(degrees.values()), {"sp": u * r, "u": u, "tp": tp, "pp": pp, "pipe": pipe}
 
 
 def measure(
     server: TrainingServer, grid: str, zero: int, model: str, more: str, steps: int
 ) -> Numbers:
-    world, degrees = GRIDS[grid]
+    world, degrees = ranks_of(grid)
     if "dp2" in grid:
         more += " --micro-batch-size 1"  # the same global batch
     text = flags(zero=zero, more=f"{MODELS[model]} --train-iters {steps} {more}", **degrees)
@@ -267,8 +264,8 @@ def test_scaling_before_the_sum(server, zero, scaling):
 
 def full_matrix() -> Iterator[tuple[str, int, str, str, str]]:
     """(grid, ZeRO stage, model, recompute, layout)."""
-    for grid, (_, degrees) in GRIDS.items():
-        stages = range(2 if degrees.get("pp", 1) > 1 or "pipe" in degrees else 4)
+    for grid in GRIDS:
+        stages = range(2 if "p" in grid.replace("tp", "").replace("dp", "") else 4)
         for zero, model in itertools.product(stages, MODELS):
             yield grid, zero, model, "", "zigzag"
         for model in ("gpt", "llama"):

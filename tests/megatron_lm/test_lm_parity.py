@@ -4,6 +4,7 @@ Plain gradient descent without clipping or decay: Adam and clipping hide a wrong
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from checkout_runs import (
     Numbers,
     check_close,
+    degrees_of,
     losses_of,
     numbers_of,
     relative_difference,
@@ -62,41 +64,21 @@ OPTIMIZERS = {
     "clip": (f"{SGD} --clip-grad 1", f"{SGD} --clip-grad 1"),
     "distributed-clip": (f"{DISTRIBUTED} --clip-grad 1", f"{SGD_BY_ADAM} --clip-grad 1"),
 }
-# name: (ranks, degrees); the data-parallel degree is the rest
-GRIDS: dict[str, tuple[int, dict[str, int]]] = {
-    "u2": (2, {"u": 2}),
-    "r2": (2, {"r": 2}),
-    "u2r2": (4, {"u": 2, "r": 2}),
-    "u4": (4, {"u": 4}),
-    "r4": (4, {"r": 4}),
-    "dp2": (2, {}),
-    "tp2": (2, {"tp": 2}),
-    "pp2": (2, {"pp": 2}),
-    "pp2v": (2, {"pp": 2, "virtual": 1}),
-    "u2-dp2": (4, {"u": 2}),
-    "r2-dp2": (4, {"r": 2}),
-    "u2-tp2": (4, {"u": 2, "tp": 2}),
-    "r2-tp2": (4, {"r": 2, "tp": 2}),
-    "u2-pp2v": (4, {"u": 2, "pp": 2, "virtual": 1}),
-    "r2-pp2": (4, {"r": 2, "pp": 2}),
-    "tp2-pp2v": (4, {"tp": 2, "pp": 2, "virtual": 1}),
-    "tp2-dp2": (4, {"tp": 2}),
-    "pp2v-dp2": (4, {"pp": 2, "virtual": 1}),
-    "u2r2-tp2": (8, {"u": 2, "r": 2, "tp": 2}),
-    "u2r2-pp2v": (8, {"u": 2, "r": 2, "pp": 2, "virtual": 1}),
-    "u2r2-dp2": (8, {"u": 2, "r": 2}),
-    "u4-tp2": (8, {"u": 4, "tp": 2}),
-    "r4-tp2": (8, {"r": 4, "tp": 2}),
-    "u4-pp2": (8, {"u": 4, "pp": 2}),
-    "r4-pp2v": (8, {"r": 4, "pp": 2, "virtual": 1}),
-    "u4-dp2": (8, {"u": 4}),
-    "r4-dp2": (8, {"r": 4}),
-    "u2-tp2-pp2v": (8, {"u": 2, "tp": 2, "pp": 2, "virtual": 1}),
-    "r2-tp2-pp2": (8, {"r": 2, "tp": 2, "pp": 2}),
-    "r2-tp2-dp2": (8, {"r": 2, "tp": 2}),
-    "u2-pp2v-dp2": (8, {"u": 2, "pp": 2, "virtual": 1}),
-    "tp2-pp2v-dp2": (8, {"tp": 2, "pp": 2, "virtual": 1}),
-}
+# v: a layer a virtual pipeline stage
+GRIDS = (
+    *("u2", "r2", "u2r2", "u4", "r4", "dp2", "tp2", "pp2", "pp2v", "u2-dp2", "r2-dp2", "u2-tp2"),
+    *("r2-tp2", "u2-pp2v", "r2-pp2", "tp2-pp2v", "tp2-dp2", "pp2v-dp2", "u2r2-tp2", "u2r2-pp2v"),
+    *("u2r2-dp2", "u4-tp2", "r4-tp2", "u4-pp2", "r4-pp2v", "u4-dp2", "r4-dp2", "u2-tp2-pp2v"),
+    *("r2-tp2-pp2", "r2-tp2-dp2", "u2-pp2v-dp2", "tp2-pp2v-dp2"),
+)
+
+
+def ranks_of(grid: str) -> tuple[int, dict[str, int]]:
+    """The number of ranks and the degrees that flags have; data parallelism is the rest."""
+    degrees = degrees_of(grid)
+    world = math.prod(degrees.values())
+    degrees.pop("dp", None)
+    return world, degrees | ({"virtual": 1} if "v" in grid else {})
 
 
 def measure(server: TrainingServer, world: int, text: str, **options: Any) -> Numbers:
@@ -121,7 +103,7 @@ def check(
     reference: str = "",
 ) -> None:
     """Train over a grid, and compare with one rank that gets the flags ``reference`` too."""
-    world, degrees = GRIDS[grid]
+    world, degrees = ranks_of(grid)
     with_tp = "--sequence-parallel" if "tp" in grid and "u" in grid else ""
     optimizer_flags, reference_optimizer = OPTIMIZERS[optimizer]
     text = flags(more=f"{MODELS[model]} {optimizer_flags} {with_tp} {reference} {more}", **degrees)
@@ -181,7 +163,7 @@ MLA = (
 @pytest.mark.parametrize("grid", ["u2r2", "r4", "u2-pp2v", "r4-dp2"])
 def test_latent_attention(server, grid):
     """The stock local attention takes no ``k_channels``, so that one rank has ds_usp's too."""
-    world, degrees = GRIDS[grid]
+    world, degrees = ranks_of(grid)
     expected = measure(server, 1, flags(more=f"{MLA} --usp-recompute attention"))
     check_close(measure(server, world, flags(more=MLA, **degrees)), expected, LIMIT)
 
@@ -265,7 +247,7 @@ SHARED_EXPERTS = {
 def test_experts_of_several_ranks_train_as_those_of_one(server, name):
     """Expert-parallel ranks are also ranks of a context-parallel group."""
     grid, more, model = SHARED_EXPERTS[name]
-    world, degrees = GRIDS[grid]
+    world, degrees = ranks_of(grid)
     several = measure(
         server, world, flags(more=f"{model} --expert-model-parallel-size 2 {more}", **degrees)
     )
@@ -294,7 +276,7 @@ HYBRID = """
 )
 def test_layers_that_carry_a_state_train_as_one_rank_does(server, grid, more):
     """Mamba mixers and gated delta nets, with heads that do not divide by the ranks."""
-    world, degrees = GRIDS[grid]
+    world, degrees = ranks_of(grid)
     script = "pretrain_mamba.py"
     several = measure(server, world, flags(more=f"{HYBRID} {more}", **degrees), script=script)
     check_close(several, one_rank(server, HYBRID, script=script), LIMIT)
