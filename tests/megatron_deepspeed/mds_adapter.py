@@ -66,7 +66,6 @@ class TrainingServer(checkout_runs.Server):
       ``file.name``;
     * watch_dropout: record which elements the first dropouts drop;
     * fake_flash: a stub of the flash-attn package, by torch;
-    * applied_before: apply the patches once before the run does;
     * trace: record which lines of the checkout run;
     * edited: a function of the checkout that raises, as ``package.module:Class.name``.
     """
@@ -139,8 +138,6 @@ class Recorder(checkout_runs.Recorder):
             file, name = options["without"].split(".")
             module = importlib.import_module(f"megatron_patches.megatron_deepspeed.{file}")
             setattr(module, name, lambda original, *args: original(*args))
-        if options.get("applied_before"):
-            megatron_patches.apply("megatron_deepspeed")
         self.watch(request, *more)
         root = Path(request.script).parent
         if options.get("edited"):

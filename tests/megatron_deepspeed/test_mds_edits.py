@@ -313,7 +313,8 @@ def test_a_flag_changes_two_ranks_as_one(server, more):
 
 
 CHECKPOINT = "--checkpoint-activations --deepspeed-activation-checkpointing"
-# Degrees, flags, and the flag, number or word that the message has; "": the first flag.
+# What is refused beside the rows of unit/test_patched_frameworks.py: degrees, flags, and the flag,
+# number or word that the message has; "": the first flag.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (SP2, "--sequence-parallel", ""),
     (SP2, "--ds-sequence-parallel-fpdt", ""),
@@ -342,8 +343,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (SP2, "--retro-add-retriever", "GPT"),
     (SP2, "--inference", "one token"),
     (SP2, "--ds-inference", "one token"),
-    (SP2, "--log-params-norm", ""),
-    ({}, "--checkpoint-activations", "--deepspeed-activation-checkpointing"),
     (SP2, f"--checkpoint-in-cpu {CHECKPOINT}", ""),
     (SP2, f"--partition-activations {CHECKPOINT}", ""),
     (SP2, "--transformer-impl transformer_engine", "local"),
@@ -373,22 +372,6 @@ def test_partitioned_activations_work_in_a_pipeline(server):
     assert relative_difference(losses_of(ranks), expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ("--use-flash-attn-v2", "use-flash-attn-v2: not used, because flash-attn is not installed"),
-        ("--use-flash-attn-triton", "use-flash-attn-triton: not used, because"),
-        ("", ""),
-    ],
-)
-def test_an_unused_flash_attention_is_printed_once(server, more, why):
-    server.run(2, flags(**SP2, zero=1, more=more))
-    folder = max(server.folder.glob("run*"), key=lambda path: path.stat().st_mtime)
-    first, second = ((folder / f"log{rank}").read_text() for rank in range(2))
-    assert first.count("not used, because") == bool(why) and why in first
-    assert "not used, because" not in second
-
-
 def test_deepspeeds_configuration_is_read_too(server):
     for config, message in (
         ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size is enough"),
@@ -404,12 +387,6 @@ def test_a_pipeline_with_zero_2_is_refused(server):
     for seen in server.attempt(2, flags(pp=2, zero=2, more="--use-rotary-position-embeddings")):
         assert "cannot use ZeRO-2" in str(seen["refused"])
         assert not seen["groups"]
-
-
-def test_a_second_apply_is_refused(server):
-    for seen in server.attempt(2, flags(**SP2), applied_before=True):
-        assert isinstance(seen["refused"], PatchError)
-        assert "patched already" in str(seen["refused"])
 
 
 ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0 --micro-batch-size 1 --hidden-dropout 0.1"

@@ -167,48 +167,6 @@ def test_check_names_an_edit(copy, file, old, new, message):
     assert message or f"megatron_lm at {copy} matches" in checked.stdout
 
 
-PACKED = """
-import sys
-from pathlib import Path
-import torch
-import megatron_patches
-from ds_usp.errors import LayoutError
-megatron_patches.prepare("megatron_lm", Path(sys.argv[1]))
-megatron_patches.apply("megatron_lm")
-import megatron.training
-from types import SimpleNamespace
-megatron.training.get_args = lambda: SimpleNamespace(
-    context_parallel_size=2, cp_comm_type=["usp"], usp_recompute="none"
-)
-from megatron.core.utils import get_thd_batch_on_this_cp_rank
-offsets, longest = torch.tensor([[0, 8, 12]], dtype=torch.int32), torch.tensor([8])
-for rank in range(2):
-    batch = {"tokens": torch.arange(12)[None], "attention_mask": None}
-    batch, params = get_thd_batch_on_this_cp_rank(batch, offsets, None, longest, 2, rank)
-    print(*batch["tokens"][0].tolist(), *params.cu_seqlens_q_padded.tolist())
-try:
-    offsets[0, 1] = 7
-    batch = {"tokens": torch.arange(12)[None]}
-    get_thd_batch_on_this_cp_rank(batch, offsets, None, longest, 2, rank)
-except LayoutError as error:
-    print(error)
-"""
-
-
-def test_every_packed_document_is_sharded_for_itself(checkout):
-    """As --sft gives them: offsets [1, n], without padded ones; no TransformerEngine."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PACKED, str(checkout)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    first, second, refused = ran.stdout.splitlines()[-3:]
-    assert first == "0 1 6 7 8 11 0 8 12"
-    assert second == "2 3 4 5 9 10 0 8 12"
-    assert "document" in refused and "7" in refused
-
-
 CP = f"{LOCAL} --context-parallel-size"
 SERVED = f"{CP} 4 --ulysses-degree 2"
 EXPERTS = f"{SERVED} --num-experts 2"
