@@ -25,8 +25,6 @@ _PLANNER: Mapping[str, str] = MappingProxyType(
         "memory": "bytes that one GPU needs",
         "max-length": "the longest sequence that fits (also: longest)",
         "comm": "bytes that attention sends",
-        "explain": "what a step communicates (--model), or one call, in order (--schedule)",
-        "profile": "measure this machine for the planner, alone or under torchrun",
     }
 )
 
@@ -95,7 +93,7 @@ def _help() -> str:
         "",
         *(f"  {name:{width}}  {text}" for name, text in _COMMANDS.items()),
         "",
-        "the planner, which needs neither torch nor a GPU (but profile):",
+        "the planner, which needs neither torch nor a GPU:",
         *(f"  {name:{width}}  {text}" for name, text in _PLANNER.items()),
     ]
     return "\n".join(lines)

@@ -278,9 +278,8 @@ SETTINGS: tuple[Setting, ...] = (
         name="cluster",
         kind=Text("a name or a file"),
         metavar="NAME",
-        help="what auto plans for: a built-in cluster of ds_usp.planner, or a profile of this "
-        "one, a JSON file that `python -m ds_usp.planner profile` writes (default: by the GPU's "
-        "name)",
+        help="what auto plans for: a built-in cluster of ds_usp.planner, or a JSON file of its "
+        "numbers (default: by the GPU's name)",
         purpose="parallelism",
     ),
     Setting(

@@ -2,7 +2,7 @@
 they share (``ds_usp.settings``), and what the planner and the transformer layers get from them.
 
 The planner reads Megatron-DeepSpeed's names of the arguments in all programs. Needs torch in
-:func:`choose_degree` and :func:`layer_memory` alone, so that a parser starts without it.
+:meth:`PlannedRun.choose_degree` and below alone, so that a parser starts without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from ds_usp.planner import (
     ParallelConfig,
     Workload,
     choose_ulysses,
+    cluster_of,
     framework_caps,
+    offload_needed,
 )
 from ds_usp.settings import LENGTH_SETTINGS
 from megatron_patches.refusals import Refusal
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
     from ds_usp.memory import LayerMemory
 
+
+# Of a GPU's memory; what is left is the CUDA context's, NCCL's, and fragmentation.
+_USABLE = 0.9
+_WORKSPACE_BYTES = 2 * 2**30  # in no formula: cuBLAS, gradient buckets, attention workspaces
 
 # What every program refuses before its own checks.
 SHARED_REFUSALS = (
@@ -155,20 +161,20 @@ class PlannedRun:
         Raises:
             ConfigError: the planner knows no such cluster, or finds that no degree fits.
         """
-        from ds_usp.training import this_cluster
+        import torch
 
+        requested, ranks = self.args.usp_cluster, self.world_size
+        if on_gpu:
+            gpu, ranks = torch.cuda.get_device_properties(), min(ranks, torch.cuda.device_count())
+            cluster = cluster_of(requested, gpu.name, ranks, gpu.total_memory)
+        else:
+            cluster = cluster_of(requested, "", ranks)
         # "auto" is solved when the degrees are known; a ratio that the user gave stays.
         solves_ratio = self.args.usp_offload_ratio == AUTO
         config = replace(self.parallel_config(), ulysses=1, ring=1)
         caps = framework_caps(self.framework)
         caps = replace(caps, offloads=solves_ratio, recompute=(config.recompute,))
-        return choose_ulysses(
-            this_cluster(self.args.usp_cluster, self.world_size, on_gpu=on_gpu),
-            self.workload(),
-            caps,
-            config,
-            self.world_size,
-        )
+        return choose_ulysses(cluster, self.workload(), caps, config, self.world_size)
 
     def layer_memory(self, device: torch.device, **options: Any) -> LayerMemory:
         """The memory policy of the flags, for all layers of this rank.
@@ -180,7 +186,6 @@ class PlannedRun:
             ConfigError: the offload ratio ``auto`` where no GPU sets a budget, or nothing fits.
         """
         from ds_usp.memory import LayerMemory, Offload
-        from ds_usp.training import solved_ratio
 
         ratio = solved_ratio(
             self.args.usp_offload_ratio, self.workload(), self.parallel_config(), device
@@ -191,3 +196,40 @@ class PlannedRun:
             checkpoint_layers=self.args.usp_checkpoint_layers,
             **options,
         )
+
+
+def solved_ratio(
+    requested: float | str,
+    work: Workload,
+    config: ParallelConfig,
+    device: torch.device,
+    memory_bytes: float | None = None,
+) -> float:
+    """The requested offload ratio; for ``auto`` the smallest with which the workload fits.
+
+    Args:
+        config: its ``offload_ratio`` does not matter.
+        memory_bytes: of the device; None: what the device reports.
+
+    Raises:
+        ConfigError: ``auto`` where no GPU sets a budget, or nothing fits.
+    """
+    if not isinstance(requested, str):
+        return requested
+    if memory_bytes is None:
+        if device.type != "cuda":
+            raise ConfigError(
+                f"--usp-offload-ratio auto fills a GPU's memory, and the device is {device}: give "
+                "a number from 0 to 1"
+            )
+        import torch
+
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory * _USABLE
+    ratio = offload_needed(work, config, memory_bytes, _WORKSPACE_BYTES)
+    if ratio > 1:
+        raise ConfigError(
+            f"{work.seq_len} tokens of {work.model.name} on {config} do not fit into "
+            f"{memory_bytes / 2**30:.0f} GiB even with everything offloaded. Use more ranks a "
+            "sequence, --usp-recompute attention or full, or a higher ZeRO stage"
+        )
+    return ratio

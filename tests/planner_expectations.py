@@ -1,6 +1,7 @@
 """Published runs, read from tests/data/planner, as the planner's own values."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 from ds_usp.planner.models import ModelShape, load_model
@@ -101,4 +102,23 @@ def own_training_runs() -> list[tuple[Workload, ParallelConfig, float]]:
         )
         seconds = float(row["ms_per_iteration"]) / 1e3
         runs.append((Workload(load_model("gpt-1.3b"), 32768, 2), config, seconds))
+    return runs
+
+
+def own_trainer_runs() -> list[tuple[Workload, ParallelConfig, float, int]]:
+    """8 layers of GPT 1.3B and 4 of 6.7B under the trainer on 4 H200 (one sequence a step, ZeRO-1,
+    bf16), with the seconds of a step and the bytes of its peak."""
+    runs = []
+    for row in rows("planner_runs.csv", RESULTS):
+        config = ParallelConfig(
+            tp=int(row["tp"]),
+            ulysses=int(row["ulysses"]),
+            ring=int(row["ring"]),
+            recompute=row["recompute"],
+            tp_sequence=False,
+            unsharded_grad_reduce=True,
+        )
+        model = replace(load_model(row["model"]), layers=int(row["layers"]))
+        work = Workload(model, int(row["seq_len"]))
+        runs.append((work, config, float(row["seconds"]), int(row["memory_bytes"])))
     return runs

@@ -30,7 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_usp.errors import ConfigError, RecomputeError
+from ds_usp.config import is_first_on_node, single_hw_queue
+from ds_usp.errors import ConfigError, RecomputeError, warn_once
 from ds_usp.memory.saved_attention import StorageView, check_version, saved_tensors, storage_id
 
 _MIN_BYTES = 1 << 16  # copies of less are all latency
@@ -77,6 +78,12 @@ class Offload:
     ) -> None:
         if not 0 <= ratio <= 1:
             raise ConfigError(f"offload ratio {ratio} must be between 0 and 1")
+        if ratio and torch.device(device).type == "cuda" and single_hw_queue():
+            warn_once(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue: kernels wait "
+                "behind copies to and from the host. Unset it, unless tensor parallelism needs it",
+                rank=0 if is_first_on_node() else 1,
+            )
         self.ratio, self.min_bytes = ratio, min_bytes
         self.counts = Counts()
         self.copier = copier or HostDeviceCopier(torch.device(device))

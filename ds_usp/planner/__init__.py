@@ -7,6 +7,7 @@ from ds_usp.planner.choose_degree import AUTO, Choice, choose_ulysses, cluster_o
 from ds_usp.planner.explain import explain
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements, model_flop_per_token
 from ds_usp.planner.hardware import Cluster, load_cluster
+from ds_usp.planner.memory import offload_needed
 from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
 from ds_usp.planner.search import Plan, SearchResult, search
@@ -30,5 +31,6 @@ __all__ = [
     "load_cluster",
     "load_model",
     "model_flop_per_token",
+    "offload_needed",
     "search",
 ]

@@ -1,4 +1,4 @@
-"""``ds-usp``, ``python -m ds_usp.planner``: memory, max-length, plan, comm, explain, profile."""
+"""``ds-usp``, ``python -m ds_usp.planner``: memory, max-length, plan, comm."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         sys.stdout.flush()
         return status
     except USPError as error:
-        if is_first_on_node():  # of those that torchrun started for `profile`
+        if is_first_on_node():
             print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has closed the pipe

@@ -179,16 +179,12 @@ Positive: TypeAlias = float
 NonNegative: TypeAlias = float
 Finite: TypeAlias = float
 Fraction: TypeAlias = float
-LaunchSeconds: TypeAlias = float
 Count: TypeAlias = int
 CountOrZero: TypeAlias = int
 Gpus: TypeAlias = int
 Sequences: TypeAlias = int
 Layers: TypeAlias = int
 ZeroStage: TypeAlias = int
-Collective: TypeAlias = str
-
-_COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
 
 # How much an answer may cost. A search tries all ways to write the GPUs as a product, micro batches
 # that divide the global batch and, for each, stages that divide the layers; the largest runs and
@@ -225,10 +221,6 @@ _RULES: Mapping[str, tuple[_Rule, ...]] = MappingProxyType(
         ),
         "Finite": ((lambda x: _is_number(x) and abs(x) <= _LARGEST, "a finite number"),),
         "Fraction": ((lambda x: _is_number(x) and 0 <= x <= 1, "a number between 0 and 1"),),
-        "LaunchSeconds": (
-            (lambda x: _is_number(x) and 0 <= x < inf, "a finite number above 0, or 0: not known"),
-            _at_most(_LARGEST),
-        ),
         "Count": (_COUNT, _at_most(_LARGEST_COUNT)),
         "CountOrZero": (
             (lambda x: _is_int(x) and x >= 0, "a whole number of 0 or more"),
@@ -238,7 +230,6 @@ _RULES: Mapping[str, tuple[_Rule, ...]] = MappingProxyType(
         "Sequences": (_COUNT, _at_most(MOST_SEQUENCES)),
         "Layers": (_COUNT, _at_most(MOST_LAYERS)),
         "ZeroStage": ((lambda x: _is_int(x) and 0 <= x <= 3, "0, 1, 2 or 3"),),
-        "Collective": ((lambda x: x in _COLLECTIVES, f"one of {', '.join(_COLLECTIVES)}"),),
         "bool": ((lambda x: isinstance(x, bool), "true or false"),),
     }
 )

@@ -1,46 +1,27 @@
 """Seconds of attention on ulysses x ring: the simulation of its schedule, whose instructions take
-what a cluster's rates say, or what was measured."""
+what a cluster's rates say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
-from math import inf, log
-from types import MappingProxyType
+from functools import lru_cache, partial
+from math import inf
 from typing import NamedTuple
 
-from ds_usp.errors import ConfigError
-from ds_usp.geometry.chunking import (
-    CallSize,
-    attention_flop,
-    chunk_positions,
-    equal_blocks,
-    is_launch_bound,
-)
+from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule, pipeline_schedule
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.geometry.ring_traffic import total_length
-from ds_usp.planner.hardware import (
-    HBM_FRACTION,
-    Cluster,
-    MeasuredAttention,
-    interpolate,
-    interpolate_curve,
-    launch_seconds,
-    select_rows,
-)
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.hardware import HBM_FRACTION, Cluster, interpolate_curve
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.pipeline_timeline import Cost, Timeline, simulate
 from ds_usp.planner.traffic import (
     DIRECT,
     RELAY,
-    RankGroup,
-    attention_bytes,
     call_size,
     exchange_s,
     group_of,
@@ -53,10 +34,6 @@ from ds_usp.planner.traffic import (
 # ------------------------------------------------------------------ instructions of a schedule
 # What each is of a pass, and how long it takes on a cluster.
 
-# Exchanges across nodes and inside of them use other links.
-_LINKS: Mapping[str, str] = MappingProxyType(
-    {"ring_kv_outer": "network", "ring_dkv_outer": "network"}
-)
 # Ring ranks whose steps are priced one by one. A step of a longer ring stands for several of its
 # steps.
 _MAX_RING = 16
@@ -89,50 +66,12 @@ class PassSeconds:
     exchange: Callable[[str, float], float]
 
 
-def pass_seconds(
-    cluster: Cluster,
-    config: ParallelConfig,
-    *,
-    kernel: float,
-    merge_bytes: float,
-    sent: Mapping[Op, SentBytes],
-    inner: int | None = None,
-    pattern: str = DIRECT,
-    ring_steps: float = 1,
-) -> PassSeconds:
-    """The seconds of a pass on a cluster.
-
-    Args:
-        merge_bytes: memory traffic of merging one partial result of all heads.
-        inner: ring ranks of a node in a double ring.
-        pattern: of the ring's exchanges.
-        ring_steps: that one step of the schedule stands for; each is a message and a merge.
-    """
-    hbm_bytes_per_s = HBM_FRACTION * cluster.hbm_bytes_per_s
-    # Read and written once, also the rank's own slice, which is not sent.
-    pack = 2 / hbm_bytes_per_s * config.ulysses / max(1, config.ulysses - 1)
-    merge = ring_steps * merge_bytes / cluster.hbm_bytes_per_s
-
-    def exchange(kind: str, sent_bytes: float) -> float:
-        if kind == "all_to_all":
-            return exchange_s(cluster, group_of(config, "ulysses"), sent_bytes, DIRECT)
-        group = group_of(config, "ring")
-        if inner and kind.endswith("outer"):
-            group = RankGroup(config.ring // inner, group.stride * inner)
-        elif inner:
-            group = RankGroup(inner, group.stride)
-        return exchange_s(cluster, group, sent_bytes, pattern, ring_steps)
-
-    return PassSeconds(kernel, merge, pack, sent, exchange)
-
-
 def sent_by_operation(
     work: Workload,
     config: ParallelConfig,
     *,
     all_to_all: float,
     ring: float,
-    ring_outer: float = 0.0,
     backward: bool,
 ) -> Mapping[Op, SentBytes]:
     """Bytes of one pass by the operation that posts them.
@@ -142,7 +81,7 @@ def sent_by_operation(
 
     Args:
         all_to_all: of both directions.
-        ring, ring_outer: of keys and values; their gradients are as many.
+        ring: of keys and values; their gradients are as many.
     """
     queries = work.model.q_width / config.tp
     keys = kv_features(work, config) * config.ulysses
@@ -152,7 +91,6 @@ def sent_by_operation(
         Op.A2A_POST: SentBytes(out) if backward else qkv,
         Op.RETURN_POST: qkv if backward else SentBytes(out),
         **dict.fromkeys((Op.KV_POST, Op.DKV_POST), SentBytes(keys=ring)),
-        **dict.fromkeys((Op.OUTER_KV_POST, Op.OUTER_DKV_POST), SentBytes(keys=ring_outer)),
     }
 
 
@@ -197,19 +135,17 @@ class RelativeCosts:
         return Cost(pack, seconds.exchange(op.channel, sent))
 
     def simulate(self, seconds: PassSeconds, contention: float) -> Timeline:
-        cost = partial(self.cost, seconds=seconds)
-        return simulate(self.schedule, cost, contention=contention, links=_LINKS)
+        return simulate(self.schedule, partial(self.cost, seconds=seconds), contention)
 
 
 def relative_costs(
     chunks: Sequence[RingSchedule],
     heads: Sequence[HeadChunk],
     *,
-    ulysses_rank: int = 0,
     ulysses: bool,
     backward: bool,
 ) -> RelativeCosts:
-    """The schedule of one pass of one rank, with the relative costs of its instructions.
+    """The schedule of one pass of a rank, with the relative costs of its instructions.
 
     Args:
         chunks: the ring schedule of each head chunk on this rank.
@@ -230,20 +166,12 @@ def relative_costs(
             for step in steps
             if not step.is_local
         ]
-        outer = [step.num_kv_tokens for step in chunk.outer_steps]
-        for tokens, ops in (
-            (received, (Op.KV_POST, Op.DKV_POST)),
-            (outer, (Op.OUTER_KV_POST, Op.OUTER_DKV_POST)),
-        ):
-            total = sum(tokens) or 1
-            for number, count in enumerate(tokens):
-                exchanges.update({Instr(op, index, number): count / total for op in ops})
+        for number, tokens in enumerate(received):
+            for op in (Op.KV_POST, Op.DKV_POST):
+                exchanges[Instr(op, index, number)] = tokens / (sum(received) or 1)
     schedule = pipeline_schedule(chunks, ulysses=ulysses, backward=backward)
-    queries = [_count(chunk.queries[ulysses_rank]) for chunk in heads]
-    keys = [
-        _count(chunk.keys[ulysses_rank]) * (chunk.kv_chunk == index)
-        for index, chunk in enumerate(heads)
-    ]
+    queries = [_count(chunk.queries[0]) for chunk in heads]
+    keys = [_count(chunk.keys[0]) * (chunk.kv_chunk == index) for index, chunk in enumerate(heads)]
     fractions, kv_fractions = (
         tuple(count / sum(counts) for count in counts) for counts in (queries, keys)
     )
@@ -323,18 +251,11 @@ class AttentionTime:
         kernel: the attention kernels alone.
         merge: merges of partial outputs.
         exposed: exchanges that nothing hides, packing, and what hidden ones cost the kernels.
-        ulysses, ring: the exchanges alone, hidden or not.
-        launch_s: of the CPU to launch the call; 0: not known.
-        chunks: head chunks.
     """
 
     kernel: float
     merge: float
     exposed: float
-    ulysses: float
-    ring: float
-    launch_s: float = 0.0
-    chunks: int = 1
 
     @property
     def total(self) -> float:
@@ -349,81 +270,15 @@ def attention_s(
     backward: bool,
     impl: AttentionImpl = DS_USP,
 ) -> AttentionTime:
-    """Attention of one layer and one micro batch, in one direction, causal zigzag.
-
-    Where the cluster's profile has calls on these degrees, the formula is scaled by measured /
-    formula, interpolated by FLOP, and the launch time is the measured one; for other degrees by the
-    calls on the closest ones: an estimate must not look faster than a measurement.
-    """
-    predicted = _predicted(cluster, work, config.of_attention(), backward, impl)
-    degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring)
-    if impl is not DS_USP or degrees is None:
-        return predicted
-    flop = rank_flop(work, config)
-    points = _measured_over_formula(cluster, *degrees, backward)
-    ratio = interpolate([(size, ratio) for size, ratio, _ in points], flop)
-    degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring, launch_known=True)
-    points = _measured_over_formula(cluster, *degrees, backward) if degrees else ()
-    launches = [(size, seconds) for size, _, seconds in points]
-    scaled = ("kernel", "merge", "exposed", "ulysses", "ring")
-    return replace(
-        predicted,
-        **{name: ratio * getattr(predicted, name) for name in scaled},
-        launch_s=launch_seconds(launches, flop) if launches else 0.0,
-    )
-
-
-@lru_cache(maxsize=256)
-def _closest_profiled_degrees(
-    cluster: Cluster, ulysses: int, ring: int, launch_known: bool = False
-) -> tuple[int, int] | None:
-    """Of the pairs (ulysses, ring) with profiled calls inside a node, the closest to these degrees
-    by the sum of ``|log(ratio)|``; (1, 1) only if it is asked for or there is no other.
-
-    Args:
-        launch_known: pairs all of whose rows have host times.
-    """
-    degrees = ulysses, ring
-    pairs = {(row.ulysses, row.ring) for row in _calls_within_node(cluster)}
-    if launch_known:
-        unknown = (row for row in cluster.calls if not (row.forward_host_s and row.backward_host_s))
-        pairs -= {(row.ulysses, row.ring) for row in unknown}
-    if max(degrees) > 1 and len(pairs) > 1:
-        pairs.discard((1, 1))  # it exchanges nothing
-
-    def distance(pair: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-        return sum(abs(log(a / b)) for a, b in zip(degrees, pair, strict=True)), pair
-
-    return min(pairs, key=distance, default=None)
-
-
-def _calls_within_node(cluster: Cluster) -> Iterator[MeasuredAttention]:
-    """Calls that fit into a node: with fewer GPUs in a node than were profiled, the larger groups
-    were measured on other links."""
-    return (row for row in cluster.calls if row.ulysses * row.ring <= cluster.gpus_per_node)
-
-
-@lru_cache(maxsize=256)
-def _measured_over_formula(
-    cluster: Cluster, ulysses: int, ring: int, backward: bool
-) -> tuple[tuple[float, float, float], ...]:
-    """(forward FLOP of a rank, measured / predicted seconds, launch seconds), by FLOP."""
-    direction, points = "backward" if backward else "forward", {}
-    for row in select_rows(_calls_within_node(cluster), "seq_len", ulysses=ulysses, ring=ring):
-        width = row.heads * row.head_dim
-        shape = ModelShape("call", 1, width, width, row.heads, row.kv_heads, 1, row.head_dim)
-        work, config = Workload(shape, row.seq_len), ParallelConfig(ulysses=ulysses, ring=ring)
-        predicted = _predicted(cluster, work, config.of_attention(), backward, DS_USP)
-        ratio = getattr(row, f"{direction}_s") / predicted.total
-        points[rank_flop(work, config)] = ratio, getattr(row, f"{direction}_host_s")
-    return tuple((flop, *point) for flop, point in sorted(points.items()))
+    """Attention of one layer and one micro batch, in one direction, causal zigzag."""
+    return _attention_s(cluster, work, config.of_attention(), backward, impl)
 
 
 @lru_cache(maxsize=4096)
-def _predicted(
+def _attention_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
 ) -> AttentionTime:
-    """One direction of a call, from the cluster's rates alone, without its measured calls.
+    """See :func:`attention_s`.
 
     Args:
         config: :meth:`ParallelConfig.of_attention`, so that a search that varies what no attention
@@ -431,12 +286,9 @@ def _predicted(
     """
     kernel = _kernel_s(cluster, work, config, backward)
     if config.sp == 1:
-        return AttentionTime(kernel, 0.0, 0.0, 0.0, 0.0)
+        return AttentionTime(kernel, 0.0, 0.0)
     run = simulated_pass(cluster, work, config, backward=backward, impl=impl)
-    alone = run.timeline.alone
-    ring = alone["ring_kv"] + alone["ring_dkv"]
-    exposed = max(0.0, run.timeline.total - kernel - run.merge)
-    return AttentionTime(kernel, run.merge, exposed, alone["all_to_all"], ring, chunks=run.chunks)
+    return AttentionTime(kernel, run.merge, max(0.0, run.timeline.total - kernel - run.merge))
 
 
 def _kernel_s(cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool) -> float:
@@ -455,12 +307,10 @@ class SimulatedPass(NamedTuple):
 
     Attributes:
         merge: seconds of merging partial outputs.
-        chunks: head chunks.
     """
 
     timeline: Timeline
     merge: float
-    chunks: int
 
 
 def simulated_pass(
@@ -501,175 +351,29 @@ def simulated_pass(
         backward=backward,
     )
     out_elements = work.rank_tokens(config) * work.model.q_width / config.tp
-    seconds = pass_seconds(
-        cluster,
-        config,
+    merge_bytes = out_elements * impl.merge_bytes_per_element
+    pattern = RELAY if impl.relayed_ring else DIRECT
+
+    def exchange(kind: str, sent_bytes: float) -> float:
+        if kind == "all_to_all":
+            return exchange_s(cluster, group_of(config, "ulysses"), sent_bytes, DIRECT)
+        # Each step that a step of the schedule stands for is a message.
+        return exchange_s(cluster, group_of(config, "ring"), sent_bytes, pattern, ring_steps)
+
+    # Packing reads and writes once, also the rank's own slice, which is not sent.
+    pack = 2 / (HBM_FRACTION * cluster.hbm_bytes_per_s)
+    seconds = PassSeconds(
         kernel=_kernel_s(cluster, work, config, backward),
-        merge_bytes=out_elements * impl.merge_bytes_per_element,
+        merge=ring_steps * merge_bytes / cluster.hbm_bytes_per_s,
+        pack=pack * config.ulysses / max(1, config.ulysses - 1),
         sent=sent,
-        pattern=RELAY if impl.relayed_ring else DIRECT,
-        ring_steps=ring_steps,
+        exchange=exchange,
     )
     timeline = costs.simulate(seconds, cluster.contention)
-    return SimulatedPass(timeline, seconds.merge * costs.mean_merges, chunks)
+    return SimulatedPass(timeline, seconds.merge * costs.mean_merges)
 
 
 def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:
     ranks, model = config.tp * config.ulysses, work.model
     kv_heads = max(1, int(model.kv_heads / ranks))
     return kv_heads * max(1, int(model.heads / ranks / kv_heads)), kv_heads
-
-
-# ------------------------------------------------------------------ one call on one rank
-# With its mask, layout and heads, where the above is a mean over ranks; for `ds-usp explain`.
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """A call of ``usp_attention`` on GPUs of a cluster, as one rank executes it.
-
-    Args:
-        mask: of one sequence, without documents.
-        config: for the degrees, their order, the batch and the bytes of an element.
-        rank: of the sequence-parallel group.
-        chunks: head chunks; None: as the call chooses them.
-        gather: keys and values are all-gathered; None: as the call chooses.
-        inner: ring ranks of a node in a double ring (experimental); None: a plain ring.
-
-    Raises:
-        ConfigError: heads that do not fit, no such rank, too many chunks, or an inner ring that
-            does not divide the ring.
-        LayoutError: a layout that does not take this length.
-    """
-
-    cluster: Cluster
-    layout: TokenLayout
-    mask: MaskSpec
-    heads: int
-    kv_heads: int
-    head_dim: int
-    config: ParallelConfig
-    rank: int = 0
-    chunks: int | None = None
-    gather: bool | None = None
-    inner: int | None = None
-
-    def __post_init__(self) -> None:
-        layout = self.layout
-        if not 0 <= self.rank < layout.degree:
-            raise ConfigError(
-                f"rank {self.rank} is outside the {layout.degree} ranks of ulysses "
-                f"{layout.ulysses} x ring {layout.ring}. Use 0 to {layout.degree - 1}"
-            )
-        if self.chunks is not None:
-            self.split.check_chunks(self.chunks, layout.ring)
-        _ = self.inner_ring  # refused where it does not divide
-
-    @cached_property
-    def split(self) -> HeadSplit:
-        return HeadSplit(self.heads, self.kv_heads, self.layout.ulysses)
-
-    @cached_property
-    def _work(self) -> Workload:
-        width = self.heads * self.head_dim
-        model = ModelShape("call", 1, width, width, self.heads, self.kv_heads, 1, self.head_dim)
-        return Workload(model, self.layout.seq_len)
-
-    @cached_property
-    def _size(self) -> CallSize:
-        layout, config = self.layout, self.config
-        batch_width = config.micro_batch * self.head_dim
-        flop = attention_flop(self.mask, layout.seq_len, layout.seq_len, batch_width * self.heads)
-        kv_heads = max(self.kv_heads // layout.ulysses, 1)
-        return CallSize(
-            self.split,
-            flop / layout.degree if layout.degree > 1 else 0.0,
-            layer_traffic(self._work, config).ulysses,
-            2 * layout.seq_len * batch_width * config.param_bytes * kv_heads,
-            layout.ring,
-            inside_node(self.cluster, group_of(config, "ulysses")),
-            head_blocks=equal_blocks(self.mask, config.micro_batch, layout.seq_len // layout.ring),
-        )
-
-    @cached_property
-    def num_chunks(self) -> int:
-        return self._size.num_chunks() if self.chunks is None else self.chunks
-
-    @cached_property
-    def inner_ring(self) -> int | None:
-        """Ring ranks of a node in a double ring; None in a plain ring."""
-        if self.inner is None:
-            return None
-        from ds_usp.experimental.double_ring import validate_inner_ring
-
-        return validate_inner_ring(self.layout.ring, self.inner)
-
-    @cached_property
-    def gathers_kv(self) -> bool:
-        if self.layout.ring == 1 or self.gather is not None:
-            return bool(self.gather) and self.layout.ring > 1
-        return self._size.all_gathers_kv(self.num_chunks, self.inner_ring)
-
-    @cached_property
-    def head_chunks(self) -> tuple[HeadChunk, ...]:
-        return tuple(self.split.chunk(self.num_chunks, i) for i in range(self.num_chunks))
-
-    @cached_property
-    def ring_schedules(self) -> tuple[RingSchedule, ...]:
-        planner: Callable[..., RingSchedule] = ring_schedule
-        if self.inner_ring is not None:
-            from ds_usp.experimental.double_ring import double_ring_schedule
-
-            planner = partial(double_ring_schedule, inner=self.inner_ring)
-        ring_rank = self.layout.coords(self.rank)[1]
-        plan = partial(planner, self.layout, self.mask, ring_rank, gather=self.gathers_kv)
-        sizes = [stop - start for chunk in self.head_chunks for start, stop in chunk.keys[:1]]
-        ranks = self.config.tp * self.config.sp
-        copy_engines = self.inner_ring is None and ranks <= self.cluster.gpus_per_node
-        launch_bound = copy_engines and is_launch_bound(self._size.flop)
-        return tuple(
-            replace(plan(position=forward), backward_steps=plan(position=backward).backward_steps)
-            for forward, backward in chunk_positions(sizes, launch_bound=launch_bound)
-        )
-
-    def schedule(self, *, backward: bool) -> RelativeCosts:
-        return relative_costs(
-            self.ring_schedules,
-            self.head_chunks,
-            ulysses_rank=self.layout.coords(self.rank)[0],
-            ulysses=self.layout.ulysses > 1,
-            backward=backward,
-        )
-
-    def simulate(self, *, backward: bool) -> Timeline:
-        cluster, config, ring = self.cluster, self.config, self.layout.ring
-        ulysses_rank, ring_rank = self.layout.coords(self.rank)
-        start, stop = self.split.query_range(ulysses_rank)
-        queries = (stop - start) * self.head_dim * config.micro_batch
-        out_elements = queries * self.layout.ring_length(ring_rank)
-        # Of a zigzag a kernel call is as long as a chunk; what a window hides is not in it.
-        length = self.layout.seq_len / (2 * ring if ring > 1 else 1)
-        window = inf if self.mask.left is None else self.mask.left + 1 + (self.mask.right or 0)
-        efficiency = interpolate_curve(cluster.attention_efficiency, min(length, window))
-        flop = 4 * queries * self.ring_schedules[0].pairs * (2.5 if backward else 1.0)
-        sent = attention_bytes(
-            self._work, config, self.rank, self.layout.kind, self.mask, inner_ring=self.inner_ring
-        )
-        seconds = pass_seconds(
-            cluster,
-            config,
-            kernel=flop / (cluster.peak_flop_per_s * efficiency),
-            merge_bytes=out_elements * DS_USP.merge_bytes_per_element,
-            # dK/dV return against the direction of keys and values: their bytes are what this rank
-            # receives of these, and the larger of the two takes the time.
-            sent=sent_by_operation(
-                self._work,
-                config,
-                all_to_all=sent.all_to_all_forward,
-                ring=max(sent.ring_kv_forward, sent.ring_dkv_backward),
-                ring_outer=max(sent.ring_kv_outer, sent.ring_dkv_outer),
-                backward=backward,
-            ),
-            inner=self.inner_ring,
-        )
-        return self.schedule(backward=backward).simulate(seconds, cluster.contention)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ds_usp.config import num_ranks_on_node
 from ds_usp.errors import ConfigError
 from ds_usp.planner.explain import explain
 from ds_usp.planner.hardware import CLUSTERS, Cluster, load_cluster
@@ -40,27 +41,29 @@ def cluster_name(device: str) -> str | None:
 
 
 def cluster_of(
-    requested: str | None, device: str, gpus_per_node: int, memory_bytes: float = 0.0
+    requested: str | None, device: str, ranks: int, memory_bytes: float = 0.0
 ) -> Cluster:
     """The cluster that the user names, else the built-in one of a device's name.
 
     Args:
-        requested: a built-in name, or a profile.
+        requested: a built-in name, or a JSON file.
         device: as torch calls the GPU; empty: CPUs.
-        gpus_per_node: ranks of this node.
+        ranks: of the program, at most the GPUs of this node; those that its launcher has started
+            on this node, where it says how many, are the GPUs of a node.
         memory_bytes: of this GPU; 0: the built-in cluster's.
 
     Raises:
         ConfigError: a cluster that is none, or a device that the table does not have.
     """
+    gpus_per_node = num_ranks_on_node(ranks)
     if requested:
         return load_cluster(requested).with_gpus_per_node(gpus_per_node)
     name = cluster_name(device)
     if name is None:
         raise ConfigError(
             f"--ulysses-degree auto: no built-in cluster has a {device}; there are "
-            f"{', '.join(CLUSTERS)}. Measure this one, python -m ds_usp.planner profile --out "
-            "cluster.json, and give --usp-cluster cluster.json"
+            f"{', '.join(CLUSTERS)}. Name the closest one with --usp-cluster, or a JSON file: "
+            '{"base": "h200", "peak_flop_per_s": ..., "memory_bytes": ...}'
         )
     cluster = load_cluster(name).with_gpus_per_node(gpus_per_node)
     return replace(cluster, memory_bytes=memory_bytes) if memory_bytes else cluster
@@ -84,7 +87,7 @@ def choose_ulysses(
     fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
     stages = (config.zero,)
     framework = replace(
-        framework, zero=stages, zero_in_pipeline=stages, chunks_loss=False, length_flags=()
+        framework, zero=stages, zero_in_pipeline=stages, chunks_loss=False, length_settings=()
     )
     result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
     if not result.plans:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -31,14 +30,14 @@ from ds_usp.planner.arguments import (
 )
 from ds_usp.planner.emit import FRAMEWORK_OF, emit
 from ds_usp.planner.emit import KINDS as EMITTED
-from ds_usp.planner.explain import ExplainCommand, explain, settings_lines, step_rows, step_table
+from ds_usp.planner.explain import explain
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.max_length import all_configs, length_steps, longest_workload, max_lengths
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
     FRAMEWORKS,
-    LENGTH_FLAGS,
+    LENGTH_SETTING_NAMES,
     RECOMPUTE,
     SCHEDULES,
     FrameworkCaps,
@@ -47,9 +46,8 @@ from ds_usp.planner.parallel_config import (
     framework_caps,
     require_feasible,
 )
-from ds_usp.planner.plot import draw
 from ds_usp.planner.report import ClusterFlags, Command, Result
-from ds_usp.planner.search import AXES, GIB, SearchResult, search
+from ds_usp.planner.search import AXES, GIB, search
 from ds_usp.planner.traffic import attention_bytes, recurrent_bytes
 
 _ONE_SEQUENCE = (
@@ -240,7 +238,6 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
     )
     explain: bool = flag("reasons, with the best alternative of each choice", False)
     emit: str | None = flag(_EMIT, None, choices=tuple(EMITTED))
-    svg: Path | None = flag("write a picture of the best plans (needs matplotlib)", None)
     tp: Gpus | None = flag("only plans with this tp", None)
     ulysses: Gpus | None = flag("only plans with this ulysses", None)
     ring: Gpus | None = flag("only plans with this ring", None)
@@ -260,27 +257,19 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
         work = Workload(model, self.seq_len, self.global_batch or 1, self.documents or ())
         budget = None if self.memory_gib is None else self.memory_gib * GIB
         fixed = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
-        settings = ("fused_activation", "fused_loss", *LENGTH_FLAGS)
+        settings = ("fused_activation", "fused_loss", *LENGTH_SETTING_NAMES)
         base = ParallelConfig(**{name: getattr(self, name) for name in settings})
         result = search(cluster, work, self.gpus, self._framework(base), budget, fixed, base)
         plans = result.plans
         emitted = emit(self.emit, work, plans[0].config) if self.emit and plans else None
-        if self.svg:
-            self._draw(self.svg, result)
         content = report.search_result_json(result, self.top)
-        why: list[object] = []
+        reasons = explain(result) if self.explain else []
         if self.explain:
-            reasons, communication = explain(result), {}
-            if plans:
-                best = result.cluster, work, plans[0].config
-                step, priced = step_rows(*best), list(settings_lines(*best))
-                communication = {"communication": step, "settings": priced}
-                why = [*reasons, "", step_table(step), *priced]
-            content |= {"explanation": reasons} | communication
+            content["explanation"] = reasons
         if emitted:
             content["emitted"] = emitted
-            if why and not self.json:
-                print("\n".join(map(str, why)), file=sys.stderr)
+            if reasons and not self.json:
+                print("\n".join(reasons), file=sys.stderr)
             return Result(content, [emitted])
         alone = self.global_batch is None and self.gpus > 1
         text: list[object] = [
@@ -288,7 +277,8 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
             report.plans_text(result, self.top),
             *([_ONE_SEQUENCE] if alone else []),
         ]
-        text += ["", *why] if why else []
+        # Where nothing fits, the report has said why already.
+        text += ["", *reasons] if plans and reasons else []
         return Result(content, text, 0 if plans else 1)
 
     def _framework(self, base: ParallelConfig) -> FrameworkCaps:
@@ -301,20 +291,6 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
                 "one out"
             )
         return framework_caps(name).with_settings_of(base)
-
-    def _draw(self, path: Path, result: SearchResult) -> None:
-        """Write the ``--svg`` of the listed plans.
-
-        Raises:
-            ConfigError: a file that cannot be written.
-        """
-        if not result.plans:
-            print(f"--svg {path}: not written, because there is no plan to draw", file=sys.stderr)
-            return
-        try:
-            draw(result, self.top, path)
-        except OSError as error:
-            raise ConfigError(f"cannot write --svg {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,55 +337,12 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
         return Result(content, report.comm_text(content))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileCommand(Command):
-    """measure this machine, alone or under torchrun, and write what --cluster FILE reads"""
-
-    out: Path = flag("the JSON file")
-    seconds: float = flag(
-        "time budget after start-up; beyond it each item is measured once, none is left out", 90.0
-    )
-    model: list[str] | None = flag(
-        "whose layers are measured (default: gpt-1.3b and llama3-8b on GPUs, none on CPUs)",
-        None,
-        nargs="*",
-    )
-    device: str = flag("auto: GPUs if any", "auto", choices=("auto", "cuda", "cpu"))
-
-    def run(self) -> int:
-        from ds_usp.profiling.profile import run  # the one command that loads torch
-
-        if self.out.suffix != ".json":
-            raise ConfigError(f"--out {self.out} must end in .json, as --cluster needs it")
-        models = None if self.model is None else [load_model(name) for name in self.model]
-        for model in models or ():
-            if not model.is_plain:
-                raise ConfigError(
-                    f"profile measures layers of attention and one MLP, and {model.name} has others"
-                )
-        stream = sys.stderr if self.json else sys.stdout
-        cluster = run(
-            self.out,
-            models,
-            device=self.device,
-            seconds=self.seconds,
-            print_line=lambda line: print(line, file=stream, flush=True),
-        )
-        if cluster and self.json:
-            print(self.out.read_text(encoding="utf-8"))
-        elif cluster:
-            print(f"wrote {self.out}; plan with --cluster {self.out}")
-        return 0
-
-
 COMMANDS: Mapping[str, type[Command]] = MappingProxyType(
     {
         "memory": MemoryCommand,
         "max-length": MaxLengthCommand,
         "plan": PlanCommand,
         "comm": CommCommand,
-        "explain": ExplainCommand,
-        "profile": ProfileCommand,
     }
 )
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({"max-length": ("longest",)})

@@ -157,7 +157,7 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
         raise ConfigError(
             "neither Megatron-DeepSpeed nor the trainer fuses SwiGLU: leave --fused-activation out"
         )
-    for flag, used in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
+    for flag, used in (("--fused-loss", config.fused_loss), ("--documents", work.document_lengths)):
         if used and config.pp > 1:
             raise ConfigError(
                 f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {config.pp}: "
@@ -168,13 +168,13 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
         "usp-recompute": config.recompute != "none" and config.recompute,
         "usp-offload-ratio": config.offload_ratio > 0 and f"{config.offload_ratio:g}",
         "usp-loss-chunks": config.fused_loss and -(-tokens // _CHUNK_TOKENS),
-        **_length_flags(config),
-        "reset-attention-mask": bool(work.documents),
-        "reset-position-ids": bool(work.documents),
+        **_length_setting_flags(config),
+        "reset-attention-mask": bool(work.document_lengths),
+        "reset-position-ids": bool(work.document_lengths),
     }
 
 
-def _length_flags(config: ParallelConfig) -> Flags:
+def _length_setting_flags(config: ParallelConfig) -> Flags:
     rows = ((row, getattr(config, row.name)) for row in SETTINGS if row.length_rank)
     return {row.flag[2:]: value for row, value in rows if row.is_used(value)}
 
@@ -226,7 +226,7 @@ def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees
             f"Megatron-LM's flags offload nothing, the plan has {config.offload_ratio:g}"
         )
     framework_caps(framework).with_settings_of(config)
-    if work.documents:
+    if work.document_lengths:
         raise ConfigError("Megatron-LM's flags have no documents: leave --documents out")
     rotary, virtual = not model.learned_positions, config.virtual_stages(model) > 1
     grouped = model.kv_heads < model.heads
@@ -257,7 +257,7 @@ def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees
 def _recompute_flags(config: ParallelConfig) -> Flags:
     """Recomputation, and the settings that trade time for length, with which Megatron-LM's own
     checkpoints of layers do not go."""
-    flags = {**_length_flags(config)}
+    flags = {**_length_setting_flags(config)}
     mode, patched = config.recompute, bool(flags)
     flags["no-gradient-accumulation-fusion"] = patched
     if mode == "attention" or (mode == "full" and patched):
@@ -388,7 +388,7 @@ def transformers(work: Workload, config: ParallelConfig) -> str:
     memory = _memory_flags(work, config).items()
     flags = {
         "trainer": "transformers",
-        "packing": "true" if work.documents else "false",
+        "packing": "true" if work.document_lengths else "false",
         "max_length": work.seq_len,
         "sequence_parallel_size": config.sp,
         "ulysses_degree": config.ulysses,

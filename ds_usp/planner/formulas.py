@@ -1,5 +1,5 @@
 """FLOPs, parameters and saved activations of a model, each formula with its source; seconds of
-kernels, of launches and of exchanges under computation.
+kernels and of exchanges under computation.
 
 Letters: h hidden, f MLP width, q and k widths of the queries and of the keys, s sequence, V
 vocabulary, L layers. A multiplication and an addition are 2 FLOP.
@@ -11,17 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import StateChains, state_chains
-from ds_usp.planner.hardware import (
-    HBM_FRACTION,
-    Cluster,
-    interpolate_curve,
-    launch_seconds,
-    seconds_at,
-)
+from ds_usp.planner.hardware import HBM_FRACTION, Cluster, interpolate_curve
 from ds_usp.planner.models import ModelShape, RecurrentMixer, layer_matrices
 from ds_usp.planner.parallel_config import CHECKPOINTED, ParallelConfig, Workload
 
@@ -34,7 +28,7 @@ STATE_BYTES = 4  # of an element of a state, which is in fp32 whatever the model
 
 
 def attention_flop_per_token(
-    model: ModelShape, seq_len: int, documents: Sequence[int] = ()
+    model: ModelShape, seq_len: int, document_lengths: Sequence[int] = ()
 ) -> float:
     """Forward FLOP of one layer's scores and their product with the values, causal half.
 
@@ -43,10 +37,10 @@ def attention_flop_per_token(
     Of a window of w tokens ``w - w ** 2 / 2 s`` keys are visible in the mean: w of all queries but
     the first. Packed documents cost what each does alone.
     """
-    if not documents:
+    if not document_lengths:
         return 4 * model.q_width * _visible_keys(seq_len, model.window)
-    pairs = sum(n * _visible_keys(n, model.window) for n in documents)
-    return 4 * model.q_width * pairs / sum(documents)
+    pairs = sum(n * _visible_keys(n, model.window) for n in document_lengths)
+    return 4 * model.q_width * pairs / sum(document_lengths)
 
 
 def _visible_keys(tokens: int, window: int) -> float:
@@ -76,20 +70,27 @@ def recurrent_flop_per_token(model: ModelShape, *, carries: bool = False) -> flo
     return mixer.heads * (6 * key * value + 2 * SCAN_CHUNK * (3 * key + 2 * value) + 2 * piece)
 
 
-def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int] = ()) -> float:
+def model_flop_per_token(
+    model: ModelShape, seq_len: int, document_lengths: Sequence[int] = ()
+) -> float:
     """FLOP that the model needs for one token, forward and backward: what MFU counts.
 
     ``6 (L P + h V) + 6 L q s``, P the elements of a layer's matrices (PaLM's appendix B with the
     causal half; so count Kuaishou's tables, ATC 24). Recomputation is not in it.
     """
     matrices = sum(x.layers * x.matrix_elements for x in model.parts) + model.hidden * model.vocab
-    return 6 * matrices + 3 * _mixer_flop_per_token(model, seq_len, documents)
+    return 6 * matrices + 3 * _mixer_flop_per_token(model, seq_len, document_lengths)
 
 
-def _mixer_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int]) -> float:
+def _mixer_flop_per_token(
+    model: ModelShape, seq_len: int, document_lengths: Sequence[int]
+) -> float:
     return sum(
         part.layers
-        * (attention_flop_per_token(part, seq_len, documents) + recurrent_flop_per_token(part))
+        * (
+            attention_flop_per_token(part, seq_len, document_lengths)
+            + recurrent_flop_per_token(part)
+        )
         for part in model.parts
     )
 
@@ -102,9 +103,9 @@ def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
     not counted here. An MLP in chunks adds its own forward pass; with several layers a checkpoint
     all but one of a group are recomputed once more.
     """
-    model, seq_len, documents = work.model, work.seq_len, work.documents
-    attention = _mixer_flop_per_token(model, seq_len, documents)
-    total = model_flop_per_token(model, seq_len, documents) + attention / 2
+    model, shape = work.model, (work.model, work.seq_len, work.document_lengths)
+    attention = _mixer_flop_per_token(*shape)
+    total = model_flop_per_token(*shape) + attention / 2
     forward = 2 * sum(part.layers * part.matrix_elements for part in model.parts)
     if config.mlp_chunks > 1:
         total += 2 * sum(x.layers * x.matrix_elements * mlp_share(x) for x in model.parts)
@@ -247,14 +248,18 @@ def chain_traffic(work: Workload, config: ParallelConfig) -> ChainTraffic:
     tokens = TokenLayout("zigzag", work.seq_len, config.ulysses, config.ring, config.order)
     if mixer is None or config.sp == 1:
         return ChainTraffic()
-    return _chain_traffic(tokens, work.documents, rows, mixer, config.param_bytes)
+    return _chain_traffic(tokens, work.document_lengths, rows, mixer, config.param_bytes)
 
 
 @lru_cache(maxsize=1024)
 def _chain_traffic(
-    tokens: TokenLayout, documents: tuple[int, ...], rows: int, mixer: RecurrentMixer, element: int
+    tokens: TokenLayout,
+    document_lengths: tuple[int, ...],
+    rows: int,
+    mixer: RecurrentMixer,
+    element: int,
 ) -> ChainTraffic:
-    chains, ranks = document_chains(tokens, documents, rows), tokens.degree
+    chains, ranks = document_chains(tokens, document_lengths, rows), tokens.degree
     width, state, decay = max(mixer.taps - 1, 0), mixer.state_elements, mixer.decay_elements
     moves = [move for moves in chains.rounds for move in moves if move.crosses]
     sent = sum(state + decay * move.transition for move in moves)
@@ -270,9 +275,11 @@ def _chain_traffic(
     return ChainTraffic(states * sent, halo_bytes, states * (sent + own), len(chains.rounds))
 
 
-def document_chains(tokens: TokenLayout, documents: tuple[int, ...], rows: int) -> StateChains:
-    """The state chains of rows that are packed alike; ``documents``: their lengths."""
-    borders = (tuple(accumulate(documents, initial=0)),) if documents else ()
+def document_chains(
+    tokens: TokenLayout, document_lengths: tuple[int, ...], rows: int
+) -> StateChains:
+    """The state chains of rows that are packed alike."""
+    borders = (tuple(accumulate(document_lengths, initial=0)),) if document_lengths else ()
     return state_chains(tokens, borders, rows)
 
 
@@ -353,70 +360,6 @@ def gemm_s(cluster: Cluster, tokens: float, multiplications: float) -> float:
     """GEMMs over so many tokens: ``2 m n k / (F eta(m))``."""
     efficiency = interpolate_curve(cluster.gemm_efficiency, tokens)
     return 2 * multiplications / (cluster.peak_flop_per_s * efficiency)
-
-
-# ------------------------------------------------------------------ launches
-# How long a GPU waits for the CPU to launch its kernels.
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedWork:
-    """Kernels in launch order: GPU seconds, CPU launch seconds, and the GPU's idle time.
-
-    A flow shop of two machines (Johnson, 1954): nothing synchronizes them, so the GPU ends at the
-    maximum over all launches of the CPU's time up to that launch plus the GPU's time from it on.
-    ``a + b`` runs one after the other, ``a * n`` n times.
-
-    Args:
-        device_s: of the GPU.
-        launch_s: of the CPU to launch all of it; 0: not known, the GPU never waits.
-        wait_s: GPU idle time until the end; of one launch: until it is launched.
-    """
-
-    device_s: float
-    launch_s: float = 0.0
-    wait_s: float = -1.0
-
-    def __post_init__(self) -> None:
-        if self.wait_s < 0:
-            object.__setattr__(self, "wait_s", self.launch_s)
-
-    @classmethod
-    def from_rows(
-        cls, rows: Sequence[Any], size: float, by: str, seconds: str, launch: str
-    ) -> LaunchedWork:
-        """Interpolated between a profile's rows, whose fields are named."""
-        points = [(getattr(row, by), getattr(row, launch)) for row in rows]
-        return cls(seconds_at(rows, by, seconds, size), launch_seconds(points, size))
-
-    def __add__(self, other: LaunchedWork) -> LaunchedWork:
-        wait = max(self.wait_s, self.launch_s - self.device_s + other.wait_s)
-        return LaunchedWork(self.device_s + other.device_s, self.launch_s + other.launch_s, wait)
-
-    def __mul__(self, times: int) -> LaunchedWork:
-        if times == 0:
-            return NOTHING
-        behind = max(0.0, (times - 1) * (self.launch_s - self.device_s))
-        return LaunchedWork(times * self.device_s, times * self.launch_s, self.wait_s + behind)
-
-    def fraction(self, of: int) -> LaunchedWork:
-        return LaunchedWork(self.device_s / of, self.launch_s / of)
-
-    def part(self, share: float) -> LaunchedWork:
-        return LaunchedWork(self.device_s * share, self.launch_s * share)
-
-    def in_launches(self, launches: int) -> LaunchedWork:
-        return self.fraction(launches) * launches
-
-    def scaled(self, measured: LaunchedWork, formula: LaunchedWork) -> LaunchedWork:
-        """Times measured / formula of similar work, with that work's launch time."""
-        return LaunchedWork(self.device_s * measured.device_s / formula.device_s, measured.launch_s)
-
-    def without_launch_time(self) -> LaunchedWork:
-        return LaunchedWork(self.device_s)
-
-
-NOTHING = LaunchedWork(0.0)
 
 
 # ------------------------------------------------------------------ exchanges under computation

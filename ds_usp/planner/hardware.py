@@ -1,231 +1,27 @@
-"""Clusters: how fast they compute, how much they hold, how their GPUs reach each other; and the
-rows that a profile has measured on one.
-"""
+"""Clusters: how fast they compute, how much they hold, how their GPUs reach each other."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from math import exp, log
-from operator import attrgetter
+from math import log
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import (
-    Collective,
-    Count,
     Finite,
     Fraction,
     Gpus,
-    LaunchSeconds,
     NonNegative,
     Positive,
-    ZeroStage,
     read_json,
     violations,
 )
-from ds_usp.planner.models import ModelShape
 
-# ------------------------------------------------------------------ rows of a profile
-# What was measured, and how a time between the rows is read off them. A layer's rows are measured
-# in the framework that runs it: its norms, activation functions and tensor-parallel collectives are
-# part of the time, and need no formula.
-
-
-Row = TypeVar("Row")
-
-
-@dataclass(frozen=True)
-class MeasuredLayer:
-    """Seconds of one transformer layer without its attention core, on one rank.
-
-    Args:
-        hidden, ffn, q_width, kv_width, gated: of the unsharded layer (:class:`ModelShape`).
-        tp: ranks that share it; their collectives are part of the time.
-        tokens: of one rank.
-        forward_s, backward_s: of the GPU, each direction.
-        forward_host_s, backward_host_s: of the CPU to launch it; 0: not known.
-    """
-
-    hidden: Count
-    ffn: Count
-    q_width: Count
-    kv_width: Count
-    gated: bool
-    tp: Count
-    tokens: Count
-    forward_s: Positive
-    backward_s: Positive
-    forward_host_s: LaunchSeconds = 0.0
-    backward_host_s: LaunchSeconds = 0.0
-
-
-@dataclass(frozen=True)
-class MeasuredAttention:
-    """Seconds of one attention call, causal zigzag, its exchanges included.
-
-    Args:
-        seq_len: tokens of the global sequence; one sequence.
-        heads, kv_heads, head_dim: of a tensor-parallel rank, before the Ulysses all-to-all.
-        forward_s, backward_s, forward_host_s, backward_host_s: as of a layer.
-    """
-
-    ulysses: Count
-    ring: Count
-    seq_len: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    forward_s: Positive
-    backward_s: Positive
-    forward_host_s: LaunchSeconds = 0.0
-    backward_host_s: LaunchSeconds = 0.0
-
-
-@dataclass(frozen=True)
-class MeasuredEmbeddingHead:
-    """Seconds of embedding, last norm, output head and loss, forward and backward together.
-
-    Args:
-        seconds: of the GPU.
-        host_s: of the CPU to launch it; 0: not known.
-    """
-
-    hidden: Count
-    vocab: Count
-    tp: Count
-    tokens: Count
-    seconds: Positive
-    host_s: LaunchSeconds = 0.0
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """Seconds from the last backward to the next forward: gradient reduction and optimizer.
-
-    Args:
-        elements: parameters of a rank, before ZeRO shards them.
-        zero, zero_ranks: ZeRO stage, and the ranks of dp x sp.
-    """
-
-    elements: Count
-    zero: ZeroStage
-    zero_ranks: Count
-    seconds: Positive
-
-
-@dataclass(frozen=True)
-class MeasuredExchange:
-    """Seconds of one collective inside a node, all groups of its size at once.
-
-    Args:
-        ranks: of each group, contiguous.
-        sent_bytes: by every rank.
-    """
-
-    collective: Collective
-    ranks: Count
-    sent_bytes: Count
-    seconds: Positive
-
-
-def select_rows(rows: Iterable[Row], by: str, **wanted: object) -> list[Row]:
-    """The rows whose fields have these values, ascending by the field ``by``."""
-    items = wanted.items()
-    matching = (row for row in rows if all(getattr(row, name) == v for name, v in items))
-    return sorted(matching, key=attrgetter(by))
-
-
-def layer_rows(
-    rows: Iterable[MeasuredLayer], model: ModelShape, tp: int | None = None
-) -> list[MeasuredLayer]:
-    """The rows of a model's layers by tokens; ``tp`` None: of every degree. None are of layers
-    that are more than attention and one MLP."""
-    if not model.is_plain:
-        return []
-    shape = {name: getattr(model, name) for name in ("hidden", "ffn", "q_width", "kv_width")}
-    degree = {} if tp is None else {"tp": tp}
-    return select_rows(rows, "tokens", gated=model.gated, **shape, **degree)
-
-
-def embedding_head_rows(
-    rows: Iterable[MeasuredEmbeddingHead], model: ModelShape, tp: int | None = None
-) -> list[MeasuredEmbeddingHead]:
-    """The rows of a model's embedding and head by tokens; ``tp`` None: of every degree."""
-    degree = {} if tp is None else {"tp": tp}
-    return select_rows(rows, "tokens", hidden=model.hidden, vocab=model.vocab, **degree)
-
-
-def nearest_tp(rows: Iterable[Any], tp: int) -> int | None:
-    """The tensor-parallel degree of the rows that is nearest to one; None without rows."""
-    return min({row.tp for row in rows}, key=lambda other: abs(log(other / tp)), default=None)
-
-
-def nearest_step(
-    rows: Iterable[MeasuredStep], zero: int, zero_ranks: int
-) -> tuple[int, int] | None:
-    """The measured ZeRO stage and number of ranks nearest to these; None without rows."""
-    return min(
-        {(row.zero, row.zero_ranks) for row in rows},
-        key=lambda other: (abs(other[0] - zero), abs(log(other[1] / zero_ranks))),
-        default=None,
-    )
-
-
-def seconds_at(rows: Sequence[Any], by: str, seconds: str, size: float) -> float:
-    """Seconds for a size: on the line through the two rows around it, or nearest to it.
-
-    A time has a part that grows with the size and one that does not; the line through two points
-    separates them, also beyond the points. Below the first row the time shrinks in proportion at
-    most, and beyond the last row it does not shrink.
-
-    Args:
-        by, seconds: names of the rows' fields; the rows ascend by ``by``.
-    """
-    points = [(getattr(row, by), getattr(row, seconds)) for row in rows]
-    first_size, first_s = points[0]
-    in_proportion: float = first_s * (size / first_size)  # exact at a measured size
-    if len(points) == 1:
-        return in_proportion
-    upper = next((i for i, (x, _) in enumerate(points) if i and x >= size), len(points) - 1)
-    (low, low_s), (high, high_s) = points[upper - 1], points[upper]
-    slope = (high_s - low_s) / (high - low)
-    if size > high:
-        return float(high_s + max(slope, 0.0) * (size - high))
-    on_line = float(low_s + slope * (size - low))
-    return max(on_line, in_proportion) if size < first_size else on_line
-
-
-def launch_seconds(points: Sequence[tuple[float, float]], size: float) -> float:
-    """CPU launch time between (size, seconds) points; 0 (not known) if one of them is 0."""
-    return interpolate(points, size) if all(seconds > 0 for _, seconds in points) else 0.0
-
-
-def interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
-    """A value between ascending (size, value) points, log-log linear; constant outside of them."""
-    if points[0][0] < size < points[-1][0]:
-        return exp(interpolate_curve([(x, log(y)) for x, y in points], size))
-    return points[0][1] if size <= points[0][0] else points[-1][1]
-
-
-def interpolate_curve(points: Sequence[tuple[float, float]], size: float) -> float:
-    """The curve's value at a size, linear in the size's logarithm and constant beyond both ends."""
-    if size <= points[0][0]:
-        return points[0][1]
-    for (low, first), (high, last) in pairwise(points):
-        if size <= high:
-            return first + (last - first) * log(size / low) / log(high / low)
-    return points[-1][1]
-
-
-# ------------------------------------------------------------------ clusters
-
-
-VERSION = 1  # of the files
 ORIGINS = ("datasheet", "measured", "assumed", "given")
 HBM_FRACTION = 0.8  # of the memory bandwidth that elementwise kernels and copies reach
 Curve = tuple[tuple[float, float], ...]
@@ -281,9 +77,6 @@ class Cluster:
         contention: fraction of a hidden exchange's time that the computation loses.
         workspace_bytes: what no formula counts: libraries, fragmentation, temporaries.
         origins: field -> (datasheet | measured | assumed | given, source).
-        exchanges, layers, calls, embedding_heads, steps: measured rows; where rows match, they
-            replace the formulas. ``profile`` writes all but ``steps``, which a user may measure.
-            Files call ``embedding_heads`` ``ends``.
     """
 
     name: str
@@ -301,11 +94,6 @@ class Cluster:
     contention: Fraction
     workspace_bytes: Finite
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    exchanges: tuple[MeasuredExchange, ...] = ()
-    layers: tuple[MeasuredLayer, ...] = ()
-    calls: tuple[MeasuredAttention, ...] = ()
-    embedding_heads: tuple[MeasuredEmbeddingHead, ...] = ()
-    steps: tuple[MeasuredStep, ...] = ()
 
     def __post_init__(self) -> None:
         for wrong in violations(self):
@@ -379,15 +167,24 @@ def _check_curve(name: str, curve: Curve) -> None:
         raise ConfigError(f"{name} has {wrong[0]:g}: a share of the peak lies between 0 and 1")
 
 
+def interpolate_curve(points: Sequence[tuple[float, float]], size: float) -> float:
+    """The curve's value at a size, linear in the size's logarithm and constant beyond both ends."""
+    if size <= points[0][0]:
+        return points[0][1]
+    for (low, first), (high, last) in pairwise(points):
+        if size <= high:
+            return first + (last - first) * log(size / low) / log(high / low)
+    return points[-1][1]
+
+
 def load_cluster(requested: str) -> Cluster:
-    """A built-in name, or a JSON file as ``profile`` writes it.
+    """A built-in name, or a JSON file.
 
     A file has the fields of :class:`Cluster`, each a number or ``{"value", "origin", "source"}``;
-    with ``"base": NAME`` it needs only those in which it differs from a built-in one. ``version``
-    is that of the file's format, 1 if it is left out.
+    with ``"base": NAME`` it needs only those in which it differs from a built-in one.
 
     Raises:
-        ConfigError: no such name, or a file that describes no cluster, or one of another version.
+        ConfigError: no such name, or a file that describes no cluster.
     """
     name = requested.strip().lower()
     if name in CLUSTERS:
@@ -400,34 +197,17 @@ def load_cluster(requested: str) -> Cluster:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{requested} must be an object with the fields of a cluster")
     content = dict(content)
-    version, base = content.pop("version", VERSION), content.pop("base", None)
-    if version != VERSION:
-        raise ConfigError(
-            f"{requested} is of version {version!r}, this planner reads version {VERSION}: "
-            "profile anew"
-        )
+    base = content.pop("base", None)
     if base is not None and base not in list(CLUSTERS):  # a list: it may be no text
         raise ConfigError(f"{requested}: base {base!r} is none of {', '.join(CLUSTERS)}")
     content = {**(CLUSTERS[base] if base else {}), **content}
     return _cluster(str(content.pop("name", Path(requested).stem)), content, requested)
 
 
-# JSON key -> type of its rows.
-_ROWS: Mapping[str, type] = MappingProxyType(
-    {
-        "exchanges": MeasuredExchange,
-        "layers": MeasuredLayer,
-        "calls": MeasuredAttention,
-        "ends": MeasuredEmbeddingHead,
-        "steps": MeasuredStep,
-    }
-)
-
-
 def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
     """A cluster from one entry of a JSON file; ``where``: the file, for error messages."""
-    keys = {f.name for f in fields(Cluster)} - {"name", "origins", "embedding_heads"} | {"ends"}
-    wrong = {"unknown": set(content) - keys, "missing": keys - set(content) - set(_ROWS)}
+    keys = {f.name for f in fields(Cluster)} - {"name", "origins"}
+    wrong = {"unknown": set(content) - keys, "missing": keys - set(content)}
     if any(wrong.values()):
         texts = [f"{what} {', '.join(sorted(names))}" for what, names in wrong.items() if names]
         raise ConfigError(f"{where}: cluster {name} has {'; '.join(texts)}")
@@ -443,29 +223,11 @@ def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
         values["levels"] = tuple(
             Level(**x) if isinstance(x, Mapping) else Level(*x) for x in values["levels"]
         )
-        for rows, kind in _ROWS.items():
-            values[rows] = tuple(kind(**row) for row in values.get(rows, ()))
-            _check_rows(rows, values[rows])
         for curve in ("gemm_efficiency", "attention_efficiency"):
             values[curve] = tuple((float(size), float(share)) for size, share in values[curve])
-        heads = values.pop("ends")
-        return Cluster(name, origins=MappingProxyType(origins), embedding_heads=heads, **values)
+        return Cluster(name, origins=MappingProxyType(origins), **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: cluster {name}: {error}") from error
-
-
-def _check_rows(name: str, rows: Sequence[Any]) -> None:
-    """Refuse wrong values, and two rows of the same sizes, through which no line can be drawn."""
-    seen = set()
-    for row in rows:
-        for wrong in violations(row):
-            raise ValueError(f"{name}: {wrong}")
-        times = ("seconds", "_s")
-        sizes = ((n, v) for n, v in vars(row).items() if not n.endswith(times))
-        key = ", ".join(f"{name} {value}" for name, value in sizes)
-        if key in seen:
-            raise ValueError(f"{name}: two rows of {key}: leave one of them out")
-        seen.add(key)
 
 
 def _parse_number(entry: Any) -> tuple[Any, str, str]:

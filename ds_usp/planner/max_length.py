@@ -12,7 +12,7 @@ from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
-    LENGTH_FLAGS,
+    LENGTH_SETTING_NAMES,
     RECOMPUTE,
     ParallelConfig,
     Workload,
@@ -114,9 +114,9 @@ def length_steps(
             options.append(("loss in chunks", chunked))
         given = configs[0].replace(checkpoint_layers=bases[0].checkpoint_layers)
         long = _workload(model, given, _MAX_TOKENS)
-        for flag in LENGTH_FLAGS:
-            for config in length_options(long, given, flag):
-                change = {flag: getattr(config, flag)}
+        for setting in LENGTH_SETTING_NAMES:
+            for config in length_options(long, given, setting):
+                change = {setting: getattr(config, setting)}
                 options.append((added_words(config, given), [c.replace(**change) for c in configs]))
         lengths = [
             (replace(limits.furthest(model, changed, True), added=words), changed)

@@ -168,15 +168,15 @@ class ModelShape:
     @property
     def is_plain(self) -> bool:
         """Whether its layers are attention over all tokens and one MLP, as programs with tensor
-        parallelism, with pipelines and with layers that a profile has measured have them."""
+        parallelism and with pipelines have them."""
         others = self.kinds or self.recurrent or self.experts or self.output_gate or self.window
         return not others
 
     def for_length(self, seq_len: int) -> ModelShape:
         """Itself on so many tokens: a window that is as long as the sequence is none, and layers
         that differ in nothing else are of one kind."""
-        # So that a model with windows that are never reached is plain: programs and profiles of
-        # plain layers serve it, and its plans are those of the same model without windows.
+        # So that a model with windows that are never reached is plain: programs of plain layers
+        # serve it, and its plans are those of the same model without windows.
         if not (self.window or any(kind.window for kind in self.kinds)):
             return self
         window = 0 if self.window >= seq_len else self.window

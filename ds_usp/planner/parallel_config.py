@@ -40,24 +40,30 @@ class Workload:
     Args:
         seq_len: tokens of one sequence.
         global_batch: sequences of one step, over all ranks.
-        documents: lengths of the documents that are packed into each sequence; empty: one.
+        document_lengths: of the documents that are packed into each sequence; empty: one document.
+            They are lengths, where ``documents`` of a mask or a layout are borders.
+
+    Raises:
+        ConfigError: a number that its type does not take, or lengths that do not fill a sequence.
     """
 
     model: ModelShape
     seq_len: Count
     global_batch: Count = 1
-    documents: tuple[int, ...] = ()
+    document_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "documents", tuple(self.documents))
+        object.__setattr__(self, "document_lengths", tuple(self.document_lengths))
         for wrong in violations(self):
             raise ConfigError(wrong)
         # Here, once: every formula, table of kinds and cache key below has the same model.
         object.__setattr__(self, "model", self.model.for_length(self.seq_len))
-        if self.documents and sum(self.documents) != self.seq_len:
+        lengths = self.document_lengths
+        if lengths and (min(lengths) < 1 or sum(lengths) != self.seq_len):
             raise ConfigError(
-                f"documents of {sum(self.documents)} tokens do not fill a sequence of "
-                f"{self.seq_len}"
+                f"documents of {', '.join(map(str, lengths[:8]))}{', ...' * (len(lengths) > 8)} "
+                f"tokens do not fill a sequence of {self.seq_len}: give lengths of 1 or more whose "
+                f"sum, {sum(lengths)}, is that of the sequence"
             )
 
     @property
@@ -80,6 +86,7 @@ class ParallelConfig:
         layers_per_virtual_stage: layers of a pipeline chunk; 0: all of a stage.
         order: which of ulysses and ring has contiguous ranks.
         zero: stage of ZeRO, over dp x ulysses x ring.
+        micro_batch: sequences that a replica (dp) computes at a time.
         recompute: one of :data:`RECOMPUTE`. ``gemm-last``: norms and activation functions are
             recomputed in backward, no GEMM (Kuaishou, ATC 24). ``attention-only``: the attention
             core. ``attention``: all but that and its exchanges (``--usp-recompute attention``).
@@ -180,7 +187,7 @@ class ParallelConfig:
         """Micro batches of a step, at least 1."""
         return max(1, global_batch // (self.dp * self.micro_batch))
 
-    def length_settings(self) -> list[str]:
+    def length_words(self) -> list[str]:
         """The settings that trade time for length, in words; none where all are off."""
         values = ((row, getattr(self, row.name)) for row in LENGTH_SETTINGS)
         return [row.words.format(value) for row, value in values if row.is_used(value)]
@@ -191,7 +198,7 @@ class ParallelConfig:
         parts.append(f"recompute {self.recompute}")
         if self.offload_ratio:
             parts.append(f"offload {self.offload_ratio:.2f}")
-        parts += self.length_settings()
+        parts += self.length_words()
         return ", ".join(parts)
 
 
@@ -316,8 +323,8 @@ def _not_in_transformers(config: ParallelConfig) -> list[str]:
 # ------------------------------------------------------------------ what training frameworks can do
 
 
-# Fields of a configuration that trade time for length, the cheapest first.
-LENGTH_FLAGS = tuple(row.name for row in LENGTH_SETTINGS)
+# Length settings: fields of a configuration that trade time for length, the cheapest first.
+LENGTH_SETTING_NAMES = tuple(row.name for row in LENGTH_SETTINGS)
 _MLP_CHUNK_TOKENS = 16384  # matrix products over so many reach the rate of longer ones
 _GROUPS = (2, 4, 8)  # layers a checkpoint that are tried
 
@@ -345,25 +352,31 @@ def added_words(config: ParallelConfig, without: ParallelConfig) -> str:
     depends on the length, is left out."""
     if config.mlp_chunks != without.mlp_chunks:
         return "MLP in chunks"
-    (words,) = set(config.length_settings()) - set(without.length_settings())
+    (words,) = set(config.length_words()) - set(without.length_words())
     return words
 
 
-def length_options(work: Workload, config: ParallelConfig, flag: str) -> list[ParallelConfig]:
-    """The config with one of :data:`LENGTH_FLAGS` switched on; several where it has a number; none
-    where it is on already or does not go with the others."""
-    if flag == "mlp_chunks":
+def length_options(work: Workload, config: ParallelConfig, setting: str) -> list[ParallelConfig]:
+    """The config with one of :data:`LENGTH_SETTING_NAMES` switched on; several where it has a
+    number; none where it is on already or does not go with the others.
+
+    Raises:
+        ConfigError: a setting that has no way to be switched on here.
+    """
+    if setting == "mlp_chunks":
         chunks = mlp_chunks_for(work, config)
         experts = any(part.experts for part in work.model.parts)
         refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config) or experts
         return [] if refused else [config.replace(mlp_chunks=chunks)]
-    if flag == "states_on_host":
+    if setting == "states_on_host":
         refused = config.states_on_host or config.zero == 0
         return [] if refused else [config.replace(states_on_host=True)]
-    refused = config.checkpoint_layers > 1 or config.recompute not in CHECKPOINTED
-    layers = config.chunk_layers(work.model)
-    sizes = () if refused else tuple(size for size in _GROUPS if size <= layers)
-    return [config.replace(checkpoint_layers=size) for size in sizes]
+    if setting == "checkpoint_layers":
+        refused = config.checkpoint_layers > 1 or config.recompute not in CHECKPOINTED
+        layers = config.chunk_layers(work.model)
+        sizes = () if refused else tuple(size for size in _GROUPS if size <= layers)
+        return [config.replace(checkpoint_layers=size) for size in sizes]
+    raise ConfigError(f"the planner does not know how to switch {setting} on: add it here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,12 +391,12 @@ class FrameworkCaps:
         offloads_chunks: in units of a chunk of layers, not of one layer alone.
         chunks_loss: it can compute the loss in chunks; ``chunks_loss_in_pipeline``: in one, too.
         documents_in_pipeline: it keeps packed documents apart in a pipeline.
-        length_flags: which of :data:`LENGTH_FLAGS` it has.
+        length_settings: which of :data:`LENGTH_SETTING_NAMES` it has.
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
         grad_bytes: in which it sums gradients.
         divides_layers: it has tensor and pipeline parallelism.
-        whole_reduction: in ZeRO-1 gradients are all-reduced, not reduce-scattered (``Split``).
+        unsharded_grad_reduce: of :class:`ParallelConfig`.
     """
 
     name: str
@@ -397,7 +410,7 @@ class FrameworkCaps:
     chunks_loss: bool = False
     chunks_loss_in_pipeline: bool = False
     documents_in_pipeline: bool = True
-    length_flags: tuple[str, ...] = ()
+    length_settings: tuple[str, ...] = ()
     tp_sequence: bool = True
     orders: tuple[str, ...] = ORDERS
     grad_bytes: int = 4
@@ -413,7 +426,7 @@ class FrameworkCaps:
         """Why a run cannot have a pipeline, as a rule without numbers; "" if it can."""
         if config.fused_loss and self.chunks_loss and not self.chunks_loss_in_pipeline:
             return f"{self.name} has no chunked loss in a pipeline"
-        if work.documents and not self.documents_in_pipeline:
+        if work.document_lengths and not self.documents_in_pipeline:
             return f"{self.name} has no packed documents in a pipeline"
         return ""
 
@@ -424,7 +437,7 @@ class FrameworkCaps:
             ConfigError: which it lacks.
         """
         used = (row.name for row in LENGTH_SETTINGS if row.is_used(getattr(config, row.name)))
-        lacking = [name for name in used if name not in self.length_flags]
+        lacking = [name for name in used if name not in self.length_settings]
         lacking += ["fused_loss"] if config.fused_loss and not self.chunks_loss else []
         if lacking:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in lacking)
@@ -445,9 +458,9 @@ class FrameworkCaps:
                 f"the layers of {model.name} are planned as transformers runs them, not for "
                 f"{self.name}: take --engine any, without --emit, or --emit transformers"
             )
-        flags = _length_flags("transformers")
+        flags = _length_settings_of("transformers")
         return replace(
-            self, recompute=_TRANSFORMERS_RECOMPUTE, length_flags=flags, divides_layers=False
+            self, recompute=_TRANSFORMERS_RECOMPUTE, length_settings=flags, divides_layers=False
         )
 
     def refusal(self, config: ParallelConfig, axis: str, value: object) -> str:
@@ -463,7 +476,7 @@ class FrameworkCaps:
         return f"{self.name} has no " + (f"ZeRO-{value}" if axis == "zero" else f"{axis} {value}")
 
 
-def _length_flags(framework: str) -> tuple[str, ...]:
+def _length_settings_of(framework: str) -> tuple[str, ...]:
     return tuple(row.name for row in LENGTH_SETTINGS if framework in row.programs)
 
 
@@ -477,7 +490,7 @@ _MEGATRON_DEEPSPEED = FrameworkCaps(
     offloads=True,
     chunks_loss=True,
     documents_in_pipeline=False,
-    length_flags=_length_flags("megatron-deepspeed"),
+    length_settings=_length_settings_of("megatron-deepspeed"),
     tp_sequence=False,
     orders=ORDERS[:1],
     unsharded_grad_reduce=True,
@@ -494,7 +507,7 @@ FRAMEWORKS = (
         offloads_chunks=True,
         chunks_loss=True,
         chunks_loss_in_pipeline=True,
-        length_flags=LENGTH_FLAGS,
+        length_settings=LENGTH_SETTING_NAMES,
     ),
     _MEGATRON_DEEPSPEED,
     replace(_MEGATRON_DEEPSPEED, name="trainer"),
@@ -516,7 +529,7 @@ FRAMEWORKS = (
         schedule="1f1b",
         interleaves=True,
         offloads=False,
-        length_flags=_length_flags("megatron-lm"),
+        length_settings=_length_settings_of("megatron-lm"),
         orders=ORDERS[:1],
     ),
     FrameworkCaps(
@@ -528,7 +541,7 @@ FRAMEWORKS = (
         interleaves=False,
         offloads=True,
         chunks_loss=True,
-        length_flags=_length_flags("transformers"),
+        length_settings=_length_settings_of("transformers"),
         tp_sequence=False,
         orders=ORDERS[:1],
         unsharded_grad_reduce=True,
@@ -630,7 +643,7 @@ def degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
 def fixed_text(fixed: Mapping[str, object], base: ParallelConfig | None = None) -> str:
     """The fixed axes, and the settings of ``base`` that trade time for length, for a message."""
     words = [f"{axis} {value}" for axis, value in fixed.items()]
-    return ", ".join([*words, *(base.length_settings() if base else [])])
+    return ", ".join([*words, *(base.length_words() if base else [])])
 
 
 def refusal_rule(work: Workload, config: ParallelConfig) -> str | None:

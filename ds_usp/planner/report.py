@@ -14,25 +14,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ds_usp.planner.arguments import flag
 from ds_usp.planner.formulas import executed_flop_per_token, model_flop_per_token
-from ds_usp.planner.hardware import (
-    Cluster,
-    MeasuredAttention,
-    MeasuredLayer,
-    embedding_head_rows,
-    layer_rows,
-    load_cluster,
-)
+from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.max_length import STEP, MaxLength, needs_at, shortest_workload
 from ds_usp.planner.memory import Memory, memory
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
-    LENGTH_FLAGS,
+    LENGTH_SETTING_NAMES,
     ParallelConfig,
     Workload,
     infeasible_reason,
     length_options,
 )
-from ds_usp.planner.search import GIB, Plan, SearchResult
+from ds_usp.planner.search import GIB, STATED_ERROR, Plan, SearchResult
 from ds_usp.planner.traffic import (
     AttentionBytes,
     RecurrentBytes,
@@ -76,8 +69,7 @@ columns of the table:
                   attention-only: the attention core; attention: all but attention; full: all
   offload         fraction of the saved activations in host memory
   MFU             model FLOP utilization, predicted; rows that end in = are a tie with the best:
-                  closer to it than the planner's own error, 6 % from formulas and 3 % from a
-                  profile with the model's layers
+                  closer to it than the planner's own error, {STATED_ERROR:.0%}
   step s          predicted seconds of one optimizer step
   GiB             of one GPU, at its peak
 
@@ -120,7 +112,7 @@ class ClusterFlags:
     """``--cluster``, of the commands that need the hardware's rates or memory."""
 
     cluster: str | None = flag(
-        f"built-in name or a profile (JSON) (default: {DEFAULT_CLUSTER})", None
+        f"built-in name, or a JSON file of its numbers (default: {DEFAULT_CLUSTER})", None
     )
 
     def load_cluster(self) -> tuple[Cluster, str]:
@@ -135,12 +127,10 @@ class Table:
     Args:
         rows: as ``--json`` prints them.
         columns: title -> the cell of a row: a format of its keys, or a function of it.
-        rule: the titles are underlined.
     """
 
     rows: Sequence[Json]
     columns: Mapping[str, Cell]
-    rule: bool = True
 
     def __str__(self) -> str:
         columns = [
@@ -152,8 +142,7 @@ class Table:
         for first, *others in zip(*columns, strict=True):
             cells = map(str.rjust, others, widths[1:])
             lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-        if self.rule:
-            lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join(lines)
 
 
@@ -219,7 +208,7 @@ _DEGREES: Mapping[str, Cell] = MappingProxyType(
 def max_length_row(row: MaxLength) -> Json:
     """One way to save memory: its longest sequence, what that needs, and what ends it."""
     degrees = "tp ulysses ring pp dp recompute offload_ratio fused_loss"
-    content = attributes(row.config, degrees, *LENGTH_FLAGS)
+    content = attributes(row.config, degrees, *LENGTH_SETTING_NAMES)
     content |= {"added": row.added} if row.added else {}
     return content | attributes(row, "seq_len limit") | memory_row(row.memory_needed)
 
@@ -419,7 +408,7 @@ def plan_row(result: SearchResult, plan: Plan) -> Json:
         "virtual_stages": config.virtual_stages(work.model),
         "layers_per_virtual_stage": config.chunk_layers(work.model),
         **attributes(config, "dp zero recompute offload_ratio fused_loss micro_batch"),
-        **attributes(config, *LENGTH_FLAGS),
+        **attributes(config, *LENGTH_SETTING_NAMES),
         "micro_batches": config.micro_batches(work.global_batch),
         "mfu": plan.mfu,
         "step_s": plan.time.total,
@@ -457,11 +446,12 @@ def search_result_json(result: SearchResult, top: int) -> Json:
         "gpus": result.gpus,
         "cluster": result.cluster.name,
         "budget_bytes": round(result.budget_bytes),
-        "model_flop_per_token": model_flop_per_token(work.model, work.seq_len, work.documents),
-        "warnings": _warnings(result),
+        "model_flop_per_token": model_flop_per_token(
+            work.model, work.seq_len, work.document_lengths
+        ),
         "considered": result.considered,
         "refused": dict(result.refused),
-        "tie_within": result.stated_error,
+        "tie_within": STATED_ERROR,
         "plans": [plan_row(result, plan) for plan in result.plans[:top]],
         "too_large": [plan_row(result, plan) for plan in result.over_memory[:3]],
     }
@@ -485,7 +475,7 @@ def _tie_marks(cluster: Cluster, plans: Sequence[Plan], ties: Sequence[bool]) ->
         return (
             across_nodes,
             sum(degree > 1 for degree in degrees),
-            sum(memory) + len(config.length_settings()),
+            sum(memory) + len(config.length_words()),
             config.zero,
             config.ring,
         )
@@ -513,13 +503,12 @@ def plans_text(result: SearchResult, top: int) -> str:
     lines = [
         f"{work.model.name}, {work.seq_len} tokens, global batch {work.global_batch}, "
         f"{result.gpus} x {result.cluster.name}, {result.budget_bytes / GIB:.1f} GiB each: "
-        f"{result.considered} configurations considered{_profiled_text(result, top)}",
-        *(f"warning: {line}" for line in _warnings(result)),
+        f"{result.considered} configurations considered",
         table(plans, _tie_marks(result.cluster, plans, ties) if tied else [""] * len(plans)),
     ]
     if tied:
         lines.append(
-            f"= {sum(ties)} of the {len(plans)} are a tie: less than {result.stated_error:.0%} "
+            f"= {sum(ties)} of the {len(plans)} are a tie: less than {STATED_ERROR:.0%} "
             "apart, the planner's own error; measure them, or take the simplest, which is marked"
         )
     over = [plan for plan in result.over_memory[:3] if plan.mfu > best.mfu]
@@ -543,43 +532,8 @@ def _breakdown(result: SearchResult, plan: Plan) -> Iterator[str]:
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes if size >= MIB)
     yield f"          memory (GiB): {shown}"
     executed = executed_flop_per_token(work, config)
-    flop = model_flop_per_token(work.model, work.seq_len, work.documents)
+    flop = model_flop_per_token(work.model, work.seq_len, work.document_lengths)
     yield f"          hardware FLOPs: {executed / flop:.2f} x those of the model"
-
-
-def _profiled_text(result: SearchResult, top: int) -> str:
-    """Which times come from a profile's rows, and listed ulysses x ring for which it has none."""
-    cluster, model = result.cluster, result.work.model
-    profiled = {(row.ulysses, row.ring) for row in cluster.calls}
-    listed = {(plan.config.ulysses, plan.config.ring) for plan in result.plans[:top]}
-    pairs = ", ".join(f"{ulysses} x {ring}" for ulysses, ring in sorted(listed - profiled))
-    rows: dict[str, Sequence[object]] = {
-        "exchanges": cluster.exchanges,
-        "attention" + (f" (not on ulysses x ring {pairs})" if pairs else ""): cluster.calls,
-        f"layers of {model.name}": layer_rows(cluster.layers, model),
-        "its head": embedding_head_rows(cluster.embedding_heads, model),
-        "the step": cluster.steps,
-    }
-    names = ", ".join(name for name, some in rows.items() if some)
-    return f"; measured: {names}" if names else ""
-
-
-def _warnings(result: SearchResult) -> list[str]:
-    """Launch times that a profile has for layers or for attention alone, which are then unused."""
-
-    def known(rows: Sequence[MeasuredLayer] | Sequence[MeasuredAttention]) -> bool:
-        return bool(rows) and all(min(x.forward_host_s, x.backward_host_s) > 0 for x in rows)
-
-    model, cluster = result.work.model, result.cluster
-    layers, attention = f"layers of {model.name}", "attention"
-    of_layers, of_attention = known(layer_rows(cluster.layers, model)), known(cluster.calls)
-    if of_layers == of_attention:
-        return []
-    present, missing = (layers, attention) if of_layers else (attention, layers)
-    return [
-        f"the profile has launch times of {present}, but not of {missing}: GPU idle time on "
-        "kernel launches is not counted"
-    ]
 
 
 # ------------------------------------------------------------------ nothing fits
@@ -645,8 +599,11 @@ def what_would_help(
         ("ZeRO-3", config.replace(zero=3)),
         ("a chunked loss", config.replace(fused_loss=True)),
         *(
-            (", ".join(set(option.length_settings()) - set(config.length_settings())), option)
-            for setting in LENGTH_FLAGS
+            (
+                ", ".join(set(option.length_words()) - set(config.length_words())),
+                option,
+            )
+            for setting in LENGTH_SETTING_NAMES
             for option in length_options(work, config, setting)
         ),
         ("gradients in bf16", config.replace(grad_bytes=2)),

@@ -12,7 +12,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.arguments import MOST_SEQUENCES
 from ds_usp.planner.formulas import layer_bytes, stage_elements
-from ds_usp.planner.hardware import Cluster, layer_rows
+from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import (
     Memory,
     ModelWideBytes,
@@ -24,7 +24,7 @@ from ds_usp.planner.memory import (
 from ds_usp.planner.parallel_config import (
     CHECKPOINTED,
     FRAMEWORKS,
-    LENGTH_FLAGS,
+    LENGTH_SETTING_NAMES,
     RECOMPUTE,
     FrameworkCaps,
     ParallelConfig,
@@ -41,6 +41,9 @@ from ds_usp.planner.step_time import MicroBatch, StepTime, micro_batch_time, ste
 
 
 GIB = 2.0**30
+# The relative difference of MFU below which two plans are a tie: the order held for runs that were
+# 6 % apart (GPT 1.3B on 4 H200).
+STATED_ERROR = 0.06
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class SearchResult:
         best_with: (axis, value) -> the best plan that has it.
         fixed: axes that were not searched.
         fused_loss_fixed: nor was whether the loss is chunked.
-        length_flags: settings that were searched because nothing fits without them.
+        added_length_settings: settings that were searched because nothing fits without them.
     """
 
     cluster: Cluster
@@ -86,22 +89,11 @@ class SearchResult:
     best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
     fused_loss_fixed: bool = False
-    length_flags: tuple[str, ...] = ()
-
-    @property
-    def stated_error(self) -> float:
-        """The relative difference of MFU below which two plans are a tie.
-
-        With formulas alone the order held for runs that were 6 % apart (GPT 1.3B on 4 H200). With
-        a profile of the machine that has the model's layers, times are 1.5 % off in the mean over
-        19 runs, and two of them are compared.
-        """
-        profiled = self.cluster.calls and layer_rows(self.cluster.layers, self.work.model)
-        return 0.03 if profiled else 0.06
+    added_length_settings: tuple[str, ...] = ()
 
     def is_tie(self, plan: Plan) -> bool:
         """Whether a plan is within the stated error of the best one that fits."""
-        return plan.mfu >= self.plans[0].mfu * (1 - self.stated_error)
+        return plan.mfu >= self.plans[0].mfu * (1 - STATED_ERROR)
 
 
 # ------------------------------------------------------------------ the search
@@ -174,7 +166,7 @@ def search(
     return result
 
 
-_length_values = attrgetter(*LENGTH_FLAGS)
+_length_values = attrgetter(*LENGTH_SETTING_NAMES)
 
 
 class _Collector:
@@ -354,8 +346,8 @@ class _Collector:
         work = self._result.work
         chunk_layers = chunk or config.layers_per_stage(work.model)
         slots = config.micro_batches(work.global_batch)
-        busy = slots * (config.layers_per_stage(work.model) * cost.layer_s + cost.head.device_s)
-        total = busy + (config.pp - 1) * chunk_layers * cost.layer_s
+        busy = slots * (config.layers_per_stage(work.model) * cost.layer + cost.head)
+        total = busy + (config.pp - 1) * chunk_layers * cost.layer
         return step_mfu(self._result.cluster, work, config, total)
 
     def _dominated(self, config: ParallelConfig, mfu: float, axes: Sequence[str]) -> bool:
@@ -394,19 +386,19 @@ class _Collector:
         known = values_of(fixed, "recompute", self._framework.recompute)
         modes = [mode for mode in known if mode in CHECKPOINTED]
         saving: dict[str, object] = {"recompute": (modes or known)[-1]} if known else {}
-        for flag in self._framework.length_flags:
+        for setting in self._framework.length_settings:
             # Checkpoints of several layers depend on the recomputation.
             changed = [
                 option
                 for config in configs
-                for option in length_options(self._result.work, config.replace(**saving), flag)
+                for option in length_options(self._result.work, config.replace(**saving), setting)
                 or [config]  # that cannot have it, as with tensor parallelism
             ]
             if changed == configs:
                 continue
             configs = changed
-            self._result.length_flags += (flag,)
-            more = {**saving, **fixed} if flag == "checkpoint_layers" else fixed
+            self._result.added_length_settings += (setting,)
+            more = {**saving, **fixed} if setting == "checkpoint_layers" else fixed
             for config in configs:
                 self.search_degrees(config, more)
             if self._result.plans:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_usp.geometry.chunking import CallSize
@@ -27,7 +26,7 @@ from ds_usp.planner.formulas import (
     document_chains,
     stage_elements,
 )
-from ds_usp.planner.hardware import Cluster, MeasuredExchange, seconds_at, select_rows
+from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.models import ModelShape, RecurrentMixer
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
@@ -155,7 +154,7 @@ def recurrent_bytes(
         LayoutError: a layout of tokens that do not follow each other.
     """
     tokens = TokenLayout(layout, work.seq_len, config.ulysses, config.ring, config.order)
-    chains = document_chains(tokens, work.documents, config.micro_batch)
+    chains = document_chains(tokens, work.document_lengths, config.micro_batch)
     width = max(mixer.taps - 1, 0)
     size, token = (mixer.state_elements, mixer.decay_elements), (mixer.channels, config.param_bytes)
     passes = (
@@ -309,7 +308,11 @@ def call_size(
 def rank_flop(work: Workload, config: ParallelConfig) -> float:
     """Forward FLOP of one rank in one causal attention call, mean over ranks."""
     tokens = work.rank_tokens(config)
-    return tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / config.tp
+    return (
+        tokens
+        * attention_flop_per_token(work.model, work.seq_len, work.document_lengths)
+        / config.tp
+    )
 
 
 def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
@@ -361,9 +364,6 @@ def step_traffic(work: Workload, config: ParallelConfig) -> StepBytes:
 
 
 DIRECT, RELAY, COLLECTIVE = "direct", "relay", "collective"
-_COLLECTIVES: Mapping[str, str] = MappingProxyType(
-    {DIRECT: "all_to_all", RELAY: "p2p", COLLECTIVE: "all_gather"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,28 +450,14 @@ def exchange_s(
 ) -> float:
     """Seconds of an exchange in which every rank of every such group sends so much.
 
-    Inside a node from the cluster's profile, if it has measured groups of that size.
-
     Args:
         messages: number of messages; each costs a latency.
     """
     if group.size == 1 or sent_bytes <= 0:
         return 0.0
-    rows = _measured(cluster, group, pattern)
-    if rows:
-        return messages * seconds_at(rows, "sent_bytes", "seconds", sent_bytes / messages)
     return sent_bytes * _seconds_per_byte(cluster, group, pattern) + messages * _latency_s(
         cluster, group
     )
-
-
-@lru_cache(maxsize=65536)
-def _measured(cluster: Cluster, group: RankGroup, pattern: str) -> tuple[MeasuredExchange, ...]:
-    """The profiled exchanges of a group of this size; none for a group over several nodes."""
-    if not inside_node(cluster, group):
-        return ()
-    kind, ranks = _COLLECTIVES[pattern], group.size
-    return tuple(select_rows(cluster.exchanges, "sent_bytes", collective=kind, ranks=ranks))
 
 
 @lru_cache(maxsize=65536)

@@ -1,8 +1,5 @@
 """What a training loop needs around the attention: batches, the loss and DeepSpeed's engine."""
 
-from importlib import import_module
-from typing import Any
-
 from ds_usp.kernels.rotary import RotaryPositions, apply_rotary, rotate_projected
 from ds_usp.training.auto_settings import attention_kernel, offload_ratio
 from ds_usp.training.data_loader import (
@@ -83,15 +80,6 @@ __all__ = [
     "rotary_frequencies",
     "rotate_projected",
     "shard_batch",
-    "solved_ratio",
-    "this_cluster",
     "weighted_loss",
     "with_large_enough_buckets",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """``this_cluster`` and ``solved_ratio``: of ``ds_usp.profiling``, which may ask the planner."""
-    if name not in ("solved_ratio", "this_cluster"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("ds_usp.profiling"), name)

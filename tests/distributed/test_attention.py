@@ -29,10 +29,6 @@ from ds_usp.attention.local_attention import FrameworkArguments, LocalAttention
 from ds_usp.attention.plan import AttentionOptions, plan_call
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadSplit
-from ds_usp.geometry.pipeline_schedule import render
-from ds_usp.planner.attention_time import AttentionCall
-from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.parallel_config import ParallelConfig
 
 MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
 PRODUCT_HEADS = ("MHA", "GQA", "MQA")
@@ -245,40 +241,6 @@ def test_the_first_chunk_computed_has_its_local_block_alone(pool):
     assert any(forward == [True, True, False] for forward, _ in modes)
     for forward, backward in modes:  # backward begins with the last chunk
         assert forward[:2] == [True, True] and backward == [False, True, True]
-
-
-def schedules(ctx: RankContext, ulysses: int, chunks: int, gather: bool) -> list[tuple[str, str]]:
-    """Of both passes, the schedule that a call executes and the one that is explained."""
-    mesh = mesh_of(ulysses)
-    layout = mesh.layout("zigzag", 64)
-    q, kv = torch.randn(1, 16, 8, 8, requires_grad=True), torch.randn(1, 16, 4, 8)
-    tuning = ds_usp.Tuning(chunks, gather)
-    mask = ds_usp.MaskSpec.causal()
-    kernel = "sdpa" if ulysses == 4 else "eager"  # it does not write gradients into send buffers
-    options = AttentionOptions(mesh, layout, mask, kernel=kernel, tuning=tuning)
-    _, plan = plan_call(q, kv, kv, options)
-    explained = AttentionCall(
-        load_cluster("cpu"),
-        layout,
-        mask,
-        *(8, 4, 8),
-        ParallelConfig(ulysses=ulysses, ring=4 // ulysses),
-        rank=mesh.rank,
-        chunks=chunks,
-        gather=gather,
-    )
-    return [
-        (render(executed), render(explained.schedule(backward=backward).schedule))
-        for executed, backward in ((plan.forward, False), (plan.backward, True))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("ulysses", "chunks", "gather"), [(2, 2, True), (1, 3, False), (4, 2, False), (2, 2, False)]
-)
-def test_the_explained_schedule_is_the_executed_one(pool, ulysses, chunks, gather):
-    for passes in pool.run(schedules, 4, ulysses=ulysses, chunks=chunks, gather=gather):
-        assert all(executed == explained for executed, explained in passes)
 
 
 SEQ_LEN = 48

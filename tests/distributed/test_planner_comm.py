@@ -194,7 +194,7 @@ def test_states_and_halos_are_the_ledger(pool, name, world, ulysses, layout, bor
     )
     documents = tuple(b - a for a, b in pairwise(borders))
     shape = ModelShape("test", 1, 8, 8, 1, 1, 128, attention=False, recurrent=mixer)
-    work = Workload(shape, seq_len, documents=documents)
+    work = Workload(shape, seq_len, document_lengths=documents)
     config = ParallelConfig(ulysses=ulysses, ring=world // ulysses, micro_batch=B)
     sent = [recurrent_bytes(work, config, rank, layout, mixer) for rank in range(world)]
     for rank, (forward, both) in enumerate(results):

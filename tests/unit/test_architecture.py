@@ -194,7 +194,6 @@ mesh = ds_usp.SequenceMesh.single()
 mask = ds_usp.MaskSpec.causal()
 ds_usp.usp_attention(q, q, q, mesh=mesh, layout="contiguous", mask=mask).sum().backward()
 main(["plan", "--model", "llama3-8b", "--seq-len", "32K", "--gpus", "8"])
-main(["explain", "--seq-len", "32K", "--heads", "8", "--ring-degree", "16"])
 print([name for name in sys.modules if name.startswith("ds_usp.experimental")])
 """
 

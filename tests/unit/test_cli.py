@@ -41,7 +41,7 @@ def test_help_version_and_the_planner_start_without_torch():
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 2] False"
     assert done.stderr.startswith("error: unknown command 'verfy' (did you mean verify?)")
-    for command in ("env", "verify", "plan", "memory", "max-length", "comm", "explain", "profile"):
+    for command in ("env", "verify", "plan", "memory", "max-length", "comm"):
         assert f"\n  {command} " in done.stdout
 
 

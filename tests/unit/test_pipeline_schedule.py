@@ -1,6 +1,5 @@
 """The order in which the chunks of a call are exchanged and computed, and its simulation."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,13 +21,8 @@ from ds_usp.geometry.pipeline_schedule import (
     pipeline_schedule,
     render,
 )
-from ds_usp.planner.pipeline_timeline import (
-    COMPUTE,
-    CONTENTION,
-    Cost,
-    Timeline,
-    simulate,
-)
+from ds_usp.geometry.ring_schedule import ring_schedule
+from ds_usp.planner.pipeline_timeline import CONTENTION, Cost, Timeline, simulate
 
 # Each line up to the next chunk's first kernel call.
 PRINTED = {
@@ -274,57 +268,22 @@ def by_name(instr: Instr) -> Cost:
     return SECONDS.get(instr.op.value, Cost())
 
 
-def bars(timeline: Timeline) -> dict[str, str]:
-    """Of each lane, its bars as ``instruction start-stop``."""
-    lanes = {event.lane: "" for event in timeline.events}
-    for lane, instr, start, stop in timeline.events:
-        lanes[lane] = f"{lanes[lane]} {instr} {start:g}-{stop:g}".strip()
-    return lanes
-
-
-# The two links are busy on their own; one link is shared equally by all-to-all and KV (3 to 9 and
-# 17 to 19 and 20); kernels at half speed while anything is in flight (0attn0.0 until second 9).
-BY_HAND = {
-    "a link for each kind": (
-        {"links": {"ring_kv": "network"}},
-        {
-            "all_to_all": "0a2a 0-3 1a2a 3-6 0ret 14-16 1ret 23-25",
-            "ring_kv": "0kv0 3-9 1kv0 9-15",
-            COMPUTE: "0a2a? 0-3 0attn0.0 3-7 0kv0? 7-9 0attn1.0 9-13 0end 13-14 1attn0.0 14-18"
-            " 1attn1.0 18-22 1end 22-23 1ret? 23-25",
-        },
-        {"all_to_all": 5, "ring_kv": 2},
-    ),
-    "one link": (
-        {},
-        {
-            "all_to_all": "0a2a 0-3 1a2a 3-9 0ret 17-20 1ret 26-28",
-            "ring_kv": "0kv0 3-12 1kv0 12-19",
-            COMPUTE: "0a2a? 0-3 0attn0.0 3-7 1a2a? 7-9 0kv0? 9-12 0attn1.0 12-16 0end 16-17"
-            " 1attn0.0 17-21 1attn1.0 21-25 1end 25-26 1ret? 26-28",
-        },
-        {"all_to_all": 7, "ring_kv": 3},
-    ),
-    "contention": (
-        {"links": {"ring_kv": "network"}, "contention": 0.5},
-        {
-            "all_to_all": "0a2a 0-3 1a2a 3-6 0ret 18-20 1ret 28-30",
-            "ring_kv": "0kv0 3-9 1kv0 10-16",
-            COMPUTE: "0a2a? 0-3 0attn0.0 3-10 0attn1.0 10-17 0end 17-18 1attn0.0 18-23"
-            " 1attn1.0 23-27 1end 27-28 1ret? 28-30",
-        },
-        {"all_to_all": 5, CONTENTION: 7},
-    ),
-}
-
-
-@pytest.mark.parametrize(("rules", "lanes", "exposed"), BY_HAND.values(), ids=BY_HAND)
-def test_a_timeline_by_hand(rules, lanes, exposed):
-    timeline = simulate(parse(TWO_CHUNKS), by_name, **rules)
-    assert bars(timeline) == lanes
+@pytest.mark.parametrize(
+    ("contention", "exposed"),
+    [
+        # All-to-all and KV share the link equally: 1a2a is done at second 9 and not at 6, 0kv0 at
+        # 12, 1kv0 at 19 beside 0ret. Waits: 0a2a 0 to 3, 1a2a 7 to 9, 0kv 9 to 12, 1ret 26 to 28.
+        (0.0, {"all_to_all": 3 + 2 + 2, "ring_kv": 3}),
+        # At half speed while anything is in flight: 0attn0.0 from 3 to 11, 0kv0? to 12; 1kv0 done
+        # at 18 and 0attn1.0 at 19, 0end at 20, 0ret at 22 and 1attn0.0 at 25; 1ret 30 to 32.
+        (0.5, {"all_to_all": 3 + 2, "ring_kv": 1, CONTENTION: 4 + 3 + 1}),
+    ],
+)
+def test_a_timeline_by_hand(contention, exposed):
+    timeline = simulate(parse(TWO_CHUNKS), by_name, contention)
     assert timeline.compute == 2 * (4 + 4 + 1)
     assert timeline.exposed == exposed
-    assert timeline.total == timeline.events[-1].stop
+    assert timeline.total == timeline.compute + sum(exposed.values())
 
 
 def test_a_wait_for_what_was_not_posted_is_refused():
@@ -337,23 +296,21 @@ class Run(NamedTuple):
 
     schedule: Schedule
     costs: dict[Instr, Cost]
-    rules: dict[str, Any]
+    contention: float
 
     def simulate(self) -> Timeline:
-        return simulate(self.schedule, self.costs.__getitem__, **self.rules)
+        return simulate(self.schedule, self.costs.__getitem__, self.contention)
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     """A call of any kind, with seconds of all orders of magnitude, and none."""
-    ring, inner = draw(st.sampled_from([(1, None), (2, None), (4, None), (4, 2)]))
+    ring = draw(st.sampled_from([1, 2, 4]))
     flags = {"ulysses": draw(st.booleans()), "backward": draw(st.booleans())}
     layout, gather = TokenLayout("contiguous", 4 * ring, 1, ring), draw(st.booleans())
     positions = st.sampled_from(["only", "local_first", "local_merged", "local_last"])
     chunks = [
-        double_ring_schedule(
-            layout, MaskSpec.full(), 0, gather=gather, position=position, inner=inner
-        )
+        ring_schedule(layout, MaskSpec.full(), 0, gather=gather, position=position)
         for position in draw(st.lists(positions, min_size=1, max_size=4))
     ]
     schedule = pipeline_schedule(chunks, **flags)
@@ -361,11 +318,7 @@ def runs(draw: st.DrawFn) -> Run:
     costs = {
         instr: Cost(draw(seconds), draw(seconds) if instr.op.is_post else 0.0) for instr in schedule
     }
-    rules = {
-        "contention": draw(st.sampled_from([0.0, 0.3, 1.0])),
-        "links": {kind: draw(st.sampled_from("ab")) for kind in CHANNELS},
-    }
-    return Run(schedule, costs, rules)
+    return Run(schedule, costs, draw(st.sampled_from([0.0, 0.3, 1.0])))
 
 
 @given(runs())
@@ -375,14 +328,11 @@ def test_all_seconds_are_work_or_exposed(run):
     work = sum(cost.compute for cost in run.costs.values())
     assert timeline.compute == pytest.approx(work)
     assert all(seconds > 0 for seconds in timeline.exposed.values())
-    assert timeline.total == pytest.approx(work + sum(timeline.exposed.values()))
-    last = max((event.stop for event in timeline.events), default=0)
-    assert last <= timeline.total * (1 + 1e-9) + 1e-12
-    for lane in (COMPUTE, *CHANNELS):
-        assert timeline.busy(lane) <= timeline.total * (1 + 1e-9)
     # Never worse than one after the other: some exchange always has at least its fair part.
-    serial = work + sum(cost.exchange for cost in run.costs.values())
-    assert timeline.total <= serial * (1 + 1e-9)
+    exchanges = sum(cost.exchange for cost in run.costs.values())
+    assert timeline.total <= (work + exchanges) * (1 + 1e-9)
+    # Nor better than the kinds one after the other on one link, once they are all waited for.
+    assert timeline.total >= exchanges * (1 - 1e-6)
 
 
 @given(runs())
@@ -391,29 +341,3 @@ def test_exchanges_that_take_no_time_expose_nothing(run):
     free = {instr: Cost(cost.compute) for instr, cost in run.costs.items()}
     timeline = run._replace(costs=free).simulate()
     assert timeline.total == timeline.compute and not timeline.exposed
-    assert {event.lane for event in timeline.events} <= {COMPUTE}
-
-
-@given(runs())
-@examples(200)
-def test_lanes_are_in_order_and_waits_end_with_their_exchange(run):
-    timeline = run.simulate()
-    index_of = {instr: index for index, instr in enumerate(run.schedule)}
-    by_instr = {
-        (lane == COMPUTE, instr): (start, stop) for lane, instr, start, stop in timeline.events
-    }
-    for lane in (COMPUTE, *CHANNELS):
-        of_lane = [event for event in timeline.events if event.lane == lane]
-        assert of_lane == sorted(of_lane, key=lambda event: index_of[event.instr])
-        for first, second in pairwise(of_lane):
-            assert first.stop <= second.start * (1 + 1e-9)
-    now = 0.0  # of the compute lane, in the order of the schedule
-    for instr in run.schedule:
-        now = max(now, by_instr.get((True, instr), (0, 0))[1])
-        if instr.op.is_wait:
-            posted = by_instr.get((False, instr._replace(op=Op(instr.op.value[:-1]))), (0, 0))
-            assert posted[1] <= now * (1 + 1e-9)
-        elif instr.op.channel and (False, instr) in by_instr:
-            start, stop = by_instr[False, instr]
-            assert now <= start * (1 + 1e-9)
-            assert stop - start >= run.costs[instr].exchange * (1 - 1e-6)

@@ -1,4 +1,4 @@
-"""The commands: what they print, emit and plot, and how they refuse."""
+"""The commands: what they print and emit, and how they refuse."""
 
 import json
 import os
@@ -18,9 +18,8 @@ from ds_usp.planner import ParallelConfig, Workload, load_model
 from ds_usp.planner.__main__ import main
 from ds_usp.planner.emit import KINDS, emit
 from ds_usp.planner.explain import explain
-from ds_usp.planner.hardware import MeasuredAttention, MeasuredLayer, load_cluster
+from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.parallel_config import framework_caps
-from ds_usp.planner.plot import panels
 from ds_usp.planner.report import plans_text, search_result_json
 from ds_usp.planner.search import SearchResult, search
 from ds_usp.planner.step_time import StepTime
@@ -108,8 +107,6 @@ LEGEND_OF = {
     "max-length": (*COMPONENTS, "tokens", "GPU, host", "ends with"),
     "longest": (*COMPONENTS, "tokens", "GPU, host", "ends with"),
     "comm": (),
-    "explain": (),
-    "profile": (),
 }
 
 
@@ -127,47 +124,6 @@ def test_help_states_one_default_a_flag_and_what_columns_mean(capsys, command):
     assert "None" not in options and "False" not in options
     for option in " ".join(options.split()).split(" --")[1:]:
         assert option.count("default") <= 1, option
-
-
-def test_the_plot(capsys, tmp_path):
-    """All components of memory and time are in its legends; the same plans make the same file."""
-    pytest.importorskip("matplotlib")
-    line = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster a800"
-    files = [tmp_path / name for name in ("one.svg", "other.svg")]
-    for file in files:
-        run(capsys, f"{line} --svg {file}")
-    one, other = (file.read_text(encoding="utf-8") for file in files)
-    best = json.loads(run(capsys, f"{line} --json"))["plans"][0]
-    shown = [name for name, seconds in best["time_s"].items() if seconds]
-    assert one == other and all(f">{name}<" in one for name in (*shown, "activations", "matrices"))
-
-
-def test_the_printed_example_of_a_schedule():
-    page = (ROOT / "docs" / "design" / "schedule.md").read_text(encoding="utf-8")
-    block = page.split("\n$ ds-usp ")[1].partition("\n```")[0]
-    line, _, printed = block.partition("\n")
-    assert planner_commands.run(line) == printed
-
-
-def test_timelines_are_drawn(capsys, tmp_path):
-    """Lanes of the exchanges that a pass has, waits hatched; the same call makes the same file."""
-    pytest.importorskip("matplotlib")
-    line = "explain --seq-len 32K --heads 16 --ulysses-degree 2 --ring-degree 2 --plot"
-    files = [tmp_path / name for name in ("one.svg", "other.svg", "forward.svg", "one.png")]
-    for file, options in zip(files, ("", "", " --forward", ""), strict=True):
-        assert f"wrote {file}" in run(capsys, f"{line} {file}{options}")
-    one, other, forward = (file.read_text(encoding="utf-8") for file in files[:3])
-    assert one == other and "<pattern" in one
-    for lane, count in (("compute", 2), ("all_to_all", 2), ("ring_kv", 2), ("ring_dkv", 1)):
-        assert one.count(f">{lane}<") == count and forward.count(f">{lane}<") == count - 1
-    assert files[3].read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    line = f"plan --model 7b --seq-len 8K --gpus 8 --svg {tmp_path / 'plans.svg'}"
-    assert main(line.split()) == 2
-    assert 'pip install "ds-usp[plots]"' in capsys.readouterr().err
 
 
 STARTED = """
@@ -203,48 +159,16 @@ def test_a_closed_pipe_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_profile_alone(capsys, tmp_path):
-    """One process without links; the file serves the other commands at once, also where it is of
-    two models with the same layers."""
-    out, models = tmp_path / "here.json", tmp_path / "models.json"
-    shape = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "vocab": 100}
-    models.write_text(json.dumps({"base": shape, "chat": {**shape, "vocab": 120}}))
-    both = f"{models}:base {models}:chat"
-    text = run(capsys, f"profile --out {out} --seconds 0.01 --device cpu --model {both}")
-    assert "attention ulysses 1 x ring 1" in text and f"plan with --cluster {out}" in text
-    for name in ("base", "chat"):
-        line = f"plan --model {models}:{name} --seq-len 256 --gpus 1 --cluster {out}"
-        assert json.loads(run(capsys, line + " --json"))["plans"]
-
-
-def test_on_a_cpu_no_models_layers_are_measured_unless_named(capsys, tmp_path):
-    """One layer of a large model would take longer than all else."""
-    line = f"profile --out {tmp_path / 'here.json'} --seconds 0.01 --device cpu --json"
-    report = json.loads(run(capsys, line))
-    assert report["version"] == 1 and report["levels"]["origin"] == "assumed"
-    assert "calls" in report and "layers" not in report and "ends" not in report
-
-
 # ------------------------------------------------------------------ reports of plans
-# Where they lose, what was measured, and the launch time in a plot.
 
 
 MODEL = load_model("llama3-8b")
-LAYER = MeasuredLayer(4096, 14336, 4096, 1024, True, 1, 8192, 0.01, 0.02)
-CALL = MeasuredAttention(4, 1, 32768, 32, 8, 128, 0.002, 0.005)
-HOST = {"forward_host_s": 1e-3, "backward_host_s": 2e-3}
-
-
-def found_on(
-    layers: tuple[MeasuredLayer, ...] = (), calls: tuple[MeasuredAttention, ...] = ()
-) -> SearchResult:
-    cluster = replace(load_cluster("h200"), layers=layers, calls=calls)
-    return search(cluster, Workload(MODEL, 131072), 4, fixed={"tp": 1, "pp": 1, "dp": 1})
 
 
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
-    return found_on()
+    work = Workload(MODEL, 131072)
+    return search(load_cluster("h200"), work, 4, fixed={"tp": 1, "pp": 1, "dp": 1})
 
 
 @pytest.mark.parametrize("part", [field.name for field in fields(StepTime)])
@@ -259,21 +183,6 @@ def test_whatever_a_plan_loses_with_has_a_name(result, part):
         if "because zero other" in line
     )
     assert ": 1000.00 s more for " in line or (part == "layers" and " s more for " in line)
-
-
-def test_pairs_that_were_not_measured_are_named(result):
-    pairs = {(plan.config.ulysses, plan.config.ring) for plan in result.plans}
-    assert pairs == {(4, 1), (2, 2), (1, 4)}
-    assert "measured" not in plans_text(result, 99)
-    text = plans_text(found_on(calls=(CALL,)), 99)
-    assert "; measured: attention (not on ulysses x ring 1 x 4, 2 x 2)\n" in text
-    text = plans_text(found_on(calls=(CALL, replace(CALL, ulysses=2, ring=2))), 99)
-    assert "; measured: attention (not on ulysses x ring 1 x 4)\n" in text
-    all_of_them = [replace(CALL, ulysses=u, ring=r) for u, r in pairs]
-    assert "; measured: attention\n" in plans_text(found_on(calls=tuple(all_of_them)), 99)
-    alone = found_on(calls=(CALL,))
-    listed = alone.plans[0].config.ulysses, alone.plans[0].config.ring
-    assert ("not on" in plans_text(alone, 1)) == (listed != (4, 1))
 
 
 def test_ties_are_marked_and_counted(result):
@@ -298,8 +207,6 @@ def test_ties_are_marked_and_counted(result):
         assert marked.startswith(simplest)
     alone = plans_text(replace(result, plans=[best, far]), 2)
     assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())
-    profiled = replace(result.cluster, layers=(LAYER,), calls=(CALL,))
-    assert replace(result, cluster=profiled).stated_error == 0.03
     assert search_result_json(result, 1)["tie_within"] == 0.06
 
 
@@ -337,47 +244,6 @@ def test_the_loss_is_in_chunks_where_its_logits_do_not_fit():
         assert all(config.pp == 1 for config in chunked) and (how[-4:] != "core" or not chunked)
 
 
-HOSTED_LAYER, HOSTED_CALL = replace(LAYER, **HOST), replace(CALL, **HOST)
-OTHER = replace(HOSTED_LAYER, ffn=4096)  # of a model that is not asked for
-
-
-@pytest.mark.parametrize(
-    ("layers", "calls", "says"),
-    [
-        ((HOSTED_LAYER,), (HOSTED_CALL,), None),
-        ((LAYER,), (CALL,), None),
-        ((), (), None),
-        ((HOSTED_LAYER,), (CALL,), "launch times of layers of llama3-8b, but not of attention: "),
-        ((HOSTED_LAYER,), (), "launch times of layers of llama3-8b, but not of attention: "),
-        ((LAYER,), (HOSTED_CALL,), "launch times of attention, but not of layers of llama3-8b: "),
-        ((OTHER,), (HOSTED_CALL,), "launch times of attention, but not of layers of llama3-8b: "),
-        (
-            (HOSTED_LAYER, replace(LAYER, tokens=4096)),
-            (HOSTED_CALL,),
-            "of attention, but not of layers",
-        ),
-        ((OTHER,), (CALL,), None),
-    ],
-)
-def test_host_times_of_one_half_are_no_host_times(layers, calls, says):
-    result = found_on(layers, calls)
-    text, warnings = plans_text(result, 1), search_result_json(result, 1)["warnings"]
-    if says is None:
-        assert warnings == [] and "warning" not in text
-    else:
-        assert isinstance(warnings, list) and len(warnings) == 1 and says in warnings[0]
-        assert f"\nwarning: {warnings[0]}\n" in text
-
-
-def test_the_plots_layer_waits_for_its_launches(result):
-    best = result.plans[0]
-    assert best.config.micro_batches(1) == 1 and MODEL.layers == 32
-    for seconds, shown in ((0.0, [None] * 3), (0.64, [None, 0.64, pytest.approx(20)])):
-        plan = replace(best, time=replace(best.time, host=seconds))
-        bars = panels(replace(result, plans=[plan]), 1).values()
-        assert [bar.get("host") for (bar,) in bars] == shown
-
-
 # ------------------------------------------------------------------ what plans are emitted as
 # Every fact of plan and model, or a refusal by name. tests/megatron/test_planner_started.py
 # starts it.
@@ -401,7 +267,7 @@ def test_the_flags_that_we_added_are_taken_by_both_programs():
         from usp_trainer.arguments import build_parser
     finally:
         sys.path.pop(0)
-    work = Workload(load_model("llama3-8b"), 131072, documents=(100000, 31072))
+    work = Workload(load_model("llama3-8b"), 131072, document_lengths=(100000, 31072))
     config = ParallelConfig(
         ulysses=2,
         ring=4,
@@ -497,8 +363,6 @@ HUGE = {
     f"memory {OF_8B} --dp 131072 --tp 8": "1,048,576 GPUs are more than the 131,072",
     f"comm {OF_8B} --ring 1000000": "--ring 1000000 must be at most 131,072",
     f"comm {OF_8B} --ring 8192": "are 8,192 ranks, and each has a row: at most 4,096",
-    "explain --heads 8 --seq-len 1M --ring-degree 1024": "more than the 512 steps that are",
-    "explain --heads 8 --seq-len 1M --chunks 999999999": "more than the 512 steps that are",
 }
 
 

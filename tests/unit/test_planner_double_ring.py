@@ -58,7 +58,8 @@ def test_the_planner_does_not_choose_it():
     work, config = Workload(load_model("llama3-8b"), 64 * K), ParallelConfig(ring=16)
     sent = layer_traffic(work, config).ring_busiest
     straight = exchange_s(H100, RankGroup(16, 1), sent, DIRECT, 0)
-    assert attention_s(H100, work, config, backward=False).ring == pytest.approx(straight, rel=0.1)
+    time = attention_s(H100, work, config, backward=False)
+    assert time.exposed < 1.1 * straight
     degrees = {"tp": 1, "ulysses": 2, "ring": 8, "pp": 1, "dp": 1}
     result = search(H100, work, 16, fixed={**degrees, "order": "ulysses-ring"})
     (line,) = (line for line in explain(result) if line.startswith("ring 8"))

@@ -34,7 +34,7 @@ from ds_usp.planner.parallel_config import (
     infeasible_reason,
     require_feasible,
 )
-from ds_usp.planner.step_time import step_communication, step_time
+from ds_usp.planner.step_time import step_time
 from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic
 
 SMALL = ModelShape("small", 4, 64, 96, 8, 4, 1000)
@@ -245,6 +245,9 @@ def test_impossible_cuts_name_the_constraint(options, says):
         require_feasible(work, config)
     with pytest.raises(ConfigError, match="seq_len=0"):
         Workload(SMALL, 0)
+    for borders in ((0, 5, 17), (0, 17), (17, 0)):  # which other packages take; these are lengths
+        with pytest.raises(ConfigError, match="do not fill a sequence of 17: give lengths of 1"):
+            Workload(SMALL, 17, document_lengths=borders)
 
 
 def test_the_worst_moment_is_the_loss_or_a_layers_backward():
@@ -302,8 +305,8 @@ def test_or_the_worst_moment_is_the_step():
 
 def test_documents_may_be_any_sequence():
     shape = load_model("gpt-1.3b")
-    listed, cluster = Workload(shape, 64, documents=[24, 40]), load_cluster("h200")  # type: ignore[arg-type]
-    packed = Workload(shape, 64, documents=(24, 40))
+    listed, cluster = Workload(shape, 64, document_lengths=[24, 40]), load_cluster("h200")  # type: ignore[arg-type]
+    packed = Workload(shape, 64, document_lengths=(24, 40))
     assert listed == packed and hash(listed) == hash(packed)
     assert step_time(cluster, listed, ParallelConfig()) == step_time(
         cluster, packed, ParallelConfig()
@@ -379,9 +382,7 @@ def test_kinds_that_are_alike_are_one_model(recompute, zero):
     for model in (alike, replace(alike, kinds=kinds)):
         work = Workload(model, 2**16, 4)
         require_feasible(work, config)
-        step = step_time(cluster, work, config)
-        times.append([*step.components().values()])
-        times[-1] += [row.exposed for row in step_communication(cluster, work, config, step)]
+        times.append([*step_time(cluster, work, config).components().values()])
         needs.append([*memory(work, config).components().values()])
         flop.append(executed_flop_per_token(work, config))
     assert times[0] == pytest.approx(times[1], rel=1e-12)
@@ -423,5 +424,5 @@ def test_states_do_not_grow_with_tokens():
     kept = [chain_traffic(Workload(model, tokens), config).kept for tokens in (512, 4096)]
     assert kept[0] == kept[1] > 0
     assert sent[0].ulysses == sent[0].ring_forward == 0
-    whole = layer_traffic(Workload(model, 512, documents=(64,) * 8), config)
+    whole = layer_traffic(Workload(model, 512, document_lengths=(64,) * 8), config)
     assert whole.states == whole.halo == 0

@@ -196,12 +196,12 @@ def test_a_plan_has_them_where_nothing_fits_without():
     trainer = framework_caps("trainer")
     fixed = {"ulysses": 2}
     short = search(cluster, Workload(LLAMA, 2**15), 2, trainer, fixed=fixed)
-    assert not short.length_flags and short.plans[0].config.mlp_chunks == 0
+    assert not short.added_length_settings and short.plans[0].config.mlp_chunks == 0
     long = Workload(LLAMA, 3 * 2**19)
-    assert not search(cluster, long, 2, replace(trainer, length_flags=()), fixed=fixed).plans
+    assert not search(cluster, long, 2, replace(trainer, length_settings=()), fixed=fixed).plans
     results = search(cluster, long, 2, trainer, fixed=fixed)
     best = results.plans[0]
-    assert results.length_flags and best.config.mlp_chunks == 48
+    assert results.added_length_settings and best.config.mlp_chunks == 48
     assert cluster.host_memory_fits(best.memory.host, 2)
     assert any("nothing fits without" in line for line in explain(results))
     flags = emit("script", long, best.config)

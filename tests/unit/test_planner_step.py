@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ds_usp.planner import Cluster, ModelShape, ParallelConfig, Workload, load_cluster, load_model
-from ds_usp.planner.explain import step_rows
+from ds_usp.planner.attention_time import simulated_pass
 from ds_usp.planner.formulas import (
     LEAST_BUCKET_ELEMENTS,
     bucket_elements,
@@ -15,7 +15,13 @@ from ds_usp.planner.formulas import (
     stage_elements,
     under,
 )
-from ds_usp.planner.step_time import data_parallel_time, layer_time, tensor_parallel_time
+from ds_usp.planner.step_time import (
+    data_parallel_time,
+    layer_time,
+    step_time,
+    tensor_parallel_time,
+)
+from ds_usp.planner.traffic import layer_traffic, step_traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "bench" / "results"
@@ -75,20 +81,27 @@ def test_buckets_hold_every_matrix_once_and_none_is_cut(name, tp):
 def test_the_forecast_beside_reported_steps():
     """8 layers of hidden 4096 on 2 H200; as docs/planner.md has them."""
     model, cluster = ModelShape("8 layers", 8, 4096, 10880, 32, 32, 257), two_gpus()
+    work = Workload(model, 32768)
     for zero in (1, 2):
         rows = measured_rows(f"communication_zero{zero}.csv")
         config = ParallelConfig(ulysses=2, zero=zero, **DEEPSPEED)  # type: ignore[arg-type]
-        total, kinds = step_rows(cluster, Workload(model, 32768), config).values()
-        for kind in kinds:
-            of_kind = [row for row in rows if row["kind"] == kind["kind"]]
-            (sent,) = {int(row["sent_bytes"]) for row in of_kind}
-            assert kind["sent_bytes"] == pytest.approx(sent, rel=0.001)
-            exposed = [f"{float(row['exposed_ms']):.1f}" for row in of_kind]
-            forecast = 1e3 * kind["exposed_s"]
-            text = f"| {zero} | {kind['kind']} | {', '.join(exposed)} | {forecast:.1f} |"
+        time, sent = step_time(cluster, work, config), step_traffic(work, config)
+        reduction, gather = data_parallel_time(cluster, work, config, time.layers)
+        passes = (simulated_pass(cluster, work, config, backward=way) for way in (False, True))
+        exposed_s = sum(one.timeline.exposed["all_to_all"] for one in passes)
+        for kind, sent_bytes, forecast in (
+            ("all-to-all", 8 * 2 * layer_traffic(work, config).ulysses, 8 * exposed_s),
+            ("gradient reduction", sent.gradients, reduction.exposed),
+            ("parameter gather", sent.parameters, gather.exposed),
+        ):
+            of_kind = [row for row in rows if row["kind"] == kind]
+            counted = [int(row["sent_bytes"]) for row in of_kind]
+            assert counted == pytest.approx([sent_bytes] * len(counted), rel=1e-3)
+            measured = ", ".join(f"{float(row['exposed_ms']):.1f}" for row in of_kind)
+            text = f"| {zero} | {kind} | {measured} | {1e3 * forecast:.1f} |"
             assert text in PAGE, f"docs/planner.md lacks: {text}"
         steps = [f"{float(row['busy_ms'] or 0):.0f}" for row in rows if row["kind"] == "step"]
-        text = f"| {zero} | step | {', '.join(steps)} | {1e3 * total:.0f} |"
+        text = f"| {zero} | step | {', '.join(steps)} | {1e3 * time.total:.0f} |"
         assert text in PAGE, f"docs/planner.md lacks: {text}"
 
 
@@ -126,9 +139,6 @@ def test_nothing_is_hidden_longer_than_it_takes():
         ParallelConfig(tp=2, ulysses=2, ring=2, pp=2, offload_ratio=0.5, zero=1),
         ParallelConfig(ulysses=2, ring=8, zero=2, overlap_gradients=True),
     ):
-        total, kinds = step_rows(cluster, work, config).values()
-        assert len(kinds) >= 4
-        times = [(kind["exposed_s"], kind["seconds"] * (1 + 1e-9)) for kind in kinds]
-        assert all(0 <= exposed <= seconds < total for exposed, seconds in times)
-        parts = data_parallel_time(cluster, work, config, total)
+        layers_s = step_time(cluster, work, config).layers
+        parts = data_parallel_time(cluster, work, config, layers_s)
         assert all(0 <= x.exposed <= x.seconds * (1 + 1e-9) for x in parts)

@@ -20,7 +20,7 @@ from ds_usp import ConfigError, USPError, settings
 from ds_usp.kernels.registry import AUTO, KERNELS
 from ds_usp.memory import RECOMPUTE
 from ds_usp.settings import setting
-from ds_usp.training import solved_ratio
+from megatron_patches.flags import solved_ratio
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel"

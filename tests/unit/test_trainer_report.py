@@ -118,7 +118,8 @@ def test_the_smooth_curve_knows_nothing_of_later_steps(tmp_path, monkeypatch):
 def test_validation_and_speed_are_on_the_line(monkeypatch):
     """By hand: 2 layers of 4 h^2 + 2 h f matrices, a vocabulary of 100, 64 tokens, 4 GPUs."""
     peak = SimpleNamespace(peak_flop_per_s=1e9)
-    monkeypatch.setattr(progress, "this_cluster", lambda given, ranks, on_gpu: peak)
+    monkeypatch.setattr(progress.torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(progress, "cluster_of", lambda given, gpu, ranks: peak)
     argv = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --bf16"
     argv += " --seq-length 64 --vocab-size 100 --ds-sequence-parallel-size 4 --ulysses-degree 2"
     args = validate_and_derive(parse(argv.split()), 4)
@@ -136,7 +137,7 @@ def test_validation_and_speed_are_on_the_line(monkeypatch):
     def unknown(*args: Any, **kwargs: Any) -> None:
         raise ConfigError("no built-in cluster has it")
 
-    monkeypatch.setattr(progress, "this_cluster", unknown)
+    monkeypatch.setattr(progress, "cluster_of", unknown)
     assert progress.StepLine(args).speed(row(1)).keys() == {"tflops_per_gpu"}
     args.reset_attention_mask = True
     assert progress.StepLine(args).speed(row(1)) == {}

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ds_usp import ConfigError
-from ds_usp.planner import model_flop_per_token
-from ds_usp.training import this_cluster
+from ds_usp.planner import cluster_of, model_flop_per_token
 from usp_trainer.auto_args import planned_run
 from usp_trainer.run_files import not_written, replace_file
 from usp_trainer.validate_args import model_parallel_size
@@ -144,7 +143,7 @@ class StepLine:
             self._flop_per_token = model_flop_per_token(shape, args.seq_length) / ranks
             with suppress(ConfigError):  # the planner's table does not have this GPU
                 if args.bf16:
-                    self._peak = this_cluster(None, ranks, on_gpu=True).peak_flop_per_s
+                    self._peak = cluster_of(None, torch.cuda.get_device_name(), 1).peak_flop_per_s
 
     def speed(self, row: Mapping[str, Any]) -> dict[str, float]:
         if not self._flop_per_token:
