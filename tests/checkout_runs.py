@@ -68,9 +68,10 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def fixtures(adapter: str, variable: str) -> tuple[Any, Any, Any]:
-    """The path of the checkout, the server that forks its ranks, and a hook of pytest: tests are
-    skipped where the environment names no checkout, slow ones unless ``-m slow`` asks for them."""
+def fixtures(adapter: str, variable: str, folder: str) -> tuple[Any, Any, Any]:
+    """The path of the checkout, the server that forks its ranks, and a hook of pytest: tests of the
+    folder are skipped where the environment names no checkout, slow ones unless ``-m slow`` asks
+    for them."""
 
     @pytest.fixture(scope="session")
     def checkout() -> Path:
@@ -85,12 +86,10 @@ def fixtures(adapter: str, variable: str) -> tuple[Any, Any, Any]:
         yield server
         server.close()
 
-    folder = Path(sys._getframe(1).f_code.co_filename).parent
-
     def skip_full_matrix(config: pytest.Config, items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="run the full matrix with -m slow")
         for item in items if "slow" not in config.option.markexpr else ():
-            if "slow" in item.keywords and item.path.parent == folder:
+            if "slow" in item.keywords and item.path.parent.name == folder:
                 item.add_marker(skip)
 
     return checkout, server, skip_full_matrix

@@ -2,4 +2,6 @@
 
 from checkout_runs import fixtures
 
-checkout, server, pytest_collection_modifyitems = fixtures("mds_adapter", "MEGATRON_DEEPSPEED_PATH")
+checkout, server, pytest_collection_modifyitems = fixtures(
+    "mds_adapter", "MEGATRON_DEEPSPEED_PATH", "megatron_deepspeed"
+)

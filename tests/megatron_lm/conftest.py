@@ -7,7 +7,9 @@ import pytest
 from checkout_runs import fixtures
 from lm_start import Starts
 
-checkout, server, pytest_collection_modifyitems = fixtures("lm_adapter", "MEGATRON_LM_PATH")
+checkout, server, pytest_collection_modifyitems = fixtures(
+    "lm_adapter", "MEGATRON_LM_PATH", "megatron_lm"
+)
 
 
 @pytest.fixture(scope="session")
