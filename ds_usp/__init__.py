@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ds_usp import training as training
     from ds_usp.attention.functional import usp_attention, usp_joint_attention
     from ds_usp.attention.module import USPAttention
-    from ds_usp.attention.score_mod import Scores
+    from ds_usp.attention.scores import Scores
     from ds_usp.attention.tuning import Tuning
     from ds_usp.comm.channel import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
@@ -46,7 +46,7 @@ else:
             "PieceMap": "ds_usp.recurrence.scan",
             "PieceMaps": "ds_usp.recurrence.scan",
             "Recurrence": "ds_usp.recurrence.scan",
-            "Scores": "ds_usp.attention.score_mod",
+            "Scores": "ds_usp.attention.scores",
             "SequenceMesh": "ds_usp.comm.mesh",
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -79,9 +78,7 @@ def dense_attention(
     scale: float | None = None,
     *,
     softcap: float | None = None,
-    bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with a plain softmax in fp64; gradients come from autograd.
 
@@ -91,9 +88,7 @@ def dense_attention(
         allowed: ``[S, T]`` or ``[B, S, T]``.
         scale: of the scores; None: ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        bias: ``[H, S, T]``, added to the capped scores.
         sinks: ``[H]``, logits of a key without value.
-        weights: ``[B, H, S, T]``, multiply the softmax (dropout).
 
     Returns:
         ``out [B, S, H, E]`` and ``lse [B, H, S]`` (natural log).
@@ -114,8 +109,6 @@ def dense_attention(
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
     allowed = allowed if allowed.ndim == 2 else allowed[:, None]
     scores = scores.masked_fill(~allowed, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
@@ -123,7 +116,6 @@ def dense_attention(
         column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
         lse = torch.logsumexp(torch.cat([scores, column], dim=-1), dim=-1)
     shares = torch.exp(scores - lse[..., None])
-    shares = shares if weights is None else shares * weights
     return torch.einsum("bhst,bthd->bshd", shares, v), lse
 
 
@@ -133,14 +125,13 @@ class Tensors:
 
     Args:
         q, k, v, dout: ``[B, S, H, D]``, ``[B, S, G, D]``, ``[B, S, G, E]``, ``[B, S, H, E]``.
-        slopes, sinks: ``[H]``; ALiBi's, and logits of a key without value.
+        sinks: ``[H]``, logits of a key without value.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
-    slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
 
 
@@ -185,9 +176,6 @@ def attention_in_blocks(
     positions = torch.arange(length, device=q.device)
     for group, start in blocks[rank::world]:
         rows, own = slice(start, start + step), slice(group * group_size, (group + 1) * group_size)
-        bias = None
-        if tensors.slopes is not None:
-            bias = alibi(tensors.slopes[own], positions[rows], positions)
         sinks = None if tensors.sinks is None else tensors.sinks[own]
         inputs = [
             x.detach().double().requires_grad_(backward)
@@ -201,7 +189,6 @@ def attention_in_blocks(
             allowed(positions[rows], positions),
             scale,
             softcap=softcap,
-            bias=bias,
             sinks=None if sinks is None else inputs[3],
         )
         results["out"][:, rows, own], results["lse"][:, own, rows] = out.detach(), lse.detach()
@@ -218,40 +205,6 @@ def attention_in_blocks(
         for result in results.values():
             dist.all_reduce(result)
     return results
-
-
-def alibi(
-    slopes: torch.Tensor, q_positions: Positions, k_positions: Positions | None = None
-) -> torch.Tensor:
-    """Minus slope times distance, ``[H, S, T]``; ``k_positions`` None: those of the queries."""
-    query = _tensor(q_positions)
-    key = query if k_positions is None else _tensor(k_positions)
-    return -slopes.double()[:, None, None] * (key[None, :] - query[:, None]).abs()
-
-
-@lru_cache(maxsize=8)
-def dropout(seed: int, size: tuple[int, int, int, int], dropout_p: float) -> torch.Tensor:
-    """Of ``size`` ``[B, H, S, T]``: 0 for a dropped weight, 1 / (1 - dropout_p) for the others.
-
-    Bits of MurmurHash3's finalizer over seed, sample, head, query and key, in unsigned integers.
-    """
-    mask, limit = 2**64 - 1, round(dropout_p * 2**31)
-
-    def mixed(x: int) -> int:
-        x = ((x ^ (x >> 33)) * 0xFF51AFD7ED558CCD) & mask
-        x = ((x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53) & mask
-        return x ^ (x >> 33)
-
-    def further(x: int, count: int) -> list[int]:
-        return [mixed((x + 0x9E3779B97F4A7C15 * (n + 1)) & mask) for n in range(count)]
-
-    kept = [
-        [bits >> 33 >= limit for bits in further(row, size[3])]
-        for sample in further(mixed(seed), size[0])
-        for head in further(sample, size[1])
-        for row in further(head, size[2])
-    ]
-    return torch.tensor(kept).view(size).double() / (1 - dropout_p)
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

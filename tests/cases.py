@@ -28,7 +28,6 @@ from ds_usp.geometry.masks import Area
 ALL_LAYOUTS = tuple(kind for kind in KINDS if kind != "balanced")
 ALL_ORDERS = ("ulysses-ring", "ring-ulysses")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-SEED = 2**62 + 12345  # of dropout
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 TOKEN_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 
@@ -122,9 +121,7 @@ class Case:
     documents: tuple[tuple[int, ...], ...] = ()
     value_dim: int | None = None
     softcap: float | None = None
-    alibi: bool = False
     sinks: bool = False
-    dropout_p: float = 0.0
     prefix: int = 0
     # Whose tokens see each other both ways, for each sample that has documents of its own.
     blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -191,8 +188,7 @@ class Case:
             + f"{f'-prefix{self.prefix}' if self.prefix else ''}"
             f"{f'-keys{self.keys[0]}{self.keys[1]}' if self.keys else ''}"
             f"{f'-values{self.value_dim}' if self.value_dim else ''}"
-            f"{f'-cap{self.softcap}' if self.softcap else ''}{'-alibi' if self.alibi else ''}"
-            f"{'-sinks' if self.sinks else ''}{f'-drop{self.dropout_p}' if self.dropout_p else ''}"
+            f"{f'-cap{self.softcap}' if self.softcap else ''}{'-sinks' if self.sinks else ''}"
         ).replace(" ", "_")
 
 
@@ -227,11 +223,6 @@ def _inputs(case: Case) -> dict[str, torch.Tensor]:
     }
 
 
-def slopes(case: Case) -> torch.Tensor | None:
-    """ALiBi's slopes ``[h]``, as its paper has them for a power of two heads."""
-    return 2.0 ** (-8.0 * torch.arange(1, case.heads + 1) / case.heads) if case.alibi else None
-
-
 def sinks(case: Case) -> torch.Tensor | None:
     """A sink a head ``[h]``, from negligible to most of the weight."""
     acc_dtype = torch.promote_types(case.dtype, torch.float32)
@@ -247,14 +238,8 @@ def reference(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
 def _reference(case: Case, device: str) -> dict[str, torch.Tensor]:
     full = {name: x.to(device) for name, x in _inputs(case).items()}
     q, k, v = (full[name].double().requires_grad_() for name in "qkv")
-    bias, sink = slopes(case), sinks(case)
-    bias = None if bias is None else oracle.alibi(bias, range(case.seq_len)).to(device)
+    sink = sinks(case)
     sink = None if sink is None else sink.double().to(device).requires_grad_()
-    weights = None
-    if case.dropout_p:
-        keys = case.keys[0] if case.keys else case.seq_len
-        size = case.batch, case.heads, case.seq_len, keys
-        weights = oracle.dropout(SEED, size, case.dropout_p).to(device)
     out, lse = oracle.dense_attention(
         q,
         k,
@@ -262,9 +247,7 @@ def _reference(case: Case, device: str) -> dict[str, torch.Tensor]:
         case.allowed.to(device),
         case.softmax_scale,
         softcap=case.softcap,
-        bias=bias,
         sinks=sink,
-        weights=weights,
     )
     wanted = [q, k, v] if sink is None else [q, k, v, sink]
     grads = torch.autograd.grad(out, wanted, full["dout"].double())
@@ -293,7 +276,8 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[s
         for name, x in inputs(case).items()
     }
     q, k, v = (local_qkv[name].requires_grad_() for name in "qkv")
-    slope, sink = (None if x is None else x.to(device) for x in (slopes(case), sinks(case)))
+    sink = sinks(case)
+    sink = None if sink is None else sink.to(device)
     wanted = [q, k, v] if sink is None else [q, k, v, sink.requires_grad_()]
     out, lse = ds_usp.usp_attention(
         q,
@@ -303,11 +287,10 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[s
         layout=layout,
         mask=case.mask_spec,
         softmax_scale=case.softmax_scale,
-        dropout_p=case.dropout_p,
         kernel=case.kernel,
         tuning=case.tuning,
         return_lse=True,
-        scores=ds_usp.Scores(case.softcap, slope, sink, SEED if case.dropout_p else None),
+        scores=ds_usp.Scores(case.softcap, sink),
         kv_layout=kv_layout,
     )
     grads = torch.autograd.grad(out, wanted, local_qkv["dout"])

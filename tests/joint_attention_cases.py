@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import SEED, mesh_of
+from cases import mesh_of
 from harness import RankContext
 
 import ds_usp
@@ -29,7 +29,6 @@ class Joint:
     kv_heads: int = 4
     value_dim: int = 16
     sinks: bool = False
-    dropout_p: float = 0.0
     tuning: ds_usp.Tuning = AUTO_TUNING
 
 
@@ -64,9 +63,8 @@ def errors(
         layout=layout,
         mask=case.mask,
         joint_front=case.front,
-        dropout_p=case.dropout_p,
         tuning=case.tuning,
-        scores=ds_usp.Scores(sinks=sinks, dropout_seed=SEED),
+        scores=ds_usp.Scores(sinks=sinks),
     )
     douts = layout.shard(dout, 1, mesh.rank), djoint[mesh.rank]
     grads = torch.autograd.grad((out, joint_out), [*local_qkv, *joint], douts)
@@ -98,12 +96,7 @@ def reference(
     q, k, v = (torch.cat([x, y][order], dim=1) for x, y in zip(others, own, strict=True))
     positions = range(case.tokens + case.joint)
     allowed = oracle.window(positions, positions, case.mask.left, case.mask.right).to(q.device)
-    weights = None
-    if case.dropout_p:
-        weights = oracle.dropout(SEED, (2, 8, len(positions), len(positions)), case.dropout_p).to(
-            q.device
-        )
-    out, _ = oracle.dense_attention(q, k, v, allowed, sinks=sinks, weights=weights)
+    out, _ = oracle.dense_attention(q, k, v, allowed, sinks=sinks)
     position = case.joint if case.front else case.tokens
     joint_out, own_out = (out[:, :position], out[:, position:])[order]
     grads = torch.autograd.grad(

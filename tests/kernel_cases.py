@@ -159,12 +159,12 @@ def reference(
     scale: float,
     rows: slice = slice(None),
     columns: slice = slice(None),
-    **score_mods: Any,
+    **scores: Any,
 ) -> Tensors:
     """The oracle's results for some rows and columns of the tensors."""
     q = x["q"][:, rows].double().requires_grad_()
     k, v = (x[n][:, columns].double().requires_grad_() for n in "kv")
-    out, lse = oracle.dense_attention(q, k, v, allowed, scale, **score_mods)
+    out, lse = oracle.dense_attention(q, k, v, allowed, scale, **scores)
     grads = torch.autograd.grad(out, (q, k, v), x["dout"][:, rows].double())
     return dict(zip(RESULTS, (out, lse, *grads), strict=True))
 
@@ -327,7 +327,7 @@ def check_packed(
     dtype: torch.dtype,
     tolerance: float,
     value_dim: int = 32,
-    **score_mods: Any,
+    **scores: Any,
 ) -> None:
     """Forward and backward of all calls against the oracle; rows that attend to no key are not in
     the reference and must be empty."""
@@ -351,4 +351,4 @@ def check_packed(
         results = {name: tensor[sample : sample + 1] for name, tensor in actual.items()}
         results |= {name: results[name][:, rows] for name in ("out", "dq")}
         results["lse"] = results["lse"][:, :, rows]
-        check(results, reference(one, allowed[rows], 0.3, **score_mods), tolerance)
+        check(results, reference(one, allowed[rows], 0.3, **scores), tolerance)

@@ -17,7 +17,7 @@ import torch
 
 from ds_usp.attention.passes import BackwardPass, ForwardPass
 from ds_usp.attention.plan import AttentionOptions, AttentionPlan, plan_call
-from ds_usp.attention.score_mod import Scores
+from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import Tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
@@ -128,7 +128,7 @@ _LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
         # The mesh's; as below.
         TokenLayout: frozenset({"ulysses", "ring", "order", "documents", "parents"}),
         MaskSpec: frozenset({"documents", "blocks", "parents", "areas"}),  # break the graph
-        Scores: frozenset({"alibi_slopes", "sinks"}),  # tensors of the op
+        Scores: frozenset({"sinks"}),  # a tensor of the op
     }
 )
 _SCHEMA_TYPES: Mapping[type, str] = MappingProxyType(
@@ -263,13 +263,11 @@ def attention_values(
     queries = keys = plain_layout(options.layout, q, mesh, by_value)
     if options.kv_layout is not None:
         keys = plain_layout(options.kv_layout, k, mesh, by_value)
-    slopes, sinks = scores.alibi_slopes, scores.sinks
-    trained_slopes = slopes is not None and slopes.requires_grad
-    if queries is None or keys is None or mask.documents or trained_slopes:
+    if queries is None or keys is None or mask.documents:
         return None
     if not q.ndim == k.ndim == v.ndim == 4:
         return None
-    grad = torch.is_grad_enabled()
+    sinks, grad = scores.sinks, torch.is_grad_enabled()
     plain: Any = options._replace(layout=queries, kv_layout=keys)  # type: ignore[arg-type]
     call = OpCall(
         plain,
@@ -289,13 +287,12 @@ def _with_lengths(values: Sequence[Any], seq_lens: OptionalTensor) -> Sequence[A
     return _changed(ATTENTION_ARGS, values, layout_seq_len=queries, kv_layout_seq_len=keys)
 
 
-def _attention_call(values: Iterable[Any], sinks: OptionalTensor, slopes: OptionalTensor) -> OpCall:
+def _attention_call(values: Iterable[Any], sinks: OptionalTensor) -> OpCall:
     call: OpCall = attention_call(iter(values))
-    if sinks is None and slopes is None:
+    if sinks is None:
         return call
-    if sinks is not None:
-        sinks = sinks.detach().requires_grad_(call.sinks_require_grad)
-    scores = replace(call.options.scores, alibi_slopes=slopes, sinks=sinks)
+    sinks = sinks.detach().requires_grad_(call.sinks_require_grad)
+    scores = replace(call.options.scores, sinks=sinks)
     return call._replace(options=call.options._replace(scores=scores))
 
 
@@ -342,8 +339,7 @@ _TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
     "ds_usp::attention",
     mutates_args=(),
     schema=op_schema(
-        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor? module, "
-        "Tensor? seq_lens",
+        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? module, Tensor? seq_lens",
         ATTENTION_ARGS,
     ),
     **_TAGS,
@@ -353,7 +349,6 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: OptionalTensor,
-    slopes: OptionalTensor,
     module: OptionalTensor,
     seq_lens: OptionalTensor,
     *values: Any,
@@ -361,7 +356,7 @@ def attention(
     """Attention of this rank's tokens with the whole sequence; collective over the mesh.
 
     Shapes:
-        q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks and slopes ``[h]`` -> out
+        q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks ``[h]`` -> out
         ``[b, s, h, e]``; with ``return_lse``, and without Ulysses where there is a backward pass,
         the log-sum-exp ``[b, h, s]``; with Ulysses what else backward needs, chunk by chunk
         (:class:`ds_usp.attention.plan.SavedChunk`); where there is a backward pass, last the
@@ -377,8 +372,8 @@ def attention(
         USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
     """
     values = tuple(_with_lengths(values, seq_lens))
-    call = _attention_call(values, sinks, slopes)
-    inputs = [x for x in (q, k, v, sinks, slopes) if x is not None]
+    call = _attention_call(values, sinks)
+    inputs = [x for x in (q, k, v, sinks) if x is not None]
     num_visible = 2 if call.options.return_lse else 1
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
     no_grad = {"requires_grad": False, "sinks_require_grad": False}
@@ -403,7 +398,7 @@ def _attention(
 
     plan = check_on_all_ranks(mesh, check, q)
     call_number = mesh.consistency.number
-    run = ForwardPass(plan, call.options.scores, (q, k, v), save=save)
+    run = ForwardPass(plan, call.options.scores.sinks, (q, k, v), save=save)
     run.execute(plan.forward)
     out, lse, saved = run.out, run.lse, run.saved
     results = [out] if lse is None else [out, lse]
@@ -423,8 +418,8 @@ def _(*args: Any) -> list[torch.Tensor]:
     A call that the op will refuse gets a result too: the error is raised when the op runs, on
     every rank.
     """
-    q, k, v, sinks, slopes, _, _, *values = args
-    # By name, as symbols: rebuilt, a call would guard all its numbers, its seed of dropout too.
+    q, k, v, sinks, _, _, *values = args
+    # By name, as symbols: rebuilt, a call would guard all its numbers.
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
     needs_backward = given["requires_grad"] or given["sinks_require_grad"]
     mesh, (batch, tokens, heads, _) = MESH_REGISTRY.lookup(given["mesh"]), q.shape
@@ -441,7 +436,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     # The shapes of the exchanged chunks depend on the plan, and a plan is made of numbers, which
     # are constants of the graph.
     shapes = [guard_ints(x.shape) for x in (q, k, v)]
-    call = _attention_call(guard_ints(values), sinks, slopes)
+    call = _attention_call(guard_ints(values), sinks)
     try:
         _, plan = _plan_attention(call, (q, k, v), shapes)
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
@@ -458,7 +453,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     "ds_usp::attention_backward",
     mutates_args=(),
     schema=op_schema(
-        "Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, Tensor? seq_lens, "
+        "Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? seq_lens, "
         "SymInt kv_length, SymInt kv_heads",
         ATTENTION_ARGS,
     ),
@@ -468,7 +463,6 @@ def attention_backward(
     dout: torch.Tensor,
     saved: list[torch.Tensor],
     sinks: OptionalTensor,
-    slopes: OptionalTensor,
     seq_lens: OptionalTensor,
     kv_length: int,
     kv_heads: int,
@@ -486,7 +480,7 @@ def attention_backward(
         seq_lens: as of :func:`attention`.
         kv_length, kv_heads: t and g.
     """
-    call = _attention_call(_with_lengths(values, seq_lens), sinks, slopes)
+    call = _attention_call(_with_lengths(values, seq_lens), sinks)
     *saved, call_number = saved
     call.options.mesh.consistency.check_backward(int(call_number), wait=dout.device.type == "cpu")
     shapes = _qkv_shapes(dout, saved, kv_length, kv_heads)
@@ -496,7 +490,7 @@ def attention_backward(
         saved += [lse[:, slice(*x.out.ranges[0][0])].contiguous() for x in plan.chunks]
     chunks = plan.unpack_saved(saved)
     sizes = [torch.Size(shape) for shape in shapes]
-    run = BackwardPass(plan, call.options.scores, dout.contiguous(), sizes, chunks)
+    run = BackwardPass(plan, call.options.scores.sinks, dout.contiguous(), sizes, chunks)
     run.execute(plan.backward)
     grads = [*run.grads] if run.dsinks is None else [*run.grads, run.dsinks]
     return _fresh_contiguous(grads, (dout, *saved))
@@ -508,7 +502,6 @@ def _(
     saved: Any,
     sinks: Any,
     _: Any,
-    __: Any,
     kv_length: int,
     kv_heads: int,
     *values: Any,
@@ -561,14 +554,14 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
     Only the output ever has a gradient: ``usp_attention`` detaches the log-sum-exp, and the rest
     never leaves the op. So gradients are not materialized: each chunk would get zeros of its size.
     """
-    q, k, v, sinks, slopes, _, seq_lens, *ctx.values = inputs
+    q, k, v, sinks, _, seq_lens, *ctx.values = inputs
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     ctx.keys = k.shape[1], k.shape[2]
     if MESH_REGISTRY.lookup(given["mesh"]).ulysses_degree == 1:
         saved = (q, k, v, *output)
     else:
         saved = tuple(output[2 if given["return_lse"] else 1 :])
-    ctx.save_for_backward(sinks, slopes, seq_lens, *saved)
+    ctx.save_for_backward(sinks, seq_lens, *saved)
     ctx.set_materialize_grads(False)
 
 
@@ -576,11 +569,11 @@ def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, 
     given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
     consistency = MESH_REGISTRY.lookup(given["mesh"]).consistency
     with consistency.raising_everywhere():
-        sinks, slopes, seq_lens, *saved = ctx.saved_tensors
+        sinks, seq_lens, *saved = ctx.saved_tensors
     dq, dk, dv, *dsinks = attention_backward(
-        grads[0], saved, sinks, slopes, seq_lens, *ctx.keys, *ctx.values
+        grads[0], saved, sinks, seq_lens, *ctx.keys, *ctx.values
     )
-    without = None, None, None, *(None for _ in ctx.values)
+    without = None, None, *(None for _ in ctx.values)
     return dq, dk, dv, dsinks[0] if dsinks else None, *without
 
 
@@ -696,11 +689,10 @@ def traced_attention(
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad and options.mesh.ulysses_degree > 1:
         seq_lens = None
-    by_value, scores = seq_lens is not None, options.scores
-    values = attention_values(q, k, v, options, by_value=by_value, **caller)
+    values = attention_values(q, k, v, options, by_value=seq_lens is not None, **caller)
     if values is None:
         return None
-    return attention(q, k, v, scores.sinks, scores.alibi_slopes, module, seq_lens, *values)
+    return attention(q, k, v, options.scores.sinks, module, seq_lens, *values)
 
 
 def traced_exchange(

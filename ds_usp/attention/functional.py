@@ -11,7 +11,7 @@ import torch
 from ds_usp.attention.custom_ops import graph_break, traced_attention
 from ds_usp.attention.passes import BackwardPass, ForwardPass
 from ds_usp.attention.plan import AttentionOptions, AttentionPlan, explain_keywords, plan_call
-from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
+from ds_usp.attention.scores import PLAIN_SCORES, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_layout, exchange_label, same_ranks, token_layout
 from ds_usp.comm.all_to_all import HeadAllToAll
@@ -72,17 +72,15 @@ class UnifiedAttention(torch.autograd.Function):
         ctx: Any,
         mesh: SequenceMesh,
         plan: AttentionPlan,
-        scores: Scores,
         grad_enabled: bool,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Shapes as of :class:`ForwardPass`. ``sinks`` are those of ``scores``, which autograd sees
-        as an argument only; ``grad_enabled`` is the caller's grad mode, in which it is off here."""
+        """Shapes as of :class:`ForwardPass`; ``grad_enabled``: the caller's grad mode, off here."""
         save = grad_enabled and any(ctx.needs_input_grad)
-        run = ForwardPass(plan, scores, (q, k, v), save=save)
+        run = ForwardPass(plan, sinks, (q, k, v), save=save)
         run.execute(plan.forward)
         out, lse, saved = run.out, run.lse, run.saved
         ctx.set_materialize_grads(False)  # the log-sum-exp never has one
@@ -93,7 +91,6 @@ class UnifiedAttention(torch.autograd.Function):
         if not save:
             return out, lse
         ctx.mesh, ctx.plan = mesh, plan
-        ctx.scores = scores if sinks is None else replace(scores, sinks=None)
         ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, q.device.type == "cpu"
         ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
         # By save_for_backward, not on ctx: hooks of checkpoints and of offload see these only.
@@ -122,10 +119,9 @@ class UnifiedAttention(torch.autograd.Function):
         chunks = plan.unpack_saved(saved)
         if dout is None:  # the other ranks wait for this one's exchanges
             dout = saved[0].new_zeros(ctx.out_shape)
-        scores = ctx.scores if sinks is None else replace(ctx.scores, sinks=sinks)
-        run = BackwardPass(plan, scores, dout.contiguous(), ctx.shapes, chunks)
+        run = BackwardPass(plan, sinks, dout.contiguous(), ctx.shapes, chunks)
         run.execute(plan.backward)
-        return None, None, None, None, *run.grads, run.dsinks
+        return None, None, None, *run.grads, run.dsinks
 
 
 def head_exchange(
@@ -226,7 +222,7 @@ def usp_attention(
     kernel: str = AUTO,
     return_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
-    scores: Scores = NO_SCORE_MOD,
+    scores: Scores = PLAIN_SCORES,
     kv_layout: TokenLayout | str | None = None,
     label: str = "",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -247,12 +243,11 @@ def usp_attention(
             ``mesh.layout(kind, s_local * mesh.sp_degree)``.
         mask: who sees whom, in global positions.
         softmax_scale: factor of the scores; None is ``d ** -0.5``.
-        dropout_p: fraction of the softmax's weights that are dropped, with the seed of ``scores``.
-            Only the kernel ``eager`` drops by position, so that degrees change nothing.
+        dropout_p: must be 0: which weights are dropped would depend on the degrees.
         kernel: ``"auto"`` or the name of a row of ``ds_usp.kernels.registry.KERNELS``.
         return_lse: also return the log-sum-exp.
         tuning: how the work is divided, where the default is not the fastest.
-        scores: soft cap, ALiBi, sinks, the seed of dropout.
+        scores: soft cap and sinks.
         kv_layout: where the tokens of k and v are, if they are another sequence than q's
             (cross-attention); each rank then holds its shard of both. The mask must be full.
         label: compared on all ranks, as ``f"layer {i}, step {n}"``. Calls that are alike cannot be
@@ -302,7 +297,7 @@ def _usp_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     # An argument that is no Scores is refused with the others, on every rank.
-    scores = options.scores if isinstance(options.scores, Scores) else NO_SCORE_MOD
+    scores = options.scores if isinstance(options.scores, Scores) else PLAIN_SCORES
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
     if current_run() is not None:  # under keep_attention
         of_call = {"mesh": same_ranks(options.mesh), "scores": scores.static_values}
@@ -322,7 +317,7 @@ def _attend(options: AttentionOptions, *inputs: torch.Tensor) -> tuple[torch.Ten
     check = partial(plan_call, q, k, v, options)
     plan = check_on_all_ranks(options.mesh, check, q, options.layout)
     grad_enabled = torch.is_grad_enabled()
-    out, lse = UnifiedAttention.apply(options.mesh, plan, options.scores, grad_enabled, *inputs)
+    out, lse = UnifiedAttention.apply(options.mesh, plan, grad_enabled, *inputs)
     return (out, lse) if options.return_lse else (out,)
 
 
@@ -357,7 +352,7 @@ def usp_joint_attention(
     dropout_p: float = 0.0,
     kernel: str = AUTO,
     tuning: Tuning = AUTO_TUNING,
-    scores: Scores = NO_SCORE_MOD,
+    scores: Scores = PLAIN_SCORES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`usp_attention` over a sharded sequence and replicated tokens, as one sequence.
 

@@ -10,13 +10,11 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.validation import no_mask_error
 from ds_usp.comm.call_record import Signature
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
@@ -31,10 +29,6 @@ _COMPARE_BLOCK = 1 << 24  # elements of a mask
 NO_ARGUMENTS = Signature(("0 extra arguments", "no keywords"))
 
 
-def _no_score_mod(device: torch.device) -> Scores:
-    return NO_SCORE_MOD
-
-
 @dataclass(frozen=True)
 class LocalAttention:
     """What a local attention computes and returns.
@@ -42,11 +36,11 @@ class LocalAttention:
     Args:
         mask: who sees whom.
         softmax_scale: factor of the scores; None is ``head_dim ** -0.5``.
-        dropout_p: its attention dropout in training.
+        dropout_p: its attention dropout in training; a ring refuses any above 0 there.
         flat_output: it returns ``h * d`` as one dim.
         true_means_masked: a bool mask passed to it is True for masked pairs (Megatron), not for
             pairs that attend (torch).
-        scores: its score options on a device; called at each call, as weights may move.
+        sinks_owner: the module whose ``softmax_offset`` are sinks of the softmax, if any.
     """
 
     mask: MaskSpec
@@ -54,7 +48,12 @@ class LocalAttention:
     dropout_p: float
     flat_output: bool = False
     true_means_masked: bool = False
-    scores: Callable[[torch.device], Scores] = _no_score_mod
+    sinks_owner: Any = None
+
+    def sinks(self, device: torch.device) -> torch.Tensor | None:
+        """The sinks ``[h]`` on a device; read at each call, as weights may move."""
+        sinks = getattr(self.sinks_owner, "softmax_offset", None)
+        return None if sinks is None else sinks.to(device)
 
 
 # A class is known by its package's and its own name, so no framework is imported to be recognized.
@@ -88,9 +87,16 @@ def resolve_ring_attention(
     """What a ring computes instead of a module: what was detected, or the user's arguments.
 
     Raises:
-        UnsupportedAttentionError: an unknown module without enough arguments, or with parameters.
+        UnsupportedAttentionError: an unknown module without enough arguments, or with parameters;
+            one with ALiBi slopes.
         ConfigError: an argument contradicts an attribute of the module.
     """
+    if getattr(module, "alibi_slopes", None) is not None:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} has alibi_slopes, and no kernel here adds ALiBi's bias to "
+            "scores: use other positions, or ulysses_degree = sequence-parallel size (ring 1), "
+            "which runs it as it is"
+        )
     if detected is not None:
         return detected
     if mask is None or dropout_p is None:
@@ -191,21 +197,9 @@ def check_overrides(
             )
 
 
-def _read_score_mod(module: Any, device: torch.device, **attributes: str) -> Scores:
-    """From the tensors that a module has as these attributes, if any."""
-    tensors = {name: getattr(module, attribute, None) for name, attribute in attributes.items()}
-    return Scores(**{name: x if x is None else x.to(device) for name, x in tensors.items()})
-
-
 def _flash_self_attention(module: Any) -> LocalAttention:
     """``FlashSelfAttention`` of Megatron-DeepSpeed and of flash-attn: a window of -1 is an open
     side, and ``causal`` bounds the right side at 0."""
-    slopes = getattr(module, "alibi_slopes", None)
-    if slopes is not None and getattr(slopes, "ndim", 0) != 1:
-        raise UnsupportedAttentionError(
-            f"ALiBi slopes {slopes} are not one for each head, the same for every sample, as a "
-            "ring needs them"
-        )
     right = 0 if module.causal else None
     left, window_right = getattr(module, "window_size", (-1, -1))
     mask = MaskSpec(None if left < 0 else left, right if window_right < 0 else window_right)
@@ -213,8 +207,7 @@ def _flash_self_attention(module: Any) -> LocalAttention:
         mask = MaskSpec(mask.left, 0)
     dropout = getattr(module, "drop", None)
     dropout_p = module.dropout_p if dropout is None else dropout.p
-    scores = partial(_read_score_mod, module, alibi_slopes="alibi_slopes")
-    return LocalAttention(mask, module.softmax_scale, float(dropout_p), scores=scores)
+    return LocalAttention(mask, module.softmax_scale, float(dropout_p))
 
 
 def _flash_self_attention_triton(module: Any) -> LocalAttention:
@@ -249,8 +242,7 @@ def _dot_product_attention(module: Any) -> LocalAttention:
         mask = MaskSpec(*softmax.window_size)
     scale = float(module.softmax_scale) * (softmax.scale or 1.0)
     dropout_p = float(module.attention_dropout.p)
-    scores = partial(_read_score_mod, module, sinks="softmax_offset")
-    return LocalAttention(mask, scale, dropout_p, flat_output=True, scores=scores)
+    return LocalAttention(mask, scale, dropout_p, flat_output=True, sinks_owner=module)
 
 
 def _megatron_mask(kind: Any) -> MaskSpec:

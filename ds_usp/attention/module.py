@@ -21,6 +21,7 @@ from ds_usp.attention.local_attention import (
     resolve_ring_attention,
 )
 from ds_usp.attention.plan import AttentionOptions, AttentionPlan, explain_keywords, plan_call
+from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
@@ -432,7 +433,7 @@ class USPAttention(torch.nn.Module):
             attention.dropout_p if training else 0.0,
             self.kernel,
             tuning=self.tuning,
-            scores=attention.scores(device),
+            scores=Scores(sinks=attention.sinks(device)),
             kv_layout=self._layout,
         )
 
@@ -472,11 +473,8 @@ class USPAttention(torch.nn.Module):
         if plan.rotary is not None:
             q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
         call, attention = cast(AttentionPlan, plan.call), cast(LocalAttention, plan.attention)
-        scores = attention.scores(q.device)
-        grad_enabled = torch.is_grad_enabled()
-        out, _ = UnifiedAttention.apply(
-            self.mesh, call, scores, grad_enabled, q, k, v, scores.sinks
-        )
+        sinks, grad_enabled = attention.sinks(q.device), torch.is_grad_enabled()
+        out, _ = UnifiedAttention.apply(self.mesh, call, grad_enabled, q, k, v, sinks)
         return out.flatten(2) if attention.flat_output else out
 
 

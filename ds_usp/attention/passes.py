@@ -34,13 +34,12 @@ from ds_usp.attention.kv_exchange import (
     pack_kv,
 )
 from ds_usp.attention.plan import AttentionPlan, SavedChunk
-from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.comm.channel import Channel, PendingExchange
 from ds_usp.comm.packing import PreallocatedSend
 from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule
-from ds_usp.kernels.api import AttentionKernel, BackwardInputs, GradBuffers
+from ds_usp.kernels.api import BackwardInputs, GradBuffers
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
-from ds_usp.kernels.score_mod import PLAIN, apply_sinks, sink_gradient
+from ds_usp.kernels.sinks import apply_sinks, sink_gradient
 
 Handler = Callable[[Any, Any, Instr], None]
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -55,7 +54,6 @@ class ChunkState:
         exchange: its all-to-all in flight, later its return.
         channels: of its ring exchanges, which may be in flight.
         step: number of the ring step that is computed.
-        kernel: with the score modifiers of that step.
         kv: keys and values of that step.
         local_kv, received_kv, relayed_kv: this rank's, those of other ranks, those that it relays
             in an outer step.
@@ -68,12 +66,10 @@ class ChunkState:
         self.exchanges, self.ring = plan.chunks[index], ring
         self.steps = ring.schedule.backward_steps if backward else ring.schedule.steps
         self.transfers = ring.backward_transfers if backward else ring.forward_transfers
-        self.kernel: AttentionKernel = ring.kernel
         self.channels: list[Channel] = []
 
     exchange: PendingExchange = DONE
     step: int = -1
-    score_mod: ChunkScoreMod | None = None
     kv: KV = NO_KV
     local_kv: KV = NO_KV
     received_kv: KV = NO_KV
@@ -84,8 +80,7 @@ class ChunkState:
     outer_kv_exchange: KVExchange | None = None
 
     def free_kv(self) -> None:
-        """Drop keys and values, the receive buffers, and the score modifiers' positions."""
-        self.kernel = self.ring.kernel
+        """Drop keys and values, and the receive buffers."""
         self.kv_exchange = self.outer_kv_exchange = None
         self.kv = self.local_kv = self.received_kv = self.relayed_kv = NO_KV
         self.packed = self.relayed = NO_KV[0]
@@ -140,7 +135,8 @@ class Pass(Generic[ChunkT]):
 
     Args:
         chunks: their states.
-        like: a tensor of the call, for batch and device.
+        sinks: of all query heads ``[h]``, if there are any.
+        device: of the call's tensors.
         exposed: posts that overlap nothing.
     """
 
@@ -149,17 +145,16 @@ class Pass(Generic[ChunkT]):
     def __init__(
         self,
         plan: AttentionPlan,
-        scores: Scores,
+        sinks: torch.Tensor | None,
         chunks: Sequence[ChunkT],
-        like: torch.Tensor,
+        device: torch.device,
         exposed: AbstractSet[Instr],
     ) -> None:
         # Before any allocation: one that fails leaves an aborted pass, which other ranks hear of.
         if plan.needs_resources:
-            plan.reserve_resources(like.device)
-        self.plan, self.scores, self._like = plan, scores, like
-        self._chunks, self._binds_scores = chunks, plan.score_mod != PLAIN
-        self._exposed = exposed
+            plan.reserve_resources(device)
+        self.plan, self.sinks = plan, sinks
+        self._chunks, self._exposed = chunks, exposed
 
     def execute(self, schedule: Schedule) -> None:
         """After an error all in flight is waited for, or the next call would receive it."""
@@ -179,20 +174,12 @@ class Pass(Generic[ChunkT]):
             self.plan.mark_pass_done()
 
     def begin_step(self, chunk: ChunkT, index: int) -> None:
-        """Before the first kernel call of a ring step: its keys and values, and its kernel."""
+        """Before the first kernel call of a ring step: its keys and values."""
         step, chunk.step = chunk.steps[index], index
         if not step.is_local:
             chunk.kv = chunk.received_kv
         else:
             chunk.kv = chunk.relayed_kv if step.outer_step else chunk.local_kv
-        if self._binds_scores:
-            chunk.kernel = self.score_mod_of(chunk).bind(chunk.ring.kernel, step)
-
-    def score_mod_of(self, chunk: ChunkT) -> ChunkScoreMod:
-        if chunk.score_mod is None:
-            scores = self.scores
-            chunk.score_mod = self.plan.score_mod_for_chunk(chunk.index, scores, self._like)
-        return chunk.score_mod
 
     def post_kv(self, chunk: ChunkT, instr: Instr) -> None:
         overlapped = instr not in self._exposed
@@ -248,11 +235,16 @@ class ForwardPass(Pass[ForwardChunk]):
     """
 
     def __init__(
-        self, plan: AttentionPlan, scores: Scores, qkv: Sequence[torch.Tensor], *, save: bool
+        self,
+        plan: AttentionPlan,
+        sinks: torch.Tensor | None,
+        qkv: Sequence[torch.Tensor],
+        *,
+        save: bool,
     ) -> None:
         q, _, v = qkv
         chunks = list(map(partial(ForwardChunk, plan), range(len(plan.chunks))))
-        super().__init__(plan, scores, chunks, q, plan.forward_exposed)
+        super().__init__(plan, sinks, chunks, q.device, plan.forward_exposed)
         self._qkv, self._save = qkv, save
         self._group_kv: KV = NO_KV  # of the last chunk that has exchanged any
         self.saved: list[SavedChunk] = []
@@ -287,16 +279,15 @@ class ForwardPass(Pass[ForwardChunk]):
         if chunk.step != step:
             self.begin_step(chunk, step)
         call = chunk.steps[step].calls[instr.call]
-        out, lse = chunk.kernel.forward((chunk.q, *chunk.kv), call, scale=chunk.ring.scale)
+        out, lse = chunk.ring.kernel.forward((chunk.q, *chunk.kv), call, scale=chunk.ring.scale)
         chunk.accumulator.add(out, lse, (call.q_start, call.q_stop))
 
     def end(self, chunk: ForwardChunk, instr: Instr) -> None:
         k, v = chunk.local_kv
         chunk.free_kv()
         result = chunk.accumulator.result()
-        if self.scores.sinks is not None:
-            sinks = self.score_mod_of(chunk).slice_heads(self.scores.sinks)
-            result = apply_sinks(*result, sinks)
+        if self.sinks is not None:
+            result = apply_sinks(*result, self.sinks[chunk.exchanges.q_heads])
         if chunk.index + 1 == len(self.plan.chunks) or self.plan.chunks[chunk.index + 1].has_kv:
             self._group_kv = NO_KV
         if self._save or self.plan.single_shot:
@@ -391,7 +382,7 @@ class BackwardPass(Pass[BackwardChunk]):
     def __init__(
         self,
         plan: AttentionPlan,
-        scores: Scores,
+        sinks: torch.Tensor | None,
         dout: torch.Tensor,
         shapes: Sequence[torch.Size],
         saved_chunks: Sequence[SavedChunk],
@@ -400,11 +391,10 @@ class BackwardPass(Pass[BackwardChunk]):
         chunks = list(map(partial(BackwardChunk, plan, backward=True), indices))
         for chunk, saved in zip(chunks, saved_chunks, strict=True):
             chunk.saved, chunk.local_kv = saved, (saved.k, saved.v)
-        super().__init__(plan, scores, chunks, dout, plan.backward_exposed)
+        super().__init__(plan, sinks, chunks, dout.device, plan.backward_exposed)
         self._dout, self._shapes = dout, shapes
         self._grads: Grads | None = None
         self._dkv: dict[int, KVGrads] = {}  # that chunks of one KV group share
-        sinks = scores.sinks
         trained = sinks is not None and sinks.requires_grad
         self.dsinks = torch.zeros_like(sinks) if trained and sinks is not None else None
 
@@ -459,7 +449,7 @@ class BackwardPass(Pass[BackwardChunk]):
             self.begin_step(chunk, step)
         call = chunk.steps[step].calls[instr.call]
         q, _, _, out, lse = chunk.saved
-        grads = chunk.kernel.backward(
+        grads = chunk.ring.kernel.backward(
             BackwardInputs(chunk.dout, q, *chunk.kv, out, lse),
             call,
             scale=chunk.ring.scale,
@@ -506,11 +496,9 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.open_outer_grads().wait()
 
     def end(self, chunk: BackwardChunk, instr: Instr) -> None:
-        sinks = self.scores.sinks
-        if sinks is not None and self.dsinks is not None:
-            score_mod, (_q, _k, _v, out, lse) = self.score_mod_of(chunk), chunk.saved
-            dsink = sink_gradient(chunk.dout, out, lse, score_mod.slice_heads(sinks))
-            score_mod.slice_heads(self.dsinks).copy_(dsink)
+        if self.sinks is not None and self.dsinks is not None:
+            (_q, _k, _v, out, lse), heads = chunk.saved, chunk.exchanges.q_heads
+            self.dsinks[heads] = sink_gradient(chunk.dout, out, lse, self.sinks[heads])
         chunk.free_kv()
         chunk.step_grads = ()
         del chunk.dout

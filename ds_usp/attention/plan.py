@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.attention.kv_exchange import KVTransfer, kv_transfers
-from ds_usp.attention.score_mod import NO_SCORE_MOD, ChunkScoreMod, Scores, check_score_mod
+from ds_usp.attention.scores import PLAIN_SCORES, Scores, check_scores
 from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning, Tuning, check_tuning
 from ds_usp.attention.validation import (
     MASKS,
@@ -49,7 +49,6 @@ from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep,
 from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import slow_path_notice
 from ds_usp.kernels.registry import AUTO, check_kernel_name, missing_libraries, select_kernel
-from ds_usp.kernels.score_mod import PLAIN, ScoreMod
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MAX_CACHED_PLANS = 1024
@@ -68,20 +67,18 @@ class AttentionOptions(NamedTuple):
     kernel: str = AUTO
     return_lse: bool = False
     tuning: Tuning = AUTO_TUNING
-    scores: Scores = NO_SCORE_MOD
+    scores: Scores = PLAIN_SCORES
     kv_layout: TokenLayout | str | None = None
     label: str = ""
 
     @property
     def key(self) -> Hashable:
-        """All of it but mesh, label and the values of the scores' tensors and seed: calls with
-        equal keys and alike tensors share a plan. An argument of a wrong type may not be
-        hashable."""
+        """All of it but mesh, label and the values of the sinks: calls with equal keys and alike
+        tensors share a plan. An argument of a wrong type may not be hashable."""
         scores: object = self.scores
-        if scores is not NO_SCORE_MOD and isinstance(scores, Scores):
+        if scores is not PLAIN_SCORES and isinstance(scores, Scores):
             scores = scores.plan_key
-        types = type(self.softmax_scale), type(self.dropout_p)
-        return self[1:8], self.kv_layout, scores, types
+        return self[1:8], self.kv_layout, scores, type(self.softmax_scale)
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
@@ -200,7 +197,6 @@ class AttentionPlan:
         chunks, ring_calls: the head exchanges and the ring attention of each head chunk.
         forward, backward: the schedules of this rank.
         staging_bytes: of one staging slot, by kind of exchange; empty without copy engines.
-        score_mod: what the kernel does to scores.
     """
 
     chunks: tuple[ChunkExchanges, ...]
@@ -209,7 +205,6 @@ class AttentionPlan:
     backward: Schedule
     return_lse: bool
     staging_bytes: Mapping[str, int]
-    score_mod: ScoreMod = PLAIN
 
     @classmethod
     def of_chunks(
@@ -218,7 +213,6 @@ class AttentionPlan:
         ring_calls: tuple[RingCall, ...],
         return_lse: bool,
         staging_bytes: Mapping[str, int],
-        score_mod: ScoreMod,
         dtype: torch.dtype,
         *,
         backward: bool,
@@ -238,7 +232,7 @@ class AttentionPlan:
             if backward
             else (),
         )
-        return cls(chunks, ring_calls, *schedules, return_lse, staging_bytes, score_mod)
+        return cls(chunks, ring_calls, *schedules, return_lse, staging_bytes)
 
     @cached_property
     def mesh(self) -> SequenceMesh:
@@ -295,11 +289,6 @@ class AttentionPlan:
         if self.staging_bytes:
             self.mesh.consistency.end_pass()
 
-    def score_mod_for_chunk(self, index: int, scores: Scores, x: torch.Tensor) -> ChunkScoreMod:
-        """For tensors like ``x`` (batch, device)."""
-        chunk = self.chunks[index]
-        return ChunkScoreMod(self.mesh, chunk, self.score_mod, scores, x.shape[0], x.device)
-
     def pack_saved(self, saved: Sequence[SavedChunk]) -> list[torch.Tensor]:
         """The saved tensors of all chunks one after the other; chunks that share keys and values
         have them once. Not for local heads."""
@@ -329,8 +318,8 @@ class AttentionPlan:
 # A model calls attention with the same few shapes thousands of times, and a plan takes
 # milliseconds. The key has all that a plan or a refusal depends on: options, shapes, dtypes, which
 # of q, k and v require gradients, the grad mode, deterministic algorithms, capture of a CUDA graph.
-# It has no values of tensors and not the seed of dropout: these come with the call. Documents
-# differ from batch to batch and have large plans, so few of these plans are kept.
+# It has no values of tensors: these come with the call. Documents differ from batch to batch and
+# have large plans, so few of these plans are kept.
 
 
 def plan_call(
@@ -346,7 +335,7 @@ def plan_call(
     ):
         names = ", ".join(type(x).__name__ for x in given)
         raise ConfigError(f"q, k and v must be tensors [b, s_local, heads, head_dim], got {names}")
-    plans, scores = options.mesh.plans, options.scores
+    plans = options.mesh.plans
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (
         (q.shape, q.dtype, q.device, q.requires_grad),
@@ -370,8 +359,6 @@ def plan_call(
             plans.clear()
         plans[key] = cached
     signature, plan = cached
-    if plan.score_mod.dropout_p:  # the key has no seed: another one needs no new plan
-        signature = Signature.of(signature, f"dropout seed {scores.dropout_seed}")
     if options.label:
         signature = Signature.of(signature, f"label {options.label}")
     return signature, plan
@@ -392,16 +379,13 @@ def _new_plan(
     parts.append(check_layout(q, "queries", mesh, layout))
     check_mask(mask, q, layout)
     parts.append(check_kv(q, k, mesh, (layout, kv_layout), mask))
-    score_mod = check_score_mod(
-        scores, dropout_p, q, one_sequence=layout == kv_layout, tree=bool(mask.parents)
-    )
-    if scores.dropout_seed is None:
-        refuse_dropout(dropout_p, mesh)
+    check_scores(scores, q)
+    refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)
     scale = checked_scale(softmax_scale, q.shape[3])
     # A kernel is chosen before the tuning: whether it takes documents in one call changes the
     # chunks.
-    request = _kernel_request(q, v, mask, score_mod)
+    request = _kernel_request(q, v, mask, scores.softcap)
     check_kernel_name(kernel)  # before the cache of select_kernel, which hashes it
     chosen = select_kernel(request, kernel)
     missing = missing_libraries(request) if kernel == AUTO else None
@@ -427,7 +411,7 @@ def _new_plan(
     )
     parts += f"mask {mask}", f"scale {scale:.9g}", f"kernel {chosen.name}"
     sinks_text = "no" if sinks is None else "learned" if trainable else "fixed"
-    parts += *score_mod.texts, f"{sinks_text} sinks"
+    parts += f"softcap {scores.softcap or 'none'}", f"{sinks_text} sinks"
     parts += *resolved.texts, "with lse" if return_lse else "without lse"
     schedules = _schedules(mesh, (layout, kv_layout), mask, chosen, resolved)
     calls_by_position = {
@@ -437,13 +421,13 @@ def _new_plan(
     ring_calls = tuple(calls_by_position[position] for position in resolved.chunk_positions)
     staging_bytes = _staging_bytes(exchanges, ring_calls, q, v, backward=backward)
     plan = AttentionPlan.of_chunks(
-        exchanges, ring_calls, return_lse, staging_bytes, score_mod, q.dtype, backward=backward
+        exchanges, ring_calls, return_lse, staging_bytes, q.dtype, backward=backward
     )
     return Signature.of(*parts, f"schedule {plan.digest}"), plan
 
 
 def _kernel_request(
-    q: torch.Tensor, v: torch.Tensor, mask: MaskSpec, score_mod: ScoreMod
+    q: torch.Tensor, v: torch.Tensor, mask: MaskSpec, softcap: float | None
 ) -> KernelRequest:
     return KernelRequest(
         q.device.type,
@@ -452,7 +436,7 @@ def _kernel_request(
         mask.band,
         documents=bool(mask.documents),
         value_dim=v.shape[3],
-        score_mod=score_mod,
+        softcap=softcap,
         deterministic=torch.get_deterministic_debug_mode() == _DETERMINISTIC_ERROR,
     )
 

@@ -45,16 +45,19 @@ class ChunkExchanges:
 
     Args:
         qkv: of q, and of k and v if they are exchanged with this chunk.
-        kv_layout: where the keys are.
         kv_chunk: the chunk with which its k and v are exchanged.
         has_kv: it is this one.
     """
 
     qkv: HeadAllToAll
     out: HeadAllToAll
-    kv_layout: TokenLayout
     kv_chunk: int = 0
     has_kv: bool = True
+
+    @property
+    def q_heads(self) -> slice:
+        """The query heads that this rank computes, among those of all ranks."""
+        return slice(*self.qkv.ranges[0][self.qkv.mesh.ulysses_rank])
 
 
 def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
@@ -88,7 +91,6 @@ def plan_head_exchanges(
             ChunkExchanges(
                 HeadAllToAll(mesh, layouts, ranges, use_copy_engines),
                 HeadAllToAll(mesh, (layout,), (chunk.queries,), use_copy_engines),
-                kv_layout,
                 chunk.kv_chunk,
                 has_kv,
             )
@@ -306,13 +308,12 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
-    """Refuse dropout without a seed: its mask would depend on the degrees."""
-    if dropout_p:
+    """Refuse attention dropout: which weights are dropped would depend on the degrees."""
+    if dropout_p != 0:
         raise UnsupportedAttentionError(
             f"attention dropout {dropout_p} is not exact under ulysses {mesh.ulysses_degree} x "
-            f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), use "
-            f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it, or give "
-            "usp_attention a seed: scores=Scores(dropout_seed=...), the same on every rank"
+            f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), or use "
+            f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it"
         )
 
 

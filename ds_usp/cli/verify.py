@@ -167,7 +167,6 @@ def build_parser() -> OneLineParser:
     packed = "lengths of packed documents, with commas; of each sample, with slashes"
     add("--documents", type=_documents, help=f"{packed} (default: one document)")
     add("--softcap", type=float, help="of the scores (default: none)")
-    add("--alibi", action="store_true", help="ALiBi, with its paper's slopes")
     add("--sinks", action="store_true", help="a trainable attention sink for each head")
     add("--kernel", help="name of a kernel, `ds-usp env` lists them (default: auto)")
     add(
@@ -214,7 +213,7 @@ def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
 
 
 def _check(case: VerifyCase) -> None:
-    for flag in ("softcap", "alibi", "sinks"):
+    for flag in ("softcap", "sinks"):
         value = getattr(case, flag)
         if value is not None and value is not False and case.entry_point != ENTRY_POINTS[0]:
             raise ConfigError(

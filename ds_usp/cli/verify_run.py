@@ -30,7 +30,6 @@ from ds_usp.config import TorchrunEnv
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.registry import select_kernel
-from ds_usp.kernels.score_mod import ScoreMod
 
 ENTRY_POINTS = ("usp_attention", "USPAttention")
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -68,7 +67,6 @@ class VerifyCase:
     mask: tuple[int | None, int | None, int] = (None, 0, 0)  # left, right, prefix
     documents: tuple[tuple[int, ...], ...] = ()
     softcap: float | None = None
-    alibi: bool = False
     sinks: bool = False
     kernel: str = "auto"
     entry_point: str = ENTRY_POINTS[0]
@@ -84,7 +82,7 @@ class VerifyCase:
             mask=self.mask_spec().band,
             documents=bool(self.documents),
             value_dim=self.value_dim,
-            score_mod=ScoreMod(softcap=self.softcap, alibi=self.alibi),
+            softcap=self.softcap,
         )
         return select_kernel(request, self.kernel).name
 
@@ -118,7 +116,6 @@ class VerifyCase:
             self.short_name,
             f"{count} documents" if count else "",
             f"softcap {self.softcap:g}" if self.softcap is not None else "",
-            "ALiBi" if self.alibi else "",
             "sinks" if self.sinks else "",
             f"{self.batch} x {self.seq_len} tokens",
             f"{self.heads} heads ({self.kv_heads} kv) of {self.head_dim}{values}",
@@ -298,7 +295,6 @@ def _tensors(case: VerifyCase, device: torch.device) -> oracle.Tensors:
     heads = torch.arange(1, case.heads + 1, device=device, dtype=draw_dtype)
     return oracle.Tensors(
         **{name: x.to(device, dtype) for name, x in drawn.items()},
-        slopes=2.0 ** (-8.0 * heads / case.heads) if case.alibi else None,
         sinks=(6.0 * heads / case.heads - 2.0) if case.sinks else None,
     )
 
@@ -351,7 +347,7 @@ def _attend(
             mask=case.mask_spec(),
             kernel=case.kernel,
             return_lse=True,
-            scores=ds_usp.Scores(case.softcap, tensors.slopes, sinks),
+            scores=ds_usp.Scores(case.softcap, sinks),
         )
         results |= {"out": out.detach(), "lse": lse}
     else:

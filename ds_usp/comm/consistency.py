@@ -39,7 +39,7 @@ from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, MAX_LEFT, ShmMailbox, open_ma
 from ds_usp.comm.watchdog import Status, watchdog
 from ds_usp.errors import MeshError
 
-# Signatures may differ from step to step, by the seed of dropout or by documents.
+# Signatures may differ from step to step, by lengths or by documents.
 _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
 _encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)

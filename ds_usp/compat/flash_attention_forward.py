@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_usp.attention.functional import usp_attention
-from ds_usp.attention.score_mod import Scores
+from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.attention.functional import usp_attention
-from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.compat.flash_attention_forward import (
     CALLER,
@@ -160,7 +159,7 @@ class _Functions:
     ) -> Any:
         mesh = self.mesh(group)
         with mesh.consistency.raising_everywhere():
-            _refuse_options(name, kind, mesh, deterministic)
+            _refuse_options(name, kind, mesh, alibi_slopes, deterministic)
             q, k, v = _unpack(name, packed, ndim=3 if lengths else 4)
             documents: Borders = ()
             layout: Any = kind
@@ -177,7 +176,6 @@ class _Functions:
                 documents = tuple(mesh.sp_degree * border for border in local)
                 layout = mesh.layout(kind, documents[-1], documents)
             mask = MaskSpec.window(*_window(causal, window_size), documents=documents)
-            scores = NO_SCORE_MOD if alibi_slopes is None else Scores(alibi_slopes=alibi_slopes)
         attend: Any = usp_attention
         result = attend(
             q,
@@ -188,7 +186,6 @@ class _Functions:
             mask=mask,
             softmax_scale=softmax_scale,
             dropout_p=dropout_p,
-            scores=scores,
             return_lse=return_attn_probs,
         )
         results = result if return_attn_probs else (result,)
@@ -243,11 +240,22 @@ def _borders_in(name: str, cu_seqlens: torch.Tensor) -> Borders:
     return borders
 
 
-def _refuse_options(name: str, kind: str, mesh: SequenceMesh, deterministic: bool) -> None:
+def _refuse_options(
+    name: str,
+    kind: str,
+    mesh: SequenceMesh,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+) -> None:
     if kind == "striped" and mesh.ulysses_degree > 1:
         raise ConfigError(
             f"{name} has token t on rank t % {mesh.sp_degree}, an order that {mesh.ulysses_degree} "
             "Ulysses ranks cannot share: use zigzag_ring_flash_attn_* or ulysses_degree=1"
+        )
+    if alibi_slopes is not None:
+        raise UnsupportedAttentionError(
+            f"{name} is given alibi_slopes, and no kernel here adds ALiBi's bias to the scores: "
+            "leave them out"
         )
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise ConfigError(

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, KernelCall, Tile, TileSupport
 from ds_usp.kernels.head_dims import Dims, HeadDims
-from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, ScoreMod
 
 # q [B, S, H, D], k [B, T, G, D], v [B, T, G, E]; also their gradients.
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -49,6 +48,7 @@ class KernelRequest:
         mask: the window; documents change no kernel's answer, and differ from step to step.
         documents: the mask has documents.
         value_dim: head dim of values and outputs; None: ``head_dim``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         deterministic: backward must be bitwise reproducible.
     """
 
@@ -58,7 +58,7 @@ class KernelRequest:
     mask: MaskSpec
     documents: bool = False
     value_dim: int | None = None
-    score_mod: ScoreMod = PLAIN
+    softcap: float | None = None
     deterministic: bool = False
 
     @property
@@ -68,7 +68,7 @@ class KernelRequest:
     def __str__(self) -> str:
         keys, values = self.head_dims
         dims = f"head dim {keys}" + (f" (values {values})" if values != keys else "")
-        extra = "" if self.score_mod == PLAIN else f", {self.score_mod}"
+        extra = "" if self.softcap is None else f", softcap {self.softcap}"
         extra += ", deterministic" if self.deterministic else ""
         return f"{self.dtype} on {self.device} with {dims} and a {self.mask} mask{extra}"
 
@@ -85,8 +85,7 @@ class KernelCaps:
         tiles: the tiles (rectangles with a band mask) that it computes in one call.
         varlen: it computes the tiles of many documents in one call; else one call a tile.
         fp32_grads: it returns gradients in fp32, which are then communicated in fp32.
-        score_features: its score modifiers, of ``ds_usp.kernels.score_mod.FEATURES``; a kernel
-            that has some implements ``with_score_mod``.
+        softcap: it computes a soft cap of the scores, and implements ``with_softcap``.
         deterministic: its gradients are bitwise reproducible under torch's deterministic
             algorithms.
         writes_grads_in_place: it writes the gradients of a single tile into ``grad_buffers``.
@@ -98,7 +97,7 @@ class KernelCaps:
     tiles: TileSupport = ANY_BAND
     varlen: bool = False
     fp32_grads: bool = False
-    score_features: frozenset[str] = frozenset()
+    softcap: bool = False
     deterministic: bool = False
     writes_grads_in_place: bool = False
 
@@ -115,8 +114,8 @@ class KernelCaps:
             request.head_dims, bf16=request.dtype == torch.bfloat16
         ):
             return refusal
-        if missing := request.score_mod.features - self.score_features:
-            return f"has no {' and no '.join(sorted(missing))}"
+        if request.softcap is not None and not self.softcap:
+            return "has no softcap"
         if request.deterministic and not self.deterministic:
             return "has no deterministic backward"
         if request.mask.left is not None and not self.tiles.window:
@@ -160,8 +159,8 @@ class AttentionKernel(Protocol):
                 ``caps.writes_grads_in_place``.
         """
 
-    def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
-        """Only called for modifiers that it declares."""
+    def with_softcap(self, softcap: float) -> AttentionKernel:
+        """A kernel that caps scores; only called with ``caps.softcap``."""
 
 
 class SingleTileKernel:
@@ -215,7 +214,7 @@ class SingleTileKernel:
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=acc_dtype)
         for samples, tile, rows, columns in _tiles_with_slices(call):
             tile_qkv = q[samples, rows], k[samples, columns], v[samples, columns]
-            tile_out, tile_lse = self.for_samples(samples).tile_forward(tile_qkv, tile, scale)
+            tile_out, tile_lse = self.tile_forward(tile_qkv, tile, scale)
             out[samples, rows] = tile_out
             lse[samples, :, rows] = tile_lse
         return out, lse
@@ -230,17 +229,12 @@ class SingleTileKernel:
                 dout[q_index], q[q_index], k[k_index], v[k_index], out[q_index],
                 lse[samples, :, rows],
             )  # fmt: skip
-            grads = self.for_samples(samples).tile_backward(tile_saved, tile, scale)
+            grads = self.tile_backward(tile_saved, tile, scale)
             dq[q_index], dk[k_index], dv[k_index] = grads  # no other tile of the call has them
         return dq, dk, dv
 
-    def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
+    def with_softcap(self, softcap: float) -> AttentionKernel:
         raise NotImplementedError
-
-    def for_samples(self, samples: slice) -> SingleTileKernel:
-        """The kernel for some samples of the batch; itself, unless its score modifiers depend on
-        the sample."""
-        return self
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         """:meth:`forward` of one tile, whose rows and columns the tensors are."""
@@ -262,8 +256,8 @@ class PaddedHeadDimKernel:
         self._kernel, self._dims = kernel, dims
         self.name, self.caps = kernel.name, replace(kernel.caps, writes_grads_in_place=False)
 
-    def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
-        return PaddedHeadDimKernel(self._kernel.with_score_mod(score_mod), self._dims)
+    def with_softcap(self, softcap: float) -> PaddedHeadDimKernel:
+        return PaddedHeadDimKernel(self._kernel.with_softcap(softcap), self._dims)
 
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
         q, k, v = qkv

@@ -15,7 +15,6 @@ from ds_usp.kernels.api import (
     window_mask,
 )
 from ds_usp.kernels.head_dims import HEAD_DIMS
-from ds_usp.kernels.score_mod import FEATURES, BoundScoreMod
 
 
 # The formulas are written out, forward and backward, instead of asking autograd: backward gets the
@@ -30,30 +29,24 @@ class EagerKernel(SingleTileKernel):
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         head_dims=HEAD_DIMS["eager", None],
         fp32_grads=True,
-        score_features=FEATURES,
+        softcap=True,
         deterministic=True,
         writes_grads_in_place=True,
     )
 
-    def __init__(self, score_mod: BoundScoreMod | None = None) -> None:
-        self._score_mod = score_mod or BoundScoreMod()
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
 
-    def with_score_mod(self, score_mod: BoundScoreMod) -> EagerKernel:
-        return EagerKernel(score_mod)
-
-    def for_samples(self, samples: slice) -> EagerKernel:
-        return EagerKernel(self._score_mod.for_samples(samples))
+    def with_softcap(self, softcap: float) -> EagerKernel:
+        return EagerKernel(softcap)
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         q, k, v = qkv
         dtype, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
-        score_mod = self._score_mod.for_tile(tile)
-        scores = _qk_scores(_by_kv_group(q.to(dtype), groups), k.to(dtype), scale)
-        scores = _bias_and_mask(score_mod.apply_softcap(scores), score_mod, tile)
+        scores = self._capped_scores(_by_kv_group(q.to(dtype), groups), k.to(dtype), scale)
+        scores = _mask(scores, tile)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-        if (dropout := score_mod.dropout_multiplier(dtype)) is not None:
-            weights.mul_(dropout.unflatten(1, (groups, -1)))
         out = torch.einsum("bgrst,btgd->bsgrd", weights, v.to(dtype))
         return out.flatten(2, 3), lse.flatten(1, 2)
 
@@ -66,21 +59,16 @@ class EagerKernel(SingleTileKernel):
     ) -> QKV:
         groups = saved.k.shape[2]
         dtype = torch.promote_types(saved.q.dtype, torch.float32)
-        score_mod = self._score_mod.for_tile(tile)
         q, dout, out = (_by_kv_group(x.to(dtype), groups) for x in (saved.q, saved.dout, saved.out))
         k, v = saved.k.to(dtype), saved.v.to(dtype)
-        scores = score_mod.apply_softcap(_qk_scores(q, k, scale))
-        softcap_grad = score_mod.softcap_grad(scores)
+        scores, cap = self._capped_scores(q, k, scale), self._softcap
+        softcap_grad = None if cap is None else 1.0 - (scores / cap).square_()
         lse = saved.lse.unflatten(1, (groups, -1)).unsqueeze(-1)
-        weights = _bias_and_mask(scores, score_mod, tile).sub_(lse).exp_()
+        weights = _mask(scores, tile).sub_(lse).exp_()
         # d(softmax): p * (dp - rowsum(dout * out)), FlashAttention-2 paper, section 2.3.1
         delta = torch.einsum("bsgrd,bsgrd->bgrs", dout, out).unsqueeze(-1)
         dweights = torch.einsum("bsgrd,btgd->bgrst", dout, v)
-        dropped_weights = weights
-        if (dropout := score_mod.dropout_multiplier(dtype)) is not None:
-            dropout = dropout.unflatten(1, (groups, -1))
-            dropped_weights, dweights = weights * dropout, dweights.mul_(dropout)
-        dv = torch.einsum("bgrst,bsgrd->btgd", dropped_weights, dout)
+        dv = torch.einsum("bgrst,bsgrd->btgd", weights, dout)
         dscores = dweights.sub_(delta).mul_(weights).mul_(scale)
         if softcap_grad is not None:
             dscores.mul_(softcap_grad)
@@ -93,21 +81,19 @@ class EagerKernel(SingleTileKernel):
         )
         return dq, dk, dv
 
+    def _capped_scores(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        """``scale * q . k`` under the soft cap: ``[B, G, H / G, S, T]``."""
+        scores, cap = torch.einsum("bsgrd,btgd->bgrst", q, k).mul_(scale), self._softcap
+        return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
 
 def _by_kv_group(x: torch.Tensor, groups: int) -> torch.Tensor:
     """``[B, S, H, D]`` -> ``[B, S, G, H / G, D]``."""
     return x.unflatten(2, (groups, -1))
 
 
-def _qk_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """``scale * q . k``: ``[B, G, H / G, S, T]``."""
-    return torch.einsum("bsgrd,btgd->bgrst", q, k).mul_(scale)
-
-
-def _bias_and_mask(scores: torch.Tensor, score_mod: BoundScoreMod, tile: Tile) -> torch.Tensor:
-    """The scores plus the ALiBi bias, -inf where a query does not attend to a key; in place."""
-    if (bias := score_mod.alibi_bias(scores.dtype)) is not None:
-        scores.add_(bias.unflatten(0, scores.shape[1:3]))
+def _mask(scores: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """-inf where a query does not attend to a key; in place."""
     if not tile.is_full:
         scores.masked_fill_(~window_mask(tile, scores.device), float("-inf"))
     return scores

@@ -10,7 +10,6 @@ from packaging.version import Version
 from ds_usp.geometry.tiles import TileSupport
 from ds_usp.kernels.api import QKV, BackwardInputs, KernelCaps, OutLse, require_capability
 from ds_usp.kernels.head_dims import HEAD_DIMS
-from ds_usp.kernels.score_mod import SOFTCAP
 from ds_usp.kernels.varlen import (
     BACKWARD_ARGS,
     Lengths,
@@ -40,7 +39,7 @@ class Flash2Kernel(VarlenKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         head_dims=HEAD_DIMS["flash2", None],
         tiles=TileSupport(tall=False),
-        score_features=frozenset({SOFTCAP}),
+        softcap=True,
         deterministic=True,
         varlen=True,
     )
@@ -53,7 +52,7 @@ class Flash2Kernel(VarlenKernel):
         except (ImportError, AttributeError):
             self._library = _TorchFlash()
         if not self._library.has_softcap:
-            self.caps = replace(self.caps, score_features=frozenset())
+            self.caps = replace(self.caps, softcap=False)
 
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None

@@ -6,7 +6,6 @@ import torch
 
 from ds_usp.kernels.api import QKV, BackwardInputs, KernelCaps, OutLse, require_capability
 from ds_usp.kernels.head_dims import HEAD_DIMS
-from ds_usp.kernels.score_mod import SOFTCAP
 from ds_usp.kernels.varlen import (
     BACKWARD_ARGS,
     Lengths,
@@ -27,7 +26,7 @@ class Flash3Kernel(VarlenKernel):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         head_dims=HEAD_DIMS["flash3", None],
-        score_features=frozenset({SOFTCAP}),
+        softcap=True,
         deterministic=True,
         varlen=True,
     )

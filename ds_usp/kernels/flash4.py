@@ -22,7 +22,6 @@ from ds_usp.kernels.api import (
     require_capability,
 )
 from ds_usp.kernels.head_dims import HEAD_DIMS
-from ds_usp.kernels.score_mod import SOFTCAP
 from ds_usp.kernels.varlen import Lengths, TileOrCall, VarlenKernel
 
 _LARGE_HEAD_DIMS = Version("4.0.0b36")
@@ -37,7 +36,7 @@ class Flash4Kernel(VarlenKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         head_dims=HEAD_DIMS["flash4", 9],
         varlen=True,
-        score_features=frozenset({SOFTCAP}),
+        softcap=True,
         deterministic=True,
         writes_grads_in_place=True,
     )
@@ -54,7 +53,7 @@ class Flash4Kernel(VarlenKernel):
         if major != 9 or not _has_large_head_dims():
             self.caps = replace(self.caps, head_dims=HEAD_DIMS["flash4", None])
         if not has_softcap_backward or major >= 12:
-            self.caps = replace(self.caps, score_features=frozenset(), deterministic=False)
+            self.caps = replace(self.caps, softcap=False, deterministic=False)
 
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None

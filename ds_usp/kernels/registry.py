@@ -46,8 +46,8 @@ AUTO = "auto"
 # What a library really supports was measured once and stands in its row of HEAD_DIMS.
 @lru_cache(maxsize=1024)
 def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
-    """The best kernel for the request, or the named one; for documents, which may be many, the best
-    that computes them in one call, if any does.
+    """The best kernel for the request, or the named one, with its soft cap and padding; for
+    documents, which may be many, the best that computes them in one call, if any does.
 
     Raises:
         UnsupportedAttentionError: no kernel can serve it; the message lists each one's reason.
@@ -61,9 +61,9 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
         elif request.documents and not kernel.caps.varlen:
             without_varlen.append(kernel)
         else:
-            return _with_padding_if_needed(kernel, request)
+            return _adapted(kernel, request)
     if without_varlen:
-        return _with_padding_if_needed(without_varlen[0], request)
+        return _adapted(without_varlen[0], request)
     raise UnsupportedAttentionError(f"no attention kernel serves {request}:\n" + "\n".join(reasons))
 
 
@@ -76,9 +76,11 @@ def _named(name: str) -> tuple[KernelEntry, ...]:
     return tuple(entry for entry in KERNELS if name in (AUTO, entry.name))
 
 
-def _with_padding_if_needed(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
+def _adapted(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
     dims = kernel.caps.head_dims.padded(request.head_dims)
-    return kernel if dims == request.head_dims else PaddedHeadDimKernel(kernel, dims)
+    if dims != request.head_dims:
+        kernel = PaddedHeadDimKernel(kernel, dims)
+    return kernel if request.softcap is None else kernel.with_softcap(request.softcap)
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,6 @@ import torch
 
 from ds_usp.geometry.tiles import Bounds, KernelCall, Tile
 from ds_usp.kernels.api import QKV, BackwardInputs, OutLse, SingleTileKernel
-from ds_usp.kernels.score_mod import BoundScoreMod
 
 TileOrCall = Tile | KernelCall  # both have ``window`` and ``is_causal``
 
@@ -49,8 +48,10 @@ class VarlenKernel(SingleTileKernel):
 
     softcap = 0.0  # none
 
-    def with_score_mod(self, score_mod: BoundScoreMod) -> VarlenKernel:
-        return _with_softcap(self, score_mod.mod.softcap or 0.0)
+    def with_softcap(self, softcap: float) -> VarlenKernel:
+        capped = copy(self)
+        capped.softcap = softcap
+        return capped
 
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
@@ -106,14 +107,6 @@ class VarlenKernel(SingleTileKernel):
             _unflatten_tokens(dk, packed.columns, k),
             _unflatten_tokens(dv, packed.columns, v),
         )
-
-
-@lru_cache(maxsize=64)
-def _with_softcap(kernel: VarlenKernel, softcap: float) -> VarlenKernel:
-    """One copy for all calls."""
-    capped = copy(kernel)
-    capped.softcap = softcap
-    return capped
 
 
 # FlashAttention's functions changed order, names and defaults of their parameters in almost every

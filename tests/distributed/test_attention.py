@@ -121,7 +121,7 @@ def test_chunks_may_be_smaller_than_a_kv_group(pool, ulysses):
         cases.append(
             replace(cases[-1], mask="window", sinks=True, kernel="eager", documents=((40, 27),))
         )
-        cases.append(replace(cases[-1], alibi=True, softcap=5.0, documents=()))
+        cases.append(replace(cases[-1], softcap=5.0, documents=()))
         cases.append(replace(cases[0], dtype=torch.float64, value_dim=8))
     check(pool, cases, ulysses, 1)
 
@@ -279,14 +279,12 @@ def test_earlier_positions_stay_bit_identical(pool, kind, ulysses):
 BASE = Case(batch=2, seq_len=43, heads=8, kv_heads=4, head_dim=16)
 CHANGES = {
     "softcap": {"softcap": 1.5},
-    "ALiBi": {"alibi": True},
     "sinks": {"sinks": True},
-    "dropout": {"dropout_p": 0.3},
     "values of 8": {"value_dim": 8},
     "values of 24": {"value_dim": 24, "kernel": "sdpa"},
     "values of 24, eager": {"value_dim": 24, "kernel": "eager"},
     "sinks and values of 8": {"sinks": True, "value_dim": 8, "dtype": torch.float64},
-    "all": {"softcap": 2.0, "alibi": True, "sinks": True, "dropout_p": 0.1, "value_dim": 24},
+    "all": {"softcap": 2.0, "sinks": True, "value_dim": 24},
 }
 TUNINGS = (
     ds_usp.Tuning(),
@@ -344,7 +342,7 @@ def cross_cases(at: int) -> list[Case]:
         replace(one, tuning=GATHER),
         replace(one, keys=(96, "striped"), tuning=GATHER, dtype=torch.float64),
         replace(one, value_dim=8, sinks=True),
-        replace(one, softcap=2.0, dropout_p=0.2, sinks=True),
+        replace(one, softcap=2.0, sinks=True),
     ]
 
 
@@ -366,7 +364,7 @@ def prefix_cases(at: int) -> list[Case]:
         *cases,
         replace(CROSS_BASE, prefix=3, mask="window"),
         replace(CROSS_BASE, prefix=17, mask="window both sides", kernel="eager", layout="striped"),
-        replace(CROSS_BASE, prefix=17, alibi=True, sinks=True, value_dim=8),
+        replace(CROSS_BASE, prefix=17, sinks=True, value_dim=8),
     ]
 
 

@@ -7,13 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import SEED, Case, errors_of, inputs, layouts, mesh_of, sinks, slopes
+from cases import Case, errors_of, inputs, layouts, mesh_of, sinks
 from harness import RankContext
 from sample_attentions import (
     TOKENS,
     Local,
     Setting,
-    flash_attn,
     flash_self_attention,
     full_tensors,
     nobody_knows,
@@ -34,7 +33,7 @@ CASES = [
     BASE,
     replace(BASE, layout="striped", mask="window", value_dim=8, softmax_scale=0.3),
     replace(BASE, heads=8, kv_heads=4, tuning=ds_usp.Tuning(chunks=2, gather=True)),
-    replace(BASE, kernel="eager", softcap=2.0, alibi=True, sinks=True, dropout_p=0.2),
+    replace(BASE, kernel="eager", softcap=2.0, sinks=True),
     replace(BASE, kernel="eager", mask="full", keys=(17, "contiguous"), sinks=True),
     replace(BASE, prefix=5, dtype=torch.bfloat16),
 ]
@@ -51,14 +50,13 @@ class Layer(torch.nn.Module):
         layout, kv_layout = layouts(mesh, case)
         sink = sinks(case)
         self.sinks = None if sink is None else torch.nn.Parameter(sink)
-        self.slopes, self.case = slopes(case), case
+        self.softcap = case.softcap
         self.given: dict[str, Any] = {
             "mesh": mesh,
             "layout": layout,
             "kv_layout": kv_layout,
             "mask": case.mask_spec,
             "softmax_scale": case.softmax_scale,
-            "dropout_p": case.dropout_p,
             "kernel": case.kernel,
             "tuning": case.tuning,
             "return_lse": True,
@@ -67,8 +65,7 @@ class Layer(torch.nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        seed = SEED if self.case.dropout_p else None
-        scores = ds_usp.Scores(self.case.softcap, self.slopes, self.sinks, seed)
+        scores = ds_usp.Scores(self.softcap, self.sinks)
         if self.alone:
             return ds_usp.usp_attention(q, k, v, scores=scores, **self.given)
         return self.attend(q, k, v, scores, self.given)
@@ -220,13 +217,13 @@ def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]
 
 
 def windows(ctx: RankContext) -> list[bool]:
-    """The same of other windows and seeds, which a compiler takes for symbols."""
+    """The same of other windows and caps, which a compiler takes for symbols."""
     mesh, same = mesh_of(1), []
-    layer = Layer(mesh, replace(BASE, kernel="eager", dropout_p=0.1))
+    layer = Layer(mesh, replace(BASE, kernel="eager"))
     run = compiled(Layer.attend)
     for position in range(4):
         options = layer.given | {"mask": ds_usp.MaskSpec.window(3 + position, position)}
-        scores = ds_usp.Scores(1.5 + position, dropout_seed=position)
+        scores = ds_usp.Scores(1.5 + position)
         same += same_as_uncompiled(run, shards(mesh, BASE), scores, options)
     return same
 
@@ -249,7 +246,6 @@ def test_other_lengths(pool, ulysses):
 SETTINGS = [
     Setting(flash_self_attention, {}, {}),
     Setting(triton, {}, {}, layout="striped", batch_dim=1),
-    Setting(flash_attn, {"alibi": [0.5, 0.25, 0.125, 0.0625]}, {"kernel": "eager"}),
     Setting(nobody_knows, {}, {"mask": ds_usp.MaskSpec.full(), "dropout_p": 0.0}, batch_dim=1),
     Setting(Local, {"batch_dim": 0}, {}, ulysses=4),
     Setting(Local, {"batch_dim": 1, "flat": True}, {}, ulysses=4, batch_dim=1),
@@ -260,9 +256,6 @@ def drop_in(
     ctx: RankContext, setting: Setting, fullgraph: bool = True
 ) -> tuple[list[bool], tuple[int, int]]:
     """Whether out, dq, dk and dv have the bits of those without a compiler; graphs."""
-    slopes = setting.arguments.get("alibi")
-    if slopes:
-        setting = replace(setting, arguments={"alibi": torch.tensor(slopes)})
     module, outputs = setting.module(), []
     layout = module.mesh.layout(setting.layout, TOKENS)
     shards = [layout.shard(x, 1, ctx.rank) for x in full_tensors()]

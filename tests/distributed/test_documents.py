@@ -176,7 +176,7 @@ def joint_cases(mesh: int) -> list[Joint]:
         *base,
         Joint(tokens=64, joint=16, tuning=gather),
         Joint(joint=41, dtype=torch.float64, layout="striped", front=False, tuning=gather),
-        Joint(value_dim=24, sinks=True, dropout_p=0.2),
+        Joint(value_dim=24, sinks=True),
         Joint(layout="contiguous", joint=8),  # a token a rank on eight of them
     ]
 

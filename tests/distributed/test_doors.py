@@ -212,10 +212,6 @@ HEADS_FIRST = "[1, 4, 8, 16], which looks like [b, h, s, d]"
 JOINT = ds_usp.usp_joint_attention
 
 
-def slopes() -> ds_usp.Scores:
-    return ds_usp.Scores(alibi_slopes=torch.ones(2))
-
-
 # Calls that were computed, and not as their caller means, or that ended in a traceback of Python's:
 # the call, the error, what its message names.
 REFUSED: list[tuple[Callable[[RankContext], Any], str, tuple[str, ...]]] = [
@@ -271,7 +267,6 @@ REFUSED: list[tuple[Callable[[RankContext], Any], str, tuple[str, ...]]] = [
     (lambda c: named(c, layout="balanced"), LAYOUT, ("documents=borders",)),
     (lambda c: named(c, kv_layout=3, mask=MaskSpec.full()), LAYOUT, ("layout=3",)),
     (lambda c: crossing(c, mask=CAUSAL["mask"]), UNSUPPORTED, ("16 tokens", "32 tokens", "causal")),
-    (lambda c: crossing(c, scores=slopes()), UNSUPPORTED, ("alibi_slopes",)),
     (lambda c: crossing(c, kv_layout=None), CONFIG, ("8 tokens", "have 4")),
     (lambda c: crossing(c, more_on_rank_3=1), "", ("rank 3 holds 5", "gives it 4")),
     (lambda c: crossing(c, mask=MaskSpec.prefix_lm(33)), CONFIG, ("33 tokens", "of 32")),

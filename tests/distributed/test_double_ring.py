@@ -49,7 +49,7 @@ def cases_of(inner: int) -> list[Case]:
         *(replace(base, kernel="eager", tuning=tuning) for tuning in tunings),
         replace(base, dtype=torch.float64, seq_len=67, batch=2, tuning=tunings[0]),
         replace(base, documents=((64,), (20, 44)), batch=2, tuning=tunings[0]),
-        replace(base, kernel="eager", alibi=True, sinks=True, dropout_p=0.1, tuning=tunings[1]),
+        replace(base, kernel="eager", softcap=2.0, sinks=True, tuning=tunings[1]),
         replace(base, mask="full", keys=(51, "contiguous"), tuning=tunings[0]),
     ]
 

@@ -263,7 +263,7 @@ def rotated(x: torch.Tensor, features: int) -> torch.Tensor:
 
 
 def reference(
-    bounds: Bounds, scale: float, features: int = 0, slopes: Any = None, sinks: Any = None
+    bounds: Bounds, scale: float, features: int = 0, sinks: Any = None
 ) -> list[torch.Tensor]:
     """The oracle's out, dq, dk and dv of the full sequence, and the gradient of its sinks."""
     q, k, v, dout = (x.double().requires_grad_() for x in full_tensors())
@@ -273,7 +273,6 @@ def reference(
         v,
         oracle.window(range(TOKENS), range(TOKENS), *bounds),
         scale,
-        bias=None if slopes is None else oracle.alibi(torch.tensor(slopes), range(TOKENS)),
         sinks=learned[0] if learned else None,
     )
     return [out, *torch.autograd.grad(out, (q, k, v, *learned), dout)]
@@ -284,7 +283,7 @@ def compare_with_a_ring(
     setting: Setting,
     bounds: Bounds = CAUSAL,
     scale: float = PLAIN,
-    scores: dict[str, Any] | None = None,
+    sinks: Any = None,
 ) -> tuple[int, list[float]]:
     """The output's number of dims, and relative errors of this rank's out, dq, dk and dv, and of
     the gradient of the local attention's sinks, summed over the ranks."""
@@ -303,7 +302,7 @@ def compare_with_a_ring(
         actual = [x.transpose(0, 1) for x in actual]
     for grad in grads[3:]:
         dist.all_reduce(grad)
-    full = reference(bounds, scale, setting.rotary, **scores or {})
+    full = reference(bounds, scale, setting.rotary, sinks)
     expected = [*(layout.shard(x, 1, ctx.rank) for x in full[:4]), *full[4:]]
     actual += grads[3:]
     return out.ndim, [oracle.relative_error(a, b) for a, b in zip(actual, expected, strict=True)]
@@ -367,20 +366,15 @@ def test_an_unknown_local_attention_is_computed_as_it_is_described(pool):
         assert max(errors) < 1e-5
 
 
-SINKS, SLOPES = (-1.0, 0.0, 2.5, 4.0), (0.5, 0.25, 0.125, 0.0625)
-SCORES = {
-    "megatron-core's softmax offset": (megatron_core, {"sinks": SINKS}, {"sinks": SINKS}),
-    "flash-attn's ALiBi": (flash_attn, {"alibi": torch.tensor(SLOPES)}, {"slopes": SLOPES}),
-}
+SINKS = (-1.0, 0.0, 2.5, 4.0)
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-@pytest.mark.parametrize("name", SCORES)
-def test_scores_are_those_of_the_local_attention(pool, name, ulysses):
-    make, arguments, scores = SCORES[name]
-    setting = Setting(make, arguments, {"mask": MaskSpec.causal()}, ulysses=ulysses)
-    for _, errors in pool.run(compare_with_a_ring, WORLD, setting=setting, scores=scores):
-        assert len(errors) == 4 + ("sinks" in scores)
+def test_megatron_cores_softmax_offset_is_sinks(pool, ulysses):
+    known = {"mask": MaskSpec.causal()}
+    setting = Setting(megatron_core, {"sinks": SINKS}, known, ulysses=ulysses)
+    for _, errors in pool.run(compare_with_a_ring, WORLD, setting=setting, sinks=SINKS):
+        assert len(errors) == 5
         assert max(errors) <= 1e-5, errors
 
 

@@ -172,7 +172,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
     "kernel": (RING, option(kernel="eager"), ("kernel: ", "sdpa", "eager")),
     "chunks": (RING, option(tuning=Tuning(chunks=2)), ("", "1 chunk", "2 chunks")),
     "gather": (RING, option(tuning=Tuning(gather=True)), ("KV: ", "stepwise", "all-gathered")),
-    "soft cap": (FUNCTION, option(scores=Scores(softcap=2.0)), ("", "plain scores", "softcap 2.0")),
+    "soft cap": (FUNCTION, option(scores=Scores(softcap=2.0)), ("softcap: ", "none", "2.0")),
     "sinks": (FUNCTION, option(scores=Scores(sinks=torch.ones(8))), ("sinks: ", "no", "fixed")),
 }
 
@@ -278,17 +278,6 @@ def test_without_torch_distributed_a_mesh_is_refused_with_the_fix():
         SequenceMesh.from_group(None, 1)
 
 
-def drop(ctx: RankContext) -> Any:
-    scores = Scores(dropout_seed=5 + (ctx.rank == 3))
-    call = Call(**option(dropout_p=0.1, scores=scores))
-    return outcome(ctx, lambda: call.make("usp_attention"))
-
-
-def test_ranks_that_drop_by_other_seeds_hear_of_it(pool):
-    numbers = ("5 on ranks 0-2, 6 on rank 3",)
-    check(pool.run(drop, WORLD, timeout=TIMEOUT_S), ALL_MESH, numbers)
-
-
 def messages(
     ctx: RankContext, settings: list[Setting], calls: list[dict[str, Any]]
 ) -> list[list[str]]:
@@ -334,7 +323,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], tuple[st
     (flash_self_attention, {}, {"dropout_p": 0.1}, ("dropout_p=0.1", "0.0")),
     (core_attention, {"kind": "padding"}, {}, ("'padding'", "causal or no_mask")),
     (megatron_core, {"kind": "padding"}, {}, ("'padding'",)),
-    (flash_attn, {"alibi": (1.0, 2.0)}, {}, ("ALiBi",)),
+    (flash_attn, {"alibi": (1.0, 2.0)}, {}, ("alibi_slopes", "ring 1")),
     (megatron_core, WINDOW_BACK, {}, ("window_size=(5, -1)",)),
     (flash_self_attention, {"dropout": 0.1}, {}, ("dropout 0.1", "--attention-dropout 0")),
     (flash_attn, {"dropout": 0.2}, {}, ("dropout 0.2",)),

@@ -6,12 +6,12 @@ import pytest
 from cases import ONE_TREE, Case, attend, check, mesh_of, run_cases
 from harness import RankContext
 
-from ds_usp import ConfigError, MeshError, TokenLayout, Tuning, UnsupportedAttentionError
+from ds_usp import ConfigError, MeshError, TokenLayout, Tuning
 
 
 def test_a_branch_that_sees_a_key_of_its_sibling_is_found(pool):
     case = Case(40, layout="zigzag", tree=(ONE_TREE,))
-    scores = replace(case, kernel="eager", sinks=True, softcap=3.0, dropout_p=0.2, kv_heads=2)
+    scores = replace(case, kernel="eager", sinks=True, softcap=3.0, kv_heads=2)
     check(pool, [case, scores], 1, 2)
     errors = pool.run(run_cases, 2, cases=[replace(case, sees_a_sibling=True)], ulysses_degree=1)
     assert min(max(of_rank.values()) for (of_rank,) in errors) > 1e-3
@@ -45,7 +45,7 @@ def other_trees(ctx: RankContext, differ: str) -> None:
         case = replace(case, tree=(ONE_TREE[:-1],))
     if differ == "samples":
         case = replace(case, tree=(ONE_TREE, ONE_TREE))
-    attend(mesh, replace(case, alibi=differ == "alibi"))
+    attend(mesh, case)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,6 @@ def other_trees(ctx: RankContext, differ: str) -> None:
         ("ranks", MeshError, "5 segments of 1 sample"),
         ("length", ConfigError, "end at 32, the sequence has 40 tokens"),
         ("samples", ConfigError, "given for 2 samples, the batch has 1"),
-        ("alibi", UnsupportedAttentionError, "not as far apart as their tokens"),
     ],
 )
 def test_every_rank_refuses(pool, differ, kind, text):

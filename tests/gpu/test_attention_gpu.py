@@ -23,7 +23,6 @@ from ds_usp.attention import tuning
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.kernels.registry import KERNELS as TABLE
 from ds_usp.kernels.registry import _load, available_kernels, unusable_reason
-from ds_usp.kernels.score_mod import SOFTCAP
 from ds_usp.testing import relative_error
 
 LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, batch=1)
@@ -35,7 +34,7 @@ ABSENT = [
     if (reason := unusable_reason(row, "cuda"))
 ]
 WINDOWED = [name for name, caps in CAPS.items() if caps.tiles.window]
-CAPPED = [name for name, caps in CAPS.items() if SOFTCAP in caps.score_features]
+CAPPED = [name for name, caps in CAPS.items() if caps.softcap]
 WIDE = [name for name, caps in CAPS.items() if (caps.head_dims.limit or 192) >= 192]
 LIMITED = ("out", "dq", "dk", "dv")
 # Long enough that the CPU runs ahead of the GPU: a missing wait shows.
@@ -124,8 +123,6 @@ CASES = [
     ),
     *(replace(LOW, kernel=kernel, prefix=200) for kernel in KERNELS),
     *(replace(LOW, kernel=kernel, mask="full", keys=(301, "zigzag")) for kernel in KERNELS),
-    replace(LOW, alibi=True, seq_len=131),
-    replace(LOW, dropout_p=0.2, seq_len=67),
     replace(LOW, dtype=torch.float32, seq_len=131, sinks=True, value_dim=24, softcap=3.0),
     replace(LOW, tuning=Tuning(2, True), sinks=True, value_dim=128),
 ]

@@ -156,7 +156,7 @@ def bert(pooling: bool) -> Any:
     config = transformers.BertConfig(
         vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    return run(transformers.BertModel(config, add_pooling_layer=pooling), unlabeled())
+    return run(transformers.BertModel(config, add_pooling_layer=pooling).eval(), unlabeled())
 
 
 def share_a_configuration(copy: bool) -> None:
@@ -281,12 +281,11 @@ def prompts(learned: bool) -> Any:
     return run(model)
 
 
-def see(mask: ds_usp.MaskSpec, *, alibi: bool = False) -> Any:
+def see(mask: ds_usp.MaskSpec) -> Any:
     """Attention of 16 tokens under a mask."""
     mesh, q = ds_usp.SequenceMesh.single(), random(1, 16, 2, 8)
     layout = mesh.layout("zigzag", 16)
-    scores = ds_usp.Scores(alibi_slopes=torch.ones(2) if alibi else None)
-    return ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=mask, scores=scores)
+    return ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=mask)
 
 
 def drop_in(mask: ds_usp.MaskSpec) -> Any:
@@ -339,6 +338,16 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "Give attention mask=batch.mask",
         lambda: loaded_tree().documents,
         lambda: loaded_tree().mask,
+    ),
+    "attention dropout": (
+        "attention_dropout=0.25 of its configuration",
+        lambda: run(build("llama", attention_dropout=0.25)),
+        lambda: (llama_plain(), run(build("llama", attention_dropout=0.25).eval())),
+    ),
+    "attention dropout of GPT-2": (
+        "attn_pdrop=0.25 of its configuration",
+        lambda: run(build("gpt2", attn_pdrop=0.25)),
+        lambda: run(build("gpt2")),
     ),
     "generate": ("generate: a new token", lambda: generate(True), lambda: generate(False)),
     "images without a text model": ("Give inputs_embeds", lambda: phi4(False), lambda: phi4(True)),
@@ -587,11 +596,6 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: ds_usp.MaskSpec(3, 0, [0, 8, 12, 16], parents=((-1, 0, 0),)),
         tree(*TREE),
     ),
-    "ALiBi of a tree": (
-        "a row of its own",
-        lambda: see(ds_usp.MaskSpec.tree(TREE), alibi=True),
-        lambda: see(ROWS_OF_TREE, alibi=True),
-    ),
     "parents of a zigzag": (
         "leave them to the mask",
         lambda: ds_usp.TokenLayout("contiguous", 16, documents=ds_usp.MaskSpec.tree(TREE)),
@@ -710,6 +714,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "padding that a head": ("another pad token", "padded answers"),
     "router losses": ("a router loss of its own", "another router loss"),
     "`output_attentions`": ("output_attentions",),
+    "attention dropout": ("attention dropout", "attention dropout of GPT-2"),
     "outputs that are not one value": ("pooled",),
     "layers that count": ("an attention that counts its tokens",),
     "models that share": ("a shared configuration", "another attention"),

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
 
 def saved_and_loaded(ctx: RankContext, folder: str) -> None:
     """Names of weights and the saved configuration are those of a model that is not enabled."""
-    model = llama(attention_dropout=0.0)
+    model = llama()
     names = list(model.state_dict())
     wanted = forward(model, batch_of(30))
     saved = [Path(folder, when) for when in ("before", "enabled")]

@@ -137,7 +137,7 @@ def test_layers_that_take_views_are_given_contiguous_chunks(pool, chunks):
 
 def peak_and_offload(ctx: RankContext, options: dict[str, Any]) -> tuple[int, float]:
     """Peak bytes of a step, and the fraction of saved bytes that was offloaded."""
-    model = llama(intermediate_size=1024, attention_dropout=0.0)
+    model = llama(intermediate_size=1024)
     with enable(model, mesh_of(2), **options) as enabled:
         batch = batch_of(256)
         forward(model, batch).backward()

@@ -78,9 +78,9 @@ def fsdp_step(model: Model, head: bool) -> None:
 def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: bool) -> float:
     """Of the change of all weights, relative to one rank's."""
     build = granite if options == "loss" else llama  # whose logits are scaled
-    model = build(attention_dropout=0.0)
+    model = build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    wanted = step_of_one_rank(build(attention_dropout=0.0))
+    wanted = step_of_one_rank(build())
     if reentrant:
         model.gradient_checkpointing_enable({"use_reentrant": True})
     enable(model, mesh_of(2), **OPTIONS[options])

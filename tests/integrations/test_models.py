@@ -469,7 +469,7 @@ def test_frequencies_follow_the_largest_position_of_the_batch(pool, scaling):
     all_exact(pool.run(every_length, WORLD, scaling=scaling), len(LENGTHS) * len(ULYSSES))
 
 
-# ------------------------------------------------------------------ dropout and checkpointing
+# ------------------------------------------------------------------ checkpointing
 
 
 def one_rank() -> ds_usp.SequenceMesh:
@@ -478,32 +478,8 @@ def one_rank() -> ds_usp.SequenceMesh:
     return ds_usp.SequenceMesh.from_group(groups[dist.get_rank()], 1)
 
 
-def with_dropout(ctx: RankContext, model_type: str) -> tuple[Errors, float]:
-    """Errors against the same dropout on one rank, and what dropout changes there."""
-    model = build(model_type, attention_dropout=0.3)
-    batches = {name: BATCHES[name]() for name in ("plain", "packed")}
-    mesh = one_rank()
-    with enable(model, mesh, logits="whole"):
-        wants = {name: on_the_mesh(model, mesh, batch) for name, batch in batches.items()}
-    errors = {}
-    for ulysses in ULYSSES:
-        with enable(model, mesh_of(ulysses), logits="whole"):
-            for name, batch in batches.items():
-                have = on_the_mesh(model, mesh_of(ulysses), batch)
-                errors[f"{name}, ulysses {ulysses}"] = have.error(wants[name])
-    without = reference(build(model_type), batches["plain"])
-    return errors, wants["plain"].error(without)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
-def test_a_seed_drops_the_same_weights_at_every_split(pool, model_type):
-    for errors, change in pool.run(with_dropout, WORLD, model_type=model_type):
-        all_exact([errors], 2 * len(ULYSSES))
-        assert change > 1e-2
-
-
 def two_passes(model: Any, mesh: ds_usp.SequenceMesh) -> Result:
-    """Two forward passes of other lengths before one backward pass, with dropout."""
+    """Two forward passes of other lengths before one backward pass."""
     with enable(model, mesh, logits="whole"):
         first, second = model(**plain_batch(tokens=27)), model(**packed_batch())
         loss = first.loss + second.loss
@@ -513,7 +489,7 @@ def two_passes(model: Any, mesh: ds_usp.SequenceMesh) -> Result:
 
 def checkpointed(ctx: RankContext, use_reentrant: bool) -> Errors:
     """Errors against one rank without checkpointing."""
-    model = build("qwen3", attention_dropout=0.3)
+    model = build("qwen3")
     want = two_passes(model, one_rank())
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()

@@ -44,8 +44,8 @@ def error_of_an_adapter(
     ctx: RankContext, adapter: str, first: str, options: dict[str, Any], ulysses: int
 ) -> tuple[float, float]:
     """Of the loss and of gradients, their mean over the ranks, relative to one rank's."""
-    base = llama(attention_dropout=0.0)
-    one_rank = adapted(llama(attention_dropout=0.0), adapter)
+    base = llama()
+    one_rank = adapted(llama(), adapter)
     wanted = forward(one_rank, batch_of(41))
     wanted.backward()
     if first == "enable":
@@ -118,7 +118,7 @@ def error_of_qlora(
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_qlora_is_trained_as_on_one_rank(pool, tmp_path, ulysses):
     pytest.importorskip("bitsandbytes")
-    llama(attention_dropout=0.0).save_pretrained(tmp_path)
+    llama().save_pretrained(tmp_path)
     options = {"recompute": "attention", "loss_chunks": 3} if ulysses == 2 else {}
     for loss, grads, kinds in pool.run(
         error_of_qlora, 2, folder=str(tmp_path), options=options, ulysses=ulysses

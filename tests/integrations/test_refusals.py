@@ -297,7 +297,11 @@ def test_a_part_of_a_model_has_no_batch():
 
 def test_outputs_of_single_tokens_are_refused():
     config = transformers.BertConfig(
-        vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=97,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        attention_probs_dropout_prob=0.0,
     )
     for pooling in (False, True):
         model = transformers.BertModel(config, add_pooling_layer=pooling)

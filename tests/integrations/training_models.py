@@ -24,7 +24,6 @@ Batch = dict[str, torch.Tensor]
 
 
 def llama(**changes: Any) -> Model:
-    """With attention dropout."""
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -33,7 +32,6 @@ def llama(**changes: Any) -> Model:
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "attention_dropout": 0.1,
         "attn_implementation": "eager",
     }
     torch.manual_seed(7)

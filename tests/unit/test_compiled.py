@@ -27,7 +27,7 @@ from ds_usp.training import RotaryPositions
 
 NOT_IN_OP = {
     ds_usp.MaskSpec: {"documents", "blocks", "parents", "areas"},  # break the graph
-    ds_usp.Scores: {"alibi_slopes", "sinks"},  # as tensors
+    ds_usp.Scores: {"sinks"},  # as a tensor
     # The mesh has the same; documents break the graph.
     ds_usp.TokenLayout: {"ulysses", "ring", "order", "documents", "parents"},
     ds_usp.Tuning: set(),
@@ -53,8 +53,8 @@ def test_an_op_has_every_argument():
 @pytest.mark.parametrize(
     ("op", "tensors", "args"),
     [
-        ("attention", 7, ATTENTION_ARGS),
-        ("attention_backward", 7, ATTENTION_ARGS),
+        ("attention", 6, ATTENTION_ARGS),
+        ("attention_backward", 6, ATTENTION_ARGS),
         ("exchange", 2, EXCHANGE_ARGS),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_call_of_plain_values_is_the_call():
         softmax_scale=0.5,
         return_lse=True,
         tuning=ds_usp.Tuning(chunks=2, gather=True),
-        scores=ds_usp.Scores(softcap=3.0, dropout_seed=7),
+        scores=ds_usp.Scores(softcap=3.0),
         kv_layout=mesh.layout("striped", 16),
     )
     values = attention_values(x, x, x, options, named=False, prefix="batch dim 0")
@@ -130,7 +130,6 @@ def values_of(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> list[Any] | 
         {"return_lse": 1},
         {"tuning": 2},
         {"scores": None},
-        {"scores": ds_usp.Scores(alibi_slopes=torch.ones(4, requires_grad=True))},
     ],
 )
 def test_calls_without_plain_values_break_the_graph(changed):
@@ -185,7 +184,7 @@ def test_torch_finds_no_fault_with_the_op():
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
     values = values_of(mesh, q)
     assert values is not None
-    op, given = torch.ops.ds_usp.attention.default, (q, k, v, None, None, torch.tensor(1))
+    op, given = torch.ops.ds_usp.attention.default, (q, k, v, None, torch.tensor(1))
     torch.library.opcheck(op, (*given, None, *values))
     options = AttentionOptions(mesh, mesh.layout("zigzag", 16), ds_usp.MaskSpec.causal())
     values = attention_values(q, k, v, options, by_value=True)

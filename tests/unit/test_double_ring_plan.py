@@ -11,14 +11,12 @@ import torch
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.attention.passes import KV_HANDLERS, ChunkState, Pass
 from ds_usp.attention.plan import RingCall
-from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import RecvSpec, StagingBuffer
 from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.pipeline_schedule import Instr, Op, pipeline_schedule
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.ring_traffic import TokenRange
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
-from ds_usp.kernels.score_mod import PLAIN
 
 CAUSAL = MaskSpec.causal()
 
@@ -109,14 +107,12 @@ def kv_blocks(mesh: Any, plan: RingSchedule) -> list[tuple[RingStep, torch.Tenso
         handlers = dict(KV_HANDLERS) | {Op.ATTN: attend}
 
     call: Any = RingCall(mesh, plan, None, 1.0)  # type: ignore[arg-type]
-    whole: Any = SimpleNamespace(
-        chunks=[None], ring_calls=[call], score_mod=PLAIN, needs_resources=False
-    )
+    whole: Any = SimpleNamespace(chunks=[None], ring_calls=[call], needs_resources=False)
     chunk = ChunkState(whole, 0)
     chunk.local_kv = k, k
     schedule = pipeline_schedule([plan], ulysses=False, backward=False)
     executed = tuple(instr for instr in schedule if instr.op in Walk.handlers)
-    Walk(whole, Scores(), [chunk], k, frozenset()).execute(executed)
+    Walk(whole, None, [chunk], k.device, frozenset()).execute(executed)
     return seen
 
 

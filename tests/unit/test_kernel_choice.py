@@ -23,7 +23,6 @@ from ds_usp.kernels.efficient import EfficientKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
 from ds_usp.kernels.flash3 import Flash3Kernel
 from ds_usp.kernels.registry import AUTO, KERNELS, KernelEntry, missing_libraries, select_kernel
-from ds_usp.kernels.score_mod import PLAIN, SOFTCAP, ScoreMod
 from ds_usp.kernels.varlen import SignatureAdapter
 from megatron_patches import PatchSet
 from megatron_patches.megatron_core import without_apex
@@ -92,30 +91,14 @@ def test_a_named_kernel_that_cannot_says_why(wanted, name, reason):
         select_kernel(wanted, name)
 
 
-SCORE_MODS = {
-    "softcap": ScoreMod(2.0),
-    "ALiBi": ScoreMod(alibi=True),
-    "dropout": ScoreMod(None, False, 0.5),
-}
-
-
-@pytest.mark.parametrize("name", SCORE_MODS)
-def test_only_kernels_that_declare_a_score_modifier_are_taken(name):
-    wanted = replace(request(torch.float32), score_mod=SCORE_MODS[name])
-    assert select_kernel(wanted).name == "eager"
-    assert select_kernel(replace(wanted, score_mod=PLAIN)).name == "sdpa"
-    with pytest.raises(UnsupportedAttentionError, match=f"sdpa: has no {name}"):
+def test_only_kernels_that_declare_a_soft_cap_are_taken():
+    plain = replace(request(torch.float32), value_dim=8)
+    wanted = replace(plain, softcap=2.0, deterministic=True)
+    assert (select_kernel(plain).name, select_kernel(wanted).name) == ("sdpa", "eager")
+    with pytest.raises(UnsupportedAttentionError, match="sdpa: has no softcap") as caught:
         select_kernel(wanted, "sdpa")
-
-
-def test_all_that_is_lacking_is_named():
-    score_mod = ScoreMod(2.0, True, 0.5)
-    wanted = replace(request(torch.float32), value_dim=8, score_mod=score_mod, deterministic=True)
-    with pytest.raises(UnsupportedAttentionError) as caught:
-        select_kernel(wanted, "sdpa")
-    text = "head dim 16 (values 8) and a window(3, 0) mask, ALiBi, dropout 0.5, softcap 2.0"
-    assert f"{text}, deterministic" in str(caught.value)
-    assert "sdpa: has no ALiBi and no dropout and no softcap" in str(caught.value)
+    text = "head dim 16 (values 8) and a window(3, 0) mask, softcap 2.0, deterministic"
+    assert text in str(caught.value)
 
 
 @pytest.fixture
@@ -148,22 +131,22 @@ def test_torch_without_grouped_heads_on_cpus_takes_the_eager_kernel(
 @pytest.mark.parametrize("make", MAKERS)
 def test_all_flash_kernels_but_torchs_have_a_softcap(machine, make):
     capped = make not in (efficient, flash2_in_torch)
-    assert make(machine).caps.score_features == ({SOFTCAP} if capped else frozenset())
+    assert make(machine).caps.softcap == capped
 
 
 def test_flash2_caps_where_its_library_does_backward_too(machine):
     for version, capped in (("2.6.1", False), ("2.6.2", True), ("2.8.3.post1", True)):
         machine.flash_attn(version, library("flash_attn 2.6"))
-        assert Flash2Kernel().caps.score_features == ({SOFTCAP} if capped else frozenset())
+        assert Flash2Kernel().caps.softcap == capped
 
 
 def test_flash4_declares_what_its_version_has_on_this_gpu(machine):
     kernel = flash4(machine)
-    assert (kernel.caps.score_features, kernel.caps.deterministic) == ({SOFTCAP}, True)
+    assert (kernel.caps.softcap, kernel.caps.deterministic) == (True, True)
     old = flash4(machine, create_softcap_scoremod=None)
     machine.gpu(12)
     for kernel in (old, flash4(machine)):
-        assert (kernel.caps.score_features, kernel.caps.deterministic) == (frozenset(), False)
+        assert (kernel.caps.softcap, kernel.caps.deterministic) == (False, False)
 
 
 UNKNOWN = {**library("flash_attn 2.8"), BACKWARD: lambda dout, q, k, v: None}

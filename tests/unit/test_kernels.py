@@ -43,15 +43,11 @@ from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import PaddedHeadDimKernel
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
-from ds_usp.kernels.score_mod import (
-    SOFTCAP,
-    BoundScoreMod,
-    GlobalPositions,
-    ScoreMod,
+from ds_usp.kernels.sdpa import SdpaKernel
+from ds_usp.kernels.sinks import (
     apply_sinks,
     sink_gradient,
 )
-from ds_usp.kernels.sdpa import SdpaKernel
 
 CAUSAL = MaskSpec.causal()
 # What every kernel takes, but for the rectangle where causal masks are aligned to the top left.
@@ -195,10 +191,10 @@ def test_documents_are_one_library_call(machine, make):
     assert len(lengths) == len(case.calls(kernel)) and None not in lengths
 
 
-# ------------------------------------------------------------------ score modifiers
+# ------------------------------------------------------------------ soft cap and sinks
 
 
-CAP = BoundScoreMod(ScoreMod(softcap=0.7))  # bends scores of about 1
+CAP = 0.7  # bends scores of about 1
 
 
 @every_library
@@ -206,8 +202,8 @@ CAP = BoundScoreMod(ScoreMod(softcap=0.7))  # bends scores of about 1
 def test_a_capped_tile_is_the_oracles(subject, name):
     kernel, block = subject.kernel, BLOCKS[name]
     x = tensors((6, 2), 16, torch.float32, TOKENS)
-    if SOFTCAP in kernel.caps.score_features and serves(kernel, block):
-        check_block(kernel.with_score_mod(CAP), x, block, 2e-6, {"softcap": 0.7})
+    if kernel.caps.softcap and serves(kernel, block):
+        check_block(kernel.with_softcap(CAP), x, block, 2e-6, {"softcap": CAP})
         check_block(kernel, x, block, 2e-6)  # the kernel itself is unchanged
 
 
@@ -217,47 +213,9 @@ def test_documents_are_capped_and_have_values_of_their_own_head_dim(subject, nam
     kernel = subject.kernel
     padded = kernel if kernel.caps.head_dims.any_pair else PaddedHeadDimKernel(kernel, (32, 32))
     check_packed(padded, PACKED[name], torch.float32, 2e-6, value_dim=24)
-    if SOFTCAP in kernel.caps.score_features:
-        capped = kernel.with_score_mod(CAP)
-        check_packed(capped, PACKED[name], torch.float32, 2e-6, softcap=0.7)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", ["causal", "both sides", "full"])
-def test_all_score_modifiers_together_are_the_oracles(name, dtype):
-    slopes, block = torch.linspace(0.05, 0.5, 6), BLOCKS[name]
-    rows, columns = torch.arange(TOKENS), torch.arange(0, 3 * TOKENS, 3)
-    positions = GlobalPositions(torch.arange(2), rows, columns, torch.arange(6), slopes, 7)
-    score_mod = BoundScoreMod(ScoreMod(softcap=0.7, alibi=True, dropout_p=0.4), positions)
-    weights = oracle.dropout(7, (2, 6, 3 * TOKENS, 3 * TOKENS), 0.4)[..., :TOKENS, ::3]
-    bias = oracle.alibi(slopes, range(3 * TOKENS))[:, :TOKENS, ::3]
-    want_of = {
-        "softcap": 0.7,
-        "bias": bias[:, block.q_slice, block.k_slice],
-        "weights": weights[:, :, block.q_slice, block.k_slice],
-    }
-    x = tensors((6, 2), 16, dtype, TOKENS)
-    check_block(EagerKernel().with_score_mod(score_mod), x, block, TOLERANCE[dtype], want_of)
-
-
-def test_dropout_drops_its_fraction_evenly_and_by_seed():
-    tokens = torch.arange(256)
-    positions = [GlobalPositions(tokens[:2], tokens, tokens, tokens[:2], None, n) for n in (0, 1)]
-    first, second = (
-        BoundScoreMod(ScoreMod(dropout_p=0.25), at).dropout_multiplier(torch.float64)
-        for at in positions
-    )
-    assert first is not None and second is not None
-    assert set(first.unique().tolist()) == {0.0, 1 / 0.75}
-    same = (first > 0) == (second > 0)  # seeds are independent
-    for kept, expected in ((first > 0, 0.75), (second > 0, 0.75), (same, 0.625)):
-        fraction = kept.double()
-        assert abs(float(fraction.mean()) - expected) < 0.005
-        for dims in [(0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)]:  # by key, query, sample, head
-            assert float((fraction.mean(dims) - expected).abs().max()) < 0.07
-    lag = [(first[:, :, 1:] > 0) == (first[:, :, :-1] > 0)]
-    lag += [(first[..., 1:] > 0) == (first[..., :-1] > 0), (first[:, 1] > 0) == (first[:, 0] > 0)]
-    assert all(abs(float(equal.double().mean()) - 0.625) < 0.005 for equal in lag)
+    if kernel.caps.softcap:
+        capped = kernel.with_softcap(CAP)
+        check_packed(capped, PACKED[name], torch.float32, 2e-6, softcap=CAP)
 
 
 @every_library
@@ -567,14 +525,14 @@ def test_relative_error_is_a_ratio_of_norms():
     ],
     ids=["causal", "full", "window", "prefix", "documents", "documents of all samples"],
 )
-@pytest.mark.parametrize("extras", [False, True], ids=["plain", "alibi and sinks"])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "sinks"])
 def test_blocks_make_the_whole(case, softcap, extras):
     """Also that verify hands its cases' masks to the oracle, by another way to spell them."""
     batch, length, heads, kv_heads = 2, 24, 4, 2
     q, dout = torch.randn(batch, length, heads, 8).double(), torch.randn(batch, length, heads, 6)
     k, v = torch.randn(batch, length, kv_heads, 8), torch.randn(batch, length, kv_heads, 6)
-    slopes, sinks = (torch.rand(heads), torch.randn(heads)) if extras else (None, None)
-    tensors, position = oracle.Tensors(q, k, v, dout, slopes, sinks), range(length)
+    sinks = torch.randn(heads) if extras else None
+    tensors, position = oracle.Tensors(q, k, v, dout, sinks), range(length)
     blocks = oracle.attention_in_blocks(
         tensors, case.allowed, scale=0.3, softcap=softcap, block_elements=200 * length
     )
@@ -589,7 +547,6 @@ def test_blocks_make_the_whole(case, softcap, extras):
         allowed,
         0.3,
         softcap=softcap,
-        bias=None if slopes is None else oracle.alibi(slopes, position),
         sinks=wanted[3] if extras else None,
     )
     grads = torch.autograd.grad(out, wanted, dout.double())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample_attentions import flash_attn
 from torch.nn import Linear
 
 import ds_usp
@@ -118,7 +119,6 @@ def test_tensors_that_do_not_fit_are_refused(name, module):
     assert all(number in str(caught.value) for number in numbers), caught.value
 
 
-SEEDED = Scores(dropout_seed=1)
 OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "tokens of another layout": (
         {"layout": TokenLayout("zigzag", 9)},
@@ -133,13 +133,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "unknown layout": ({"layout": "zig"}, LayoutError, ("'zig'", "zigzag, striped")),
     "no mask": ({"mask": None}, ConfigError, ("mask=None",)),
     "dropout": ({"dropout_p": 0.1}, UnsupportedAttentionError, ("0.1", "1 x ring 1")),
-    "dropout of all": ({"dropout_p": 1.0, "scores": SEEDED}, ConfigError, ("dropout_p=1.0",)),
-    "dropout in words": ({"dropout_p": "some"}, ConfigError, ("dropout_p='some'",)),
-    "dropout on a kernel without": (
-        {"dropout_p": 0.1, "scores": SEEDED, "kernel": "sdpa"},
-        UnsupportedAttentionError,
-        ("sdpa",),
-    ),
+    "dropout in words": ({"dropout_p": "some"}, UnsupportedAttentionError, ("dropout some",)),
+    "no dropout": ({"dropout_p": None}, UnsupportedAttentionError, ("dropout None",)),
     "unknown kernel": ({"kernel": "cuda"}, UnsupportedAttentionError, ("'cuda'", "eager")),
     "kernel of a GPU": ({"kernel": "flash2"}, UnsupportedAttentionError, ("cuda, not cpu", "16")),
     "no scale": ({"softmax_scale": 0.0}, ConfigError, ("softmax_scale=0.0",)),
@@ -172,8 +167,7 @@ def test_options_that_cannot_be_computed_are_refused(name):
     ("given", "numbers"),
     [
         *(({"softcap": x}, repr(x)) for x in (0.0, -1.0, float("nan"), "50", True)),
-        *(({"dropout_seed": x}, repr(x)) for x in (-1, 2**63, 1.5, True)),
-        ({"alibi_slopes": [0.5]}, "[0.5]"),
+        ({"sinks": [0.5]}, "[0.5]"),
     ],
     ids=str,
 )
@@ -183,6 +177,33 @@ def test_scores_are_numbers_and_tensors(given, numbers):
     assert numbers in str(caught.value)
 
 
-def test_learned_slopes_are_refused():
-    with pytest.raises(UnsupportedAttentionError, match="alibi_slopes"):
-        attend(scores=Scores(alibi_slopes=torch.ones(8, requires_grad=True)))
+def with_documents(local: torch.nn.Module) -> torch.Tensor:
+    """What the package's kernels compute in place of a local attention of this class."""
+    q = torch.ones(1, 8, 2, 16)
+    return ds_usp.USPAttention(local, mesh=MESH)(q, q, q, 0, documents=[0, 3, 8])
+
+
+# Doors of other packages have such rows in their own tables.
+@pytest.mark.parametrize(
+    ("door", "text"),
+    [
+        (lambda q: attend(dropout_p=0.1), "attention dropout 0.1"),
+        (
+            lambda q: ds_usp.usp_joint_attention(
+                q, q, q, q, q, q, mesh=MESH, layout="zigzag", mask=MaskSpec.full(), dropout_p=0.1
+            ),
+            "attention dropout 0.1",
+        ),
+        (lambda q: with_documents(flash_attn(dropout=0.1)), "attention dropout 0.1"),
+        (lambda q: with_documents(flash_attn(alibi=torch.ones(2))), "alibi_slopes"),
+        (lambda q: with_documents(flash_attn(dropout=0.1).eval()), ""),
+    ],
+)
+def test_attention_dropout_and_alibi_are_refused_at_each_door(door, text):
+    q = torch.ones(1, 8, 2, 16)
+    if not text:
+        assert torch.isfinite(door(q)).all()
+        return
+    with pytest.raises(UnsupportedAttentionError, match=text) as caught:
+        door(q)
+    assert "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.plan import AttentionOptions
-from ds_usp.attention.score_mod import Scores
+from ds_usp.attention.scores import Scores
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
@@ -73,13 +73,11 @@ class Shard:
     # Note [the pass travels with the layers]
     # A shard goes through the layers as their keyword argument `usp`, not in a global. Backward
     # recomputes checkpointed layers long after the pass: by then a pipeline or gradient
-    # accumulation has run other batches, of other lengths, documents and dropout seeds. The
+    # accumulation has run other batches, of other lengths and documents. The
     # checkpoint keeps the layer's arguments, and with them the shard that the layer had. It is no
     # dataclass, because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
-    def __init__(
-        self, call: AttentionOptions, packing: Packing = NO_PACKING, dropout_seed: int = 0
-    ) -> None:
-        self.call, self.packing, self.dropout_seed = call, packing, dropout_seed
+    def __init__(self, call: AttentionOptions, packing: Packing = NO_PACKING) -> None:
+        self.call, self.packing = call, packing
         self.layout = cast(TokenLayout, call.layout)
         self.layers: list[str] = []
 
@@ -140,19 +138,31 @@ def usp_attention_forward(
 
     Raises:
         ConfigError: the model was not enabled.
-        UnsupportedAttentionError: an argument that changes attention and is not known.
+        UnsupportedAttentionError: dropout, or an argument that changes attention and is not known.
     """
+    if dropout:
+        raise UnsupportedAttentionError(_text_of_dropout(module, dropout))
     usp, mask = check_call(module, attention_mask, is_causal, sliding_window, usp, others)
     layer = getattr(module, "layer_idx", None) or 0
     q, k, v = (x.transpose(1, 2) for x in _in_one_dtype(query, key, value))
     with torch.autocast(q.device.type, enabled=False):
-        seed = (usp.dropout_seed + layer) % 2**63 if dropout else None
-        scores = Scores(softcap or None, None, s_aux, seed)
-        call = usp.call._replace(mask=mask, softmax_scale=scaling, dropout_p=dropout, scores=scores)
+        scores = Scores(softcap or None, s_aux)
+        call = usp.call._replace(mask=mask, softmax_scale=scaling, scores=scores)
         if not torch.compiler.is_compiling():  # which would compile each layer anew
             call = call._replace(label=f"{type(module).__name__} {layer}")
         out: Tensor = usp_attention(q, k, v, **call._asdict())
     return out, None
+
+
+def _text_of_dropout(module: nn.Module, dropout: float) -> str:
+    """Why a layer's attention dropout is refused, with the key of its configuration."""
+    values = vars(getattr(module, "config", object)).items()
+    keys = [key for key, x in values if "att" in key and "drop" in key and x == dropout]
+    return (
+        f"{type(module).__name__} drops attention weights in training, {' or '.join(keys)}="
+        f"{dropout} of its configuration, and which ones would depend on the degrees: make the "
+        "model with 0"
+    )
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

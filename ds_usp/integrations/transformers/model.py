@@ -6,11 +6,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from hashlib import blake2b
 from inspect import signature
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
@@ -192,7 +190,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._compared = ModelComparison(mesh, model)
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
-        self._forward_passes = 0
         self._compare("enable")
         self._install()
 
@@ -358,13 +355,12 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 )
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
-        self._forward_passes += 1
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
             options = self._options
             call = AttentionOptions(
                 self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
             )
-            shard = Shard(call, batch.packing, self._dropout_seed())
+            shard = Shard(call, batch.packing)
             shard.drop_last = "shift_labels" not in batch.arguments
             local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
             self._set_targets(targets, batch.arguments.get(LOSS_WEIGHTS), shard, local)
@@ -505,11 +501,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         shard.targets = Targets(local["labels"], shard_labels, count, in_chunks, weights)
         if _TRL_FUSED_HEAD in local:  # which computes its loss from these
             local |= {"shift_labels": shard_labels, "num_items_in_batch": count}
-
-    def _dropout_seed(self) -> int:
-        """A seed of this forward pass, far from those of others, the same on all ranks."""
-        text = f"{torch.initial_seed()} {self._forward_passes}"
-        return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
     @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
