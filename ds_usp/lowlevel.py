@@ -4,7 +4,7 @@ refusal of second derivatives, functions of other packages with other globals.""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from types import FunctionType, ModuleType
@@ -71,7 +71,6 @@ class PreparedLaunch:
             constants.
         grid: of one to three numbers.
         numbers, constants: in the kernel's order.
-        options: of Triton's compiler.
     """
 
     def __init__(
@@ -81,11 +80,10 @@ class PreparedLaunch:
         numbers: tuple[int, ...],
         *,
         num_warps: int = 4,
-        options: Mapping[str, Any] | None = None,
         **constants: Any,
     ) -> None:
         self._kernel, self._grid, self._numbers = kernel, grid, numbers
-        self._constants = {**constants, "num_warps": num_warps, **(options or {})}
+        self._constants = {**constants, "num_warps": num_warps}
         self._all_numbers = (*numbers, *constants.values())
         self._compiled: dict[object, Callable[..., None]] = {}
 
@@ -111,11 +109,10 @@ class PreparedLaunch:
 
 
 class CachedLauncher:
-    """Launches a Triton kernel that is called again and again with the same integers; ``options``:
-    of Triton's compiler."""
+    """Launches a Triton kernel that is called again and again with the same integers."""
 
-    def __init__(self, kernel: Any, **options: Any) -> None:
-        self.kernel, self._options = kernel, options
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
         self._cache: dict[object, PreparedLaunch] = {}
 
     def __call__(
@@ -132,9 +129,7 @@ class CachedLauncher:
         if launch is None:
             if len(self._cache) >= _MAX_CACHED:
                 self._cache.clear()
-            launch = PreparedLaunch(
-                self.kernel, grid, numbers, num_warps=num_warps, options=self._options, **constants
-            )
+            launch = PreparedLaunch(self.kernel, grid, numbers, num_warps=num_warps, **constants)
             self._cache[key] = launch
         dtypes = tuple([x.dtype for x in tensors])
         launch(tensors[0].device, dtypes, [x.data_ptr() for x in tensors])

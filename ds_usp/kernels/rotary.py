@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_usp.errors import ConfigError
-from ds_usp.lowlevel import load_triton_module
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # RotaryPositions is one, too
 
-_MAX_FUSED = 2  # queries and keys
 # Of a chunk of tokens, where torch rotates in place by intermediate tensors.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**16, 2**22
 _TABLE_ELEMENTS = 2**21  # of cos, and of sin, which exist for so many tokens at a time
@@ -23,8 +20,7 @@ _EXACT_IN_FP32 = 2**24  # integers up to it
 # An angle belongs to a token's global position. So a rank may rotate its own tokens before the
 # exchange of heads, in any layout, and a block that goes around the ring is rotated already; or, as
 # DeepSpeed does, all tokens of its heads after it, by the table of the whole sequence. It is
-# computed in fp32 (fp64 for fp64) and rounded once, to each tensor's own dtype. On GPUs one kernel
-# rotates queries and keys, and backward, the transposed rotation, needs the table alone.
+# computed in fp32 (fp64 for fp64) and rounded once, to each tensor's own dtype.
 def apply_rotary(
     tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
 ) -> tuple[torch.Tensor, ...]:
@@ -40,13 +36,7 @@ def apply_rotary(
     Source: RoFormer (arXiv 2104.09864), equation 34, halves instead of pairs as in GPT-NeoX.
     """
     _check(tensors, cos, sin, token_dim)
-    triton = (
-        load_triton_module("ds_usp.kernels.rotary_triton") if _can_fuse(tensors, cos, sin) else None
-    )
-    if triton is None:
-        return tuple(_rotate_reference(x, cos, sin, token_dim) for x in tensors)
-    out: tuple[torch.Tensor, ...] = Rotation.apply(triton, cos, sin, token_dim, False, *tensors)
-    return out
+    return tuple(_rotate(x, cos, sin, token_dim) for x in tensors)
 
 
 def _rotate_in_place(
@@ -60,22 +50,13 @@ def _rotate_in_place(
     """:func:`apply_rotary` into the tensors themselves, not differentiable; the products are
     rounded to the tensors' dtype before their sum, as where each is a tensor of its own."""
     _check(tensors, cos, sin, token_dim)
-    if _can_fuse(tensors, cos, sin) and all(x.stride(-1) == 1 for x in tensors):
-        triton = load_triton_module("ds_usp.kernels.rotary_triton")
-        if triton is not None:
-            triton.rotate_fused(tensors, cos, sin, token_dim, transposed, in_place=True)
-            return
     for x in tensors:
         row = x.numel() // max(1, x.shape[token_dim])
         elements = _CPU_ELEMENTS if x.device.type == "cpu" else _GPU_ELEMENTS
         tokens = max(1, elements // max(1, row))
         parts = x.split(tokens, token_dim), cos.split(tokens), sin.split(tokens)
         for part, part_cos, part_sin in zip(*parts, strict=True):
-            part.copy_(
-                _rotate_reference(
-                    part, part_cos, part_sin, token_dim, x.dtype, transposed=transposed
-                )
-            )
+            part.copy_(_rotate(part, part_cos, part_sin, token_dim, x.dtype, transposed=transposed))
 
 
 def _check(
@@ -98,20 +79,7 @@ def _check(
             )
 
 
-def _can_fuse(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether one Triton kernel can rotate all tensors: on one GPU, of one dtype but not fp64, and,
-    except for the heads, one shape; not in a graph, nor where cos or sin require a gradient."""
-    if torch.compiler.is_compiling() or not 0 < len(tensors) <= _MAX_FUSED:
-        return False
-    first, last = tensors[0], tensors[-1]
-    same_shape = first.shape[:2] == last.shape[:2] and first.shape[3] == last.shape[3]
-    same_dtype = first.dtype == last.dtype != torch.float64
-    one_device = first.device == last.device == cos.device == sin.device
-    table_needs_grad = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    return first.is_cuda and same_shape and same_dtype and one_device and not table_needs_grad
-
-
-def _rotate_reference(
+def _rotate(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -135,34 +103,6 @@ def _rotate_reference(
     swapped = torch.cat(halves, dim=-1)
     rotated = rotated * cos + (swapped if transposed else swapped * sin)
     return torch.cat((rotated.to(x.dtype), passed), dim=-1)
-
-
-class Rotation(torch.autograd.Function):
-    """Rotation by Triton; backward rotates by the transposed matrix."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        triton: ModuleType,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        token_dim: int,
-        transposed: bool,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        ctx.args = triton, token_dim, transposed
-        rotated: tuple[torch.Tensor, ...] = triton.rotate_fused(
-            tensors, cos, sin, token_dim, transposed
-        )
-        return rotated
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        triton, token_dim, transposed = ctx.args
-        cos, sin = ctx.saved_tensors
-        rotated = Rotation.apply(triton, cos, sin, token_dim, not transposed, *grads)
-        return None, None, None, None, None, *rotated
 
 
 # ------------------------------------------------------------------------------------------------
@@ -253,7 +193,7 @@ class RotaryPositions(NamedTuple):
         self._check_tokens(x, token_dim)
         cos, sin = self.table(0, len(self.positions), x.dtype)
         _check([x], cos, sin, token_dim)
-        return _rotate_reference(x, cos, sin, token_dim, x.dtype)
+        return _rotate(x, cos, sin, token_dim, x.dtype)
 
     def _check_tokens(self, x: torch.Tensor, token_dim: int) -> None:
         if x.shape[token_dim] != len(self.positions):

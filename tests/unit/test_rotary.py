@@ -34,7 +34,6 @@ def test_queries_and_keys_are_rotated_as_complex_numbers(dim, token_dim, dtype, 
     q, k = (heads(n, token_dim, device, dtype).requires_grad_() for n in (5, 2))
     dq, dk = (torch.randn_like(x).transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
     actual = apply_rotary((q, k), *table(dim, device), token_dim=token_dim)
-    assert device == "cpu" or "Rotation" in type(actual[0].grad_fn).__name__  # in one kernel
     gradients = torch.autograd.grad(actual, (q, k), (dq, dk))
     for x, dx, y, gradient in zip((q, k), (dq, dk), actual, gradients, strict=True):
         assert y.dtype == gradient.dtype == dtype
