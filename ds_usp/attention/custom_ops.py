@@ -1,5 +1,5 @@
-"""``ds_usp::attention`` and ``ds_usp::exchange``: torch ops that ``torch.compile`` keeps in its
-graph as they are. They run the code that runs without a compiler, and nothing of it is traced.
+"""``ds_usp::attention``: a torch op that ``torch.compile`` keeps in its graph as it is. It runs the
+code that runs without a compiler, and nothing of it is traced.
 
 Letters of the shapes: b batch, s tokens of this rank, t tokens of this rank's keys, h query heads,
 g key/value heads; d head dim, e that of values and outputs.
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
-from types import MappingProxyType, NoneType
-from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -19,15 +19,7 @@ from ds_usp.attention.passes import BackwardPass, ForwardPass
 from ds_usp.attention.plan import AttentionOptions, AttentionPlan, plan_call
 from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import Tuning
-from ds_usp.attention.validation import (
-    ChunkExchanges,
-    check_default_layout,
-    check_tensors,
-    exchange_label,
-    module_text,
-    plan_local_attention,
-    returned_text,
-)
+from ds_usp.attention.validation import check_default_layout, module_text
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.mesh import MESH_REGISTRY, SequenceMesh, check_on_all_ranks
@@ -35,15 +27,15 @@ from ds_usp.errors import USPError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.memory.saved_attention import is_saving, refuse_saving, results_or_replay
+from ds_usp.memory.saved_attention import is_saving, results_or_replay
 
 OptionalTensor = torch.Tensor | None
 Shapes = Sequence[Sequence[int]]
 
 graph_break = disable_in_compile(
-    "only a plain call of attention can be in a graph. Packed documents, joint tokens, and of "
-    "USPAttention rotary_pos_emb, sp_stream and, with a ring, extra arguments cannot, nor what is "
-    "refused anyway; see README"
+    "only a plain call of attention can be in a graph. Packed documents, joint tokens, a local "
+    "attention that USPAttention calls (Ulysses alone), its rotary_pos_emb, sp_stream and extra "
+    "arguments cannot, nor what is refused anyway; see README"
 )
 
 # ---------------------------------------------------------------- a call in plain values
@@ -53,7 +45,7 @@ graph_break = disable_in_compile(
 #   usp_attention(q, k, v, mesh=, layout=, mask=, tuning=, scores=, ...)
 #        |  traced: plain_values reads fields, one getattr after the other
 #        v
-#   ds_usp::attention(q, k, v, sinks, slopes, "mesh 0", "zigzag", 64, None, 0, ..., "auto", ...)
+#   ds_usp::attention(q, k, v, sinks, "mesh 0", "zigzag", 64, None, 0, ..., "auto", ...)
 #        |  not traced: attention_call makes the same AttentionOptions of them
 #        v
 #   plan_call, check_on_all_ranks, ForwardPass       (the code that runs without a compiler)
@@ -87,30 +79,6 @@ class OpCall(NamedTuple):
     prefix: str
 
 
-class OpExchange(NamedTuple):
-    """What the op of one head exchange around a local attention takes besides tensors.
-
-    Args:
-        heads, kv_heads: of all ranks.
-        to_heads: sequence to heads, or back.
-        starts_call: it is the first exchange of a call, whose signature the ranks compare.
-        backward: it is the backward pass of an exchange, which they compare too.
-        requires_grad, named, prefix: as of :class:`OpCall`.
-    """
-
-    mesh: SequenceMesh
-    layout: TokenLayout
-    kv_layout: TokenLayout
-    heads: int
-    kv_heads: int
-    to_heads: bool
-    starts_call: bool
-    backward: bool
-    requires_grad: bool
-    named: bool
-    prefix: str
-
-
 class OpArg(NamedTuple):
     """One argument of an op after its tensors: the path of attributes from the call to the value,
     the types that it may have; ``auto``: ``"auto"`` is None in the op."""
@@ -139,7 +107,11 @@ _layout = lru_cache(maxsize=1024)(TokenLayout)
 
 def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], Callable[..., Any]]:
     """The plain values of a call or of a part of one, as arguments of an op, and what makes the
-    part of an iterator over such values again (and of the mesh, whose degrees layouts have)."""
+    part of an iterator over such values again (and of the mesh, whose degrees layouts have).
+
+    Raises:
+        TypeError: a field that is no plain value: every call would break the graph.
+    """
     if part is SequenceMesh:
         by_name = OpArg("mesh", (*path, "name"), (str,), "str mesh", False)
         return (by_name,), lambda values, _: MESH_REGISTRY.lookup(next(values))
@@ -147,13 +119,16 @@ def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], 
     for field in getattr(part, "_fields", None) or [x.name for x in fields(part) if x.init]:
         if field in _LEFT_OUT.get(part, ()):
             continue
-        inside, union = (*path, field), get_args(hints[field]) or (hints[field],)
+        inside, hint = (*path, field), hints[field]
+        union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         nested = next((x for x in union if x in _PARTS), None)
         if nested is not None:
             inner, makers[field] = flatten(nested, inside)
             args += inner
             continue
         types = tuple(x for x in union if get_origin(x) is not Literal)
+        if not types or not {*types} <= {*_SCHEMA_TYPES, NoneType}:
+            raise TypeError(f"{part.__name__}.{field}: {hint} is no plain value, for _LEFT_OUT")
         auto, name = len(types) < len(union), "_".join(inside).removeprefix("options_")
         optional = "?" if auto or NoneType in types else ""
         schema = f"{_SCHEMA_TYPES[types[0]]}{optional} {name}"
@@ -178,19 +153,18 @@ def _next_or_auto(values: Iterator[Any], _: object) -> Any:
 
 
 ATTENTION_ARGS, attention_call = flatten(OpCall)
-EXCHANGE_ARGS, exchange_call = flatten(OpExchange)
 
 
-def op_schema(tensors: str, args: tuple[OpArg, ...]) -> str:
+def op_schema(tensors: str) -> str:
     """The schema of an op ``(tensors, plain values) -> Tensor[]``."""
-    return f"({tensors}, {', '.join(arg.schema for arg in args)}) -> Tensor[]"
+    return f"({tensors}, {', '.join(arg.schema for arg in ATTENTION_ARGS)}) -> Tensor[]"
 
 
-def plain_values(args: tuple[OpArg, ...], call: Any) -> list[Any] | None:
+def plain_values(call: Any) -> list[Any] | None:
     """The plain values of a call; None if one is of a wrong type, which is refused outside of
     graphs. Dynamo traces this."""
     values = []
-    for arg in args:
+    for arg in ATTENTION_ARGS:
         value = call
         for name in arg.path:
             value = getattr(value, name)
@@ -202,8 +176,8 @@ def plain_values(args: tuple[OpArg, ...], call: Any) -> list[Any] | None:
     return values
 
 
-def _changed(args: tuple[OpArg, ...], values: Sequence[Any], **changes: int) -> tuple[Any, ...]:
-    return tuple(changes.get(arg.name, value) for arg, value in zip(args, values, strict=True))
+def _by_name(values: Iterable[Any]) -> dict[str, Any]:
+    return {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
 
 
 def guard_ints(values: Iterable[Any]) -> list[Any]:
@@ -276,7 +250,7 @@ def attention_values(
         named,
         prefix,
     )
-    return plain_values(ATTENTION_ARGS, call)
+    return plain_values(call)
 
 
 def _with_lengths(values: Sequence[Any], seq_lens: OptionalTensor) -> Sequence[Any]:
@@ -284,7 +258,8 @@ def _with_lengths(values: Sequence[Any], seq_lens: OptionalTensor) -> Sequence[A
     if seq_lens is None:
         return values
     queries, keys = seq_lens.tolist()
-    return _changed(ATTENTION_ARGS, values, layout_seq_len=queries, kv_layout_seq_len=keys)
+    lengths = {"layout_seq_len": queries, "kv_layout_seq_len": keys}
+    return [*(_by_name(values) | lengths).values()]
 
 
 def _attention_call(values: Iterable[Any], sinks: OptionalTensor) -> OpCall:
@@ -307,27 +282,6 @@ def _plan_attention(
     return Signature.of(*call.prefix.splitlines(), signature), plan
 
 
-def _plan_exchange(
-    call: OpExchange, tensors: Sequence[torch.Tensor]
-) -> tuple[Signature, ChunkExchanges]:
-    mesh, layouts = call.mesh, (call.layout, call.kv_layout)
-    if not call.starts_call:
-        like = tensors[0]
-        q, k = (
-            like.new_empty(()).expand(like.shape[0], layout.length(mesh.rank), heads, 1)
-            for layout, heads in zip(layouts, (call.heads, call.kv_heads), strict=True)
-        )
-        return plan_local_attention(q, k, mesh, *layouts)
-    with torch.set_grad_enabled(call.requires_grad):
-        q, k, v = (
-            x.new_empty(()).expand(guard_ints(x.shape)).requires_grad_(call.requires_grad)
-            for x in tensors
-        )
-        tensors_signature = check_tensors(q, k, v)
-    signature, exchanges = plan_local_attention(q, k, mesh, *layouts)
-    return Signature.of(*call.prefix.splitlines(), tensors_signature, signature), exchanges
-
-
 # ---------------------------------------------------------------- the ops
 
 # torch's own CUDA graphs would leave out the consistency check of the ranks.
@@ -339,8 +293,7 @@ _TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
     "ds_usp::attention",
     mutates_args=(),
     schema=op_schema(
-        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? module, Tensor? seq_lens",
-        ATTENTION_ARGS,
+        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? module, Tensor? seq_lens"
     ),
     **_TAGS,
 )
@@ -377,7 +330,7 @@ def attention(
     num_visible = 2 if call.options.return_lse else 1
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
     no_grad = {"requires_grad": False, "sinks_require_grad": False}
-    key = "attention in a graph", _changed(ATTENTION_ARGS, values, **no_grad)
+    key = "attention in a graph", *(_by_name(values) | no_grad).values()
     run = call._replace(requires_grad=True) if is_saving() else call
     results = results_or_replay(lambda: _attention(run, q, k, v, module), inputs, key, num_visible)
     needs_backward = call.requires_grad or call.sinks_require_grad
@@ -420,7 +373,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     """
     q, k, v, sinks, _, _, *values = args
     # By name, as symbols: rebuilt, a call would guard all its numbers.
-    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
+    given = _by_name(values)
     needs_backward = given["requires_grad"] or given["sinks_require_grad"]
     mesh, (batch, tokens, heads, _) = MESH_REGISTRY.lookup(given["mesh"]), q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -454,8 +407,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     mutates_args=(),
     schema=op_schema(
         "Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? seq_lens, "
-        "SymInt kv_length, SymInt kv_heads",
-        ATTENTION_ARGS,
+        "SymInt kv_length, SymInt kv_heads"
     ),
     **_TAGS,
 )
@@ -507,7 +459,7 @@ def _(
     *values: Any,
 ) -> list[torch.Tensor]:
     grads = [dout.new_empty(shape) for shape in _qkv_shapes(dout, saved, kv_length, kv_heads)]
-    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, values, strict=True)}
+    given = _by_name(values)
     if sinks is not None and given["sinks_require_grad"]:
         grads.append(sinks.new_empty(sinks.shape))
     return grads
@@ -555,7 +507,7 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
     never leaves the op. So gradients are not materialized: each chunk would get zeros of its size.
     """
     q, k, v, sinks, _, seq_lens, *ctx.values = inputs
-    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
+    given = _by_name(ctx.values)
     ctx.keys = k.shape[1], k.shape[2]
     if MESH_REGISTRY.lookup(given["mesh"]).ulysses_degree == 1:
         saved = (q, k, v, *output)
@@ -566,7 +518,7 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
 
 
 def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, ...]:
-    given = {arg.name: x for arg, x in zip(ATTENTION_ARGS, ctx.values, strict=True)}
+    given = _by_name(ctx.values)
     consistency = MESH_REGISTRY.lookup(given["mesh"]).consistency
     with consistency.raising_everywhere():
         sinks, seq_lens, *saved = ctx.saved_tensors
@@ -578,91 +530,6 @@ def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, 
 
 
 attention.register_autograd(_backward_of_attention, setup_context=_setup_attention)
-
-
-@torch.library.custom_op(
-    "ds_usp::exchange",
-    mutates_args=(),
-    schema=op_schema("Tensor[] tensors, Tensor? number", EXCHANGE_ARGS),
-    **_TAGS,
-)
-def exchange(
-    tensors: list[torch.Tensor], number: OptionalTensor, *values: Any
-) -> list[torch.Tensor]:
-    """A head exchange of q, k, v, or of the output; collective over the mesh.
-
-    Shapes:
-        See :class:`ds_usp.comm.all_to_all.HeadAllToAll`. One that starts a call also returns, last,
-        the call number ``[]``, on the CPU.
-
-    Args:
-        number: of the call; of one that starts a call, of the module, as of :func:`attention`.
-
-    Raises:
-        USPError: as :class:`ds_usp.USPAttention`, on every rank, when it runs.
-    """
-    call: OpExchange = exchange_call(iter(values))
-    mesh = call.mesh
-
-    def check() -> tuple[Signature, ChunkExchanges]:
-        refuse_saving("a local attention in a graph")
-        if not call.named:
-            check_default_layout(mesh, call.layout)
-        signature, exchanges = _plan_exchange(call, tensors)
-        return Signature.of(signature, *_module_text(number)), exchanges
-
-    if call.starts_call:
-        exchanges = check_on_all_ranks(mesh, check, tensors[0])
-        call_number = torch.tensor(mesh.consistency.number, device="cpu")
-        return [*_fresh_contiguous(exchanges.qkv.to_heads(tensors), tensors), call_number]
-    on_cpu = tensors[0].device.type == "cpu"
-    if not call.backward:  # the local attention is done
-        mesh.consistency.check_part(returned_text(tensors[0]), wait=on_cpu)
-    elif number is not None:
-        label = exchange_label(not call.to_heads)
-        mesh.consistency.check_backward(int(number), label, wait=on_cpu)
-    _, exchanges = _plan_exchange(call, tensors)
-    head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
-    if call.to_heads:
-        return _fresh_contiguous(head_exchange.to_heads(tensors), tensors)
-    places = head_exchange.alloc_outputs(tensors)
-    head_exchange.to_sequence(tensors, places)
-    return list(places)
-
-
-@exchange.register_fake
-def _(tensors: list[torch.Tensor], number: OptionalTensor, *values: Any) -> list[torch.Tensor]:
-    """Meta function of :func:`exchange`: empty results of the shapes that the op returns."""
-    call: OpExchange = exchange_call(iter(guard_ints(values)))
-    call_number = [torch.empty((), dtype=torch.int64, device="cpu")] if call.starts_call else []
-    try:
-        _, exchanges = _plan_exchange(call, tensors)
-    except USPError:  # raised when the op runs: on all ranks, where the others hear of it
-        wrong = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-        return wrong + call_number
-    head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
-    if not call.to_heads:
-        return list(head_exchange.alloc_outputs(tensors))
-    return _exchanged(head_exchange, tensors, call.mesh) + call_number
-
-
-def _setup_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    _, number, *ctx.values = inputs
-    given = {arg.name: x for arg, x in zip(EXCHANGE_ARGS, ctx.values, strict=True)}
-    ctx.starts_call, ctx.to_heads = given["starts_call"], given["to_heads"]
-    ctx.save_for_backward(output[-1] if ctx.starts_call else number)
-
-
-def _backward_of_exchange(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    """The exchange in the other direction, of the gradients."""
-    (call_number,) = ctx.saved_tensors
-    changes = {"to_heads": not ctx.to_heads, "starts_call": False, "backward": True}
-    reverse = _changed(EXCHANGE_ARGS, ctx.values, **changes)
-    sent = grads[:-1] if ctx.starts_call else grads  # the call number has none
-    return exchange(list(sent), call_number, *reverse), None, *(None for _ in reverse)
-
-
-exchange.register_autograd(_backward_of_exchange, setup_context=_setup_exchange)
 
 
 def _module_text(number: OptionalTensor) -> tuple[str, ...]:
@@ -693,62 +560,3 @@ def traced_attention(
     if values is None:
         return None
     return attention(q, k, v, options.scores.sinks, module, seq_lens, *values)
-
-
-def traced_exchange(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mesh: SequenceMesh,
-    layout: TokenLayout | str,
-    named: bool,
-    prefix: str,
-    module: torch.Tensor,
-) -> Callable[..., tuple[torch.Tensor, ...]] | None:
-    """A function ``(to_heads, *tensors)`` that exchanges q, k and v to heads, and the output back;
-    None if no op can."""
-    queries, keys = plain_layout(layout, q, mesh), plain_layout(layout, k, mesh)
-    if queries is None or keys is None:
-        return None
-    if mesh.ulysses_degree == 1:  # nothing to exchange
-        valid = _is_valid_qkv(q, k, v, queries.seq_len, keys.seq_len)
-        return (lambda _, *tensors: tensors) if valid else None
-    requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
-    flags = True, True, False, torch.is_grad_enabled() and requires_grad, named
-    heads = q.shape[2], k.shape[2]
-    call: Any = OpExchange(mesh, queries, keys, *heads, *flags, prefix)  # type: ignore[arg-type]
-    values = plain_values(EXCHANGE_ARGS, call)
-    return None if values is None else _TracedExchange(values, module)
-
-
-def _is_valid_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, keys: int
-) -> bool:
-    """Whether q, k and v fit together and have these numbers of tokens, so that a call that
-    exchanges nothing needs no op to refuse it."""
-    return (
-        q.shape[1] == tokens
-        and k.shape[1] == keys
-        and k.shape[:3] == v.shape[:3]
-        and q.shape[0] == k.shape[0]
-        and q.shape[3] == k.shape[3]
-        and q.shape[2] % k.shape[2] == 0
-        and q.dtype == k.dtype == v.dtype
-        and q.device == k.device == v.device
-        and q.is_floating_point()
-        and min(*q.shape, *k.shape, *v.shape) > 0
-    )
-
-
-class _TracedExchange:
-    """The two exchanges of one call; the second takes the call number of the first."""
-
-    def __init__(self, values: list[Any], module: torch.Tensor) -> None:
-        self._values, self._number = values, module
-
-    def __call__(self, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if to_heads:
-            *exchanged, self._number = exchange(list(tensors), self._number, *self._values)
-            return tuple(exchanged)
-        reverse = _changed(EXCHANGE_ARGS, self._values, to_heads=False, starts_call=False)
-        return tuple(exchange(list(tensors), self._number, *reverse))

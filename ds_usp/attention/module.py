@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.custom_ops import graph_break, traced_attention, traced_exchange
+from ds_usp.attention.custom_ops import graph_break, traced_attention
 from ds_usp.attention.functional import UnifiedAttention, cast_by_autocast, head_exchange
 from ds_usp.attention.local_attention import (
     NO_ARGUMENTS,
@@ -266,7 +266,10 @@ class USPAttention(torch.nn.Module):
     def _forward_traced(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor | None:
-        """:meth:`forward` in a graph; None if it cannot be there."""
+        """:meth:`forward` in a graph; None if it cannot be there, as where it calls the local
+        attention."""
+        if self._framework is None or arguments.args or arguments.kwargs:
+            return None
         query, key, value = self._cast(query, key, value, arguments)
         dim: Any = arguments.batch_dim_idx
         if dim is None and not self._batch_dim_required:
@@ -281,23 +284,14 @@ class USPAttention(torch.nn.Module):
         if not plain or any(each is not None for each in outside):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
-        named, prefix = self._names_layout, batch_dim_text(dim)
-        out: torch.Tensor | None = None
-        if self._framework is None:
-            layout = self._layout
-            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix, self._number)
-            if exchange_fn is not None:
-                q, k, v = exchange_fn(True, q, k, v)
-                out, flat = self._attend_locally(q, k, v, dim == 1, None, arguments)
-                (out,) = exchange_fn(False, out)
-                out = out.flatten(2) if flat else out
-        elif not arguments.args and not arguments.kwargs:
-            attention, prefix = self._framework.attention, "\n".join((prefix, *NO_ARGUMENTS.fields))
-            options = self._options(attention, q.device)
-            outs = traced_attention(q, k, v, options, self._number, named=named, prefix=prefix)
-            if outs is not None:
-                out = outs[0].flatten(2) if attention.flat_output else outs[0]
-        return out.transpose(0, 1) if dim and out is not None else out
+        attention, named = self._framework.attention, self._names_layout
+        prefix = "\n".join((batch_dim_text(dim), *NO_ARGUMENTS.fields))
+        options = self._options(attention, q.device)
+        outs = traced_attention(q, k, v, options, self._number, named=named, prefix=prefix)
+        if outs is None:
+            return None
+        out = outs[0].flatten(2) if attention.flat_output else outs[0]
+        return out.transpose(0, 1) if dim else out
 
     @graph_break
     def _forward(

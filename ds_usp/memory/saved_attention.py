@@ -105,15 +105,6 @@ def is_saving() -> bool:
     return current_run() is not None
 
 
-def refuse_saving(feature: str) -> None:
-    """UnsupportedAttentionError under :func:`keep_attention`, for what cannot be saved."""
-    if is_saving():
-        raise UnsupportedAttentionError(
-            f"{feature} cannot be kept by keep_attention, which would run it twice. Checkpoint it "
-            "without keep_attention, or leave torch.compile out"
-        )
-
-
 def check_only_inputs_require_grad(attention: object, args: Sequence[object]) -> None:
     """UnsupportedAttentionError under :func:`keep_attention` for trainable parameters of attention
     or further arguments that require grad: their gradient would be lost."""

@@ -242,14 +242,13 @@ def test_other_lengths(pool, ulysses):
         assert made <= 3 if ulysses == 1 else made == 4
 
 
-# Drop-ins: around local attentions that a ring reads, and around any on ring 1.
+# Drop-ins with a ring, and around local attentions that are called.
 SETTINGS = [
     Setting(flash_self_attention, {}, {}),
     Setting(triton, {}, {}, layout="striped", batch_dim=1),
     Setting(nobody_knows, {}, {"mask": ds_usp.MaskSpec.full(), "dropout_p": 0.0}, batch_dim=1),
-    Setting(Local, {"batch_dim": 0}, {}, ulysses=4),
-    Setting(Local, {"batch_dim": 1, "flat": True}, {}, ulysses=4, batch_dim=1),
 ]
+LOCAL = Setting(Local, {"batch_dim": 1, "flat": True}, {}, ulysses=4, batch_dim=1)
 
 
 def drop_in(
@@ -275,14 +274,16 @@ def test_a_drop_in_is_in_one_graph(pool, setting):
         assert made == (1, 0)
 
 
-@pytest.mark.parametrize("ulysses", [2, 4])
-def test_rotary_breaks_the_graph_or_is_refused(pool, ulysses):
-    made = replace(SETTINGS[0] if ulysses == 2 else SETTINGS[4], rotary=8)
-    for same, (_, breaks) in pool.run(drop_in, 4, setting=made, fullgraph=False):
+OUTSIDE = {"rotary": replace(SETTINGS[0], rotary=8), "local attention": LOCAL}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_is_outside_of_graphs_breaks_them_or_is_refused(pool, what):
+    for same, (_, breaks) in pool.run(drop_in, 4, setting=OUTSIDE[what], fullgraph=False):
         assert same == [True] * 4
         assert breaks > 0
-    for error in pool.errors(drop_in, 4, setting=made):
-        assert "rotary" in str(error) and "graph" in str(error)
+    for error in pool.errors(drop_in, 4, setting=OUTSIDE[what]):
+        assert what in str(error).replace("\n", " ") and "graph" in str(error)
 
 
 DOCUMENTS = replace(BASE, documents=((20, 23),))
@@ -385,15 +386,23 @@ def test_keeping_in_a_graph_is_refused(pool):
         assert "create_selective_checkpoint_contexts" in str(error)
 
 
-def local_kept(ctx: RankContext) -> None:
-    setting = SETTINGS[-2]
-    module = setting.module()
-    layout = module.mesh.layout(setting.layout, TOKENS)
-    q, k, v, _ = (layout.shard(x, 1, ctx.rank) for x in full_tensors())
-    checkpoint(keep_attention(compiled(module)), q.requires_grad_(), k, v, use_reentrant=False)
+def local_kept(ctx: RankContext) -> tuple[list[bool], int]:
+    """Whether the gradients have the same bits; how often the local attention was called."""
+    module = LOCAL.module()
+    layout = module.mesh.layout(LOCAL.layout, TOKENS)
+    shards = [layout.shard(x, 1, ctx.rank).transpose(0, 1) for x in full_tensors()]
+    inputs, dout = [x.requires_grad_() for x in shards[:3]], shards[3]
+    results, calls = [], Counted(module.local_attn.forward)
+    around = partial(checkpoint, keep_attention(compiled(module, fullgraph=False)))
+    for run in (module, partial(around, use_reentrant=False)):
+        calls.calls = 0
+        with mock.patch.object(module.local_attn, "forward", calls):
+            out = run(*inputs, 1)
+            results.append(torch.autograd.grad(out, inputs, dout.reshape(out.shape)))
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)], calls.calls
 
 
-def test_a_local_attention_in_a_graph_is_not_kept(pool):
-    for error in pool.errors(local_kept, 4):
-        assert isinstance(error, ds_usp.UnsupportedAttentionError)
-        assert "without keep_attention" in str(error)
+def test_a_local_attention_that_breaks_the_graph_is_kept(pool):
+    for same, calls in pool.run(local_kept, 4):
+        assert all(same)
+        assert calls == 1
