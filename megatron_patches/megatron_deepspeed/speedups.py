@@ -1,15 +1,16 @@
 """Faster code for single functions of Megatron-DeepSpeed and DeepSpeed, with the same results.
 
-It has nothing to do with sequence parallelism, and can be left out.
+It has nothing to do with sequence parallelism, and can be left out: a step of GPT 1.3B then takes
+1.27 times as long at 16K tokens, one of 8 layers at 8K 1.20 times
+(``megatron_deepspeed_speedups.csv`` of the benchmarks' results, 2 H200).
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,23 +22,19 @@ from megatron_patches.guards import deepspeed_guard, source_guard
 from megatron_patches.patch import Patch
 
 # ------------------------------------------------------------------------------------------------
-# Bias with GELU, with the GEMM and with the residual: one GPU kernel each instead of several.
+# GELU with its bias.
 
 
 def gelu(original: Callable[..., Tensor], ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-    """``GeLUFunction.forward``: tanh GELU of ``x + bias``, on GPUs in one Triton kernel, or
-    two of torch.
+    """``GeLUFunction.forward``: tanh GELU of ``x + bias``, on GPUs in two kernels of torch.
 
     Megatron-DeepSpeed relies on TorchScript's nvfuser, which torch 2.6 no longer has: each of the
-    ten operations is a kernel, a sixth of the GPU time of GPT 1.3B on 16K tokens (2 H200).
+    ten operations is a kernel.
     """
     if not x.is_cuda:
         return original(ctx, x, bias)
     ctx.save_for_backward(x, bias)
-    triton_kernels = _triton_kernels_for(x, bias)
-    if triton_kernels is None:
-        return F.gelu(x + bias, approximate="tanh")
-    return triton_kernels.gelu(x, bias)
+    return F.gelu(x + bias, approximate="tanh")
 
 
 def gelu_backward(original: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,97 +42,8 @@ def gelu_backward(original: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple
     if not grad.is_cuda:
         return original(ctx, grad)
     x, bias = ctx.saved_tensors
-    triton_kernels = _triton_kernels_for(x, bias)
-    if triton_kernels is None:
-        grad_input = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
-    else:
-        grad_input = triton_kernels.gelu_backward(grad, x, bias)
+    grad_input = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
     return grad_input, grad_input
-
-
-def linear(
-    original: Callable[..., Tensor],
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gradient_accumulation_fusion: bool,
-    async_grad_allreduce: bool,
-    sequence_parallel: bool,
-) -> Tensor:
-    """``LinearWithGradAccumulationAndAsyncCommunication.forward`` with the bias in the GEMM.
-
-    Megatron-DeepSpeed adds it in a second pass over the output, which takes half as long as the
-    QKV projection.
-    """
-    options = gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel
-    same_dtype = bias is not None and x.dtype == weight.dtype == bias.dtype
-    if not same_dtype or sequence_parallel or not x.is_cuda or torch.is_autocast_enabled("cuda"):
-        return original(ctx, x, weight, bias, *options)
-    ctx.use_bias = True
-    ctx.gradient_accumulation_fusion, ctx.async_grad_allreduce, ctx.sequence_parallel = options
-    return _linear(ctx, x, weight, bias)
-
-
-@partial(torch.amp.custom_fwd, device_type="cuda")
-def _linear(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The GEMM, saving what the original backward reads, under autocast too."""
-    ctx.save_for_backward(x, weight)
-    return F.linear(x, weight, bias)
-
-
-def add_bias(
-    original: Callable[..., Tensor],
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    prob: float,
-    training: bool,
-) -> Tensor:
-    """``bias_dropout_add`` without dropout: bias and residual in one pass instead of two."""
-    can_fuse = x.is_cuda and x.shape == residual.shape and x.dtype == residual.dtype
-    if bias is not None and can_fuse and not (training and prob):
-        triton_kernels = _triton_kernels_for(x, _unexpand_bias(bias))
-        if triton_kernels is not None:
-            return _Add.apply(x, bias.expand_as(x), residual, triton_kernels)
-    return original(x, bias, residual, prob, training)
-
-
-class _Add(torch.autograd.Function):
-    """``x + bias + residual`` of three tensors of one shape; the bias may be an expanded row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, triton_kernels: Any) -> Tensor:
-        return triton_kernels.add(x, _unexpand_bias(bias), residual)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, grad, grad, None
-
-
-def _unexpand_bias(bias: Tensor) -> Tensor:
-    """The bias ``[width]`` of one that was expanded over tokens; any other as it is."""
-    while bias.ndim > 1 and (bias.stride(0) == 0 or len(bias) == 1):
-        bias = bias[0]
-    return bias
-
-
-def _triton_kernels_for(x: Tensor, bias: Tensor) -> ModuleType | None:
-    """The module of Triton kernels; None where they do not serve these tensors."""
-    if x.dtype == torch.float64 or x.dtype != bias.dtype:
-        return None
-    if bias.shape != x.shape[-1:]:
-        return None
-    return _import_triton_kernels()
-
-
-@cache
-def _import_triton_kernels() -> ModuleType | None:
-    """The module of Triton kernels; None without triton."""
-    try:
-        return importlib.import_module("megatron_patches.megatron_deepspeed.bias_triton")
-    except ImportError:
-        return None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -241,26 +149,13 @@ def patches() -> tuple[Patch, ...]:
             f"{_GELU}.forward",
             gelu,
             guard=source_guard("fcc4122cb6e1d6c8"),
-            reason="ten kernels without nvfuser; one in Triton, or two of torch",
+            reason="ten kernels without nvfuser; two of torch",
         ),
         wrap(
             f"{_GELU}.backward",
             gelu_backward,
             guard=source_guard("9939aa1d3de8e0a9"),
             reason="as above, for the gradient",
-        ),
-        wrap(
-            "megatron.core.tensor_parallel.layers:"
-            "LinearWithGradAccumulationAndAsyncCommunication.forward",
-            linear,
-            guard=source_guard("a9ddaf5ae9419175"),
-            reason="adds the bias in a second pass over the output; fused into the GEMM",
-        ),
-        wrap(
-            f"{_LAYER}:bias_dropout_add",
-            add_bias,
-            guard=source_guard("5de07f0330b1146f"),
-            reason="adds bias and residual in two passes; one in Triton where dropout is 0",
         ),
         Patch(
             f"{_LAYER}:torch",

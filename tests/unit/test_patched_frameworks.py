@@ -484,26 +484,6 @@ def test_the_bias_dropout_fusion_of_torchscript_is_off():
     assert not args.bias_dropout_fusion
 
 
-def test_without_a_gpu_the_originals_add_biases():
-    x, bias = torch.ones(3, 2, 4), torch.arange(4.0)
-    calls: list[Any] = []
-
-    def original(*args: Any) -> None:
-        calls.append(args)
-
-    speedups.add_bias(original, x, bias.expand_as(x), x, 0.0, True)
-    speedups.linear(original, SimpleNamespace(), x, torch.eye(4), bias, False, True, False)
-    assert [len(args) for args in calls] == [5, 7]
-
-
-def test_an_expanded_bias_becomes_one_row():
-    bias = torch.arange(4.0)
-    for expanded in (bias, bias.expand(3, 2, 4), bias.expand(3, 1, 4), bias.expand(1, 1, 4)):
-        assert torch.equal(speedups._unexpand_bias(expanded), bias)
-    full = torch.rand(3, 4)
-    assert speedups._unexpand_bias(full) is full
-
-
 pytest.importorskip("deepspeed")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPES = ((7, 5), (3,), (1,), (64, 33), (2, 2, 2))
