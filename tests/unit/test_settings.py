@@ -1,9 +1,8 @@
-"""One row a setting: the programs' flags, defaults and checks are the rows'; few files name one."""
+"""One row a setting: the programs' flags, defaults and checks are the rows'."""
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from argparse import Action, ArgumentParser
 from dataclasses import fields
@@ -78,27 +77,6 @@ def test_the_planner_and_enable_take_what_the_rows_say():
     parameters = inspect.signature(enable).parameters
     for row in settings.settings_of("transformers"):
         assert parameters[row.name].default == row.default_in("transformers")
-
-
-# A setting -> how many files may name it beside its row: who adds one adds it to the table first.
-NAMED_IN = {
-    "mlp_chunks": 9,
-    "checkpoint_layers": 9,
-    "states_on_host": 8,
-    "loss_chunks": 10,
-    "offload_ratio": 15,
-}
-
-
-@pytest.mark.parametrize("name", NAMED_IN)
-def test_few_files_name_a_setting(name):
-    row = settings.setting(name)
-    word = re.compile(rf"\b({row.name}|{row.dest})\b")
-    folders = ("ds_usp", "megatron_patches", "examples_deepspeed")
-    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
-    naming = {str(f.relative_to(ROOT)) for f in files if word.search(f.read_text(encoding="utf-8"))}
-    assert "ds_usp/settings.py" in naming
-    assert len(naming) - 1 <= NAMED_IN[name], sorted(naming)
 
 
 def test_a_value_that_a_function_does_not_take():
