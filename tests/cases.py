@@ -181,7 +181,6 @@ class Case:
             f"{self.layout}-{self.mask}-S{self.seq_len}-H{self.heads}/{self.kv_heads}"
             f"-D{self.head_dim}-B{self.batch}-{dtype}-{self.kernel}"
             f"-{self.tuning.chunks}-{self.tuning.gather}"
-            f"{'' if self.tuning.inner_ring == 'auto' else f'-inner{self.tuning.inner_ring}'}"
             + "".join(f"-{len(each)}docs{max(each)}" for each in self.documents)
             + "".join(f"-{len(each)}blocks" for each in self.blocks)
             + "".join(f"-tree{len(each)}" for each in self.tree)

@@ -277,14 +277,10 @@ class Call:
         """Steps of a chunk: the local block, if this rank does not merge it, and those received."""
         local = [] if remote == 1 and self.merges_local(chunk) else [True]
         steps = [
-            SimpleNamespace(
-                is_local=is_local, outer_step=0, calls=range(self.kernel_calls(chunk, index))
-            )
+            SimpleNamespace(is_local=is_local, calls=range(self.kernel_calls(chunk, index)))
             for index, is_local in enumerate([*local, *[False] * remote])
         ]
-        return SimpleNamespace(
-            steps=steps, backward_steps=steps, outer_steps=(), ring_degree=2 if self.ring else 1
-        )
+        return SimpleNamespace(steps=steps, backward_steps=steps, ring_degree=2 if self.ring else 1)
 
     def merges_local(self, chunk: int) -> bool:
         return self.own(chunk, "merged").random() < 0.3

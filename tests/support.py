@@ -163,7 +163,6 @@ def rows() -> Iterator[Row]:
     own = replace(packed, batch=2, documents=((1, 7, 30, 26), (40, 24)))
     yield row("documents", "of each sample", own)
     yield row("documents", "of another length", replace(packed, documents=((30, 30),)))
-    yield row("ring", "double, nodes of 2", replace(base, tuning=ds_usp.Tuning(inner_ring=2)))
     yield row("heads", "MHA", base)
     yield row("heads", "GQA, 8 over 2", replace(base, kv_heads=2))
     yield row("heads", "MQA, fewer KV heads than Ulysses ranks", replace(base, kv_heads=1))

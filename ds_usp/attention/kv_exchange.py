@@ -15,7 +15,7 @@ import torch
 from ds_usp.comm.channel import Channel, RecvSpec, SendSlice, StagingBuffer, split_features
 from ds_usp.geometry.pipeline_schedule import MAX_DKV_BUFFERS
 from ds_usp.geometry.ring_schedule import RingStep
-from ds_usp.geometry.ring_traffic import OuterStep, TokenRange
+from ds_usp.geometry.ring_traffic import TokenRange
 from ds_usp.geometry.segments import Runs
 from ds_usp.kernels.merge import GradAccumulator
 from ds_usp.lowlevel import strided_copy
@@ -58,19 +58,19 @@ class KVTransfer(NamedTuple):
     num_grad_tokens: int
 
 
-def kv_transfers(steps: Sequence[RingStep | OuterStep], rank: int) -> tuple[KVTransfer, ...]:
-    """The exchanges of ring steps or outer steps, on one ring rank."""
+def kv_transfers(steps: Sequence[RingStep], rank: int) -> tuple[KVTransfer, ...]:
+    """The exchanges of ring steps, on one ring rank."""
     transfers = []
     for index, step in enumerate(steps):
-        if isinstance(step, RingStep) and step.is_local:
+        if step.is_local:
             continue
-        remote = _rows([x for x in step.recv_ranges if x.rank != rank])
+        remote = _rows([x for x in step.kv_ranges if x.rank != rank])
         transfers.append(
             KVTransfer(
                 index,
                 step.num_kv_tokens,
                 tuple(SendSlice(*sent) for sent in step.send_ranges),
-                _rows(step.recv_ranges, [x.start for x in step.recv_ranges]),
+                _rows(step.kv_ranges, [x.start for x in step.kv_ranges]),
                 remote[-1].stop if remote else 0,
                 tuple(SendSlice(*rows[:3]) for rows in remote),
                 _rows(step.send_ranges, step.peer_offsets),
@@ -116,12 +116,11 @@ class KVExchange:
         ]
         self.channel.post(packed, transfer.sends, recvs, overlapped=overlapped)
 
-    def wait(self, number: int) -> tuple[torch.Tensor, KV]:
-        """The block as it was received, and as keys and values."""
+    def wait(self, number: int) -> KV:
+        """The received keys and values."""
         self.channel.wait()
-        block = self._block(number)
-        k, v = split_features(block, self._shapes, tokens_first=True)
-        return block, (k, v)
+        k, v = split_features(self._block(number), self._shapes, tokens_first=True)
+        return k, v
 
     def _block(self, number: int) -> torch.Tensor:
         return self._buffers[number % 2][: self._transfers[number].num_tokens]
@@ -137,6 +136,7 @@ class KVGradExchange:
         transfers: all exchanges, in order.
         dtype: of the gradients.
         k, v: ``[B, T, G, D]``, ``[B, T, G, E]``, for shapes and device.
+        targets: the sums of the gradients of this rank's own KV.
     """
 
     def __init__(
@@ -146,13 +146,14 @@ class KVGradExchange:
         dtype: torch.dtype,
         k: torch.Tensor,
         v: torch.Tensor,
+        targets: KVGrads,
     ) -> None:
         self.channel, self._transfers, self._shapes = channel, transfers, _head_shapes(k, v)
+        self._targets, self._in_flight = targets, 0  # the number of the exchange
         self._dtype, self._row = dtype, (k.shape[0], _num_features(k, v))
         self._buffer_each = len(transfers) <= MAX_DKV_BUFFERS
         max_tokens = 0 if self._buffer_each else max([x.num_grad_tokens for x in transfers])
         self._buffer = k.new_empty(max_tokens, *self._row, dtype=dtype)
-        self._targets: list[tuple[KVTransfer, KVGrads]] = []  # of the exchange in flight
         self._staged: StagingBuffer | None = None  # acquired already
 
     def staging_views(self, number: int) -> KV:
@@ -162,16 +163,16 @@ class KVGradExchange:
         dk, dv = self._staged.views(self._shapes, tokens_first=True)
         return dk, dv
 
-    def post(self, number: int, grads: KVGrads, targets: KVGrads) -> None:
-        """Send the gradients of a received block, and receive those of KV that this rank has sent
-        into ``targets``, the sums of its own KV's."""
-        transfer = self._transfers[number]
+    def post(self, number: int, grads: KVGrads) -> None:
+        """Send the gradients of a received block, and receive those of KV that this rank has
+        sent."""
+        transfer, self._in_flight = self._transfers[number], number
         if self._buffer_each:
             self._buffer = self._buffer.new_empty(transfer.num_grad_tokens, *self._row)
         remote = transfer.num_remote_tokens
         staging, self._staged = self._staged or self._acquire_staging(remote), None
         views = staging.views(self._shapes, tokens_first=True)
-        for grad, view, target in zip(grads, views, targets, strict=True):
+        for grad, view, target in zip(grads, views, self._targets, strict=True):
             grad.write(view[:, :remote])
             if remote < transfer.num_tokens:
                 grad.transfer_to(remote, target)
@@ -180,16 +181,15 @@ class KVGradExchange:
             RecvSpec(rank, self._buffer[start:stop], offset * stride)
             for rank, start, stop, offset in transfer.grad_recvs
         ]
-        self._targets.append((transfer, targets))
         self.channel.post(staging.tensor, transfer.grad_sends, recvs)
 
     def wait(self) -> None:
         """Wait for the exchange in flight and sum what was received."""
         self.channel.wait()
-        transfer, targets = self._targets.pop()  # an outer step's are freed with it
+        transfer = self._transfers[self._in_flight]
         grads = split_features(self._buffer, self._shapes, tokens_first=True)
         for (_, start, stop, _), span in zip(transfer.grad_recvs, transfer.grad_spans, strict=True):
-            for target, grad in zip(targets, grads, strict=True):
+            for target, grad in zip(self._targets, grads, strict=True):
                 target.add(
                     grad[:, start:stop],
                     [span],

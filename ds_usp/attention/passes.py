@@ -30,7 +30,6 @@ from ds_usp.attention.kv_exchange import (
     KVExchange,
     KVGradExchange,
     KVGrads,
-    KVTransfer,
     pack_kv,
 )
 from ds_usp.attention.plan import AttentionPlan, SavedChunk
@@ -55,10 +54,9 @@ class ChunkState:
         channels: of its ring exchanges, which may be in flight.
         step: number of the ring step that is computed.
         kv: keys and values of that step.
-        local_kv, received_kv, relayed_kv: this rank's, those of other ranks, those that it relays
-            in an outer step.
-        packed, relayed: what other ranks receive: of the local KV, and in the outer step.
-        kv_exchange, outer_kv_exchange: None until the first is posted, and at the end.
+        local_kv, received_kv: this rank's, those of other ranks.
+        packed: what other ranks receive of the local KV.
+        kv_exchange: None until the first is posted, and at the end.
     """
 
     def __init__(self, plan: AttentionPlan, index: int, *, backward: bool = False) -> None:
@@ -73,17 +71,14 @@ class ChunkState:
     kv: KV = NO_KV
     local_kv: KV = NO_KV
     received_kv: KV = NO_KV
-    relayed_kv: KV = NO_KV
     packed: torch.Tensor = NO_KV[0]
-    relayed: torch.Tensor = NO_KV[0]
     kv_exchange: KVExchange | None = None
-    outer_kv_exchange: KVExchange | None = None
 
     def free_kv(self) -> None:
         """Drop keys and values, and the receive buffers."""
-        self.kv_exchange = self.outer_kv_exchange = None
-        self.kv = self.local_kv = self.received_kv = self.relayed_kv = NO_KV
-        self.packed = self.relayed = NO_KV[0]
+        self.kv_exchange = None
+        self.kv = self.local_kv = self.received_kv = NO_KV
+        self.packed = NO_KV[0]
 
     def open_kv(self) -> KVExchange:
         """Pack the local keys and values, and allocate receive buffers, once."""
@@ -91,15 +86,8 @@ class ChunkState:
             ring, (k, v) = self.ring, self.local_kv
             channel = self.open_channel("ring_kv")
             self.kv_exchange = KVExchange(channel, self.transfers, k, v)
-            self.packed = self.relayed = pack_kv(channel, k, v, ring.schedule.packed_runs)
+            self.packed = pack_kv(channel, k, v, ring.schedule.packed_runs)
         return self.kv_exchange
-
-    def open_outer_kv(self) -> KVExchange:
-        if self.outer_kv_exchange is None:
-            self.open_kv()
-            channel, transfers = self.open_channel("ring_kv_outer"), self.ring.outer_transfers
-            self.outer_kv_exchange = KVExchange(channel, transfers, *self.local_kv)
-        return self.outer_kv_exchange
 
     def open_channel(self, kind: str) -> Channel:
         channel = self.ring.mesh.channel(kind, self.ring.use_copy_engines)
@@ -151,8 +139,8 @@ class Pass(Generic[ChunkT]):
         exposed: AbstractSet[Instr],
     ) -> None:
         # Before any allocation: one that fails leaves an aborted pass, which other ranks hear of.
-        if plan.needs_resources:
-            plan.reserve_resources(device)
+        if plan.staging_bytes:
+            plan.reserve_staging(device)
         self.plan, self.sinks = plan, sinks
         self._chunks, self._exposed = chunks, exposed
 
@@ -170,30 +158,20 @@ class Pass(Generic[ChunkT]):
                     for channel in state.channels:
                         stack.callback(channel.drain)
             raise
-        if self.plan.needs_resources:
+        if self.plan.staging_bytes:
             self.plan.mark_pass_done()
 
     def begin_step(self, chunk: ChunkT, index: int) -> None:
         """Before the first kernel call of a ring step: its keys and values."""
-        step, chunk.step = chunk.steps[index], index
-        if not step.is_local:
-            chunk.kv = chunk.received_kv
-        else:
-            chunk.kv = chunk.relayed_kv if step.outer_step else chunk.local_kv
+        chunk.step = index
+        chunk.kv = chunk.local_kv if chunk.steps[index].is_local else chunk.received_kv
 
     def post_kv(self, chunk: ChunkT, instr: Instr) -> None:
         overlapped = instr not in self._exposed
-        chunk.open_kv().post(instr.number, chunk.relayed, overlapped=overlapped)
+        chunk.open_kv().post(instr.number, chunk.packed, overlapped=overlapped)
 
     def wait_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        _block, chunk.received_kv = chunk.open_kv().wait(instr.number)
-
-    def post_outer_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        chunk.open_outer_kv().post(instr.number, chunk.packed, overlapped=True)
-
-    def wait_outer_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        """The block is relayed in the next outer step."""
-        chunk.relayed, chunk.relayed_kv = chunk.open_outer_kv().wait(instr.number)
+        chunk.received_kv = chunk.open_kv().wait(instr.number)
 
     def wait_return(self, chunk: ChunkT, instr: Instr) -> None:
         chunk.exchange.wait()
@@ -204,8 +182,6 @@ KV_HANDLERS: Mapping[Op, Handler] = MappingProxyType(
     {
         Op.KV_POST: Pass.post_kv,
         Op.KV_WAIT: Pass.wait_kv,
-        Op.OUTER_KV_POST: Pass.post_outer_kv,
-        Op.OUTER_KV_WAIT: Pass.wait_outer_kv,
         Op.RETURN_WAIT: Pass.wait_return,
         Op.LSE_WAIT: Pass.wait_return,
     }
@@ -336,7 +312,7 @@ class BackwardChunk(ChunkState):
     """State of a chunk backward.
 
     Attributes:
-        dkv: gradients of the local KV (0) and of those relayed in an outer step.
+        dkv: gradients of the local KV.
         step_grads: where gradients of the ring step are summed.
         staging: of the return, where a kernel writes its gradients there.
     """
@@ -344,26 +320,18 @@ class BackwardChunk(ChunkState):
     saved: SavedChunk
     dout: torch.Tensor
     dq: GradAccumulator
-    dkv: dict[int, KVGrads]
+    dkv: KVGrads
     step_grads: tuple[GradAccumulator, ...] = ()
     staging: PreallocatedSend | None = None
     grad_exchange: KVGradExchange | None = None
-    outer_grad_exchange: KVGradExchange | None = None
 
     def open_grads(self) -> KVGradExchange:
         if self.grad_exchange is None:
-            self.grad_exchange = self._open("ring_dkv", self.transfers)
+            k, v = self.saved.k, self.saved.v
+            dtype = self.ring.kernel.caps.grad_dtype(k.dtype)
+            channel = self.open_channel("ring_dkv")
+            self.grad_exchange = KVGradExchange(channel, self.transfers, dtype, k, v, self.dkv)
         return self.grad_exchange
-
-    def open_outer_grads(self) -> KVGradExchange:
-        if self.outer_grad_exchange is None:
-            self.outer_grad_exchange = self._open("ring_dkv_outer", self.ring.outer_transfers)
-        return self.outer_grad_exchange
-
-    def _open(self, kind: str, transfers: Sequence[KVTransfer]) -> KVGradExchange:
-        k, v = self.saved.k, self.saved.v
-        dtype = self.ring.kernel.caps.grad_dtype(k.dtype)
-        return KVGradExchange(self.open_channel(kind), transfers, dtype, k, v)
 
 
 class BackwardPass(Pass[BackwardChunk]):
@@ -418,17 +386,11 @@ class BackwardPass(Pass[BackwardChunk]):
         group = chunk.exchanges.kv_chunk
         if group not in self._dkv:
             self._dkv[group] = GradAccumulator(k), GradAccumulator(v)
-        chunk.dkv = {0: self._dkv[group]}
+        chunk.dkv = self._dkv[group]
 
     def slice_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
         self.post_heads(chunk, instr)
         self.wait_heads(chunk, instr)
-
-    def wait_outer_kv(self, chunk: BackwardChunk, instr: Instr) -> None:
-        """Also start the sums of the block's gradients."""
-        super().wait_outer_kv(chunk, instr)
-        k, v = chunk.relayed_kv
-        chunk.dkv[instr.number + 1] = GradAccumulator(k), GradAccumulator(v)
 
     def stage_return(self, chunk: BackwardChunk, instr: Instr) -> None:
         chunk.staging = chunk.exchanges.qkv.preallocate_send(self._dout, self._shapes)
@@ -438,7 +400,7 @@ class BackwardPass(Pass[BackwardChunk]):
         super().begin_step(chunk, index)
         step = chunk.steps[index]
         if step.is_local:
-            chunk.step_grads = chunk.dq, *chunk.dkv[step.outer_step]
+            chunk.step_grads = chunk.dq, *chunk.dkv
         else:
             k, v = chunk.kv
             chunk.step_grads = chunk.dq, GradAccumulator(k), GradAccumulator(v)
@@ -482,18 +444,11 @@ class BackwardPass(Pass[BackwardChunk]):
         if chunk.step != index:  # this rank has no kernel calls in it
             self.begin_step(chunk, index)
         _dq, dk, dv = chunk.step_grads
-        target = chunk.dkv[chunk.steps[index].outer_step]
-        chunk.open_grads().post(instr.number, (dk, dv), target)
+        chunk.open_grads().post(instr.number, (dk, dv))
         chunk.step_grads = ()
 
     def wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
         chunk.open_grads().wait()
-
-    def post_outer_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
-        chunk.open_outer_grads().post(instr.number, chunk.dkv.pop(instr.number + 1), chunk.dkv[0])
-
-    def wait_outer_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
-        chunk.open_outer_grads().wait()
 
     def end(self, chunk: BackwardChunk, instr: Instr) -> None:
         if self.sinks is not None and self.dsinks is not None:
@@ -507,7 +462,9 @@ class BackwardPass(Pass[BackwardChunk]):
         """The gradients of a chunk, which are complete, and no longer kept here."""
         if chunk.exchanges.has_kv:
             del self._dkv[chunk.index]
-        return chunk.dq, *chunk.dkv.pop(0)
+        dkv = chunk.dkv
+        del chunk.dkv
+        return chunk.dq, *dkv
 
     def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
         exchange, sources = chunk.exchanges.qkv, self._take_grads(chunk)
@@ -516,7 +473,7 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.exchange = exchange.post_to_sequence(
             sources[:count], self.grads[:count], chunk.staging, overlapped=overlapped
         )
-        chunk.grad_exchange = chunk.outer_grad_exchange = chunk.staging = None
+        chunk.grad_exchange = chunk.staging = None
         del chunk.dq
 
     def store(self, chunk: BackwardChunk, instr: Instr) -> None:
@@ -526,20 +483,17 @@ class BackwardPass(Pass[BackwardChunk]):
             self._grads = dq, dk, dv
         else:
             chunk.exchanges.qkv.to_sequence(sources, self.grads)
-        chunk.grad_exchange = chunk.outer_grad_exchange = None
+        chunk.grad_exchange = None
         del chunk.dq
 
     handlers = dict(KV_HANDLERS) | {
         Op.A2A_POST: post_heads,
         Op.A2A_WAIT: wait_heads,
         Op.SLICE_HEADS: slice_heads,
-        Op.OUTER_KV_WAIT: wait_outer_kv,
         Op.RETURN_STAGE: stage_return,
         Op.ATTN: attend,
         Op.DKV_POST: post_dkv,
         Op.DKV_WAIT: wait_dkv,
-        Op.OUTER_DKV_POST: post_outer_dkv,
-        Op.OUTER_DKV_WAIT: wait_outer_dkv,
         Op.END: end,
         Op.RETURN_POST: post_return,
         Op.STORE: store,

@@ -154,11 +154,6 @@ class RingCall:
         """The KV exchanges of the backward pass, and those of their gradients."""
         return kv_transfers(self.schedule.backward_steps, self.schedule.ring_rank)
 
-    @cached_property
-    def outer_transfers(self) -> tuple[KVTransfer, ...]:
-        """The exchanges across nodes of a double ring, in either pass."""
-        return kv_transfers(self.schedule.outer_steps, self.schedule.ring_rank)
-
     def writes_block_in_place(self, step: RingStep) -> bool:
         """Whether a step's first backward kernel call can write the KV gradients of all tokens of
         the step into a send buffer."""
@@ -262,32 +257,21 @@ class AttentionPlan:
         text = f"{exchange_order(self.forward)} | {exchange_order(self.backward)}"
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
-    @cached_property
-    def needs_resources(self) -> bool:
-        """Passes need process groups or staging buffers: :meth:`reserve_resources` must be called
-        before, :meth:`mark_pass_done` after a pass."""
-        return bool(self.staging_bytes or self.ring_calls[0].schedule.outer_steps)
-
-    def reserve_resources(self, device: torch.device) -> None:
-        """Open the process groups of a double ring, reserve staging buffers of copy engines and
-        begin a pass of them. Collective at a double ring's first call, and where buffers are too
-        small.
+    def reserve_staging(self, device: torch.device) -> None:
+        """Reserve staging buffers of copy engines and begin a pass of them; :meth:`mark_pass_done`
+        ends it. Collective where buffers are too small.
 
         Raises:
             MeshError: as :meth:`SequenceMesh.reserve`.
         """
-        if self.ring_calls[0].schedule.outer_steps:
-            self.mesh.create_outer_groups()
-        if self.staging_bytes:
-            if self.mesh.needs_reserve(self.staging_bytes):
-                with without_multicast():
-                    self.mesh.reserve(self.staging_bytes, device)
-            # A pass that is not marked done counts as aborted: copies of it may be in flight.
-            self.mesh.consistency.begin_pass()
+        if self.mesh.needs_reserve(self.staging_bytes):
+            with without_multicast():
+                self.mesh.reserve(self.staging_bytes, device)
+        # A pass that is not marked done counts as aborted: copies of it may be in flight.
+        self.mesh.consistency.begin_pass()
 
     def mark_pass_done(self) -> None:
-        if self.staging_bytes:
-            self.mesh.consistency.end_pass()
+        self.mesh.consistency.end_pass()
 
     def pack_saved(self, saved: Sequence[SavedChunk]) -> list[torch.Tensor]:
         """The saved tensors of all chunks one after the other; chunks that share keys and values
@@ -450,13 +434,8 @@ def _schedules(
 ) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
     """The ring schedule of each position of a chunk, forward and backward: most chunks share one,
     and what follows from it."""
-    planner: Callable[..., RingSchedule] = ring_schedule
-    if resolved.inner_ring is not None:
-        from ds_usp.experimental.double_ring import double_ring_schedule
-
-        planner = partial(double_ring_schedule, inner=resolved.inner_ring)
     plan = partial(
-        planner,
+        ring_schedule,
         layouts[0],
         mask,
         mesh.ring_rank,

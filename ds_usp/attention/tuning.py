@@ -49,25 +49,16 @@ class Tuning:
         copies: exchanges use the GPUs' copy engines and peer memory, and leave the SMs to
             attention; else NCCL. ``"auto"``: on NVIDIA GPUs of one node, except under
             ``NCCL_P2P_DISABLE=1``.
-        inner_ring: consecutive ranks of the ring that are a node: a double ring, in which keys and
-            values cross the network once per node, an outer step ahead, and their gradients once,
-            as the node's sum (LoongTrain, arXiv 2406.18485). It uses NCCL P2P; ``gather`` then is
-            for the blocks of an outer step. It must divide the ring's degree, where there is a
-            ring; 1, all of it or ``"auto"``: every block straight to its users. Experimental: its
-            gain was measured by gloo between two hosts, never by NCCL.
     """
 
     chunks: int | Literal["auto"] = "auto"
     gather: bool | Literal["auto"] = "auto"
     copies: bool | Literal["auto"] = "auto"
-    inner_ring: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("chunks", "inner_ring"):
-            value = getattr(self, name)
-            number = isinstance(value, int) and not isinstance(value, bool)
-            if value != "auto" and (not number or value < 1):
-                raise ConfigError(f"{name}={value!r} must be 'auto' or a number of 1 or more")
+        number = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
+        if self.chunks != "auto" and (not number or self.chunks < 1):
+            raise ConfigError(f"chunks={self.chunks!r} must be 'auto' or a number of 1 or more")
         for name in ("gather", "copies"):
             value = getattr(self, name)
             if value != "auto" and not isinstance(value, bool):
@@ -94,8 +85,7 @@ class Tuning:
             varlen: the kernel computes many documents in one call.
 
         Raises:
-            ConfigError: more chunks than heads allow, copy engines that cannot be used, or an inner
-                ring that does not divide the ring.
+            ConfigError: more chunks than heads allow, or copy engines that cannot be used.
         """
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
@@ -108,37 +98,25 @@ class Tuning:
         blocks = equal_blocks(mask, q.shape[0], layout.seq_len // layout.ring)
         size = size._replace(backward=backward, kernel_calls=kernel_calls, head_blocks=blocks)
         chunks = size.num_chunks() if self.chunks == "auto" else self.chunks
-        inner = None
-        if self.inner_ring != "auto":
-            from ds_usp.experimental.double_ring import validate_inner_ring
-
-            inner = validate_inner_ring(layout.ring, self.inner_ring)
         gather = self.gather
         if gather == "auto":
-            gather = size.flop > 0 and size.all_gathers_kv(chunks, inner)
-        use_copy_engines = self._resolve_copy_engines(q, mesh, inner)
+            gather = size.flop > 0 and size.all_gathers_kv(chunks)
+        use_copy_engines = self._resolve_copy_engines(q, mesh)
         sizes = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
         positions = chunk_positions(
             [end - begin for begin, end in sizes],
             launch_bound=use_copy_engines and is_launch_bound(size.flop),
         )
-        return ResolvedTuning(
-            chunks, gather and layout.ring > 1, use_copy_engines, inner, positions
-        )
+        return ResolvedTuning(chunks, gather and layout.ring > 1, use_copy_engines, positions)
 
-    def _resolve_copy_engines(
-        self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None
-    ) -> bool:
-        """``copies`` for such a call; ``inner``: ``inner_ring`` of a double ring.
+    def _resolve_copy_engines(self, q: torch.Tensor, mesh: SequenceMesh) -> bool:
+        """``copies`` for such a call.
 
         Raises:
             ConfigError: ``copies=True`` where they are not available; or a CUDA graph is captured
                 under ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
         """
-        why_not = mesh.copy_engine_unavailable
-        if why_not is None and inner is not None:
-            why_not = f"the blocks of a double ring (inner_ring={inner}) are relayed by NCCL P2P"
-        why_not = why_not or p2p_disabled_reason()
+        why_not = mesh.copy_engine_unavailable or p2p_disabled_reason()
         if why_not is None and not q.is_cuda:
             why_not = f"the tensors are on {q.device.type}"
         if self.copies is True and why_not is not None:
@@ -188,7 +166,6 @@ class ResolvedTuning(NamedTuple):
     chunks: int
     gather_kv: bool
     use_copy_engines: bool
-    inner_ring: int | None = None
     chunk_positions: ChunkPositions = (("only", "only"),)
 
     @property
@@ -198,7 +175,6 @@ class ResolvedTuning(NamedTuple):
             "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks",
             "KV all-gathered" if self.gather_kv else "KV stepwise",
             "copy engines" if self.use_copy_engines else "P2P",
-            *([f"inner ring {self.inner_ring}"] if self.inner_ring else []),
         )
 
     def __str__(self) -> str:

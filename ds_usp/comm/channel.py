@@ -23,9 +23,8 @@ from ds_usp.errors import MeshError
 class CommLedger:
     """Calls and bytes that this rank has sent to other ranks, by kind of exchange.
 
-    Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; a double ring's traffic between nodes is
-    ``ring_kv_outer``, ``ring_dkv_outer``; of layers that carry a state, ``states`` and the tokens
-    before a convolution, ``halo``. What a rank keeps is not counted.
+    Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; of layers that carry a state, ``states`` and
+    the tokens before a convolution, ``halo``. What a rank keeps is not counted.
 
     Attributes:
         between_nodes: of these bytes, those for ranks on other nodes.

@@ -33,7 +33,6 @@ from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
 from ds_usp.comm.process_groups import (
     align_group_counters,
     all_gather_bytes,
-    count_ring_ranks_per_node,
     new_local_group,
     node_ids,
     subgroup,
@@ -180,7 +179,6 @@ class WeakRegistry(Generic[T]):
         return obj
 
 
-OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
 MESH_REGISTRY: Final[WeakRegistry[SequenceMesh]] = WeakRegistry()
 # By process group: a loader and an attention over one group may each have a mesh of their own.
@@ -213,7 +211,7 @@ def _meshes_over(group: dist.ProcessGroup) -> dict[Hashable, SequenceMesh]:
 
 
 _HOLD_GROUPS: Final = frozenset(
-    {"sp_group", "ulysses_group", "kv_group", "dkv_group", "outer_groups"}
+    {"sp_group", "ulysses_group", "kv_group", "dkv_group"}
     | {"consistency", "copy_engines", "plans", "checks"}
 )
 
@@ -262,10 +260,8 @@ class SequenceMesh:
         ledger: calls and bytes that this rank has sent through the mesh.
         copy_engine_unavailable: why copy engines cannot carry its exchanges; None if they can.
         ulysses_in_node: all-to-alls cross no network.
-        ring_ranks_per_node: consecutive ring ranks in a node; the degree if nodes differ in it.
         other_nodes: by group (``ulysses``, ``ring``, ``sp``), its ranks that are not on this node.
         copy_engines: those in use, by kind of traffic.
-        outer_groups: communicators between nodes in a double ring, by kind of traffic.
         plans: validated calls over this mesh, by their arguments.
         checks: what else :meth:`check` compares; each is given the mesh.
         batch_layouts: the layout of the last batch of each length from a data loader; meshes over
@@ -288,11 +284,9 @@ class SequenceMesh:
     consistency: ConsistencyChecker = field(default_factory=ConsistencyChecker, repr=False)
     ledger: CommLedger = field(default_factory=CommLedger, repr=False)
     copy_engine_unavailable: str | None = "one process has no peer to exchange with"
-    ring_ranks_per_node: int = 1
     ulysses_in_node: bool = True
     other_nodes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
     copy_engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
-    outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
     checks: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -301,7 +295,7 @@ class SequenceMesh:
 
     def __post_init__(self) -> None:
         # torch keeps compiled graphs on disk: versions, of ops' results too, tell old ones apart.
-        text = f"{self}, {self.order}, ds_usp {__version__}, ops 5"
+        text = f"{self}, {self.order}, ds_usp {__version__}, ops 6"
         object.__setattr__(self, "name", MESH_REGISTRY.register(self, text))
 
     def __deepcopy__(self, _: dict[int, Any]) -> SequenceMesh:
@@ -464,7 +458,6 @@ class SequenceMesh:
             dkv_group=subgroup(group, peers["ring"]),
             consistency=ConsistencyChecker.for_mesh(group, nodes),
             copy_engine_unavailable=copy_engine_unavailable_reason(group, nodes),
-            ring_ranks_per_node=count_ring_ranks_per_node(nodes, grid),
             ulysses_in_node=ulysses_ranks_share_node(nodes, grid),
             other_nodes={
                 name: frozenset(n for n, i in enumerate(group_ranks) if nodes[i] != nodes[rank])
@@ -490,8 +483,7 @@ class SequenceMesh:
         return self.kv_group
 
     def channel(self, kind: str, copies: bool = False) -> Channel:
-        """A new channel for one kind of exchange: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one
-        of the last two with ``_outer``, whose groups :meth:`create_outer_groups` creates. With
+        """A new channel for one kind of exchange: ``all_to_all``, ``ring_kv``, ``ring_dkv``. With
         ``copies`` by copy engines (by P2P without a group, as in a ring of one rank).
 
         Raises:
@@ -504,18 +496,6 @@ class SequenceMesh:
         if kind not in self.copy_engines:
             raise MeshError(f"copy engines have no staging memory for {kind}: call reserve first")
         return CopyEngineChannel(self.copy_engines[kind], self.ledger, kind)
-
-    def create_outer_groups(self) -> None:
-        """Create a double ring's communicators between nodes; collective at the first call."""
-        if self.outer_groups or self.kv_group is None or self.sp_group is None:
-            return
-        align_group_counters(self.sp_group)
-        ranks = dist.get_process_group_ranks(self.kv_group)
-        for kind in OUTER_KINDS:
-            group = subgroup(self.sp_group, ranks)
-            if group is not None:
-                self.outer_groups[kind] = group
-                watchdog().leave_out(group)
 
     def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
         """Reserve staging memory for copy-engine exchanges of up to so many bytes a rank, by kind.
@@ -569,9 +549,7 @@ class SequenceMesh:
             ulysses_group=self.sp_group,
             kv_group=None,
             dkv_group=None,
-            ring_ranks_per_node=1,
             other_nodes={"ulysses": sp, "sp": sp},
-            outer_groups={},
             plans={},
         )
 
@@ -592,11 +570,8 @@ class SequenceMesh:
             self.consistency.clear_verified()
 
     def _group_of(self, kind: str) -> dist.ProcessGroup | None:
-        if kind in OUTER_KINDS:
-            return self.outer_groups.get(kind)
-        if kind == "all_to_all":
-            return self.ulysses_group
-        return {"ring_kv": self.kv_group, "ring_dkv": self.dkv_group}[kind]
+        groups = {"ring_kv": self.kv_group, "ring_dkv": self.dkv_group}
+        return self.ulysses_group if kind == "all_to_all" else groups[kind]
 
     def layout(self, kind: str, seq_len: int, documents: Any = ()) -> TokenLayout:
         """The :class:`TokenLayout` of a kind for the degrees and rank order of this mesh."""

@@ -8,7 +8,6 @@ import hashlib
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +147,3 @@ def ulysses_ranks_share_node(nodes: Sequence[bytes], grid: RankGrid) -> bool:
     """Whether the Ulysses ranks of each ring rank are on one node."""
     peers = (grid.group_of(rank, "ulysses") for rank in range(len(nodes)))
     return all(len({nodes[rank] for rank in ranks}) == 1 for ranks in peers)
-
-
-def count_ring_ranks_per_node(nodes: Sequence[bytes], grid: RankGrid) -> int:
-    """How many consecutive ranks of every ring share a node, by each rank's node; the ring degree
-    if the nodes hold different numbers."""
-    lengths = {
-        len(list(run))
-        for ring in grid.groups("ring")
-        for _, run in groupby(nodes[rank] for rank in ring)
-    }
-    return lengths.pop() if len(lengths) == 1 else grid.size("ring")

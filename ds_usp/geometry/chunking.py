@@ -110,11 +110,10 @@ class CallSize(NamedTuple):
         waves = [(end - begin) * self.head_blocks / _MULTIPROCESSORS for begin, end in heads]
         return sum(map(ceil, waves)) / sum(waves) - 1
 
-    def all_gathers_kv(self, chunks: int, inner_ring: int | None) -> bool:
-        """Whether the KV of a ring, or of its inner ring, are all-gathered: where that takes no
-        more memory than stepwise, or little."""
-        ranks = inner_ring or self.ring
-        return chunks >= ranks or self.kv_bytes * ranks // self.ring // chunks <= _GATHER_BYTES
+    def all_gathers_kv(self, chunks: int) -> bool:
+        """Whether the KV of a ring are all-gathered: where that takes no more memory than stepwise,
+        or little."""
+        return chunks >= self.ring or self.kv_bytes // chunks <= _GATHER_BYTES
 
 
 def attention_flop(mask: MaskSpec, queries: int, keys: int, width: int) -> float:

@@ -14,7 +14,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
-from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
+from ds_usp.geometry.ring_schedule import RingSchedule
 
 # Up to so many exchanges of KV gradients of a chunk each have a receive buffer of their own, and
 # are summed in one kernel; more share one buffer, which is read before the chunk ends.
@@ -48,13 +48,9 @@ class Op(str, Enum):
 
     A2A_POST, A2A_WAIT = ("a2a", "all_to_all"), ("a2a?", "all_to_all")  # sequence to heads
     SLICE_HEADS = "slice"  # without Ulysses: the chunk's heads, of the local tensors
-    OUTER_KV_POST = "outerkv", "ring_kv_outer"  # KV across nodes (double ring)
-    OUTER_KV_WAIT = "outerkv?", "ring_kv_outer"
     KV_POST, KV_WAIT = ("kv", "ring_kv"), ("kv?", "ring_kv")  # KV of other ring ranks
     ATTN = "attn"  # one kernel call
     DKV_POST, DKV_WAIT = ("dkv", "ring_dkv"), ("dkv?", "ring_dkv")  # gradients, to KV's owners
-    OUTER_DKV_POST = "outerdkv", "ring_dkv_outer"  # the same across nodes
-    OUTER_DKV_WAIT = "outerdkv?", "ring_dkv_outer"
     END = "end"  # of the kernel calls: partial results are merged, what only calls read is freed
     RETURN_STAGE = "stage"  # the staging buffer of the return, which a kernel writes directly
     RETURN_POST, RETURN_WAIT = ("ret", "all_to_all"), ("ret?", "all_to_all")  # heads to sequence
@@ -62,9 +58,9 @@ class Op(str, Enum):
     STORE = "store"  # without Ulysses: results into the outputs
 
 
-_NUMBERED = frozenset({"kv", "outerkv", "dkv", "outerdkv", "attn"})
+_NUMBERED = frozenset({"kv", "dkv", "attn"})
 # Kinds of channels, in the order in which they are reported.
-CHANNELS = "all_to_all", "ring_kv", "ring_dkv", "ring_kv_outer", "ring_dkv_outer"
+CHANNELS = "all_to_all", "ring_kv", "ring_dkv"
 
 
 class Instr(NamedTuple):
@@ -185,15 +181,11 @@ class _ScheduleWriter:
     ) -> None:
         self._order = list(range(len(chunks)))[:: -1 if backward else 1]
         self._steps = [x.backward_steps if backward else x.steps for x in chunks]
-        self._num_outer_steps = len(chunks[0].outer_steps)
         self._has_ring = chunks[0].ring_degree > 1
         self._ulysses, self._backward = ulysses, backward
         self._return_lse, self._stage_return = return_lse, stage_return
         self._defer_return = self._has_ring and backward
-        self._in_flight: dict[tuple[int, Op], int] = {}  # gradient exchanges: chunk, wait -> number
-        # Double ring: the outer step whose gradients are being summed on their relay rank, and one
-        # whose sum is complete and still to be sent; 0: none.
-        self._summing = self._summed = 0
+        self._dkv_in_flight: dict[int, int] = {}  # chunk -> number of the exchange of gradients
         self._written: set[Instr] = set()
         self.instrs: list[Instr] = []
 
@@ -231,49 +223,36 @@ class _ScheduleWriter:
         self._write(Op.A2A_WAIT if self._ulysses else Op.SLICE_HEADS, chunk)
 
     def _start_kv(self, position: int) -> None:
-        """Post the first KV exchanges of the chunk at a position, if there is one."""
+        """Post the first KV exchange of the chunk at a position, if there is one."""
         if position >= len(self._order):
             return
         chunk = self._order[position]
         if not self._backward:
             self._take_heads(chunk)
-        if self._num_outer_steps:
-            self._write(Op.OUTER_KV_POST, chunk, 0)
-        self._post_kv(chunk, self._remote_steps(chunk), 0, outer_step=0)
+        self._post_kv(chunk, 0)
 
-    def _remote_steps(self, chunk: int) -> list[RingStep]:
-        return [step for step in self._steps[chunk] if not step.is_local]
-
-    def _post_kv(self, chunk: int, remote: list[RingStep], index: int, outer_step: int) -> None:
-        """If there is one with this number and it is of the outer step."""
-        if index < len(remote) and remote[index].outer_step == outer_step:
-            self._write(Op.KV_POST, chunk, index)
+    def _post_kv(self, chunk: int, number: int) -> None:
+        """Post the KV exchange with this number, if the chunk has so many."""
+        if number < sum(not step.is_local for step in self._steps[chunk]):
+            self._write(Op.KV_POST, chunk, number)
 
     def _compute(self, position: int, chunk: int) -> None:
-        remote, received, outer_step = self._remote_steps(chunk), 0, 0
+        received = 0
         for index, step in enumerate(self._steps[chunk]):
-            if step.outer_step not in (outer_step, 0):
-                self._write(Op.OUTER_KV_WAIT, chunk, step.outer_step - 1)
-                if step.outer_step < self._num_outer_steps:
-                    self._write(Op.OUTER_KV_POST, chunk, step.outer_step)
-                self._post_kv(chunk, remote, received, step.outer_step)
-            outer_step = step.outer_step
             if not step.is_local:
                 self._write(Op.KV_WAIT, chunk, received)
                 received += 1
-                self._post_kv(chunk, remote, received, outer_step)
-            if self._backward:
-                self._post_relayed_grads(chunk, outer_step)
+                self._post_kv(chunk, received)
             for call in range(len(step.calls)):
                 self._write(Op.ATTN, chunk, index, call)
                 self._mid_chunk(position)
             self._mid_chunk(position)  # on every rank, also where it has no calls
             if self._backward and not step.is_local:
-                self._post_grads(Op.DKV_POST, Op.DKV_WAIT, chunk, received - 1)
-        if self._backward:
-            self._post_relayed_grads(chunk, 0)
-            if len(remote) > MAX_DKV_BUFFERS:
-                self._wait_grads(Op.DKV_WAIT, chunk)
+                self._wait_dkv(chunk)
+                self._write(Op.DKV_POST, chunk, received - 1)
+                self._dkv_in_flight[chunk] = received - 1
+        if received > MAX_DKV_BUFFERS:
+            self._wait_dkv(chunk)
 
     def _mid_chunk(self, position: int) -> None:
         """What follows the first kernel call of a chunk."""
@@ -284,37 +263,16 @@ class _ScheduleWriter:
         if not self._defer_return and position:
             self._wait_return(position - 1)
 
-    def _post_relayed_grads(self, chunk: int, outer_step: int) -> None:
-        """Before a ring step: post the sum of the outer step before, one step late: the last
-        gradients of its sum are received under the first ring step of the next outer step."""
-        self._post_summed(chunk)
-        if outer_step != self._summing:
-            self._summed, self._summing = self._summing, outer_step
-            if not outer_step:  # the end of the chunk: there is no later step
-                self._post_summed(chunk)
-
-    def _post_summed(self, chunk: int) -> None:
-        if self._summed:
-            self._wait_grads(Op.DKV_WAIT, chunk)
-            self._post_grads(Op.OUTER_DKV_POST, Op.OUTER_DKV_WAIT, chunk, self._summed - 1)
-            self._summed = 0
-
-    def _post_grads(self, post: Op, wait: Op, chunk: int, index: int) -> None:
-        """Post an exchange of KV gradients, after the one before it."""
-        self._wait_grads(wait, chunk)
-        self._write(post, chunk, index)
-        self._in_flight[chunk, wait] = index
-
-    def _wait_grads(self, wait: Op, chunk: int) -> None:
-        index = self._in_flight.pop((chunk, wait), None)
-        if index is not None:
-            self._write(wait, chunk, index)
+    def _wait_dkv(self, chunk: int) -> None:
+        """Wait for the chunk's exchange of KV gradients in flight, if there is one."""
+        number = self._dkv_in_flight.pop(chunk, None)
+        if number is not None:
+            self._write(Op.DKV_WAIT, chunk, number)
 
     def _return(self, position: int) -> None:
         """Post the return of a chunk; wait for the one before, whose buffers are then free."""
         chunk = self._order[position]
-        self._wait_grads(Op.DKV_WAIT, chunk)
-        self._wait_grads(Op.OUTER_DKV_WAIT, chunk)
+        self._wait_dkv(chunk)
         if not self._ulysses:
             self._write(Op.STORE, chunk)
             return

@@ -10,14 +10,7 @@ from typing import Literal
 
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.ring_traffic import (
-    OuterStep,
-    Ring,
-    TokenRange,
-    merge_runs,
-    min_gap,
-    total_length,
-)
+from ds_usp.geometry.ring_traffic import Ring, TokenRange, merge_runs, min_gap, total_length
 from ds_usp.geometry.segments import Runs, Segment, slice_segments
 from ds_usp.geometry.tiles import (
     ANY_BAND,
@@ -42,8 +35,7 @@ from ds_usp.geometry.tiles import (
 # dK/dV that went around with the block would be a running sum: a rank could send only after its own
 # kernel and after the message from the rank before, and the sum would travel in fp32 or be rounded
 # at each hop. Sent straight to the owner in the kernel's dtype, each is one message under the next
-# step's kernel, the sum is fp32 at the owner, and only the last step's gradients are exposed. Where
-# links differ (several nodes) that is not so: experimental/double_ring.py.
+# step's kernel, the sum is fp32 at the owner, and only the last step's gradients are exposed.
 #
 # Note [where the local block is computed]
 #
@@ -56,7 +48,7 @@ from ds_usp.geometry.tiles import (
 #   local_merged  [local + remote]       it is large enough. All-gathered, and where that saves
 #                                        kernel calls: larger ones, fewer merges
 #   local_last    [remote][local]        backward's last chunk: no chunk after it hides the return
-#                                        of its dK/dV. In a double ring local comes first
+#                                        of its dK/dV
 ChunkPosition = Literal["only", "local_first", "local_merged", "local_last"]
 # Ranks of the largest ring for which every rank plans the merged steps of all.
 _MAX_RING_PLANNED_FOR_ALL = 8
@@ -67,16 +59,13 @@ class RingStep:
     """Attention of this rank's queries with the keys and values of one rank, or of several.
 
     Args:
-        is_local: the keys are all that this rank has itself, in place; nothing is exchanged. In
-            outer step 0 they are its own, later those that it relays for its node.
+        is_local: the keys are all of this rank's own, in place; nothing is exchanged.
         kv_ranges: whose tokens the keys are, in the buffer's order. This rank's own may come last
             among those of others; only the others' are received.
-        recv_ranges: the same tokens among what a rank of the node has, and that rank.
         send_ranges: tokens that this rank sends in this step, and their receivers.
         peer_offsets: for each of them, the index of its first token among all that its receiver
             gets.
         calls: what kernels are called with. The local step's cover every query row.
-        outer_step: 0, or the number of :attr:`RingSchedule.outer_steps` received by then.
 
     Attributes:
         num_kv_tokens: key tokens.
@@ -85,11 +74,9 @@ class RingStep:
 
     is_local: bool
     kv_ranges: tuple[TokenRange, ...]
-    recv_ranges: tuple[TokenRange, ...]
     send_ranges: tuple[TokenRange, ...]
     peer_offsets: tuple[int, ...]
     calls: tuple[KernelCall, ...]
-    outer_step: int = 0
     num_kv_tokens: int = field(init=False, compare=False, repr=False)
     num_sent_tokens: int = field(init=False, compare=False, repr=False)
 
@@ -104,11 +91,8 @@ class RingStep:
 
     def __str__(self) -> str:
         work = "; ".join(map(str, self.calls)) or "nothing"
-        keys = f"from {' '.join(map(str, self.kv_ranges)) or 'no rank'}"
-        if self.is_local:
-            keys = "relayed" if self.outer_step else "local"
-        if self.outer_step:
-            keys = f"outer step {self.outer_step}, {keys}"
+        ranges = " ".join(map(str, self.kv_ranges)) or "no rank"
+        keys = "local" if self.is_local else f"from {ranges}"
         sends = f", sends {' '.join(map(str, self.send_ranges))}" if self.send_ranges else ""
         return f"{keys}: {work}{sends}"
 
@@ -123,7 +107,6 @@ class RingSchedule:
         max_local_tokens: most tokens that any rank of the ring has.
         max_recv_tokens: most tokens that any rank of the ring receives in one step.
         max_merged_tokens: most key tokens, on any rank, of a step with its own among them.
-        outer_steps: what crosses the network, in order; none in a plain ring.
     """
 
     ring_rank: int
@@ -133,7 +116,6 @@ class RingSchedule:
     max_local_tokens: int
     max_recv_tokens: int
     max_merged_tokens: int = 0
-    outer_steps: tuple[OuterStep, ...] = ()
 
     @property
     def pairs(self) -> int:
@@ -143,18 +125,16 @@ class RingSchedule:
     def packed_runs(self) -> Runs:
         """Of this rank's own tokens, the runs that it packs: what it sends, forward or backward,
         and what a step has among others' tokens. Short gaps are packed too."""
-        steps = [step for step in (*self.steps, *self.backward_steps) if not step.outer_step]
+        steps = (*self.steps, *self.backward_steps)
         packed = [sent for step in steps for sent in step.send_ranges]
-        packed += [sent for outer_step in self.outer_steps for sent in outer_step.send_ranges]
-        merged = (kv for step in steps if not step.is_local for kv in step.recv_ranges)
+        merged = (kv for step in steps if not step.is_local for kv in step.kv_ranges)
         packed += [kv for kv in merged if kv.rank == self.ring_rank]
         runs = ((start, stop) for _, start, stop in packed)
         return merge_runs(runs, min_gap(self.max_local_tokens))
 
     def __str__(self) -> str:
         head = f"ring rank {self.ring_rank} of {self.ring_degree}, {self.pairs} pairs"
-        outer = (f"outer step {index} {step}" for index, step in enumerate(self.outer_steps, 1))
-        return "\n  ".join([head, *outer, *map(str, self.steps)])
+        return "\n  ".join([head, *map(str, self.steps)])
 
 
 @lru_cache(maxsize=64)
@@ -179,47 +159,29 @@ def ring_schedule(
         LayoutError: no such rank.
     """
     ring = Ring(layout, kv_layout or layout, mask)
-    return schedule_of_ring(ring, ring_rank, support, gather, position)
-
-
-def schedule_of_ring(
-    ring: Ring,
-    ring_rank: int,
-    support: TileSupport,
-    gather: bool,
-    position: ChunkPosition,
-    outer_steps: tuple[OuterStep, ...] = (),
-    relayed: tuple[RingStep, ...] = (),
-) -> RingSchedule:
-    """The schedule of a ring, or of a double one.
-
-    Args:
-        ring: of a double ring, of outer step 0.
-        outer_steps, relayed: of a double ring: what follows it, and the steps with that.
-    """
-    local = local_step(ring, ring_rank, support)
-    useful = [offset for offset in ring.offsets() if offset]
-    visits = [[offset] for offset in useful]
+    local = _local_step(ring, ring_rank, support)
+    useful = ring.offsets()
+    visits: list[tuple[int, ...]] = [(offset,) for offset in useful]
     if gather:
         visits = [useful[:1], useful[1:]] if position == "only" else [useful]
     visits = [offsets for offsets in visits if offsets]
-    remote = [remote_step(ring, ring_rank, offsets, support) for offsets in visits]
-    steps = backward = (local, *remote, *relayed)
+    remote = [_remote_step(ring, ring_rank, offsets, support) for offsets in visits]
+    steps = backward = (local, *remote)
     if len(steps) > 1 and position == "only":
         rows = ring.queries.ring_length(ring_rank)
         half = _half(ring.queries.ring_segments(ring_rank))
         first, last = (
-            local_step(ring, ring_rank, support, part) for part in ((0, half), (half, rows))
+            _local_step(ring, ring_rank, support, part) for part in ((0, half), (half, rows))
         )
-        backward = (first, *remote, *relayed, last)
-    elif position == "local_last" and not outer_steps:
+        backward = (first, *remote, last)
+    elif position == "local_last":
         backward = (*remote, local)
     max_merged = 0
     if gather and position == "local_merged" and remote:
         max_merged = _max_merged_tokens(ring, useful, support)
         merged = _merged_local_step(ring, ring_rank, useful, support, (local, remote[0]))
         if merged:
-            steps = backward = (merged, *relayed)
+            steps = backward = (merged,)
     ranks = range(ring.degree)
     return RingSchedule(
         ring_rank,
@@ -229,7 +191,6 @@ def schedule_of_ring(
         max(map(ring.keys.ring_length, ranks)),
         max((_num_recv_tokens(ring, rank, visit) for visit in visits for rank in ranks), default=0),
         max_merged,
-        outer_steps,
     )
 
 
@@ -242,29 +203,29 @@ def _half(queries: Sequence[Segment]) -> int:
 
 
 def _num_recv_tokens(ring: Ring, rank: int, offsets: Sequence[int]) -> int:
-    return total_length(kv for kv, _ in ring.recv_ranges(rank, offsets))
+    return total_length(ring.kv_ranges(rank, offsets))
 
 
-def local_step(
+def _local_step(
     ring: Ring, ring_rank: int, support: TileSupport, rows: tuple[int, int] | None = None
 ) -> RingStep:
-    """The step with the keys that this rank holds itself, for all query rows or for some."""
+    """The step with this rank's own keys, for all query rows or for some."""
     queries = ring.queries.ring_segments(ring_rank)
     rows = rows or (0, ring.queries.ring_length(ring_rank))
-    calls = _calls(queries, ring.held_segments(ring_rank), ring.mask, support, rows)
-    return RingStep(True, *_token_ranges(ring, ring_rank, [0]), (), (), calls)
+    calls = _calls(queries, ring.keys.ring_segments(ring_rank), ring.mask, support, rows)
+    return RingStep(True, ring.kv_ranges(ring_rank, [0]), (), (), calls)
 
 
-def remote_step(
+def _remote_step(
     ring: Ring, ring_rank: int, offsets: Sequence[int], support: TileSupport
 ) -> RingStep:
     """The step with the keys of this rank's peers at some offsets; offset 0 is the rank itself."""
-    kv_ranges, recv_ranges = _token_ranges(ring, ring_rank, offsets)
+    kv_ranges = ring.kv_ranges(ring_rank, offsets)
     send_ranges, peer_offsets = [], []
-    for user in sorted({ring.peer(ring_rank, -offset) for offset in offsets} - {ring_rank}):
+    for user in sorted({(ring_rank + offset) % ring.degree for offset in offsets} - {ring_rank}):
         peer_offset = 0
-        for holder, start, stop in _token_ranges(ring, user, offsets)[1]:
-            if holder == ring_rank:
+        for owner, start, stop in ring.kv_ranges(user, offsets):
+            if owner == ring_rank:
                 send_ranges.append(TokenRange(user, start, stop))
                 peer_offsets.append(peer_offset)
             peer_offset += stop - start
@@ -274,7 +235,7 @@ def remote_step(
         for segment in slice_segments(ring.keys.ring_segments(owner), start, stop)
     ]
     calls = _calls(ring.queries.ring_segments(ring_rank), keys, ring.mask, support)
-    return RingStep(False, kv_ranges, recv_ranges, tuple(send_ranges), tuple(peer_offsets), calls)
+    return RingStep(False, kv_ranges, tuple(send_ranges), tuple(peer_offsets), calls)
 
 
 def _merged_local_step(
@@ -287,7 +248,7 @@ def _merged_local_step(
     """A rank's own keys and its peers' in one step; None if that saves no kernel call."""
     if not separate_steps[1].kv_ranges:
         return None
-    merged = remote_step(ring, rank, [*offsets, 0], support)
+    merged = _remote_step(ring, rank, [*offsets, 0], support)
     return merged if len(merged.calls) < sum(len(step.calls) for step in separate_steps) else None
 
 
@@ -303,19 +264,11 @@ def _max_merged_tokens(ring: Ring, offsets: Sequence[int], support: TileSupport)
             rank,
             offsets,
             support,
-            (local_step(ring, rank, support), remote_step(ring, rank, offsets, support)),
+            (_local_step(ring, rank, support), _remote_step(ring, rank, offsets, support)),
         )
         for rank in ranks
     )
     return max((step.num_kv_tokens for step in merged_steps if step), default=0)
-
-
-def _token_ranges(
-    ring: Ring, rank: int, offsets: Sequence[int]
-) -> tuple[tuple[TokenRange, ...], tuple[TokenRange, ...]]:
-    """What a rank receives, by owner and by holder."""
-    ranges = ring.recv_ranges(rank, offsets)
-    return tuple(by_owner for by_owner, _ in ranges), tuple(by_holder for _, by_holder in ranges)
 
 
 def _calls(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.segments import Runs, Segment, ShardIndex, slice_segments
+from ds_usp.geometry.segments import Runs, ShardIndex
 from ds_usp.geometry.tiles import visible_columns
 
 # Tokens between two visible runs are not sent if they are this fraction of their owner's tokens:
@@ -20,8 +19,8 @@ _MIN_GAP_FRACTION = 32
 
 
 class TokenRange(NamedTuple):
-    """Tokens ``start : stop`` of a ring rank: of its own, or of what it relays; or of this rank's,
-    with the rank that receives them."""
+    """Tokens ``start : stop`` of a ring rank; or of this rank's, with the rank that receives
+    them."""
 
     rank: int
     start: int
@@ -40,42 +39,8 @@ def total_length(ranges: Iterable[TokenRange]) -> int:
     return sum([stop - start for _, start, stop in ranges])
 
 
-@dataclass(frozen=True, slots=True)
-class OuterStep:
-    """What a rank of a double ring exchanges across the network before the ring steps of an outer
-    step.
-
-    Args:
-        recv_ranges: what this rank is to relay in its node, by owner, in the buffer's order.
-        send_ranges: this rank's own tokens that are sent, and the rank that will relay them.
-
-    Attributes:
-        num_kv_tokens, num_sent_tokens, peer_offsets: as of ``RingStep``.
-    """
-
-    recv_ranges: tuple[TokenRange, ...]
-    send_ranges: tuple[TokenRange, ...]
-    num_kv_tokens: int = field(init=False, compare=False, repr=False)
-    num_sent_tokens: int = field(init=False, compare=False, repr=False)
-    peer_offsets: tuple[int, ...] = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        lengths = (stop - start for _, start, stop in self.send_ranges)
-        object.__setattr__(self, "num_kv_tokens", total_length(self.recv_ranges))
-        object.__setattr__(self, "num_sent_tokens", total_length(self.send_ranges))
-        object.__setattr__(self, "peer_offsets", tuple(accumulate(lengths, initial=0))[:-1])
-
-    def __str__(self) -> str:
-        received, sent = (
-            " ".join(map(str, ranges)) or "nothing"
-            for ranges in (self.recv_ranges, self.send_ranges)
-        )
-        return f"relays {received}, sends {sent}"
-
-
 class Ring:
-    """Which tokens each rank of a ring sends and receives. A node of a double ring in one outer
-    step is one too, whose ranks hold what they relay (``ds_usp.experimental.double_ring``).
+    """Which tokens each rank of a ring receives.
 
     Args:
         queries, keys: layouts of the query and of the key tokens.
@@ -85,56 +50,26 @@ class Ring:
     def __init__(self, queries: TokenLayout, keys: TokenLayout, mask: MaskSpec) -> None:
         self.queries, self.keys, self.mask = queries, keys, mask
         self.degree = queries.ring
-        self.visible = visible_runs(queries, mask, keys)
-
-    @property
-    def size(self) -> int:
-        """Ranks that exchange with each other."""
-        return self.degree
-
-    def peer(self, rank: int, offset: int) -> int:
-        """The rank ``offset`` ranks before ``rank``, around those that exchange."""
-        return (rank - offset) % self.degree
-
-    def owner(self, rank: int) -> int:
-        """The ring rank whose tokens a rank holds."""
-        return rank
-
-    def held_runs(self, rank: int) -> Runs:
-        """The runs of the owner's tokens that a rank holds."""
-        return ((0, self.keys.ring_length(rank)),)
-
-    def held_segments(self, rank: int) -> tuple[Segment, ...]:
-        owned = self.keys.ring_segments(self.owner(rank))
-        runs = self.held_runs(rank)
-        return tuple(segment for run in runs for segment in slice_segments(owned, *run))
+        self._visible = visible_runs(queries, mask, keys)
 
     def offsets(self) -> tuple[int, ...]:
-        """Those at which any rank sees anything of what that peer holds."""
+        """Those at which any rank sees anything of the rank so many before it."""
         ranks = range(self.degree)
         return tuple(
             offset
-            for offset in range(self.size)
-            if any(self.visible[rank][self.owner(self.peer(rank, offset))] for rank in ranks)
+            for offset in range(1, self.degree)
+            if any(self._visible[rank][(rank - offset) % self.degree] for rank in ranks)
         )
 
-    def recv_ranges(
-        self, rank: int, offsets: Sequence[int]
-    ) -> tuple[tuple[TokenRange, TokenRange], ...]:
-        """What a rank receives from its peers at some offsets, the farthest first: ranges of the
-        tokens' owner, and the same tokens among those that the peer holds. At offset 0, its own, it
-        has all that it holds."""
-        ranges = []
+    def kv_ranges(self, rank: int, offsets: Sequence[int]) -> tuple[TokenRange, ...]:
+        """What a rank receives from the ranks at some offsets before it, the farthest first; at
+        offset 0 it has all tokens of its own."""
+        ranges: list[TokenRange] = []
         for offset in sorted(offsets, reverse=True):
-            peer = self.peer(rank, offset)
-            owner, held = self.owner(peer), self.held_runs(peer)
-            firsts = [first for first, _ in held]
-            held_at = list(accumulate((stop - start for start, stop in held), initial=0))
-            for start, stop in self.visible[rank][owner] if offset else held:
-                index = bisect_right(firsts, start) - 1
-                at_peer = held_at[index] + start - firsts[index]
-                of_peer = TokenRange(peer, at_peer, at_peer + stop - start)
-                ranges.append((TokenRange(owner, start, stop), of_peer))
+            owner = (rank - offset) % self.degree
+            own = ((0, self.keys.ring_length(rank)),)
+            runs = self._visible[rank][owner] if offset else own
+            ranges += (TokenRange(owner, *run) for run in runs)
         return tuple(ranges)
 
 

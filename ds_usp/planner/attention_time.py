@@ -336,7 +336,7 @@ def simulated_pass(
         chunks,
         config.ring,
         ulysses=config.ulysses > 1,
-        gather=impl.chunks and size.all_gathers_kv(chunks, None),
+        gather=impl.chunks and size.all_gathers_kv(chunks),
         backward=backward,
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)

@@ -303,7 +303,6 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
     gradient_dtype: str | None = flag(
         "of the ring's gradients (default: dtype)", None, choices=DTYPES
     )
-    inner_ring: int | None = flag("ring ranks of a node, in a double ring (default: none)", None)
 
     def result(self) -> Result:
         """The bytes that each sequence-parallel rank sends in one layer."""
@@ -323,7 +322,6 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
                 rank,
                 self.layout,
                 gradient_bytes=BYTES[self.gradient_dtype or self.dtype],
-                inner_ring=self.inner_ring,
             )
             for rank in range(config.sp)
         ]

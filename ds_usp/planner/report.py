@@ -310,14 +310,11 @@ def comm_json(
             "forward_bytes": {
                 "all_to_all": sent.all_to_all_forward,
                 "ring_kv": sent.ring_kv_forward,
-                "ring_kv_outer": sent.ring_kv_outer,
             },
             "backward_bytes": {
                 "all_to_all": sent.all_to_all_backward,
                 "ring_kv": sent.ring_kv_backward,
                 "ring_dkv": sent.ring_dkv_backward,
-                "ring_kv_outer": sent.ring_kv_outer,
-                "ring_dkv_outer": sent.ring_dkv_outer,
             },
             "ledger_bytes": sent.ledger(),
             "total_bytes": sent.forward + sent.backward,
@@ -357,14 +354,6 @@ _COMM: Mapping[str, str] = MappingProxyType(
         "bwd ring dkv": "backward_bytes.ring_dkv",
     }
 )
-_COMM_OUTER: Mapping[str, str] = MappingProxyType(
-    {
-        "each outer kv": "forward_bytes.ring_kv_outer",
-        "bwd outer dkv": "backward_bytes.ring_dkv_outer",
-    }
-)
-
-
 _COMM_STATES: Mapping[str, str] = MappingProxyType(
     {
         "fwd states": "forward_bytes.states",
@@ -383,8 +372,7 @@ def comm_text(content: Json) -> Iterator[object]:
         "sends in one layer for one micro batch"
     ).format_map(content)
     rows = content["ranks"]
-    outer = any(row["forward_bytes"]["ring_kv_outer"] for row in rows)
-    keys = {**_COMM, **(_COMM_OUTER if outer else {}), "all": "total_bytes"}
+    keys = {**_COMM, "all": "total_bytes"}
     yield Table(rows, {"rank": "{rank}", **{t: number(key, MIB, 2) for t, key in keys.items()}})
     if "state_ranks" in content:
         yield "in one of the layers that carry a state instead"

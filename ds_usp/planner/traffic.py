@@ -33,32 +33,23 @@ from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 @dataclass(frozen=True, slots=True)
 class AttentionBytes:
-    """What one rank sends in one layer for one micro batch, by the ledger's kinds.
-
-    Args:
-        ring_kv_outer, ring_dkv_outer: of a double ring, what crosses the network: keys and values,
-            forward as often as backward, and their gradients. The ring's other numbers are then
-            what stays inside nodes.
-    """
+    """What one rank sends in one layer for one micro batch, by the ledger's kinds."""
 
     all_to_all_forward: int
     all_to_all_backward: int
     ring_kv_forward: int
     ring_kv_backward: int
     ring_dkv_backward: int
-    ring_kv_outer: int = 0
-    ring_dkv_outer: int = 0
 
     @property
     def forward(self) -> int:
         """All bytes sent forward."""
-        return self.all_to_all_forward + self.ring_kv_forward + self.ring_kv_outer
+        return self.all_to_all_forward + self.ring_kv_forward
 
     @property
     def backward(self) -> int:
         """All bytes sent backward."""
-        ring = self.ring_kv_backward + self.ring_dkv_backward
-        return self.all_to_all_backward + ring + self.ring_kv_outer + self.ring_dkv_outer
+        return self.all_to_all_backward + self.ring_kv_backward + self.ring_dkv_backward
 
     def ledger(self) -> dict[str, int]:
         """Forward and backward together, as ``SequenceMesh.ledger`` counts; no zeros."""
@@ -66,8 +57,6 @@ class AttentionBytes:
             "all_to_all": self.all_to_all_forward + self.all_to_all_backward,
             "ring_kv": self.ring_kv_forward + self.ring_kv_backward,
             "ring_dkv": self.ring_dkv_backward,
-            "ring_kv_outer": 2 * self.ring_kv_outer,
-            "ring_dkv_outer": self.ring_dkv_outer,
         }
         return {kind: sent for kind, sent in sums.items() if sent}
 
@@ -79,7 +68,6 @@ def attention_bytes(
     layout: str = "zigzag",
     mask: MaskSpec | None = None,
     gradient_bytes: int = 0,
-    inner_ring: int | None = None,
 ) -> AttentionBytes:
     """The bytes that one rank of the sequence-parallel group sends in a layer, as its ledger
     counts.
@@ -93,11 +81,6 @@ def attention_bytes(
         mask: that of the model's layers if None: causal, within their window.
         gradient_bytes: of an element of the ring's gradients; 0: as the keys. Kernels that
             return fp32 gradients send 4.
-        inner_ring: ranks of an inner ring, whose blocks cross the network once for all of them;
-            None: blocks go straight to their users.
-
-    Raises:
-        ConfigError: an inner ring that does not divide the ring.
     """
     tokens = TokenLayout(layout, work.seq_len, config.ulysses, config.ring, config.order)
     model = work.model
@@ -107,7 +90,7 @@ def attention_bytes(
     to_heads, to_sequence, queries_to_heads, queries_to_sequence = _exchange(
         tokens, heads, ulysses_rank, ring_rank
     )
-    ring = _ring_tokens(tokens, mask or layer_mask(model), ring_rank, inner_ring)
+    ring = _ring_tokens(tokens, mask or layer_mask(model), ring_rank)
     kv_begin, kv_end = heads.kv_range(ulysses_rank)
     token = 2 * (kv_end - kv_begin) * config.micro_batch * model.head_dim
     kv, dkv = token * config.param_bytes, token * (gradient_bytes or config.param_bytes)
@@ -117,8 +100,6 @@ def attention_bytes(
         ring_kv_forward=ring.sent * kv,
         ring_kv_backward=ring.sent * kv,
         ring_dkv_backward=ring.received * dkv,
-        ring_kv_outer=ring.sent_outer * kv,
-        ring_dkv_outer=ring.received_outer * dkv,
     )
 
 
@@ -192,40 +173,26 @@ def _exchange(
 
 
 class _RingTokens(NamedTuple):
-    """Tokens sent to other ring ranks and received from them; between nodes separately."""
+    """Tokens sent to other ring ranks and received from them."""
 
     sent: int
     received: int
-    sent_outer: int = 0
-    received_outer: int = 0
 
 
 @lru_cache(maxsize=4096)
-def _ring_tokens(
-    tokens: TokenLayout, mask: MaskSpec, ring_rank: int, inner: int | None
-) -> _RingTokens:
+def _ring_tokens(tokens: TokenLayout, mask: MaskSpec, ring_rank: int) -> _RingTokens:
     """Tokens whose keys and values a ring rank sends and receives; in closed form for a zigzag."""
     ring = tokens.ring
-    if ring == 1 and inner is None:
+    if ring == 1:
         return _RingTokens(0, 0)
-    even = tokens.kind == "zigzag" and mask.is_causal and tokens.seq_len % (2 * ring) == 0
-    if even and inner is None:
+    if tokens.kind == "zigzag" and mask.is_causal and tokens.seq_len % (2 * ring) == 0:
         # Ranks after this one see its front chunk, ranks before it both.
         chunk = tokens.seq_len // (2 * ring)
         later, earlier = ring - 1 - ring_rank, ring_rank
         return _RingTokens((later + 2 * earlier) * chunk, (earlier + 2 * later) * chunk)
-    if inner is None:
-        schedule = ring_schedule(tokens, mask, ring_rank)
-    else:
-        from ds_usp.experimental.double_ring import double_ring_schedule
-
-        schedule = double_ring_schedule(tokens, mask, ring_rank, inner=inner)
-    steps = [step for step in schedule.steps if not step.is_local]
+    steps = [x for x in ring_schedule(tokens, mask, ring_rank).steps if not x.is_local]
     return _RingTokens(
-        sum(step.num_sent_tokens for step in steps),
-        sum(step.num_kv_tokens for step in steps),
-        sum(outer.num_sent_tokens for outer in schedule.outer_steps),
-        sum(outer.num_kv_tokens for outer in schedule.outer_steps),
+        sum(step.num_sent_tokens for step in steps), sum(step.num_kv_tokens for step in steps)
     )
 
 
@@ -276,7 +243,7 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     sent = (1.0 if relayed else 0.75) * busiest
     if model.window and not relayed:
         tokens = TokenLayout("zigzag", work.seq_len, 1, r)
-        every = [_ring_tokens(tokens, layer_mask(model), rank, None).sent for rank in range(r)]
+        every = [_ring_tokens(tokens, layer_mask(model), rank).sent for rank in range(r)]
         sent, busiest = sum(every) / r, float(max(every))
     token = 2 * config.micro_batch * kv / u * e
     ring = sent * token

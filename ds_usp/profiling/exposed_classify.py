@@ -57,7 +57,7 @@ ROLES = ("tensor", "pipeline", "sequence", "data")
 _OF_LEDGER: Mapping[str, str] = MappingProxyType(
     {
         "all_to_all": ALL_TO_ALL,
-        **dict.fromkeys(("ring_kv", "ring_dkv", "ring_kv_outer", "ring_dkv_outer"), RING),
+        **dict.fromkeys(("ring_kv", "ring_dkv"), RING),
         **dict.fromkeys(("states", "halo"), STATES),  # of layers that carry a state
     }
 )

@@ -161,8 +161,8 @@ def on_one_rank(ctx: RankContext) -> list[bool]:
     """Whether ranks with and without a compiler go on together, with the same bits."""
     same = []
     for ulysses in (1, 2, 4):
-        double = ds_usp.Tuning(inner_ring=2)
-        case = replace(BASE, kv_heads=4, kernel="eager", sinks=True, tuning=double)
+        gathered = ds_usp.Tuning(gather=True)
+        case = replace(BASE, kv_heads=4, kernel="eager", sinks=True, tuning=gathered)
         layer = Layer(mesh_of(ulysses), case)
         run = compiled(layer) if ctx.rank == 1 else layer
         expected = results(layer, mesh_of(ulysses), case)

@@ -50,11 +50,7 @@ def over(
 
 
 def expected_ledgers(sent: AttentionBytes) -> tuple[LEDGER, LEDGER]:
-    forward = {
-        "all_to_all": sent.all_to_all_forward,
-        "ring_kv": sent.ring_kv_forward,
-        "ring_kv_outer": sent.ring_kv_outer,
-    }
+    forward = {"all_to_all": sent.all_to_all_forward, "ring_kv": sent.ring_kv_forward}
     return {kind: size for kind, size in forward.items() if size}, sent.ledger()
 
 

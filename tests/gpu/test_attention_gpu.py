@@ -45,8 +45,6 @@ TUNINGS = [
     for gather in (False, True)
     for copies in (False, "auto")
 ]
-# Two nodes of two in a ring of four; in smaller rings blocks go straight.
-DOUBLE = [Tuning(chunks, gather, inner_ring=2) for chunks in (1, 2) for gather in (False, True)]
 # Documents of one token, of a block's length and about it, and one that is on all ranks.
 PACKED = replace(
     LOW, seq_len=1034, kv_heads=4, documents=((1, 7, 128, 600, 1, 129, 127, 41),), head_dim=128
@@ -76,8 +74,6 @@ CASES = [
     replace(LONG, tuning=Tuning(1, True), seq_len=6142, kv_heads=4),
     *(replace(LONG, layout=layout, seq_len=6141, kv_heads=4) for layout in ALL_LAYOUTS),
     replace(LONG, layout="context_parallel", tuning=Tuning(2, True), seq_len=6143, seed=1),
-    *(replace(LONG, tuning=how, seed=seed) for how in DOUBLE for seed in (0, 1)),
-    *(replace(LOW, tuning=DOUBLE[2], layout=layout, mask="full") for layout in ALL_LAYOUTS),
     *(replace(LOW, layout=layout) for layout in ALL_LAYOUTS),
     *(replace(LOW, mask=mask) for mask in ("full", "window", "window both sides")),
     replace(LOW, kv_heads=2, head_dim=128),
@@ -106,7 +102,6 @@ CASES = [
     ),
     replace(TREE, tuning=Tuning(2, True), heads=8, kv_heads=8, sinks=True),
     replace(TREE, dtype=torch.float32, batch=2, tree=(*TREE.tree, ((0, 34, None), (34, 1034, 0)))),
-    replace(PACKED, tuning=DOUBLE[0]),
     replace(PACKED, tuning=Tuning(2, True), heads=8, kv_heads=8),
     replace(PACKED, dtype=torch.float32),
     *(replace(LOW, kernel=kernel, sinks=True, kv_heads=2) for kernel in KERNELS),

@@ -131,7 +131,6 @@ def test_without_a_gpu_they_are_refused():
     ("options", "environment", "text"),
     [
         ({"copies": False}, {}, "copies=False"),
-        ({"inner_ring": 2}, {}, "double ring"),
         ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "wait for itself"),
         ({}, {"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE"),
         ({}, {}, "no peer access"),

@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import pytest
-from programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("ds_usp", "megatron_patches", "examples_deepspeed")
@@ -182,23 +181,3 @@ def test_a_violation_is_caught(rule, path, text):
 @pytest.mark.parametrize(("path", "text"), ALLOWED)
 def test_what_is_allowed_passes(path, text):
     assert [message for rule in VIOLATIONS for message in rule(source(path, text))] == []
-
-
-BY_DEFAULT = """
-import sys
-import torch
-import ds_usp
-from ds_usp.planner.__main__ import main
-q = torch.ones(1, 8, 2, 4, requires_grad=True)
-mesh = ds_usp.SequenceMesh.single()
-mask = ds_usp.MaskSpec.causal()
-ds_usp.usp_attention(q, q, q, mesh=mesh, layout="contiguous", mask=mask).sum().backward()
-main(["plan", "--model", "llama3-8b", "--seq-len", "32K", "--gpus", "8"])
-print([name for name in sys.modules if name.startswith("ds_usp.experimental")])
-"""
-
-
-def test_nothing_experimental_is_loaded_where_its_setting_is_off():
-    done = python("-c", BY_DEFAULT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"

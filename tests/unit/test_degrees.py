@@ -18,7 +18,6 @@ from properties import examples
 import ds_usp
 from ds_usp import ConfigError, Degrees, RankGrid, USPConfig
 from ds_usp.attention.validation import head_split
-from ds_usp.comm.process_groups import count_ring_ranks_per_node
 from ds_usp.config import TorchrunEnv, torchrun_env
 from ds_usp.geometry.heads import HeadSplit
 
@@ -335,34 +334,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 def test_what_makes_no_sense_is_refused_with_the_number(call, number):
     with pytest.raises(ConfigError, match=re.escape(number)):
         call()
-
-
-# Node of each rank, Ulysses and ring degree, ring ranks per node; Ulysses varies fastest.
-NODES = [
-    ("aaaa", 1, 4, 4),
-    ("aabb", 1, 4, 2),
-    ("abcd", 1, 4, 1),
-    ("aabb", 2, 2, 1),
-    ("aabb", 4, 1, 1),
-    ("aaaabbbb", 2, 4, 2),
-    ("aabbccddeeff", 1, 12, 2),
-    # Runs of different lengths: as if on one node.
-    ("aaab", 1, 4, 4),
-    ("aaaaaabb", 1, 8, 8),
-    ("aaabbb", 2, 3, 3),
-    # A node that repeats is another run, as a relay inside it would need.
-    ("abab", 1, 4, 1),
-    ("aaaabbbb ring first", 2, 4, 4),
-    ("aabbccdd ring first", 2, 4, 2),
-]
-
-
-@pytest.mark.parametrize(("nodes", "ulysses", "ring", "ranks"), NODES)
-def test_count_ring_ranks_per_node(nodes, ulysses, ring, ranks):
-    order = ("ring", "ulysses") if nodes.endswith(" ring first") else ("ulysses", "ring")
-    grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order)
-    names = [name.encode() for name in nodes.split()[0]]
-    assert count_ring_ranks_per_node(names, grid) == ranks
 
 
 def test_defaults_are_one_rank_with_zigzag():

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
-from ds_usp.experimental.double_ring import double_ring_schedule
 from ds_usp.geometry.pipeline_schedule import (
     CHANNELS,
     Instr,
@@ -65,11 +64,10 @@ PRINTED = {
         " 1attn0.0 2dkv0? 2ret 1kv0? 1attn1.0 1dkv0 1end 0a2a?"
         " 0attn0.0 1dkv0? 1ret 2ret? 0kv0? 0attn1.0 0dkv0 0end 0dkv0? 0ret 1ret? 0ret?",
     ),
-    "double ring of 2 nodes of 2, backward, one chunk": (
-        {"ring": 4, "ulysses": False, "backward": True, "inner": 2, "chunks": 1},
-        "0outerkv0 0kv0 0slice 0attn0.0 0kv0? 0attn1.0 0dkv0"
-        " 0outerkv0? 0kv1 0attn2.0 0kv1? 0attn3.0 0dkv0? 0dkv1"
-        " 0dkv1? 0outerdkv0 0end 0outerdkv0? 0store",
+    "ring 4, backward, one chunk": (
+        {"ring": 4, "ulysses": False, "backward": True, "chunks": 1},
+        "0kv0 0slice 0attn0.0 0kv0? 0kv1 0attn1.0 0dkv0 0kv1? 0kv2 0attn2.0 0dkv0? 0dkv1"
+        " 0kv2? 0attn3.0 0dkv1? 0dkv2 0dkv2? 0end 0store",
     ),
 }
 
@@ -79,9 +77,7 @@ def test_a_schedule_prints_in_one_line(mode, text):
     ring, chunks = mode.pop("ring"), mode.pop("chunks", 3)
     layout = TokenLayout("contiguous", 16, 1, ring)
     # A chunk among others, whose local block is not divided.
-    of_chunk = double_ring_schedule(
-        layout, MaskSpec.full(), 0, position="local_first", inner=mode.pop("inner", None)
-    )
+    of_chunk = ring_schedule(layout, MaskSpec.full(), 0, position="local_first")
     schedule = pipeline_schedule([of_chunk] * chunks, **mode)
     assert render(schedule) == text
     assert parse(text) == schedule
@@ -105,35 +101,21 @@ class Mode(NamedTuple):
 
 @st.composite
 def modes(draw: st.DrawFn) -> Mode:
-    """Any call: chunks, ring steps and outer steps, some of which have no kernel call."""
+    """Any call: chunks and ring steps, some of which have no kernel call."""
     chunks, ring = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    outer = draw(st.integers(0, 2)) if ring > 1 else 0
-    remote = [draw(st.integers(0, ring - 1)) for _ in range(outer + 1)]
-    ends_local, merged = draw(st.booleans()), draw(st.booleans()) and not outer and remote[0] == 1
+    remote = draw(st.integers(0, ring - 1))
+    ends_local, merged = draw(st.booleans()), draw(st.booleans()) and remote == 1
 
     def steps(calls: st.SearchStrategy[int]) -> list[Any]:
-        rows = [
-            (not number, outer_step)
-            for outer_step, count in enumerate(remote)
-            for number in range(count + 1)
-        ]
-        rows += [(True, 0)] if ends_local else []
+        are_local = [True, *[False] * remote, *[True] * ends_local]
         if merged and draw(st.booleans()):  # the local block with the remote one: on some ranks
-            rows = rows[1:2]
-        return [
-            SimpleNamespace(is_local=local, outer_step=w, calls=range(draw(calls)))
-            for local, w in rows
-        ]
+            are_local = [False]
+        return [SimpleNamespace(is_local=local, calls=range(draw(calls))) for local in are_local]
 
     def rank() -> list[Any]:
         calls = st.integers(0, 2)
         return [
-            SimpleNamespace(
-                steps=steps(calls),
-                backward_steps=steps(calls),
-                outer_steps=range(outer),
-                ring_degree=ring,
-            )
+            SimpleNamespace(steps=steps(calls), backward_steps=steps(calls), ring_degree=ring)
             for _ in range(chunks)
         ]
 
@@ -180,7 +162,7 @@ def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mod
         last = {(x.op, x.chunk): at[x] for x in schedule}
         take = Op.A2A_WAIT if mode.flags["ulysses"] else Op.SLICE_HEADS
         leave = Op.RETURN_POST if mode.flags["ulysses"] else Op.STORE
-        sends_kv = [x for x in schedule if x.op in (Op.KV_POST, Op.OUTER_KV_POST)]
+        sends_kv = [x for x in schedule if x.op is Op.KV_POST]
         if not backward:  # they come with the chunk's heads
             assert all(first[take, x.chunk] < at[x] for x in sends_kv)
         for chunk, ring in enumerate(chunks):
@@ -192,16 +174,13 @@ def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mod
                 awaited = [first[take, chunk]]
                 if not step.is_local:
                     awaited.append(at[parse(f"{chunk}kv{received - 1}?")[0]])
-                if step.outer_step:
-                    awaited.append(at[parse(f"{chunk}outerkv{step.outer_step - 1}?")[0]])
                 assert all(wait < call for wait in awaited for call in calls)
                 if backward and not step.is_local:
                     sent = at[parse(f"{chunk}dkv{received - 1}")[0]]
                     assert all(call < sent for call in calls)
             end, left = first[Op.END, chunk], first[leave, chunk]
             assert last.get((Op.ATTN, chunk), 0) < end < left
-            for wait in (Op.DKV_WAIT, Op.OUTER_DKV_WAIT):
-                assert last.get((wait, chunk), 0) < left
+            assert last.get((Op.DKV_WAIT, chunk), 0) < left
 
 
 def max_in_flight(schedule: Schedule, kind: str) -> int:

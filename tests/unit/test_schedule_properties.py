@@ -1,7 +1,6 @@
-"""Ring schedules of any layout, mask, kernel and double ring, executed on integers: every allowed
+"""Ring schedules of any layout, mask and kernel, executed on integers: every allowed
 pair is computed once, and each rank receives exactly what its peers send."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
@@ -14,16 +13,15 @@ from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import MaskSpec, TokenLayout
-from ds_usp.experimental.double_ring import double_ring_schedule
-from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep
+from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.ring_traffic import TokenRange
 from ds_usp.geometry.tiles import KernelCall, Tile, TileSupport
 
 POSITIONS: tuple[ChunkPosition, ...] = get_args(ChunkPosition)
-# (ulysses, ring, inner rings). A plan takes time with the square of the ring.
+# (ulysses, ring). A plan takes time with the square of the ring.
 MESHES = [
     *[(1, 1), (4, 1), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3), (1, 5), (3, 5), (1, 7), (1, 16)],
-    *[(1, 4, 2), (2, 4, 2), (1, 6, 2, 3), (2, 6, 2, 3), (1, 8, 2, 4), (1, 9, 3), (1, 12, 2, 4)],
+    *[(1, 4), (2, 4), (1, 6), (2, 6), (1, 8), (1, 9), (1, 12)],
 ]
 Tokens = list[int]  # positions in the sequence
 
@@ -36,15 +34,11 @@ class Problem:
     support: TileSupport
     gather: bool
     position: ChunkPosition
-    inner: int | None
 
     def schedules(self) -> list[RingSchedule]:
         """Every ring rank's schedule."""
         args = self.support, self.gather, self.position, self.kv_layout
-        return [
-            double_ring_schedule(self.layout, self.mask, r, *args, inner=self.inner)
-            for r in range(self.layout.ring)
-        ]
+        return [ring_schedule(self.layout, self.mask, r, *args) for r in range(self.layout.ring)]
 
     @property
     def keys(self) -> TokenLayout:
@@ -100,7 +94,7 @@ def blocks_in(draw: st.DrawFn, borders: list[int]) -> tuple[tuple[int, int], ...
 
 @st.composite
 def problems(draw: st.DrawFn, what: str) -> Problem:
-    ulysses, ring, *inner = draw(st.sampled_from(MESHES))
+    ulysses, ring = draw(st.sampled_from(MESHES))
     shortest, kinds = 2 * ulysses * ring, st.sampled_from(ALL_LAYOUTS)
     # Gaps that are sent along need some tokens a rank.
     more = st.integers(0, 30) | st.integers(60, 150) if ring < 4 else st.integers(0, 30)
@@ -142,8 +136,7 @@ def problems(draw: st.DrawFn, what: str) -> Problem:
     support = TileSupport(draw(st.booleans()), mask.band.left is not None or draw(st.booleans()))
     support = TileSupport(support.rectangular, support.window, tall=draw(st.booleans()))
     gather, position = draw(st.booleans()), draw(st.sampled_from(POSITIONS))
-    inner_ring = draw(st.sampled_from([None, *inner]))
-    return Problem(layout, kv_layout, mask, support, gather, position, inner_ring)
+    return Problem(layout, kv_layout, mask, support, gather, position)
 
 
 # ------------------------------------------------------------------ what is computed
@@ -230,43 +223,24 @@ def receive(
     return received
 
 
-def relayed(problem: Problem, plans: list[RingSchedule], outer_step: int) -> list[Tokens]:
-    """What every rank has for its node in an outer step."""
-    own = [packed(problem, plan) for plan in plans]
-    if not outer_step:
-        return own
-    steps = [plan.outer_steps[outer_step - 1] for plan in plans]
-    peers = {r: (x.send_ranges, x.peer_offsets, own[r]) for r, x in enumerate(steps)}
-    return [receive(step.recv_ranges, peers, rank) for rank, step in enumerate(steps)]
-
-
 def check_exchanges(problem: Problem, plans: list[RingSchedule], name: str) -> None:
-    """A step's keys are what its rank has, or what the ranks of its node send of what they have;
-    ranks post their exchanges in step, and none in vain."""
-    inner = problem.inner or len(plans)
-    outer_steps = range(len(plans[0].outer_steps) + 1)
-    tokens = [relayed(problem, plans, outer_step) for outer_step in outer_steps]
+    """A step's keys are this rank's own, or what other ranks send of what they have packed; ranks
+    post their exchanges in step, and none in vain."""
+    tokens = [packed(problem, plan) for plan in plans]
     for rank, plan in enumerate(plans):
         for step in getattr(plan, name):
             if step.is_local:
-                own = problem.keys.ring_positions(rank)
-                expected = tokens[step.outer_step][rank] if step.outer_step else own
-                assert keys_of(problem, step) == expected and not step.send_ranges
+                assert keys_of(problem, step) == list(problem.keys.ring_positions(rank))
+                assert not step.send_ranges
     remote = ([step for step in getattr(plan, name) if not step.is_local] for plan in plans)
     for steps in zip(*remote, strict=True):
-        (outer_step,) = {step.outer_step for step in steps}
         assert any(step.pairs for step in steps)
         for rank, step in enumerate(steps):
-            node = range(rank - rank % inner, rank - rank % inner + inner)
-            assert {x.rank for x in (*step.recv_ranges, *step.send_ranges)} <= set(node)
-            peers = {
-                r: (steps[r].send_ranges, steps[r].peer_offsets, tokens[outer_step][r])
-                for r in node
-            }
-            received = receive(step.recv_ranges, peers, rank)
-            own = [x for x in step.recv_ranges if x.rank == rank]
-            assert keys_of(problem, step) == received + (tokens[outer_step][rank] if own else [])
-            distances = [(rank - x.rank) % inner for x in step.recv_ranges if x.rank != rank]
+            peers = {r: (x.send_ranges, x.peer_offsets, tokens[r]) for r, x in enumerate(steps)}
+            received = receive(step.kv_ranges, peers, rank)
+            own = [x for x in step.kv_ranges if x.rank == rank]
+            assert keys_of(problem, step) == received + (tokens[rank] if own else [])
+            distances = [(rank - x.rank) % len(plans) for x in step.kv_ranges if x.rank != rank]
             assert distances == sorted(distances, reverse=True)
 
 
@@ -279,38 +253,26 @@ def runs_of(visible: list[int], owned: int) -> list[tuple[int, int]]:
 
 
 def check_traffic(problem: Problem, plans: list[RingSchedule]) -> None:
-    """Nothing else is received than the runs of another rank's keys that queries see, once a user
-    inside of a node and once a node across nodes."""
-    inner, users = problem.inner or len(plans), range(len(plans))
-    nodes = [range(first, first + inner) for first in range(0, len(plans), inner)]
+    """Nothing else is received than the runs of another rank's keys that queries see, once."""
     queries, owners = problem.layout.ring_positions, problem.keys.ring_positions
     samples = [problem.visible(sample) for sample in range(max(1, len(problem.mask.documents)))]
 
-    def seen(ranks: Sequence[int], owner: int) -> list[int]:
+    def seen(user: int, owner: int) -> list[int]:
         bits = 0
-        for query in (query for rank in ranks for query in queries(rank)):
+        for query in queries(user):
             for visible in samples:
                 bits |= visible[query]
         return [index for index, key in enumerate(owners(owner)) if bits >> key & 1]
 
     for user, plan in enumerate(plans):
         received = [x for step in plan.steps if not step.is_local for x in step.kv_ranges]
-        node = nodes[user // inner]
         wanted = [
             (owner, *run)
-            for owner in users
-            if owner != user and (owner in node or (owner - user) % inner)
-            for run in runs_of(seen([user], owner), len(owners(owner)))
+            for owner in range(len(plans))
+            if owner != user
+            for run in runs_of(seen(user, owner), len(owners(owner)))
         ]
         assert sorted(x for x in received if x.rank != user) == wanted
-    for rank, plan in enumerate(plans):
-        crossed = Counter((x.rank // inner, x[1:]) for s in plan.outer_steps for x in s.send_ranges)
-        assert crossed == Counter(
-            (number, run)
-            for number, node in enumerate(nodes)
-            if rank not in node
-            for run in runs_of(seen(node, rank), len(owners(rank)))
-        )
 
 
 # ------------------------------------------------------------------ in which order
@@ -323,19 +285,16 @@ def check_order(problem: Problem, plans: list[RingSchedule]) -> None:
         assert (plan.ring_rank, plan.ring_degree) == (rank, len(plans))
         first, *others = plan.steps
         length, own = problem.layout.ring_length(rank), problem.keys.ring_length(rank)
-        near = [step for step in others if not step.outer_step]
         if problem.gather:
-            assert len(near) <= 1 + (problem.position == "only")
-        outer = [step.outer_step for step in plan.steps]
-        assert outer == sorted(outer) and set(outer) == set(range(len(plan.outer_steps) + 1))
+            assert len(others) <= 1 + (problem.position == "only")
         if not first.is_local:
-            assert problem.position == "local_merged" and problem.gather and not near
+            assert problem.position == "local_merged" and problem.gather and not others
             assert plan.backward_steps == plan.steps
             assert first.kv_ranges[-1] == (rank, 0, own) and len(first.kv_ranges) > 1
             continue
-        assert not any(step.is_local for step in near)
-        assert all(x.rank != rank for step in near for x in step.kv_ranges)
-        if problem.position == "local_last" and not plan.outer_steps:
+        assert not any(step.is_local for step in others)
+        assert all(x.rank != rank for step in others for x in step.kv_ranges)
+        if problem.position == "local_last":
             assert plan.backward_steps == (*others, first)
             continue
         early, *middle = plan.backward_steps
@@ -355,13 +314,10 @@ def check_bounds(problem: Problem, plans: list[RingSchedule]) -> None:
     for plan in plans:
         remote = [step for step in plan.steps if not step.is_local]
         received += [sum(x.length for x in s.kv_ranges if x.rank != plan.ring_rank) for s in remote]
-        near = [s for s in remote if not s.outer_step]
-        merged += [s.num_kv_tokens for s in near if plan.ring_rank in {x.rank for x in s.kv_ranges}]
-        sends = [
-            x for s in plan.steps + plan.backward_steps if not s.outer_step for x in s.send_ranges
-        ]
-        sends += [x for step in plan.outer_steps for x in step.send_ranges]
-        sends += [x for s in near for x in s.recv_ranges if x.rank == plan.ring_rank]
+        own = [[x for x in s.kv_ranges if x.rank == plan.ring_rank] for s in remote]
+        merged += [s.num_kv_tokens for s, has in zip(remote, own, strict=True) if has]
+        sends = [x for s in plan.steps + plan.backward_steps for x in s.send_ranges]
+        sends += [x for ranges in own for x in ranges]
         edges = {edge for x in sends for edge in x[1:]}
         assert edges >= {edge for run in plan.packed_runs for edge in run}, "nothing else is packed"
     assert {plan.max_local_tokens for plan in plans} == {
@@ -371,8 +327,7 @@ def check_bounds(problem: Problem, plans: list[RingSchedule]) -> None:
     assert max(merged) <= bound
     assert max(merged) == bound or problem.mask.documents or len(plans) > 8
     assert len({(p.max_recv_tokens, p.max_merged_tokens) for p in plans}) == 1
-    if not plans[0].outer_steps:
-        assert plans[0].max_recv_tokens == max(received)
+    assert plans[0].max_recv_tokens == max(received)
 
 
 WHAT = ["window", "documents", "balanced", "blocks", "tree", "rectangles", "prefix", "other keys"]
@@ -394,7 +349,7 @@ def test_schedules_compute_every_pair_once_from_what_peers_send(what, data):
 
 def test_a_branch_that_sees_a_key_of_its_sibling_is_found():
     layout = TokenLayout("zigzag", 40, 1, 2)
-    right = Problem(layout, None, MaskSpec.tree(ONE_TREE), TileSupport(), False, "only", None)
+    right = Problem(layout, None, MaskSpec.tree(ONE_TREE), TileSupport(), False, "only")
     check_pairs(right, right.schedules(), "steps")
     check_traffic(right, right.schedules())
     wrong = replace(right, mask=SeesASibling.tree(ONE_TREE)).schedules()

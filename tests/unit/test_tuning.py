@@ -49,20 +49,17 @@ def resolve(
     rank: int = 0,
     device: str = "cuda",
     mask: MaskSpec = CAUSAL,
-    node: int = 1,
     no_copies: str | None = NO_COPIES,
     in_node: bool = True,
     backward: bool = True,
     varlen: bool = True,
 ) -> ResolvedTuning:
-    """``tuning`` for one call; ``node`` ring ranks are on a node, and ``in_node`` all Ulysses
-    ranks of a ring rank."""
+    """``tuning`` for one call; ``in_node``: all Ulysses ranks of a ring rank are on one node."""
     layout = TokenLayout(kind, seq_len, ulysses, ring)
     mesh = SequenceMesh(
         ulysses,
         ring,
         rank=0,
-        ring_ranks_per_node=node,
         ulysses_in_node=in_node,
         copy_engine_unavailable=no_copies,
     )
@@ -80,10 +77,9 @@ def test_a_kernel_without_varlen_calls_each_document_once():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, True, None, "all", "2"])
-@pytest.mark.parametrize("name", ["chunks", "inner_ring"])
-def test_counts_that_are_no_number_are_refused(name, value):
-    with pytest.raises(ConfigError, match=f"{name}={value!r} must be 'auto' or a number of 1"):
-        Tuning(**{name: value})
+def test_chunks_that_are_no_number_are_refused(value):
+    with pytest.raises(ConfigError, match=f"chunks={value!r} must be 'auto' or a number of 1"):
+        Tuning(chunks=value)
 
 
 @pytest.mark.parametrize("value", [None, "yes", 0, 1, 2, "True"])
@@ -180,7 +176,7 @@ def test_equal_blocks_fill_the_last_waves_of_kernels(
 
 @pytest.mark.parametrize("seq_len", [2 * K, 128 * K])
 def test_cpus_and_single_ranks_use_one_chunk_stepwise(seq_len):
-    alone = (1, False, False, None, (("only", "only"),))
+    alone = (1, False, False, (("only", "only"),))
     for ring, device in ((1, "cpu"), (4, "cpu"), (1, "cuda")):
         assert resolve(ring=ring, seq_len=seq_len, device=device) == alone
 
@@ -281,10 +277,8 @@ def test_a_chunk_is_worth_launching():
 
 
 def test_kv_is_gathered_where_that_takes_no_more_memory():
-    def gathered(
-        chunks: int | None = 1, seq_len: int = 1024 * K, inner: int | None = None, **options: Any
-    ) -> bool:
-        tuning = AUTO_TUNING if chunks is None else Tuning(chunks, inner_ring=inner or "auto")
+    def gathered(chunks: int | None = 1, seq_len: int = 1024 * K, **options: Any) -> bool:
+        tuning = AUTO_TUNING if chunks is None else Tuning(chunks)
         return resolve(tuning, seq_len=seq_len, **options).gather_kv
 
     # Enough chunks: the whole ring's keys of one are no more than this rank's of all.
@@ -294,10 +288,7 @@ def test_kv_is_gathered_where_that_takes_no_more_memory():
     assert gathered(seq_len=128 * K, kv_heads=8)
     assert not gathered(seq_len=8 * K, device="cpu")
     assert not gathered(None, 32 * K, ulysses=4, ring=1)
-    # Of a double ring the blocks of an outer step are gathered: 8 ranks, or 2 of a node.
-    sizes = {"heads": 8, "ring": 8}
-    assert [gathered(n, **sizes) for n in (2, 4, 8)] == [False, False, True]
-    assert [gathered(n, inner=2, **sizes) for n in (1, 2, 8)] == [False, True, True]
+    assert [gathered(n, heads=8, ring=8) for n in (2, 4, 8)] == [False, False, True]
 
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
@@ -332,10 +323,6 @@ def test_copy_engines_are_used_where_they_can_be(monkeypatch):
     with pytest.raises(ConfigError, match=f"copies=True, but {NO_COPIES}"):
         copies(Tuning(copies=True), NO_COPIES)
     assert SequenceMesh.single().copy_engine_unavailable is not None
-    # A double ring relays blocks by NCCL.
-    assert not resolve(Tuning(inner_ring=2), no_copies=None).use_copy_engines
-    with pytest.raises(ConfigError, match=r"copies=True, but .* double ring \(inner_ring=2\)"):
-        resolve(Tuning(copies=True, inner_ring=2), no_copies=None)
     for value, allowed in (("0", True), ("", True), ("1", False)):
         monkeypatch.setenv("NCCL_P2P_DISABLE", value)
         assert copies() == allowed, value
@@ -355,25 +342,11 @@ def test_copy_engines_are_refused_in_a_graph_where_all_streams_share_a_queue(mon
     assert copies()
 
 
-def test_blocks_are_relayed_where_the_caller_asks_for_it():
-    def inner(tuning: Tuning = AUTO_TUNING, **options: Any) -> int | None:
-        sizes: dict[str, Any] = {"seq_len": 64 * K, "heads": 8, "kv_heads": 1, "ring": 8, "node": 4}
-        return resolve(tuning, **sizes | options, device="cpu").inner_ring
-
-    for node in (1, 2, 4, 8):  # not where a ring spans nodes: no two hosts have shown that it pays
-        assert inner(node=node) is None
-    assert inner(Tuning(inner_ring=2), node=8, seq_len=K) == 2
-    assert inner(Tuning(inner_ring=1)) is None and inner(Tuning(inner_ring=8)) is None
-    assert inner(Tuning(inner_ring=2), ring=1) is None  # as without a ring nothing is gathered
-    with pytest.raises(ConfigError, match=r"inner_ring=3 does not divide the 8 .* 1, 2, 4, 8"):
-        inner(Tuning(inner_ring=3))
-
-
 def test_resolved_tunings_have_different_signatures():
-    values = product((1, 2), *[(False, True)] * 2, (None, 2, 4))
-    assert len({str(ResolvedTuning(*value)) for value in values}) == 24
+    values = product((1, 2), *[(False, True)] * 2)
+    assert len({str(ResolvedTuning(*value)) for value in values}) == 8
 
 
 def test_equal_tunings_are_one_value():
     assert Tuning(2, True) == Tuning(chunks=2, gather=True) and len({Tuning(), Tuning()}) == 1
-    assert Tuning() == Tuning("auto", "auto", "auto", "auto") == AUTO_TUNING
+    assert Tuning() == Tuning("auto", "auto", "auto") == AUTO_TUNING

@@ -335,7 +335,6 @@ def check_graphs(mesh: SequenceMesh, tuning: Tuning) -> None:
         raise ConfigError("cuda_graphs=True needs a GPU; use cuda_graphs=False")
     why = mesh.copy_engine_unavailable or p2p_disabled_reason()
     why = "tuning has copies=False" if tuning.copies is False else why
-    why = "tuning asks for a double ring" if isinstance(tuning.inner_ring, int) else why
     if mesh.sp_degree > 1 and why is not None:
         raise ConfigError(
             f"cuda_graphs=True needs exchanges by copy engines, but {why}. With those of NCCL in a "
