@@ -3,19 +3,17 @@
     python("-m", "ds_usp", "verify")          a program of the project
     forked("import torch", {folder: text})    several that share their imports
     torchrun(2, "bench_attention.py")         the same, as ranks
-    bash("tiny", DRY_RUN="1")                 a script of the examples; start(): in this process
+    bash("tiny", DRY_RUN="1")                 a script of the examples
 
 Ranks that call functions of the tests come from ``harness.py``, those of a framework's script from
 ``checkout_runs.py``.
 """
 
 import os
-import re
-import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +140,6 @@ def run_script(
         text=True,
         timeout=timeout,
     )
-
-
-def variables(size: str) -> list[str]:
-    """The variables of a script as ``launch.sh`` passes them on."""
-    lines = PATHS[size].read_text().splitlines()
-    return [shlex.split(line)[0] for line in lines if re.match(r"[a-z_]+=", line)]
-
-
-def start(size: str, *arguments: str, **settings: str) -> int:
-    """What ``launch.sh`` starts, in this process; the exit code."""
-    from launch_job import main
-
-    return main([*variables(size), "--", *arguments], environment(**settings))
-
-
-CheckRefused = Callable[[str, str, dict[str, str]], None]
 
 
 def free_port() -> str:

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Llama 3 8B on sequences of 128K tokens in Megatron-LM: tensor 2, context parallel 4 = Ulysses 2 x
-# Ring 2, one node of 8 GPUs. MEGATRON_LM_PATH names the checkout. launch_settings.py in
-# ../sequence_parallel lists all settings with their defaults; set others here, or in capitals in
-# the environment.
+# Ring 2, one node of 8 GPUs. MEGATRON_LM_PATH names the checkout. ../sequence_parallel/launch.sh
+# lists all settings with their defaults; set others here, or in capitals in the environment.
 # shellcheck disable=SC2034  # launch.sh reads the settings
 usp_framework="megatron_lm"
 launcher="torchrun"

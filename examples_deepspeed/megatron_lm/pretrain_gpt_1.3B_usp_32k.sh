@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GPT 1.3B on sequences of 32K tokens in Megatron-LM: context parallel 4 = Ulysses 2 x Ring 2, one
-# node of 4 GPUs. MEGATRON_LM_PATH names the checkout. ../sequence_parallel/launch_settings.py lists
+# node of 4 GPUs. MEGATRON_LM_PATH names the checkout. ../sequence_parallel/launch.sh lists
 # all settings with their defaults; set others here, or in capitals in the environment.
 # shellcheck disable=SC2034  # launch.sh reads the settings
 usp_framework="megatron_lm"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A tiny GPT in Megatron-LM on the CPU, to see it all run: context parallel 4 = Ulysses 2 x Ring 2, 4
-# processes. MEGATRON_LM_PATH names the checkout. ../sequence_parallel/launch_settings.py lists all
+# processes. MEGATRON_LM_PATH names the checkout. ../sequence_parallel/launch.sh lists all
 # settings with their defaults; set others here, or in capitals in the environment.
 # shellcheck disable=SC2034  # launch.sh reads the settings
 usp_framework="megatron_lm"
@@ -28,6 +28,7 @@ save_interval=20
 
 ### Parallelism: 4 processes
 device="cpu"
+transformer_impl="local"
 precision="fp32"
 num_gpus=4
 sp_size=4

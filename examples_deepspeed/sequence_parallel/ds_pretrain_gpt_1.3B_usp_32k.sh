@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # GPT 1.3B on sequences of 32K tokens: sequence parallel 4 = Ulysses 2 x Ring 2, one node of 4 GPUs.
-# launch_settings.py lists all settings with their defaults; set others here, or in capitals in the
-# environment.
+# launch.sh lists all settings with their defaults; set others here, or in capitals in the environment.
 # shellcheck disable=SC2034  # launch.sh reads the settings
 
 ### Model

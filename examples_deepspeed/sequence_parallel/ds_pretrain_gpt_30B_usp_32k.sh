@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # GPT 30B on sequences of 32K tokens: sequence parallel 8 = Ulysses 4 x Ring 2, 8 or 16 GPUs.
-# launch_settings.py lists all settings with their defaults; set others here, or in capitals in the
-# environment.
+# launch.sh lists all settings with their defaults; set others here, or in capitals in the environment.
 # shellcheck disable=SC2034  # launch.sh reads the settings
 
 ### Model

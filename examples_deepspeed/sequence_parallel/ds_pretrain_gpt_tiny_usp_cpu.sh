@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # A tiny GPT on the CPU, to see it all run: sequence parallel 4 = Ulysses 2 x Ring 2, 4 processes.
-# launch_settings.py lists all settings with their defaults; set others here, or in capitals in the
-# environment.
+# launch.sh lists all settings with their defaults; set others here, or in capitals in the environment.
 # shellcheck disable=SC2034  # launch.sh reads the settings
 
 ### Model

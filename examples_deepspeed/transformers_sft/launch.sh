@@ -62,6 +62,9 @@ build_command() {
   fi
 }
 
+if [[ "$usp_offload_ratio" != 0 && "$device" == cuda && "${DRY_RUN:-0}" != 1 ]]; then
+  use_pinned_memory
+fi
 name="$(basename "$model")_s${seq_length}"
 folder="$output_home/${name}_g${num_gpus}_sp${sp_size}_u${ulysses_degree}"
 if [[ "$compare" == true ]]; then # first the same steps on one rank, by transformers alone

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import ROOT, python
+from programs import ROOT, torchrun
 from two_hosts import INTERFACE, NoHostsError, TwoHosts
 
 PROGRAM = ROOT / "tests" / "bytes_between_hosts.py"
@@ -106,10 +106,9 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.slow
 def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(up, tmp_path):
     hosts = up(2, 2)
-    common = (*MODEL, "--data-cache-path", tmp_path / "data")
-    folder = tmp_path / "two"
-    across = (*common, "--ds-sequence-parallel-size", "4", "--output-dir", folder)
-    across += ("--save", tmp_path / "saved", "--save-interval", "4", "--ulysses-degree", "auto")
+    folder, saved = tmp_path / "two", tmp_path / "saved"
+    across = (*MODEL, "--ds-sequence-parallel-size", "4", "--output-dir", folder)
+    across += ("--save", saved, "--save-interval", "4", "--ulysses-degree", "auto")
     across += ("--distributed-timeout-minutes", "0.2")
     job = hosts.start("torchrun", TRAINER, *across, "--train-iters", "4000")
     metrics = folder / "metrics.jsonl"
@@ -119,18 +118,14 @@ def test_a_run_across_hosts_is_that_of_one_rank_and_goes_on_after_a_lost_host(up
     code = job.wait(12 + 20 + 20)
     assert code != 0, job.output[-3000:]
     assert "ulysses 4 across nodes" in job.output  # auto has read the hosts
-    # The first of a host's that fails may be all that its launcher lets report.
-    lines = "\n".join(line for line in job.output.splitlines() if line.startswith("[rank"))
-    for ranks in (r"\[ranks? [01](, 1)?\]", r"\[ranks? [23](, 3)?\]"):
-        assert re.search(rf"{ranks} lost contact with another rank", lines), job.output[-3000:]
-    saved = re.search(r"the last checkpoint is of step (\d+): continue with --load", job.output)
-    assert saved and int(saved[1]) >= 4, job.output[-3000:]
+    step = int((saved / "latest").read_text().removeprefix("step_"))
+    assert step >= 4
     hosts.mend()
-    steps = ("--train-iters", str(int(saved[1]) + 4))
-    code, text = hosts.run("torchrun", TRAINER, *across, *steps, "--load", tmp_path / "saved")
-    assert code == 0 and f"resumed from step {saved[1]}" in text, text[-3000:]
-    alone = (*common, *steps, "--num-processes", "1", "--output-dir", tmp_path / "one")
-    assert python(TRAINER, *alone).returncode == 0
+    steps = ("--train-iters", str(step + 4))
+    code, text = hosts.run("torchrun", TRAINER, *across, *steps, "--load", saved)
+    assert code == 0 and f"resumed from step {step}" in text, text[-3000:]
+    done = torchrun(1, TRAINER, *MODEL, *steps, "--output-dir", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
     assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 

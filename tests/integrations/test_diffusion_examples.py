@@ -29,7 +29,7 @@ def printed(name: str, *arguments: str, **settings: str) -> list[str]:
     """The command that a script would run."""
     done = bash(name, *arguments, DRY_RUN="1", **settings)
     assert done.returncode == 0, done.stderr
-    return shlex.split(done.stdout)
+    return shlex.split(done.stdout.replace("\\\n", " "))
 
 
 def value(command: list[str], flag: str) -> str:

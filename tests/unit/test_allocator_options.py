@@ -2,11 +2,10 @@
 
 import os
 from argparse import Namespace
-from typing import Any
 
 import pytest
 import torch
-from programs import PROGRAMS, ROOT, python, run_script, start
+from programs import CHECKOUT, ROOT, bash, python, run_script
 from usp_trainer import launch
 
 from ds_usp import allocator_variables
@@ -92,17 +91,17 @@ def test_the_trainer_sets_them_for_host_memory_on_gpus(device, ratio, states, is
         ("--usp-mlp-chunks=2", "cuda", False),
     ],
 )
-def test_a_script_sets_them_for_a_checkout(argument, device, is_set, tmp_path, monkeypatch):
-    for suffix in (".bin", ".idx"):
-        (tmp_path / "data").with_suffix(suffix).write_text("tokens")
-    started: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("launch_job.supervise", lambda *call: started.append(call) or 0)
-    settings = {"TOKENIZER_TYPE": "NullTokenizer", "VOCAB_SIZE": "64", "DEVICE": device}
-    settings |= {"OUTPUT_HOME": str(tmp_path), "DATA_PATH": str(tmp_path / "data")}
-    settings |= {"NUM_GPUS": "4", CUDA: "a:1", **PROGRAMS["megatron_deepspeed"]}
-    assert start("tiny", argument, **settings) == 0
-    ((_, _, _, variables, _),) = started
-    assert variables[CUDA] == (f"a:1,{PIN},{GROW}" if is_set else "a:1")
+def test_a_script_sets_them_for_a_checkout(argument, device, is_set, tmp_path):
+    deepspeed = tmp_path / "deepspeed"
+    deepspeed.write_text(f'#!/bin/sh\necho "${CUDA}"\n')
+    deepspeed.chmod(0o755)
+    settings = {"DEVICE": device, "OUTPUT_HOME": str(tmp_path), "DATA_PATH": "data", CUDA: "a:1"}
+    settings |= {
+        "MEGATRON_DEEPSPEED_PATH": str(CHECKOUT),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    done = bash("tiny", argument, **settings)
+    assert (done.returncode, done.stdout) == (0, f"a:1,{PIN},{GROW}\n" if is_set else "a:1\n")
 
 
 @pytest.mark.parametrize(("ratio", "is_set"), [("0.5", True), ("0", False)])
