@@ -4,14 +4,12 @@ Every rank makes the same full tensors from the case's seed, keeps its own shard
 compares its shard of the results with the fp64 oracle's.
 """
 
-import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp import testing as oracle
 from ds_usp.attention.tuning import AUTO_TUNING
-from ds_usp.comm import watchdog
 from ds_usp.geometry.layout import KINDS
 from ds_usp.geometry.masks import Area
 
@@ -52,14 +49,6 @@ HEADS = {
     "6 heads of 2": (6, 2),
     "9 heads of 3": (9, 3),
 }
-
-
-@contextlib.contextmanager
-def short_patience() -> Iterator[None]:
-    """The watchdog looks often, and does not wait long for a rank that stands still."""
-    waits = dict.fromkeys(("_PATIENCE_S", "_SHORT_PATIENCE_S"), 0.4)
-    with mock.patch.multiple(watchdog, _TICK_S=0.1, **waits):
-        yield
 
 
 def random_tree(draw: random.Random, tokens: int) -> tuple[tuple[int, int, int | None], ...]:

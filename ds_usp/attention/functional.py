@@ -107,13 +107,13 @@ class UnifiedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
         plan: AttentionPlan = ctx.plan
         consistency = ctx.mesh.consistency
-        num_raised = consistency.num_raised  # raising_everywhere(), without calls in each pass
+        consistency.ranks_know = False  # raising_everywhere(), without calls in each pass
         try:
             refuse_second_derivative("attention", UnsupportedAttentionError)
             # May recompute, which is compared, or raise: before this rank says that it is ready.
             sinks, *saved = ctx.saved_tensors
         except Exception as error:
-            consistency.raise_everywhere(error, num_raised)
+            consistency.raise_everywhere(error)
             raise
         consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
         chunks = plan.unpack_saved(saved)

@@ -138,28 +138,31 @@ class Pass(Generic[ChunkT]):
         device: torch.device,
         exposed: AbstractSet[Instr],
     ) -> None:
-        # Before any allocation: one that fails leaves an aborted pass, which other ranks hear of.
         if plan.staging_bytes:
             plan.reserve_staging(device)
+        # Before any allocation: one that fails leaves an aborted pass, which other ranks hear of.
+        plan.mesh.consistency.in_pass = True
         self.plan, self.sinks = plan, sinks
         self._chunks, self._exposed = chunks, exposed
 
     def execute(self, schedule: Schedule) -> None:
         """After an error all in flight is waited for, or the next call would receive it."""
         handlers, chunks = self.handlers, self._chunks
+        consistency, instr = self.plan.mesh.consistency, schedule[0]
         # Nothing is decided in this loop: what a test prints of a schedule is what a GPU executes.
         try:
             for instr in schedule:
                 handlers[instr.op](self, chunks[instr.chunk], instr)
         except BaseException:
+            before = schedule[: schedule.index(instr)]
+            consistency.abort_pass(sum(x.op.is_post for x in before))
             with ExitStack() as stack:  # all of it, whatever fails
                 for state in chunks:
                     stack.callback(state.exchange.drain)
                     for channel in state.channels:
                         stack.callback(channel.drain)
             raise
-        if self.plan.staging_bytes:
-            self.plan.mark_pass_done()
+        consistency.in_pass = False
 
     def begin_step(self, chunk: ChunkT, index: int) -> None:
         """Before the first kernel call of a ring step: its keys and values."""

@@ -258,8 +258,7 @@ class AttentionPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def reserve_staging(self, device: torch.device) -> None:
-        """Reserve staging buffers of copy engines and begin a pass of them; :meth:`mark_pass_done`
-        ends it. Collective where buffers are too small.
+        """Reserve staging buffers of copy engines. Collective where they are too small.
 
         Raises:
             MeshError: as :meth:`SequenceMesh.reserve`.
@@ -267,11 +266,6 @@ class AttentionPlan:
         if self.mesh.needs_reserve(self.staging_bytes):
             with without_multicast():
                 self.mesh.reserve(self.staging_bytes, device)
-        # A pass that is not marked done counts as aborted: copies of it may be in flight.
-        self.mesh.consistency.begin_pass()
-
-    def mark_pass_done(self) -> None:
-        self.mesh.consistency.end_pass()
 
     def pack_saved(self, saved: Sequence[SavedChunk]) -> list[torch.Tensor]:
         """The saved tensors of all chunks one after the other; chunks that share keys and values

@@ -19,21 +19,19 @@ from ds_usp.geometry.layout import KINDS
 # has one size, so that a slot of shared memory and an all-gather hold any; longer ones are cut off,
 # with a digest of all of it, so that they still differ where the rest does.
 RECORD_BYTES = 2048
-# kind, aborted passes, exchanges, deferred, requests, forward passes, number of layouts
-_HEADER = struct.Struct("<BIQ?IIB")
+# kind, aborted passes, exchanges, deferred, number of layouts
+_HEADER = struct.Struct("<BIQ?B")
 _LAYOUT = struct.Struct("<BQ")  # number of its kind, tokens
 _SEPARATOR = "\x1f"  # of fields: ASCII's unit separator, which no field has
-# Of who will not come to the calls of others; and of who waits in a call over another mesh.
-LAST_TURN, OTHER_MESH_TURN = (2**32 - 1, 0), (2**32 - 1, 1)
 _MAX_VALUES = 4  # shown of a field; 64 ranks may have 64
 MAIN_THREAD = "MainThread"  # as Python names it
 THREAD_FIELD = "thread "  # begins the field of a call in another thread
 ONE_THREAD = (
-    "The calls of a mesh run in one thread, as ranks would pair those of different threads: use an "
-    "executor of one worker, or give each thread a mesh over a group of its own, "
-    "SequenceMesh.from_group(dist.new_group(ranks), ...). It has one name on all ranks: set "
-    f"threading.current_thread().name before its first call, {MAIN_THREAD!r} where other ranks "
-    "call in their main thread"
+    "A mesh belongs to the thread that first computes with it, until that ends: ranks would pair "
+    "calls of different threads: use an executor of one worker, or give each thread a mesh over a "
+    "group of its own, SequenceMesh.from_group(dist.new_group(ranks), ...). It has one name on all "
+    "ranks: set threading.current_thread().name before its first call, "
+    f"{MAIN_THREAD!r} where other ranks call in their main thread"
 )
 _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
 
@@ -63,7 +61,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> Signature:
-        """Of a text with ``", "`` between its fields; commas in brackets separate none."""
+        """A text's, with ``", "`` between its fields; commas in brackets separate none."""
         fields, depth = list[str](), 0
         for piece in text.split(", "):  # by piece: texts of a forward pass's arguments are long
             if depth > 0:
@@ -82,20 +80,19 @@ class Kind(IntEnum):
 
     CALL = 0
     BACKWARD = 1
-    ERROR = 2  # the rank refuses the call
+    ERROR = 2  # the rank refuses the call, and waits until all ranks know
+    LEFT = 3  # an error has taken the rank out of a pass after the comparison before
 
 
 class CallRecord(NamedTuple):
     """One rank's declaration. Ranks are consistent if their encoded records are equal bytes.
 
     Attributes:
-        signature: of the operation; of ``Kind.ERROR``, one field, the error.
-        kind: what it declares.
-        aborted_passes: copy-engine passes of this rank that an error ended.
-        exchanges: copy-engine exchanges that it had started when the last of them ended.
+        signature: the operation; for ``Kind.ERROR`` and ``Kind.LEFT`` one field, the error.
+        kind: what the record declares.
+        aborted_passes: passes of attention that an error has ended on this rank.
+        exchanges: how many exchanges the rank had started when the last of them ended.
         deferred: the rank starts the operation before it knows whether the others declare it too.
-        requests: that the rank has ended (:meth:`SequenceMesh.together`).
-        forward_passes: of enabled models that it has begun since.
     """
 
     signature: Signature
@@ -103,13 +100,6 @@ class CallRecord(NamedTuple):
     aborted_passes: int = 0
     exchanges: int = 0
     deferred: bool = False
-    requests: int = 0
-    forward_passes: int = 0
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        """How far the rank is: those of lower turns have to leave what they do to catch up."""
-        return self.requests, self.forward_passes
 
     def encode(self) -> bytes:
         """At most ``RECORD_BYTES``; longer fields are cut off, with a digest of all at the end."""
@@ -138,22 +128,16 @@ def mismatch_error(records: Sequence[CallRecord]) -> MeshError:
     by_rank = dict(enumerate(records))
     texts = tuple(str(record.signature) for record in records)
     layouts = tuple(record.signature.layouts for record in records)
-    errors = {rank: record for rank, record in by_rank.items() if record.kind is Kind.ERROR}
+    errors = {rank: x for rank, x in by_rank.items() if x.kind in (Kind.ERROR, Kind.LEFT)}
     if errors:
-        lines = [f"{_name(group)}: {record.signature}" for record, group in _group_equal(errors)]
-        if any(record.turn in (LAST_TURN, OTHER_MESH_TURN) for record in errors.values()):
-            waiting = {rank: by_rank[rank] for rank in by_rank.keys() - errors.keys()}
-            lines += [
-                f"{_name(group)}: {_shorten(str(record.signature))}"
-                for record, group in _group_equal(waiting)
-            ]
-        header = "the call is refused by ranks of the sequence-parallel group:"
+        lines = [f"{name_ranks(group)}: {x.signature}" for x, group in _group_equal(errors)]
+        left = any(record.kind is Kind.LEFT for record in errors.values())
+        verb = "left alone" if left else "refused"
+        header = f"the call is {verb} by ranks of the sequence-parallel group:"
         return MeshError("\n  ".join([header, *lines]), texts, layouts)
     groups = _group_equal(by_rank)
     aborted = any(record.aborted_passes for record in records)
-    turns = {record.turn for record in records}
-    differ = len(turns) > 1 and LAST_TURN not in turns
-    fields = [_fields(record, aborted=aborted, turns=differ) for record, _ in groups]
+    fields = [_fields(record, aborted=aborted) for record, _ in groups]
     common = [field for field in fields[0] if all(field in others for others in fields[1:])]
     differing = [[field for field in row if field not in common] for row in fields]
     group_ranks = [group for _, group in groups]
@@ -161,7 +145,7 @@ def mismatch_error(records: Sequence[CallRecord]) -> MeshError:
         lines = [_compare_field(values, group_ranks) for values in zip(*differing, strict=True)]
     else:
         lines = [
-            f"{_name(group)}: {_shorten(', '.join(row) or 'no field')}"
+            f"{name_ranks(group)}: {_shorten(', '.join(row) or 'no field')}"
             for group, row in zip(group_ranks[:_MAX_VALUES], differing, strict=False)
         ]
         lines += _remaining(group_ranks)
@@ -187,15 +171,12 @@ def _group_equal(records: dict[int, CallRecord]) -> list[tuple[CallRecord, list[
     return sorted(groups.items(), key=lambda item: -len(item[1]))
 
 
-def _fields(record: CallRecord, *, aborted: bool, turns: bool) -> list[str]:
-    """The fields of a record, with those of aborted passes where any rank has some, and with its
-    turn where the ranks differ in it."""
+def _fields(record: CallRecord, *, aborted: bool) -> list[str]:
+    """The fields of a record, with those of aborted passes where any rank has some."""
     fields = list(record.signature.fields)
-    if turns:
-        fields.append(f"after {record.requests} requests, in forward pass {record.forward_passes}")
     if aborted:
         last = f", the last after {record.exchanges} exchanges" if record.aborted_passes else ""
-        fields.append(f"aborted copy-engine passes: {record.aborted_passes}{last}")
+        fields.append(f"aborted passes: {record.aborted_passes}{last}")
     return fields
 
 
@@ -217,17 +198,17 @@ def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
     for row, group in zip(words, ranks, strict=True):
         value = " ".join(row[head : len(row) - tail])
         ranks_by_value[value] = sorted(ranks_by_value.get(value, []) + group)
-    shown = [f"{_shorten(value)} on {_name(group)}" for value, group in ranks_by_value.items()]
+    shown = [f"{_shorten(value)} on {name_ranks(group)}" for value, group in ranks_by_value.items()]
     values_shown = shown[:_MAX_VALUES] + _remaining(list(ranks_by_value.values()))
     return (f"{name.removesuffix(':')}: " if name else "") + ", ".join(values_shown)
 
 
 def _remaining(groups: list[list[int]]) -> list[str]:
     ranks = sorted(rank for group in groups[_MAX_VALUES:] for rank in group)
-    return [f"others on {_name(ranks)}"] if ranks else []
+    return [f"others on {name_ranks(ranks)}"] if ranks else []
 
 
-def _name(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Ascending rank numbers as text, consecutive ones joined: ``rank 3``, ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:

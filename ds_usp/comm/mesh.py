@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,6 @@ from ds_usp.comm.process_groups import (
     ulysses_ranks_share_node,
 )
 from ds_usp.comm.shards import gather_shards
-from ds_usp.comm.watchdog import watchdog
 from ds_usp.errors import ConfigError, LayoutError, MeshError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
@@ -230,6 +230,15 @@ def _let_go_of_destroyed_groups() -> None:
             del mesh.__dict__[name]
 
 
+def _refuse_forked_process() -> None:
+    for mesh in MESH_REGISTRY.objects():
+        mesh.consistency.refuse_forked_process()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_refuse_forked_process)
+
+
 # The two axes, sp = 4 as ulysses 2 x ring 2 in the default order "ulysses-ring":
 #
 #                   ulysses 0   ulysses 1
@@ -246,8 +255,8 @@ class SequenceMesh:
 
     Frozen: any number of them exist in one process. Build it with :meth:`from_group`, :meth:`build`
     or :meth:`single`, at start, on every rank; it creates communicators of its own for the ring.
-    Equal arguments give the same mesh. Its calls run in one thread of each rank; a second thread
-    needs a mesh over a group of its own, ``dist.new_group(ranks)``.
+    Equal arguments give the same mesh. It belongs to the thread that first computes with it, until
+    that thread ends; a second one needs a mesh over a group of its own, ``dist.new_group(ranks)``.
 
     Attributes:
         ulysses_degree, ring_degree: sizes of the two axes.
@@ -465,7 +474,6 @@ class SequenceMesh:
             },
             batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
-        watchdog().leave_out(mesh.kv_group, mesh.dkv_group)
         # Streams that wait for a rank that raised are released with the error.
         mesh.consistency.on_failure = partial(abort_waits, mesh.copy_engines)
         mesh.consistency.num_exchanges = partial(num_exchanges, mesh.copy_engines)
@@ -619,8 +627,9 @@ class SequenceMesh:
 
     @contextmanager
     def agreeing(self, text: str) -> Iterator[list[str]]:
-        """What one rank refuses in the body every rank refuses: all of them :meth:`agree` at its
-        end, well or not. Collective.
+        """What raises on one rank in the body raises on every rank: all of them :meth:`agree` at
+        its end, well or not. Around a step of a program that catches errors it lets all ranks go on
+        with the next one, unless the mesh has failed for good. Collective.
 
         Yields:
             the words of the text, to which the body adds what it came to know.
@@ -629,33 +638,15 @@ class SequenceMesh:
             Exception: what the body has raised, on that rank.
             MeshError: on the others, which quotes it; on all of them, if the texts differ.
         """
-        words, error = [text], None
+        words = [text]
+        self.consistency.ranks_know = False
         try:
             yield words
         except Exception as refused:
-            error = refused
-        self.agree(" ".join(words), error)
-
-    @contextmanager
-    def together(self, text: str) -> Iterator[None]:
-        """A request that all ranks of the mesh serve, or none: an error in the body on one rank
-        raises on every rank, and the next request finds all of them in step. Collective.
-
-        Args:
-            text: which request, the same on all ranks.
-
-        Raises:
-            MeshError: another rank has an error, which it quotes, or ends another request.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        except BaseException as ended:  # Ctrl-C, sys.exit: do not wait for the others
-            self.consistency.leave(f"it has left {text}: {type(ended).__name__}")
+            if not self.consistency.ranks_know:  # by a comparison in the body, in which all were
+                self.agree(" ".join(words), refused)
             raise
-        self.consistency.end_request(text, error)
+        self.agree(" ".join(words))
 
     def __str__(self) -> str:
         return (

@@ -6,13 +6,15 @@ where a collective over sockets takes 130 of each CPU to start (16 cores, 2 rank
 
 from __future__ import annotations
 
+import logging
+import math
 import mmap
 import os
 import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,189 +24,154 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ds_usp.comm.call_record import RECORD_BYTES
+from ds_usp.comm.call_record import RECORD_BYTES, name_ranks
 from ds_usp.comm.process_groups import all_gather_bytes, timeout_of
 from ds_usp.errors import MeshError
 
 MAX_IN_FLIGHT = 4  # records that a rank may post before it has read the others' first
-MAX_LEFT = 3  # in whose place a rank declares that it has left
-_SLOTS = 2 * (MAX_IN_FLIGHT + MAX_LEFT)  # records of a rank that are not overwritten
+WARN_AFTER_S = 30.0  # of one wait, with the ranks that have not come
+_SLOTS = 2 * (MAX_IN_FLIGHT + 1)  # records of a rank that are not overwritten
 _HEADER = struct.Struct("<QII")  # sequence number, length of the data, checksum
 _SLOT_BYTES = _HEADER.size + RECORD_BYTES
-_STATUS_BYTES = 8192  # with its header; of some 300 process groups
 _SHARED_MEMORY = Path("/dev/shm")
 _PATH_BYTES = 256
 _MIN_POLL_S, _MAX_POLL_S = 2e-5, 2e-3
-_LIVENESS_CHECK_S = 1.0
+_LOOK_S = 1.0  # between two looks at who is late, has ended or has aborted
+
+
+def warn_of_late_ranks(late: Sequence[int], waited_s: float, timeout_s: float) -> None:
+    """Log for people which ranks a comparison waits for."""
+    logging.getLogger("ds_usp").warning(
+        "a call has waited %.0f s for %s of the sequence-parallel group; it raises after %.0f s. "
+        "All make the same calls in one order: validation too runs on every rank or on none",
+        waited_s,
+        name_ranks(late),
+        timeout_s,
+    )
 
 
 # The file that the ranks of a node map, for 2 ranks:
 #
-#     rank 0: slot 0 .. slot 13 | rank 1: slot 0 .. slot 13 | status of each rank | abort flags
-#     a slot, a status: sequence number, length, checksum | data
+#     rank 0: slot 0 .. slot 9 | rank 1: slot 0 .. slot 9 | abort flags
+#     a slot: sequence number, length, checksum | data
 #
-# Record n lies in slot n % 14. There is no lock: each slot has one writer, who writes the data
+# Record n lies in slot n % 10. There is no lock: each slot has one writer, who writes the data
 # before the header, and a reader takes a record only if number, length and checksum all fit. So a
 # record that is half written reads as "not there yet".
 #
-# No record is overwritten that a rank has still to read: a rank posts record n after it has read
-# record n - 7 of every other rank, and who posted that one had read record n - 14, in whose slot n
-# is written. A rank whose wait fails sets an abort flag that stays, so that no other continues
-# without it.
-#
-# A status is no record: it is overwritten at any time and nobody waits for it. A rank that waits
-# longer than a second writes what the watchdogs of the others must know (watchdog.py).
+# No record is overwritten that a rank has still to read. A rank has at most four records in flight,
+# and one more where it declares that it has left: so it posts record n after it has read record
+# n - 5 of every other rank, and who posted that one had read record n - 10, in whose slot n is
+# written. A rank whose wait fails sets an abort flag that stays, so that no other continues without
+# it.
 class ShmMailbox:
-    """Numbered records of every rank, of which the last fourteen stay readable.
+    """Numbered records of every rank, of which the last ten stay readable.
 
     Args:
         path: a file of :meth:`size` zeros.
         timeout_s: how long to wait for a rank's record.
-
-    Attributes:
-        name: the same on all ranks.
-        posted: the number of this rank's last record.
-        while_waiting: called every second of a wait with the record's number, the rank that has not
-            posted it, and the seconds so far.
 
     Raises:
         OSError: the file cannot be opened, mapped or locked.
     """
 
     def __init__(self, path: str, rank: int, ranks: int, timeout_s: float) -> None:
-        self.name, self.rank, self.ranks, self.timeout_s = path, rank, ranks, timeout_s
+        self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 # the lock lives as long as it
         # Death is noticed by a lock, not by a heartbeat: a rank that computes for minutes without
         # a call is alive, one that was killed is not, and the kernel tells them apart at once.
         # The operating system releases the lock of a process that ends, however it ends.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         self._memory = mmap.mmap(self._file.fileno(), self.size(ranks))
-        self._statuses = ranks * _SLOTS * _SLOT_BYTES
-        self._abort_flags = self._statuses + ranks * _STATUS_BYTES
-        self.posted = 0
-        self.while_waiting: Callable[[int, int, float], None] = lambda *_: None
+        self._abort_flags = ranks * _SLOTS * _SLOT_BYTES
+        self._seq = 0  # of this rank's last record
         self._posted = [b""] * _SLOTS  # this rank's last records, as they stand in memory
         self._offsets = [
-            [self._offset(slot, peer) for peer in range(ranks)] for slot in range(_SLOTS)
+            [(peer * _SLOTS + slot) * _SLOT_BYTES for peer in range(ranks)]
+            for slot in range(_SLOTS)
         ]
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes of the file: the slots, a status and an abort flag of each rank."""
-        return ranks * (_SLOTS * _SLOT_BYTES + _STATUS_BYTES + 1)
+        """Bytes of the file: the slots and an abort flag of each rank."""
+        return ranks * (_SLOTS * _SLOT_BYTES + 1)
 
     def post(self, data: bytes) -> int:
         """Write this rank's next record; its sequence number, from 1 on."""
-        seq = self.posted + 1
+        self._seq = seq = self._seq + 1
         header_at = self._offsets[seq % _SLOTS][self.rank]
         data_at = header_at + _HEADER.size
         header = _HEADER.pack(seq, len(data), zlib.crc32(data, seq & 0xFFFFFFFF))
         self._memory[data_at : data_at + len(data)] = data
         self._memory[header_at:data_at] = header
         self._posted[seq % _SLOTS] = header + data
-        self.posted = seq
         return seq
 
-    def all_equal(self, seq: int) -> bool:
-        """Whether every rank's record of this number is there and equals this rank's own, and no
-        rank has aborted; costs a microsecond. False: unknown."""
-        slot, memory = seq % _SLOTS, self._memory
-        own = self._posted[slot]
-        size = len(own)
-        # Header and checksum are compared too: a record half written differs.
-        for offset in self._offsets[slot]:
-            if memory[offset : offset + size] != own:
-                return False
-        return not any(memory[self._abort_flags : self._abort_flags + self.ranks])
-
     def read(self, seq: int, rank: int) -> bytes | None:
-        """A rank's record; None: not written yet, not completely, or overwritten.
+        """A rank's record, without waiting; None: not written, not completely, or overwritten."""
+        offset = self._offsets[seq % _SLOTS][rank]
+        written, length, checksum = _HEADER.unpack_from(self._memory, offset)
+        if written != seq or length > RECORD_BYTES:
+            return None
+        data = self._memory[offset + _HEADER.size : offset + _HEADER.size + length]
+        return data if zlib.crc32(data, seq & 0xFFFFFFFF) == checksum else None
 
-        Does not wait, and ignores abort flags.
-        """
-        written, data = self._read(self._offset(seq, rank))
-        return data if written == seq else None
-
-    def publish(self, seq: int, data: bytes) -> None:
-        if len(data) > _STATUS_BYTES - _HEADER.size:
-            return
-        header_at = self._statuses + self.rank * _STATUS_BYTES
-        data_at = header_at + _HEADER.size
-        self._memory[data_at : data_at + len(data)] = data
-        header = _HEADER.pack(seq, len(data), zlib.crc32(data, seq & 0xFFFFFFFF))
-        self._memory[header_at:data_at] = header
-
-    def status(self, seq: int, rank: int) -> bytes:
-        written, data = self._read(self._statuses + rank * _STATUS_BYTES)
-        return data if written == seq and data is not None else b""
-
-    def waiting_ranks(self, seq: int) -> list[int]:
-        return [
-            rank
-            for rank, offset in enumerate(self._offsets[seq % _SLOTS])
-            if _HEADER.unpack_from(self._memory, offset)[0] == seq
-        ]
-
-    def gather(self, seq: int, timeout_s: float | None = None) -> list[bytes]:
+    def gather(self, seq: int) -> list[bytes]:
         """The record of every rank, once all are written; this rank has posted its own.
-
-        Args:
-            timeout_s: how long to wait for a rank, for a process that ends: it sets no abort flag.
-                None: the mailbox's.
 
         Raises:
             MeshError: a rank has ended, has posted nothing in time, or has aborted itself.
         """
-        limit = self.timeout_s if timeout_s is None else timeout_s
         memory, own, records = self._memory, self._posted[seq % _SLOTS], list[bytes]()
-        try:
-            for rank, offset in enumerate(self._offsets[seq % _SLOTS]):
-                start = time.monotonic()
-                next_check = start + min(_LIVENESS_CHECK_S, limit)
-                # Ranks mostly agree, and equal bytes need no parsing.
-                while memory[offset : offset + len(own)] != own:
-                    written = _HEADER.unpack_from(memory, offset)[0]
-                    if written == seq and (data := self.read(seq, rank)) is not None:
-                        records.append(data)
-                        break
-                    now = time.monotonic()
-                    if now > next_check:
-                        next_check = now + _LIVENESS_CHECK_S
-                        self._check_on(seq, rank, now - start, limit)
-                    # A tenth of the time waited so far: neither late nor busy.
-                    time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
-                else:
-                    records.append(own[_HEADER.size :])
-            if any(memory[self._abort_flags : self._abort_flags + self.ranks]):
-                self._check_abort_flags()
-        except MeshError:
-            if timeout_s is None:
-                self.abort()
-            raise
+        start = next_look = warn_at = 0.0
+        for rank, offset in enumerate(self._offsets[seq % _SLOTS]):
+            # Ranks mostly agree, and equal bytes need no parsing. Header and checksum are compared
+            # too: a record that is half written differs.
+            while memory[offset : offset + len(own)] != own:
+                written = _HEADER.unpack_from(memory, offset)[0]
+                if written == seq and (data := self.read(seq, rank)) is not None:
+                    records.append(data)
+                    break
+                now = time.monotonic()
+                if not start:
+                    start, next_look = now, now + min(_LOOK_S, self.timeout_s)
+                    warn_at = now + WARN_AFTER_S
+                if now > next_look:
+                    next_look = now + _LOOK_S
+                    late = self._late_ranks(seq, now - start)
+                    if now > warn_at:
+                        warn_at = math.inf
+                        warn_of_late_ranks(late, now - start, self.timeout_s)
+                # A tenth of the time waited so far: neither late nor busy.
+                time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
+            else:
+                records.append(own[_HEADER.size :])
+        if any(memory[self._abort_flags : self._abort_flags + self.ranks]):
+            self._check_abort_flags()
         return records
 
-    def _check_on(self, seq: int, rank: int, waited_s: float, timeout_s: float) -> None:
-        """MeshError where it is no use to wait longer for a rank's record."""
-        # Any of them: the one that this rank waits for first may wait for the dead one elsewhere.
-        missing = [x for x in range(self.ranks) if self.read(seq, x) is None]
-        dead = [x for x in missing if self._owner_is_dead(x) and self.read(seq, x) is None]
-        if dead or waited_s > timeout_s:
+    def _late_ranks(self, seq: int, waited_s: float) -> list[int]:
+        """The ranks that have not posted this record; MeshError where it is no use to wait longer
+        for them."""
+        # Any of them: the one that this rank waits for first may wait for a dead one elsewhere.
+        late = [rank for rank in range(self.ranks) if self.read(seq, rank) is None]
+        # A rank that has ended may have posted it as the last that it did.
+        dead = [x for x in late if self._owner_is_dead(x) and self.read(seq, x) is None]
+        if dead or (late and waited_s > self.timeout_s):
+            what = "has ended" if dead else "has made no call"
             raise MeshError(
-                f"rank {dead[0] if dead else rank} of the sequence-parallel group "
-                f"{'has ended' if dead else 'has made no call'}, while rank {self.rank} waited for "
-                f"it for {waited_s:.1f} s"
+                f"{name_ranks(dead or late)} of the sequence-parallel group {what}, while rank "
+                f"{self.rank} waited for it for {waited_s:.1f} s"
             )
         self._check_abort_flags()
-        self.while_waiting(seq, rank, waited_s)
+        return late
 
     def _check_abort_flags(self) -> None:
         flags = self._memory[self._abort_flags : self._abort_flags + self.ranks]
         if any(flags):
-            ranks = [rank for rank, flag in enumerate(flags) if flag]
-            raise MeshError(
-                f"ranks {ranks} of the sequence-parallel group have aborted: a rank had ended, "
-                "made no call in time, or was in other collectives"
-            )
+            ranks = name_ranks([rank for rank, flag in enumerate(flags) if flag])
+            why = "a rank had ended, or made no call in time"
+            raise MeshError(f"{ranks} of the sequence-parallel group have aborted: {why}")
 
     def _owner_is_dead(self, rank: int) -> bool:
         """While a process lives it locks its byte of the file."""
@@ -221,22 +188,15 @@ class ShmMailbox:
         """Let every wait of every rank fail from here on."""
         self._memory[self._abort_flags + self.rank] = 1
 
-    def _read(self, offset: int) -> tuple[int, bytes | None]:
-        """Number and data; None: not written completely."""
-        seq, length, checksum = _HEADER.unpack_from(self._memory, offset)
-        if length > _STATUS_BYTES:
-            return seq, None
-        data = self._memory[offset + _HEADER.size : offset + _HEADER.size + length]
-        return seq, data if zlib.crc32(data, seq & 0xFFFFFFFF) == checksum else None
 
-    def _offset(self, seq: int, rank: int) -> int:
-        return (rank * _SLOTS + seq % _SLOTS) * _SLOT_BYTES
+def open_mailbox(group: dist.ProcessGroup, nodes: Sequence[bytes]) -> ShmMailbox | None:
+    """A mailbox for the ranks of a group of a CPU backend; None where they share no memory.
+    Collective over it.
 
-
-def open_mailbox(group: dist.ProcessGroup | None, nodes: Sequence[bytes]) -> ShmMailbox | None:
-    """A mailbox for the ranks of a group, of these nodes; None where they share no memory.
-    Collective over it."""
-    if group is None or len(set(nodes)) > 1 or fcntl is None:
+    Args:
+        nodes: each rank's node (:func:`ds_usp.comm.process_groups.node_ids`).
+    """
+    if len(set(nodes)) > 1 or fcntl is None:
         return None
     rank, ranks = dist.get_rank(group), len(nodes)
     path = _create_file(ShmMailbox.size(ranks)) if rank == 0 else ""

@@ -34,8 +34,8 @@ class _SumOfShards(torch.autograd.Function):
         ctx.factor = mesh.sp_degree if gradients == "mean" else 1
         total = x.detach().clone()
         if mesh.sp_group is not None:
-            # Waited for on GPUs too: a rank whose head had no memory can leave, and the next pass
-            # is computed. A sum that it does not answer would take the next pass's for its own.
+            # Waited for on GPUs too: where every rank's head had no memory, the next pass is
+            # computed. A sum that some did not answer would take the next pass's for its own.
             mesh.agree("the sum of the ranks' losses")
             dist.all_reduce(total, group=mesh.sp_group)
         return total
@@ -147,8 +147,10 @@ def same_on_all_ranks(
     # An error is sent with the comparison, and not raised before it: the other ranks would wait in
     # the exchanges of a pass that this one never begins.
     values = ValuesComparison()
-    mesh.consistency.begin_forward_pass()
     try:
+        refusal = mesh.consistency.take_thread()
+        if refusal is not None:
+            raise refusal
         yield values
         if mesh.sp_group is None:
             return

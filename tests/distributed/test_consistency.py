@@ -20,12 +20,8 @@ from test_meshes import both_transports, checker_of
 import ds_usp
 from ds_usp import SequenceMesh, Tuning
 from ds_usp.attention import functional
-from ds_usp.attention.plan import AttentionPlan
 from ds_usp.comm.all_to_all import HeadAllToAll
-from ds_usp.comm.call_record import Signature
 from ds_usp.comm.channel import PendingExchange
-from ds_usp.comm.consistency import ConsistencyChecker
-from ds_usp.comm.shm_mailbox import open_mailbox
 from ds_usp.kernels.sdpa import SdpaKernel
 from ds_usp.memory import keep_attention
 from ds_usp.testing import causal, dense_attention, relative_error
@@ -350,69 +346,44 @@ def test_two_threads_on_a_mesh_are_refused_and_never_mixed(pool, names):
         assert max([0.0, *worst]) <= 1e-5 and last <= 1e-5, (worst, last)
 
 
-def one_thread_after_the_other(ctx: RankContext) -> tuple[list[float], list[Error]]:
-    """Errors of calls in threads that follow each other, alike on all ranks, and of what a thread
-    recomputes in its backward pass; what is said where a thread comes back, and other ranks' has
-    another name."""
+def threads_in_turn(ctx: RankContext) -> tuple[list[float], list[Error]]:
+    """Errors of calls in threads of which each has ended before the next one computes, and of what
+    a thread recomputes in its backward pass; what is said where the owner has not ended, and where
+    the ranks' threads have other names."""
     mesh = SequenceMesh.from_group(dist.new_group(), 2)
-    attend = attention_of("usp 2", mesh)
-    again = attention_of("again 2", mesh)
-    right = [good_call(mesh, attend), in_thread("first", lambda: good_call(mesh, attend))]
-    right += [good_call(mesh, again), in_thread("main", lambda: good_call(mesh, again))]
+    mesh.check()  # in the main thread, whose mesh it does not become
+    mesh.agree("a text")
+    attend, again = attention_of("usp 2", mesh), attention_of("again 2", mesh)
+    right = [in_thread(name, lambda: good_call(mesh, attend)) for name in ("first", "second")]
     qkv, want = qkv_of(mesh, 1)
+    with ThreadPoolExecutor(1, "worker") as pool:
+        right += [pool.submit(good_call, mesh, again).result()]
+        refused = raised(lambda: attend(*qkv))
+        mesh.check()
+        right += [pool.submit(good_call, mesh, again).result()]
+    other = in_thread(f"rank{ctx.rank}", lambda: raised(lambda: attend(*qkv)))
     out = again(*qkv)
     in_thread("backward", lambda: out.sum().backward())
-    with ThreadPoolExecutor(1, "worker") as pool:
-        right.append(pool.submit(good_call, mesh, attend).result())
-        back = raised(lambda: attend(*qkv))
-    right.append(good_call(mesh, attend))
-    other = in_thread(f"rank{ctx.rank}", lambda: raised(lambda: attend(*qkv)))
-    return [*right, good_call(mesh, attend), relative_error(out, want)], [back, other]
+    return [*right, good_call(mesh, attend), relative_error(out, want)], [refused, other]
 
 
-def test_a_mesh_is_handed_from_thread_to_thread(pool):
-    for right, (back, other) in pool.run(one_thread_after_the_other, WORLD, timeout=TIMEOUT_S):
+def test_a_mesh_belongs_to_the_thread_that_computes_until_that_has_ended(pool):
+    for right, (refused, other) in pool.run(threads_in_turn, WORLD, timeout=TIMEOUT_S):
         assert max(right) <= 1e-5
-        assert back[0] == other[0] == "MeshError"
-        assert "thread 'MainThread' calls" in back[1] and "'worker_0', which has not" in back[1]
+        assert refused[0] == other[0] == "MeshError"
+        assert "thread 'MainThread' calls" in refused[1] and "'worker_0', which has" in refused[1]
         assert "thread: 'rank0' on rank 0, " in other[1] and "new_group" in other[1]
 
 
-def go_on_after_an_error(ctx: RankContext) -> tuple[str, str]:
-    """What is said where ranks use two meshes over one group in another order, and by a backward
-    pass after it, which all ranks run alike."""
-    meshes = [ds_usp.SequenceMesh.from_group(None, degree) for degree in (2, 4)]
-    messages = []
-    try:
-        meshes[ctx.rank % 2].check()
-    except ds_usp.MeshError as error:
-        messages.append(str(error))
-    x = torch.randn(1, TOKENS // ctx.world, HEADS, DIM, requires_grad=True)
-    mask = ds_usp.MaskSpec.causal()
-    try:
-        ds_usp.usp_attention(
-            x, x, x, mesh=meshes[0], layout="contiguous", mask=mask
-        ).sum().backward()
-    except ds_usp.MeshError as error:
-        messages.append(str(error))
-    return messages[0], "".join(messages[1:])
-
-
-def test_ranks_that_go_on_after_an_error_number_calls_alike(pool):
-    for first, second in pool.run(go_on_after_an_error, WORLD):
-        assert "a check of the mesh" in first
-        assert not second
-
-
 def backward_after_an_aborted_pass(ctx: RankContext, aborted: list[int]) -> None:
-    """A backward pass after a copy-engine pass that some ranks aborted."""
+    """A backward pass after a pass that some ranks aborted."""
     consistency = checker_of(ctx, True)
     consistency.check_call("a call", wait=False)
     for _ in range(2):
         consistency.check_backward(1, wait=False)
-        consistency.begin_pass()
+        consistency.in_pass = True
         if ctx.rank not in aborted:
-            consistency.end_pass()
+            consistency.in_pass = False
     consistency.drain()
 
 
@@ -421,7 +392,7 @@ def test_no_backward_pass_follows_one_that_one_rank_aborted(pool):
         pool.run(backward_after_an_aborted_pass, 3, aborted=same)
     for error in pool.errors(backward_after_an_aborted_pass, 3, aborted=[1]):
         assert isinstance(error, ds_usp.MeshError)
-        assert "aborted copy-engine passes: 0 on ranks 0, 2, " in str(error)
+        assert "aborted passes: 0 on ranks 0, 2, " in str(error)
         assert "1, the last after 0 exchanges on rank 1" in str(error)
 
 
@@ -498,28 +469,6 @@ def test_a_check_finds_a_call_that_one_rank_skipped(pool):
         assert "rank 1: a check of the mesh, after 2 calls, after 0 backward passes" in messages[0]
 
 
-def at_the_end(ctx: RankContext, mode: str) -> str:
-    """What a rank prints when its process ends, where rank 1 has run a pass fewer than the
-    others."""
-    shared = open_mailbox(ctx.group, [b"node"] * ctx.world)
-    checker = ConsistencyChecker(ctx.group, shared)
-    for _ in range(2):
-        checker.check_call("a call", wait=mode == "waiting")
-        checker.check_backward(1, wait=mode == "waiting")
-    if mode == "deferred" and ctx.rank != 1:
-        checker.check_backward(1, wait=False)  # nobody waits for what was verified before
-    if mode == "waiting":
-        checker._passes -= ctx.rank == 1
-    return checker.compare_at_exit()
-
-
-def test_processes_that_end_print_what_differs(pool):
-    for text in pool.run(at_the_end, 3, mode="deferred"):
-        assert "backward pass of call 1" in text and "rank 1: the end of the process" in text
-    for text in pool.run(at_the_end, 3, mode="waiting"):
-        assert "after backward passes: 2 on ranks 0, 2, 1 on rank 1" in text
-
-
 def continued_after(ctx: RankContext, use_mailbox: bool, odd: str, others_wait: bool) -> list[str]:
     """What each step says if every rank catches errors and continues: a call in which rank 1 is
     wrong, another call, its backward pass, a check."""
@@ -581,26 +530,6 @@ def collected_with_a_comparison_in_flight(ctx: RankContext) -> float:
 
 def test_a_mesh_that_is_collected_waits_for_nobody(pool):
     assert pool.run(collected_with_a_comparison_in_flight, 2)[0] < 2.0
-
-
-def exit_ahead(ctx: RankContext) -> None:
-    """Rank 1 compares its last calls when rank 0 has made four more and ends."""
-    checker = checker_of(ctx, True)
-    assert checker.mailbox is not None
-    checker.mailbox.timeout_s = 1.5
-    for _ in range(5):
-        checker.check_call("a", wait=False)
-    dist.barrier(ctx.group)
-    if ctx.rank == 0:
-        for _ in range(4):
-            checker.check_call("a", wait=False)
-        assert checker.compare_at_exit() == ""
-    dist.barrier(ctx.group)
-    checker.drain()
-
-
-def test_a_process_that_ends_overwrites_no_record_that_others_need(pool):
-    assert pool.errors(exit_ahead, 2)[1] is None
 
 
 MESSAGE = "the kernel gave up"
@@ -744,10 +673,6 @@ def test_all_to_alls_in_flight_are_waited_for_after_an_error(pool, method, poste
 def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one():
     """With copy engines the other ranks wait on the GPU, and hear of it at the next comparison."""
     mesh = SequenceMesh.single()
-    begins = mock.patch.object(
-        AttentionPlan, "reserve_staging", lambda *_: mesh.consistency.begin_pass()
-    )
-    needs = mock.patch("ds_usp.attention.plan._staging_bytes", lambda *_, **__: {"all_to_all": 1})
     real = functional.ForwardPass
 
     def forward(*args: Any, **more: Any) -> Any:
@@ -755,9 +680,8 @@ def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one():
             return real(*args, **more)
 
     starts = mock.patch.object(functional, "ForwardPass", forward)
-    with begins, needs, starts, pytest.raises(RuntimeError, match=MESSAGE):
+    with starts, pytest.raises(RuntimeError, match=MESSAGE):
         attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
-    assert mesh.consistency._record(Signature(("the next call",))).aborted_passes == 1
-    with begins, needs:  # none, where a call ends well
-        attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
-    assert mesh.consistency._record(Signature(("the next call",))).aborted_passes == 1
+    assert mesh.consistency.in_pass  # and the next call counts it
+    attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
+    assert not mesh.consistency.in_pass

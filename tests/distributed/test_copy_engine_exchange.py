@@ -305,10 +305,10 @@ def abort_pass(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, 
     abort_waits = mock.Mock()
     mesh.consistency.on_failure = abort_waits
     mesh.consistency.check_call("a call")
-    mesh.consistency.begin_pass()
+    mesh.consistency.in_pass = True
     begun = exchanges[ctx.rank]
     if begun is None:
-        mesh.consistency.end_pass()
+        mesh.consistency.in_pass = False
     else:
         mesh.copy_engines["ring_kv"] = mock.Mock(exchanges=begun)
     try:
@@ -319,7 +319,7 @@ def abort_pass(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, 
 
 
 def test_a_rank_that_aborted_a_pass_does_not_continue_with_the_others(pool):
-    aborted = "aborted copy-engine passes: "
+    aborted = "aborted passes: "
     for text, _ in pool.run(abort_pass, 4, exchanges=[None, 3, None, None]):
         assert f"{aborted}0 on ranks 0, 2-3, 1, the last after 3 exchanges on rank 1" in text
     for text, _ in pool.run(abort_pass, 4, exchanges=[3, 3, 2, 3]):

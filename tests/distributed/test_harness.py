@@ -1,4 +1,4 @@
-"""The harness and the stress test: results by rank, failures that show, stuck ranks that end."""
+"""The harness: results by rank, failures that show, stuck ranks that end."""
 
 import os
 import sys

@@ -1,229 +1,237 @@
-"""A rank that leaves the common path says so, or its watchdog does; the next good call works."""
+"""Fail-stop: a rank that leaves alone ends the mesh for all; where all leave, they go on."""
 
 import contextlib
-import sys
+import datetime
+import gc
+import os
 import time
-from dataclasses import replace
-from types import FrameType, SimpleNamespace
+import weakref
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import short_patience
-from harness import RankContext
+from cases import Case, attend, errors_of
+from harness import RankContext, logged_lines
 from programs import python, torchrun
 
 import ds_usp
-from ds_usp.comm import consistency, watchdog
+from ds_usp.comm import consistency, shm_mailbox
 from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.process_groups import align_group_counters
-from ds_usp.comm.shm_mailbox import MAX_LEFT, open_mailbox
+from ds_usp.kernels.sdpa import SdpaKernel
 
-WORLD, TIMEOUT_S = 4, 60.0
-
-
-def checker_of(ctx: RankContext, use_mailbox: bool = True) -> ConsistencyChecker:
-    shared = open_mailbox(ctx.group, [b"node"] * ctx.world) if use_mailbox else None
-    return ConsistencyChecker(ctx.group, shared)
+TIMEOUT_S = 60.0
+both_transports = pytest.mark.parametrize("nodes", [1, 2], ids=["mailbox", "group"])
 
 
-def said_by(call: object, *arguments: object, **options: object) -> str:
+def checker_of(ctx: RankContext, nodes: int, timeout_s: float = 180.0) -> ConsistencyChecker:
+    """As a mesh has it whose ranks are on so many nodes, over a group of its own."""
+    align_group_counters(ctx.group)  # tests before may have made others
+    each = [b"%d" % (rank % nodes) for rank in range(ctx.world)]
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    checker = ConsistencyChecker.for_mesh(group, each)
+    assert (checker.mailbox is None) == (nodes > 1)
+    return checker
+
+
+def said_by(call: Callable[..., object], *arguments: object, **options: object) -> str:
     """What a call raises; "" where it returns."""
     try:
-        call(*arguments, **options)  # type: ignore[operator]
-    except (ds_usp.MeshError, ValueError, RuntimeError) as error:
+        call(*arguments, **options)
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
 
-def left(ctx: RankContext, use_mailbox: bool, leaving: list[int]) -> list[str]:
-    """What calls say after ranks have left the second one."""
-    checker = checker_of(replace(ctx, group=dist.new_group()), use_mailbox)
-    texts = [said_by(checker.check_now, "one")]
+def left(ctx: RankContext, nodes: int, leaving: dict[int, int], known: bool) -> list[str]:
+    """What calls say where ranks leave a pass, each after so many more calls; ``known``: calls that
+    are compared while they run, as on GPUs."""
+    checker = checker_of(ctx, nodes)
+    for _ in range(2):
+        checker.check_call("a", wait=False)
+    checker.drain()
+    for _ in range(leaving.get(ctx.rank, 0)):
+        checker.check_call("a", wait=not known)
+    texts = []
     if ctx.rank in leaving:
-        checker.leave("out of memory")
-        checker.leave("of the same exception, in a model around it")
+        checker.leave_forward_pass("Llama", RuntimeError(f"no memory {ctx.rank}"))
+        checker.leave_forward_pass("a model around it", RuntimeError(f"no memory {ctx.rank}"))
     else:
-        texts.append(said_by(checker.check_now, "two"))
-        checker.leave("the exception that all ranks know of")
-    texts += [said_by(checker.check_now, "three"), said_by(checker.check)]
-    return [*texts, str(checker.number)]
+        texts = [said_by(checker.check_now, "its next call")]
+    texts += [said_by(checker.check_now, text) for text in ("one", "two")]
+    return [*texts, said_by(checker.check), str(checker.number)]
 
 
-@pytest.mark.parametrize("use_mailbox", [False, True], ids=["group", "mailbox"])
-def test_a_rank_that_leaves_fails_the_next_call_of_the_others_and_no_later_one(pool, use_mailbox):
-    results = pool.run(left, 3, use_mailbox=use_mailbox, leaving=[1])
-    assert results[1] == ["", "", "", "3"]
-    for texts in (results[0], results[2]):
-        assert "rank 1: out of memory" in texts[1]
-        assert [*texts[:1], *texts[2:]] == ["", "", "", "3"]
-    everybody = pool.run(left, 3, use_mailbox=use_mailbox, leaving=[0, 1, 2])
-    assert everybody == [["", "", "", "3"]] * 3
+@both_transports
+def test_a_rank_that_leaves_alone_ends_the_mesh_for_all(pool, nodes):
+    reason = "rank 1: it has left a forward pass of Llama: RuntimeError: no memory 1"
+    for texts in pool.run(left, 3, nodes=nodes, leaving={1: 0}, known=False):
+        assert len(set(texts[:-1])) == 1, texts  # each call for the same reason
+        assert reason in texts[0] and "has failed for good" in texts[0]
+    # On GPUs ranks may leave the same pass at other calls: what one has started others refuse.
+    for texts in pool.run(left, 3, nodes=nodes, leaving={0: 1, 1: 0, 2: 1}, known=True):
+        assert reason in texts[0] and len(set(texts[:-1])) == 1, texts
 
 
-def at_other_passes(ctx: RankContext) -> list[str]:
-    """What the comparisons say where rank 1 leaves pass 1 late, when the others have ended it, or
-    early in the second turn, when they are in the middle of it."""
-    checker = checker_of(ctx)
-    checker.begin_forward_pass()
-    checker.check_now("begin")
-    if ctx.rank == 1:
-        checker.leave("late")
-    checker.begin_forward_pass()
-    texts = [said_by(checker.check_now, "begin")]
-    if ctx.rank != 1:  # a backward pass, which rank 1 leaves out: it begins the next pass
-        texts.append(said_by(checker.check_now, "backward"))
-    checker.begin_forward_pass()
-    return [*texts, said_by(checker.check_now, "begin"), str(checker.number)]
+@both_transports
+def test_ranks_that_all_leave_the_same_pass_go_on(pool, nodes):
+    for known in (False, True):
+        case = {"nodes": nodes, "leaving": {0: 0, 1: 0, 2: 0}, "known": known}
+        assert pool.run(left, 3, **case) == [["", "", "", "5"]] * 3
 
 
-def test_ranks_that_are_ahead_wait_for_those_that_left_another_pass(pool):
-    results = pool.run(at_other_passes, 3)
-    assert results[1] == ["", "", "3"]
-    for texts in (results[0], results[2]):
-        assert texts[0] == texts[2] == "" and texts[3] == "3"
-        assert "after 0 requests, in forward pass: 2 on ranks 0, 2, 3 on rank 1" in texts[1] or (
-            "forward pass 3" in texts[1]
-        )
-
-
-def in_another_collective(ctx: RankContext, nodes: int) -> list[str]:
-    """What calls say where rank 1 is in an all-reduce that the others call later."""
-    checker, texts = checker_of(ctx), list[str]()
-    if nodes > 1:
-        each = [b"%d" % (rank % nodes) for rank in range(ctx.world)]
-        align_group_counters(ctx.group)  # tests before may have made others
-        checker = ConsistencyChecker.for_mesh(ctx.group, each)
-        assert checker.mailbox is None
-    with short_patience():
-        checker.check_now("together")
-        if ctx.rank == 1:
-            dist.all_reduce(torch.ones(1), group=ctx.group)
-        else:
-            texts.append(said_by(checker.check_now, "without rank 1"))
-            dist.all_reduce(torch.ones(1), group=ctx.group)
-        if ctx.rank == 1:
-            texts.append(said_by(checker.check_now, "too late"))
-        texts.append(said_by(checker.check_now, "together again"))
-        return [*texts, str(checker.number)]
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_rank_in_another_collective_is_found_and_named(pool, nodes):
-    results = pool.run(in_another_collective, WORLD, timeout=TIMEOUT_S, nodes=nodes)
-    for rank, (first, *later) in enumerate(results):
-        assert later == ["", "2"]
-        assert "all_reduce" in first and "test_leaving.py" in first
-        assert ("refused the call without this rank" if rank == 1 else "rank 1: it is in") in first
-        assert "rank 0 has started" in first
-
-
-def legitimately_slow(ctx: RankContext, how: str) -> list[str]:
-    """What the others say when rank 1 takes three times as long as a watchdog waits."""
-    checker = checker_of(ctx)
-    with short_patience():
-        checker.check_now("together")
-        if how == "p2p" and ctx.rank < 2:  # gloo counts them as collectives
-            for peer in range(2, WORLD) if ctx.rank == 1 else (1,):
-                with contextlib.suppress(RuntimeError):
-                    if ctx.rank == 1:
-                        dist.send(torch.ones(1), peer, group=ctx.group)
-        elif how == "p2p":
-            dist.recv(torch.ones(1), 1, group=ctx.group)
-        if how == "collective of others" and ctx.rank in (1, 3):
-            pair = dist.new_group([1, 3], use_local_synchronization=True)
-            time.sleep(1.2 if ctx.rank == 3 else 0.0)
-            dist.all_reduce(torch.ones(1), group=pair)
-        elif ctx.rank == 1:
-            time.sleep(1.2)
-        return [said_by(checker.check_now, "after it"), str(checker.number)]
-
-
-@pytest.mark.parametrize("how", ["sleep", "p2p", "collective of others"])
-def test_a_rank_that_is_slow_is_waited_for(pool, how):
-    results = pool.run(legitimately_slow, WORLD, timeout=TIMEOUT_S, how=how)
-    assert results == [["", "2"]] * WORLD
-
-
-def go_on_without(ctx: RankContext) -> list[str]:
-    checker = checker_of(ctx)
+def known_to_all(ctx: RankContext) -> list[str]:
+    """A pass that all ranks leave by the error of a comparison is not declared once more."""
+    checker = checker_of(ctx, 1)
+    wrong = ValueError("mine") if ctx.rank == 1 else None
     texts = []
-    with short_patience():
-        if ctx.rank == 1:
-            dist.all_reduce(torch.ones(1), group=ctx.group)
-        else:
-            texts += [said_by(checker.check_now, f"call {i}") for i in range(MAX_LEFT + 2)]
-            dist.all_reduce(torch.ones(1), group=ctx.group)
-        return [*texts, said_by(checker.check_now, "the end")]
+    with contextlib.suppress(ValueError), checker.forward_pass_of("Llama"):
+        checker.check_call("a", error=wrong)
+    with contextlib.suppress(ValueError), checker.raising_everywhere():
+        if ctx.rank == 2:
+            raise ValueError("its own, before any comparison")
+        checker.check_now("b")
+    return [*texts, said_by(checker.check_now, "c"), str(checker.number)]
 
 
-def test_ranks_that_go_on_without_one_lose_the_mesh(pool):
-    results = pool.run(go_on_without, 3, timeout=TIMEOUT_S)
-    for texts in (results[0], results[2]):
-        assert all("all_reduce" in text for text in texts[:MAX_LEFT])
-        assert all("have aborted" in text for text in texts[MAX_LEFT:])
-    assert results[1] != [""]
+def test_what_a_comparison_refused_leaves_the_mesh_usable(pool):
+    assert pool.run(known_to_all, 3) == [["", "1"]] * 3
 
 
-def serve(ctx: RankContext, failing: list[int]) -> list[str]:
-    """Requests of which the second fails on a rank before any call, with calls on the others."""
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, 2)
-    texts = []
-    for request in range(4):
-        try:
-            with mesh.together(f"request {request}"):
-                if request == 1 and ctx.rank in failing:
-                    raise ValueError(f"bad prompt {request}")
-                mesh.consistency.begin_forward_pass()
-                for step in range(2):
-                    mesh.agree(f"request {request}, step {step}")
-            texts.append("")
-        except ValueError as error:
-            texts.append(str(error))
-    return texts
+def broken_call(ctx: RankContext, failing: list[int], stop: int) -> tuple[list[str], float]:
+    """What a call says whose kernel raises on some ranks, and each of two calls after it; and the
+    error of one over the mesh that is there then."""
+    group = dist.new_group()
+    mesh = ds_usp.SequenceMesh.from_group(group, 1)
+    case = Case(batch=1, kernel="sdpa", tuning=ds_usp.Tuning(1, False))
+    intact, calls = SdpaKernel.tile_forward, 0
+
+    def failing_call(self: SdpaKernel, *args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == stop:
+            raise RuntimeError("the kernel gave up")
+        return intact(self, *args)
+
+    fails = mock.patch.object(SdpaKernel, "tile_forward", failing_call)
+    with fails if ctx.rank in failing else contextlib.nullcontext():
+        texts = [said_by(attend, mesh, case)]
+    texts += [said_by(mesh.agree, "a call after it") for _ in range(2)]
+    mesh = ds_usp.SequenceMesh.from_group(group, 1)
+    return texts, max(errors_of(mesh, case, attend(mesh, case)).values())
 
 
-def test_a_request_that_fails_on_one_rank_fails_on_all_and_the_next_is_served(pool):
-    results = pool.run(serve, WORLD, failing=[1])
-    for rank, texts in enumerate(results):
-        assert [texts[0], *texts[2:]] == [""] * 3
-        assert texts[1] == "bad prompt 1" if rank == 1 else "rank 1: bad prompt 1" in texts[1]
-    for texts in pool.run(serve, WORLD, failing=[0, 1, 2, 3]):
-        assert texts == ["", "bad prompt 1", "", ""]
+def test_a_call_that_one_rank_left_ends_the_mesh_and_a_new_one_is_exact(pool):
+    """After its last exchange: an earlier one its neighbours would wait for."""
+    for rank, (texts, error) in enumerate(pool.run(broken_call, 2, failing=[1], stop=2)):
+        assert (texts[0] == "the kernel gave up") == (rank == 1) and error < 1e-5
+        assert "aborted passes: 0" in texts[1] and "after 1 exchanges" in texts[1], texts
+        assert "has failed for good" in texts[1] and texts[1] == texts[2]
+    for texts, error in pool.run(broken_call, 2, failing=[0, 1], stop=2):
+        assert texts == ["the kernel gave up", "", ""] and error < 1e-5
 
 
-def ended(ctx: RankContext) -> str:
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, 2)
-    with mesh.together(f"request {ctx.rank // 2}"):
-        pass
-    return ""
+def late(ctx: RankContext, nodes: int, seconds: float) -> tuple[list[str], list[str]]:
+    """What ranks log and say of a call to which rank 1 comes late, over a group that waits 4 s."""
+    checker, waits = checker_of(ctx, nodes, 4.0), {"WARN_AFTER_S": 1.0, "_LOOK_S": 0.2}
+    patched = [mock.patch.multiple(file, **waits) for file in (shm_mailbox, consistency)]
+    checker.check_now("all are here")
+    with patched[0], patched[1], logged_lines() as lines:
+        time.sleep(seconds if ctx.rank == 1 else 0.0)
+        texts = [said_by(checker.check_now, text) for text in ("late", "again")]
+    dist.barrier(ctx.group)
+    return lines, texts
 
 
-def test_other_requests_do_not_end_together(pool):
-    for error in pool.errors(ended, WORLD):
-        assert "request: 0 on ranks 0-1, 1 on ranks 2-3" in str(error)
+@both_transports
+def test_a_late_rank_is_named_once_and_waited_for(pool, nodes):
+    results = pool.run(late, 3, nodes=nodes, seconds=2.5)
+    assert [texts for _, texts in results] == [["", ""]] * 3
+    for lines, _ in (results[0], results[2]):
+        assert len(lines) == 1 and "s for rank 1 of the sequence-parallel group" in lines[0]
+        assert "raises after 4 s" in lines[0]
+    assert results[1][0] == []
 
 
-def test_a_process_ends_while_its_threads_ask_the_store():
+@both_transports
+def test_ranks_wait_as_long_as_their_group_and_then_none_goes_on(pool, nodes):
+    for rank, (_, texts) in enumerate(pool.run(late, 3, nodes=nodes, seconds=7.0)):
+        assert all("failed for good" in text for text in texts), (rank, texts)
+        assert texts[0] == texts[1]
+        assert rank == 1 or "no call" in texts[0] or "given the mesh up" in texts[0], texts
+
+
+def given_up(ctx: RankContext) -> str:
+    """What rank 2 hears, far from the timeout, when rank 0's wait for rank 1 has failed."""
+    checker = checker_of(ctx, 2)
+    if ctx.rank == 0:
+        checker._transport.abort()
+    said = "" if ctx.rank != 2 else said_by(checker.check_now, "a call")
+    dist.barrier(ctx.group)
+    if ctx.rank != 2:  # or the process would wait for its all-gather when it ends
+        said_by(checker.check_now, "a call")
+    return said
+
+
+def test_who_waits_over_a_group_hears_that_another_has_given_up(pool):
+    assert "have given the mesh up: by rank 0" in pool.run(given_up, 3, timeout=TIMEOUT_S)[2]
+
+
+def forked(ctx: RankContext) -> tuple[str, str]:
+    """What a call says in a child that a rank has forked, and in the rank after it."""
+    mesh = ds_usp.SequenceMesh.from_group(dist.new_group(), 2)
+    ends = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(ends[1], said_by(attend, mesh, Case(batch=1)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(ends[0], 4096).decode(), said_by(attend, mesh, Case(batch=1))
+
+
+def test_a_forked_child_is_refused(pool):
+    for child, parent in pool.run(forked, 2, timeout=TIMEOUT_S):
+        assert "forked from a rank" in child and parent == ""
+
+
+def kept_by_a_failure(ctx: RankContext) -> bool:
+    """Whether a mesh that has failed keeps the tensors of the call that found it."""
+    checker = checker_of(ctx, 1)
+
+    def call() -> weakref.ref[torch.Tensor]:
+        x = torch.ones(3)
+        with pytest.raises(ds_usp.MeshError):
+            checker.check_call("a" if ctx.rank else "b", error=None)
+        with pytest.raises(ds_usp.MeshError):
+            checker._fail(ds_usp.MeshError("for good"))
+            checker.check_call("a")
+        return weakref.ref(x)
+
+    kept = call()
+    gc.collect()
+    return kept() is not None
+
+
+def test_a_failed_mesh_keeps_no_tensors(pool):
+    assert pool.run(kept_by_a_failure, 2) == [False, False]
+
+
+def test_a_process_ends_while_its_thread_asks_the_store():
     """A thread that comes back to Python while it ends aborts the process (SIGABRT)."""
     program = """if True:
-        import datetime, time, torch.distributed as dist
+        import datetime, threading, time, torch.distributed as dist
         from types import SimpleNamespace
-        from ds_usp.comm import consistency, watchdog
+        from ds_usp.comm import consistency
         store = dist.HashStore()
         def ask(*_):  # as long as a slow network takes
             store.wait(["never"], datetime.timedelta(seconds=1))
         class Slow:  # to take down, as a large program is
             def __del__(self, sleep=time.sleep):
                 sleep(2)
-        class Watched:
-            name, posted, waiting_ranks = "mesh", 0, ask
-        watched, slow = Watched(), Slow()
-        watchdog.watchdog().add(watched)
-        group = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="mesh")
-        slow_store = SimpleNamespace(set=ask, add=ask)
-        time.sleep(0.7)
-        consistency.GroupTransport(group, slow_store).publish(1, b"")
+        slow, group = Slow(), SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+        transport = consistency.GroupTransport(group, SimpleNamespace(set=ask))
+        transport._look_at_store(1, threading.Event())
     """
     done = python("-c", program)
     assert done.returncode == 0, done
@@ -265,42 +273,3 @@ def test_no_thread_of_a_destroyed_group_outlives_it(tmp_path):
     assert done.returncode == 0 and len(counts) == 4, done
     assert sorted(counts)[:2] == [0, 0] and min(sorted(counts)[2:]) > 0
     assert done.stdout.count(" of 2: ulysses 0 of 1, ring ") == 4, done
-
-
-def test_after_a_restart_nobody_waits():
-    """torchrun starts ranks again on the store in which those before have published."""
-    store = dist.HashStore()
-
-    def transport(rank: int) -> consistency.GroupTransport:
-        group = SimpleNamespace(size=lambda: 2, rank=lambda: rank, group_name="mesh")
-        return consistency.GroupTransport(group, store)
-
-    first, second = transport(0), transport(1)
-    second.publish(1, b"waits")
-    second._publishing[0].join()
-    assert first.waiting_ranks(1) == [1]
-    restarted, _ = transport(0), transport(1)
-    assert restarted.waiting_ranks(1) == []
-
-
-def test_a_stack_tells_torch_from_the_caller():
-    frames: list[FrameType] = []
-
-    class Work(dist.Work):
-        def is_completed(self) -> bool:
-            return False
-
-        def wait(self, *_: object) -> bool:
-            frames.append(sys._getframe(1))
-            return watchdog._waits_for_work(frames[0])
-
-    def holds_work() -> bool:
-        work = Work()
-        assert not watchdog._waits_for_work(sys._getframe())  # it computes meanwhile
-        return work.wait()
-
-    assert holds_work()
-    here = watchdog.Stack.of(sys._getframe())
-    assert not watchdog._waits_for_work(sys._getframe()) and "test_leaving.py" in here.where
-    assert not here.in_collective and not here.in_comparison and not here.in_p2p
-    assert here.place != watchdog.Stack.of(sys._getframe()).place  # it moved

@@ -209,13 +209,13 @@ def after_passes(ctx: RankContext, how: str) -> list[int]:
     where one pass was broken off, a call is another one, or a rank has an error of its own."""
     checker, freed = checker_of(ctx, True), mock.Mock()
     checker.on_failure = freed
-    checker.begin_pass()
+    checker.in_pass = True
     if how != "aborted" or ctx.rank:
-        checker.end_pass()
+        checker.in_pass = False
     text = "other" if how == "another" and not ctx.rank else "new"
     wrong = ValueError("no such head") if how == "error" and not ctx.rank else None
     calls_of_free = []
-    for call in ("check_now", "check_call"):
+    for call in ("check_call", "check_now"):
         with contextlib.suppress(ds_usp.MeshError, ValueError):
             getattr(checker, call)(f"{text} {call}", error=wrong)
         calls_of_free.append(freed.call_count)

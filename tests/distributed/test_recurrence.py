@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import mesh_of, short_patience
+from cases import mesh_of
 from harness import RankContext
 from torch.utils.checkpoint import checkpoint
 
@@ -373,11 +373,10 @@ def disagreeing(ctx: RankContext, what: str) -> list[str]:
     good: Callable[[], object] = lambda: run().sum().backward()  # noqa: E731
     # What rank 1 leaves out it meets the others in with its next call.
     late = what == "no backward"
-    with short_patience():
-        texts = [said(actions[what] if odd else others.get(what, good))]
-        if late and odd:
-            texts = [said(good)]
-        return [*texts, said(good)]
+    texts = [said(actions[what] if odd else others.get(what, good))]
+    if late and odd:
+        texts = [said(good)]
+    return [*texts, said(good)]
 
 
 # And what every rank is told.
@@ -422,7 +421,6 @@ def around_a_scan(ctx: RankContext, enters: bool) -> str:
         return list(tensors)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(short_patience())
         if not enters:
             stack.enter_context(mock.patch.object(exchange.ExchangeCall, "_enter", without_enter))
         for _ in range(2):

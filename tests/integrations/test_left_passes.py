@@ -1,8 +1,6 @@
-"""Forward passes that one rank leaves: the others raise at once, and the next pass is exact."""
+"""Forward passes that ranks leave by an error: all of them go on, or a new mesh does."""
 
-import re
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,84 +8,80 @@ import tiny_diffusers
 import tiny_models
 import torch
 import torch.distributed as dist
-from cases import mesh_of, short_patience
+import transformers as hf
+from cases import mesh_of
 from harness import RankContext
+from hf_trainer_runs import STEPS, Documents, Split, arguments, restored_environment, tiny_model
 from model_runs import BOUND, plain_batch, relative
 
 import ds_usp
 from ds_usp.integrations import diffusers, transformers
 
-WORLD, TIMEOUT_S = 4, 60.0
-MESSAGE = "CUDA out of memory"
+WORLD, TIMEOUT_S = 4, 90.0
+MESSAGE = "CUDA out of memory."  # as accelerate knows it
 WAN, SD3 = "WanTransformer3DModel", "SD3Transformer2DModel"
 
 
 def no_memory(*_: Any) -> None:
-    raise RuntimeError(MESSAGE)
+    raise torch.OutOfMemoryError(MESSAGE)
 
 
-def said_and_next(run: Callable[[], Any], layer: Any, fails: bool) -> tuple[str, torch.Tensor]:
-    """What a pass says whose ``layer`` has no memory on one rank, and the result of the next."""
+def said_without_memory(run: Callable[[], Any], layer: Any, fails: bool) -> str:
+    """What a pass says whose ``layer`` has no memory on some ranks."""
     handle = layer.register_forward_hook(no_memory) if fails else None
-    text = ""
     try:
         run()
     except (RuntimeError, ds_usp.MeshError) as error:
-        text = str(error)
-    if handle is not None:
-        handle.remove()
-    return text, run()
+        return str(error)
+    finally:
+        if handle is not None:
+            handle.remove()
+    return ""
 
 
-def llama_left(ctx: RankContext) -> list[tuple[str, float]]:
-    """In a layer before attention's exchanges of the next one, at the head, after the loss."""
-    model, batch = tiny_models.build("llama"), plain_batch()
-    want = float(model(**batch).loss.detach())
-    results = []
-    with transformers.enable(model, mesh_of(2)):
-        for layer in (model.model.layers[0].mlp, model.lm_head, model):
-
-            def run() -> float:
-                loss = model(**batch).loss
-                loss.backward()
-                return float(loss.detach())
-
-            text, have = said_and_next(run, layer, ctx.rank == 1)
-            results.append((text, abs(have - want)))
-    return results
-
-
-def test_a_llama_goes_on_after_a_pass_that_one_rank_left(pool):
-    results = pool.run(llama_left, WORLD, timeout=TIMEOUT_S)
-    for rank, each in enumerate(results):
-        for place, (text, error) in enumerate(each):
-            assert MESSAGE in text if rank == 1 or place < 2 else "forward pass" in text, text
-            assert error < BOUND, (place, error)
-        if rank != 1:
-            assert re.search(r"rank 1: it has left forward pass \d+, of Llama", each[0][0])
-
-
-def passes_ahead(ctx: RankContext) -> list[float]:
-    """After rank 0 has tried two passes while rank 1 was in a collective of the caller's."""
-    model, batch = tiny_models.build("llama"), plain_batch()
-    want, losses = float(model(**batch).loss), []
-    with transformers.enable(model, mesh_of(2)), torch.no_grad(), short_patience():
-        model(**batch)
-        for _ in range(2 if ctx.rank == 0 else 0):
-            with pytest.raises(ds_usp.MeshError):
-                model(**batch)
-        dist.all_reduce(torch.ones(1))
-        for _ in range(6):
-            with suppress(ds_usp.MeshError):
-                losses.append(float(model(**batch).loss) - want)
-                break  # on all ranks
-    return losses
+def llama_steps(ctx: RankContext, failing: list[int]) -> tuple[list[str], list[float], bool]:
+    """What the passes say in whose layer or head ranks have no memory, one before each step;
+    how far the losses of the steps are from those of one rank; and whether it is
+    all over one mesh."""
+    model, alone, batch = *(tiny_models.build("llama") for _ in range(2)), plain_batch()
+    optimizers = [torch.optim.SGD(x.parameters(), 0.1, momentum=0.9) for x in (model, alone)]
+    group = dist.new_group()
+    first = mesh = ds_usp.SequenceMesh.from_group(group, 2)
+    transformers.enable(model, mesh, recompute="full")
+    texts, errors = list[str](), list[float]()
+    for layer in (None, model.model.layers[0].mlp, model.lm_head):
+        if layer is not None:
+            fails = ctx.rank in failing
+            texts.append(said_without_memory(lambda: model(**batch), layer, fails))
+            if (again := ds_usp.SequenceMesh.from_group(group, 2)) is not mesh:
+                mesh = again
+                transformers.enable(model, mesh, recompute="full")
+        losses = [x(**batch).loss for x in (model, alone)]
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        for x in model.parameters():
+            dist.all_reduce(x.grad, group=group)
+            x.grad /= ctx.world
+        errors.append(abs(float(losses[0].detach() - losses[1].detach())))
+        for optimizer in optimizers:
+            optimizer.step()
+    return texts, errors, mesh is first
 
 
-def test_ranks_of_other_turns_come_together(pool):
-    losses = pool.run(passes_ahead, 2, timeout=TIMEOUT_S)
-    assert losses[0] and losses[0] == losses[1]
-    assert abs(losses[0][0]) < BOUND
+def test_a_llama_goes_on_over_a_new_mesh_after_a_pass_that_one_rank_left(pool):
+    """With its weights and its optimizer."""
+    results = pool.run(llama_steps, WORLD, timeout=TIMEOUT_S, failing=[1])
+    for rank, (texts, errors, same) in enumerate(results):
+        assert max(errors) < BOUND and not same
+        for text in texts:
+            assert MESSAGE in text and (rank == 1 or "rank 1: it has left a forward" in text), text
+            assert rank == 1 or "enable(model, mesh) again" in text
+
+
+def test_a_llama_goes_on_over_its_mesh_after_a_pass_that_every_rank_left(pool):
+    for texts, errors, same in pool.run(llama_steps, WORLD, failing=[0, 1, 2, 3]):
+        assert max(errors) < BOUND and same and texts == [MESSAGE] * 2
 
 
 def generated_by_one(ctx: RankContext) -> list[str | float]:
@@ -96,10 +90,11 @@ def generated_by_one(ctx: RankContext) -> list[str | float]:
     want, results = float(model(**batch).loss), list[str | float]()
     with transformers.enable(model, mesh_of(2), recompute="full") as enabled:
         model(**batch)
-        if ctx.rank == 0:
-            with pytest.raises(ds_usp.MeshError) as error, torch.no_grad():
+        with pytest.raises(ds_usp.MeshError) as error, torch.no_grad():
+            if ctx.rank == 0:
                 model.generate(batch["input_ids"], max_new_tokens=2)
-            results.append(str(error.value))
+            model(**batch)
+        results.append(str(error.value))
         for _ in range(2):
             out = model(**batch)
             results.append(float(out.loss) - want)
@@ -110,39 +105,43 @@ def generated_by_one(ctx: RankContext) -> list[str | float]:
 
 def test_a_model_that_one_rank_has_paused_is_enabled_on_it(pool):
     """It would compute its next pass alone, and the other rank wait for it."""
-    (said, *first), second = pool.run(generated_by_one, 2, timeout=TIMEOUT_S)
-    assert "rank 0: the end of paused() or generate, which all ranks call" in said
-    for *errors, late in (first, second):
+    for said, *errors, late in pool.run(generated_by_one, 2, timeout=TIMEOUT_S):
+        assert "rank 0: the end of paused() or generate, which all ranks call" in said
         assert max(map(abs, errors)) < BOUND
         assert "paused before a backward pass" in late
 
 
-def wan_left(ctx: RankContext, name: str, cfg_degree: int) -> list[tuple[str, float]]:
+def dit_passes(
+    ctx: RankContext, name: str, cfg_degree: int, failing: list[int]
+) -> list[tuple[str, float]]:
+    """What the passes say in whose blocks ranks have no memory, and the error of one after each."""
     model, given = tiny_diffusers.build(name).eval(), tiny_diffusers.arguments(name)
+    group, results = dist.new_group(), []
     with torch.no_grad():
         want = tiny_diffusers.output_of(model, given)
         blocks = model.blocks if name == WAN else model.transformer_blocks
-        results = []
-        with diffusers.enable(model, mesh_of(2), cfg_degree=cfg_degree):
-            for layer in (blocks[0], blocks[1], model.proj_out):
-                text, have = said_and_next(
-                    lambda: tiny_diffusers.output_of(model, given), layer, ctx.rank == 1
-                )
-                results.append((text, relative(have, want)))
+        mesh = ds_usp.SequenceMesh.from_group(group, 2)
+        diffusers.enable(model, mesh, cfg_degree=cfg_degree)
+        for layer in (blocks[0], blocks[1]):
+            run = lambda: tiny_diffusers.output_of(model, given)  # noqa: E731
+            text = said_without_memory(run, layer, ctx.rank in failing)
+            if (again := ds_usp.SequenceMesh.from_group(group, 2)) is not mesh:
+                mesh = again
+                diffusers.enable(model, mesh, cfg_degree=cfg_degree)
+            results.append((text, relative(run(), want)))
     return results
 
 
 @pytest.mark.parametrize(("name", "cfg_degree"), [(WAN, 1), (SD3, 2)])
-def test_a_diffusion_transformer_goes_on_after_a_pass_that_one_rank_left(pool, name, cfg_degree):
-    results = pool.run(wan_left, WORLD, timeout=TIMEOUT_S, name=name, cfg_degree=cfg_degree)
-    for rank, each in enumerate(results):
-        for place, (text, error) in enumerate(each):
-            assert error < BOUND, (place, error)
-            # When the output has been joined the others have their results, and keep them.
-            if rank == 1:
-                assert MESSAGE in text
-            elif text or place < 2:
-                assert "rank 1: it has left forward pass" in text
+@pytest.mark.parametrize("failing", [[1], [0, 1, 2, 3]], ids=["one", "all"])
+def test_a_diffusion_transformer_goes_on_after_a_pass_that_ranks_left(
+    pool, name, cfg_degree, failing
+):
+    case = {"name": name, "cfg_degree": cfg_degree, "failing": failing}
+    for rank, each in enumerate(pool.run(dit_passes, WORLD, timeout=TIMEOUT_S, **case)):
+        for text, error in each:
+            assert error < BOUND and MESSAGE in text
+            assert (text == MESSAGE) == (rank in failing)
 
 
 def enabled_wrongly(ctx: RankContext) -> None:
@@ -154,3 +153,49 @@ def test_what_enable_refuses_on_one_rank_it_refuses_on_all(pool):
     for rank, error in enumerate(pool.errors(enabled_wrongly, WORLD, timeout=TIMEOUT_S)):
         assert isinstance(error, ds_usp.USPError)
         assert isinstance(error, ds_usp.MeshError) == (rank != 1)
+
+
+class AtLastStep(hf.TrainerCallback):
+    """Changes a weight on this rank alone, which no later pass is there to find."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == state.max_steps:
+            with torch.no_grad():
+                next(model.parameters()).add_(1.0)
+
+
+def train(ctx: RankContext, changes: bool, auto: bool) -> tuple[str, int, int]:
+    """What training says at its end, its steps, and the batch size with which it took them: with
+    ``auto`` the first one is too large for every rank."""
+    with restored_environment():
+        trainer = hf.Trainer(
+            model=tiny_model(),
+            args=hf.TrainingArguments(**arguments(Split(2), 1, micro=4, auto_find_batch_size=auto)),
+            train_dataset=Documents(),
+            data_collator=hf.DataCollatorWithFlattening(),
+            callbacks=[AtLastStep()] if changes and ctx.rank == 1 else [],
+        )
+        mesh = ds_usp.SequenceMesh.from_group(dist.new_group(), 2)
+        transformers.attach(trainer, mesh)
+        trainer.model.model.layers[1].register_forward_pre_hook(
+            lambda *_: no_memory() if auto and trainer._train_batch_size > 2 else None
+        )
+        text = ""
+        try:
+            trainer.train()
+        except ds_usp.MeshError as error:
+            text = str(error)
+        return text, trainer.state.global_step, trainer._train_batch_size
+
+
+def test_a_difference_after_the_last_pass_of_training_is_found(pool):
+    for text, *_ in pool.run(train, 2, timeout=TIMEOUT_S, changes=True, auto=False):
+        assert "on rank 0" in text and "on rank 1" in text and "weights of the model differ" in text
+    for text, steps, _ in pool.run(train, 2, timeout=TIMEOUT_S, changes=False, auto=False):
+        assert (text, steps) == ("", STEPS)
+
+
+def test_a_trainer_finds_a_batch_size_that_fits(pool):
+    """``auto_find_batch_size`` starts again when no rank has enough memory."""
+    for text, steps, rows in pool.run(train, 2, timeout=TIMEOUT_S, changes=False, auto=True):
+        assert (text, steps, rows) == ("", STEPS, 2)

@@ -97,7 +97,12 @@ def check_heads(transformer: nn.Module, plan: Plan, ulysses: int, why: str = "")
 
 
 class ShardedTransformer:
-    """One transformer whose forward passes are sharded; whole arguments, whole outputs."""
+    """One transformer whose forward passes are sharded; whole arguments, whole outputs.
+
+    Attributes:
+        mesh: the ranks that share each batch.
+        state: of the pass that runs.
+    """
 
     def __init__(
         self,
@@ -109,7 +114,7 @@ class ShardedTransformer:
         model: ModelComparison,
     ) -> None:
         self.transformer, self._model = transformer, model
-        self._mesh, self._branches = mesh, branches
+        self.mesh, self._branches = mesh, branches
         self._parts = branches  # of the pass that runs, or has run last
         self._plan, self._options = plan, options
         self.state: PassState | None = None
@@ -139,7 +144,7 @@ class ShardedTransformer:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in vars(self).items():
-            same = name in ("_mesh", "_branches", "_parts", "_plan", "_options")
+            same = name in ("mesh", "_branches", "_parts", "_plan", "_options")
             setattr(twin, name, value if same else copy.deepcopy(value, memo))
         return twin
 
@@ -177,6 +182,8 @@ class ShardedTransformer:
             )
 
     def remove(self) -> None:
+        if self._removed:  # and the transformer may be sharded over another mesh since
+            return
         self._removed = True
         if self._calls is not None:
             self._calls.remove()
@@ -251,7 +258,7 @@ class ShardedTransformer:
         compared, mode = dict(arguments), Mode.GRADIENTS
         if len(step) > 1:
             compared = {f"branch {i}": call.arguments for i, call in enumerate(step)}
-        with same_on_all_ranks(self._mesh, call, compared, self._model, deferred=True) as values:
+        with same_on_all_ranks(self.mesh, call, compared, self._model, deferred=True) as values:
             self._caches = caches = self._check_unchanged()
             self._check_step(step)
             for each in [call.arguments for call in step] or [arguments]:
@@ -286,10 +293,9 @@ class ShardedTransformer:
     ) -> dict[str, Any]:
         parts = self._parts
         if parts.degree > 1:  # attention is compared in a part of the mesh
-            parts.mesh.consistency.begin_forward_pass()
             parts.mesh.agree(f"a forward pass of {name}, {samples}")
         # Both branches in a batch are one decision; calls of their own have one each.
-        self._caches.decide_on(parts.mesh if len(self._step) > 1 else self._mesh)
+        self._caches.decide_on(parts.mesh if len(self._step) > 1 else self.mesh)
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, parts.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
@@ -300,7 +306,7 @@ class ShardedTransformer:
     @contextmanager
     def _declared_to_ranks(self) -> Iterator[None]:
         name = type(self.transformer).__name__
-        part, whole = self._parts.mesh.consistency, self._mesh.consistency
+        part, whole = self._parts.mesh.consistency, self.mesh.consistency
         with whole.forward_pass_of(name), part.forward_pass_of(name):
             yield
 
@@ -312,7 +318,7 @@ class ShardedTransformer:
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
         if out is None:
-            for mesh in (self._parts.mesh, self._mesh):
+            for mesh in (self._parts.mesh, self.mesh):
                 name = type(self.transformer).__name__
                 mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
             return None
@@ -327,7 +333,7 @@ class ShardedTransformer:
                 )
             if state is not None and not torch.is_grad_enabled():
                 self._check_attended(state)
-            return self._parts.join(out, self._mesh)
+            return self._parts.join(out, self.mesh)
 
     # ------------------------------------------------------------------ calls of a step
 
@@ -363,14 +369,14 @@ class ShardedTransformer:
     def _parts_of(self, arguments: dict[str, Any]) -> Branches:
         """What computes the samples of a batch: the branches' parts of the mesh, or all of it."""
         name, degree = type(self.transformer).__name__, self._branches.degree
-        parts = self._branches.of_batch(name, arguments, self._plan, self._mesh)
+        parts = self._branches.of_batch(name, arguments, self._plan, self.mesh)
         if parts is not self._branches and self._calls is not None and not self._calls.is_called:
             raise UnsupportedAttentionError(
                 f"{name}.compile() after enable takes the place of what lets the calls of a step "
                 f"wait for each other with cfg_degree={degree}: use compile_repeated_blocks()"
             )
         if parts is not self._branches:
-            batch, ulysses = len(arguments[self._plan.batched]), self._mesh.ulysses_degree
+            batch, ulysses = len(arguments[self._plan.batched]), self.mesh.ulysses_degree
             why = f" of the whole mesh, which computes a batch of {batch} with cfg_degree={degree}"
             check_heads(self.transformer, self._plan, ulysses, why)
         return parts
@@ -514,6 +520,15 @@ class ShardedTransformer:
     def _join(self, kind: Kind, last: bool, module: nn.Module, _: Any, out: Tensor) -> Tensor:
         join = partial(self._active(module).join, kind=kind, last=last)
         return join(out) if self._graphs is None else self._graphs.outside(join, out)
+
+
+def remove_from_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> None:
+    """Leave a transformer that is sharded over another mesh than this as it was before."""
+    for hook in list(transformer._forward_pre_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, ShardedTransformer) and owner.mesh is not mesh:
+            owner.check_idle()
+            owner.remove()
 
 
 def _plain(value: Any) -> str:

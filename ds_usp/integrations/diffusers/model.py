@@ -19,6 +19,7 @@ from ds_usp.integrations.diffusers.hooks import (
     ShardedTransformer,
     check_attention,
     check_transformer,
+    remove_from_other_mesh,
 )
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
@@ -48,7 +49,8 @@ def enable(
     given the same batch: each gives whole latents, text and timesteps, the same on every rank, and
     gets the whole output; the mean over the ranks of the gradients is the gradient. Call it on
     every rank, before DistributedDataParallel, ``fully_shard`` or ``deepspeed.initialize`` takes
-    the transformer. Ranks need the same noise: seed generators alike.
+    the transformer. Ranks need the same noise: seed generators alike. A transformer that is enabled
+    goes on over another mesh by the same call, as when its mesh has failed for good.
 
     Image tokens are sharded, and text tokens where they take part in the same attention; text that
     is attended to by cross-attention stays whole. Any number of tokens, at least one for each rank.
@@ -71,9 +73,9 @@ def enable(
             exchange by copy engines. The memory of one pass stays allocated.
 
     Raises:
-        ConfigError: another version of diffusers, no transformer, one that is enabled already, or
-            that the plan does not fit; diffusers' own parallelism; CUDA graphs without a GPU, or
-            where exchanges are by NCCL.
+        ConfigError: another version of diffusers, no transformer, one that is enabled on this mesh
+            already, or that the plan does not fit; diffusers' own parallelism; CUDA graphs without
+            a GPU, or where exchanges are by NCCL.
         UnsupportedAttentionError: a class without a plan, an option of the configuration that
             treats tokens by their index, an IP-Adapter, a cache or an attention backend.
         MeshError: on every rank, if their options or configurations differ; collective over the
@@ -86,6 +88,7 @@ def enable(
         transformers = _transformers_of(model_or_pipeline)
         plans = [plan or _plan_of(transformer) for transformer in transformers]
         for transformer, its_plan in zip(transformers, plans, strict=True):
+            remove_from_other_mesh(transformer, mesh)
             caches = _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
             words += [caches] if caches else []
             if cuda_graphs:

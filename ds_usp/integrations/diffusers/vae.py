@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -71,8 +71,8 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
             pipeline with one.
 
     Raises:
-        ConfigError: tiling is off, the VAE is enabled already, or sizes and strides of tiles do not
-            fit each other.
+        ConfigError: tiling is off, the VAE is enabled on this mesh already, or sizes and strides of
+            tiles do not fit each other.
         UnsupportedAttentionError: a class without a row.
         MeshError: on every rank, if their VAEs differ; collective over the mesh.
     """
@@ -89,8 +89,11 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
                 f"{', '.join(TILED)}. Let every rank decode by itself, or one rank alone "
                 "(output_type='latent' on the others)"
             )
-        if isinstance(vars(vae).get("decode"), _Bound):
+        bound = vars(vae).get("decode")
+        if isinstance(bound, _Bound) and bound.enabled.mesh is mesh:
             raise ConfigError(f"this {name} is enabled already: disable() the first one")
+        if isinstance(bound, _Bound):
+            bound.enabled.disable()
         if not vae.use_tiling:
             raise ConfigError(
                 f"{name} does not tile: call enable_tiling() first, on every rank. Its result is "
@@ -164,6 +167,11 @@ class _Bound:
 
     def __init__(self, run: Callable[..., Any], name: str, original: Callable[..., Any]) -> None:
         self._run, self._name, self._original = run, name, original
+
+    @property
+    def enabled(self) -> EnabledVAE:
+        owner: EnabledVAE = cast(Any, self._run).__self__
+        return owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._name, self._original, *args, **kwargs)

@@ -90,7 +90,9 @@ def enable(
     To everything around the model the ranks of the mesh are data-parallel replicas that were given
     the same batch: each gives the whole batch, gets the whole batch's loss, and the mean over the
     ranks of the gradients is the gradient. Call it on every rank, before DistributedDataParallel,
-    ``fully_shard``, ``deepspeed.initialize`` or a Trainer takes the model.
+    ``fully_shard``, ``deepspeed.initialize`` or a Trainer takes the model. A model that is enabled
+    goes on over another mesh by the same call, also when an engine has taken it: so does one whose
+    mesh has failed for good, with its weights and its optimizer.
 
     Args:
         model: a ``PreTrainedModel``, or a PEFT model around one. Of a model with towers for images
@@ -116,8 +118,8 @@ def enable(
             shards are of the tree.
 
     Raises:
-        ConfigError: another version of transformers, no such model, one that is enabled already, or
-            layers that an option does not fit.
+        ConfigError: another version of transformers, no such model, one that is enabled on this
+            mesh already, or layers that an option does not fit.
         UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
         LayoutError: an unknown layout, or one that hands on no states of a model that has some.
         MeshError: on every rank, if their options or configurations differ; collective over the
@@ -139,11 +141,14 @@ def enable(
             share_prefixes=share_prefixes,
         )
         inner = refusals.find_model(model)
-        if find_enabled(model, inner) is not None:
+        enabled = find_enabled(model, inner)
+        if enabled is not None and enabled.mesh is mesh:
             raise ConfigError(
                 f"{type(inner).__name__} is enabled already: disable() it before you enable it "
                 "again"
             )
+        if enabled is not None:
+            enabled.disable()
         refusals.check_model(inner)
         options = replace(options, layout=refusals.layout_of_states(inner, options))
         whole_head = refusals.needs_whole_head(inner)

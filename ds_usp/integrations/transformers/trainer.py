@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
@@ -44,7 +44,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     batches: ``per_device_train_batch_size`` is the number of sequences of a *mesh*, and the total
     batch is that times accumulation times the number of meshes. Other models that the trainer
     holds, such as ``ref_model`` and ``teacher_model``, are enabled too. GRPO and RLOO leave the
-    mesh while they generate.
+    mesh while they generate. At the end of training the ranks compare how many calls they have
+    made, and their weights (:meth:`SequenceMesh.check`).
 
     Args:
         trainer: its model is enabled here if it is not yet; enable it before with other options
@@ -75,14 +76,26 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     if makes_rollouts(trainer):
         share_rollouts(trainer, mesh)
     _join_logits(trainer)
+    trainer.add_callback(_CheckAtEnd(mesh))
     return enabled
+
+
+class _CheckAtEnd(TrainerCallback):
+    """At the end of training no later call would find that ranks differ in the last one."""
+
+    def __init__(self, mesh: SequenceMesh) -> None:
+        self._mesh = mesh
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._mesh.check()
 
 
 def _check_mesh_of(enabled: EnabledModel, mesh: SequenceMesh, name: str) -> None:
     if enabled.mesh is not mesh:
         raise ConfigError(
             f"the trainer's {name} is enabled for another mesh ({enabled.mesh}) than that given "
-            f"here ({mesh}): pass the same mesh to enable and attach"
+            f"here ({mesh}): pass the same mesh to enable and attach; where the other one has "
+            "failed for good, enable(model, mesh) on the new one first"
         )
 
 
