@@ -12,7 +12,7 @@ from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import KernelCall, kernel_calls_from_tiles, plan_tiles
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
-from ds_usp.kernels.registry import _load, _with_padding_if_needed, available_kernels
+from ds_usp.kernels.registry import _adapted, _load, available_kernels
 from ds_usp.testing import relative_error
 
 SCALE = 0.2
@@ -85,7 +85,7 @@ def test_every_head_dim_that_is_claimed(kernel, head_dim):  # type: ignore[no-un
     asked = KernelRequest("cuda", torch.bfloat16, head_dim, MaskSpec.causal())
     if kernel.caps.refusal(asked):
         pytest.skip("the kernel does not claim it")
-    padded = _with_padding_if_needed(kernel, asked)
+    padded = _adapted(kernel, asked)
     for heads in ((2, 2), (6, 2)):
         shape = (300, 300, 0, MaskSpec.causal())
         check_on_gpu(padded, torch.bfloat16, heads, head_dim, shape, TOLERANCE[torch.bfloat16])
@@ -95,7 +95,7 @@ def test_every_head_dim_that_is_claimed(kernel, head_dim):  # type: ignore[no-un
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_values_have_another_head_dim(kernel, dims):  # type: ignore[no-untyped-def]
     asked = KernelRequest("cuda", torch.bfloat16, dims[0], MaskSpec.causal(), value_dim=dims[1])
-    padded = _with_padding_if_needed(kernel, asked)
+    padded = _adapted(kernel, asked)
     for heads in ((2, 2), (6, 2)):
         shape = (300, 300, 0, MaskSpec.causal())
         check_on_gpu(padded, torch.bfloat16, heads, dims, shape, TOLERANCE[torch.bfloat16])
