@@ -11,15 +11,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -406,102 +403,6 @@ def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Baseline]:
             yield Baseline(f"torch {method}", kernel, attend, around=around)
 
 
-@contextmanager
-def torch_flash_attn() -> Iterator[None]:
-    """Context in which ``import flash_attn`` resolves to the package or, if it is not installed,
-    to torch's FlashAttention-2 under its names: the kernels are the same. Modules imported in it
-    keep their reference; ``sys.modules`` is restored."""
-    name, inner = "flash_attn", "flash_attn.flash_attn_interface"
-    spec = find_spec(name)
-    if spec is not None and spec.origin is not None:  # not just a folder that flash-attn-4 makes
-        yield
-        return
-    before = {module_name: sys.modules.get(module_name) for module_name in (name, inner)}
-    package, interface = ModuleType(name), ModuleType(inner)
-    package.__version__ = "2.8.0"  # type: ignore[attr-defined]
-    package.__path__ = []
-    for module in (package, interface):
-        module.__getattr__ = _absent  # type: ignore[method-assign]
-    interface._flash_attn_forward = flash_attn_forward  # type: ignore[attr-defined]
-    interface._flash_attn_backward = flash_attn_backward  # type: ignore[attr-defined]
-    sys.modules.update({name: package, inner: interface})
-    try:
-        yield
-    finally:
-        for module_name, module in before.items():
-            del sys.modules[module_name]
-            if module is not None:
-                sys.modules[module_name] = module
-
-
-def _absent(name: str) -> None:
-    """Names that libraries import and that no benchmark calls."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-
-def flash_attn_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    """``_flash_attn_forward`` without windows and dropout: out, lse, and two unused values."""
-    lengths = None, None, q.shape[1], k.shape[1]
-    out, lse, *_rest = torch.ops.aten._flash_attention_forward(
-        q, k, v, *lengths, dropout_p, causal, False, scale=softmax_scale
-    )
-    return out, lse, None, None
-
-
-def flash_attn_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    *_: Any,
-) -> None:
-    """``_flash_attn_backward``: writes the gradients into ``dq``, ``dk`` and ``dv``."""
-    unread = torch.empty(2, dtype=torch.uint64, device=q.device)
-    lengths = None, None, q.shape[1], k.shape[1]
-    grads = torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse, *lengths, dropout_p, causal, unread, unread, scale=softmax_scale
-    )
-    for out_buffer, x in zip((dq, dk, dv), grads, strict=True):
-        out_buffer.copy_(x)
-
-
-def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:
-    """yunchang's LongContextAttention, zigzag, on FlashAttention-2 of flash-attn or torch."""
-    world = dist.get_world_size()
-    for ulysses in reversed(divisors(world)):
-
-        def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, list[int]]:
-            with torch_flash_attn():
-                from yunchang import LongContextAttention, set_seq_parallel_pg
-                from yunchang.kernels import AttnType
-
-            causal_chunks(shape)  # refuses what it is not called for
-            set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
-            attention = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
-            layout = ds_usp.TokenLayout("zigzag", shape.seq_len, ulysses, world // ulysses)
-            positions = layout.positions(dist.get_rank())
-            return lambda q, k, v: attention(q, k, v, causal=True), shape, positions
-
-        yield Baseline(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
-
-
 @lru_cache(maxsize=1)
 def load_cudnn() -> None:
     """Load cuDNN from torch's package; TransformerEngine would load the system's version."""
@@ -652,7 +553,6 @@ PEERS = {
     "deepspeed": deepspeed_ulysses,
     "plain": plain_all_to_alls,
     "torch": torch_context_parallel,
-    "yunchang": yunchang,
     "te": transformer_engine,
     "magi": magi_attention,
 }

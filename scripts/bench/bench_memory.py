@@ -4,34 +4,29 @@
     torchrun --nproc-per-node 4 scripts/bench/bench_memory.py --shapes 16384:8:4096:32:11008
 
 Layers are torch modules around ds_usp's attention, without optimizer; ``full`` is activation
-checkpointing of whole layers. The peak is above weights and gradients, maximum over ranks. Copies
-are *hidden* while a kernel runs. ``--moments`` writes the device and host bytes at each layer
-boundary of a step. Smallest run, on CPUs, where memory is not counted: --device cpu --shapes
-64:3:32:4:64.
+checkpointing of whole layers. The peak is above weights and gradients, maximum over ranks.
+``--moments`` writes the device and host bytes at each layer boundary of a step.
+
+Smallest run, on CPUs, where memory is not counted: --device cpu --shapes 64:3:32:4:64.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from bench_harness import Session, Table, common_flags
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import ds_usp
 from ds_usp.memory import GemmLast, LayerMemory, Offload, recompute_before
-from ds_usp.profiling.exposed import total_length
 
-COLUMNS = ("shape", "policy", "ms", "tokens_per_s_per_gpu", "peak_gib", "host_gib", "copies_hidden")
+COLUMNS = ("shape", "policy", "ms", "tokens_per_s_per_gpu", "peak_gib", "host_gib")
 MOMENTS = ("shape", "policy", "moment", "device_gib", "host_gib")
-COPY = re.compile(r"Memcpy (DtoH|HtoD)")
 GIB = 2**30
 
 
@@ -153,41 +148,15 @@ class Stack:
 
 
 def measure(session: Session, stack: Stack, args: argparse.Namespace) -> list[str]:
-    """One row: ms, tokens/s, peak GiB, offloaded GiB, hidden fraction of the copies."""
+    """One row: ms, tokens/s, peak GiB, offloaded GiB."""
     stack.step()
     peak = session.extra_bytes(stack.step) / GIB
     sent = stack.offload.counts.offloaded
     stack.step()
     sent = stack.offload.counts.offloaded - sent
     seconds = session.medians({"": stack.step}, args.rounds, args.in_a_row)[""]
-    events = record_events(session, stack.step, 2)
-    copies = [(a, b) for name, a, b in events if COPY.search(name)]
-    work = [(a, b) for name, a, b in events if not COPY.search(name)]
-    exposed = total_length([*copies, *work]) - total_length(work)
-    hidden = 1 - exposed / max(total_length(copies), 1)
     rate = stack.shape.seq_len / session.world / seconds
-    share = f"{hidden:.3f}" if copies else ""
-    return [f"{seconds * 1e3:.2f}", f"{rate:.0f}", f"{peak:.3f}", f"{sent / GIB:.3f}", share]
-
-
-def record_events(
-    session: Session, step: Callable[[], object], steps: int
-) -> list[tuple[str, int, int]]:
-    """Profiler events of ``steps`` steps on this device: (name, start, stop) in nanoseconds."""
-    kind = "CUDA" if session.on_gpu else "CPU"
-    dist.barrier()
-    session.synchronize()
-    with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
-        for _ in range(steps):
-            step()
-        session.synchronize()
-    results = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    return [
-        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in results
-        if event.device_type() == getattr(torch.autograd.DeviceType, kind)
-        and event.duration_ns() > 0
-    ]
+    return [f"{seconds * 1e3:.2f}", f"{rate:.0f}", f"{peak:.3f}", f"{sent / GIB:.3f}"]
 
 
 def moments(session: Session, stack: Stack) -> list[tuple[float, float]]:
@@ -223,7 +192,7 @@ def run(session: Session, stack: Stack, args: argparse.Namespace, tables: Sequen
         return
     tables[0].add([*names, *row])
     values = zip(COLUMNS[2:], row, strict=True)
-    text = "  ".join(f"{name} {value}" for name, value in values if value)
+    text = "  ".join(f"{name} {value}" for name, value in values)
     session.print0(f"{names[0]}  {names[1]:24} {text}")
     for index, (device, host) in enumerate(moments(session, stack)):
         tables[1].add([*names, str(index), f"{device:.4f}", f"{host:.4f}"])

@@ -49,10 +49,7 @@ CONTENDERS = {
     "one": "one GPU",
     "contiguous": "ds_usp contiguous",
     "zigzag": "ds_usp zigzag",
-    "contiguous-wide": "ds_usp contiguous wide",
-    "zigzag-wide": "ds_usp zigzag wide",
     "fla-contiguous": "fla cp contiguous",
-    "fla-zigzag": "fla cp zigzag",
     "heads": "heads exchanged",
 }
 COLUMNS = ("what", "tokens", "contender", "ms", "times_one_gpu", "error", "extra_gib")
@@ -283,35 +280,29 @@ def contenders(session: Session, args: argparse.Namespace, tokens: int) -> Itera
         def chained(*qkv: torch.Tensor, where: Any = where, **gates: Any) -> torch.Tensor:
             return delta_rule(kernel, *qkv, **gates, **where, **options)
 
-        def wide(*qkv: torch.Tensor, where: Any = where, **gates: Any) -> torch.Tensor:
-            # without its name a kernel is any kernel: o_0 + R S, a call a piece
-            return delta_rule(partial(kernel), *qkv, **gates, **where, **options)
-
         attend = partial(ds_usp.usp_attention, mask=ds_usp.MaskSpec.causal(), **where)
-        for form, delta in (("", chained), (" wide", wide)):
-            mixer = partial(mix, conv=halo, delta=delta)
-            yield Contender(f"ds_usp {kind}{form}", layout, mixer, attend)
+        yield Contender(f"ds_usp {kind}", layout, partial(mix, conv=halo, delta=chained), attend)
     if session.on_gpu:
-        yield from fla_contenders(session, kernel, mesh, tokens)
+        yield fla_contender(session, kernel, mesh, tokens)
     yield heads_contender(session, mesh, conv, alone, tokens)
 
 
-def fla_contenders(
+def fla_contender(
     session: Session, kernel: Callable[..., Any], mesh: ds_usp.SequenceMesh, tokens: int
-) -> Iterator[Contender]:
+) -> Contender:
     """fla's own context parallelism."""
     from fla.ops.cp import build_cp_context
 
-    for kind in ("contiguous", "zigzag"):
-        borders = torch.tensor([0, tokens], device=session.device)
-        context = build_cp_context(borders, dist.group.WORLD, conv1d_kernel_size=TAPS, layout=kind)
-        conv = partial(fla_conv, cp_context=context)
+    borders, kind = torch.tensor([0, tokens], device=session.device), "contiguous"
+    context = build_cp_context(borders, dist.group.WORLD, conv1d_kernel_size=TAPS, layout=kind)
+    conv = partial(fla_conv, cp_context=context)
 
-        def delta(*qkv: torch.Tensor, context: Any = context, **gates: Any) -> torch.Tensor:
-            return kernel(*qkv, **gates, use_qk_l2norm_in_kernel=True, cp_context=context)[0]
+    def delta(*qkv: torch.Tensor, **gates: Any) -> torch.Tensor:
+        return kernel(*qkv, **gates, use_qk_l2norm_in_kernel=True, cp_context=context)[0]
 
-        layout = mesh.layout(kind, tokens)
-        yield Contender(f"fla cp {kind}", layout, partial(mix, conv=conv, delta=delta))
+    return Contender(
+        f"fla cp {kind}", mesh.layout(kind, tokens), partial(mix, conv=conv, delta=delta)
+    )
 
 
 def heads_contender(
@@ -352,14 +343,6 @@ class AllToAll(torch.autograd.Function):
 
 
 # ------------------------------------------------------------------ measurements
-
-
-@dataclass
-class Measured:
-    """A step, and what it computes."""
-
-    how: Contender
-    step: Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 def layer_step(
@@ -508,8 +491,7 @@ def parse() -> argparse.Namespace:
         "--shape", default="2048:16:32:128", help="hidden:key heads:value heads:dim"
     )
     parser.add_argument("--blocks", type=int, default=4, help="of the stack, every fourth attends")
-    every = [name for name in CONTENDERS if "wide" not in name]
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=every)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--configs", type=int, default=0, help="of a Triton kernel; 0: all")
     parser.add_argument("--config", type=int, help="only this one, and only compile")
     parser.add_argument("--precompile", action="store_true", help="fill Triton's cache and end")
