@@ -18,7 +18,8 @@ from torch import Tensor
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.integrations.model_comparison import ArgumentsDigest, ModelComparison
+from ds_usp.integrations.digests import ArgumentsDigest
+from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.memory.compile_guard import disable_in_compile
 

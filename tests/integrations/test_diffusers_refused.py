@@ -20,7 +20,7 @@ import ds_usp
 from ds_usp import MeshError, USPError
 from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.diffusers import PLANS, enable
-from ds_usp.integrations.model_comparison import ArgumentsDigest
+from ds_usp.integrations.digests import ArgumentsDigest
 
 PIXART, FLUX = "PixArtTransformer2DModel", "FluxTransformer2DModel"
 ZIMAGE, HUNYUAN = "ZImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"

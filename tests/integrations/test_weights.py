@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ds_usp
-from ds_usp.integrations import diffusers, model_comparison, transformers
-from ds_usp.integrations.model_comparison import ArgumentsDigest, ModelComparison
+from ds_usp.integrations import diffusers, digests, model_comparison, transformers
+from ds_usp.integrations.digests import ArgumentsDigest
+from ds_usp.integrations.model_comparison import ModelComparison
 
 WAN = "WanTransformer3DModel"
 Forward = Callable[[], Any]
@@ -142,7 +143,7 @@ def test_settings_are_what_modules_have_from_the_start():
     assert len({first, second, third}) == 3
     module.limit = torch.ones(3)  # no number any more
     assert compared.of_pass()["settings"] not in (first, second, third)
-    del module.limit
+    del module.limit, module.calls
     assert compared.of_pass()["settings"] == comparison(model).of_pass()["settings"]
 
 
@@ -155,6 +156,13 @@ def model_of(name: str) -> tuple[Any, dict[str, Any], Callable[..., Any], list[s
         model, given, target = tiny_models.build("llama"), dict(plain_batch()), ["q_proj"]
         enable = transformers.enable
     return model, given, enable, target
+
+
+def changed_model(name: str, change: Callable[[Any], Any] | None) -> Any:
+    model = model_of(name)[0]
+    if change is not None:
+        change(model)
+    return model
 
 
 def adapt(model: nn.Module, target: list[str] | str, name: str) -> None:
@@ -197,6 +205,15 @@ def change_epsilon(model: Any) -> None:
     setattr(norm, name, 1e-2)
 
 
+def change_class(model: Any) -> None:
+    norm = next(x for x in model.modules() if "Norm" in type(x).__name__)
+    norm.__class__ = type("Other", (type(norm),), {})
+
+
+def inner(model: Any) -> nn.Module:
+    return next(x for x in model.modules() if isinstance(x, nn.Linear))
+
+
 def each_adapter(change: Callable[[Any], Any]) -> Callable[[Any], None]:
     def change_each(model: Any) -> None:
         for layer in adapters(model):
@@ -214,12 +231,46 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "assign": (load_assigned, LOAD),
     "scaling": (each_adapter(lambda x: x.set_scale("style", 0.2)), rf"(?s)\.scaling.*{SETTINGS}"),
     "disabled": (each_adapter(lambda x: x.enable_adapters(False)), "(?s)_disable_adapters: .*True"),
-    "active": (each_adapter(lambda x: x.set_adapter([])), r"(?s)_active_adapter: .*\[\] on rank 1"),
+    "active": (
+        each_adapter(lambda x: x.set_adapter([])),
+        r"(?s)_active_adapter\S*: .*style on rank 0",
+    ),
     "merged": (each_adapter(lambda x: x.merge()), "(?s)merged_adapters"),
     "eval": (lambda model: model.eval(), "(?s)training: .*False on rank 1"),
-    "epsilon": (change_epsilon, r"(?s)eps\w*: .*0\.01 on rank 1"),
-    "dtype": (lambda model: model.bfloat16(), r"(?s)bfloat16 on rank 1.*Load checkpoints"),
+    "dtype": (lambda model: model.bfloat16(), r"(?s)bfloat16 on rank 1"),
     "new adapter": (lambda model: adapt(model, r".*(to_q|q_proj)", "style"), SETTINGS),
+    "class": (change_class, r"(?s)norm\w*: .*Other on rank 1"),
+}
+
+
+def hook(model: Any) -> None:
+    inner(model).register_forward_hook(lambda *given: given[2])
+
+
+def replace_method(model: Any) -> None:
+    stock = inner(model).forward
+    inner(model).forward = lambda *args, **kwargs: stock(*args, **kwargs)
+
+
+def change_config(model: Any) -> None:
+    if isinstance(model.config, dict):
+        model.register_to_config(theta=5)
+    else:
+        model.config.final_logit_softcapping = 30.0
+
+
+def change_buffer(model: Any) -> None:
+    next(model.buffers()).mul_(2)
+
+
+# What `mesh.check()` finds, and passes do not look for.
+SETTINGS_ALONE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "epsilon": (change_epsilon, r"(?s)eps\w*: .*0\.01 on rank 1"),
+    "hook": (hook, r"(?s)forward_hooks\.0: .*<lambda> on rank 1"),
+    "method": (replace_method, r"(?s)forward: .*<lambda> on rank 1"),
+    "config": (change_config, r"(?s)config\.\w+: .*(30|5) on rank 1"),
+    "buffer": (change_buffer, r"(?s)(inv_freq|freqs_cos): elements with the digest"),
+    "list": (lambda model: inner(model).sizes.append(3), r"(?s)sizes\.1: .*3 on rank 1"),
 }
 
 
@@ -250,13 +301,44 @@ def changed_on_one_rank(ctx: RankContext, name: str, known: bool, keys: list[str
 @pytest.mark.parametrize(
     ("name", "known", "keys"),
     [
-        ("llama", True, ["data", "element", "load", "scaling", "disabled", "active", "dtype"]),
-        (WAN, True, ["memory", "assign", "scaling", "merged", "eval", "epsilon", "new adapter"]),
+        (
+            "llama",
+            True,
+            ["data", "element", "load", "scaling", "disabled", "active", "dtype", "class"],
+        ),
+        (WAN, True, ["memory", "assign", "scaling", "merged", "eval", "new adapter"]),
         (WAN, False, ["data", "element"]),
     ],
 )
 def test_what_one_rank_changes_is_refused_in_the_next_pass(pool, name, known, keys):
     pool.run(changed_on_one_rank, 2, name=name, known=known, keys=keys)
+
+
+def changed_before_a_check(ctx: RankContext, name: str, keys: list[str]) -> None:
+    for key in keys:
+        change, message = SETTINGS_ALONE[key]
+        model, given, enable, _ = model_of(name)
+        inner(model).sizes = [2]
+        with enable(model, mesh_of(2)) as enabled:
+            model(**given)
+            if ctx.rank:
+                change(model)
+            for _ in range(2):
+                with pytest.raises(ds_usp.MeshError, match=message):
+                    enabled.mesh.check()
+            if not ctx.rank:
+                change(model)
+            if key not in ("hook", "method", "buffer"):  # which are others on each rank now
+                enabled.mesh.check()
+                model(**given)
+        if key in ("hook", "config", "buffer"):
+            with pytest.raises(ds_usp.MeshError, match=message):
+                enable(changed_model(name, change if ctx.rank else None), mesh_of(2))
+
+
+@pytest.mark.parametrize("name", ["llama", WAN])
+def test_settings_that_one_rank_changes_are_refused_by_check_and_enable(pool, name):
+    pool.run(changed_before_a_check, 2, name=name, keys=list(SETTINGS_ALONE))
 
 
 def from_the_start(ctx: RankContext, known: bool) -> None:
@@ -334,13 +416,14 @@ def with_notes(ctx: RankContext) -> None:
         module.longest = max(module.longest, args[0].shape[1])
 
     layer.register_forward_pre_hook(note)
-    with transformers.enable(model, mesh_of(1)):
+    with transformers.enable(model, mesh_of(1)) as enabled:
         for _ in range(3):
             model(**batch)
+            enabled.mesh.check()
         if ctx.rank == 0:
             layer.post_attention_layernorm.variance_epsilon *= 2
         with pytest.raises(ds_usp.MeshError, match="variance_epsilon"):
-            model(**batch)
+            enabled.mesh.check()
 
 
 def test_what_a_forward_pass_notes_itself_is_no_setting(pool):
@@ -406,7 +489,7 @@ def test_digests_compare_values_of_any_device_and_dtype():
         "none": torch.zeros(0, 3),
     }
     same = ArgumentsDigest(given).text()
-    with patch.object(model_comparison, "_CHUNK", 3):  # a sum of pieces is that of the whole
+    with patch.object(digests, "_CHUNK", 3):  # a sum of pieces is that of the whole
         assert ArgumentsDigest(dict(given)).text() == same
     others = {
         "latents": torch.zeros(4, device="meta"),

@@ -1,0 +1,96 @@
+"""Digests of tensors and arguments, by which ranks compare what they hold and were given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 2**22  # elements
+_INTEGERS = MappingProxyType(
+    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+)  # by bytes
+
+
+def _sum_of_bits(x: Tensor) -> Tensor:
+    """A weighted sum of a tensor's elements, int64."""
+    # Sums of bits as integers wrap around: exact in any order, so that unlike GPUs agree. Pieces:
+    # an element takes 24 bytes meanwhile, and a video to encode took more than its tiles.
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    sums = []
+    pieces = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).split(_CHUNK)
+    for number, piece in enumerate(pieces):
+        index = torch.arange(1, 1 + len(piece), device=x.device) + number * _CHUNK
+        weights = index * 0x1E3779B97F4A7C15
+        weights = (weights ^ (weights >> 29)) | 1  # unlike neighbours: swapped tokens show
+        sums.append((piece.long() * weights).sum())
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def digest_of_bits(x: Tensor) -> str:
+    """A text that differs where any element of a tensor does; waits for a GPU."""
+    return f"elements with the digest {int(_sum_of_bits(x)) % 2**64:016x}"
+
+
+class ArgumentsDigest:
+    """What tells the arguments of forward passes apart: shapes, dtypes and a sum over each tensor,
+    and plain values. Mappings, lists and tuples are gone through; ``meta`` has no values.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype, torch.device]] = {}
+        plain: list[str] = []
+        sums: dict[torch.device, list[Tensor]] = {}
+        for name, x in flat("", given):
+            if isinstance(x, Tensor):
+                self._tensors[name] = tuple(x.shape), x.dtype, x.device
+                sums.setdefault(x.device, []).append(_sum_of_bits(x))
+            elif isinstance(x, (int, float, str)):
+                plain.append(f"{name} {x}")
+        self._plain = ", ".join(plain)
+        # From a GPU to pinned memory, behind the work of its stream: the host goes on.
+        self._sums = {
+            device: torch.stack(each).to("cpu", non_blocking=device.type == "cuda")
+            for device, each in sums.items()
+            if device.type != "meta"
+        }
+        self._copied = {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in self._sums
+            if device.type == "cuda"
+        }
+
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`text` need not wait for a GPU."""
+        return not self._copied
+
+    def text(self, values: bool = True) -> str:
+        """A text that differs between arguments; without tensors' values it is known at once."""
+        texts = {
+            name: f"{name} {shape} {str(dtype).removeprefix('torch.')}"
+            for name, (shape, dtype, _) in self._tensors.items()
+        }
+        if values:
+            for event in self._copied.values():
+                event.synchronize()
+            numbers = {device: iter(sums.tolist()) for device, sums in self._sums.items()}
+            for name, (_, _, device) in self._tensors.items():
+                texts[name] += f" {next(numbers.get(device, iter([0]))):x}"
+        return "; ".join((", ".join(texts.values()), self._plain))
+
+
+def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values in nested mappings, lists and tuples, each with its path."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flat(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from flat(f"{name}.{index}", inner)
+    else:
+        yield name, value
