@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 from harness import RankContext
-from tiny_models import HAS_STATES, NOT_BUILT, config, model_types
+from tiny_models import NOT_BUILT, config, model_types
 
 from ds_usp.integrations.transformers.__main__ import judge, main
 
@@ -20,8 +20,8 @@ def verdicts(ctx: RankContext) -> dict[str, tuple[bool, bool]]:
     for model_type in TYPES:
         tiny = config(model_type)
         tiny.architectures = [model_types()[model_type]]
-        verdict = judge(tiny)
-        decided[model_type] = bool(verdict.reasons), bool(verdict.undecided)
+        _, reasons, doubt = judge(tiny)
+        decided[model_type] = bool(reasons), bool(doubt)
     return decided
 
 
@@ -45,23 +45,16 @@ def test_the_command_refuses_what_the_sweep_finds_refused(pool):
     [
         ("llama", 0, r"LlamaForCausalLM \(transformers \d\S+\): served\n$"),
         ("modernbert", 0, r"ModernBertForMaskedLM .*: served\n$"),
-        ("roberta", 0, r"served\n  where position_ids are given"),
-        ("mamba2", 0, r"Mamba2ForCausalLM .*: served\n$"),
+        ("roberta", 0, r"served, where position_ids are given"),
         ("zaya", 1, r"ZayaForCausalLM .*: refused\n  its layers \(hybrid\)"),
         ("doge", 1, r"refused\n  the model computes with its attention mask"),
         ("t5", 1, r"refused\n  encoder-decoder"),
-        (
-            "qwen2_5_vl",
-            0,
-            r"^Qwen2_5_VLForConditionalGeneration .*: served\n  text; images and sounds: "
-            r"Qwen2_5_VisionTransformerPretrainedModel runs whole on every rank",
-        ),
-        ("phi4_multimodal", 0, r"served\n  text; images and sounds of .* as inputs_embeds"),
+        ("qwen2_5_vl", 0, r"^Qwen2_5_VLForConditionalGeneration .*: served\n"),
     ],
 )
 def test_the_command_says_what_is_served(name, code, text, capsys):
-    if name not in transformers.CONFIG_MAPPING or (name == "mamba2" and not HAS_STATES):
-        pytest.skip(f"transformers {transformers.__version__} has it not, or not served")
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has it not")
     assert main([name]) == code
     printed = capsys.readouterr().out
     assert re.search(text, printed), printed
@@ -74,26 +67,8 @@ def test_a_folder_is_read(tmp_path, capsys):
     assert capsys.readouterr().out.count("Gemma3ForCausalLM") == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("lama", "llama"), ("qwen2.5_vl", "qwen2_5_vl"), ("Mistrall", "mistral")]
-)
-def test_a_misspelled_type_is_known_without_asking_the_hub(name, near, capsys, monkeypatch):
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_: pytest.fail("hub"))
-    assert main([name]) == 2
-    assert f"no model type {name!r}: did you mean {near}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["gpt2-xl", "xlm-roberta-base", "someone/lama"])
-def test_a_name_that_the_hub_may_have_is_asked_for(name, monkeypatch):
-    asked = []
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda x: asked.append(x))
-    with pytest.raises(Exception, match=r"\w"):
-        main([name])
-    assert asked == [name]
-
-
 def test_a_name_of_nothing_ends_with_code_2(capsys):
     assert main(["no-such-model"]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and "error: no configuration 'no-such-model'" in printed.err
+    assert printed.out == "" and printed.err.startswith("error: no-such-model: ")
     assert "Traceback" not in printed.err
