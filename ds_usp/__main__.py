@@ -76,14 +76,8 @@ def _run(command: str, argv: list[str]) -> int:
     return verify(argv, _print_line)
 
 
-def _print_line(line: str, progress: bool = False) -> None:
-    """Print a line of the result; one of progress to stderr, on a terminal over the last one."""
-    if not progress:
-        print(line, flush=True)
-    elif sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)
+def _print_line(line: str) -> None:
+    print(line, flush=True)
 
 
 def _help() -> str:

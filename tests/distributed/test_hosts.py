@@ -135,7 +135,7 @@ def test_odd_hosts_of_one_name_give_the_right_result(up):
     rename = f"{sys.executable} -c \"import socket; socket.sethostname('same')\""
     options = "--nnodes 2 --node-rank $NODE_RANK --nproc-per-node $NPROC_PER_NODE"
     meet = "--master-addr $MASTER_ADDR --master-port $MASTER_PORT"
-    verify = "-m ds_usp verify --device cpu --ulysses 2 --seq-len 512 --heads 4"
+    verify = "-m ds_usp verify --ulysses 2 --seq-len 512 --heads 4"
     command = f"{sys.executable} -m torch.distributed.run {options} {meet} {verify}"
     code, text = up(3, 1).run("bash", "-c", f"{rename}; exec {command}")
     assert code == 0 and "EXACT" in text, text[-3000:]

@@ -16,18 +16,11 @@ RING, ULYSSES = ("--ulysses", "1", "--ring", "2"), ("--ulysses", "2", "--ring", 
 # What is changed in a copy of the package: file, text, its replacement, who is found wrong, and
 # the mesh.
 PLANTED = {
-    "chunks of zigzag swapped": (
-        "ds_usp/geometry/layout.py",
-        "(ring_rank, chunks - 1 - ring_rank)",
-        "(ring_rank, ring_rank + layout.ring)",
-        "WRONG positions: rank 0 holds token ",
-        RING,
-    ),
     "causal mask off by one": (
         "ds_usp/geometry/masks.py",
-        "return cls(None, 0, documents)",
-        "return cls(None, 1, documents)",
-        "error <= 1e-05  WRONG",
+        "_END, self.left, self.right)",
+        "_END, self.left, None if self.right is None else self.right + 1)",
+        "limit 1.00e-05  WRONG",
         RING,
     ),
     "query heads of other ranks": (
@@ -35,7 +28,7 @@ PLANTED = {
         "        if self.kv_heads >= self.ulysses:\n            return first * group",
         "        first, last = self.kv_range(self.ulysses - 1 - rank)\n"
         "        if self.kv_heads >= self.ulysses:\n            return first * group",
-        "error <= 1e-05  WRONG",
+        "limit 1.00e-05  WRONG",
         ULYSSES,
     ),
 }
@@ -75,11 +68,11 @@ def verified(
 def test_a_planted_error_is_found(name, verified):
     message, done = PLANTED[name][3], verified[name]
     assert done.returncode == 1, done.stdout + done.stderr
-    assert message in done.stdout and done.stdout.splitlines()[-1] == "WRONG"
+    assert message in done.stdout and done.stdout.splitlines()[-1].startswith("WRONG")
 
 
 def test_a_call_that_the_package_refuses_exits_with_2(verified):
     done = verified["refused"]
     assert done.returncode == 2, done.stdout + done.stderr
     assert "needs at least 2 query heads" in done.stdout
-    assert done.stdout.splitlines()[-1] == "REFUSED"
+    assert done.stdout.splitlines()[-1].startswith("REFUSED")

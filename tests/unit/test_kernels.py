@@ -37,7 +37,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import ds_usp
 from ds_usp import MaskSpec
 from ds_usp import testing as oracle
-from ds_usp.cli.verify_run import VerifyCase
 from ds_usp.geometry.layout import KINDS, ORDERS
 from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import PaddedHeadDimKernel
@@ -514,37 +513,39 @@ def test_relative_error_is_a_ratio_of_norms():
 
 
 @pytest.mark.parametrize(
-    ("case", "softcap"),
+    ("bounds", "documents", "softcap"),
     [
-        (VerifyCase(), None),
-        (VerifyCase(mask=(None, None, 0)), None),
-        (VerifyCase(mask=(5, 2, 0)), None),
-        (VerifyCase(mask=(None, 0, 9)), 2.0),
-        (VerifyCase(documents=((1, 13, 10), (20, 4))), None),
-        (VerifyCase(mask=(4, 0, 0), documents=((7, 17),)), None),
+        ((None, 0, 0), (), None),
+        ((None, None, 0), (), None),
+        ((5, 2, 0), (), None),
+        ((None, 0, 9), (), 2.0),
+        ((None, 0, 0), ((1, 13, 10), (20, 4)), None),
+        ((4, 0, 0), ((7, 17),), None),
     ],
     ids=["causal", "full", "window", "prefix", "documents", "documents of all samples"],
 )
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "sinks"])
-def test_blocks_make_the_whole(case, softcap, extras):
-    """Also that verify hands its cases' masks to the oracle, by another way to spell them."""
+def test_blocks_make_the_whole(bounds, documents, softcap, extras):
+    left, right, prefix = bounds
+
+    def allowed(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        inside = [oracle.same_document(query, key, each) for each in documents]
+        visible = oracle.window(query, key, left, right) | (key < prefix)
+        return visible & torch.stack(inside) if inside else visible[None]
+
     batch, length, heads, kv_heads = 2, 24, 4, 2
     q, dout = torch.randn(batch, length, heads, 8).double(), torch.randn(batch, length, heads, 6)
     k, v = torch.randn(batch, length, kv_heads, 8), torch.randn(batch, length, kv_heads, 6)
     sinks = torch.randn(heads) if extras else None
-    tensors, position = oracle.Tensors(q, k, v, dout, sinks), range(length)
+    tensors = oracle.Tensors(q, k, v, dout, sinks)
     blocks = oracle.attention_in_blocks(
-        tensors, case.allowed, scale=0.3, softcap=softcap, block_elements=200 * length
+        tensors, allowed, scale=0.3, softcap=softcap, block_elements=200 * length
     )
-    left, right, prefix = case.mask
-    allowed = oracle.window(position, position, left, right) | (torch.arange(length) < prefix)
-    if case.documents:
-        inside = [oracle.same_document(position, position, each) for each in case.documents]
-        allowed = allowed & torch.stack(inside).expand(batch, -1, -1)
+    everywhere = torch.arange(length)
     wanted = [x.double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     out, lse = oracle.dense_attention(
         *wanted[:3],
-        allowed,
+        allowed(everywhere, everywhere),
         0.3,
         softcap=softcap,
         sinks=wanted[3] if extras else None,
@@ -555,7 +556,7 @@ def test_blocks_make_the_whole(case, softcap, extras):
         assert oracle.relative_error(blocks[name], wanted_value) <= 1e-12, name
     assert len(blocks) == 2 + len(grads)
     forward = oracle.attention_in_blocks(
-        tensors, case.allowed, scale=0.3, softcap=softcap, backward=False
+        tensors, allowed, scale=0.3, softcap=softcap, backward=False
     )
     assert set(forward) == {"out", "lse"}
     assert oracle.relative_error(forward["lse"], blocks["lse"]) <= 1e-14
