@@ -221,6 +221,10 @@ def shared_after_padding(name: str) -> Any:
     return run(build(name), {"input_ids": rows, "attention_mask": mask}, share_prefixes=True)
 
 
+def positioned(first: int) -> dict[str, Any]:
+    return unlabeled(position_ids=torch.arange(first, first + 41).expand(2, 41))
+
+
 def share_a_configuration(copy: bool) -> None:
     config = build("llama").config
     first = transformers.LlamaForCausalLM(config)
@@ -740,6 +744,21 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: run(build("recurrent_gemma"), padded_batch("left")),
         lambda: run(build("recurrent_gemma"), padded_batch("right")),
     ),
+    "a cache of states": (
+        "cache_params: there is no KV cache",
+        lambda: run(build("mamba"), unlabeled(cache_params=transformers.DynamicCache())),
+        lambda: run(build("mamba"), unlabeled()),
+    ),
+    "a document that begins later": (
+        "begins at token 0 with position 5",
+        lambda: run(build("recurrent_gemma"), positioned(5)),
+        lambda: run(build("recurrent_gemma"), positioned(0)),
+    ),
+    "documents of recurrent_gemma": (
+        "begins at token 9 with position 9",
+        lambda: run(build("recurrent_gemma"), borders()),
+        lambda: run(build("recurrent_gemma"), {"input_ids": IDS[:1]}),
+    ),
     "a tree in layers with a window": (
         "a window or chunks of 11 tokens",
         lambda: run(build("mistral"), in_tree()),
@@ -867,6 +886,7 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
 # Of layers that carry a state, in transformers that has them as they are served.
 OF_STATES = ("another kind of layers", "a layout without neighbours")
 OF_STATES += ("documents from another position", "shared prefixes with a state")
+OF_STATES += ("a cache of states", "a document that begins later", "documents of recurrent_gemma")
 
 # The rows of the page's table, by the left cell: the cases above that do what the right cell says,
 # or the test that does, where that takes a trainer or several ranks.
