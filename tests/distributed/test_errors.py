@@ -171,6 +171,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
     "scale": (RING, option(softmax_scale=0.3), ("scale: ", "0.25", "0.3")),
     "kernel": (RING, option(kernel="eager"), ("kernel: ", "sdpa", "eager")),
     "chunks": (RING, option(tuning=Tuning(chunks=2)), ("", "1 chunk", "2 chunks")),
+    "lse": (FUNCTION, option(return_lse=True), ("lse: ", "without", "with")),
     "gather": (RING, option(tuning=Tuning(gather=True)), ("KV: ", "stepwise", "all-gathered")),
     "soft cap": (FUNCTION, option(scores=Scores(softcap=2.0)), ("softcap: ", "none", "2.0")),
     "sinks": (FUNCTION, option(scores=Scores(sinks=torch.ones(8))), ("sinks: ", "no", "fixed")),

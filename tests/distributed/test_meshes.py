@@ -152,31 +152,6 @@ def test_a_mesh_that_failed_is_not_given_again(pool):
         assert is_new and is_kept and error <= 1e-5
 
 
-def say(ctx: RankContext, texts: list[str]) -> None:
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, 1)
-    mesh.agree(texts[ctx.rank])
-
-
-def test_ranks_that_differ_all_raise_with_every_text(pool):
-    assert pool.errors(say, 2, texts=["same", "same"]) == [None, None]
-    errors = pool.errors(say, 2, texts=["64 tokens", "65 tokens"])
-    for error in errors:
-        assert isinstance(error, ds_usp.MeshError)
-        assert "tokens: 64 on rank 0, 65 on rank 1" in str(error)
-
-
-def ask_for_lse(ctx: RankContext) -> None:
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, 2)
-    layout, mask, x = mesh.layout("zigzag", 32), ds_usp.MaskSpec.causal(), torch.randn(1, 8, 4, 16)
-    ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask, return_lse=ctx.rank == 0)
-
-
-def test_ranks_must_agree_on_the_lse_too(pool):
-    for error in pool.errors(ask_for_lse, 4):
-        assert isinstance(error, ds_usp.MeshError)
-        assert "lse: without on ranks 1-3, with on rank 0" in str(error)
-
-
 both_transports = pytest.mark.parametrize("use_mailbox", [False, True], ids=["group", "mailbox"])
 
 
@@ -287,23 +262,6 @@ def many_calls(ctx: RankContext, calls: int) -> int:
 
 def test_no_record_is_lost_at_any_pace(pool):
     assert pool.run(many_calls, 4, calls=600) == [601] * 4
-
-
-def leave(ctx: RankContext) -> str:
-    checker = checker_of(ctx, use_mailbox=True)
-    checker.check_now("together")
-    assert checker.mailbox is not None
-    if ctx.rank == 1:
-        checker.mailbox._file.close()  # as the system does when a process ends
-        return ""
-    with pytest.raises(ds_usp.MeshError) as caught:
-        checker.check_now("alone")
-    return str(caught.value)
-
-
-def test_a_rank_that_has_ended_is_named(pool):
-    first, _, third = pool.run(leave, 3)
-    assert "rank 1" in first and "has ended" in first and "rank 1" in third
 
 
 def end_behind_another(ctx: RankContext) -> str:
