@@ -28,7 +28,6 @@ from ds_usp.geometry.ranks import RankGrid
 if TYPE_CHECKING:
     from ds_usp import memory as memory
     from ds_usp import planner as planner
-    from ds_usp import profiling as profiling
     from ds_usp import training as training
     from ds_usp.attention.functional import usp_attention, usp_joint_attention
     from ds_usp.attention.module import USPAttention
@@ -59,7 +58,7 @@ else:
     )
 
     # Submodules that `import ds_usp` is enough for.
-    _SUBMODULES = ("memory", "planner", "profiling", "training")
+    _SUBMODULES = ("memory", "planner", "training")
 
     def __getattr__(name: str) -> object:
         if name in _SUBMODULES:

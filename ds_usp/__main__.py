@@ -16,7 +16,7 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "env": "versions, GPUs and links, usable kernels, copy engines: for a bug report",
         "verify": "run attention as you configure it, here, against a dense reference in fp64",
-        "report-communication": "what of a traced step's communication no kernel hides; any trace",
+        "report-communication": "what of a traced program's communication no kernel hides",
     }
 )
 _PLANNER: Mapping[str, str] = MappingProxyType(

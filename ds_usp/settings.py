@@ -204,7 +204,7 @@ class Setting:
         name: the keyword of functions and the field of the planner's ``ParallelConfig``.
         kind, default: what it takes; ``kinds`` and ``defaults``: in programs where that differs.
         off: values with which it is as if there were no such setting.
-        purpose: parallelism | attention | memory | report.
+        purpose: parallelism | attention | memory.
         programs: which of :data:`PROGRAMS` have it.
         spelling: of the flag, where it is not ``--usp-`` and the name.
         words: how a report of the planner names it, ``{}`` being the value.
@@ -382,14 +382,6 @@ SETTINGS: tuple[Setting, ...] = (
         words="states on the host",
         length_rank=2,
         keeps_host_memory=True,
-    ),
-    Setting(
-        name="report_communication",
-        kind=Integer(),
-        metavar="STEP",
-        help="trace this step, counted from 1, and report its communication: bytes, time, and how "
-        "much of it no kernel hides",
-        purpose="report",
     ),
 )
 LENGTH_SETTINGS: tuple[Setting, ...] = tuple(

@@ -41,16 +41,6 @@ SHARED_REFUSALS = (
         lambda args: args.usp_cluster and args.ulysses_degree != AUTO,
         f"--usp-cluster {{usp_cluster}} is for --ulysses-degree {AUTO}; leave it out",
     ),
-    Refusal(
-        lambda args: not _is_step(args.usp_report_communication, args.train_iters),
-        "--usp-report-communication {usp_report_communication} is no step of 1 to --train-iters "
-        "{train_iters}; steps are counted from 1",
-    ),
-    Refusal(
-        lambda args: args.usp_report_communication and getattr(args, "profile", None),
-        "--profile and --usp-report-communication both need the profiler, of which there is one: "
-        "leave one of them out",
-    ),
 )
 # Groups of layers that are no checkpoints.
 CHECKPOINT_LAYERS_REFUSALS = (
@@ -65,10 +55,6 @@ CHECKPOINT_LAYERS_REFUSALS = (
         "Use --usp-recompute full, or attention",
     ),
 )
-
-
-def _is_step(number: int | None, last: int | None) -> bool:
-    return number is None or (number >= 1 and (last is None or number <= last))
 
 
 def check_mlp_chunks(args: Any, tokens: int) -> None:

@@ -35,7 +35,6 @@ MODULES = {
     "ds_usp": "attention, meshes, layouts, masks, errors",
     "ds_usp.training": "batches, loss, DeepSpeed",
     "ds_usp.memory": "recomputation and offload",
-    "ds_usp.profiling.exposed": "where a step's time goes",
     "ds_usp.integrations.transformers": "models of Hugging Face transformers",
     "ds_usp.compat.flash_attention_forward": "the function that trainers replace in transformers",
     "ds_usp.compat.ring_flash_attn": "the names of ring_flash_attn",

@@ -9,7 +9,6 @@ its standard output the answer.
 """
 
 import contextlib
-import csv
 import hashlib
 import importlib
 import itertools
@@ -220,14 +219,6 @@ def numbers_of(ranks: list[dict[str, Any]]) -> Numbers:
 def check_close(actual: Numbers, expected: Numbers, limit: float) -> None:
     for values, wanted in zip(actual, expected, strict=True):
         assert relative_difference(values, wanted) < limit
-
-
-def reported_kinds(folder: Path, ranks: int) -> set[str]:
-    """The kinds of communication that a run's report has of every rank, beside small ones."""
-    lines = (folder / "usp_communication" / "communication.csv").read_text().splitlines()
-    rows = {(int(row["rank"]), row["kind"]) for row in csv.DictReader(lines[1:])}
-    kinds = {kind for _, kind in rows} - {"other collectives"}
-    return {kind for kind in kinds if all((rank, kind) in rows for rank in range(ranks))}
 
 
 # ------------------------------------------------------------------ in the server and its ranks

@@ -60,7 +60,7 @@ def parse_args(
 def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     """The flags that the trainer has too, with the defaults of ``settings``."""
     group = parser.add_argument_group(title="unified sequence parallel")
-    for purpose in ("parallelism", "attention", "report"):
+    for purpose in ("parallelism", "attention"):
         add_settings(group, _PROGRAM, purpose, **vars(settings))
     group = parser.add_argument_group(title="unified sequence parallel, memory")
     add_settings(group, _PROGRAM, "memory")

@@ -147,8 +147,7 @@ def model() -> tuple[Patch, ...]:
             "megatron.training:train_step",
             step.train_step,
             guard=source_guard("c2358aeebdebeb7b"),
-            reason="dropout masks would be equal for every shard of a sequence; "
-            "--usp-report-communication",
+            reason="dropout masks would be equal for every shard of a sequence",
         ),
     )
 

@@ -72,7 +72,7 @@ def _refuse_file_of_flags() -> None:
 def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     """The flags that the patches serve, with the defaults of ``settings``."""
     group = parser.add_argument_group(title="unified sequence parallel")
-    for purpose in ("parallelism", "attention", "memory", "report"):
+    for purpose in ("parallelism", "attention", "memory"):
         add_settings(group, "megatron-lm", purpose, **vars(settings))
     default = parser.get_default("cp_comm_type")
     parser.set_defaults(cp_comm_type=context_parallel_kind.NotGiven(default))

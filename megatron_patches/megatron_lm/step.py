@@ -1,13 +1,12 @@
-"""A training step: its dropout seeds, and its report of communication."""
+"""A training step with dropout seeds of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from megatron_patches.megatron_lm.context_parallel_kind import uses_usp
-from megatron_patches.step import dropout_seeds, run_step
+from megatron_patches.step import dropout_seeds
 
 # ------------------------------------------------------------------------------------------------
 # Dropout seeds that differ over context-parallel and data-parallel ranks, where USP shards
@@ -43,24 +42,8 @@ def _seed(flags: Any) -> None:
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``train_step`` with seeds of this step, and traced if its report was asked for."""
+    """``train_step`` with seeds of this step."""
     from megatron.training import get_args
 
-    flags = get_args()
-    seed_step(flags)
-    return run_step(flags, partial(original, *args, **kwargs), _roles)
-
-
-def _roles() -> Mapping[str, Any]:
-    """Process groups by role; the others by Megatron-LM's descriptions of them."""
-    from megatron.core import parallel_state
-
-    return {
-        "tensor": parallel_state.get_tensor_model_parallel_group(),
-        "data": [
-            parallel_state.get_data_parallel_group(),
-            parallel_state.get_data_parallel_group(with_context_parallel=True),
-        ],
-        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
-        "sequence": parallel_state.get_context_parallel_group(),
-    }
+    seed_step(get_args())
+    return original(*args, **kwargs)

@@ -3,6 +3,7 @@
 What even splits send is the planner's formula, to the byte: test_planner_comm.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch.nn.functional as F
 from cases import mesh_of
 from harness import RankContext
 from memory_model import FusedNorm
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp import Tuning
+from ds_usp.cli.report_communication import _Launches, _read
 from ds_usp.memory import keep_attention, recompute_before
 from ds_usp.memory.saved_attention import saved_tensors
 from ds_usp.planner.formulas import layer_bytes
@@ -64,6 +67,21 @@ def test_a_tuning_changes_how_often_a_rank_sends_and_not_what(pool):
             kinds = ("all_to_all", "ring_kv", "ring_dkv")
             assert tuple(calls.get(kind, 0) for kind in kinds) == expected, tuning
             assert sent.setdefault((ulysses, rank), sizes_of) == sizes_of
+
+
+def traced(ctx: RankContext, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Calls and bytes of a pass by kind: of the ledger, and of the ranges in a profiler's trace."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        calls, sent = count(ctx, 2, 8, 8, 64, Tuning(2, True))
+    path = folder / f"rank{ctx.rank}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    ranges = {kind: (len(sizes), sum(sizes)) for kind, sizes in _Launches(_read(path)).sent.items()}
+    return {kind: (calls[kind], sent[kind]) for kind in calls}, ranges
+
+
+def test_ranges_in_a_trace_are_what_the_ledger_counts(pool, tmp_path):
+    for counted, ranges in pool.run(traced, 4, folder=tmp_path):
+        assert ranges == counted and len(counted) == 3
 
 
 def exchange_uneven(ctx: RankContext, case: tuple[Any, ...]) -> tuple[int, int]:

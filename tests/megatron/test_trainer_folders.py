@@ -198,7 +198,7 @@ def test_links_in_the_folders_of_a_run_are_not_followed(saved, tmp_path):
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")
     before = contents(victim)
-    files = "loss.png loss.png.new metrics.jsonl metrics.jsonl.new communication.csv latest.new"
+    files = "loss.png loss.png.new metrics.jsonl metrics.jsonl.new latest.new"
     for name in files.replace("latest", "save/latest").split():
         (folder / name).symlink_to(victim / "file")
     for name in ("save/unfinished_step_1", "save/step_1", "save/step_1_again"):
@@ -208,7 +208,7 @@ def test_links_in_the_folders_of_a_run_are_not_followed(saved, tmp_path):
     link.symlink_to(victim / "file")
     ((refused, _),) = outcomes(flags, folder=folder)[0]
     link.unlink()
-    ((error, _),) = outcomes(f"{flags} --usp-report-communication 1", folder=folder)[0]
+    ((error, _),) = outcomes(flags, folder=folder)[0]
     assert isinstance(refused, ConfigError) and f"{link} is no file of this trainer" in str(refused)
     assert error is None and contents(victim) == before
     assert not any(path.is_symlink() for path in folder.rglob("*"))

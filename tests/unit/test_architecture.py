@@ -24,7 +24,6 @@ PUBLIC_MODULES = {
     "ds_usp.integrations.transformers",
     "ds_usp.memory",
     "ds_usp.planner",
-    "ds_usp.profiling.exposed",
     "ds_usp.recurrence",
     "ds_usp.settings",
     "ds_usp.training",

@@ -155,9 +155,8 @@ HISTORY = ("CHANGELOG.md", "decisions.md")  # name what has left
 RESULT_FILE = re.compile(r"[\w-]+\.(?:csv|svg|jsonl?)")
 # Files of results that a command or a program writes, not of this repository.
 OUTPUTS = {
-    "cluster.json", "communication.csv", "communication_timeline.json",
-    "config.json", "ds_config.json", "F.csv", "loss.svg", "memory.csv", "memory.svg",
-    "metrics.jsonl", "moments.csv", "runs.csv", "validation.csv",
+    "cluster.json", "config.json", "ds_config.json", "F.csv", "loss.svg", "memory.csv",
+    "memory.svg", "metrics.jsonl", "moments.csv", "runs.csv", "validation.csv",
 }  # fmt: skip
 
 

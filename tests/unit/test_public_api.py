@@ -113,7 +113,7 @@ def test_import_has_no_side_effects_and_needs_no_framework():
 
 def test_names_that_need_torch_are_imported_on_access():
     """And submodules without an import of their own."""
-    modules = ["memory", "planner", "profiling", "training"]
+    modules = ["memory", "planner", "training"]
     probe = (
         "import sys, ds_usp; print('torch' in sys.modules, ds_usp.Tuning(), dir(ds_usp)); "
         f"print([getattr(ds_usp, name).__name__ for name in {modules} if name in dir(ds_usp)]); "

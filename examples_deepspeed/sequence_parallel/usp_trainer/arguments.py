@@ -238,7 +238,6 @@ def _data(parser: Parser) -> None:
 def _output(parser: Parser) -> None:
     """Add the flags of output files, checkpoints, validation and exit."""
     group, add = _group(parser, "output")
-    add_settings(group, PROGRAM, "report")
     add("--output-dir", PATH, "usp_output", "for metrics.jsonl and loss.png")
     group.add_argument("--quiet", action="store_true", help="write metrics.jsonl and nothing else")
     add("--save", PATH, None, "checkpoints go here")

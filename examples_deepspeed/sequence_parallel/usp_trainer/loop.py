@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from ds_usp import TokenLayout
-from ds_usp.profiling import exposed
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 from megatron_patches.megatron_core.groups import initialize_groups
@@ -94,22 +92,6 @@ class TrainingLoop:
             "seconds": seconds,
         }
 
-    def reported_step(self) -> dict[str, Any]:
-        """The step of --usp-report-communication is traced: rank 0 writes what of its communication
-        no kernel hides to ``--output-dir``, and prints it unless ``--quiet``."""
-        step, groups = self.progress.step + 1, self.groups
-        roles: dict[str, Any] = {"tensor": groups.tp, "data": [groups.dp, groups.sp_dp]}
-        if groups.stages > 1:
-            roles["pipeline"] = dist.group.WORLD  # DeepSpeed's pipeline sends in the default group
-        roles["sequence"] = groups.sp
-        with exposed.report(
-            self.args.output_dir,
-            groups=roles,
-            title=f"step {step}",
-            print_line=(lambda line: None) if self.args.quiet else tqdm.write,
-        ):
-            return self.step()
-
     def validate(self) -> float:
         count = self.args.eval_iters
         batches = map(self.data.validation_batches, range(count))
@@ -182,10 +164,9 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
         reporter = _build_reporter(loop, explanation)
     watch = _first_step_lines(loop, reporter)
     while loop.progress.step < args.train_iters and not reason:
-        is_reported = loop.progress.step + 1 == args.usp_report_communication
         try:
             with watch:
-                row = loop.reported_step() if is_reported else loop.step()
+                row = loop.step()
         except StopRequested as asked:
             reason, code = str(asked), STOPPED
             break
