@@ -28,14 +28,13 @@ def no_memory(*_: Any) -> None:
 
 def said_without_memory(run: Callable[[], Any], layer: Any, fails: bool) -> str:
     """What a pass says whose ``layer`` has no memory on some ranks."""
-    handle = layer.register_forward_hook(no_memory) if fails else None
+    handle = layer.register_forward_hook(lambda *_: no_memory() if fails else None)
     try:
         run()
     except (RuntimeError, ds_usp.MeshError) as error:
         return str(error)
     finally:
-        if handle is not None:
-            handle.remove()
+        handle.remove()
     return ""
 
 
