@@ -222,13 +222,43 @@ def test_other_generations_are_refused(machine, kernel, generation, needs):
         kernel()
 
 
-def test_bf16_begins_with_ampere(machine):
-    machine.gpu(7, 5)
-    assert select_kernel(on_gpu(torch.bfloat16)).name == "eager"
-    assert select_kernel(on_gpu(torch.float16)).name == "efficient"
-    assert select_kernel(on_gpu(torch.float32)).name == "efficient"
-    assert select_kernel(on_gpu(torch.float32, WINDOW)).name == "eager"
-    assert torch.bfloat16 in EfficientKernel.caps.dtypes
+# A GPU's generation, whether cuDNN is there, the request's dtype and what it asks for, the kernel.
+@pytest.mark.parametrize(
+    ("generation", "cudnn", "dtype", "asks", "name"),
+    [
+        ((7, 5), False, torch.bfloat16, {}, "eager"),  # bf16 begins with Ampere
+        ((7, 5), False, torch.float16, {}, "efficient"),
+        ((7, 5), False, torch.float32, {}, "efficient"),
+        ((7, 5), False, torch.float32, {"mask": WINDOW}, "eager"),
+        ((8, 0), False, torch.bfloat16, {}, "flash2"),
+        ((9, 0), True, torch.bfloat16, {}, "cudnn"),
+        ((9, 0), True, torch.bfloat16, {"documents": True}, "flash2"),  # which has varlen
+        ((9, 0), True, torch.float32, {"documents": True}, "efficient"),  # none of fp32 has
+        ((9, 0), True, torch.bfloat16, {"deterministic": True}, "flash2"),
+        ((9, 0), True, torch.float32, {"deterministic": True}, "efficient"),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_the_best_for_the_machine(machine, generation, cudnn, dtype, asks, name):
+    machine.gpu(*generation)
+    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn)
+    assert select_kernel(replace(on_gpu(dtype), **asks)).name == name
+
+
+def test_a_named_kernel_serves_documents_one_by_one_and_no_determinism_that_it_lacks(machine):
+    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert select_kernel(replace(on_gpu(torch.bfloat16), documents=True), "cudnn").name == "cudnn"
+    with pytest.raises(UnsupportedAttentionError, match="cudnn: has no deterministic backward"):
+        select_kernel(replace(on_gpu(torch.bfloat16), deterministic=True), "cudnn")
+
+
+def test_a_chosen_kernel_has_the_requests_soft_cap_and_padding(machine):
+    flash4(machine)
+    x = tensors((2, 2), 72, torch.float32, TOKENS)
+    for cap in ({}, {"softcap": 0.7}):
+        kernel = select_kernel(replace(on_gpu(torch.bfloat16, head_dim=72), **cap), "flash4")
+        assert isinstance(kernel, PaddedHeadDimKernel)
+        check_block(kernel, x, BLOCKS["causal"], 2e-6, cap)
 
 
 def test_missing_libraries_are_named_and_unsuitable_devices_are_not(machine):
@@ -250,24 +280,13 @@ def test_missing_libraries_are_named_and_unsuitable_devices_are_not(machine):
     text = missing_libraries(on_gpu(torch.bfloat16, head_dim=256))
     assert text is not None and "flash4 (" in text
     assert missing_libraries(on_gpu(torch.float16, head_dim=256)) is None
-
-
-def test_an_older_gpu_misses_nothing(machine):
+    packed = missing_libraries(replace(on_gpu(torch.bfloat16), documents=True))
+    assert packed is not None and "cudnn" not in packed and "flash4 (" in packed
     machine.gpu(8)
-    assert select_kernel(on_gpu(torch.bfloat16)).name == "flash2"
-    assert missing_libraries(on_gpu(torch.bfloat16)) is None
-
-
-def test_documents_go_to_a_kernel_that_takes_them_in_one_call(machine):
-    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    plain = on_gpu(torch.bfloat16)
-    packed = replace(plain, documents=True)
-    assert select_kernel(plain).name == "cudnn"
-    assert select_kernel(packed).name == "flash2"
-    assert select_kernel(packed, "cudnn").name == "cudnn", "one by one, if named"
-    assert select_kernel(replace(packed, dtype=torch.float32)).name == "efficient"
-    text = missing_libraries(packed)
-    assert text is not None and "cudnn" not in text and "flash3 (" in text
+    select_kernel.cache_clear()
+    missing_libraries.cache_clear()
+    registry._load.cache_clear()
+    assert missing_libraries(on_gpu(torch.bfloat16)) is None  # an older GPU misses nothing
 
 
 def test_head_dims_are_counted_as_the_kernel_gets_them(machine):
@@ -322,16 +341,6 @@ def test_head_dims_above_128_on_hopper(machine):
     for name in ("flash4", "cudnn"):
         assert "128, not 136 (up to 256 on compute capability 9.x" in served(name, (136, 64))
         assert served(name, (128, 64)) == "(128, 128)"
-
-
-def test_determinism_moves_auto_to_kernels_that_have_it(machine):
-    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    wanted = on_gpu(torch.bfloat16)
-    exact = replace(wanted, deterministic=True)
-    assert (select_kernel(wanted).name, select_kernel(exact).name) == ("cudnn", "flash2")
-    with pytest.raises(UnsupportedAttentionError, match="cudnn: has no deterministic backward"):
-        select_kernel(exact, "cudnn")
-    assert select_kernel(replace(exact, dtype=torch.float32)).name == "efficient"
 
 
 def test_torchs_switch_asks_for_determinism(monkeypatch):
