@@ -129,7 +129,7 @@ setup(
         "plots": PLOTS,
         "transformers": TRANSFORMERS,
         "diffusers": DIFFUSERS,
-        "trainer": [*DEEPSPEED, *MEGATRON, *PLOTS, "tqdm"],
+        "trainer": [*DEEPSPEED, *PLOTS, "tqdm"],
         "docs": DOCS,
         "test": ["hypothesis", "pytest>=8", "pytest-xdist>=3.8", "ruff", "mypy", "import-linter"],
     },

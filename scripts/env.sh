@@ -144,7 +144,7 @@ build() {
   first_import torch, torch._dynamo, torch.distributed.fsdp >>"$log" 2>&1 9>&- &
   compiling=$!
   stage "3/4 DeepSpeed, megatron-core, transformers, diffusers and tools" env DS_BUILD_OPS=0 "${pip[@]}" \
-    --no-build-isolation --editable "${root}[trainer,transformers,diffusers,test,docs]"
+    --no-build-isolation --editable "${root}[trainer,megatron,transformers,diffusers,test,docs]"
   wait "$compiling" || true # what does not import, the next stage says
   stage "4/4 first import" first_imports
   if nvidia-smi >/dev/null 2>&1 && ! "$venv/bin/python" -c \

@@ -380,8 +380,8 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     Letters of comments: h hidden, q and k features of all queries and all keys; a and e those of
     the largest head chunk: of its queries, and of its keys and values; b and f those of the largest
     of the others; of a token on one rank. A call has as many chunks as ``Tuning`` takes by default,
-    on links of a node. Counted on a trainer's layer, operator by operator
-    (``tests/megatron/test_trainer_peak.py``, with Ulysses and on one rank); the ring's numbers are
+    on links of a node. Counted on a layer of Megatron, operator by operator, with Ulysses and on
+    one rank (``tests/megatron/test_trainer_peak.py`` at commit 99ef262f); the ring's numbers are
     fitted to such counts: up to 4 % too high. Where both degrees are above 1 the whole is 7 to 8 %
     too high in two counts.
     """
@@ -449,7 +449,7 @@ def _chunk_parts(work: Workload, config: ParallelConfig) -> list[tuple[float, fl
 # ------------------------------------------------------------------ ZeRO-3
 # What DeepSpeed (0.19.8, `runtime/zero/stage3.py`) holds on a GPU beside its shards. Counted on
 # H200s by the stacks that allocated what was alive at a step's peak, and on CPUs
-# (`tests/megatron/test_trainer_zero3.py`).
+# (`tests/megatron/test_trainer_zero3.py` at commit 99ef262f).
 
 
 LIVE_ELEMENTS = 1_000_000_000  # its stage3_max_live_parameters

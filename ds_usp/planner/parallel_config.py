@@ -480,6 +480,7 @@ def _length_settings_of(framework: str) -> tuple[str, ...]:
     return tuple(row.name for row in LENGTH_SETTINGS if framework in row.programs)
 
 
+_OF_TRANSFORMERS = "tp and pp of layers that transformers runs"
 _MEGATRON_DEEPSPEED = FrameworkCaps(
     "megatron-deepspeed",  # ZeRO-0 of bf16 weights sums gradients in bf16
     zero=(1, 2, 3),
@@ -510,7 +511,7 @@ FRAMEWORKS = (
         length_settings=LENGTH_SETTING_NAMES,
     ),
     _MEGATRON_DEEPSPEED,
-    replace(_MEGATRON_DEEPSPEED, name="trainer"),
+    replace(_MEGATRON_DEEPSPEED, name="trainer", divides_layers=False),
     FrameworkCaps(
         "megatron-core",
         zero=(0, 1),
@@ -600,7 +601,8 @@ def degree_configs(
         # Counted as a reason, and not left out of the axes: the report says what a search without
         # tensor and pipeline parallelism has given up.
         if not framework.divides_layers and max(tp, pp) > 1:
-            reason = "tp and pp of layers that transformers runs"
+            is_trainer = framework.name == "trainer"
+            reason = "tp and pp, which the trainer has not" if is_trainer else _OF_TRANSFORMERS
         if reason:
             refused[reason] += 1
         elif model.layers % pp:

@@ -1,5 +1,5 @@
 """Activation memory of megatron-core's transformer layers, local and TransformerEngine's: GEMM-last
-recomputation, an MLP in chunks of tokens, an activation function without needless copies.
+recomputation, and an MLP in chunks of tokens.
 
 megatron-core 0.16 has it for norms (``recompute_modules=["layernorm"]``), on GPUs; the activation
 function of a dense MLP it recomputes together with the first product.
@@ -18,33 +18,6 @@ from torch import Tensor
 
 from ds_usp.errors import ConfigError
 from ds_usp.memory import GemmLast, in_chunks, recompute_before
-
-# ------------------------------------------------------------------------------------------------
-# The activation function of megatron-core's dense MLP, without tensors that change nothing.
-
-
-def without_zero_offset(layer: TransformerLayer) -> None:
-    """Let a layer's gated MLP add no ``glu_linear_offset`` of 0.
-
-    megatron-core 0.16 without ``bias_activation_fusion`` multiplies the gate by ``value + 0.0``,
-    a copy that autograd saves: one tensor of the MLP's width more than the product needs.
-    """
-    mlp, config = layer.mlp, layer.config
-    fused = config.bias_activation_fusion or config.use_te_activation_func
-    if type(mlp) is MLP and config.gated_linear_unit and not fused:
-        mlp.forward = partial(_forward, mlp)
-
-
-def _forward(mlp: Any, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """``MLP.forward`` of a dense layer; with other arguments than the hidden states the original.
-
-    Shapes:
-        hidden ``[tokens, b, h]``, the first result too; the second: fc2's bias ``[h]``.
-    """
-    if args or any(value is not None for value in options.values()):
-        return type(mlp).forward(mlp, hidden, *args, **options)
-    projected, bias = mlp.linear_fc1(hidden)
-    return mlp.linear_fc2(activate(mlp.config, bias, projected))
 
 
 def activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:

@@ -7,9 +7,7 @@ harness.PRELOAD = (
     *harness.PRELOAD,
     "trainer_runs",  # puts the trainer on the path
     "compared_sources",
-    "usp_trainer.arguments",
-    "usp_trainer.auto_args",
-    "usp_trainer.loop",
+    "pretrain_gpt_usp",
     "pydoc_data.topics",
     "stock_megatron_core",
     "deepspeed.sequence.layer",

@@ -4,12 +4,10 @@ as one rank does.
 Megatron-DeepSpeed itself is started by tests/megatron_deepspeed/test_mds_parity.py.
 """
 
-import json
 import os
 import shlex
 import subprocess
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ from trainer_runs import (
     TRAINER,
     Numbers,
     degrees,
-    read_sources_once,
     relative_difference,
     train,
+    trainer_of,
 )
 
 import megatron_patches
@@ -64,23 +62,13 @@ def command(work: Workload, split: ParallelConfig, folder: Path) -> list[str]:
 
 def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tuple[Numbers, Any]]:
     """Loss and gradient norm of two steps of every run, and its arguments."""
-    from megatron.core import parallel_state
     from usp_trainer.arguments import parse
-    from usp_trainer.auto_args import resolve_auto_args
-    from usp_trainer.loop import TrainingLoop
 
-    from ds_usp.training import prepare_deepspeed
-
-    read_sources_once()
     outcomes = []
     for flags in runs:
-        prepare_deepspeed()
-        parallel_state.destroy_model_parallel()
-        megatron_patches.restore()
-        args = parse([*flags, "--quiet", "--output-dir", folder])
-        run = TrainingLoop(resolve_auto_args(args, ctx.world)[0])
-        rows = [run.step() for _ in range(2)]
-        outcomes.append(([(row["loss"], row["grad_norm"]) for row in rows], vars(run.args)))
+        trainer = trainer_of(parse([*flags, "--quiet", "--output-dir", folder]))
+        done = [trainer.train(1e-3) for _ in range(2)]
+        outcomes.append(([(step.loss, step.grad_norm) for step in done], vars(trainer.args)))
     return outcomes
 
 
@@ -108,20 +96,14 @@ def test_the_script_starts_the_trainer(tmp_path):
     assert not gpt["use_rotary_position_embeddings"]
 
 
-def stated(config: str, args: Any) -> dict[str, Any]:
-    """The emitted configuration where the trainer would make its own."""
-    return {**json.loads(config), "zero_allow_untested_optimizer": True}
-
-
 @pytest.mark.parametrize("zero", [1, 3])
 def test_the_configuration_starts_deepspeed(tmp_path, zero):
-    """Through ``initialize_deepspeed``, as the trainer's own configuration does."""
+    """As the trainer's ``--deepspeed_config``."""
     config = emit("ds-config", Workload(SHAPE, 64, 4), PLAIN.replace(ulysses=2, dp=2, zero=zero))
-    assert "train_batch_size" not in config
+    (tmp_path / "ds_config.json").write_text(config)
     flags = degrees(sp=2, u=2, zero=zero) + PLAIN_SGD + " --bf16 --clip-grad 1.0"
-    (own,) = train(4, flags, output_dir=tmp_path)
-    patches = {"usp_trainer.engine.deepspeed_config": partial(stated, config)}
-    (emitted,) = train(4, flags, output_dir=tmp_path, patches=patches)
+    emitted_too = f"{flags} --deepspeed_config {tmp_path / 'ds_config.json'}"
+    own, emitted = train(4, flags, emitted_too, output_dir=tmp_path)
     assert relative_difference(emitted, own) < LIMIT
 
 

@@ -1,228 +1,202 @@
-"""A resumed run continues exactly, on other splits of the ranks too, or is refused everywhere."""
+"""A resumed run continues exactly, on other splits and numbers of ranks too, or is refused; what
+ends a run early saves it."""
 
 import json
+import os
 import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
-import torch.distributed as dist
 from harness import RankContext, RankError, fork_world
 from trainer_runs import (
     ADAM,
-    Numbers,
     degrees,
-    errors_of_runs,
+    numbers_of,
     patched,
+    pretrain,
+    pretrain_on_rank,
     relative_difference,
-    start,
-    train,
 )
 
 from ds_usp import CheckpointError
 
-FLAGS = ADAM + " --weight-decay 0.1"
-SAVED = {"sp": 4, "u": 2, "zero": 1}
-TOTAL_STEPS, SAVED_AT = 3, 1
-HALF_BATCH = " --global-batch-size 2"
+STEPS, SAVED_AT = 4, 2
+KINDS = {
+    "zero0": " --zero-stage 0",
+    "zero1": " --zero-stage 1 --no-untie-embeddings-and-output-weights --no-disable-bias-linear",
+    "zero2": " --zero-stage 2 --usp-states-on-host",
+    "zero3": " --zero-stage 3",
+    "bf16": " --zero-stage 1 --bf16",
+}
+# In bf16 other degrees round otherwise.
+LIMITS = dict.fromkeys(KINDS, 1e-6) | {"bf16": 1e-3}
+SPLITS = {"same": (4, 2), "u4": (4, 4), "dp2": (2, 1)}
+
+
+def run(kind: str, folder: Path, sp: int = 4, u: int = 2) -> str:
+    return f"{degrees(sp=sp, u=u)}{ADAM}{KINDS[kind]} --train-iters {STEPS} --output-dir {folder}"
+
+
+def convert(folder: Path) -> Any:
+    """Run DeepSpeed's converter on a checkpoint."""
+    source = ("--input_folder", folder, "--output_folder", f"{folder}_universal")
+    return programs.python("-m", "deepspeed.checkpoint.ds_to_universal", *source)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
-    """A checkpoint of step 1, and the numbers of all 3 steps of the run that wrote it."""
-    folder = tmp_path_factory.mktemp("straight")
-    flags = f"{degrees(**SAVED)}{FLAGS} --save {folder / 'save'}"
-    (numbers,) = train(4, flags, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
-    return folder / "save", numbers
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each kind a folder with the metrics of an unbroken run, and those and the checkpoint of
+    one that ended after its second step, which is converted but for ZeRO-0."""
+    base = tmp_path_factory.mktemp("saved")
+    stop = f" --exit-interval {SAVED_AT}"
+    runs = [run(kind, base / kind / "whole") for kind in KINDS]
+    runs += [
+        run(kind, base / kind / "part") + f"{stop} --save {base / kind / 'save'}" for kind in KINDS
+    ]
+    for outcomes in pretrain(4, *runs):
+        assert all((error, code) == (None, 0) for error, _, code in outcomes), outcomes
+    folders = [base / kind / "save" / f"step_{SAVED_AT}" for kind in KINDS if kind != "zero0"]
+    with ThreadPoolExecutor(2) as pool:
+        assert all(done.returncode == 0 for done in pool.map(convert, folders))
+    return base
 
 
-@pytest.fixture(scope="module")
-def resumed(
-    uninterrupted: tuple[Path, Numbers], tmp_path_factory: pytest.TempPathFactory
-) -> list[Numbers]:
-    """Of runs that go on from that checkpoint: as it was, on other degrees of the same 4 ranks (the
-    rest is data), and with another weight decay."""
-    degrees_of_runs = ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1))
-    grids = [SAVED, *({"sp": sp, "u": u, "zero": SAVED["zero"]} for sp, u in degrees_of_runs)]
-    runs = [f"{degrees(**grid)}{FLAGS} --load {uninterrupted[0]}" for grid in grids]
-    folder = tmp_path_factory.mktemp("resumed")
-    runs.append(f"{runs[0]} --weight-decay 100")
-    return train(4, *runs, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
+def difference(base: Path, kind: str, folder: str) -> float:
+    """Of a resumed run's steps from the unbroken run's."""
+    resumed = numbers_of(base / kind / folder)[-(STEPS - SAVED_AT) :]
+    return relative_difference(resumed, numbers_of(base / kind / "whole")[SAVED_AT:])
 
 
-def test_resuming_is_bit_exact_and_exact_on_other_sequence_degrees(uninterrupted, resumed):
-    numbers, (same, *others, _) = uninterrupted[1], resumed
-    assert same == numbers[SAVED_AT:]
-    for other in others:
-        assert relative_difference(other, numbers[SAVED_AT:]) < 1e-5
+def test_resuming_is_exact_on_every_split_of_as_many_ranks(saved):
+    for kind in KINDS:
+        shutil.copytree(saved / kind / "part", saved / kind / "same")
+    runs = [
+        run(kind, saved / kind / split, *SPLITS[split]) + f" --load {saved / kind / 'save'}"
+        for kind in KINDS
+        for split in SPLITS
+    ]
+    outcomes = pretrain(4, *runs)
+    assert all(error is None for ranks in outcomes for error, _, _ in ranks), outcomes
+    for kind in KINDS:
+        assert difference(saved, kind, "same") == 0.0, kind
+        assert len(numbers_of(saved / kind / "same")) == STEPS  # goes on in the same file
+        for split in ("u4", "dp2"):
+            assert difference(saved, kind, split) < LIMITS[kind], (kind, split)
 
 
-def test_the_flags_of_the_resuming_run_count(uninterrupted, resumed):
-    """Weight decay 0.1 was saved; at 100 the weights and the loss fall apart."""
-    (first, second), expected = resumed[-1], uninterrupted[1][SAVED_AT:]
-    assert relative_difference([first], expected[:1]) < 1e-6
-    assert relative_difference([second], expected[1:]) > 1e-3
+def test_resuming_is_exact_on_another_number_of_ranks(saved):
+    """ZeRO-0's checkpoint as it is, the others converted."""
+    runs = []
+    for kind in KINDS:
+        load = f" --load {saved / kind / 'save'}"
+        load += "" if kind == "zero0" else " --universal-checkpoint"
+        runs.append(run(kind, saved / kind / "two", 2, 2) + load)
+    outcomes = pretrain(2, *runs)
+    assert all(error is None for ranks in outcomes for error, _, _ in ranks), outcomes
+    for kind in KINDS:
+        assert difference(saved, kind, "two") < LIMITS[kind], kind
 
 
-KINDS = (
-    {"sp": 4, "u": 2, "zero": 0},
-    {"sp": 2, "u": 2, "zero": 2},
-    {"sp": 4, "u": 2, "zero": 3},
-    {"sp": 2, "tp": 2, "zero": 1},
-    {"sp": 2, "pp": 2, "zero": 1},
-    {"sp": 2, "pp": 2, "zero": 0},
-)
+def test_the_flags_of_the_resuming_run_count(saved, tmp_path):
+    """Weight decay 0.01 was saved; at 100 the weights fall apart."""
+    flags = run("zero1", tmp_path) + f" --weight-decay 100 --load {saved / 'zero1' / 'save'}"
+    assert pretrain(4, flags)[0][0][0] is None
+    first, second = numbers_of(tmp_path)
+    expected = numbers_of(saved / "zero1" / "whole")
+    assert relative_difference([first], expected[2:3]) < 1e-6
+    assert relative_difference([second], expected[3:]) > 1e-3
 
 
-@pytest.fixture(scope="module")
-def runs_of_kinds(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, list[tuple[Numbers, Numbers]]]:
-    """A folder with the checkpoint of each kind by its number, and the numbers of its run and of
-    one that resumes it: two starts of ranks for all."""
-    folder = tmp_path_factory.mktemp("kinds")
-    flags = [f"{degrees(**grid)}{FLAGS}{HALF_BATCH}" for grid in KINDS]
-    saving = [f"{run} --save {folder / str(kind)}" for kind, run in enumerate(flags)]
-    loading = [f"{run} --load {folder / str(kind)}" for kind, run in enumerate(flags)]
-    saved = train(4, *saving, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
-    resumed = train(4, *loading, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
-    return folder, list(zip(saved, resumed, strict=True))
+def broken(source: Path, target: Path) -> None:
+    """A copy of a file of which the end is missing."""
+    target.write_bytes(source.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize("kind", range(len(KINDS)), ids=map(str, KINDS))
-def test_every_kind_of_checkpoint_resumes(kind, runs_of_kinds):
-    numbers, resumed = runs_of_kinds[1][kind]
-    assert resumed == numbers[SAVED_AT:]
-
-
-def test_zero0_resumes_on_another_number_of_ranks(runs_of_kinds, tmp_path):
-    folder, ((numbers, _), *_) = runs_of_kinds
-    flags = f"{degrees(sp=2)}{FLAGS}{HALF_BATCH} --load {folder / '0'}"
-    (resumed,) = train(2, flags, output_dir=tmp_path, steps=TOTAL_STEPS - SAVED_AT)
-    assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
-
-
-def test_what_cannot_be_resumed_is_refused_on_every_rank(uninterrupted, tmp_path):
-    """Another model or parallel configuration, another padding of the vocabulary, a folder without
-    a checkpoint, a file that was cut."""
-    checkpoint, same = uninterrupted[0], degrees(**SAVED)
-    short = tmp_path / "short"
-    shutil.copytree(checkpoint, short)
-    saved = short / f"step_{SAVED_AT}"
-    name, size = next(iter(json.loads((saved / "usp_metadata.json").read_text())["files"].items()))
-    (saved / name).write_bytes((saved / name).read_bytes()[:-1])
+def test_what_cannot_be_resumed_is_refused_on_every_rank(saved, tmp_path):
+    """By the name of the file or the flag, before anything is loaded."""
+    step, save = f"step_{SAVED_AT}", saved / "zero1" / "save"
+    shards = "bf16_zero_pp_rank_3", "zero_pp_rank_1"
+    copies = {name: tmp_path / name for name in ("unlisted", "short", "lost", "weight")}
+    for copy in copies.values():
+        shutil.copytree(save, copy)
+    (copies["unlisted"] / step / "trainer.json").unlink()
+    shard = f"{shards[1]}_mp_rank_00_optim_states.pt"
+    broken(save / step / shard, copies["short"] / step / shard)
+    (copies["lost"] / step / "mp_rank_00_model_states.pt").unlink()
+    weight = f"{step}_universal/zero/layers.1.mlp.up.weight/exp_avg.pt"
+    broken(save / weight, copies["weight"] / weight)
+    universal = " --universal-checkpoint"
     cases = {
-        f"{same} --num-layers 3 --load {checkpoint}": (
-            "num_layers 2 in the checkpoint, 3 now",
-            "another model",
-        ),
-        f"{degrees(**{**SAVED, 'zero': 3})} --load {checkpoint}": (
-            "zero_stage 1 in the checkpoint, 3 now",
-            "without pipeline",
-        ),
-        f"{degrees(sp=2, pp=2, zero=1)} --load {checkpoint}": (
-            "pipeline_model_parallel_size 1 in the checkpoint, 2 now",
-            "sequence_x_data_ranks 4 in the checkpoint, 2 now",
-        ),
-        f"{degrees(tp=4, zero=1)} --num-key-value-heads 4 --load {checkpoint}": (
-            "padded_vocab_size 258 in the checkpoint, 260 now",
-        ),
-        f"{same} --load {tmp_path}": ("Leave --load out for the first run",),
-        f"{same} --load {short}": (f"{size - 1} bytes, {size} were saved",),
+        f" --load {copies['unlisted']}": (step, "trainer.json"),
+        f" --load {copies['short']}": (shard, "bytes"),
+        f" --load {copies['lost']}": ("mp_rank_00_model_states.pt", "has 0 bytes"),
+        f" --load {copies['weight']}{universal}": ("layers.1.mlp.up.weight/exp_avg.pt",),
+        f" --load {save} --num-layers 3": ("num_layers 2 in the checkpoint, 3 now",),
+        f" --load {save} --zero-stage 3": ("zero_stage 1 in the checkpoint, 3 now",),
+        f" --load {tmp_path}": ("latest", "Leave --load out"),
     }
-    errors = errors_of_runs(4, [run + FLAGS for run in cases], tmp_path)
-    for texts, of_run in zip(cases.values(), errors, strict=True):
-        for error in of_run:
+    runs = [run("zero1", tmp_path) + flags for flags in cases]
+    for texts, ranks in zip(cases.values(), pretrain(4, *runs), strict=True):
+        for error, _, _ in ranks:
             assert isinstance(error, CheckpointError), (texts, error)
             assert all(text in str(error) for text in texts), error
+    for error, _, _ in pretrain(2, run("zero1", tmp_path, 2, 2) + f" --load {save}")[0]:
+        assert isinstance(error, CheckpointError) and "is of 4 ranks, and here are 2" in str(error)
+        assert "ds_to_universal" in str(error) and "--universal-checkpoint" in str(error)
 
 
-RESPLIT = {
-    "bf16": (" --bf16", {"sp": 2, "tp": 2, "zero": 1}, [{"sp": 2, "tp": 2, "zero": 2}]),
-    "gated": (
-        " --num-key-value-heads 4",
-        {"sp": 2, "tp": 2, "zero": 1},
-        [{"sp": 4, "u": 2, "zero": 1}, {"tp": 4, "zero": 2}, {"sp": 2, "tp": 2, "zero": 0}],
-    ),
-    "plain": (
-        " --no-untie-embeddings-and-output-weights --no-disable-bias-linear --no-swiglu",
-        {"sp": 4, "u": 2, "zero": 0},
-        [{"sp": 2, "tp": 2, "zero": 1}],
-    ),
-}
+def signalled(ctx: RankContext, *, flags: str, at: int) -> Any:
+    """A run of which rank 1 gets a signal in step ``at``."""
+    from usp_trainer.step import Trainer
+
+    train, steps = Trainer.train, []
+
+    def train_and_signal(self: Any, *args: Any) -> Any:
+        steps.append(0)
+        if ctx.rank == 1 and len(steps) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train(self, *args)
+
+    with patched({"usp_trainer.step.Trainer.train": train_and_signal}):
+        return pretrain_on_rank(ctx, runs=[flags])[0], len(steps)
 
 
-@pytest.fixture(scope="module")
-def resplit(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Numbers, list[Numbers]]]:
-    """Numbers of each run, and of those that go on from its checkpoint on other degrees."""
-    folder, saving, loading = tmp_path_factory.mktemp("resplit"), [], []
-    for name, (flags, saved, others) in RESPLIT.items():
-        flags += f"{FLAGS} --make-vocab-size-divisible-by 4"
-        saving.append(f"{degrees(**saved)} {flags} --save {folder / name}")
-        loading += [f"{degrees(**grid)} {flags} --load {folder / name}" for grid in others]
-    numbers = train(4, *saving, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
-    resumed = iter(train(4, *loading, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT))
-    counts = [len(others) for _, _, others in RESPLIT.values()]
-    return {
-        name: (of_run, [next(resumed) for _ in range(count)])
-        for name, of_run, count in zip(RESPLIT, numbers, counts, strict=True)
-    }
+def test_a_signal_to_one_rank_saves_and_ends_all_after_a_step(tmp_path):
+    flags = f"{degrees(sp=2, zero=1)} --train-iters 9 --save {tmp_path} --output-dir {tmp_path}"
+    ends = fork_world(signalled, 2, flags=flags, at=3)
+    (steps,) = {steps for _, steps in ends}
+    assert [code for (_, _, code), _ in ends] == [75, 75] and steps in (3, 4)
+    assert (tmp_path / "latest").read_text() == f"step_{steps}"
+    assert len(numbers_of(tmp_path)) == steps
+    (outcome, _) = pretrain(2, f"{flags} --load {tmp_path}")[0]
+    assert outcome[2] == 0 and len(numbers_of(tmp_path)) == 9
 
 
-@pytest.mark.parametrize("name", RESPLIT)
-def test_resuming_under_another_tensor_parallel_size_is_exact(name, resplit):
-    numbers, others = resplit[name]
-    for resumed in others:
-        assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
+def die_while_saving(ctx: RankContext, *, flags: str) -> Any:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
+    save = DeepSpeedEngine.save_checkpoint
 
-def save_thrice(ctx: RankContext, *, flags: str, folder: Path) -> list[tuple[str, list[str]]]:
-    """After each of three runs from the first step: the latest checkpoint, and all folders."""
-    found = []
-    for _ in range(3):
-        run = start(f"{flags} --save {folder}", folder.parent)
-        run.step()
-        run.save()
-        dist.barrier()
-        folders = [path.name for path in folder.iterdir() if path.is_dir()]
-        found.append(((folder / "latest").read_text().strip(), folders))
-        dist.barrier()
-    return found
-
-
-def test_saving_a_step_again_replaces_it(tmp_path):
-    save = tmp_path / "save"
-    (save / "unfinished_step_5").mkdir(parents=True)
-    flags = degrees(sp=2, zero=1) + FLAGS
-    for found in fork_world(save_thrice, 2, flags=flags, folder=save):
-        assert found == [(tag, [tag]) for tag in ("step_1", "step_1_again", "step_1")]
-    assert (save / "step_1" / "usp_metadata.json").is_file()
-
-
-def die_while_saving(ctx: RankContext, *, flags: str, folder: str) -> None:
-    run = start(flags, folder)
-    run.step()
-    run.save()
-    run.step()
-    save = type(run.trainer.engine).save_checkpoint
-
-    def dying(engine: Any, *args: Any, **kwargs: Any) -> None:
-        save(engine, *args, **kwargs)
-        if ctx.rank == 1:
+    def dying(engine: Any, folder: str, tag: str, **kwargs: Any) -> None:
+        if ctx.rank == 1 and tag == "step_2":
             raise OSError("no space left on device")
+        save(engine, folder, tag, **kwargs)
 
     with patched({"deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint": dying}):
-        run.save()
+        return pretrain_on_rank(ctx, runs=[flags])
 
 
 def test_a_rank_that_dies_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("harness.GRACE_S", 1.0)  # the other rank waits for the dead one
-    flags = degrees(sp=2, zero=1) + FLAGS + f" --save {tmp_path}"
+    flags = f"{degrees(sp=2, zero=1)} --save {tmp_path} --output-dir {tmp_path} --save-interval 1"
     with pytest.raises(RankError, match="no space left"):
-        fork_world(die_while_saving, 2, flags=flags, folder=str(tmp_path))
-    assert (tmp_path / "latest").read_text().strip() == "step_1"
-    assert not (tmp_path / "step_2").exists()
-    (numbers,) = train(
-        2, degrees(sp=2, zero=1) + FLAGS + f" --load {tmp_path}", output_dir=tmp_path, steps=1
-    )
-    assert numbers
+        fork_world(die_while_saving, 2, flags=f"{flags} --train-iters 3")
+    assert (tmp_path / "latest").read_text() == "step_1"
+    (outcome, _) = pretrain(2, f"{flags} --train-iters 2 --load {tmp_path}")[0]
+    assert outcome[0] is None
+    listed = json.loads((tmp_path / "step_2" / "trainer.json").read_text())
+    assert listed["step"] == 2 and len(listed["files"]) == 3

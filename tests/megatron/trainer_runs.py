@@ -1,28 +1,26 @@
 """Tiny runs of the trainer for tests: what ranks execute, as module-level functions."""
 
 import contextlib
-import functools
 import io
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from harness import RankContext, fork_world
-
-import megatron_patches
-from megatron_patches import guards
 
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 if str(TRAINER) not in sys.path:
     sys.path.insert(0, str(TRAINER))
 
 Numbers = list[tuple[float, float]]  # loss and gradient norm of each step
+Outcome = tuple[Exception | None, str, int | None]  # its error, what it prints, its exit code
 
 TINY = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
@@ -36,11 +34,8 @@ PLAIN_SGD = " --optimizer sgd --lr 0.1 --clip-grad 0 --weight-decay 0"
 ADAM = " --optimizer adam --lr 1e-3 --clip-grad 0.5"
 
 
-def degrees(*, sp: int = 1, u: int | None = None, tp: int = 1, pp: int = 1, zero: int = 0) -> str:
-    return (
-        f" --ds-sequence-parallel-size {sp} --ulysses-degree {u or sp} --zero-stage {zero}"
-        f" --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-    )
+def degrees(*, sp: int = 1, u: int | str | None = None, zero: int = 0) -> str:
+    return f" --ds-sequence-parallel-size {sp} --ulysses-degree {u or sp} --zero-stage {zero}"
 
 
 def arguments(flags: str, output_dir: Path | str) -> Namespace:
@@ -51,160 +46,92 @@ def arguments(flags: str, output_dir: Path | str) -> Namespace:
 
 @contextmanager
 def patched(patches: Mapping[str, Any]) -> Iterator[None]:
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for target, replacement in patches.items():
             stack.enter_context(mock.patch(target, replacement))
         yield
 
 
-@functools.cache
-def read_sources_once() -> None:
-    """Every run compares megatron-core's sources; of the same function they are the same."""
-    guards.fingerprint = functools.cache(guards.fingerprint)
-
-
 def start(flags: str, output_dir: Path | str) -> Any:
-    """A run on this rank; groups of an earlier one on it are forgotten."""
-    from megatron.core import parallel_state
-    from usp_trainer.auto_args import resolve_auto_args
-    from usp_trainer.loop import TrainingLoop
+    """The trainer of a run of the tiny model on this rank."""
+    return trainer_of(arguments(flags, output_dir))
+
+
+def trainer_of(args: Namespace) -> Any:
+    """The trainer of parsed arguments on this rank."""
+    from usp_trainer.data import read_tokens
+    from usp_trainer.step import Trainer, with_chosen_degree
 
     from ds_usp.training import prepare_deepspeed
 
-    read_sources_once()
     prepare_deepspeed()
-    parallel_state.destroy_model_parallel()
-    megatron_patches.restore()
-    args, _ = resolve_auto_args(arguments(flags, output_dir), dist.get_world_size())
-    return TrainingLoop(args)
-
-
-def pretrain_on_rank(
-    ctx: RankContext, *, runs: list[str], output_dir: str
-) -> list[tuple[Exception | None, str]]:
-    """How each run, from its start to its last step, ends on this rank, and what it prints."""
-    from megatron.core import parallel_state
-    from usp_trainer.loop import pretrain
-
-    from ds_usp.training import prepare_deepspeed
-
-    read_sources_once()
-    outcomes: list[tuple[Exception | None, str]] = []
-    for flags in runs:
-        prepare_deepspeed()
-        parallel_state.destroy_model_parallel()
-        megatron_patches.restore()
-        error, printed = None, io.StringIO()
-        try:
-            with contextlib.redirect_stdout(printed):
-                args = arguments(flags, output_dir)
-                args.quiet = False
-                pretrain(args)
-        except (ValueError, OSError) as raised:
-            error = raised
-        outcomes.append((error, printed.getvalue()))
-    return outcomes
+    args, _ = with_chosen_degree(args, dist.get_world_size())
+    return Trainer(args, read_tokens(args.data_path, args.vocab_size), torch.device("cpu"))
 
 
 def numbers_on_rank(
-    ctx: RankContext,
-    *,
-    runs: list[str],
-    output_dir: str,
-    steps: int,
-    save_at: int | None = None,
-    patches: Mapping[str, Any],
+    ctx: RankContext, *, runs: list[str], output_dir: str, steps: int, patches: Mapping[str, Any]
 ) -> list[Numbers]:
     """Loss and gradient norm of every step of every run, as this rank sees them."""
-    numbers_of_runs = []
+    numbers = []
     for flags in runs:
         with patched(patches):
-            run, numbers = start(flags, output_dir), []
-            for step in range(steps):
-                if step == save_at:
-                    run.save()
-                row = run.step()
-                numbers.append((row["loss"], row["grad_norm"]))
-        numbers_of_runs.append(numbers)
-    return numbers_of_runs
+            trainer = start(flags, output_dir)
+            done = [trainer.train(trainer.args.lr) for _ in range(steps)]
+            numbers.append([(step.loss, step.grad_norm) for step in done])
+    return numbers
 
 
-def errors_on_rank(
-    ctx: RankContext, *, runs: list[str], output_dir: str, patches: Mapping[str, Any]
-) -> list[ValueError | None]:
-    """What starting each run, or its first step, raises on this rank."""
-    errors: list[ValueError | None] = []
-    for flags in runs:
-        try:
-            with patched(patches):
-                start(flags, output_dir).step()
-        except ValueError as error:
-            errors.append(error)
-        else:
-            errors.append(None)
-    return errors
-
-
-def errors_of_runs(
-    world: int, runs: list[str], output_dir: Path, patches: Mapping[str, Any] | None = None
-) -> list[list[ValueError | None]]:
-    """What each run (first index) raises on each rank (second index), in one start of ranks."""
-    ranks = fork_world(
-        errors_on_rank, world, runs=runs, output_dir=str(output_dir), patches=patches or {}
-    )
-    return [list(of_run) for of_run in zip(*ranks, strict=True)]
-
-
-def errors(
-    world: int, flags: str, output_dir: Path, patches: Mapping[str, Any] | None = None
-) -> list[ValueError | None]:
-    return errors_of_runs(world, [flags], output_dir, patches)[0]
-
-
-# Each leaves its groups behind, which share one gloo thread: a twelfth run takes as long as the
-# second, and the first takes 0.15 s more on each rank.
-_RUNS_OF_A_WORLD = 12
-
-
-def on_each_rank(
+def train(
     world: int,
-    runs: list[str],
+    *runs: str,
     output_dir: Path,
-    *,
     steps: int = 2,
-    save_at: int | None = None,
     patches: Mapping[str, Any] | None = None,
-) -> list[list[Numbers]]:
-    """The numbers of each run (second index) on each rank (first index)."""
-    numbers_of_ranks: list[list[Numbers]] = [[] for _ in range(world)]
-    for first in range(0, len(runs), _RUNS_OF_A_WORLD):
-        ranks = fork_world(
-            numbers_on_rank,
-            world,
-            runs=runs[first : first + _RUNS_OF_A_WORLD],
-            output_dir=str(output_dir),
-            steps=steps,
-            save_at=save_at,
-            patches=patches or {},
-        )
-        for numbers, more in zip(numbers_of_ranks, ranks, strict=True):
-            numbers.extend(more)
-    return numbers_of_ranks
-
-
-def train(world: int, *runs: str, output_dir: Path, **kwargs: Any) -> list[Numbers]:
+) -> list[Numbers]:
     """The numbers of each run, after checking that every rank saw the same."""
-    ranks = on_each_rank(world, list(runs), output_dir, **kwargs)
+    options = {"output_dir": str(output_dir), "steps": steps, "patches": patches or {}}
+    ranks = fork_world(numbers_on_rank, world, runs=list(runs), **options)
     assert all(numbers == ranks[0] for numbers in ranks), ranks
     return ranks[0]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def pretrain_on_rank(ctx: RankContext, *, runs: list[str]) -> list[Outcome]:
+    """How each run, from its flags to its end, ends on this rank, and what it prints."""
+    import pretrain_gpt_usp as program
+    from usp_trainer.data import read_tokens
+    from usp_trainer.step import with_chosen_degree
+
+    from ds_usp.training import prepare_deepspeed
+
+    prepare_deepspeed()
+    outcomes: list[Outcome] = []
+    for flags in runs:
+        error, code, printed = None, None, io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                args, why = with_chosen_degree(arguments(flags, "unused"), ctx.world)
+                tokens = read_tokens(args.data_path, args.vocab_size)
+                code = program.pretrain(args, tokens, torch.device("cpu"), why)
+        except ValueError as raised:
+            error = raised
+        outcomes.append((error, printed.getvalue(), code))
+    return outcomes
 
 
-def relative_difference(numbers: Numbers, expected: Numbers) -> float:
+def pretrain(world: int, *runs: str) -> list[list[Outcome]]:
+    """The outcome of each run (first index) on each rank (second index), in one start of ranks."""
+    ranks = fork_world(pretrain_on_rank, world, runs=list(runs))
+    return [list(of_run) for of_run in zip(*ranks, strict=True)]
+
+
+def numbers_of(folder: Path) -> Numbers:
+    """What a run has written into ``metrics.jsonl``."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def relative_difference(numbers: Numbers, expected: Sequence[tuple[float, float]]) -> float:
     """The largest, over losses and gradient norms of all steps."""
-    assert len(numbers) == len(expected)
     pairs = zip(sum(numbers, ()), sum(expected, ()), strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs)

@@ -1,12 +1,12 @@
 """Options of torch's allocators: what is added to a user's, which variable torch reads, when."""
 
 import os
-from argparse import Namespace
 
+import pretrain_gpt_usp
 import pytest
 import torch
 from programs import CHECKOUT, ROOT, bash, python, run_script
-from usp_trainer import launch
+from usp_trainer.arguments import parse
 
 from ds_usp import allocator_variables
 
@@ -66,18 +66,24 @@ def test_the_installed_torch_reads_it_after_its_import():
 @pytest.mark.parametrize(
     ("device", "ratio", "states", "is_set"),
     [
-        ("cuda", 0.5, False, True),
+        ("cuda", "0.5", False, True),
         ("cuda", "auto", False, True),
-        ("cuda", 0.0, True, True),
-        ("cuda", 0.0, False, False),
-        ("cpu", 0.5, True, False),
+        ("cuda", "0.0", True, True),
+        ("cuda", "0.0", False, False),
+        ("cpu", "0.5", True, False),
     ],
 )
 def test_the_trainer_sets_them_for_host_memory_on_gpus(device, ratio, states, is_set, monkeypatch):
     monkeypatch.delenv(ANY, raising=False)
     monkeypatch.setenv(CUDA, "max_split_size_mb:64")
-    flags = {"device": device, "usp_offload_ratio": ratio, "usp_states_on_host": states}
-    launch.set_allocator_options(Namespace(**flags))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name in ("init_process_group", "get_node_local_rank"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, **__: 0)
+    flags = ["--device", device, "--usp-offload-ratio", ratio]
+    args = parse([*flags, *(["--usp-states-on-host"] if states else [])])
+    assert pretrain_gpt_usp.join_ranks(args).type == device
     added = f",{PIN},{GROW}" if is_set else ""
     assert os.environ[CUDA] == f"max_split_size_mb:64{added}"
 

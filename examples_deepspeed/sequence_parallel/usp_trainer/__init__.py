@@ -1,1 +1,1 @@
-"""The trainer behind ``pretrain_gpt_usp.py``: megatron-core layers in DeepSpeed's engine."""
+"""The trainer of ``pretrain_gpt_usp.py``, one story a file."""
