@@ -1,6 +1,7 @@
-"""Golden files of the planner's command line: commands and what they print, one file a command.
+"""The snapshot of the planner's command line: commands and what they print, numbers as JSON and one
+text of each kind.
 
-python tests/planner_commands.py     # writes them anew; read the difference before you commit
+python tests/planner_commands.py     # writes it anew; read the difference before you commit
 """
 
 import contextlib
@@ -13,13 +14,12 @@ from unittest import mock
 
 from ds_usp.planner.__main__ import main
 
-FOLDER = Path(__file__).resolve().parent / "data" / "planner" / "commands"
-FILES = tuple(sorted(file.name for file in FOLDER.glob("*.txt")))
+FILE = Path(__file__).resolve().parent / "data" / "planner" / "commands.txt"
 
 
-def read(name: str) -> Iterator[tuple[str, str]]:
-    """(command line, what it printed) of a file."""
-    for block in (FOLDER / name).read_text(encoding="utf-8").split("\n$ ")[1:]:
+def read() -> Iterator[tuple[str, str]]:
+    """(command line, what it printed)."""
+    for block in FILE.read_text(encoding="utf-8").split("\n$ ")[1:]:
         line, _, printed = block.partition("\n")
         yield line, printed.strip("\n")
 
@@ -38,6 +38,5 @@ def run(line: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in FILES:
-        blocks = [f"\n$ {line}\n{run(line)}\n" for line, _ in list(read(name))]
-        (FOLDER / name).write_text("".join(blocks), encoding="utf-8")
+    blocks = [f"\n$ {line}\n{run(line)}\n" for line, _ in list(read())]
+    FILE.write_text("".join(blocks), encoding="utf-8")

@@ -377,3 +377,11 @@ def test_engines_with_other_states_are_refused():
         keep_states_on_host(engine(SimpleNamespace(**vars(zero), optimizer=muon)))
     with pytest.raises(ConfigError, match="SimpleNamespace keeps its fp32 weights elsewhere"):
         keep_states_on_host(engine(SimpleNamespace()))
+
+
+def test_one_hardware_queue_of_a_gpu_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    copier = HostDeviceCopier(CPU, BLOCK)
+    for ratio, device, warned in ((0.0, "cuda", 0), (0.5, "cpu", 0), (0.5, "cuda", 1)):
+        Offload(ratio, device, copier=copier)
+        assert [x.levelname for x in caplog.records] == ["WARNING"] * warned

@@ -23,8 +23,10 @@ import ds_usp
 import megatron_patches
 from ds_usp import testing as oracle
 from ds_usp.errors import ConfigError
+from ds_usp.planner import ModelShape, ParallelConfig, Workload
 from ds_usp.training import apply_rotary
 from megatron_patches import missing_modules, run
+from megatron_patches.flags import solved_ratio
 from megatron_patches.megatron_core.context_parallel import check_degrees
 from megatron_patches.megatron_deepspeed import CHECKOUT, compat, speedups
 from megatron_patches.megatron_deepspeed.arguments import _choose_flash
@@ -575,3 +577,16 @@ def test_the_page_of_arguments_has_every_refused_one():
     for row in itertools.chain.from_iterable(getattr(unsupported, name) for name in tables):
         flags = {plain(flag) for flag in re.findall(r"--[a-z][\w-]+", f"{row.reason} {row.fix}")}
         assert flags & named(column=2), row.reason
+
+
+def test_the_offload_ratio_that_auto_stands_for():
+    shape = ModelShape("24 layers", 24, 1024, 4096, 8, 8, 32000, gated=False)
+    planned = Workload(shape, 65536), ParallelConfig(fused_loss=True, offload_unit="layer")
+    cpu = torch.device("cpu")
+    ratios = [solved_ratio("auto", *planned, cpu, gib * 2**30) for gib in (200, 50, 40)]
+    assert ratios[0] == 0 < ratios[1] < ratios[2] < 1
+    assert solved_ratio(0.3, *planned, cpu) == 0.3
+    with pytest.raises(ConfigError, match="5 GiB even with everything offloaded"):
+        solved_ratio("auto", *planned, cpu, 5 * 2**30)
+    with pytest.raises(ConfigError, match="the device is cpu"):
+        solved_ratio("auto", *planned, cpu)

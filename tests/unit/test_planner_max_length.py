@@ -42,6 +42,7 @@ from ds_usp.planner.parallel_config import (
     ParallelConfig,
     Workload,
     framework_caps,
+    length_options,
 )
 from ds_usp.planner.search import search
 from ds_usp.planner.step_time import layer_time, step_time
@@ -148,6 +149,26 @@ def test_the_longest_sequences_of_one_gpu(tokens, on_host, measured):
     assert (needs.total - moments) / GIB == pytest.approx(measured, rel=0.01)
 
 
+def test_how_each_setting_is_switched_on():
+    def options(setting: str, work: Workload = WORK, **changes: object) -> list[object]:
+        config = FULL.replace(**changes)
+        found = length_options(work, config, setting)
+        assert all(x == config.replace(**{setting: getattr(x, setting)}) for x in found)
+        return [getattr(x, setting) for x in found]
+
+    assert options("mlp_chunks") == [32] and options("mlp_chunks", Workload(LLAMA, 4)) == [2]
+    assert options("mlp_chunks", Workload(LLAMA, 2)) == options("mlp_chunks", mlp_chunks=4) == []
+    assert options("mlp_chunks", Workload(load_model("mixtral-8x7b"), 2**20)) == []
+    assert options("states_on_host") == [True]
+    assert options("states_on_host", zero=0) == options("states_on_host", states_on_host=True) == []
+    groups = [options("checkpoint_layers", pp=pp) for pp in (1, 4, 8, 16, 32)]
+    assert groups == [[2, 4, 8], [2, 4, 8], [2, 4], [2], []]
+    assert options("checkpoint_layers", recompute="gemm-last") == []
+    assert options("checkpoint_layers", checkpoint_layers=2) == []
+    with pytest.raises(ConfigError, match="does not know how to switch fused_loss on"):
+        options("fused_loss")
+
+
 def test_time_that_each_costs():
     def seconds(**changes: object) -> float:
         return layer_time(H200, WORK, FULL.replace(**changes)).recompute
@@ -224,18 +245,6 @@ def test_each_setting_that_is_switched_on_has_its_own_time() -> None:
     assert any(plan.config.mlp_chunks > 1 for plan in results.plans)
     for plan in results.plans:
         assert step_time(results.cluster, work, plan.config).total == plan.time.total
-
-
-def test_megatron_lm_has_chunks_alone() -> None:
-    config = ParallelConfig(ulysses=2, recompute="full", mlp_chunks=8)
-    chunks = emit("megatron-lm", WORK, config)
-    for flags in ("--usp-mlp-chunks 8", "--usp-recompute full"):
-        assert flags in chunks.replace("\\\n", "")
-    assert chunks.count("--no-gradient-accumulation-fusion") == 1
-    with pytest.raises(ConfigError, match="megatron-core has no --mlp-chunks"):
-        emit("megatron-core", WORK, config)
-    with pytest.raises(ConfigError, match="megatron-lm has no --states-on-host"):
-        emit("megatron-lm", WORK, config.replace(states_on_host=True, mlp_chunks=0))
 
 
 # ------------------------------------------------------------------ the longest sequences

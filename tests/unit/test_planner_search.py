@@ -9,6 +9,8 @@ from itertools import product
 import pytest
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import ORDERS
+from ds_usp.planner.choose_degree import choose_ulysses
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape, load_model
@@ -137,7 +139,7 @@ def test_fixed_axes():
 
 
 def test_impossible_requests():
-    """Of a call; what a command refuses is in its golden file."""
+    """Of a call; what a command refuses is in test_planner_commands.py."""
     with pytest.raises(ConfigError, match="must be 1 or more"):
         find("llama3-8b", 8192, 4, 0)
     with pytest.raises(ConfigError, match="holds nothing"):
@@ -227,3 +229,19 @@ def test_another_split_is_what_replace_makes_of_one():
     assert config == ParallelConfig(tp=2, ulysses=4), "the one it is made of stays"
     with pytest.raises(TypeError, match="a parallel configuration has no sequence"):
         config.replace(tp=1, sequence=2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_auto_chooses_ulysses_and_keeps_all_else(order):
+    """Contiguous ranks are those of a node: with ring-ulysses many heads cross nodes."""
+    cluster, work = load_cluster("h100"), Workload(load_model("llama-7b"), 262144, 4)
+    run = ParallelConfig(dp=2, order=order, recompute="full", micro_batch=2, zero=2)
+    run = run.replace(overlap_gradients=True)
+    choice = choose_ulysses(cluster, work, framework_caps("any"), run, 32)
+    degrees = (1, 2, 4, 8, 16) if order == ORDERS[0] else (2, 4, 8)  # one axis alone has one order
+    splits = [run.replace(ulysses=u, ring=16 // u) for u in degrees]
+    seconds = {x.ulysses: step_time(cluster, work, x).total for x in splits}
+    assert choice.ulysses == min(seconds, key=lambda ulysses: seconds[ulysses])
+    assert all(f"{u} x {16 // u} {seconds[u]:.3g} s" in choice.why[0] for u in seconds)
+    alone = choose_ulysses(cluster, work, framework_caps("any"), run.replace(dp=32), 32)
+    assert alone.ulysses == 1
