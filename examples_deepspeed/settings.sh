@@ -12,6 +12,8 @@ die() {
   exit 2
 }
 
+[[ "${DRY_RUN:-0}" =~ ^[01]$ ]] || die "DRY_RUN='$DRY_RUN' must be 0 or 1"
+
 # setting NAME [DEFAULT]: the value of the environment, else of the script, else the default; without
 # a default the setting is required.
 names=()

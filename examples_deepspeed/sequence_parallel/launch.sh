@@ -244,7 +244,7 @@ if [[ "$dry_run" != 1 ]]; then
   mkdir -p "$checkpoint" "$output_home/config" "$output_home/log"
   [[ "$suffix" != _mds ]] || ds_config >"$config"
   # A log of all starts; tee outlives a signal, as ranks write until they have saved.
-  exec > >(trap '' TERM INT HUP && exec tee -a "$output_home/log/$name.log") 2>&1
+  exec > >(trap '' TERM INT HUP && exec tee -a "$output_home/log/$name${node_rank:+_node$node_rank}.log") 2>&1
 fi
 start "$@"
 [[ "$dry_run$suffix" != 1_mds ]] || { printf '\n# %s\n' "$config" && ds_config; }
