@@ -87,6 +87,12 @@ class VerifyCase:
         return f"ulysses {self.ulysses} x ring {self.ring}, {self.layout}, {self.mask_spec()}"
 
     @property
+    def sizes(self) -> str:
+        """What the cases of a command have in common."""
+        heads = f"{self.heads} heads ({self.kv_heads} kv) of {self.head_dim}"
+        return f"{self.batch} x {self.seq_len} tokens, {heads}, {self.dtype}, kernel {self.kernel}"
+
+    @property
     def borders(self) -> tuple[int, ...]:
         """Cumulative borders of the documents, as the package takes them."""
         return (0, *accumulate(self.documents)) if self.documents else ()
@@ -242,7 +248,7 @@ def check_memory(case: VerifyCase, local_ranks: int, gpu: bool, free: float) -> 
         raise ConfigError(
             f"{local_ranks} ranks x {needed / GIB:.1f} GiB = {local_ranks * needed / GIB:.1f} GiB "
             f"of host memory, of which {free / GIB:.1f} GiB are free: every rank keeps the whole "
-            f"tensors of {case!r}. Use a smaller --seq-len, fewer --heads or fewer ranks"
+            f"tensors of {case.sizes}. Use a smaller --seq-len, fewer --heads or fewer ranks"
         )
 
 
@@ -291,17 +297,19 @@ def run_cases(
     Collective over the default group."""
     tensors = _tensors(cases[0], device)  # which all of them share
     references: dict[Any, dict[str, torch.Tensor]] = {}  # by mask
+    single = ds_usp.SequenceMesh.single()
+    meshes = {} if dist.is_initialized() else {1: single}  # by Ulysses degree
     codes = []
     if env.rank == 0:
         machine = f"NCCL on {torch.cuda.get_device_name()}" if device.type == "cuda" else "CPUs"
-        print_line(f"ds-usp {__version__}, {env.world} ranks, {machine}\n{cases[0]!r}")
+        print_line(f"ds-usp {__version__}, {env.world} ranks, {machine}\n{cases[0].sizes}")
     for case in cases:
         errors: list[TensorErrors] = []
         refusal = ""
         try:
-            mesh = single = ds_usp.SequenceMesh.single()
-            if dist.is_initialized():
-                mesh = ds_usp.SequenceMesh.from_group(None, case.ulysses)
+            if case.ulysses not in meshes:
+                meshes[case.ulysses] = ds_usp.SequenceMesh.from_group(None, case.ulysses)
+            mesh = meshes[case.ulysses]
             documents = case.borders if case.layout == "balanced" else ()
             layout = mesh.layout(case.layout, case.seq_len, documents)
             results = _attend(mesh, layout, case, tensors)
