@@ -249,9 +249,10 @@ class ModelComparison:
             entries[path or "model"] = [type(module).__name__]
             for hooks in ("_forward_pre_hooks", "_forward_hooks"):
                 entries |= _leaves(dot + hooks[1:], list(values[hooks].values()))
-            # What is None may be a tensor later.
-            settings = frozenset(x for x in values if values[x] is not None and _is_setting(x))
-            known = self._known.setdefault(module, settings)
+            # What is None may be a tensor later, and was one before where passes leave states.
+            named = {x: value for x, value in values.items() if value is not None}
+            plain = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
+            known = self._known.setdefault(module, plain)
             methods = {x for x in values if callable(values[x]) and _is_setting(x)}
             names = values.keys() & {*known, *_OF_ADAPTERS, *methods}
             for name in sorted(names if modes else names - {"training"}):

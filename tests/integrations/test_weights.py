@@ -126,6 +126,7 @@ class Attributes(nn.Module):
         self.eps, self.local_rank, self.device_name, self._count = 1e-5, 3, "cuda:3", 3
         self.table: Any = None
         self.limit: Any = 1.0
+        self.states: Any = torch.ones(3)
 
 
 def test_settings_are_what_modules_have_from_the_start():
@@ -134,7 +135,7 @@ def test_settings_are_what_modules_have_from_the_start():
     first = compared.of_pass()["settings"]
     module: Any = model[0]
     module.local_rank, module.device_name, module._count, module.calls = 0, "", 0, 7
-    module.table = torch.ones(3)
+    module.table, module.states = torch.ones(3), None  # states of a pass
     assert compared.of_pass()["settings"] == first
     module.eps = 1e-6
     second = compared.of_pass()["settings"]
