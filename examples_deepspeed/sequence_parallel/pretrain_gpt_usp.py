@@ -130,9 +130,8 @@ def pretrain(args: Namespace, tokens: Tokens, device: torch.device, why: tuple[s
     if args.load:
         progress = checkpoint.load(trainer.engine, args)
         trainer.begin_at(progress.samples)
-    reporter = None
+    reporter, description = None, describe_run(args, tokens, trainer.num_parameters)
     if dist.get_rank() == 0:
-        description = describe_run(args, tokens, trainer.num_parameters)
         reporter = Reporter(args, progress.step)
         reporter.say("\n".join((*why, description)))
         if args.load:

@@ -18,8 +18,8 @@ from ds_usp.planner.formulas import layer_bytes
 
 assert TRAINER.is_dir()  # trainer_runs has put it on the path
 GPT = """
-    --num-layers 1 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16 --device cpu
-    --micro-batch-size 2 --make-vocab-size-divisible-by 2
+    --num-layers 1 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --bf16 --device cpu
+    --micro-batch-size 1 --make-vocab-size-divisible-by 2
 """
 GATED = "--swiglu --ffn-hidden-size 704 --disable-bias-linear"
 POLICIES = ("none", "gemm-last", "attention", "full")

@@ -52,8 +52,8 @@ def proves(args: Namespace, tokens: Tokens, device: torch.device) -> bool:
                 f"difference {losses:.1e}, of gradient norms {norms:.1e}",
                 flush=True,
             )
-    found = torch.tensor([worst])
-    dist.broadcast(found.to(device), 0)
+    found = torch.tensor([worst], device=device)
+    dist.broadcast(found, 0)
     agrees = bool(found <= LIMIT)
     say(f"       {ranks} ranks and one {'agree' if agrees else 'DO NOT AGREE'} (limit {LIMIT:.0e})")
     return agrees
