@@ -24,6 +24,9 @@ from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import RankGrid
+from ds_usp.removed_names import answer_imports
+
+answer_imports()
 
 if TYPE_CHECKING:
     from ds_usp import memory as memory

@@ -5,6 +5,7 @@ optional libraries are rules of ruff: both in ``pyproject.toml``, run by ``scrip
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -180,3 +181,12 @@ def test_a_violation_is_caught(rule, path, text):
 @pytest.mark.parametrize(("path", "text"), ALLOWED)
 def test_what_is_allowed_passes(path, text):
     assert [message for rule in VIOLATIONS for message in rule(source(path, text))] == []
+
+
+def test_packages_keep_to_their_budget_of_lines():
+    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    budgets = re.findall(r"^\| \d \| `([\w/]+)/` \| ([\d,]+) \|", table, re.MULTILINE)
+    assert len(budgets) == 13
+    for package, budget in budgets:
+        lines = sum(file.text.count("\n") for file in project() if file.of(package))
+        assert lines <= int(budget.replace(",", "")), (package, lines)
