@@ -33,7 +33,7 @@ batch_size=2
 
 ### Data: empty for the documentation that every CPython carries
 data_path=""
-# token ids of text that the trainer has encoded, for Megatron-DeepSpeed
+# of encoded data, which Megatron-DeepSpeed needs: token ids before the end of a document
 tokenizer_type="NullTokenizer"
 vocab_size=256
 
