@@ -330,7 +330,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "number"), WRONG, ids=str)
+@pytest.mark.parametrize(("call", "number"), WRONG, ids=range(len(WRONG)))
 def test_what_makes_no_sense_is_refused_with_the_number(call, number):
     with pytest.raises(ConfigError, match=re.escape(number)):
         call()

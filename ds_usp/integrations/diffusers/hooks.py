@@ -318,7 +318,9 @@ class ShardedTransformer:
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
         if out is None:
-            for mesh in (self._parts.mesh, self.mesh):
+            # A pass that was refused before it began has no state, and its ranks may have chosen
+            # different parts of the mesh: they have left none of them.
+            for mesh in (self.mesh,) if state is None else (self._parts.mesh, self.mesh):
                 name = type(self.transformer).__name__
                 mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
             return None
