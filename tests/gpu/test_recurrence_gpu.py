@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpu_ranks import needs_two, run_on_gpus
+from packaging.version import Version
 
 from ds_usp import SequenceMesh
 from ds_usp.recurrence import kernels
@@ -192,9 +193,19 @@ KINDS = {
 }
 
 
+def skip_where_fla_refuses_triton() -> None:
+    """Its gated kernels raise in backward passes on Hopper, where these compile them wrongly."""
+    triton = pytest.importorskip("triton")
+    is_refused = Version("3.4") <= Version(triton.__version__) < Version("3.7.1")
+    if is_refused and torch.cuda.get_device_capability()[0] == 9:
+        pytest.skip(f"fla refuses Triton {triton.__version__} on Hopper")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_round_as_one_device_does(kind: str) -> None:
     pytest.importorskip("fla")
+    if kind == "gated delta rule":
+        skip_where_fla_refuses_triton()
     if kind == "Mamba-2":
         pytest.importorskip("mamba_ssm")
     run_on_gpus(_compare, 2, kind)
@@ -294,6 +305,7 @@ def _errors(got: Tensors, truth: Tensors) -> list[float]:
 
 def test_an_enabled_hybrid_model_runs_the_kernels_of_the_library() -> None:
     pytest.importorskip("fla")
+    skip_where_fla_refuses_triton()
     run_on_gpus(_enabled, 2)
 
 
