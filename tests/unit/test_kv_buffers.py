@@ -11,6 +11,7 @@ from ds_usp import MaskSpec, TokenLayout
 from ds_usp.attention.passes import KV_HANDLERS, ChunkState, Pass
 from ds_usp.attention.plan import RingCall
 from ds_usp.comm.channel import RecvSpec, StagingBuffer
+from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.geometry.pipeline_schedule import Instr, Op, pipeline_schedule
 from ds_usp.geometry.ring_schedule import ring_schedule
 
@@ -61,9 +62,11 @@ def test_two_buffers_serve_any_number_of_ranks(ring):
     layout, k = TokenLayout("contiguous", 4 * ring, 1, ring), torch.zeros(1, 4, 2, 8)
     for rank in range(ring):
         plan, channel = ring_schedule(layout, MaskSpec.full(), rank), Recorder()
-        mesh = SimpleNamespace(channel=lambda *_, channel=channel: channel)
+        mesh = SimpleNamespace(
+            channel=lambda *_, channel=channel: channel, consistency=ConsistencyChecker()
+        )
         call: Any = RingCall(mesh, plan, None, 1.0)  # type: ignore[arg-type]
-        whole: Any = SimpleNamespace(chunks=[None], ring_calls=[call], staging_bytes={})
+        whole: Any = SimpleNamespace(mesh=mesh, chunks=[None], ring_calls=[call], staging_bytes={})
         chunk = ChunkState(whole, 0)
         chunk.local_kv = k, k
         walk = Walk(whole, None, [chunk], k.device, frozenset())
