@@ -95,7 +95,7 @@ def resolve_ring_attention(
         raise UnsupportedAttentionError(
             f"{type(module).__name__} has alibi_slopes, and no kernel here adds ALiBi's bias to "
             "scores: use other positions, or ulysses_degree = sequence-parallel size (ring 1), "
-            "which runs it as it is"
+            "which calls it on the heads of a rank, whose slopes it must have"
         )
     if detected is not None:
         return detected

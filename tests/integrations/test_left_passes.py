@@ -83,6 +83,23 @@ def test_a_llama_goes_on_over_its_mesh_after_a_pass_that_every_rank_left(pool):
         assert max(errors) < BOUND and same and texts == [MESSAGE] * 2
 
 
+def refused_move(ctx: RankContext) -> tuple[str, float]:
+    """What ``enable`` on a new mesh says where one rank gives another option; and how far the loss
+    over the old mesh is from that of one rank then."""
+    model, alone, batch = *(tiny_models.build("llama") for _ in range(2)), plain_batch()
+    group = dist.new_group()
+    transformers.enable(model, ds_usp.SequenceMesh.from_group(group, 2))
+    again = ds_usp.SequenceMesh.from_group(group, 4)
+    with pytest.raises(ds_usp.USPError) as refused:
+        transformers.enable(model, again, loss_chunks=-1 if ctx.rank == 1 else 0)
+    return str(refused.value), abs(float(model(**batch).loss - alone(**batch).loss))
+
+
+def test_a_refused_move_leaves_every_rank_on_the_mesh_it_had(pool):
+    for text, error in pool.run(refused_move, WORLD, timeout=TIMEOUT_S):
+        assert "loss_chunks" in text and error < BOUND, text
+
+
 def generated_by_one(ctx: RankContext) -> list[str | float]:
     """Rank 0 prints a sample, as programs do, and then goes on; then a backward pass comes late."""
     model, batch = tiny_models.build("llama"), plain_batch()

@@ -87,6 +87,10 @@ def enable(
         options = Options(kernel, gradients, tuning, cuda_graphs)
         transformers = _transformers_of(model_or_pipeline)
         plans = [plan or _plan_of(transformer) for transformer in transformers]
+        names = ", ".join(type(x).__name__ for x in transformers)
+        words.append(f"{names} with {options}, cfg_degree {cfg_degree}")
+    # No rank leaves another mesh before all ask for the same.
+    with mesh.agreeing("enable") as words:
         for transformer, its_plan in zip(transformers, plans, strict=True):
             remove_from_other_mesh(transformer, mesh)
             caches = _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
@@ -94,8 +98,6 @@ def enable(
             if cuda_graphs:
                 check_graphs(mesh, tuning)
                 check_modules(transformer)
-        names = ", ".join(type(x).__name__ for x in transformers)
-        words.append(f"{names} with {options}, cfg_degree {cfg_degree}")
     models = [ModelComparison(mesh, x) for x in transformers]
     for transformer, model in zip(transformers, models, strict=True):
         model.begin(f"enable {type(transformer).__name__}", "")

@@ -92,14 +92,14 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
         bound = vars(vae).get("decode")
         if isinstance(bound, _Bound) and bound.enabled.mesh is mesh:
             raise ConfigError(f"this {name} is enabled already: disable() the first one")
-        if isinstance(bound, _Bound):
-            bound.enabled.disable()
         if not vae.use_tiling:
             raise ConfigError(
                 f"{name} does not tile: call enable_tiling() first, on every rank. Its result is "
                 "then that of diffusers' tiling, which differs a little from that without"
             )
         check_tiles(vae)
+    if isinstance(bound, _Bound):  # of another mesh, which no rank leaves before all agree
+        bound.enabled.disable()
     model = ModelComparison(mesh, vae)
     model.begin(f"enable_vae {name}", "")
     return EnabledVAE(vae, mesh, model)

@@ -141,24 +141,35 @@ def enable(
             share_prefixes=share_prefixes,
         )
         inner = refusals.find_model(model)
-        enabled = find_enabled(model, inner)
-        if enabled is not None and enabled.mesh is mesh:
+        before = find_enabled(model, inner)
+        if before is not None and before.mesh is mesh:
             raise ConfigError(
                 f"{type(inner).__name__} is enabled already: disable() it before you enable it "
                 "again"
             )
-        if enabled is not None:
-            enabled.disable()
-        refusals.check_model(inner)
-        options = replace(options, layout=refusals.layout_of_states(inner, options))
-        whole_head = refusals.needs_whole_head(inner)
-        if whole_head:
-            refusals.check_whole_head(inner, options)
-        if options.share_prefixes:
-            refusals.check_tree(inner, whole_head, recurrent_layers(inner), routers=False)
         words.append(f"{type(inner).__name__} with {options}")
-    register()
-    return EnabledModel(model, inner, mesh, options)
+    # Checks need the model as it was before. Refused on the new mesh it stays on the old one: it
+    # must not compute whole batches on each rank without a word.
+    if before is not None:
+        before._restore()
+    try:
+        with mesh.agreeing("enable"):
+            refusals.check_model(inner)
+            options = replace(options, layout=refusals.layout_of_states(inner, options))
+            whole_head = refusals.needs_whole_head(inner)
+            if whole_head:
+                refusals.check_whole_head(inner, options)
+            if options.share_prefixes:
+                refusals.check_tree(inner, whole_head, recurrent_layers(inner), routers=False)
+        register()
+        enabled = EnabledModel(model, inner, mesh, options)
+    except Exception:
+        if before is not None:
+            before._install()
+        raise
+    if before is not None:
+        before.disable()
+    return enabled
 
 
 def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | None:

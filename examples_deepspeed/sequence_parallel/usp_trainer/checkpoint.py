@@ -25,6 +25,7 @@ LATEST, LATEST_UNIVERSAL, LIST = "latest", "latest_universal", "trainer.json"
 MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
     *("max_position_embeddings", "use_rotary_position_embeddings", "rotary_base", "normalization"),
+    "layernorm_epsilon",
     *("swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights", "padded_vocab_size"),
 )
 
@@ -78,9 +79,13 @@ def load(engine: Any, args: Namespace) -> Progress:
         CheckpointError: on every rank, before anything is loaded: there is none, it is of another
             model, ZeRO stage or number of ranks, or files are missing or cut off.
     """
-    folder = _newest(args)
     # Every rank has looked before the first one loads.
-    problem = _problem(folder, args, [name for name, _ in engine.module.named_parameters()])
+    problem, folder = "", Path(args.load)
+    try:
+        folder = _newest(args)
+        problem = _problem(folder, args, [name for name, _ in engine.module.named_parameters()])
+    except (CheckpointError, OSError, ValueError) as error:
+        problem = str(error)
     problems: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for found in filter(None, problems):
@@ -120,7 +125,7 @@ def _problem(folder: Path, args: Namespace, parameters: list[str]) -> str:
         )
     saved, ranks = json.loads((source / LIST).read_text()), dist.get_world_size()
     same = {name: getattr(args, name) for name in MODEL}
-    here = {"zero_stage": args.zero_stage, "bf16": args.bf16}
+    here = {"zero_stage": args.zero_stage, "bf16": args.bf16, "optimizer": args.optimizer}
     others = [
         f"{name} {before.get(name)} in the checkpoint, {now} now"
         for flags, before in ((same, saved["model"]), (here, saved))
