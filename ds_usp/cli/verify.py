@@ -88,7 +88,7 @@ class VerifyCase:
 
     @property
     def sizes(self) -> str:
-        """What the cases of a command have in common."""
+        """Return what the cases of a command have in common, as text."""
         heads = f"{self.heads} heads ({self.kv_heads} kv) of {self.head_dim}"
         return f"{self.batch} x {self.seq_len} tokens, {heads}, {self.dtype}, kernel {self.kernel}"
 

@@ -627,8 +627,8 @@ class SequenceMesh:
 
     @contextmanager
     def agreeing(self, text: str) -> Iterator[list[str]]:
-        """What raises on one rank in the body raises on every rank: all of them :meth:`agree` at
-        its end, well or not. Around a step of a program that catches errors it lets all ranks go on
+        """Raise on every rank what the body raises on one: all of them :meth:`agree` at its end,
+        well or not. Around a step of a program that catches errors it lets all ranks go on
         with the next one, unless the mesh has failed for good. Collective.
 
         Yields:

@@ -62,8 +62,8 @@ class Ring:
         )
 
     def kv_ranges(self, rank: int, offsets: Sequence[int]) -> tuple[TokenRange, ...]:
-        """What a rank receives from the ranks at some offsets before it, the farthest first; at
-        offset 0 it has all tokens of its own."""
+        """Return what a rank receives from the ranks at some offsets before it, the farthest first;
+        at offset 0 it has all tokens of its own."""
         ranges: list[TokenRange] = []
         for offset in sorted(offsets, reverse=True):
             owner = (rank - offset) % self.degree

@@ -37,8 +37,8 @@ def digest_of_bits(x: Tensor) -> str:
 
 
 class ArgumentsDigest:
-    """What tells the arguments of forward passes apart: shapes, dtypes and a sum over each tensor,
-    and plain values. Mappings, lists and tuples are gone through; ``meta`` has no values.
+    """Tells the arguments of forward passes apart: by shapes, dtypes and a sum over each tensor,
+    and by plain values. Mappings, lists and tuples are gone through; ``meta`` has no values.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:

@@ -126,7 +126,7 @@ class ModelComparison:
 
     @torch.no_grad()
     def of_pass(self, everything: bool = False) -> dict[str, Any]:
-        """What the forward pass that begins compares of the model.
+        """Return what the forward pass that begins compares of the model.
 
         Args:
             everything: all settings and every weight, as in the first pass.

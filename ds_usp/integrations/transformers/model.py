@@ -414,7 +414,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return WholeArguments.read(kept)
 
     def _shard_of(self, batch: WholeArguments, shard: Shard) -> dict[str, Any]:
-        """What is given to the module at which shards begin, and to the layers in it."""
+        """Return the arguments of the module at which shards begin, and of the layers in it."""
         positions = batch.arguments.get("position_ids")
         shard.largest_position = batch.seq_len - 1 if positions is None else positions.max()
         local = batch.shard(shard.layout, self.mesh.rank)

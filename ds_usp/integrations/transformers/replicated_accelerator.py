@@ -96,7 +96,7 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _first_ranks(mesh: SequenceMesh, replicas: DataParallelRanks) -> list[int]:
-    """Of each rank of the world the first rank of its mesh."""
+    """Return, for each rank of the world, the first rank of its mesh."""
     if not dist.is_initialized():
         return [0]
     world: Any = dist.group.WORLD
@@ -195,7 +195,7 @@ class ReplicatedAccelerator(Accelerator):
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """Of each mesh once, in the order of ranks.
+        """Gather each mesh's values once, in the order of ranks.
 
         Raises:
             DataError: values that are not the same on all ranks of a mesh; on every rank.

@@ -198,9 +198,9 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: the file contradicts a flag.
     """
-    name, theirs = args.deepspeed_config, {}
+    name, from_file = args.deepspeed_config, {}
     if name:
-        theirs = json.loads(Path(name).read_text())
+        from_file = json.loads(Path(name).read_text())
     flags: dict[str, Any] = {
         "train_batch_size": args.global_batch_size,
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
@@ -210,7 +210,7 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
         "bf16": {"enabled": args.bf16},
     }
     for key, value in flags.items():
-        said = theirs.get(key, value)
+        said = from_file.get(key, value)
         if isinstance(value, dict) and isinstance(said, dict):
             said = {entry: said.get(entry, value[entry]) for entry in value}
         if said != value:
@@ -229,10 +229,10 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
     config = {
         "steps_per_print": None,
         "data_types": {"grad_accum_dtype": "fp32"},
-        **theirs,
+        **from_file,
         **flags,
     }
-    zero |= {**theirs.get("zero_optimization", {}), **flags["zero_optimization"]}
+    zero |= {**from_file.get("zero_optimization", {}), **flags["zero_optimization"]}
     config |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
     if args.universal_checkpoint:
         config["checkpoint"] = {"load_universal": True}
