@@ -44,6 +44,7 @@ from ds_usp.integrations.transformers.text_model import (
     text_model,
     text_modules,
     towers,
+    without_towers,
 )
 from ds_usp.integrations.transformers.whole_arguments import (
     AUTO_LAYOUT,
@@ -342,13 +343,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             arguments = arguments if self._rows is None else self._rows.arguments
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
-            if not at_text or self._whole_head:
+            if not at_text:
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
-                self._check_positions(
-                    given,
-                    (self._rows or batch).left_padded,
-                    [sys.modules[type(self._inner).__module__]],
-                )
+                modules = without_towers(self._inner)
+                self._check_positions(given, (self._rows or batch).left_padded, modules)
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
@@ -400,8 +398,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         counts = batch.left_padded and "position_ids" not in batch.arguments
         if not (counts or "token_type_ids" in batch.arguments) or not has_towers(self._inner):
             return False
-        module = sys.modules[type(self._inner).__module__]
-        return "token_type_ids" in batch.arguments or refusals.positions_follow_padding([module])
+        if "token_type_ids" in batch.arguments:
+            return True
+        return refusals.positions_follow_padding(without_towers(self._inner))
 
     def _asks_for_router_logits(self, arguments: Mapping[str, Any]) -> bool:
         asked = arguments.get("output_router_logits")
@@ -438,9 +437,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return None
         given = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
         batch = whole.handed_to_text(given, type(self._inner).__name__)
-        kinds = (kind for x in text_modules(self._inner) for kind in type(x).__mro__)
-        owners = filter(refusals.is_of_a_model, kinds)
-        self._check_positions(batch.arguments, batch.left_padded, owners)
+        modules = text_modules(self._inner)
+        self._check_positions(batch.arguments, batch.left_padded, modules)
         local = self._shard_of(batch, shard)
         if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
             local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
@@ -473,10 +471,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._router_loss.end()
 
     def _check_positions(
-        self, arguments: Mapping[str, Any], left_padded: bool, owners: Iterable[Any]
+        self, arguments: Mapping[str, Any], left_padded: bool, modules: Iterable[nn.Module]
     ) -> None:
-        """DataError where a module or class of these would count other positions than a shard has
-        by its tokens' indices."""
+        """DataError where one of these modules would count other positions than a shard has by its
+        tokens' indices."""
         if arguments.get("position_ids") is not None:
             return
         name = type(self._inner).__name__
@@ -485,7 +483,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 f"{name} does not count positions from 0: give position_ids of the whole batch "
                 "(padding_idx + 1 is the first)"
             )
-        if left_padded and refusals.positions_follow_padding(owners):
+        if left_padded and refusals.positions_follow_padding(modules):
             raise DataError(
                 f"{name} counts positions from the first real token, and the batch is padded on "
                 "the left: pad on the right, or give position_ids"

@@ -429,13 +429,15 @@ def positions_are_offset(model: PreTrainedModel) -> bool:
     return any(hasattr(m, "create_position_ids_from_input_ids") for m in text_modules(model))
 
 
-def positions_follow_padding(owners: Iterable[Any]) -> bool:
-    """Whether the code of some modules or classes seems to count positions from the first real
-    token: then those of a row that is padded on the left are not the index of its tokens."""
-    return any(map(_counts_from_mask, owners))
+def positions_follow_padding(modules: Iterable[nn.Module]) -> bool:
+    """Whether a class of some modules counts positions from the first real token: then those of a
+    row that is padded on the left are not the index of its tokens. Read from the code of each
+    class: beside a text model its file may have the one around it, which counts otherwise."""
+    classes = {kind for module in modules for kind in type(module).__mro__}
+    return any(map(_counts_from_mask, filter(_is_of_a_model, classes)))
 
 
-def is_of_a_model(kind: type) -> bool:
+def _is_of_a_model(kind: type) -> bool:
     """Whether a class is a model's own, and none of what all models have in common."""
     name = kind.__module__
     of_all = name.startswith(("builtins", "torch", "transformers."))
@@ -443,10 +445,10 @@ def is_of_a_model(kind: type) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _counts_from_mask(owner: Any) -> bool:
+def _counts_from_mask(kind: type) -> bool:
     pattern = r"mask\S*\.cumsum|cumsum\(\w*mask|mask\.long\(\)\.cumsum"
     try:
-        return re.search(pattern, inspect.getsource(owner)) is not None
+        return re.search(pattern, inspect.getsource(kind)) is not None
     except (OSError, TypeError):  # made at run time, of others that are asked too
         return False
 

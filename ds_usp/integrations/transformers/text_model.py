@@ -30,6 +30,11 @@ def text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     yield from _without_towers(text_model(model), model)
 
 
+def without_towers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules of a model, its head too, without those of towers."""
+    yield from _without_towers(model, model)
+
+
 def towers(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The outermost models of other configurations than the text's, inside and beside of it."""
     kept = dict.fromkeys(_without_towers(model, model))
