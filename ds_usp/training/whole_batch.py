@@ -19,7 +19,13 @@ from torch import Tensor
 
 from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec, Parents
+from ds_usp.geometry.masks import (
+    Borders,
+    MaskSpec,
+    Parents,
+    format_documents,
+    normalize_documents,
+)
 from ds_usp.kernels.rotary import inverse_frequencies
 
 IGNORE_INDEX = -100  # the label of a token that does not count, as in torch's cross_entropy
@@ -155,12 +161,19 @@ def document_positions(
     return positions
 
 
-def document_starts(positions: Tensor) -> list[list[int]]:
-    """For each row ``[seq_len]`` the tokens, but the first, whose positions do not go on by one."""
-    starts: list[list[int]] = [[] for _ in range(len(positions))]
-    for row, index in (positions.diff(dim=-1) != 1).nonzero().tolist():
-        starts[row].append(index + 1)
-    return starts
+def position_steps(positions: Tensor) -> list[dict[int, int]]:
+    """Return for each row ``[seq_len]`` the tokens, but the first, whose positions do not go on by
+    one, and by how much they do: 0 or less where they start anew, 2 or more where they jump."""
+    return _steps_other_than(1, positions)
+
+
+def _steps_other_than(usual: int, numbers: Tensor) -> list[dict[int, int]]:
+    diff = numbers.diff(dim=-1)
+    at = (diff != usual).nonzero()
+    found: list[dict[int, int]] = [{} for _ in range(len(numbers))]
+    for row, index, step in torch.cat([at, diff[at.unbind(1)].to(at)[:, None]], 1).tolist():
+        found[row][index + 1] = step
+    return found
 
 
 def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
@@ -172,14 +185,15 @@ def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
     Raises:
         DataError: positions that neither go on by one nor start anew at 0.
     """
-    starts = document_starts(position_ids)
+    starts = [list(steps) for steps in position_steps(position_ids)]
     for sample, (row, inside) in enumerate(zip(position_ids, starts, strict=True)):
         for position, value in zip(inside, row[inside].tolist(), strict=True):
             if value != 0:
                 raise DataError(
                     f"position ids of sample {sample} go from {int(row[position - 1])} to {value} "
                     f"at token {position}: they must go on by one, or start anew at 0 where the "
-                    "next packed document begins. Pad on the right"
+                    f"next packed document begins; beside {BORDERS[0]} they may jump. Pad on the "
+                    "right"
                 )
     return [list(borders_through(inside, position_ids.shape[1])) for inside in starts]
 
@@ -304,6 +318,99 @@ def real_tokens(mask: Tensor) -> list[RealTokens]:
     return [row if row.num else RealTokens(0, 0, 0, 0) for row in rows]
 
 
+def borders_of_mask(mask: Tensor, rows: Sequence[RealTokens]) -> tuple[Borders, ...]:
+    """Cumulative borders of the documents of each row, padding being one of its own; () of a mask
+    of ones. Real tokens are one document, or as many as the mask has numbers: 1, 1, 2, 2, 0, as
+    neat packing makes it.
+
+    Args:
+        rows: its :func:`real_tokens`, without zeros between them.
+
+    Raises:
+        DataError: numbers that are not whole, or that fall.
+    """
+    seq_len = mask.shape[1]
+    found = [borders_through((row.first, row.stop), seq_len) for row in rows]
+    if any(row.num_others for row in rows):
+        numbers = mask.long()
+        is_whole = bool((mask == numbers).all())  # no 0.5, and no -inf that is added to scores
+        for sample, changes in enumerate(_steps_other_than(0, numbers)):
+            row = rows[sample]
+            falls = [x for x, step in changes.items() if step < 0 and x != row.stop]
+            if falls or not is_whole or int(numbers[sample, row.first]) < 0:
+                raise DataError(
+                    f"{PADDING} of row {sample} has values other than 0 and 1 that do not number "
+                    "packed documents either, as 1, 1, 2, 2, 0 does"
+                    f"{f': they fall at token {falls[0]}' if falls else ''}. Give documents by "
+                    f"{POSITIONS} that start anew, or by cumulative lengths"
+                )
+            found[sample] = borders_through(changes, seq_len)
+    return () if set(found) == {(0, seq_len)} else tuple(found)
+
+
+def read_borders(name: str, lengths: Any) -> tuple[Borders, ...]:
+    """Cumulative lengths, one tuple for all samples or one for each; ``[1, n]`` as collators of one
+    row give them. ConfigError, with their name, for what are none."""
+    nested = getattr(lengths, "ndim", 1) == 2 and len(lengths) == 1
+    try:
+        return normalize_documents(lengths[0] if nested else lengths)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def borders_within(
+    name: str, borders: Borders, real: RealTokens, seq_len: int, sample: int
+) -> Borders:
+    """The documents of real tokens, and padding, whatever cumulative lengths say of it: it is left
+    out by them, the end of the last document, or some documents."""
+    if borders[-1] not in (real.stop, seq_len):
+        raise DataError(
+            f"the documents of {name} of sample {sample} end at {borders[-1]}, and {PADDING} keeps "
+            f"{real.num} of its {seq_len} tokens: the last border must be {real.stop} or {seq_len}"
+        )
+    inside = (border for border in borders if real.first < border < real.stop)
+    return borders_through((real.first, *inside, real.stop), seq_len)
+
+
+def agreed_documents(
+    said: Mapping[str, Sequence[Borders]],
+    steps: Sequence[Mapping[int, int]],
+    rows: Sequence[RealTokens],
+) -> Sequence[Borders]:
+    """The documents of each row, of which a batch has several descriptions.
+
+    Args:
+        said: by entry, what it says of each row; positions beside them may jump, or go on through
+            documents, and start anew nowhere else.
+        steps: :func:`position_steps` of each row; () without positions.
+
+    Raises:
+        DataError: two that contradict each other.
+    """
+    (name, documents), *others = said.items()
+    for other, theirs in others:
+        for sample, (borders, second) in enumerate(zip(documents, theirs, strict=True)):
+            if borders != second:
+                raise DataError(
+                    f"{name} and {other} name different documents of row {sample}: "
+                    f"{format_documents((borders,))} and {format_documents((second,))}. Leave out "
+                    "the wrong one"
+                )
+    for sample, (borders, of_row, real) in enumerate(zip(documents, steps, rows, strict=False)):
+        starts = {x: step for x, step in of_row.items() if real.first < x < real.stop}
+        inside = {x for x in borders if real.first < x < real.stop}
+        anew = {x for x, step in starts.items() if step < 1}
+        wrong = (anew - inside) | (inside - starts.keys() if anew else set())
+        if wrong:
+            raise DataError(
+                f"{name} and {POSITIONS} contradict each other in row {sample} at token "
+                f"{min(wrong)}: {name} has {format_documents((borders,))}, and {POSITIONS} start "
+                f"anew {len(anew)} times, first at token {min(anew)}. Leave out the wrong one, but "
+                f"keep {PADDING} where there is padding"
+            )
+    return documents
+
+
 def local_positions(
     layout: TokenLayout, rank: int, device: torch.device | str | None = None
 ) -> Tensor:
@@ -404,30 +511,24 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
     entries = _checked_entries(batch)
     tokens = entries[TOKENS]
     size, seq_len = tokens.shape
-    counts = [seq_len] * size
+    rows = [RealTokens(0, seq_len, seq_len, 0)] * size
+    of_mask: tuple[Borders, ...] = ()
     mask = entries.pop(PADDING, None)
     if mask is not None:
         rows = real_tokens(mask)
-        counts = [row.num for row in rows]
-        numbered = [sample for sample, row in enumerate(rows) if row.num_others]
-        if numbered:
-            raise DataError(
-                f"{PADDING} of sample {numbered[0]} has numbers other than 0 and 1: it says which "
-                f"tokens are real. Packed documents are given by {POSITIONS} that start anew, or "
-                f"by {BORDERS[0]}"
-            )
         bad = [sample for sample, row in enumerate(rows) if not row.is_prefix or row.num == 0]
         if bad:
             raise DataError(
-                f"{PADDING} of sample {bad[0]} keeps {counts[bad[0]]} of {seq_len} tokens, and not "
-                "the first ones: pad on the right (tokenizer.padding_side = 'right'), leave no "
+                f"{PADDING} of sample {bad[0]} keeps {rows[bad[0]].num} of {seq_len} tokens, and "
+                "not the first ones: pad on the right (tokenizer.padding_side = 'right'), leave no "
                 "sample empty"
             )
+        of_mask = borders_of_mask(mask, rows)
     if TREE in entries:
-        packing = _tree_of(entries, counts, tokens)
+        packing = _tree_of(entries, of_mask, tokens)
     else:
-        packing = Packing(_documents(entries, counts, tokens))
-    labels = _shifted_labels(entries, packing.documents, counts)
+        packing = Packing(_documents(entries, of_mask, rows, tokens))
+    labels = _shifted_labels(entries, packing.documents, [row.num for row in rows])
     positions = entries.pop(POSITIONS, None)
     sharded = {**_sharded(entries, whole, tokens), SHIFTED: labels}
     sharded |= {} if positions is None else {POSITIONS: positions}
@@ -435,13 +536,13 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
     return WholeBatch(sharded=sharded, whole=others, **packing._asdict())
 
 
-def _tree_of(entries: dict[str, Any], counts: list[int], tokens: Tensor) -> Packing:
+def _tree_of(entries: dict[str, Any], of_mask: tuple[Borders, ...], tokens: Tensor) -> Packing:
     """The tree of a batch, which is taken out of the entries with the labels that it has twice."""
     size, seq_len = tokens.shape
-    if min(counts) < seq_len:
+    if of_mask:
         raise DataError(
-            f"{PADDING} keeps {min(counts)} of {seq_len} tokens beside a {TREE}, of which padding "
-            f"is a root of its own without labels: leave {PADDING} out"
+            f"{PADDING} has {format_documents(of_mask)} beside a {TREE}, of which padding is a "
+            f"root of its own without labels: leave {PADDING} out"
         )
     packing = read_tree({LABELS: tokens, **entries}, size, seq_len)
     del entries[TREE]
@@ -480,60 +581,44 @@ def _checked_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def _documents(entries: dict[str, Any], counts: list[int], tokens: Tensor) -> tuple[Borders, ...]:
+def _documents(
+    entries: dict[str, Any],
+    of_mask: tuple[Borders, ...],
+    rows: list[RealTokens],
+    tokens: Tensor,
+) -> tuple[Borders, ...]:
     """Borders from cumulative lengths, positions or padding; what says them twice must agree."""
     size, seq_len = tokens.shape
     # Padding is a document of its own: attention is causal or bidirectional within documents, so no
     # real token sees padding, and no kernel needs a mask tensor.
-    masks: dict[str, MaskSpec] = {}
+    said: dict[str, Sequence[Borders]] = {}
     for name in BORDERS:
-        borders = entries.pop(name, None)
-        if borders is not None:
-            # Collators of one row give [1, n].
-            nested = getattr(borders, "ndim", 1) == 2 and len(borders) == 1
-            mask = MaskSpec.causal(borders[0] if nested else borders)
-            masks[name] = _without_padding(mask, counts, seq_len)
-    if POSITIONS in entries:
-        rows = [
-            borders_through(borders_of_positions(row[None, :count])[0], seq_len)
-            for row, count in zip(entries[POSITIONS], counts, strict=True)
+        lengths = entries.pop(name, None)
+        if lengths is None:
+            continue
+        mask = MaskSpec(None, 0, read_borders(name, lengths))
+        if not of_mask or mask.samples not in (None, size):
+            mask.check_length(seq_len, size)
+        documents = mask.documents if mask.samples else mask.documents * size
+        said[name] = [
+            borders_within(name, borders, real, seq_len, sample)
+            for sample, (borders, real) in enumerate(zip(documents, rows, strict=True))
         ]
-        masks[POSITIONS] = MaskSpec.causal(rows)
-    elif min(counts) < seq_len and not masks:
-        masks[PADDING] = MaskSpec.causal([borders_through([count], seq_len) for count in counts])
-    documents_by_entry: dict[str, tuple[Borders, ...]] = {}
-    for name, mask in masks.items():
-        mask.check_length(seq_len, size)
-        all_equal = len(set(mask.documents)) == 1
-        documents_by_entry[name] = mask.documents[:1] if all_equal else mask.documents
-    if len(set(documents_by_entry.values())) > 1:
-        printed = ", ".join(f"{name} {value}" for name, value in documents_by_entry.items())
-        raise DataError(
-            f"{' and '.join(documents_by_entry)} name different documents: {printed[:300]}. Leave "
-            f"out the wrong one, but keep {PADDING} where there is padding, whose labels would "
-            "count without it; positions start anew in each document"
+    if any(row.num_others for row in rows):
+        said[PADDING] = of_mask or [(0, seq_len)] * size
+    positions = entries.get(POSITIONS)
+    if said:
+        steps = () if positions is None else position_steps(positions)
+        documents = tuple(agreed_documents(said, steps, rows))
+    elif positions is not None:
+        documents = tuple(
+            borders_through(borders_of_positions(row[None, : real.num])[0], seq_len)
+            for row, real in zip(positions, rows, strict=True)
         )
-    documents = next(iter(documents_by_entry.values()), ())
-    return () if documents == ((0, seq_len),) else documents
-
-
-def _without_padding(mask: MaskSpec, counts: list[int], seq_len: int) -> MaskSpec:
-    """The documents of real tokens, then padding, whatever cumulative lengths say of padding: it is
-    left out by them, the end of the last document, or some documents."""
-    size = len(counts)
-    if min(counts) == seq_len or mask.samples not in (None, size):
-        return mask  # to be refused
-    rows = []
-    documents = mask.documents if mask.samples else mask.documents * size
-    for sample, (borders, count) in enumerate(zip(documents, counts, strict=True)):
-        if borders[-1] not in (count, seq_len):
-            raise DataError(
-                f"the documents of sample {sample} end at {borders[-1]}, and {PADDING} keeps "
-                f"{count} of its {seq_len} tokens: the last border must be one of the two"
-            )
-        inside = (border for border in borders if border < count)
-        rows.append(borders_through((*inside, count), seq_len))
-    return MaskSpec.causal(rows)
+    else:
+        documents = of_mask
+    alike = documents[:1] if len(set(documents)) == 1 else documents
+    return () if alike == ((0, seq_len),) else alike
 
 
 def _shifted_labels(

@@ -153,7 +153,7 @@ def on_the_mesh(model: Any, mesh: ds_usp.SequenceMesh, batch: Mapping[str, Tenso
     gradients = mean_gradients(model)
     logits = logits.detach()
     if "attention_mask" in batch:  # what padding gives is nobody's
-        logits = logits * batch["attention_mask"][..., None]
+        logits = logits * (batch["attention_mask"] != 0)[..., None]
     return Result(loss.detach(), logits, gradients)
 
 

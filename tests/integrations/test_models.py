@@ -139,6 +139,48 @@ def test_positions_that_follow_padding_are_exact_or_refused(pool):
         assert "counts positions from the first real token" in refusal
 
 
+def masked_batch(mask: list[int], **more: Any) -> dict[str, Tensor]:
+    """Documents of 9, 21 and 11 tokens beside a mask that has such values in each of them."""
+    batch = packed_batch((9, 21, 11))
+    values = torch.tensor(mask).repeat_interleave(torch.tensor([9, 21, 11]))[None]
+    batch["labels"][values == 0] = IGNORED
+    return {**batch, "attention_mask": values, **more}
+
+
+def jumping_batch() -> dict[str, Tensor]:
+    """One document whose positions jump forward, which its lengths say."""
+    ends, positions = torch.tensor([0, 41]), torch.arange(41)
+    positions[20:] += 50
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    return {**plain_batch(1), "position_ids": positions[None], **lengths}
+
+
+def one_document(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    if "cu_seq_lens_q" not in batch:
+        return reference(model, batch)
+    hidden = torch.full((1, 1, 41, 41), torch.finfo(torch.float32).min).triu(1)
+    kept = {name: x for name, x in batch.items() if not name.startswith("cu_")}
+    return whole_model(model, {**kept, "attention_mask": hidden})
+
+
+MASKED: Mapping[str, Callable[[], dict[str, Tensor]]] = {
+    "positions and ones": lambda: masked_batch([1, 1, 1]),
+    "positions and padding": lambda: masked_batch([1, 1, 0]),
+    "positions and padding before": lambda: masked_batch([0, 1, 1]),
+    "positions and numbers": lambda: masked_batch([1, 2, 0]),
+    "numbers alone": lambda: masked_batch([1, 2, 3], position_ids=torch.arange(41)[None]),
+    "lengths of positions that jump": jumping_batch,
+}
+
+
+def documents_beside_a_mask(ctx: RankContext) -> Errors:
+    return compare(ctx, lambda: build("llama"), MASKED, one_document, 0)
+
+
+def test_documents_beside_a_mask_are_exact(pool):
+    all_exact(pool.run(documents_beside_a_mask, WORLD), len(MASKED))
+
+
 # ------------------------------------------------------------------ batches with images
 
 

@@ -57,10 +57,17 @@ def a_hole() -> dict[str, Any]:
     return batch
 
 
-def packed_and_masked() -> dict[str, Any]:
+def jumping_and_masked() -> dict[str, Any]:
     ids = plain_batch()["input_ids"]
-    positions = torch.arange(ids.shape[1]).expand_as(ids) % 20
+    positions = torch.arange(ids.shape[1]).expand_as(ids).clone()
+    positions[:, 20:] += 50
     return unlabeled(position_ids=positions, attention_mask=torch.ones_like(ids))
+
+
+def numbered(*numbers: int, **more: Any) -> dict[str, Any]:
+    """Documents of 9, 21 and 11 tokens that a mask numbers."""
+    mask = torch.tensor(numbers).repeat_interleave(torch.tensor([9, 21, 11]))
+    return unlabeled(attention_mask=mask.expand(2, 41), **more)
 
 
 def with_last(name: str, number: int) -> dict[str, Any]:
@@ -457,21 +464,27 @@ BATCHES: Mapping[str, tuple[type[Exception], str, Batch, Batch]] = {
         lambda: unlabeled(attention_mask=torch.ones(2, 1, 41, 41)),
         hole_as_documents,
     ),
-    "a mask of documents": (
-        Unsupported,
+    "a mask of numbers that fall": (
+        DataError,
         "0 and 1",
-        lambda: unlabeled(attention_mask=torch.full((2, 41), 2)),
-        hole_as_documents,
+        lambda: numbered(2, 1, 0),
+        lambda: numbered(1, 2, 0),
     ),
-    "positions and a mask": (
+    "a mask of numbers and positions": (
+        DataError,
+        "contradict each other in row 0 at token 9",
+        lambda: numbered(1, 2, 0, position_ids=torch.arange(41).expand(2, 41) % 20),
+        lambda: numbered(1, 2, 0, position_ids=torch.arange(41).expand(2, 41)),
+    ),
+    "positions that jump and a mask": (
         DataError,
         "attention_mask",
-        packed_and_masked,
-        lambda: without("attention_mask", packed_and_masked()),
+        jumping_and_masked,
+        lambda: without("attention_mask", jumping_and_masked()),
     ),
     "borders that positions contradict": (
         DataError,
-        "one of the two",
+        "the wrong one",
         lambda: {**borders(), "position_ids": (torch.arange(41) % 20)[None]},
         borders,
     ),
@@ -680,14 +693,18 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: llama(input_ids=IDS, cu_seq_lens_q=torch.tensor([0, 9, 41])),
         lambda: llama(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor([0, 9, 41])),
     ),
-    "borders and a mask": (
-        "both say",
+    "borders beside other padding": (
+        "end at 38, and attention_mask keeps 30",
         lambda: llama(
             input_ids=IDS[:1],
-            cu_seq_lens_q=torch.tensor([0, 9, 41]),
-            attention_mask=torch.ones(1, 41),
+            cu_seq_lens_q=torch.tensor([0, 9, 38]),
+            attention_mask=(torch.arange(41) < 30)[None],
         ),
-        lambda: llama(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor([0, 9, 41])),
+        lambda: llama(
+            input_ids=IDS[:1],
+            cu_seq_lens_q=torch.tensor([0, 9, 38]),
+            attention_mask=(torch.arange(41) < 38)[None],
+        ),
     ),
     "numbers of documents alone": (
         "position_ids that start anew in each document",
@@ -903,7 +920,12 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "images and sounds of models without": ("images without a text model", "images"),
     "blocks of tokens that see": ("a prefix in two runs", "states of images"),
     "masks of tokens x tokens": ("a mask of tokens x tokens", "padding inside"),
-    "positions that start anew": ("positions and a mask",),
+    "two descriptions of documents": (
+        "positions that jump and a mask",
+        "a mask of numbers and positions",
+        "borders that positions contradict",
+        "borders beside other padding",
+    ),
     "labels of padding": ("labels of padding on the right", "labels of padding on the left"),
     "left padding where": ("left padding", "left padding, positions given"),
     "another `ignore_index`": ("ignore_index",),
@@ -1016,7 +1038,7 @@ def is_a_test(name: str) -> bool:
 
 
 # One for each way in which a batch is read, on ranks; what is refused is the same on one.
-ON_RANKS = ("labels of padding on the right", "padding inside", "positions and a mask")
+ON_RANKS = ("labels of padding on the right", "padding inside", "a mask of numbers and positions")
 ON_RANKS += ("labels of a shard", "too few tokens", "rows of choices", "a cache", "images")
 ON_RANKS += ("a token without an embedding", "a label without an output")
 

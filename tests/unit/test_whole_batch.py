@@ -103,6 +103,16 @@ def test_padding_of_packed_documents():
     assert batch.documents == ((0, 2, 4, 6),)
 
 
+def test_a_mask_that_numbers_documents_and_positions_that_jump():
+    numbers = torch.tensor([[1, 1, 2, 2, 0, 0]] * 2)
+    (expected,) = batches(of(attention_mask=numbers != 0, cu_seqlens=[0, 2, 4]))
+    jumps = torch.tensor([[0, 7, 0, 5, 1, 1]] * 2)
+    for more in ({}, {"position_ids": jumps}, {"cu_seqlens": [0, 2, 6], "position_ids": jumps}):
+        (batch,) = batches(of(attention_mask=numbers, **more))
+        assert batch.documents == expected.documents == ((0, 2, 4, 6),)
+        assert torch.equal(batch.labels, expected.labels)
+
+
 # Of two samples with 4 and 6 real tokens; what the borders say of padding does not matter.
 BORDERS = {
     "through the padding": [[0, 2, 6], [0, 2, 6]],
@@ -175,7 +185,15 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("sample 1", "4 of 6"),
     ),
     "an empty sample": (of(attention_mask=torch.tensor([[1] * 6, [0] * 6])), ("sample 1", "0 of")),
-    "padding that numbers documents": (of(attention_mask=2 * PADDED), ("sample 0", "cu_seq")),
+    "numbers of documents that fall": (
+        of(attention_mask=torch.tensor([[2, 2, 1, 1, 1, 0]] * 2)),
+        ("row 0", "fall at token 2"),
+    ),
+    "a mask that is added to scores": (of(attention_mask=PADDED - 2.0), ("row 0", "0 and 1")),
+    "numbers of documents that are others": (
+        of(attention_mask=torch.tensor([[1, 1, 2, 2, 2, 2]] * 2), cu_seqlens=[0, 3, 6]),
+        ("cu_seqlens", "attention_mask", "row 0"),
+    ),
     "borders that end elsewhere beside padding": (
         of(attention_mask=PADDED, cu_seqlens=[0, 2, 5]),
         ("sample 0 end at 5", "4 of its 6"),

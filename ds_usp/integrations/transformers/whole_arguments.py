@@ -7,7 +7,7 @@ those of :mod:`ds_usp.training.whole_batch`; the rules here are transformers'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from types import MappingProxyType
@@ -19,17 +19,23 @@ from torch import Tensor
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import DataError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.layout import KINDS, TokenLayout
-from ds_usp.geometry.masks import Borders
+from ds_usp.geometry.masks import Borders, format_documents
 from ds_usp.training.prefix_tree import SharedPrefixes
 from ds_usp.training.whole_batch import (
     IGNORE_INDEX,
     LOSS_WEIGHTS,
     NO_PACKING,
+    PADDING,
     TREE,
     Packing,
+    RealTokens,
+    agreed_documents,
+    borders_of_mask,
     borders_through,
-    document_starts,
+    borders_within,
     next_token_labels,
+    position_steps,
+    read_borders,
     read_tree,
     real_tokens,
     tree_positions,
@@ -53,7 +59,8 @@ TOKEN_DIM = MappingProxyType(
 # image's, one more embedding of each layer.
 PLACED_DIM = MappingProxyType({"visual_pos_masks": 1, "per_layer_inputs": 1})
 # Arguments of FlashAttention's packed sequences, and trees: the layout and documents replace them.
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", TREE)
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
+BORDERS = (*_LENGTHS, "max_length_q", "max_length_k", "seq_idx", TREE)
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,8 @@ class WholeArguments:
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> WholeArguments:
-        """Read the documents of a batch: from a tree, else cu_seq_lens, else padding, else
-        positions that start anew, as transformers does.
+        """Read the documents of a batch: from a tree, from cu_seq_lens or the numbers of a mask, or
+        from padding and positions that start anew.
 
         Raises:
             UnsupportedAttentionError, DataError, LayoutError: arguments that contradict each other,
@@ -95,21 +102,26 @@ class WholeArguments:
                     f"{name} {list(given[name].shape)} has other tokens than the {seq_len} of the "
                     "batch: give every argument of the whole sequence, not of a shard"
                 )
-        padding = _padding(given, size, seq_len)
+        mask, rows = given.pop(PADDING, None), [RealTokens(0, seq_len, seq_len, 0)] * size
+        if mask is not None:
+            rows = _real_tokens(mask, size, seq_len)
+        of_mask = () if mask is None else borders_of_mask(mask, rows)
+        if any(row.num < seq_len for row in rows):  # else it says nothing that documents do not
+            given[PADDING] = (mask != 0) if any(row.num_others for row in rows) else mask
         if TREE in given:
-            if padding:
+            if of_mask:
                 raise DataError(
-                    "attention_mask has zeros beside a tree, of which padding is a root of its own "
-                    "without labels: leave attention_mask out"
+                    f"attention_mask has {format_documents(of_mask)} beside a tree, of which "
+                    "padding is a root of its own without labels: leave attention_mask out"
                 )
             packing = read_tree(given, size, seq_len)
             if "position_ids" not in given:
                 given["position_ids"] = tree_positions(packing, tokens.device)
             return cls(given, size, seq_len, left_padded=False, packing=packing)
-        documents = _documents(given, padding, size, seq_len)
+        documents = _documents(given, mask, of_mask, rows, seq_len)
         if "seq_idx" in given:
             _check_numbers(given["seq_idx"], documents, size, seq_len)
-        left_padded = any(first > 0 for first, _ in padding)
+        left_padded = any(row.first > 0 for row in rows)
         return cls(given, size, seq_len, left_padded, Packing(documents))
 
     @property
@@ -217,8 +229,10 @@ class WholeArguments:
         out = {name: x for name, x in arguments.items() if x is not None and name not in BORDERS}
         # With a mask transformers looks for no documents in positions: the layers know them.
         device = next(iter(self.tensors.values())).device
-        ones = torch.ones((self.size, self.seq_len), dtype=torch.long, device=device)
-        return {"attention_mask": ones, **out, "use_cache": False}
+        mask = self.arguments.get(PADDING)
+        if mask is None:
+            mask = torch.ones((self.size, self.seq_len), dtype=torch.long, device=device)
+        return {**out, PADDING: mask, "use_cache": False}
 
     def handed_to_text(self, given: Mapping[str, Any], model: str) -> WholeArguments:
         """This batch with what a model hands its text model.
@@ -420,11 +434,8 @@ def _check_dims(name: str, x: Any) -> None:
         raise DataError(f"{name} {given} must be a tensor {wanted}, of one row or more")
 
 
-def _padding(given: Mapping[str, Any], size: int, seq_len: int) -> list[tuple[int, int]]:
-    """The first and the last real token of each row, + 1; [] if there is no padding."""
-    mask = given.get("attention_mask")
-    if mask is None:
-        return []
+def _real_tokens(mask: Any, size: int, seq_len: int) -> list[RealTokens]:
+    """The real tokens of each row, one run."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnsupportedAttentionError(
             f"attention_mask {list(getattr(mask, 'shape', [])) or type(mask).__name__} must be "
@@ -437,43 +448,53 @@ def _padding(given: Mapping[str, Any], size: int, seq_len: int) -> list[tuple[in
         )
     rows = real_tokens(mask)
     for row, real in enumerate(rows):
-        if real.num_others:
-            raise UnsupportedAttentionError(
-                f"attention_mask of row {row} has values other than 0 and 1. Packed documents are "
-                "given by position_ids that start anew, without an attention_mask"
-            )
         gap = real.stop - real.first - real.num
         if gap:
             raise UnsupportedAttentionError(
                 f"attention_mask of row {row} has {gap} zeros between real tokens: padding must be "
                 "at the ends of a row"
             )
-    if all(real.num == seq_len for real in rows):
-        return []
-    return [(real.first, real.stop) for real in rows]
+    return rows
 
 
 def _documents(
-    given: Mapping[str, Any], padding: list[tuple[int, int]], size: int, seq_len: int
+    given: Mapping[str, Any],
+    mask: Tensor | None,
+    of_mask: tuple[Borders, ...],
+    rows: list[RealTokens],
+    seq_len: int,
 ) -> tuple[Borders, ...]:
     """Cumulative borders of the documents; padding is a document of its own."""
-    starts = _starts(given.get("position_ids"), size)
-    if "cu_seq_lens_q" in given:
-        return (_given_borders(given, starts, size, seq_len),)
-    if "attention_mask" in given:
-        rows = padding or [(0, seq_len)] * size
-        for row, (first, stop) in enumerate(rows):
-            inside = [i for i in starts[row] if first < i < stop] if starts else []
-            if inside:
-                raise DataError(
-                    f"position_ids of row {row} do not go on by 1 at token {inside[0]}, so another "
-                    "document begins there, and an attention_mask is given, by which none does. "
-                    "Leave attention_mask out for packed batches"
-                )
-        return tuple(borders_through((first, stop), seq_len) for first, stop in padding)
-    if not any(starts):
-        return ()
-    return tuple(borders_through(row, seq_len) for row in starts)
+    size = len(rows)
+    steps = _steps(given.get("position_ids"), size) or [{}] * size
+    said: dict[str, Sequence[Borders]] = {}
+    for name in (x for x in _LENGTHS if x in given):
+        borders = read_borders(name, given[name])
+        if size != 1 or len(borders) > 1:
+            raise DataError(
+                f"{name} are borders of one row; the batch has {size} rows: give position_ids that "
+                "start anew in each document"
+            )
+        if mask is None:  # what comes after the last document is padding
+            rows = [RealTokens(0, min(borders[0][-1], seq_len), seq_len, 0)]
+        said[name] = [borders_within(name, borders[0], rows[0], seq_len, 0)]
+    if any(row.num_others for row in rows):
+        said[PADDING] = of_mask or [(0, seq_len)] * size
+    if said:
+        return tuple(agreed_documents(said, steps, rows))
+    found = []
+    for row, real in enumerate(rows):
+        inside = [x for x in steps[row] if real.first < x < real.stop]
+        jumps = [x for x in inside if steps[row][x] > 1]
+        if jumps and mask is not None:
+            raise DataError(
+                f"position_ids of row {row} jump forward by {steps[row][jumps[0]]} at token "
+                f"{jumps[0]}, where a document would begin, and an attention_mask is given, by "
+                "which none does. Leave attention_mask out if one does; of one document whose "
+                "positions jump give cu_seq_lens_q and cu_seq_lens_k, [0, tokens]"
+            )
+        found.append(borders_through((real.first, *inside, real.stop), seq_len))
+    return () if set(found) == {(0, seq_len)} else tuple(found)
 
 
 def _check_numbers(
@@ -495,31 +516,11 @@ def _check_numbers(
             )
 
 
-def _starts(positions: Tensor | None, size: int) -> list[list[int]]:
-    """For each row the tokens at which positions do not go on by one; [] without positions, or
-    with those of time, height and width alone, of which transformers reads no documents."""
+def _steps(positions: Tensor | None, size: int) -> list[dict[int, int]]:
+    """:func:`position_steps` of each row; [] without positions, or with those of time, height and
+    width alone, of which transformers reads no documents."""
     if positions is None or (positions.ndim == 3 and len(positions) < 4):
         return []
     text = positions if positions.ndim == 2 else positions[0]  # of several kinds the first
-    rows = document_starts(text)
+    rows = position_steps(text)
     return rows if len(rows) == size else rows * size
-
-
-def _given_borders(
-    given: Mapping[str, Any], starts: list[list[int]], size: int, seq_len: int
-) -> Borders:
-    borders = borders_through(given["cu_seq_lens_q"].tolist(), seq_len)
-    keys = given.get("cu_seq_lens_k")
-    if size != 1 or (keys is not None and borders_through(keys.tolist(), seq_len) != borders):
-        raise DataError(
-            f"cu_seq_lens_q are borders of one row and of queries and keys alike; the batch has "
-            f"{size} rows and {'other' if keys is not None else 'no'} cu_seq_lens_k"
-        )
-    if "attention_mask" in given:
-        raise DataError("cu_seq_lens_q and attention_mask both say where documents end: give one")
-    if starts and starts[0] and borders_through(starts[0], seq_len) != borders:
-        raise DataError(
-            f"cu_seq_lens_q has {len(borders) - 1} documents, position_ids start anew "
-            f"{len(starts[0])} times at other tokens: give one of the two"
-        )
-    return borders
