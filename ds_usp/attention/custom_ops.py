@@ -349,9 +349,10 @@ def _attention(
         signature, plan = _plan_attention(call, (q, k, v), (q.shape, k.shape, v.shape))
         return Signature.of(signature, *_module_text(module)), plan
 
-    plan = check_on_all_ranks(mesh, check, q)
+    sinks = call.options.scores.sinks
+    plan = check_on_all_ranks(mesh, check, q, alike=None if sinks is None else {"sinks": sinks})
     call_number = mesh.consistency.number
-    run = ForwardPass(plan, call.options.scores.sinks, (q, k, v), save=save)
+    run = ForwardPass(plan, sinks, (q, k, v), save=save)
     run.execute(plan.forward)
     out, lse, saved = run.out, run.lse, run.saved
     results = [out] if lse is None else [out, lse]

@@ -331,10 +331,17 @@ class USPAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Check a call on all ranks, then compute it, in the order of dims of the query."""
 
-        def check() -> tuple[Signature, DropInPlan]:
-            return self._plan(query, key, value, arguments)
+        alike: dict[str, torch.Tensor] = {}
 
-        plan = check_on_all_ranks(self.mesh, check, query, self._layout)
+        def check() -> tuple[Signature, DropInPlan]:
+            signature, plan = self._plan(query, key, value, arguments)
+            sinks = None if plan.attention is None else plan.attention.sinks(query.device)
+            alike.update({} if sinks is None else {"sinks": sinks})
+            if arguments.rotary is not None:
+                alike["cos"], alike["sin"] = arguments.rotary
+            return signature, plan
+
+        plan = check_on_all_ranks(self.mesh, check, query, self._layout, alike)
         call = self.mesh.consistency.number
         q, k, v = (x.transpose(0, 1) if plan.batch_second else x for x in (query, key, value))
         if isinstance(plan.call, ChunkExchanges):

@@ -33,6 +33,11 @@ ONE_THREAD = (
     "ranks: set threading.current_thread().name before its first call, "
     f"{MAIN_THREAD!r} where other ranks call in their main thread"
 )
+NUMBERS_FIELD = "numbers of "  # begins the field of tensors that are no shards
+_ONE_TENSOR = (
+    "These are no shards: every rank gives the same numbers. Make them alike, or broadcast them: "
+    "torch.distributed.broadcast(x.data, group=mesh.sp_group, group_src=0)"
+)
 _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
 
 
@@ -140,6 +145,8 @@ def mismatch_error(records: Sequence[CallRecord]) -> MeshError:
     fields = [_fields(record, aborted=aborted) for record, _ in groups]
     common = [field for field in fields[0] if all(field in others for others in fields[1:])]
     differing = [[field for field in row if field not in common] for row in fields]
+    if len(set(map(len, differing))) > 1:  # a rank that has no such tensor differs in that
+        differing = [[x for x in row if not x.startswith(NUMBERS_FIELD)] for row in differing]
     group_ranks = [group for _, group in groups]
     if len({len(row) for row in differing}) == 1 and (common or len(differing[0]) == 1):
         lines = [_compare_field(values, group_ranks) for values in zip(*differing, strict=True)]
@@ -160,6 +167,8 @@ def mismatch_error(records: Sequence[CallRecord]) -> MeshError:
         )
     if any(field.startswith(THREAD_FIELD) for row in differing for field in row):
         message += f"\n{ONE_THREAD}"
+    if any(field.startswith(NUMBERS_FIELD) for row in differing for field in row):
+        message += f"\n{_ONE_TENSOR}"
     return MeshError(message, texts, layouts)
 
 

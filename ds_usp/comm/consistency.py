@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import hashlib
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.comm.call_record import (
     MAIN_THREAD,
+    NUMBERS_FIELD,
     ONE_THREAD,
     RECORD_BYTES,
     THREAD_FIELD,
@@ -41,6 +43,9 @@ from ds_usp.comm.shm_mailbox import (
 )
 from ds_usp.errors import MeshError
 
+_READ_AFTER = 8  # calls: a GPU has long computed what it was given so many calls ago
+_FEW_ELEMENTS = 1024  # of a tensor that ranks hold alike: larger ones are sampled
+_PLAIN_TENSORS = torch.Tensor, torch.nn.Parameter
 # Signatures may differ from step to step, by lengths or by documents.
 _MAX_VERIFIED = 1024
 # Records of calls recur; those of backward passes, with their number, do not.
@@ -58,6 +63,38 @@ _FORKED = MeshError(
     "this process was forked from a rank of the mesh and is none itself: call the model in ranks, "
     "which torchrun or multiprocessing's spawn starts"
 )
+
+
+class SharedNumbers:
+    """The elements of tensors that all ranks hold alike, of larger ones a sample: a digest of them.
+
+    Args:
+        tensors: by name, all on one device. Of other classes than torch's own the shapes alone.
+
+    Attributes:
+        names: of the tensors, with their dtypes and shapes.
+        is_on_gpu: the digest is not known before the GPU has computed what it was given so far.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        names = [f"{x.dtype} {name} {'x'.join(map(str, x.shape))}" for name, x in tensors.items()]
+        plain = [x for x in tensors.values() if type(x) in _PLAIN_TENSORS and not x.is_meta]
+        self.names, self._copied = " and ".join(names), cast("torch.cuda.Event | None", None)
+        self.is_on_gpu = any(x.is_cuda for x in plain)
+        if self.is_on_gpu and torch.cuda.is_current_stream_capturing():
+            plain = []  # replays compare nothing
+        rows = [x.detach().flatten() for x in plain]
+        # An odd step meets each column of a table.
+        rows = [x[:: x.numel() // _FEW_ELEMENTS | 1].contiguous().view(torch.uint8) for x in rows]
+        data = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._data = data.to("cpu", non_blocking=data.is_cuda)
+        if data.is_cuda:
+            self._copied = torch.cuda.current_stream(data.device).record_event()
+
+    def digest(self) -> str:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return hashlib.blake2b(self._data.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class GroupTransport:
@@ -168,6 +205,10 @@ def _wait_for(
 # later call or a backward pass begins: after a number of calls, not a time, so that all ranks raise
 # at the same call. No CUDA stream waits for it.
 #
+# Numbers of tensors that all ranks hold alike, as sinks, are compared by content in each call. On a
+# GPU they are copied to the host behind its work, and are part of the record eight calls later, or
+# of a check: reading them at once would let the GPU run empty in each layer.
+#
 # Note [fail-stop]
 #
 #   rank 0    call 6 | call 7: compare ...... MeshError, for good
@@ -207,7 +248,7 @@ class ConsistencyChecker:
     # attributes                          written by, and under        read by
     # number, _failure, _calls, _passes,  comparisons, _lock           the next comparison; number:
     #   _passes_since_call, _verified,                                 the call it is of
-    #   _pending, _has_left
+    #   _pending, _unread, _has_left
     # ranks_know                          comparisons; who begins      who has caught an error
     #                                     what may raise before one
     # _owner, _thread_field               a thread's first call, _lock calls, _lock
@@ -226,6 +267,7 @@ class ConsistencyChecker:
         self._calls = self._passes = self._passes_since_call = 0  # backward passes
         self._verified: set[Signature | str] = set()  # signatures that were equal on all ranks
         self._pending: deque[int] = deque()  # comparisons in flight
+        self._unread: deque[SharedNumbers] = deque(maxlen=_READ_AFTER)  # of calls on GPUs
         self._has_left = False  # the last one in flight says so
         self._failure: MeshError | None = None  # raised as copies: it would keep frames
         self._owner: weakref.ref[threading.Thread] | None = None
@@ -264,7 +306,12 @@ class ConsistencyChecker:
     # ------------------------------------------------------------------ what ranks compare
 
     def check_call(
-        self, signature: Signature | str, *, error: Exception | None = None, wait: bool = True
+        self,
+        signature: Signature | str,
+        *,
+        error: Exception | None = None,
+        wait: bool = True,
+        numbers: SharedNumbers | None = None,
     ) -> None:
         """Compare this call with the other ranks'. Its number is :attr:`number` then.
 
@@ -272,6 +319,7 @@ class ConsistencyChecker:
             signature: of the call; a text has ``", "`` between its fields.
             error: what this rank already knows to be wrong.
             wait: wait for the comparison even if the signature is verified.
+            numbers: of arguments that are no shards. On a GPU they are compared in a later call.
 
         Raises:
             MeshError: the ranks differ in this call or differed in an earlier one; on every rank.
@@ -280,7 +328,19 @@ class ConsistencyChecker:
         # A comparison may take milliseconds, so several are in flight.
         if isinstance(signature, str):
             signature = Signature.of_text(signature)
-        self._compare(signature, _CALL, signature, error, wait, MAX_IN_FLIGHT - 1, computes=True)
+        posted = signature
+        if numbers is not None:
+            digest = "none yet"
+            if not numbers.is_on_gpu:
+                digest = numbers.digest()
+            elif len(self._unread) == _READ_AFTER:
+                digest = f"{self._unread[0].digest()} {_READ_AFTER} calls before"
+            text = f"{NUMBERS_FIELD}{numbers.names}, digest {digest}"
+            posted = Signature.of(signature, text)
+        # New numbers make no new signature, which would be waited for.
+        self._compare(posted, _CALL, signature, error, wait, MAX_IN_FLIGHT - 1, computes=True)
+        if numbers is not None and numbers.is_on_gpu:  # not of a call that all ranks refuse
+            self._unread.append(numbers)
         self._calls += 1
         self._passes_since_call = 0
 
@@ -322,8 +382,10 @@ class ConsistencyChecker:
             MeshError: other numbers, or a rank is about to do something else; on every rank.
         """
         counts = f"after {self._calls} calls", f"after {self._passes} backward passes"
-        signature = Signature(("a check of the mesh", *counts))
+        numbers = [f"{NUMBERS_FIELD}{x.names}, digest {x.digest()}" for x in self._unread]
+        signature = Signature(("a check of the mesh", *counts, *numbers))
         self._compare(signature, _CALL, signature, None, True, 0)
+        self._unread.clear()
 
     @contextlib.contextmanager
     def raising_everywhere(self) -> Iterator[None]:
@@ -477,6 +539,7 @@ class ConsistencyChecker:
         raised = difference if error is None else error
         if raised is not None:
             self.ranks_know = True
+            self._unread.clear()  # on every rank: it would be refused for these again
             raise raised
 
     def _record(self, signature: Signature, kind: Kind, deferred: bool = False) -> CallRecord:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ds_usp._version import __version__
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.channel import Channel, CommLedger, P2PChannel
-from ds_usp.comm.consistency import ConsistencyChecker, check_same
+from ds_usp.comm.consistency import ConsistencyChecker, SharedNumbers, check_same
 from ds_usp.comm.copy_engine import (
     CopyEngine,
     CopyEngineChannel,
@@ -683,6 +683,7 @@ def check_on_all_ranks(
     check: Callable[[], tuple[Signature, ResultT]],
     like: object = None,
     layout: object = None,
+    alike: Mapping[str, torch.Tensor] | None = None,
 ) -> ResultT:
     """Run a check on every rank; returns only if all passed with the same call signature.
 
@@ -691,6 +692,8 @@ def check_on_all_ranks(
         like: a tensor of the call. Where it is on a GPU and the call is a known one, the comparison
             is deferred (``ConsistencyChecker``).
         layout: the argument of the call.
+        alike: tensors of the call, on one device, that hold the same numbers on every rank;
+            ``check`` may add to them.
 
     Raises:
         Exception: what ``check`` raised; on the other ranks a MeshError with it.
@@ -700,12 +703,13 @@ def check_on_all_ranks(
     check_mesh(mesh)
     try:
         signature, result = check()
+        numbers = SharedNumbers(alike) if alike and mesh.sp_group is not None else None
     except Exception as error:
         mesh.consistency.check_call("", error=error)
         raise
     try:
         on_gpu = isinstance(like, torch.Tensor) and like.device.type != "cpu"
-        mesh.consistency.check_call(signature, wait=not on_gpu)
+        mesh.consistency.check_call(signature, wait=not on_gpu, numbers=numbers)
     except MeshError as difference:
         named = isinstance(layout, str)
         uneven = _uneven_shards(difference.layouts, mesh.sp_degree) if named else None

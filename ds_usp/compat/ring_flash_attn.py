@@ -127,7 +127,12 @@ class _Functions:
         # Documents would break the graph anyway, and a mesh is made while it is traced.
         @disable_in_compile(f"{name} plans its call while it runs: it cannot be in a graph")
         def function(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:  # a loop of one rank may catch it, and meet the others' call
+                by_name = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+                self.mesh(by_name.get("group")).consistency.check_call("", error=error)
+                raise
             given.apply_defaults()
             packed = [given.arguments.pop(each) for each in tensors]
             return self._attend(name, kind, packed, **given.arguments)

@@ -84,14 +84,19 @@ class ExchangeCall:
                 other ranks a MeshError with it.
         """
 
+        parameters: dict[str, torch.Tensor] = {}
+
         def check() -> tuple[Signature, ResultT]:
             signature, inputs = self._check(*given)
+            for number, (x, dim) in enumerate(zip(*given[:2], strict=True)):
+                if dim is None:
+                    parameters[f"tensor {number}"] = x
             fields, result = compute(inputs)
             return Signature.of(*signature, *fields), result
 
         given, self._given = self._given, None  # the graph keeps the call: no inputs with it
         like = given[0][0] if isinstance(given[0], Sequence) and given[0] else None
-        result = check_on_all_ranks(self.mesh, check, like)
+        result = check_on_all_ranks(self.mesh, check, like, alike=parameters)
         self.number = self.mesh.consistency.number
         return result
 

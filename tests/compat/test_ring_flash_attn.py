@@ -343,6 +343,8 @@ def refused(ctx: RankContext) -> dict[str, Exception | None]:
         raised["rank 1 alone"] = error_of(
             package.ring_flash_attn_func, q, q, q, deterministic=ctx.rank == 1
         )
+        wrong = {"softcap": 5.0} if ctx.rank == 1 else {}
+        raised["rank 1's keyword"] = error_of(package.ring_flash_attn_func, q, q, q, **wrong)
         assert package.ring_flash_attn_func(q, q, q).shape == q.shape  # it goes on
         raised["part"] = error_of(package.utils.AllGatherComm, ctx.group)
         raised["again"] = error_of(ring_flash_attn.install)
@@ -365,6 +367,8 @@ def test_what_is_not_exact_is_refused_on_every_rank(pool):
     for name in ("rank 1 has rank 0's", "rank 1 alone"):
         assert isinstance(first[name], MeshError) and isinstance(second[name], ConfigError)
         assert str(second[name]) in str(first[name])
+    assert isinstance(second["rank 1's keyword"], TypeError)
+    assert str(second["rank 1's keyword"]) in str(first["rank 1's keyword"])
     for raised in (first, second):
         assert "a gather over" in str(raised["a new tensor on rank 1"])
         assert "are not those of the tokens" in str(raised["other keys later"])

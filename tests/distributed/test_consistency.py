@@ -22,6 +22,7 @@ from ds_usp import SequenceMesh, Tuning
 from ds_usp.attention import functional
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.channel import PendingExchange
+from ds_usp.comm.consistency import SharedNumbers
 from ds_usp.kernels.sdpa import SdpaKernel
 from ds_usp.memory import keep_attention
 from ds_usp.testing import causal, dense_attention, relative_error
@@ -423,6 +424,32 @@ def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool):
     for message, count in pool.run(many_passes, 3, odd=True):
         assert "backward pass of call: 8 on ranks 0, 2, 7 on rank 1" in message
         assert count == 4
+
+
+def numbers_on_gpus(ctx: RankContext, odd: int, calls: int) -> tuple[str, int]:
+    """Calls with numbers that are read as a GPU's are, others on rank 1 in one call; what is said,
+    and after how many calls."""
+    consistency = checker_of(ctx, True)
+    count = 0
+    try:
+        for call in range(calls):
+            numbers = SharedNumbers({"sinks": torch.ones(4) * (call == odd and ctx.rank == 1)})
+            numbers.is_on_gpu = True
+            consistency.check_call("a call", wait=False, numbers=numbers)
+            count += 1
+        consistency.check()
+    except ds_usp.MeshError as error:
+        return str(error), count
+    consistency.check()
+    return "", count
+
+
+def test_numbers_on_gpus_are_compared_eight_calls_later_or_by_a_check(pool):
+    assert pool.run(numbers_on_gpus, 2, odd=-1, calls=20) == [("", 20)] * 2
+    for odd, calls, found in ((2, 20, range(11, 15)), (9, 12, range(12, 13))):
+        for message, count in pool.run(numbers_on_gpus, 2, odd=odd, calls=calls):
+            assert "numbers of torch.float32 sinks 4, digest" in message, message
+            assert count in found, count
 
 
 def verified_passes_wait_for_nobody(ctx: RankContext) -> int:

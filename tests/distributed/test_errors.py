@@ -190,6 +190,63 @@ def test_ranks_that_differ_hear_of_it_everywhere(pool, door):
         check(outcomes, ["MeshError"] * WORLD, (line, "\nequal on all ranks: "))
 
 
+def scored(sinks: torch.Tensor) -> None:
+    Call(**option(scores=Scores(sinks=sinks))).make("usp_attention")
+
+
+def joined(sinks: torch.Tensor) -> None:
+    mesh, (q, text) = mesh_of(2), (torch.ones(1, tokens, 4, 16) for tokens in (8, 4))
+    options: dict[str, Any] = {"layout": mesh.layout("zigzag", 32), "mask": MaskSpec.full()}
+    scores = Scores(sinks=sinks[:4])
+    ds_usp.usp_joint_attention(q, q, q, text, text, text, mesh=mesh, scores=scores, **options)
+
+
+def in_a_module(sinks: torch.Tensor) -> None:
+    local = torch.nn.Identity()
+    local.softmax_offset = sinks
+    attention = USPAttention(local, mesh=mesh_of(2), mask=MaskSpec.causal(), dropout_p=0.0)
+    known = replace(attention._framework.attention, sinks_owner=local)
+    attention._framework.attention = known
+    attention(torch.ones(1, 8, 8, 16), *(torch.ones(1, 8, 4, 16) for _ in "kv"), 0)
+
+
+def turned(table: torch.Tensor, ulysses: int) -> None:
+    def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q
+
+    attention = USPAttention(local, mesh=mesh_of(ulysses), mask=MaskSpec.causal(), dropout_p=0.0)
+    whole = table[0].repeat(32, 1, 1, 16)
+    whole[17, 0, 0, 5] = table[-1]
+    attention(*(torch.ones(1, 8, 4, 16) for _ in "qkv"), 0, (torch.ones_like(whole), whole))
+
+
+# Calls with a tensor that is no shard, of 8 numbers, and its name.
+ALIKE: list[tuple[Callable[[torch.Tensor], None], str]] = [
+    (scored, "torch.float32 sinks 8"),
+    (joined, "torch.float32 sinks 4"),
+    (in_a_module, "torch.float32 sinks 8"),
+    (lambda table: turned(table, 2), "torch.float32 sin 32x1x1x16"),
+    (lambda table: turned(table, 4), "torch.float32 sin 32x1x1x16"),
+]
+
+
+def given_other_numbers(ctx: RankContext) -> list[list[Outcome]]:
+    """Each call with one other element on rank 1, as another dtype there, and as on the others."""
+    numbers, other = torch.arange(8.0), torch.arange(8.0)
+    other[0 if ctx.rank == 1 else 7] = 7 - 1e-6 * (ctx.rank == 1)
+    wide = numbers.double() if ctx.rank == 1 else numbers
+    given = other, wide, numbers
+    return [[outcome(ctx, lambda x=x, call=call: call(x)) for x in given] for call, _ in ALIKE]
+
+
+def test_numbers_of_tensors_that_are_no_shards_are_compared(pool):
+    for rank, calls in enumerate(pool.run(given_other_numbers, WORLD, timeout=TIMEOUT_S)):
+        for (_, name), (numbers, dtype, equal) in zip(ALIKE, calls, strict=True):
+            check([numbers], ["MeshError"], (f"{name}, digest: ", "on rank 1", "broadcast"))
+            assert dtype[0] == "MeshError" and "torch.float64" in dtype[1], (rank, dtype)
+            check([equal], ["nothing"], ())
+
+
 def build(ctx: RankContext, grids: list[tuple[tuple[Any, str], ...]]) -> list[Outcome]:
     """What each rank hears of meshes with these degrees and orders, one a rank."""
     return [

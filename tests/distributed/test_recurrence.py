@@ -309,6 +309,11 @@ def no_memory(x: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("out of memory in conv")
 
 
+def narrow(tensors: Tensors, piece: Piece) -> PieceMap:
+    ran = PieceMap(*run_tokens("head", tensors))
+    return ran._replace(out=ran.out[..., 1:])
+
+
 def disagreeing(ctx: RankContext) -> list[tuple[str, str, str]]:
     """What this rank is told where rank 1 does something else than the others, the numbers that it
     must have, and what it is told in a call of all."""
@@ -335,10 +340,6 @@ def disagreeing(ctx: RankContext) -> list[tuple[str, str, str]]:
 
         return replace(base, run=of_piece)
 
-    def narrow(tensors: Tensors, piece: Piece) -> PieceMap:
-        ran = PieceMap(*run_tokens("head", tensors))
-        return ran._replace(out=ran.out[..., 1:])
-
     def convolved(of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = torch.ones(2, CHANNELS, layout.length(ctx.rank), requires_grad=True)
         return ds_usp.causal_conv(of, x, 4, mesh=mesh, layout=layout)
@@ -351,6 +352,10 @@ def disagreeing(ctx: RankContext) -> list[tuple[str, str, str]]:
 
     def good_conv() -> None:
         convolved(convolve).sum().backward()
+
+    def with_parameter(factor: float) -> None:
+        first = replace(base, run=lambda tensors, piece: base.run(tensors[:3], piece))
+        run(first, [*local, torch.full((HEADS,), factor)], dims=[1, 1, 1, None])
 
     wrong_dims, narrower = ["x", 1, 1], replace(base, run=narrow)
     other_mesh = TokenLayout("zigzag", 29, 4, 1)
@@ -365,6 +370,7 @@ def disagreeing(ctx: RankContext) -> list[tuple[str, str, str]]:
         (lambda: run(breaks("run")), good, "out of memory in run"),
         (lambda: run(breaks("finish")), good, "out of memory in respond"),
         (lambda: run(narrower), good, "[2, 's', 2, 3] on rank 1"),
+        (lambda: with_parameter(2.0), lambda: with_parameter(1.0), "float32 tensor 3 2, digest"),
         (lambda: run(out_dim=2), good, "out_dim=2: it needs 2 rows"),
         (
             lambda: run(at_once, out_dim=2),
@@ -390,7 +396,7 @@ def disagreeing(ctx: RankContext) -> list[tuple[str, str, str]]:
 
 def test_a_rank_that_differs_is_refused_on_all(pool):
     for told in pool.run(disagreeing, WORLD, timeout=TIMEOUT_S):
-        assert len(told) == 18
+        assert len(told) == 19
         for text, numbers, then in told:
             assert numbers in text and then == "", (numbers, text, then)
 
