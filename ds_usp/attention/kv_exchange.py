@@ -105,25 +105,24 @@ class KVExchange:
         batch, features = k.shape[0], _num_features(k, v)
         sizes = [max([x.num_tokens for x in transfers[i::2]], default=0) for i in range(2)]
         self._buffers = [k.new_empty(size, batch, features) for size in sizes]
+        self._block = self._buffers[0]  # what the exchange in flight fills
 
     def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
         """Other ranks receive their blocks from ``packed``."""
         transfer = self._transfers[number]
-        block, stride = self._block(number), packed.stride(0)  # it is dense
+        self._block = block = self._buffers[number % 2][: transfer.num_tokens]
+        stride = packed.stride(0)  # it is dense
         recvs = [
             RecvSpec(rank, block[start:stop], offset * stride)
             for rank, start, stop, offset in transfer.recvs
         ]
         self.channel.post(packed, transfer.sends, recvs, overlapped=overlapped)
 
-    def wait(self, number: int) -> KV:
-        """The received keys and values."""
+    def wait(self) -> KV:
+        """Wait for the exchange in flight; returns the received keys and values."""
         self.channel.wait()
-        k, v = split_features(self._block(number), self._shapes, tokens_first=True)
+        k, v = split_features(self._block, self._shapes, tokens_first=True)
         return k, v
-
-    def _block(self, number: int) -> torch.Tensor:
-        return self._buffers[number % 2][: self._transfers[number].num_tokens]
 
 
 # Two exchanges at most have a receive buffer each, so that one kernel sums all that came, reading

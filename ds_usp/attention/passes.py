@@ -81,12 +81,11 @@ class ChunkState:
         self.packed = NO_KV[0]
 
     def open_kv(self) -> KVExchange:
-        """Pack the local keys and values, and allocate receive buffers, once."""
-        if self.kv_exchange is None:
-            ring, (k, v) = self.ring, self.local_kv
-            channel = self.open_channel("ring_kv")
-            self.kv_exchange = KVExchange(channel, self.transfers, k, v)
-            self.packed = pack_kv(channel, k, v, ring.schedule.packed_runs)
+        """Pack the local keys and values, and allocate receive buffers: before the first post."""
+        ring, (k, v) = self.ring, self.local_kv
+        channel = self.open_channel("ring_kv")
+        self.kv_exchange = KVExchange(channel, self.transfers, k, v)
+        self.packed = pack_kv(channel, k, v, ring.schedule.packed_runs)
         return self.kv_exchange
 
     def open_channel(self, kind: str) -> Channel:
@@ -171,10 +170,12 @@ class Pass(Generic[ChunkT]):
 
     def post_kv(self, chunk: ChunkT, instr: Instr) -> None:
         overlapped = instr not in self._exposed
-        chunk.open_kv().post(instr.number, chunk.packed, overlapped=overlapped)
+        exchange = chunk.kv_exchange or chunk.open_kv()
+        exchange.post(instr.number, chunk.packed, overlapped=overlapped)
 
     def wait_kv(self, chunk: ChunkT, instr: Instr) -> None:
-        chunk.received_kv = chunk.open_kv().wait(instr.number)
+        exchange = chunk.kv_exchange or chunk.open_kv()
+        chunk.received_kv = exchange.wait()
 
     def wait_return(self, chunk: ChunkT, instr: Instr) -> None:
         chunk.exchange.wait()
@@ -329,11 +330,11 @@ class BackwardChunk(ChunkState):
     grad_exchange: KVGradExchange | None = None
 
     def open_grads(self) -> KVGradExchange:
-        if self.grad_exchange is None:
-            k, v = self.saved.k, self.saved.v
-            dtype = self.ring.kernel.caps.grad_dtype(k.dtype)
-            channel = self.open_channel("ring_dkv")
-            self.grad_exchange = KVGradExchange(channel, self.transfers, dtype, k, v, self.dkv)
+        """Open the exchange of the gradients of keys and values, before its first use."""
+        k, v = self.saved.k, self.saved.v
+        dtype = self.ring.kernel.caps.grad_dtype(k.dtype)
+        channel = self.open_channel("ring_dkv")
+        self.grad_exchange = KVGradExchange(channel, self.transfers, dtype, k, v, self.dkv)
         return self.grad_exchange
 
 
@@ -438,7 +439,8 @@ class BackwardPass(Pass[BackwardChunk]):
         if not chunk.ring.writes_block_in_place(step):
             return None
         number = [x.step for x in chunk.transfers].index(chunk.step)
-        return None, *chunk.open_grads().staging_views(number)
+        exchange = chunk.grad_exchange or chunk.open_grads()
+        return None, *exchange.staging_views(number)
 
     def post_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
         # Every rank posts every exchange, also where the mask leaves this one no kernel call: its
@@ -447,11 +449,13 @@ class BackwardPass(Pass[BackwardChunk]):
         if chunk.step != index:  # this rank has no kernel calls in it
             self.begin_step(chunk, index)
         _dq, dk, dv = chunk.step_grads
-        chunk.open_grads().post(instr.number, (dk, dv))
+        exchange = chunk.grad_exchange or chunk.open_grads()
+        exchange.post(instr.number, (dk, dv))
         chunk.step_grads = ()
 
     def wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
-        chunk.open_grads().wait()
+        exchange = chunk.grad_exchange or chunk.open_grads()
+        exchange.wait()
 
     def end(self, chunk: BackwardChunk, instr: Instr) -> None:
         if self.sinks is not None and self.dsinks is not None:

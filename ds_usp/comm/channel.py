@@ -274,7 +274,8 @@ class P2PChannel(Channel):
             sent_bytes += size
             between_nodes += size if to in self._other_nodes else 0
         for recv in recvs:
-            source, out, offset = recv.rank, recv.target, recv.offset
+            source, offset = recv.rank, recv.offset
+            out = recv.out if recv.view is None else recv.target
             # A copy, not a message to itself.
             if source == self._rank:
                 out.copy_(packed.view(-1)[offset : offset + out.numel()].view(out.shape))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.segments import Span
 from ds_usp.geometry.tiles import ANY_BAND, KernelCall, Tile, TileSupport
 from ds_usp.kernels.head_dims import Dims, HeadDims
 
@@ -175,8 +176,7 @@ class SingleTileKernel:
         if torch.is_autocast_enabled(device):  # the dtype of q, k and v decides
             with torch.autocast(device, enabled=False):
                 return self.forward(qkv, call, scale=scale)
-        (q,) = _slice_tokens((q,), *call.q_span)
-        k, v = _slice_tokens((k, v), *call.k_span)
+        q, k, v = _slice_tokens(((q, call.q_span), (k, call.k_span), (v, call.k_span)))
         if call.tile is not None:
             return self.tile_forward((q, k, v), call.tile, scale)
         return self.multi_tile_forward((q, k, v), call, scale)
@@ -194,8 +194,10 @@ class SingleTileKernel:
             with torch.autocast(device, enabled=False):
                 return self.backward(saved, call, scale=scale, grad_buffers=grad_buffers)
         dout, q, k, v, out, lse = saved
-        dout, q, out = _slice_tokens((dout, q, out), *call.q_span)
-        k, v = _slice_tokens((k, v), *call.k_span)
+        rows, columns = call.q_span, call.k_span
+        dout, q, out, k, v = _slice_tokens(
+            ((dout, rows), (q, rows), (out, rows), (k, columns), (v, columns))
+        )
         if q.shape[1] != lse.shape[2]:
             lse = lse[:, :, call.q_start : call.q_stop]
         saved = BackwardInputs(dout, q, k, v, out, lse)
@@ -326,11 +328,11 @@ def _tiles_with_slices(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, s
             yield samples, tile, rows, columns
 
 
-def _slice_tokens(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
-    """Some tokens of each tensor ``[B, S, H, D]``. Copied if features are not contiguous: libraries
-    read them as contiguous, torch's without a check."""
+def _slice_tokens(spans: Sequence[tuple[torch.Tensor, Span]]) -> list[torch.Tensor]:
+    """The tokens (start, stop) of each tensor ``[B, S, H, D]``. Copied if features are not
+    contiguous: libraries read them as contiguous, torch's without a check."""
     slices = []
-    for x in tensors:
+    for x, (start, stop) in spans:
         if stop - start != x.shape[1]:
             x = x[:, start:stop]
         slices.append(x if x.stride(3) == 1 else x.contiguous())

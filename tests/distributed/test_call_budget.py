@@ -21,7 +21,8 @@ import ds_usp
 PACKAGE = os.path.dirname(ds_usp.__file__) + os.sep
 WARM_UP = 3
 BUDGETS = [  # world, Ulysses degree, Python calls forward and backward
-    (4, 2, 108, 197),
+    (4, 1, 123, 287),
+    (4, 2, 102, 184),
     (4, 4, 60, 80),
     (2, 2, 60, 80),
 ]
