@@ -222,7 +222,7 @@ def windows(ctx: RankContext) -> list[bool]:
     mesh, same = mesh_of(1), []
     layer = Layer(mesh, replace(BASE, kernel="eager"))
     run = compiled(Layer.attend)
-    for position in range(4):
+    for position in (0, 2, 3):  # 0 is no symbol
         options = layer.given | {"mask": ds_usp.MaskSpec.window(3 + position, position)}
         scores = ds_usp.Scores(1.5 + position)
         same += same_as_uncompiled(run, shards(mesh, BASE), scores, options)

@@ -134,8 +134,8 @@ def test_a_call_that_one_rank_left_ends_the_mesh_and_a_new_one_is_exact(pool):
 
 
 def late(ctx: RankContext, nodes: int, seconds: float) -> tuple[list[str], list[str]]:
-    """What ranks log and say of a call to which rank 1 comes late, over a group that waits 4 s."""
-    checker, waits = checker_of(ctx, nodes, 4.0), {"WARN_AFTER_S": 1.0, "_LOOK_S": 0.2}
+    """What ranks log and say of a call to which rank 1 comes late, over a group that waits 2 s."""
+    checker, waits = checker_of(ctx, nodes, 2.0), {"WARN_AFTER_S": 0.4, "_LOOK_S": 0.1}
     patched = [mock.patch.multiple(file, **waits) for file in (shm_mailbox, consistency)]
     checker.check_now("all are here")
     with patched[0], patched[1], logged_lines() as lines:
@@ -147,17 +147,17 @@ def late(ctx: RankContext, nodes: int, seconds: float) -> tuple[list[str], list[
 
 @both_transports
 def test_a_late_rank_is_named_once_and_waited_for(pool, nodes):
-    results = pool.run(late, 3, nodes=nodes, seconds=2.5)
+    results = pool.run(late, 3, nodes=nodes, seconds=1.0)
     assert [texts for _, texts in results] == [["", ""]] * 3
     for lines, _ in (results[0], results[2]):
         assert len(lines) == 1 and "s for rank 1 of the sequence-parallel group" in lines[0]
-        assert "raises after 4 s" in lines[0]
+        assert "raises after 2 s" in lines[0]
     assert results[1][0] == []
 
 
 @both_transports
 def test_ranks_wait_as_long_as_their_group_and_then_none_goes_on(pool, nodes):
-    for rank, (_, texts) in enumerate(pool.run(late, 3, nodes=nodes, seconds=7.0)):
+    for rank, (_, texts) in enumerate(pool.run(late, 3, nodes=nodes, seconds=3.0)):
         assert all("failed for good" in text for text in texts), (rank, texts)
         assert texts[0] == texts[1]
         assert rank == 1 or "no call" in texts[0] or "given the mesh up" in texts[0], texts
@@ -168,7 +168,8 @@ def given_up(ctx: RankContext) -> str:
     checker = checker_of(ctx, 2)
     if ctx.rank == 0:
         checker._transport.abort()
-    said = "" if ctx.rank != 2 else said_by(checker.check_now, "a call")
+    with mock.patch.object(consistency, "_LOOK_S", 0.2):
+        said = "" if ctx.rank != 2 else said_by(checker.check_now, "a call")
     dist.barrier(ctx.group)
     if ctx.rank != 2:  # or the process would wait for its all-gather when it ends
         said_by(checker.check_now, "a call")
@@ -225,10 +226,10 @@ def test_a_process_ends_while_its_thread_asks_the_store():
         from ds_usp.comm import consistency
         store = dist.HashStore()
         def ask(*_):  # as long as a slow network takes
-            store.wait(["never"], datetime.timedelta(seconds=1))
+            store.wait(["never"], datetime.timedelta(seconds=0.5))
         class Slow:  # to take down, as a large program is
             def __del__(self, sleep=time.sleep):
-                sleep(2)
+                sleep(1)
         slow, group = Slow(), SimpleNamespace(size=lambda: 2, rank=lambda: 0)
         transport = consistency.GroupTransport(group, SimpleNamespace(set=ask))
         transport._look_at_store(1, threading.Event())

@@ -251,25 +251,35 @@ sys.exit(max(process.wait() for process in started))
 """
 
 
-@pytest.mark.parametrize("number", ["TERM", "INT", "USR1"])
-@pytest.mark.parametrize(
-    "script", ["sequence_parallel/ds_pretrain_gpt_tiny", "diffusion/generate_tiny"]
-)
-def test_a_signal_to_a_script_reaches_its_ranks(script, number, tmp_path):
+# One of each launcher; settings.sh has the trap for all.
+SIGNALS = {
+    "TERM": "sequence_parallel/ds_pretrain_gpt_tiny",
+    "INT": "diffusion/generate_tiny",
+    "USR1": "diffusion/generate_tiny",
+}
+
+
+def test_a_signal_to_a_script_reaches_its_ranks(tmp_path):
     """It ends after the last rank, which may save first, and does not answer 0."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
-    run = f"exec {sys.executable} -S {tmp_path}/launcher.py deepspeed {tmp_path}"
+    run = f"exec {sys.executable} -S {tmp_path}/launcher.py deepspeed $PWD"
     executable(tmp_path / "torchrun", run)
     settings = environment(PATH=executable(tmp_path / "deepspeed", run))
-    path = ROOT / "examples_deepspeed" / f"{script}_usp_cpu.sh"
-    process = subprocess.Popen(["bash", str(path)], cwd=tmp_path, env=settings)
+    started = {}
+    for number, script in SIGNALS.items():
+        (folder := tmp_path / number).mkdir()
+        path = ROOT / "examples_deepspeed" / f"{script}_usp_cpu.sh"
+        started[number] = subprocess.Popen(["bash", str(path)], cwd=folder, env=settings)
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready*"))) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
+    while len(list(tmp_path.glob("*/ready*"))) < 2 * len(started):
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in started.values())
         time.sleep(0.05)
-    process.send_signal(signal.Signals[f"SIG{number}"])
-    assert process.wait(30) != 0
-    assert len(list(tmp_path.glob("saved*"))) == 2
+    for number, process in started.items():
+        process.send_signal(signal.Signals[f"SIG{number}"])
+    for number, process in started.items():
+        assert process.wait(30) != 0, number
+        assert len(list((tmp_path / number).glob("saved*"))) == 2, number
 
 
 @pytest.mark.slow

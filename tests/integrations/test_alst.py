@@ -119,11 +119,9 @@ def run_script(
 
 CASES = [
     (4, None, 0, "packed"),
-    (4, 2, 1, "packed"),
     (4, 1, 3, "packed"),
     (2, 2, 2, "packed"),
     (2, 1, 3, "padded"),
-    (4, 2, 2, "padded"),
     (4, None, 2, "prompted"),
 ]
 

@@ -327,6 +327,7 @@ PYRAMID = cached_by(
     spatial_attention_block_skip_range=2,
     current_timestep_callback=lambda: 500,
 )
+PLAIN, BATCH, WITH_MAG = of(), of(whole), of(before=MAG)
 # What the refusal says, what is refused, what it says to do.
 GUIDANCE: tuple[tuple[str, Callable[[], None], Callable[[], None]], ...] = (
     (
@@ -335,7 +336,7 @@ GUIDANCE: tuple[tuple[str, Callable[[], None], Callable[[], None]], ...] = (
         of(ulysses=4),
     ),
     ("cfg_degree=0 must be", of(degree=0), of(degree=1)),
-    ("under torch.no_grad()", of(whole, gradients=True), of(whole)),
+    ("under torch.no_grad()", of(whole, gradients=True), BATCH),
     (
         "timestep [3] has 3 samples, where the batch has 2",
         of(partial(whole, timestep=torch.zeros(3)), name=PIXART),
@@ -357,35 +358,35 @@ GUIDANCE: tuple[tuple[str, Callable[[], None], Callable[[], None]], ...] = (
         of(some_without_image, name=HUNYUAN),
         of(some_without_image, name=HUNYUAN, degree=1),
     ),
-    ("outputs of a part", of(of_each, name="WanTransformer3DModel"), of(whole)),
-    ("branch 0.hidden_states", of(partial(step, between=read_on_rank_0)), of()),
+    ("outputs of a part", of(of_each, name="WanTransformer3DModel"), BATCH),
+    ("branch 0.hidden_states", of(partial(step, between=read_on_rank_0)), PLAIN),
     (
         "weights or settings were changed between two branches of a step",
         of(partial(step, between=scaled)),
         of(after=scaled),
     ),
-    ("layer_skip", of(partial(step, between=layers_skipped)), of()),
+    ("layer_skip", of(partial(step, between=layers_skipped)), PLAIN),
     # compile_repeated_blocks(): test_compiled_blocks_compute_a_branch_each.
-    ("compile() after enable takes the place", of(partial(step, between=compiled_anew)), of()),
+    ("compile() after enable takes the place", of(partial(step, between=compiled_anew)), PLAIN),
     (
         "torch.compile of a FluxTransformer2DModel with cfg_degree=2",
         of(lambda x: whole_of(torch.compile(x, backend="eager"))),
-        of(),
+        PLAIN,
     ),
     (
         "was disabled before the output of a call with cfg_degree was read",
         disabled(read_late),
-        of(),
+        PLAIN,
     ),
     ("threshold", of(before=OTHER_FIRST_BLOCK), of(before=FIRST_BLOCK)),
     ("threshold", of(after=OTHER_FIRST_BLOCK), of(after=FIRST_BLOCK)),
     ("sea_cache", of(before=cached_by("SeaCache")), of(before=FIRST_BLOCK)),
     ("something skips blocks", of(twice, before=block_skipped, degree=1), of(twice, degree=1)),
-    ("calibrate on one process", of(whole, before=CALIBRATED, degree=1), of(before=MAG)),
+    ("calibrate on one process", of(whole, before=CALIBRATED, degree=1), WITH_MAG),
     (
         "mag_cache_leader_block_hook counts the calls of both branches",
         of(partial(step, context=False), before=MAG),
-        of(before=MAG),
+        WITH_MAG,
     ),
     (
         "pyramid_attention_broadcast counts the calls of both branches",
@@ -406,10 +407,11 @@ def whole_of(compiled: Any) -> None:
 
 
 def of_guidance(ctx: RankContext) -> None:
-    for text, refused, remedy in GUIDANCE:
+    for text, refused, _ in GUIDANCE:
         with pytest.raises(USPError) as error:
             refused()
         assert text in str(error.value), (text, str(error.value))
+    for remedy in dict.fromkeys(remedy for *_, remedy in GUIDANCE):
         remedy()
 
 

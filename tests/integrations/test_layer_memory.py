@@ -104,9 +104,7 @@ OTHER_OPTIONS = {
     "full": {"recompute": "full"},
     "offload": {"offload_ratio": 0.7},
     "offload of attention": {"recompute": "attention", "offload_ratio": 1.0},
-    "mlp": {"mlp_chunks": 3},
-    "all": {"recompute": "attention", "offload_ratio": 0.5, "mlp_chunks": 5},
-}
+}  # MLPs in chunks: test_memory_sharded.py
 
 
 @pytest.mark.parametrize("checkpoint", ["nobody", "reentrant"])

@@ -273,7 +273,7 @@ def core_steps(ctx: RankContext, *, cases: list[Any]) -> list[Any]:
 def test_the_flags_of_megatron_core_run_ours():
     """With nothing but ``apply("megatron_core")`` beside them."""
     splits = {(2, 2): "full", (4, 1): "none", (1, 4): "none"}
-    pairs = [(name, pair) for name in MODELS for pair in splits]
+    pairs = [("llama", pair) for pair in splits] + [(name, (2, 2)) for name in ("qwen", "gpt")]
     emitted = [
         emit(
             "megatron-core",

@@ -29,10 +29,10 @@ CLIPPED = PLAIN_SGD.replace("--clip-grad 0", "--clip-grad 0.5")
 PACKED = " --reset-attention-mask --reset-position-ids --eod-mask-loss"
 # What differs from the tiny model: flags, and ZeRO stages of its grids.
 VARIANTS = {
-    "": {"sp4": range(4), "dp2-sp2": range(4)},
+    "": {"sp4": [0, 3], "dp2-sp2": range(4)},
     " --no-use-rotary-position-embeddings --no-swiglu --normalization layernorm"
     " --no-disable-bias-linear": {"sp4": [3], "ring4": [1]},
-    " --no-untie-embeddings-and-output-weights": {"sp4": [1, 3]},
+    " --no-untie-embeddings-and-output-weights": {"sp4": [3]},
     " --num-key-value-heads 1 --usp-layout striped": {"ring4": [1]},
     " --seq-length 67 --usp-layout contiguous": {"sp4": [1]},
 }
@@ -53,7 +53,7 @@ def of_variants(tmp_path_factory: pytest.TempPathFactory) -> Any:
     cases = [
         (PLAIN_SGD + v, g, z) for v, of in VARIANTS.items() for g, zs in of.items() for z in zs
     ]
-    cases += [(CLIPPED, "dp2-sp2", zero) for zero in (0, 1, 3)] + [(ADAM, "sp4", 1)]
+    cases += [(CLIPPED, "dp2-sp2", zero) for zero in (0, 3)] + [(ADAM, "sp4", 1)]
     ones = list(dict.fromkeys(flags for flags, _, _ in cases))
     runs = [degrees(zero=zero, **GRIDS[grid]) + flags for flags, grid, zero in cases]
     numbers = dict(zip(cases, train(4, *runs, output_dir=folder), strict=True))
@@ -63,7 +63,7 @@ def of_variants(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_every_mesh_and_zero_stage_trains_as_one_rank(of_variants):
     numbers, one_rank = of_variants
-    assert len(numbers) == 18 and len({x[0] for x in one_rank.values()}) == len(VARIANTS)
+    assert len(numbers) == 14 and len({x[0] for x in one_rank.values()}) == len(VARIANTS)
     assert relative_difference(one_rank[CLIPPED], one_rank[PLAIN_SGD]) > 100 * LIMIT
     for (flags, grid, zero), found in numbers.items():
         assert relative_difference(found, one_rank[flags]) < LIMIT, (flags, grid, zero)

@@ -1,7 +1,6 @@
 """``ds-usp verify`` as a user starts it finds an error that is planted in a copy of the package.
 
-That it finds none where there is none: test_packaging.py, from an installed wheel.
-"""
+It finds none where there is none."""
 
 import shutil
 import subprocess
@@ -46,9 +45,10 @@ runpy.run_module("ds_usp", run_name="__main__", alter_sys=True)
 def verified(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, subprocess.CompletedProcess[str]]:
-    """``ds-usp verify`` with each planted error, and "refused": of a call that is refused."""
+    """``ds-usp verify`` with each planted error, "exact" without one, and "refused": of a call that
+    is refused."""
     programs, names = {}, {}
-    for name in (*PLANTED, "refused"):
+    for name in (*PLANTED, "exact", "refused"):
         folder = tmp_path_factory.mktemp("copy")
         names[folder] = name
         shutil.copytree(ROOT / "ds_usp", folder / "ds_usp")
@@ -59,6 +59,8 @@ def verified(
             assert source.count(text) == 1, f"{file} has changed: plant this error elsewhere"
             (folder / file).write_text(source.replace(text, replacement), encoding="utf-8")
             flags = *TINY, *degrees
+        elif name == "exact":
+            flags = *TINY, *RING
         programs[folder] = PROGRAM.format(flags=flags)
     done = forked("import torch._dynamo", programs)
     return {names[folder]: each for folder, each in done.items()}
@@ -69,6 +71,12 @@ def test_a_planted_error_is_found(name, verified):
     message, done = PLANTED[name][3], verified[name]
     assert done.returncode == 1, done.stdout + done.stderr
     assert message in done.stdout and done.stdout.splitlines()[-1].startswith("WRONG")
+
+
+def test_an_unchanged_package_is_exact(verified):
+    done = verified["exact"]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "EXACT (1 exact, 0 WRONG, 0 refused)"
 
 
 def test_a_call_that_the_package_refuses_exits_with_2(verified):
