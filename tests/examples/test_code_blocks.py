@@ -315,31 +315,3 @@ def resolve(block: Block, path: str) -> Path:
     """A path of a command, relative to the file that shows it or to the repository."""
     beside = block.path.parent / path
     return beside if beside.exists() else ROOT / path
-
-
-def sample(language: str, text: str) -> Block:
-    return Block(ROOT / "README.md", 7, language, text, None)
-
-
-WRONG_COMMANDS = {
-    "no such script": "torchrun --nproc-per-node 4 examples_deepspeed/plain_torch/dpp.py",
-    "no such module": "python -m ds_usp.plannner table",
-    "no such flag": "torchrun examples_deepspeed/plain_torch/ddp.py --ulises 2",
-    "no such file": "bash scripts/quick.sh",
-}
-
-
-@pytest.mark.parametrize("text", WRONG_COMMANDS.values(), ids=WRONG_COMMANDS)
-def test_a_wrong_command_is_found(text):
-    with pytest.raises((AssertionError, ModuleNotFoundError)):
-        test_commands_exist_and_take_their_flags(sample("bash", text))
-
-
-def test_a_wrong_python_block_is_found(pool, tmp_path):
-    folder = str(tmp_path)
-    page = [sample("python", "x = 1"), sample("python", "y = x.z")]
-    for error in pool.errors(run_python, WORLD, page=page, folder=folder):
-        assert "README.md:7: AttributeError" in str(error)
-    page = [sample("python", ">>> 1 + 1\n3")]
-    (failure,) = pool.run(run_python, WORLD, page=page, folder=folder)[0]
-    assert "Expected" in failure and "README.md:7" in failure

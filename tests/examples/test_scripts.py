@@ -25,17 +25,6 @@ def test_the_script_parses(script, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_unknown_groups_of_tests_are_refused(tmp_path):
-    done = bash(ROOT / "scripts/test.sh", "everything", cwd=tmp_path)
-    assert done.returncode == 2
-    assert (
-        "[fast|unit|dist|megatron|transformers|compat|verl|bridge|versions|gpu|all]" in done.stderr
-    )
-    done = bash(ROOT / "scripts/test.sh", "versions-jax", cwd=tmp_path, USP_NO_INSTALL="1")
-    assert done.returncode == 2
-    assert "no overlay versions-jax" in done.stderr and "versions-torch-2.9\n" in done.stderr
-
-
 # Answers for python: with an exit code for pytest, whose arguments it prints, and for xdist.
 PYTEST_OF_TESTS = """#!/usr/bin/env bash
 case "$*" in
@@ -69,21 +58,3 @@ def test_test_sh_names_the_tests_and_passes_pytests_exit_code_on(arguments, test
         flags = f"{workers}--no-loadscope-reorder " if workers else ""
         assert done.stdout == (f"pytest -m pytest {flags}{tests}\n" if tests else "")
         assert ("NO NVIDIA GPU HERE" in done.stderr) == (tests.split(" -")[0] in ("", "tests"))
-
-
-def test_env_sh_without_a_usable_python_says_so(tmp_path):
-    copy = tmp_path / "clone"
-    (copy / "scripts").mkdir(parents=True)
-    (copy / "scripts/env.sh").write_bytes((ROOT / "scripts/env.sh").read_bytes())
-    for name in ("constraints.txt", "setup.py"):
-        (copy / name).write_text("")
-    done = bash(
-        "-c",
-        f'. "{copy}/scripts/env.sh"; echo $?',
-        cwd=tmp_path,
-        USP_PYTHON="no-python",
-        USP_NO_INSTALL="0",
-    )
-    assert done.stdout == "1\n"
-    assert "no usable interpreter among: no-python" in done.stderr
-    assert not (copy / ".venv").exists()

@@ -43,10 +43,6 @@ def printed(name: str, *arguments: str, **settings: str) -> str:
     return done.stdout.replace(str(ROOT), "$ROOT")
 
 
-def test_sft_has_at_most_120_lines():
-    assert len((FOLDER / "sft.py").read_text().splitlines()) <= 120
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_dry_run_prints_the_golden_command(name):
     assert printed(name) == golden(name).read_text()

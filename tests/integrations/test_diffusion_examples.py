@@ -36,11 +36,6 @@ def value(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-@pytest.mark.parametrize("name", ["generate", "train_flow_matching"])
-def test_a_program_has_at_most_150_lines(name):
-    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 150
-
-
 @pytest.mark.parametrize("gpus", ["2", "4", "8"])
 @pytest.mark.parametrize("name", ["generate_flux_usp", "generate_wan_usp", "train_flux_lora_usp"])
 def test_scripts_take_the_number_of_gpus(name, gpus):
@@ -53,14 +48,6 @@ def test_scripts_take_the_number_of_gpus(name, gpus):
     else:
         assert value(command, "--deepspeed") == '{"zero_optimization": {"stage": 2}}'
         assert value(command, "--sequence-parallel-size") == gpus
-
-
-def test_the_readme_lists_the_scripts_and_settings():
-    text = (FOLDER / "README.md").read_text()
-    assert all(f"`{path.name}`" in text for path in FOLDER.glob("*_usp*.sh"))
-    settings = [x.split()[1] for x in (FOLDER / "launch.sh").read_text().splitlines()
-                if x.startswith("setting ")]  # fmt: skip
-    assert [x for x in settings if f"`{x.upper()}`" not in text] == ["program"]
 
 
 REFUSED = [

@@ -1,4 +1,4 @@
-"""Rules that no linter knows, read off the syntax tree; each rule catches a violation shown to it.
+"""Rules that no linter knows, read off the syntax tree.
 
 Layers and the oracle's independence are contracts of import-linter; the environment, ``assert`` and
 optional libraries are rules of ruff: both in ``pyproject.toml``, run by ``scripts/lint.sh``.
@@ -6,7 +6,7 @@ optional libraries are rules of ruff: both in ``pyproject.toml``, run by ``scrip
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -133,54 +133,19 @@ def no_mutable_globals(file: Source) -> Iterator[str]:
             yield f"{node.lineno}: {name} is mutable"
 
 
-# A rule, and what it must catch: (path, text).
-VIOLATIONS: dict[Callable[[Source], Iterator[str]], list[tuple[str, str]]] = {
-    no_process_groups: [
-        ("ds_usp/kernels/a.py", "import torch.distributed as dist"),
-        ("ds_usp/memory/a.py", "def f():\n    from torch import distributed"),
-        ("ds_usp/kernels/a.py", "import torch\ntorch.distributed.barrier()"),
-    ],
-    public_names: [
-        ("megatron_patches/a.py", "from ds_usp.comm.mesh import SequenceMesh"),
-        ("examples_deepspeed/x/a.py", "import ds_usp.geometry.layout"),
-        ("examples_deepspeed/x/a.py", "import ds_usp\nds_usp.comm.mesh.SequenceMesh"),
-        ("examples_deepspeed/x/a.py", "from ds_usp.errors import Missing"),
-    ],
-    no_mutable_globals: [
-        ("ds_usp/comm/a.py", "cache = {}"),
-        ("ds_usp/comm/a.py", "names: Sequence[str] = ['a']"),
-        ("ds_usp/comm/a.py", "if x:\n    seen = set()"),
-        ("ds_usp/comm/a.py", "table = collections.defaultdict(list)"),
-    ],
-}
-ALLOWED = [
-    ("examples_deepspeed/x/a.py", "import deepspeed\nimport ds_usp\nds_usp.errors.MeshError"),
-    ("megatron_patches/a.py", "from ds_usp.errors import MeshError\nfrom ds_usp import MaskSpec"),
-    ("ds_usp/a.py", "__all__ = ['a']\nKINDS: Final = {'a': 1}\nT = (1,)\ndef f():\n    x = []"),
-]
-CAUGHT = [(rule, path, text) for rule, cases in VIOLATIONS.items() for path, text in cases]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def parsed_project() -> None:
     """Parse all files once, outside of any case's time."""
     project()
 
 
-@pytest.mark.parametrize("rule", VIOLATIONS, ids=lambda rule: rule.__name__)
+RULES = (no_process_groups, public_names, no_mutable_globals)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_project_keeps_the_rule(rule):
     broken = [f"{file.path}:{message}" for file in project() for message in rule(file)]
     assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
-
-
-@pytest.mark.parametrize(("rule", "path", "text"), CAUGHT)
-def test_a_violation_is_caught(rule, path, text):
-    assert len(list(rule(source(path, text)))) == 1
-
-
-@pytest.mark.parametrize(("path", "text"), ALLOWED)
-def test_what_is_allowed_passes(path, text):
-    assert [message for rule in VIOLATIONS for message in rule(source(path, text))] == []
 
 
 def test_packages_keep_to_their_budget_of_lines():

@@ -32,40 +32,7 @@ def test_tables_are_made_of_the_results(name):
     assert stale != text and tables.rewritten(stale) == text
 
 
-def test_headlines_compare_the_fastest_mesh_with_the_fastest_other_method(tmp_path, monkeypatch):
-    rows = [
-        '16K,"stock, TransformerEngine\'s layers",400.0',
-        '16K,"TE p2p, TransformerEngine\'s layers",560.0',
-        '16K,"ds_usp 2x1 cudnn, TransformerEngine\'s layers",500.0',
-        '16K,"ds_usp 1x2 cudnn, TransformerEngine\'s layers",499.0',
-        '16K,"ds_usp 1x2 flash4, TransformerEngine\'s layers",480.0',
-        '16K,"ds_usp 1x2 cudnn, local layers",450.0',
-        '32K,"TE a2a, TransformerEngine\'s layers",100.0',
-    ]
-    (tmp_path / "steps.csv").write_text("\n".join(["workload,contender,ms", *rows]))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    case, layers = ("a", "steps.csv", "16K"), tables.TE_LAYERS
-    cases = [(*case, f"{kernel}, {layers}") for kernel in ("cudnn", "flash4")]
-    *_, cudnn, flash4 = tables.headline_table(cases).splitlines()
-    assert cudnn == "| a | 499.0 ms, 1 x 2 | 560.0 ms, TransformerEngine `p2p` | 1.122 |"
-    assert flash4 == "| a | 480.0 ms, 1 x 2 | 560.0 ms, TransformerEngine `p2p` | 1.167 |"
-
-
 # ------------------------------------------------------------------ what is timed, and how
-
-
-def test_a_baseline_warms_up_the_clock_before_it_is_timed(monkeypatch):
-    calls: list[str] = []
-
-    def seconds(_: bench_harness.Session, step: bench_harness.Step, repeats: int = 1) -> float:
-        calls.append(f"{repeats} timed")
-        return 0.1
-
-    monkeypatch.setattr(bench_harness.Session, "seconds", seconds)
-    steps = {"first": lambda: calls.append("a"), "second": lambda: calls.append("b")}
-    assert SESSION.medians(steps, 2, 5, 0.25) == {"first": 0.1, "second": 0.1}
-    one_round = ["1 timed", *["a"] * 3, "5 timed", "1 timed", *["b"] * 3, "5 timed"]
-    assert calls == 2 * one_round
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
 from itertools import chain, combinations, permutations
 from pathlib import Path
 from typing import Any
@@ -287,14 +286,6 @@ def test_default_order_puts_tensor_parallelism_innermost_and_the_pipeline_outerm
     assert steps == {"tp": 1, "ulysses": 2, "ring": 4, "dp": 8, "pp": 16}
 
 
-def test_a_grid_is_a_value():
-    grid = RankGrid({"tp": 2})
-    assert grid == RankGrid({"tp": 2, "dp": 1}) and hash(grid) == hash(RankGrid({"tp": 2}))
-    assert grid != RankGrid({"dp": 2})
-    with pytest.raises(AttributeError):
-        grid.order = ("dp",)  # type: ignore[misc]
-
-
 GRID = RankGrid({"tp": 2, "ring": 3})
 HOST = {"ds_sequence_parallel_size": 4, "ulysses_degree": 3}
 # Calls that make no sense, and the numbers of the message.
@@ -334,14 +325,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 def test_what_makes_no_sense_is_refused_with_the_number(call, number):
     with pytest.raises(ConfigError, match=re.escape(number)):
         call()
-
-
-def test_defaults_are_one_rank_with_zigzag():
-    assert USPConfig() == USPConfig(
-        sp_degree=1, ulysses_degree=None, layout="zigzag", order="ulysses-ring", kernel="auto"
-    )
-    with pytest.raises(FrozenInstanceError):
-        USPConfig().sp_degree = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

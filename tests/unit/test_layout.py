@@ -135,15 +135,6 @@ def test_gradients_flow_through_shard_and_gather(kind):
     torch.testing.assert_close(grad, weight * owner, rtol=0, atol=0)
 
 
-def test_a_layout_is_a_value_that_prints():
-    layout = TokenLayout("striped", 64, ulysses=2, ring=4)
-    assert layout == TokenLayout("striped", 64, 2, 4) != TokenLayout("striped", 64, 4, 2)
-    assert hash(layout) == hash(TokenLayout("striped", 64, 2, 4))
-    assert str(layout) == "striped(64 tokens, ulysses 2 x ring 4)"
-    with pytest.raises(AttributeError):
-        layout.ring = 2  # type: ignore[misc]
-
-
 LAYOUT = TokenLayout("zigzag", 16, 2, 2)
 X = torch.zeros(2, 16, 3)
 SHARDS = [LAYOUT.shard(X, 1, rank) for rank in range(4)]

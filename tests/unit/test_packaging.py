@@ -10,7 +10,6 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
-import fast_tier
 import pytest
 from packaging.version import Version
 from programs import python
@@ -211,11 +210,6 @@ def test_links_and_paths_exist(path):
     assert missing(path, path.read_text(encoding="utf-8")) == []
 
 
-def test_a_missing_file_anchor_and_path_are_found():
-    text = "# One thing\n[a](no.md) [b](#one-thing) [c](#two) `ds_usp/no.py` `docs/` `no.csv`"
-    assert missing(ROOT / "README.md", text) == ["no.md", "#two", "ds_usp/no.py", "no.csv"]
-
-
 @pytest.mark.parametrize(
     ("name", "lines", "words"), [("README.md", 150, 1300), ("ARCHITECTURE.md", 150, 1500)]
 )
@@ -229,12 +223,6 @@ def test_every_result_is_in_the_index():
     names = {path.name for path in RESULTS.iterdir()} - {"README.md"}
     listed = re.findall(r"`([\w.]+\.(?:csv|svg|jsonl?|txt))`", index.partition("|---")[2])
     assert names == set(listed)
-
-
-def test_cases_are_spread_over_their_function():
-    assert fast_tier.spread(10, 3) == {0, 3, 6}
-    assert fast_tier.spread(2, 5) == {0, 1}
-    assert fast_tier.function_of("tests/unit/test_x.py::test_y[a[0]]") == "unit/test_x.py::test_y"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -78,33 +77,6 @@ def test_lengths_in_powers_of_1024(capsys):
     line = "memory --model 7b --ring 4 --recompute full --zero 3 --seq-len {} --json"
     written = [run(capsys, line.format(length)) for length in ("131072", "128K", "128k")]
     assert written[0] == written[1] == written[2]
-
-
-COMPONENTS = ("weights", "activations", "logits", "exchange", "transient", "workspace")
-
-LEGEND_OF = {
-    "plan": (*COMPONENTS, "ulysses x ring", "mb", "loss", "recompute", "offload", "MFU", "step s"),
-    "memory": COMPONENTS,
-    "max-length": (*COMPONENTS, "tokens", "GPU, host", "ends with"),
-    "longest": (*COMPONENTS, "tokens", "GPU, host", "ends with"),
-    "comm": (),
-}
-
-
-@pytest.mark.parametrize("command", LEGEND_OF)
-def test_help_states_one_default_a_flag_and_what_columns_mean(capsys, command):
-    with pytest.raises(SystemExit):
-        main([command, "--help"], prog="ds-usp")
-    text = capsys.readouterr().out
-    name = "max-length" if command == "longest" else command
-    assert text.startswith(f"usage: ds-usp {name} ")
-    options, _, legend = re.split(
-        r"\n((?:columns|components) of )", text + "\ncolumns of ", maxsplit=1
-    )
-    assert all(f"  {word}" in legend or f", {word}" in legend for word in LEGEND_OF[command])
-    assert "None" not in options and "False" not in options
-    for option in " ".join(options.split()).split(" --")[1:]:
-        assert option.count("default") <= 1, option
 
 
 STARTED = """

@@ -51,27 +51,6 @@ def test_names_arguments_defaults_and_flags_are_frozen():
     )
 
 
-def test_a_frozen_line_has_what_a_caller_may_write():
-    class Door:
-        def __init__(self, mesh: object, *, layout: str = "zigzag") -> None: ...
-        @classmethod
-        def build(cls, grid: int) -> Door: ...
-        @property
-        def degree(self) -> int: ...
-        def _hidden(self) -> None: ...
-
-    lines = ["a.Door(mesh, *, layout='zigzag')", "a.Door.build(grid)", "a.Door.degree"]
-    assert list(reference_pages.frozen("a.Door", Door)) == lines
-    assert list(reference_pages.frozen("a.MeshError", ds_usp.MeshError)) == [
-        "a.MeshError: USPError"
-    ]
-    assert list(reference_pages.frozen("a.N", -100)) == ["a.N = -100"]
-    assert reference_pages.FLAG.findall("  -h, --help  shows\n  --out F, see --in\n") == [
-        "--help",
-        "--out",
-    ]
-
-
 def test_every_error_is_public_and_a_value_error():
     own = {n: e for n, e in vars(errors).items() if getattr(e, "__module__", "") == errors.__name__}
     kinds = {n: e for n, e in own.items() if isinstance(e, type)}

@@ -5,7 +5,6 @@ Their names are frozen by tests/data/public_api.txt.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -61,15 +60,6 @@ def test_ranges_end_where_they_should():
     assert accepts("--usp-offload-ratio", "1") and not accepts("--usp-offload-ratio", "1.01")
     with pytest.raises(ConfigError, match="see --usp-recompute"):
         parse(["--usp-recomputee", "full"])
-
-
-def test_a_help_text_states_one_default():
-    formatter = PARSER._get_formatter()
-    for action in PARSER._actions:
-        if action.help != argparse.SUPPRESS:
-            text = formatter._expand_help(action)
-            assert text and text.count("default") <= 1, text
-            assert "None" not in text and "False" not in text, text
 
 
 # Flags, ranks, the error and what it names.

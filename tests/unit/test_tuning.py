@@ -340,13 +340,3 @@ def test_copy_engines_are_refused_in_a_graph_where_all_streams_share_a_queue(mon
     assert not copies(Tuning(copies=False)) and not copies(no_copies=NO_COPIES)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert copies()
-
-
-def test_resolved_tunings_have_different_signatures():
-    values = product((1, 2), *[(False, True)] * 2)
-    assert len({str(ResolvedTuning(*value)) for value in values}) == 8
-
-
-def test_equal_tunings_are_one_value():
-    assert Tuning(2, True) == Tuning(chunks=2, gather=True) and len({Tuning(), Tuning()}) == 1
-    assert Tuning() == Tuning("auto", "auto", "auto") == AUTO_TUNING
