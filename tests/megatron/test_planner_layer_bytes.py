@@ -21,7 +21,8 @@ GPT = """
     --num-layers 1 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --bf16 --device cpu
     --micro-batch-size 1 --make-vocab-size-divisible-by 2
 """
-GATED = "--swiglu --ffn-hidden-size 704 --disable-bias-linear"
+GATED = "--swiglu --ffn-hidden-size 704 --disable-bias-linear --use-rotary-position-embeddings"
+GROUPED = " --num-key-value-heads 2"
 POLICIES = ("none", "gemm-last", "attention", "full")
 
 
@@ -80,11 +81,18 @@ def over_formula(
 
 
 @pytest.mark.parametrize(
-    ("world", "ulysses", "policies", "chunks"),
-    [(1, [1], ("none",), (0,)), (2, [2], POLICIES, (0, 3)), (4, [4, 2, 1], ("none", "full"), (0,))],
+    ("world", "ulysses", "policies", "chunks", "more"),
+    [
+        (1, [1], ("none",), (0,), ""),
+        (2, [2], POLICIES, (0, 3), ""),
+        (4, [1], ("attention",), (0,), ""),
+        (4, [4, 2], ("none", "attention"), (0,), GROUPED),
+    ],
 )
-def test_every_policy_on_every_mesh_saves_what_the_formula_says(world, ulysses, policies, chunks):
-    cases = [*product(policies, chunks, ("", f"{GATED} --use-rotary-position-embeddings"))]
+def test_every_policy_on_every_mesh_saves_what_the_formula_says(
+    world, ulysses, policies, chunks, more
+):
+    cases = [*product(policies, chunks, ("", f"{GATED}{more}"))]
     for ratios in fork_world(over_formula, world, ulysses=ulysses, cases=cases):
         assert len(ratios) == len(ulysses) * len(cases)
         wrong = {

@@ -99,24 +99,6 @@ def test_a_call_of_plain_values_is_the_call():
     assert plain_values(made) == values
 
 
-def test_other_soft_caps_are_in_the_graph_too():
-    """From the second value on a number is a symbol."""
-    mesh = SequenceMesh.single()
-    layout, mask = mesh.layout("contiguous", 16), ds_usp.MaskSpec.causal()
-
-    def attend(x: torch.Tensor, cap: float) -> torch.Tensor:
-        scores = ds_usp.Scores(softcap=cap)
-        out: torch.Tensor = ds_usp.usp_attention(
-            x, x, x, mesh=mesh, layout=layout, mask=mask, kernel="eager", scores=scores
-        )
-        return out
-
-    compiled = torch.compile(attend, fullgraph=True, backend="eager")
-    x = torch.randn(1, 16, 2, 8)
-    for cap in (3.0, 5.0, 7.5):
-        assert torch.equal(compiled(x, cap), attend(x, cap))
-
-
 def values_of(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> list[Any] | None:
     tuning = ds_usp.Tuning(chunks=2, gather=True, copies=False)
     options = AttentionOptions(

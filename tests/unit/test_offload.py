@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_usp import ConfigError, RecomputeError
 from ds_usp.memory import RECOMPUTE, LayerMemory, Offload
 from ds_usp.memory import offload as offload_module
-from ds_usp.memory.offload import HostDeviceCopier, HostStorages, PinnedBlockPool
+from ds_usp.memory.offload import HostDeviceCopier, HostStorages
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape
@@ -184,15 +184,6 @@ def test_host_memory_is_used_again():
     made = moving.copier.pool.num_blocks
     in_turn(model, model.inputs(4))
     assert 0 < made == moving.copier.pool.num_blocks
-
-
-def test_an_allocation_of_several_blocks():
-    blocks = PinnedBlockPool(pinned=False, block_bytes=8)
-    allocation = blocks.allocate(20)
-    assert blocks.num_blocks == 3
-    assert [len(piece) for piece in allocation.slices(0, 20)] == [8, 8, 4]
-    assert [len(piece) for piece in allocation.slices(5, 17)] == [3, 8, 1]
-    assert [len(piece) for piece in allocation.slices(9, 11)] == [2]
 
 
 def test_two_views_of_one_storage_are_offloaded_once():

@@ -37,13 +37,6 @@ from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic
 SMALL = ModelShape("small", 4, 64, 96, 8, 4, 1000)
 
 
-def test_flop_by_hand():
-    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96
-    assert SMALL.matrix_elements == per_layer
-    causal = 4 * 6 * 64 * 512  # layers x forward and backward x width x half the sequence x 2 / 2
-    assert model_flop_per_token(SMALL, 512) == 6 * (4 * per_layer + 64 * 1000) + causal
-
-
 def test_packed_documents_see_less():
     whole, packed = (model_flop_per_token(SMALL, 512, docs) for docs in ((), (256, 128, 128)))
     matrices = model_flop_per_token(SMALL, 0)
@@ -115,15 +108,6 @@ def test_saved_virtual_stages(pp, layers, schedule, micro_batches, expected):
     assert [saved_virtual_stages(work, config, stage) for stage in range(pp)] == expected
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_zero_shares_states_over_dp_and_sp(zero):
-    config = ParallelConfig(ulysses=2, ring=2, dp=2, zero=zero)
-    weights, gradients, optimizer = states_bytes(1000, config)
-    assert weights == 2000 / (8 if zero == 3 else 1)
-    assert gradients == 4000 / (8 if zero >= 2 else 1)
-    assert optimizer == 12000 / (8 if zero >= 1 else 1)
-
-
 def test_stages_hold_all_parameters():
     for name in ("llama3-8b", "gpt-1.3b"):
         work = Workload(load_model(name), 1024, 4)
@@ -190,21 +174,6 @@ def test_fp32_gradients_of_the_ring_are_twice_as_many_bytes():
     plain, wide = (attention_bytes(work, config, 1, gradient_bytes=size) for size in (2, 4))
     assert wide.ring_dkv_backward == 2 * plain.ring_dkv_backward
     assert wide.ring_kv_backward == plain.ring_kv_backward
-
-
-def test_step_traffic():
-    work = Workload(SMALL, 256, 8)
-    elements = stage_elements(work, ParallelConfig(), 0)
-    once = elements * 3 / 4
-    for zero, gradients, parameters in (
-        (0, 8 * once, 0),
-        (1, 4 * once, 2 * once),
-        (2, 2 * 4 * once, 2 * once),
-        (3, 2 * 4 * once, 2 * 2 * 2 * once),
-    ):
-        sent = step_traffic(work, ParallelConfig(dp=4, zero=zero))
-        assert (sent.gradients, sent.parameters) == (gradients, parameters), zero
-    assert step_traffic(work, ParallelConfig(zero=1)).total == 0
 
 
 # ------------------------------------------------------------------ impossible cuts
