@@ -5,7 +5,7 @@ compares its shard of the results with the fp64 oracle's.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -19,7 +19,6 @@ import ds_usp
 from ds_usp import testing as oracle
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.geometry.layout import KINDS
-from ds_usp.geometry.masks import Area
 
 # Every row of the table of layouts but the one that is made for documents.
 ALL_LAYOUTS = tuple(kind for kind in KINDS if kind != "balanced")
@@ -82,14 +81,6 @@ def rectangles_of(
 ONE_TREE = ((0, 8, None), (8, 16, 0), (16, 24, 0), (24, 32, 2), (32, 40, 2))
 
 
-class SeesASibling(ds_usp.MaskSpec):
-    """A planted error of :data:`ONE_TREE`: a branch sees the last key of the one before it."""
-
-    def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
-        yield from super().areas_of(sample)
-        yield (Area(16, 24, 15, 16),)
-
-
 @dataclass(frozen=True)
 class Case:
     """One attention call, without the mesh that it runs on."""
@@ -116,7 +107,6 @@ class Case:
     blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
     # Segments (start, end, parent) of a tree, once for all samples or for each of them.
     tree: tuple[tuple[tuple[int, int, int | None], ...], ...] = ()
-    sees_a_sibling: bool = False  # planted in what is computed
     as_rectangles: bool = False  # the tree of all samples
     # Of another sequence of keys: its tokens and the kind of their layout.
     keys: tuple[int, str] | None = None
@@ -127,8 +117,7 @@ class Case:
         if self.tree:
             if self.as_rectangles:
                 return ds_usp.MaskSpec.rectangles(rectangles_of(self.tree[0]), self.seq_len)
-            planted = SeesASibling if self.sees_a_sibling else ds_usp.MaskSpec
-            return planted.tree(self.tree)
+            return ds_usp.MaskSpec.tree(self.tree)
         return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix, self.blocks)
 
     @property

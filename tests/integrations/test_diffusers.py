@@ -1,9 +1,10 @@
 """Diffusion transformers on 4 ranks: every class with a plan, at every split of ulysses x ring,
-lengths that ranks share unevenly, padded text; checkpointing; pipelines."""
+lengths that ranks share unevenly, padded text; checkpointing.
 
-from collections.abc import Callable
+Pipelines: test_diffusion_sampling.py."""
+
+from collections.abc import Callable, Collection
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import further_diffusers
@@ -12,7 +13,7 @@ import torch
 from cases import mesh_of
 from harness import RankContext
 from model_runs import BOUND, Result, counted_attention, mean_gradients, relative, take_gradients
-from tiny_diffusers import MASKS, VARIANTS, arguments, build, flux_pipeline, output_of, wan_pipeline
+from tiny_diffusers import MASKS, VARIANTS, arguments, build, output_of
 from torch import Tensor
 
 import ds_usp
@@ -36,9 +37,10 @@ def cases_of(name: str) -> dict[str, dict[str, Any]]:
     return cases
 
 
-def meshes_of(case: str) -> tuple[int, ...]:
-    """Ulysses degrees: of lengths that divide the one with a ring, of padding either alone."""
-    return {"even": (2,), "padded": (4, 1)}.get(case, ULYSSES)
+def meshes_of(case: str, cases: Collection[str]) -> tuple[int, ...]:
+    """Ulysses degrees: of lengths that divide the one with a ring, of others either alone, where
+    there are both."""
+    return (2,) if case == "even" else (4, 1) if case == "padded" or "even" in cases else ULYSSES
 
 
 def forward_and_backward(transformer: Any, *passes: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -80,7 +82,7 @@ def every_case(ctx: RankContext, name: str) -> Errors:
             transformer.disable_gradient_checkpointing()
         with enable(transformer, mesh_of(ulysses)):
             for case, given in cases.items():
-                if ulysses not in meshes_of(case):
+                if ulysses not in meshes_of(case, cases):
                     continue
                 have = on_the_mesh(transformer, given)
                 if case in wants:
@@ -98,7 +100,8 @@ def check(errors: list[Errors], count: int) -> None:
 @pytest.mark.parametrize("name", [*PLANS, *VARIANTS])
 def test_outputs_and_gradients_are_exact_at_every_split(pool, name):
     errors = pool.run(every_case, WORLD, name=name)
-    check(errors, sum(len(meshes_of(case)) for case in cases_of(name)))
+    cases = cases_of(name)
+    check(errors, sum(len(meshes_of(case, cases)) for case in cases))
 
 
 # ------------------------------------------------------------------ gradients
@@ -183,10 +186,6 @@ def sharded_parameters(ctx: RankContext) -> Errors:
         for name, p in transformer.named_parameters()
     }
     return {f"rank {ctx.rank}": Result(loss, output, gradients).error(want)}
-
-
-def by_ddp(model: Any) -> Any:
-    return torch.nn.parallel.DistributedDataParallel(model)
 
 
 def by_accelerate(model: Any) -> Any:
@@ -279,7 +278,6 @@ TRAINED: dict[str, Callable[[RankContext], Errors]] = {
     "sums, Lumina 2": partial(summed, name="Lumina2Transformer2DModel"),
     "two meshes": of_two_meshes,
     "FSDP2": sharded_parameters,
-    "DDP": partial(replicated, prepare=by_ddp),
     "Accelerate": partial(replicated, prepare=by_accelerate),
     "LoRA": adapted,
 }
@@ -386,52 +384,3 @@ def bf16_errors(ctx: RankContext, name: str) -> tuple[float, float]:
 def test_autocast_is_as_exact_as_on_one_rank(pool, name):
     for one, have in pool.run(bf16_errors, WORLD, name=name):
         assert 1e-4 < have < 1.5 * one
-
-
-# ------------------------------------------------------------------ pipelines
-
-
-def latents(ctx: RankContext, kind: str) -> list[tuple[float, Tensor]]:
-    """Latents after some steps on each mesh: their error, and themselves."""
-    pipeline, sample = (flux_pipeline if kind == "flux" else wan_pipeline)()
-    want = sample(pipeline)
-    results = []
-    for ulysses in ULYSSES:
-        with enable(pipeline, mesh_of(ulysses)) as enabled:
-            assert len(enabled.transformers) == (1 if kind == "flux" else 2)
-            have = sample(pipeline)
-        results.append((relative(have, want), have))
-    return results
-
-
-@pytest.mark.parametrize("kind", ["flux", "wan"])
-def test_pipelines_give_one_rank_s_latents_on_every_rank(pool, kind):
-    """Wan's has two transformers, one for each part of the steps, and guidance."""
-    by_rank = pool.run(latents, WORLD, kind=kind)
-    for index in range(len(ULYSSES)):
-        assert max(results[index][0] for results in by_rank) <= BOUND
-        assert all(torch.equal(results[index][1], by_rank[0][index][1]) for results in by_rank)
-
-
-def with_cache_dit(ctx: RankContext) -> tuple[float, list[int], list[int]]:
-    """The error, and the steps whose blocks it left out on one rank and on the mesh."""
-    import cache_dit
-
-    config = cache_dit.DBCacheConfig(
-        Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=0.85
-    )
-    outputs, steps = [], []
-    for mesh in (ds_usp.SequenceMesh.single(), mesh_of(2)):
-        pipeline, sample = flux_pipeline()
-        cache_dit.enable_cache(pipeline, cache_config=config)
-        with enable(pipeline, mesh):
-            outputs.append(sample(pipeline, num_inference_steps=6))
-        steps.append(cache_dit.summary(pipeline, logging=False)[0].cached_steps)
-    return relative(outputs[1], outputs[0]), *steps
-
-
-@pytest.mark.skipif(find_spec("cache_dit") is None, reason="cache-dit is not installed")
-def test_cache_dit_decides_alike_on_all_ranks(pool):
-    for error, alone, on_the_mesh in pool.run(with_cache_dit, WORLD):
-        assert error <= BOUND
-        assert alone == on_the_mesh and 0 < len(alone) < 5

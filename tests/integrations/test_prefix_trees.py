@@ -28,8 +28,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-import ds_usp
-from ds_usp import DataError
 from ds_usp.integrations.transformers import enable
 from ds_usp.training import PrefixTree
 from ds_usp.training.prefix_tree import SharedPrefixes
@@ -126,37 +124,6 @@ def test_models_of_a_tree_are_those_of_separate_rows(pool):
     errors = {name: x for each in pool.run(models_as_trees, 4) for name, x in each.items()}
     assert len(errors) == len(CASES)
     assert max(errors.values()) < BOUND, errors
-
-
-def planted(ctx: RankContext, error: str) -> float:
-    model = build("llama")
-    losses: dict[str, Any] = {"train_on_prompt": True}
-    want = separate_rows(model, **losses)
-    batch = PrefixTree(**losses)(examples())
-    if error == "weight":  # one token of a prompt counts once, and not once for each answer
-        batch["loss_weights"][0, 3] -= 1
-    if error == "sibling":  # the second answer goes on after the first one
-        batch["tree"][2, 2] = 1
-        batch["position_ids"] = tree_positions_of(PrefixTree(**losses)(examples()))
-    if error == "label":  # as if the prompt's last token were not in each branch
-        batch["shift_labels"] = batch["shift_labels"].roll(1, 1)
-    with enable(model, mesh_of(2), logits="whole"):
-        if error == "sibling":
-            with pytest.raises(DataError, match="after the parent's last position"):
-                model(**batch)
-            del batch["position_ids"]
-        return as_a_tree(model, batch).error(want)
-
-
-def tree_positions_of(batch: Mapping[str, Tensor]) -> Tensor:
-    mask = ds_usp.MaskSpec.tree(batch["tree"])
-    layout = ds_usp.TokenLayout("contiguous", batch["input_ids"].shape[1])
-    return layout.positions(0, like=batch["input_ids"], mask=mask)[None]
-
-
-@pytest.mark.parametrize("error", ["weight", "sibling", "label"])
-def test_a_planted_error_is_found(pool, error):
-    assert min(pool.run(planted, 4, error=error)) > 1e-3
 
 
 # ------------------------------------------------------------------ trainers

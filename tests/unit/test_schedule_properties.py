@@ -2,12 +2,12 @@
 pair is computed once, and each rank receives exactly what its peers send."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from typing import get_args
 
 import pytest
-from cases import ALL_LAYOUTS, ALL_ORDERS, ONE_TREE, SeesASibling, random_tree
+from cases import ALL_LAYOUTS, ALL_ORDERS, random_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
@@ -345,13 +345,3 @@ def test_schedules_compute_every_pair_once_from_what_peers_send(what, data):
     check_traffic(problem, plans)
     check_order(problem, plans)
     check_bounds(problem, plans)
-
-
-def test_a_branch_that_sees_a_key_of_its_sibling_is_found():
-    layout = TokenLayout("zigzag", 40, 1, 2)
-    right = Problem(layout, None, MaskSpec.tree(ONE_TREE), TileSupport(), False, "only")
-    check_pairs(right, right.schedules(), "steps")
-    check_traffic(right, right.schedules())
-    wrong = replace(right, mask=SeesASibling.tree(ONE_TREE)).schedules()
-    with pytest.raises(AssertionError):
-        check_pairs(right, wrong, "steps")

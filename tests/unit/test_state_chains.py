@@ -136,16 +136,6 @@ def test_doubling_keeps_the_bytes_of_long_chains(ring, exchanges, sent):
     assert max(chains.sent_bytes(rank, 1, 1, 1) for rank in range(ring)) == sent
 
 
-def test_chains_print():
-    layout = TokenLayout("zigzag", 16, 1, 2)
-    text = str(state_chains(layout, normalize_documents([0, 10, 16]), 3))
-    assert text.splitlines()[1:] == [
-        "document 0   0[0:4] -> 1[4:10]",
-        "document 1   1[10:12] -> 0[12:16]",
-        "exchange 0 (direct): 2 maps between ranks",
-    ]
-
-
 def test_what_has_no_chains_is_refused():
     with pytest.raises(LayoutError, match="tokens that are 4 apart"):
         state_chains(TokenLayout("striped", 64, 1, 4), (), 1)
