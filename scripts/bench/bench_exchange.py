@@ -1,0 +1,394 @@
+r"""What each way to exchange heads and keys gains: calls with one part of it left out.
+
+    for n in 1 2 3; do
+        torchrun --nproc-per-node 2 scripts/bench/bench_exchange.py --process $n --out arms_$n.csv
+    done
+    python scripts/bench/bench_exchange.py --decide arms_*.csv
+
+``all`` is what ds_usp does by itself. ``nccl`` leaves out the copy engines, ``no triton`` the
+kernel that packs for them, ``slices`` copy engines and the dense buffer, so that torch copies each
+slice of heads and NCCL sends them. ``plain`` is Ulysses by hand, ``flashinfer`` Ulysses by
+FlashInfer's fused exchange (forward, if it is installed). The kernel ``none`` times the exchanges
+of a forward call alone.
+
+A cell is a shape, a split, a kernel, and eager calls or the replay of a CUDA graph; its arms run
+interleaved. ``ms`` is the time of a step, ``host_ms`` of starting it, both of the slowest rank. The
+Llama step is a forward and backward pass of 8 layers of Llama 3 8B's shape.
+
+``--decide`` prints what a part gains in each cell, by the medians over the files. A gain counts
+where it is above the spread of the files and 2 %, or 5 % below 32K tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from baselines import (
+    Attend,
+    Baseline,
+    check_heads_divide,
+    ds_usp_baseline,
+    even_piece,
+    local_kernel,
+    plain_all_to_alls,
+)
+from bench_harness import Session, Step, Table, common_flags
+from shapes import Shape
+
+import ds_usp
+from ds_usp.attention.tuning import Tuning
+from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.packing import PackPlan
+from ds_usp.geometry.degrees import divisors
+
+SHAPES = (
+    "4608:24:24:128:full:forward",  # Flux, 1024 px
+    "8192:32:8:128:forward",
+    "8192:32:8:128",
+    "32768:32:8:128:forward",
+    "32768:32:8:128",
+    "32768:32:32:128",
+    "32760:40:40:128:full:forward",  # Wan 14B, 480p
+    "131072:32:8:128",
+)
+CELL = ("shape", "split", "kernel", "way")
+COLUMNS = ("process", *CELL, "arm", "ms", "host_ms", "extra_gib")
+NO_KERNEL = "none"
+Split = tuple[int, int]  # Ulysses x ring
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of the exchange that an arm has."""
+
+    copy_engines: bool = True
+    triton_packing: bool = True
+    dense_buffer: bool = True
+
+
+ARMS = {
+    "all": Parts(),
+    "nccl": Parts(copy_engines=False),
+    "no triton": Parts(triton_packing=False),
+    "slices": Parts(copy_engines=False, dense_buffer=False),
+}
+# The arm without a part, and the arm that has it and is otherwise the same.
+JUDGED_BY = {
+    "copy engines": ("nccl", "all"),
+    "Triton packing": ("no triton", "all"),
+    "dense buffer": ("slices", "nccl"),
+}
+
+
+class Switch:
+    """Patches ds_usp so that calls leave out the parts that :attr:`parts` has not."""
+
+    def __init__(self) -> None:
+        self.parts = Parts()
+        resolve_copy_engines = Tuning._resolve_copy_engines
+        uniform: Callable[[HeadAllToAll], Any] = HeadAllToAll._uniform.func
+        fused: Callable[[PackPlan], Any] = PackPlan._fused.func
+        kernels: dict[PackPlan, Any] = {}  # plans are shared by the meshes of all arms
+
+        def copy_engines(tuning: Tuning, *args: Any) -> bool:
+            return self.parts.copy_engines and resolve_copy_engines(tuning, *args)
+
+        def dense_buffer(exchange: HeadAllToAll) -> Any:
+            return uniform(exchange) if self.parts.dense_buffer else None
+
+        def triton_packing(plan: PackPlan) -> Any:
+            if plan not in kernels:
+                kernels[plan] = fused(plan)
+            return kernels[plan] if self.parts.triton_packing else None
+
+        cached = cached_property(dense_buffer)  # an exchange belongs to the mesh of its arm
+        cached.__set_name__(HeadAllToAll, "_uniform")
+        patches = (
+            (Tuning, "_resolve_copy_engines", copy_engines),
+            (HeadAllToAll, "_uniform", cached),
+            (PackPlan, "_fused", property(triton_packing)),
+        )
+        for owner, name, patched in patches:
+            setattr(owner, name, patched)
+
+    def step(self, arm: str, step: Step) -> Step:
+        """A step with the parts of an arm."""
+
+        def run() -> None:
+            self.parts = ARMS.get(arm, Parts())
+            step()
+
+        return run
+
+
+@dataclass
+class Arm:
+    """One arm of a cell, with its times in milliseconds."""
+
+    step: Step
+    extra_gib: float = float("nan")
+    ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+
+
+class Run:
+    """One process group that measures all cells."""
+
+    def __init__(self, session: Session, args: argparse.Namespace, table: Table) -> None:
+        self.session, self.args, self.table, self.switch = session, args, table, Switch()
+        ranks = list(range(session.world))
+        self.splits = [(u, session.world // u) for u in reversed(divisors(session.world))]
+        # Equal groups share a mesh, and a mesh its plans: so each arm has a group of its own.
+        self.meshes = {
+            (split, arm): ds_usp.SequenceMesh.from_group(dist.new_group(ranks), split[0])
+            for split in self.splits
+            for arm in self.arms_of(split)
+        }
+
+    @staticmethod
+    def arms_of(split: Split) -> list[str]:
+        """The arms of a split; a ring alone packs no heads."""
+        return list(ARMS) if split[0] > 1 else ["all", "nccl"]
+
+    def baselines(self, shape: Shape, split: Split, kernel: str) -> dict[str, Baseline]:
+        """What is compared in the cells of a shape, split and kernel."""
+        arms = self.arms_of(split)
+        if kernel != NO_KERNEL:
+            of_arms = {arm: ds_usp_baseline(self.meshes[split, arm], kernel) for arm in arms}
+        elif split[1] > 1 or not shape.forward:
+            return {}
+        else:
+            of_arms = {arm: exchanges_alone(self.meshes[split, arm], ARMS[arm]) for arm in arms}
+        if split[1] == 1:
+            plain = next(iter(plain_all_to_alls([kernel])))
+            if kernel == NO_KERNEL:
+                plain = plain_exchanges()
+            of_arms["plain"] = plain
+            if shape.forward and self.session.on_gpu:
+                of_arms["flashinfer"] = flashinfer(kernel)
+        return of_arms
+
+    def cells(self, shape: Shape, split: Split, kernel: str) -> None:
+        """Time the arms, eager and in CUDA graphs."""
+        session = self.session
+        eager, graphs = dict[str, Arm](), dict[str, Arm]()
+        for name, baseline in self.baselines(shape, split, kernel).items():
+            self.switch.parts = ARMS.get(name, Parts())
+            step = baseline.prepared(session, shape)
+            if step is None:
+                continue
+            step = self.switch.step(name, step)
+            eager[name] = Arm(step, baseline.extra_gib(session, step))
+            if session.on_gpu:
+                replay = session.try_all_ranks(partial(session.capture_graph, step))
+                if isinstance(replay, str):
+                    session.print0(f"{shape}  {name}: no CUDA graph, {replay}")
+                else:
+                    graphs[name] = Arm(replay, eager[name].extra_gib)
+        ms_at_500_tflops = 2 * shape.tflop / session.world
+        repeats = min(max(int(10 / ms_at_500_tflops), 3), 30) if session.on_gpu else 2
+        self.time([*eager.values(), *graphs.values()], self.args.rounds, repeats)
+        self.report(str(shape), split, kernel, "eager", eager)
+        self.report(str(shape), split, kernel, "graph", graphs)
+
+    def llama(self, tokens: int, split: Split) -> None:
+        """Time a step of a model under each arm."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from ds_usp.integrations.transformers import enable
+
+        session, sizes = self.session, (4096, 14336, 32, 8)
+        if not session.on_gpu:
+            sizes = (64, 128, 4, 4)
+        config = LlamaConfig(
+            hidden_size=sizes[0],
+            intermediate_size=sizes[1],
+            num_attention_heads=sizes[2],
+            num_key_value_heads=sizes[3],
+            num_hidden_layers=8,
+            max_position_embeddings=tokens,
+        )
+        torch.manual_seed(0)
+        with session.device:
+            model = LlamaForCausalLM(config).to(torch.bfloat16)
+            ids = torch.randint(0, config.vocab_size, (1, tokens))
+
+        def step() -> None:
+            model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+
+        arms = {name: Arm(self.switch.step(name, step)) for name in self.arms_of(split)}
+        for _ in range(3):
+            for name, arm in arms.items():
+                enable(model, self.meshes[split, name], loss_chunks=8)
+                arm.step()  # the plans of this mesh
+                self.time([arm], rounds=1, repeats=3)
+        self.report(f"Llama step {tokens // 1024}K", split, "auto", "eager", arms)
+
+    def time(self, arms: Iterable[Arm], rounds: int, repeats: int) -> None:
+        """Time each arm once a round."""
+        session = self.session
+        for _, arm in itertools.product(range(rounds), arms):
+            host_s = 0.0
+
+            def steps(arm: Arm = arm) -> None:
+                nonlocal host_s
+                begin = time.perf_counter()
+                for _ in range(repeats):
+                    arm.step()
+                host_s = time.perf_counter() - begin
+
+            arm.step()
+            step_ms = session.seconds(steps) * 1e3 / repeats
+            arm.ms.append(step_ms)
+            (host_ms,) = session.all_reduced([host_s * 1e3 / repeats], dist.ReduceOp.MAX)
+            arm.host_ms.append(host_ms)
+
+    def report(
+        self, shape: str, split: Split, kernel: str, way: str, arms: Mapping[str, Arm]
+    ) -> None:
+        """Write and print the rows of a cell."""
+        for name, arm in arms.items():
+            ms, host_ms = statistics.median(arm.ms), statistics.median(arm.host_ms)
+            cell = shape, f"{split[0]}x{split[1]}", kernel, way, name
+            numbers = f"{ms:.4f}", f"{host_ms:.4f}", f"{arm.extra_gib:.3f}"
+            self.table.add([str(self.args.process), *cell, *numbers])
+            self.session.print0(f"{'  '.join(cell):60} {ms:9.3f} ms, host {host_ms:8.3f} ms")
+
+
+def head_ranges(heads: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """Equally many heads for each rank."""
+    return tuple((rank * heads // ranks, (rank + 1) * heads // ranks) for rank in range(ranks))
+
+
+def exchanges_alone(mesh: ds_usp.SequenceMesh, parts: Parts) -> Baseline:
+    """The exchanges of a forward call: q, k and v to heads, and as much as the output back."""
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
+        layout = mesh.layout("contiguous", shape.seq_len)
+        q_ranges = head_ranges(shape.heads, mesh.sp_degree)
+        kv_ranges = head_ranges(shape.kv_heads, mesh.sp_degree)
+        copies = parts.copy_engines and torch.cuda.is_available()
+        qkv = HeadAllToAll(mesh, (layout,) * 3, (q_ranges, kv_ranges, kv_ranges), copies)
+        back = HeadAllToAll(mesh, (layout,), (q_ranges,), copies)
+        if copies:
+            most = qkv.staging_bytes(shape.batch, [shape.head_dim] * 3, itemsize=2)
+            mesh.reserve({"all_to_all": most}, torch.device("cuda", torch.cuda.current_device()))
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            heads = qkv.to_heads(tensors)[:1]
+            outs = back.alloc_outputs(heads)
+            back.to_sequence(heads, outs)
+            return outs[0]
+
+        return run, shape, layout.positions(mesh.rank)
+
+    return Baseline("exchanges", NO_KERNEL, attend, mesh)
+
+
+def plain_exchanges() -> Baseline:
+    """The same as four all-to-alls, each packed by torch."""
+    from baselines import AllToAll
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
+        check_heads_divide(shape)
+        positions = even_piece(shape)
+        lengths = [len(positions)] * dist.get_world_size()
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            heads = [AllToAll.apply(x, lengths, True) for x in tensors]
+            out: torch.Tensor = AllToAll.apply(heads[0], lengths, False)
+            return out
+
+        return run, shape, positions
+
+    return Baseline("plain exchanges", NO_KERNEL, attend)
+
+
+def flashinfer(kernel: str) -> Baseline:
+    """Ulysses by FlashInfer's fused exchange, forward."""
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
+        from flashinfer.comm.ulysses import UlyssesCommunicator
+
+        check_heads_divide(shape)
+        positions = even_piece(shape)
+        most = 2 * shape.batch * len(positions) * shape.heads * shape.head_dim
+        exchange = UlyssesCommunicator(max_bytes=most, dtype=torch.bfloat16, backend="nvlink")
+        local = None if kernel == NO_KERNEL else local_kernel(shape, kernel)
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            heads = [exchange.scatter_heads(x) for x in tensors]
+            out: torch.Tensor = exchange.gather_heads(
+                heads[0] if local is None else local(*heads).contiguous()
+            )
+            return out
+
+        return run, shape, positions
+
+    return Baseline("flashinfer", kernel, attend)
+
+
+def decide(paths: Sequence[Path]) -> None:
+    """Print what each part gains in each cell, and in how many cells that counts."""
+    ms: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            for row in csv.DictReader(line for line in file if not line.startswith("#")):
+                ms[tuple(row[name] for name in CELL)][row["arm"]].append(float(row["ms"]))
+    for part, pair in JUDGED_BY.items():
+        num_counting = 0
+        for cell, arms in ms.items():
+            if not all(arms[name] for name in pair):
+                continue
+            without, with_part = (statistics.median(arms[name]) for name in pair)
+            spread = max((max(x) - min(x)) / min(x) for x in (arms[name] for name in pair))
+            least = 0.05 if cell[0].startswith(("4608", "8K")) else 0.02
+            counts = without / with_part - 1 > max(spread, least)
+            num_counting += counts
+            gain = f"{without / with_part - 1:+7.1%}, spread {spread:.1%}"
+            print(f"{part:15} {'  '.join(cell):56} {gain} {'counts' if counts else ''}")
+        print(f"{part}: {'stays' if num_counting else 'leaves'}, {num_counting} cells count\n")
+
+
+def main() -> int:
+    """Measure, or decide from the files of several processes."""
+    parser = common_flags(__doc__)
+    parser.add_argument("--process", type=int, default=1, help="a number for the column")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--kernels", nargs="+", default=(NO_KERNEL, "flash4", "cudnn"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--llama", type=int, default=32768, help="tokens of its step; 0: none")
+    parser.add_argument("--decide", nargs="+", type=Path, help="files to decide from")
+    args = parser.parse_args()
+    if args.decide:
+        decide(args.decide)
+        return 0
+    session = Session.start(args.device)
+    note = "bf16, batch 1; causal, forward + backward unless the shape has a word for another"
+    run = Run(session, args, Table(session, args.out, COLUMNS, note))
+    if args.llama:
+        for split in run.splits:
+            run.llama(args.llama, split)
+    shapes = map(Shape.parse, args.shapes)
+    for shape, split, kernel in itertools.product(shapes, run.splits, args.kernels):
+        run.cells(shape, split, kernel)
+    session.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
