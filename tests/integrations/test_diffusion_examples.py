@@ -36,8 +36,10 @@ def value(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-@pytest.mark.parametrize("gpus", ["2", "4", "8"])
-@pytest.mark.parametrize("name", ["generate_flux_usp", "generate_wan_usp", "train_flux_lora_usp"])
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [("generate_flux_usp", "2"), ("generate_wan_usp", "8"), ("train_flux_lora_usp", "4")],
+)
 def test_scripts_take_the_number_of_gpus(name, gpus):
     command = printed(name, "--seed", "7", NUM_GPUS=gpus, ULYSSES_DEGREE="2")
     assert command[:2] == ["torchrun", "--standalone"]
@@ -52,9 +54,7 @@ def test_scripts_take_the_number_of_gpus(name, gpus):
 
 REFUSED = [
     (GENERATE, {"SP_SIZE": "2"}, "SP_SIZE=2: all 4 ranks share a sample"),
-    (GENERATE, {"STEPS": "many"}, "STEPS='many' must be a whole number"),
     (GENERATE, {"ULYSES_DEGREE": "2"}, "ULYSES_DEGREE is no setting; did you mean ULYSSES_DEGREE?"),
-    (GENERATE, {"MODEL": ""}, "MODEL is not set: a folder, an id of the hub, or tiny-flux"),
     (TRAIN, {"ULYSSES_DEGREE": "3"}, "ULYSSES_DEGREE=3 must divide SP_SIZE=4"),
     (TRAIN, {"PROGRAM": "sft.py"}, "PROGRAM='sft.py' must be generate.py or"),
 ]
