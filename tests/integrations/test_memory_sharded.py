@@ -8,7 +8,7 @@ import torch
 from cases import mesh_of
 from harness import RankContext
 from torch.distributed.tensor import DTensor
-from training_models import Model, batch_of, granite, llama
+from training_models import Model, adapted, batch_of, granite, llama
 
 from ds_usp.integrations.transformers import enable
 from ds_usp.memory import chunks
@@ -20,14 +20,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loss": {"loss_chunks": 4},
     "mlp": {"mlp_chunks": 3},
     "all": {"recompute": "attention", "offload_ratio": 0.6, "loss_chunks": 4, "mlp_chunks": 3},
+    "lora": {"recompute": "attention"},
 }
 
 
 def step_of_one_rank(model: Model) -> dict[str, torch.Tensor]:
-    """What two batches, accumulated, change of each weight."""
+    """What two batches, accumulated, change of each trained weight."""
     for tokens in (30, 41):
         model(**batch_of(tokens, tokens)).loss.backward()
-    return {name: -RATE * p.grad for name, p in model.named_parameters()}
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {name: -RATE * grad for name, grad in trained.items()}
 
 
 def deepspeed_step(model: Model) -> None:
@@ -44,7 +46,8 @@ def deepspeed_step(model: Model) -> None:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    optimizer = torch.optim.SGD(model.parameters(), lr=2 * RATE)  # of the mean of two losses
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=2 * RATE)  # of the mean of two losses
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
@@ -77,7 +80,11 @@ def fsdp_step(model: Model, head: bool) -> None:
 
 def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: bool) -> float:
     """Of the change of all weights, relative to one rank's."""
-    build = granite if options == "loss" else llama  # whose logits are scaled
+    make = granite if options == "loss" else llama  # whose logits are scaled
+
+    def build() -> Model:
+        return adapted(make(), "all") if options == "lora" else make()
+
     model = build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     wanted = step_of_one_rank(build())
@@ -93,6 +100,12 @@ def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: boo
             fsdp_step(model, "head" in wrapper)
     got = {name: p.whole - before[name] for name, p in model.named_parameters()}
     return max(float((got[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted)
+
+
+def test_a_step_of_an_adapter_under_zero_3_is_that_of_one_rank(pool):
+    """ZeRO-3 hands on what each module of a PEFT model returns, and its loss, as another tensor."""
+    errors = pool.run(error_of_a_step, 2, wrapper="ZeRO-3", options="lora", reentrant=False)
+    assert max(errors) < 1e-5
 
 
 @pytest.mark.parametrize(

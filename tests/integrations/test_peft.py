@@ -6,29 +6,21 @@ import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext
-from training_models import Model, batch_of, difference, forward, gradients, llama
+from training_models import (
+    Model,
+    adapted,
+    batch_of,
+    difference,
+    forward,
+    gradients,
+    llama,
+)
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.integrations.transformers import enable
 
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "all": {"target_modules": "all-linear"},
-    "head": {"target_modules": ["q_proj", "lm_head"]},
-    "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-}
 MEMORY = {"recompute": "attention", "offload_ratio": 0.5, "loss_chunks": 3, "mlp_chunks": 2}
-
-
-def adapted(model: Model, adapter: str) -> Model:
-    import peft
-
-    torch.manual_seed(3)
-    config = peft.LoraConfig(
-        r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[adapter]
-    )
-    return peft.get_peft_model(model, config).train()
 
 
 def mean_gradients(model: Model) -> dict[str, torch.Tensor]:

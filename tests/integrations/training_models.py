@@ -103,3 +103,22 @@ def difference(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> float:
     """The largest relative difference of two models' gradients."""
     assert x.keys() == y.keys() and x
     return max(float((x[n] - y[n]).norm() / y[n].norm()) for n in x)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "all": {"target_modules": "all-linear"},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def adapted(model: Model, adapter: str) -> Model:
+    """A model with LoRA by PEFT."""
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[adapter]
+    )
+    return peft.get_peft_model(model, config).train()

@@ -584,8 +584,14 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return
         if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
             out["loss"] = sum_of_shards(loss, self.mesh, self._options.gradients)
-        # Models add the loss of their routers in place; nothing else may be added.
-        elif loss is not computed or _times_written(loss) > (of_routers is not None):
+        # Models add the loss of their routers in place; nothing else may be added. Compared by
+        # memory: ZeRO-3 hands on what a module of a PEFT model returns as another tensor over it.
+        elif (
+            computed is None
+            or loss.data_ptr() != computed.data_ptr()
+            or loss.dtype != computed.dtype
+            or _times_written(loss) > (of_routers is not None)
+        ):
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "
                 "what is no sum over tokens: leave labels out and compute the loss from logits "
