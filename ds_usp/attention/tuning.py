@@ -41,7 +41,8 @@ class Tuning:
     Args:
         chunks: head chunks. While one is computed, the exchange of the next one and the return of
             the one before are in flight, and buffers hold one chunk only. At most the KV heads of
-            a rank; without a ring its query heads. ``"auto"``: by the work of a chunk, its bytes
+            the rank with fewest; without a ring, where all ranks use as many, its query heads.
+            ``"auto"``: by the work of a chunk, its bytes
             and the links on GPUs, one on CPUs.
         gather: True all-gathers the keys and values of the ring, chunk by chunk: large kernel calls
             and no sums over blocks. False receives them stepwise, in memory that does not grow with
@@ -98,6 +99,8 @@ class Tuning:
         blocks = equal_blocks(mask, q.shape[0], layout.seq_len // layout.ring)
         size = size._replace(backward=backward, kernel_calls=kernel_calls, head_blocks=blocks)
         chunks = size.num_chunks() if self.chunks == "auto" else self.chunks
+        if layout.degree == 1:  # nothing is exchanged that parts of a KV group would overlap
+            chunks = min(chunks, split.max_chunks)
         gather = self.gather
         if gather == "auto":
             gather = size.flop > 0 and size.all_gathers_kv(chunks)

@@ -70,9 +70,8 @@ class HeadSplit:
 
     def chunk_limit(self, ring: int) -> int:
         """Most head chunks of a call: smaller than a KV group only without a ring, which would
-        exchange the group's KV again, and with Ulysses, whose exchanges they overlap."""
-        in_groups = ring == 1 and self.ulysses > 1
-        return self.max_chunks_in_groups if in_groups else self.max_chunks
+        exchange the group's KV again."""
+        return self.max_chunks_in_groups if ring == 1 else self.max_chunks
 
     def check_chunks(self, count: int, ring: int) -> None:
         """Refuse more chunks than :meth:`chunk_limit` (ConfigError)."""

@@ -195,6 +195,10 @@ def test_there_are_as_many_parts_as_the_poorest_rank_has_kv_heads():
     assert HeadSplit(8, 2, 4).max_chunks == 1
     assert HeadSplit(8, 2, 4).max_chunks_in_groups == 2
     assert HeadSplit(9, 3, 2).max_chunks_in_groups == 1  # ranks of two groups and of one
+    limits = [
+        HeadSplit(4, 1, ulysses).chunk_limit(ring) for ulysses, ring in ((2, 1), (1, 1), (1, 2))
+    ]
+    assert limits == [2, 4, 1]  # a setting of several ranks is one of one rank
 
 
 # KV heads of a rank, and what each part of them has.

@@ -105,12 +105,16 @@ def test_more_chunks_than_heads_are_refused_with_the_numbers(device):
     [
         (4, 1, "only 8 query heads .32 query and 4 key/value heads among 4 Ulysses.* at most 8"),
         (2, 2, "only 2 key/value heads"),
-        (1, 1, "only 4 key/value heads"),
+        (1, 1, "only 32 query heads"),
     ],
 )
 def test_chunks_are_smaller_than_a_kv_group_without_a_ring(ulysses, ring, message):
     with pytest.raises(ConfigError, match=message):
-        resolve(Tuning(chunks=9), kv_heads=4, ulysses=ulysses, ring=ring)
+        resolve(Tuning(chunks=33), kv_heads=4, ulysses=ulysses, ring=ring)
+
+
+def test_one_rank_takes_the_chunks_of_several():
+    assert resolve(Tuning(chunks=8), kv_heads=4, ulysses=1, ring=1).chunks == 4
 
 
 def test_exchanges_that_would_be_exposed_have_more_chunks():
