@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from importlib.util import find_spec
 
 
 class USPError(ValueError):
@@ -70,3 +71,17 @@ def warn_once(text: str, *, rank: int) -> None:
 @cache
 def _emit_once(text: str) -> None:
     logging.getLogger("ds_usp").warning("%s", text)
+
+
+def require_package(name: str, needed_by: str) -> None:
+    """ModuleNotFoundError, in one line with the command that installs it, where a package of the
+    extra of the same name is missing."""
+    try:
+        found = find_spec(name) is not None
+    except ValueError:  # a stand-in without a spec, as tests put into sys.modules
+        found = True
+    if not found:
+        raise ModuleNotFoundError(
+            f"{needed_by} needs {name}, which is not installed: pip install 'ds-usp[{name}]'",
+            name=name,
+        )

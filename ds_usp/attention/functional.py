@@ -10,12 +10,13 @@ import torch
 
 from ds_usp.attention.custom_ops import graph_break, traced_attention
 from ds_usp.attention.passes import BackwardPass, ForwardPass
-from ds_usp.attention.plan import AttentionOptions, AttentionPlan, explain_keywords, plan_call
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, plan_call
 from ds_usp.attention.scores import PLAIN_SCORES, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_layout, exchange_label, same_ranks, token_layout
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.joint import ConcatenatedShards, JointLayout
@@ -426,6 +427,9 @@ def usp_joint_attention(
 
 def _validate(main: QKV, joint: QKV) -> int:
     """The number of joint tokens; ConfigError if the joint tensors do not fit q, k and v."""
+    if not all(isinstance(x, torch.Tensor) for x in (*main, *joint)):
+        names = ", ".join(type(x).__name__ for x in (*main, *joint))
+        raise ConfigError(f"q, k, v and the joint q, k, v must be tensors, got {names}")
     tokens = {x.shape[1] for x in joint if x.ndim == 4}
     fits = all(
         x.ndim == y.ndim == 4

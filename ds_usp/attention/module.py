@@ -20,7 +20,7 @@ from ds_usp.attention.local_attention import (
     detect_local_attention,
     resolve_ring_attention,
 )
-from ds_usp.attention.plan import AttentionOptions, AttentionPlan, explain_keywords, plan_call
+from ds_usp.attention.plan import AttentionOptions, AttentionPlan, plan_call
 from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
@@ -36,6 +36,7 @@ from ds_usp.attention.validation import (
     token_layout,
 )
 from ds_usp.comm.call_record import Signature
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
 from ds_usp.errors import ConfigError, warn_once
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout

@@ -4,14 +4,11 @@ executed is data, the head chunks and the two schedules. The mesh caches plans."
 from __future__ import annotations
 
 import hashlib
-import inspect
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import cached_property, partial, wraps
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import cached_property, partial
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +17,6 @@ from ds_usp.attention.kv_exchange import KVTransfer, kv_transfers
 from ds_usp.attention.scores import PLAIN_SCORES, Scores, check_scores
 from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning, Tuning, check_tuning
 from ds_usp.attention.validation import (
-    MASKS,
     ChunkExchanges,
     check_kv,
     check_layout,
@@ -79,60 +75,6 @@ class AttentionOptions(NamedTuple):
         if scores is not PLAIN_SCORES and isinstance(scores, Scores):
             scores = scores.plan_key
         return self[1:8], self.kv_layout, scores, type(self.softmax_scale)
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
-# Keywords without a default that a user would suggest.
-_REQUIRED = MappingProxyType(
-    {
-        "mesh": "the ranks, SequenceMesh.from_group(group, ulysses_degree=...) or .single()",
-        "layout": "which tokens a rank holds, mesh.layout(kind, seq_len) or a kind ('zigzag')",
-        "mask": f"who sees whom, {MASKS}",
-    }
-)
-
-
-def explain_keywords(call: FunctionT) -> FunctionT:
-    """Decorator: a misspelt or missing keyword is a ConfigError that says what was meant, on every
-    rank of ``mesh=``."""
-
-    @wraps(call)
-    def explained(*args: Any, **kwargs: Any) -> object:
-        if torch.compiler.is_compiling():
-            return call(*args, **kwargs)
-        try:
-            return call(*args, **kwargs)
-        except TypeError:
-            error = _keyword_error(call, args, kwargs)
-            if error is None:
-                raise
-        if isinstance(kwargs.get("mesh"), SequenceMesh):
-            kwargs["mesh"].consistency.check_call("", error=error)
-        raise error
-
-    return cast(FunctionT, explained)
-
-
-def _keyword_error(
-    call: Callable[..., object], args: Sequence[object], given: Mapping[str, object]
-) -> ConfigError | None:
-    """What is wrong with the keywords of a call; None if Python says it as well, or nothing is."""
-    signature, name = inspect.signature(call), call.__qualname__.removesuffix(".__init__")
-    known = [key for key in signature.parameters if key != "self"]
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        return ConfigError(f"{name} has no argument {unknown[0]!r}; {meant}")
-    try:
-        bound = signature.bind_partial(*args, **given).arguments
-    except TypeError:
-        return None
-    empty, parameters = inspect.Parameter.empty, signature.parameters
-    missing = [key for key in known if key not in bound and parameters[key].default is empty]
-    if not missing or any(key not in _REQUIRED for key in missing):
-        return None
-    return ConfigError(f"{name} needs " + "; ".join(f"{key}=: {_REQUIRED[key]}" for key in missing))
 
 
 @dataclass(frozen=True)
@@ -310,9 +252,17 @@ def plan_call(
         isinstance(given[0], torch.Tensor)
         and isinstance(given[1], torch.Tensor)
         and isinstance(given[2], torch.Tensor)
+        and q.layout is k.layout is v.layout is torch.strided
+        and not (q.is_nested or k.is_nested or v.is_nested)
     ):
-        names = ", ".join(type(x).__name__ for x in given)
-        raise ConfigError(f"q, k and v must be tensors [b, s_local, heads, head_dim], got {names}")
+        kinds = [type(x).__name__ for x in given]
+        for i, x in enumerate(given):
+            if isinstance(x, torch.Tensor) and (x.is_nested or x.layout is not torch.strided):
+                kinds[i] += " nested" if x.is_nested else f" {x.layout}"
+        names = ", ".join(kinds)
+        raise ConfigError(
+            f"q, k and v must be dense tensors [b, s_local, heads, head_dim], got {names}"
+        )
     plans = options.mesh.plans
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (

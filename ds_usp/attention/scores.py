@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.errors import ConfigError
 
 
+@explain_keywords
 @dataclass(frozen=True, eq=False)
 class Scores:
     """Options that modify attention scores, besides the scale and the mask.

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import p2p_disabled_reason, single_hw_queue
 from ds_usp.errors import ConfigError
@@ -34,6 +35,7 @@ from ds_usp.geometry.masks import MaskSpec
 # kernel call keeps all its tokens, and one mechanism hides the all-to-all and the ring, forward and
 # backward. With a ring a chunk has whole KV heads: half a KV group would bring the group's KV
 # around twice. What a chunk costs, and so how many there are: geometry/chunking.py.
+@explain_keywords
 @dataclass(frozen=True)
 class Tuning:
     """How a call is divided and exchanged.

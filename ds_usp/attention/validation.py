@@ -10,6 +10,7 @@ import torch
 
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.call_record import Signature
+from ds_usp.comm.keywords import MASKS
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.degrees import Degrees
@@ -213,13 +214,6 @@ def check_layout(
     return Signature((str(layout), layout.order), ((layout.kind, layout.seq_len),))
 
 
-# As a user writes them, in messages.
-MASKS = (
-    "MaskSpec.causal(), .full(), .window(left, right), .prefix_lm(prefix), .tree(segments) or "
-    ".rectangles(rectangles, seq_len)"
-)
-
-
 def no_mask_error(mask: object) -> ConfigError:
     """For a mask that is no :class:`MaskSpec`; of a tensor with its shape only."""
     given = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
@@ -312,8 +306,9 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
     if dropout_p != 0:
         raise UnsupportedAttentionError(
             f"attention dropout {dropout_p} is not exact under ulysses {mesh.ulysses_degree} x "
-            f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), or use "
-            f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it"
+            f"ring {mesh.ring_degree}: which weights are dropped would depend on the degrees. Give "
+            "dropout_p=0, and set a model's attention dropout to 0; a local attention that "
+            "USPAttention calls, without a ring, still drops by itself"
         )
 
 

@@ -31,6 +31,7 @@ from ds_usp.comm.copy_engine import (
     num_slots,
 )
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.process_groups import (
     align_group_counters,
     all_gather_bytes,
@@ -322,6 +323,7 @@ class SequenceMesh:
         return cls(ulysses_degree=1, ring_degree=1, rank=0)
 
     @classmethod
+    @explain_keywords
     def from_group(
         cls,
         group: dist.ProcessGroup | None = None,
@@ -604,6 +606,10 @@ class SequenceMesh:
         Raises:
             LayoutError, MeshError: this rank, or another one, holds something else than its shard.
         """
+        if not isinstance(layout, TokenLayout):
+            raise LayoutError(
+                f"layout={layout!r} must be a TokenLayout: mesh.layout(kind, seq_len)"
+            )
         if self.sp_group is not None:
             return gather_shards(local, layout, dim, self.sp_group, self.consistency)
         return layout.gather([local], dim)
@@ -655,13 +661,22 @@ class SequenceMesh:
         )
 
 
-def check_mesh(mesh: object) -> None:
-    """ConfigError for anything but a mesh, such as a process group."""
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
-            "ulysses_degree=...), or SequenceMesh.single() for one process"
-        )
+def check_mesh(mesh: object, *others: object) -> None:
+    """ConfigError for anything but a mesh, such as a process group.
+
+    Args:
+        others: arguments before it, with which it may have been exchanged.
+    """
+    if isinstance(mesh, SequenceMesh):
+        return
+    shown = repr(mesh)  # of a model pages
+    shown = shown if len(shown) <= 100 else type(mesh).__name__
+    if any(isinstance(x, SequenceMesh) for x in others):
+        raise ConfigError(f"mesh={shown}, and the mesh is the argument before it: exchange the two")
+    raise ConfigError(
+        f"mesh={shown} must be a SequenceMesh: SequenceMesh.from_group(group, "
+        "ulysses_degree=...), or SequenceMesh.single() for one process"
+    )
 
 
 # Note [errors are found together]

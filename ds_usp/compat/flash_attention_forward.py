@@ -24,12 +24,14 @@ from torch.nn.functional import pad
 
 from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.scores import Scores
-from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
+from ds_usp.attention.validation import check_layout_kind
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
-from ds_usp.kernels.registry import AUTO
+from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.memory.compile_guard import disable_in_compile
 
 __all__ = ["PatchedFlashAttention", "flash_attention_forward", "patch_flash_attention"]
@@ -53,6 +55,7 @@ _MASKED, _FILLED = -2, -1
 _KNOWN_TENSORS = 16
 
 
+@explain_keywords
 def flash_attention_forward(
     mesh: SequenceMesh,
     *,
@@ -90,15 +93,20 @@ def flash_attention_forward(
             refuses them.
 
     Raises:
-        ConfigError: no mesh.
+        ConfigError, LayoutError, UnsupportedAttentionError: no mesh, or an unknown layout or
+            kernel.
 
     The call raises, on every rank, ConfigError, DataError, LayoutError,
     UnsupportedAttentionError: it cannot be computed exactly; MeshError: the ranks disagree.
     """
     check_mesh(mesh)
+    check_layout_kind(layout, mesh)
+    check_kernel_name(kernel)
+    check_tuning(tuning)
     return _FlashAttentionForward(mesh, layout, kernel, tuning, equal_documents, towers)
 
 
+@explain_keywords
 def patch_flash_attention(
     mesh: SequenceMesh,
     *,
@@ -361,6 +369,15 @@ class _FlashAttentionForward:
             )
         sinks, layer = others.pop("s_aux", None), others.pop("layer_idx", None)
         with self._mesh.consistency.raising_everywhere():
+            _check_tensors(
+                query_states=query_states,
+                key_states=key_states,
+                value_states=value_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cu_seq_lens_q=cu_seq_lens_q,
+                cu_seq_lens_k=cu_seq_lens_k,
+            )
             _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
             self._refuse_unknown(others)
             if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -482,6 +499,16 @@ class _FlashAttentionForward:
             )
 
 
+def _check_tensors(**given: Any) -> None:
+    for name, x in given.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{name} is a {type(x).__name__}: give a tensor")
+        if x.is_complex():
+            raise ConfigError(f"{name} is complex, {x.dtype}: give real numbers")
+
+
 def _refuse(
     q: Tensor,
     k: Tensor,
@@ -500,8 +527,8 @@ def _refuse(
             f"attention dropout of {dropout}: which weights are dropped would depend on the "
             "degrees. Set the configuration's attention_dropout to 0"
         )
-    if window is not None and window < 1:
-        raise ConfigError(f"sliding_window={window} must be 1 or more, or None")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ConfigError(f"sliding_window={window!r} must be 1 or more, a whole number, or None")
     if window is not None and not is_causal:
         raise UnsupportedAttentionError(
             f"sliding_window={window} of full attention: transformers' versions count its tokens "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from importlib import import_module
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.attention.functional import usp_attention
+from ds_usp.comm.keywords import explain_keywords, keyword_error
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.compat.flash_attention_forward import (
     CALLER,
@@ -129,10 +130,11 @@ class _Functions:
         def function(*args: Any, **kwargs: Any) -> Any:
             try:
                 given = signature.bind(*args, **kwargs)
-            except TypeError as error:  # a loop of one rank may catch it, and meet the others' call
+            except TypeError as wrong:  # a loop of one rank may catch it, and meet the others' call
+                error = keyword_error(function, args, kwargs) or wrong
                 by_name = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
                 self.mesh(by_name.get("group")).consistency.check_call("", error=error)
-                raise
+                raise error from None
             given.apply_defaults()
             packed = [given.arguments.pop(each) for each in tensors]
             return self._attend(name, kind, packed, **given.arguments)
@@ -197,7 +199,9 @@ class _Functions:
         out, *lse = (x.squeeze(0) for x in results) if lengths else results
         return (out, *lse, None) if return_attn_probs else out
 
-    def _local_borders(self, name: str, cu_seqlens: torch.Tensor) -> Borders:
+    def _local_borders(self, name: str, cu_seqlens: Any) -> Borders:
+        if not isinstance(cu_seqlens, torch.Tensor):
+            return _borders_in(name, cu_seqlens)  # refused
         return self.borders.of(cu_seqlens, None, lambda: _borders_in(name, cu_seqlens))
 
     def _whole_documents(
@@ -233,8 +237,13 @@ class _Functions:
         return borders
 
 
-def _borders_in(name: str, cu_seqlens: torch.Tensor) -> Borders:
+def _borders_in(name: str, cu_seqlens: Any) -> Borders:
     """Cumulative lengths; ConfigError for what are none."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.is_complex():
+        raise ConfigError(
+            f"{name}: cumulative lengths must be a tensor of integers [documents + 1], not "
+            f"{cu_seqlens!r}"
+        )
     borders = tuple(cu_seqlens.tolist()) if cu_seqlens.ndim == 1 else ()
     whole = not cu_seqlens.is_floating_point() and borders == tuple(sorted(borders))
     if len(borders) < 2 or borders[0] != 0 or not whole:
@@ -272,6 +281,9 @@ def _refuse_options(
 def _unpack(name: str, packed: list[torch.Tensor], ndim: int) -> list[torch.Tensor]:
     """q, k and v ``[b, s, h, d]`` from the tensors of any form, without ``b`` where ``ndim`` is
     3."""
+    if not all(isinstance(x, torch.Tensor) for x in packed):
+        names = ", ".join(type(x).__name__ for x in packed)
+        raise ConfigError(f"{name} takes tensors, got {names}")
     shapes, last = [list(x.shape) for x in packed], packed[-1]
     if len(packed) < 3 and last.ndim == ndim + 1 and last.shape[-3] == 4 - len(packed):
         packed = [*packed[:-1], *last.unbind(-3)]
@@ -285,6 +297,11 @@ def _unpack(name: str, packed: list[torch.Tensor], ndim: int) -> list[torch.Tens
 
 def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
     """The bounds of a mask, from flash-attn's: -1 is no bound, and causal means 0 on the right."""
+    is_pair = isinstance(window_size, Sequence) and len(window_size) == 2
+    if not is_pair or not all(isinstance(bound, int) for bound in window_size):
+        raise ConfigError(
+            f"window_size={window_size!r} must be two whole numbers, (left, right), -1 for no bound"
+        )
     left, right = (None if bound < 0 else bound for bound in window_size)
     return left, 0 if causal else right
 
@@ -451,6 +468,7 @@ def call_function_of_home(module: torch.nn.Module, *args: Any, **kwargs: Any) ->
 # The module under its old name.
 
 
+@explain_keywords
 def install(ulysses_degree: int | None = 1) -> Installed:
     """Put the names into ``sys.modules`` under ``ring_flash_attn``, before anything imports it.
 

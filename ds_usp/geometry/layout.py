@@ -400,6 +400,11 @@ class TokenLayout:
     def check_dim(self, x: Any, dim: int, length: int, what: str) -> int:
         """``dim`` of ``x``, counted from the front; LayoutError if it does not exist or has another
         length."""
+        if not hasattr(x, "new_empty") or not isinstance(dim, int):
+            raise LayoutError(
+                f"{what} must be a tensor, and dim={dim!r} one of its dims: got a "
+                f"{type(x).__name__}"
+            )
         if not -x.ndim <= dim < x.ndim:
             raise LayoutError(f"dim {dim} does not exist in {what} of shape {tuple(x.shape)}")
         dim %= x.ndim

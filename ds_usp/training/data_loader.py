@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.comm.process_groups import all_gather_bytes, byte_tensor, transport_device
 from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
@@ -289,6 +289,7 @@ class SequenceParallelDataLoader:
         whole: tuple[str, ...] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        check_mesh(mesh, loader)
         with mesh.agreeing(f"a data loader, layout {layout}, whole {sorted(whole)}"):
             if layout not in KINDS:
                 raise LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
@@ -470,6 +471,7 @@ def data_parallel_ranks(
     Raises:
         ConfigError: meshes of different sizes in the group; on every rank.
     """
+    check_mesh(mesh)
     if not dist.is_initialized():
         return DataParallelRanks(0, 1, (0,))
     world_group = cast(dist.ProcessGroup, group or dist.group.WORLD)

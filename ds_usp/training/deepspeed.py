@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import align_group_counters, new_local_group, timeout_of
-from ds_usp.errors import ConfigError, warn_once
+from ds_usp.errors import ConfigError, require_package, warn_once
 from ds_usp.training.data_loader import data_parallel_ranks
 
 
@@ -146,6 +146,7 @@ def prepare_deepspeed() -> None:
     Call it before ``deepspeed.init_distributed`` and ``deepspeed.initialize``, which compile that
     op on a CPU (20 to 80 s); groups of ``torch.distributed`` may exist already.
     """
+    require_package("deepspeed", "prepare_deepspeed()")
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger

@@ -39,6 +39,17 @@ BORDERS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 TREE, LOSS_WEIGHTS = "tree", "loss_weights"
 
 
+def check_whole_numbers(name: str, x: Any) -> None:
+    """DataError for tokens, labels or positions that are no dense tensor of whole numbers."""
+    if not isinstance(x, Tensor):
+        raise DataError(f"{name} is a {type(x).__name__}: give a tensor of whole numbers")
+    kind = str(x.dtype if x.layout is torch.strided else x.layout)
+    if x.layout is not torch.strided or x.is_floating_point() or x.is_complex():
+        raise DataError(f"{name} are {kind}, expected whole numbers in a dense tensor")
+    if x.dtype == torch.bool:
+        raise DataError(f"{name} are {kind}, expected whole numbers: a mask is {PADDING}")
+
+
 @dataclass(frozen=True)
 class SequenceBatch:
     """What one sequence-parallel rank holds of a micro batch.
@@ -109,6 +120,7 @@ def next_token_labels(labels: Tensor, documents: Any = ()) -> Tensor:
     Raises:
         ConfigError: documents of another length, or of another number of samples.
     """
+    check_whole_numbers(LABELS, labels)
     # Once, here, while sequences are whole. The next token of a shard's last one is on another
     # rank, under zigzag and striped layouts on any; and a model that shifts by itself would shift
     # again.
@@ -185,6 +197,9 @@ def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
     Raises:
         DataError: positions that neither go on by one nor start anew at 0.
     """
+    check_whole_numbers(POSITIONS, position_ids)
+    if position_ids.ndim != 2:
+        raise DataError(f"{POSITIONS} are {list(position_ids.shape)}, expected [batch, sequence]")
     starts = [list(steps) for steps in position_steps(position_ids)]
     for sample, (row, inside) in enumerate(zip(position_ids, starts, strict=True)):
         for position, value in zip(inside, row[inside].tolist(), strict=True):
@@ -561,9 +576,8 @@ def _checked_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
     tokens = entries[TOKENS]
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise DataError(f"{TOKENS} are {list(tokens.shape)}, expected [batch, sequence]")
-    if tokens.is_floating_point():
-        raise DataError(f"{TOKENS} are {tokens.dtype}, expected whole numbers")
-    for name in (LABELS, SHIFTED, POSITIONS, PADDING):
+    check_whole_numbers(TOKENS, tokens)
+    for name in (LABELS, SHIFTED, POSITIONS, PADDING, LOSS_WEIGHTS):
         value = entries.get(name)
         if value is None:
             entries.pop(name, None)
@@ -578,6 +592,8 @@ def _checked_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} is {list(value.shape)}, {TOKENS} are {list(tokens.shape)}: both "
                 f"must be [batch, sequence]{hint if name == PADDING else ''}"
             )
+        elif name not in (PADDING, LOSS_WEIGHTS):
+            check_whole_numbers(name, value)
     return entries
 
 

@@ -501,6 +501,24 @@ BATCHES: Mapping[str, tuple[type[Exception], str, Batch, Batch]] = {
         lambda: unlabeled(labels=IDS),
     ),
     "too few tokens": (LayoutError, "at least", lambda: ids_of(1, 1), lambda: ids_of(1, 2)),
+    "tokens of floats": (
+        DataError,
+        "whole numbers",
+        lambda: {"input_ids": IDS.float()},
+        unlabeled,
+    ),
+    "embeddings of whole numbers": (
+        DataError,
+        "torch.int64",
+        lambda: {"inputs_embeds": torch.ones(2, 41, 64, dtype=torch.int64)},
+        lambda: {"inputs_embeds": random(2, 41, 64)},
+    ),
+    "numbers of documents as text": (
+        DataError,
+        "seq_idx='x'",
+        lambda: unlabeled(seq_idx="x"),
+        unlabeled,
+    ),
     "tokens without rows": (
         DataError,
         "one row or more",
@@ -1087,6 +1105,9 @@ def test_arguments_of_enable_are_checked():
     model, mesh = build("llama"), ds_usp.SequenceMesh.single()
     for changes, kind in (
         ({"layout": "diagonal"}, LayoutError),
+        ({"kernel": "flsh"}, Unsupported),
+        ({"tuning": 3}, ConfigError),
+        ({"share_prefixes": "yes"}, ConfigError),
         ({"gradients": "max"}, ConfigError),
         ({"logits": "none"}, ConfigError),
         ({"offload_ratio": "half"}, ConfigError),
@@ -1094,6 +1115,9 @@ def test_arguments_of_enable_are_checked():
     ):
         with pytest.raises(kind):
             enable(model, **{"mesh": mesh, **changes})
+    with pytest.raises(ConfigError, match="exchange the two") as swapped:
+        enable(mesh, model)
+    assert len(str(swapped.value)) < 200  # a model's repr is pages
     with pytest.raises(ConfigError, match="is no Trainer of transformers"):
         attach(model, mesh)
     before = model.config._attn_implementation, model.loss_function

@@ -23,6 +23,8 @@ from ds_usp import (
     memory,
     training,
 )
+from ds_usp.compat import flash_attention_forward
+from ds_usp.errors import USPError, require_package
 
 QKV = torch.ones(96, 16)
 MESH = ds_usp.SequenceMesh.single()
@@ -39,7 +41,31 @@ def usp_attention(value: object) -> object:
     return ds_usp.usp_attention(q, q, value, mesh=MESH, layout="zigzag", mask=mask)
 
 
+def flash(**options: Any) -> object:
+    q, function = torch.ones(1, 4, 2, 8), flash_attention_forward.flash_attention_forward(MESH)
+    given = {"position_ids": torch.arange(4)[None], "attention_mask": None, **options}
+    return function(q, q, q, query_length=4, is_causal=True, **given)
+
+
 CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "sparse": (lambda: usp_attention(torch.ones(1, 4, 2, 8).to_sparse()), "Tensor torch.sparse"),
+    "an option that is gone": (lambda: Scores(dropout_seed=1), "there are softcap, sinks"),
+    "a misspelt option": (lambda: ds_usp.Tuning(chunk=2), "did you mean chunks"),
+    "a misspelt degree": (
+        lambda: ds_usp.SequenceMesh.from_group(None, ulises_degree=1),
+        "did you mean ulysses_degree",
+    ),
+    "a mesh before its loader": (
+        lambda: training.SequenceParallelDataLoader(MESH, []),
+        "mesh=.., and the mesh is the argument before it",
+    ),
+    "positions as a list": (lambda: flash(position_ids=[[0]]), "position_ids is a list"),
+    "complex positions": (
+        lambda: flash(position_ids=torch.ones(1, 4, dtype=torch.complex64)),
+        "position_ids is complex",
+    ),
+    "a mask as text": (lambda: flash(attention_mask="x"), "attention_mask is a str"),
+    "a sliding window in words": (lambda: flash(sliding_window="x"), "sliding_window='x'"),
     "no values": (lambda: usp_attention(None), "got Tensor, Tensor, NoneType"),
     "an array": (lambda: usp_attention(torch.ones(1, 4, 2, 8).numpy()), "Tensor, ndarray"),
     "no local attention": (lambda: ds_usp.USPAttention(None, mesh=MESH), "must be a module"),
@@ -67,10 +93,32 @@ def test_refused(name):
         call()
 
 
-def test_input_ids_are_whole_numbers():
-    batches = [{"input_ids": torch.ones(1, 8)}]
-    with pytest.raises(DataError, match=r"torch.float32, expected whole numbers"):
-        next(iter(training.SequenceParallelDataLoader(batches, MESH)))
+IDS = torch.arange(8)[None]
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "shift_labels", "position_ids"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.complex64, torch.bool])
+def test_tokens_labels_and_positions_are_whole_numbers(name, kind):
+    batch = {"input_ids": IDS, name: IDS.to(kind)}
+    with pytest.raises(DataError, match=f"{name} are {kind}, expected whole numbers"):
+        next(iter(training.SequenceParallelDataLoader([batch], MESH)))
+
+
+def test_settings_of_a_call_are_refused_where_it_is_made():
+    make = flash_attention_forward.flash_attention_forward
+    for option, value in {"kernel": "flsh", "layout": "zig", "tuning": 3}.items():
+        with pytest.raises(USPError, match=repr(value)):
+            make(MESH, **{option: value})
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it():
+    require_package("torch", "this")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        require_package("no_such_package", "this")
+    text = (
+        "this needs no_such_package, which is not installed: pip install 'ds-usp[no_such_package]'"
+    )
+    assert str(caught.value) == text and caught.value.name == "no_such_package"
 
 
 def test_an_offload_takes_the_name_of_a_device():

@@ -9,8 +9,8 @@ import diffusers
 from diffusers import DiffusionPipeline, ModelMixin
 from packaging.version import Version
 
-from ds_usp.attention.plan import explain_keywords
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.branches import branches_of, degrees_of_branch

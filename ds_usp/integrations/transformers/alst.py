@@ -30,9 +30,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
+from ds_usp.config import environment
 from ds_usp.errors import ConfigError, DataError, LayoutError, warn_once
+from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
 from ds_usp.integrations.transformers.model import EnabledModel, enable
@@ -40,6 +43,7 @@ from ds_usp.integrations.transformers.refusals import check_model, check_version
 from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, TOKEN_DIM
 from ds_usp.integrations.transformers.whole_batch_loss import WholeBatchLoss
 from ds_usp.lowlevel import refuse_second_derivative
+from ds_usp.settings import setting
 from ds_usp.training.data_loader import BatchBroadcast
 from ds_usp.training.whole_batch import IGNORE_INDEX, next_token_labels
 
@@ -465,6 +469,7 @@ class UlyssesSPDataLoaderAdapter:
         }
 
 
+@explain_keywords
 def patch_accelerate(
     ulysses_degree: int | None = None, layout: str = AUTO_LAYOUT
 ) -> PatchedAccelerate:
@@ -487,8 +492,14 @@ def patch_accelerate(
         What restores DeepSpeed's own classes: ``restore()``, or the end of a ``with``.
 
     Raises:
-        ConfigError: it was called before and not restored.
+        ConfigError: it was called before and not restored, or a degree that does not divide the
+            ranks that torchrun has started.
     """
+    # Of the ranks that sp_size says, which is known later and divides all that were started.
+    world = int(environment(("WORLD_SIZE",)).get("WORLD_SIZE", 1))
+    if ulysses_degree is not None and (world > 1 or not isinstance(ulysses_degree, int)):
+        setting("ulysses_degree").check(ulysses_degree, "transformers")
+        Degrees(sp=world, ulysses=ulysses_degree).check()
     return PatchedAccelerate(ulysses_degree, layout)
 
 

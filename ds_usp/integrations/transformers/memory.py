@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.replicas import Reduction, check_reduction
 from ds_usp.integrations.transformers.text_model import text_modules
 from ds_usp.integrations.transformers.whole_arguments import AUTO_LAYOUT, check_layout_kind
-from ds_usp.kernels.registry import AUTO
+from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.memory import LayerMemory, Offload, in_chunks
 from ds_usp.settings import settings_of
 
@@ -39,7 +39,7 @@ class Options:
     """See :func:`ds_usp.integrations.transformers.enable`.
 
     Raises:
-        ConfigError, LayoutError: a value that does not exist.
+        ConfigError, LayoutError, UnsupportedAttentionError: a value that does not exist.
     """
 
     layout: str = AUTO_LAYOUT
@@ -56,6 +56,10 @@ class Options:
     def __post_init__(self) -> None:
         check_reduction(self.gradients)
         check_layout_kind(self.layout)
+        check_kernel_name(self.kernel)
+        check_tuning(self.tuning)
+        if not isinstance(self.share_prefixes, bool):
+            raise ConfigError(f"share_prefixes={self.share_prefixes!r} must be True or False")
         if self.logits not in get_args(Logits):
             raise ConfigError(
                 f"logits={self.logits!r} must be one of {', '.join(get_args(Logits))}"

@@ -14,8 +14,9 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ds_usp.attention.plan import AttentionOptions, explain_keywords
+from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
@@ -126,7 +127,7 @@ def enable(
         MeshError: on every rank, if their options or configurations differ; collective over the
             mesh.
     """
-    check_mesh(mesh)
+    check_mesh(mesh, model)
     with mesh.agreeing("enable") as words:
         refusals.check_version()
         options = Options(

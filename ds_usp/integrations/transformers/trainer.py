@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
@@ -346,6 +346,7 @@ class ReplicatedBatches:
     """What :func:`replicate_batches` returns."""
 
     def __init__(self, loader: Iterable[Any] | None, mesh: SequenceMesh) -> None:
+        check_mesh(mesh, loader)
         self.loader, self.mesh = loader, mesh
         replicas = data_parallel_ranks(mesh)
         length = -1

@@ -33,6 +33,7 @@ from ds_usp.training.whole_batch import (
     borders_of_mask,
     borders_through,
     borders_within,
+    check_whole_numbers,
     next_token_labels,
     position_steps,
     read_borders,
@@ -432,6 +433,11 @@ def _check_dims(name: str, x: Any) -> None:
         given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         wanted = "[batch, tokens, hidden]" if dims == (3,) else "[batch, tokens]"
         raise DataError(f"{name} {given} must be a tensor {wanted}, of one row or more")
+    if name == "inputs_embeds":
+        if not x.is_floating_point():
+            raise DataError(f"inputs_embeds are {x.dtype}: give embeddings, or tokens as input_ids")
+    elif name != LOSS_WEIGHTS:
+        check_whole_numbers(name, x)
 
 
 def _real_tokens(mask: Any, size: int, seq_len: int) -> list[RealTokens]:
@@ -502,6 +508,8 @@ def _check_numbers(
 ) -> None:
     """DataError where documents are numbered otherwise than the rest of the batch says: in
     transformers Mamba's layers would keep those apart, and attention these."""
+    if not isinstance(numbers, Tensor):
+        raise DataError(f"seq_idx={numbers!r} must be a tensor [{size}, {seq_len}], as the tokens")
     if tuple(numbers.shape) not in ((size, seq_len), (1, seq_len)):
         raise DataError(f"seq_idx {list(numbers.shape)} must be [{size}, {seq_len}], as the tokens")
     begins = [row.nonzero().flatten() + 1 for row in numbers[:, 1:] != numbers[:, :-1]]
