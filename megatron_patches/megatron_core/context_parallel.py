@@ -80,9 +80,7 @@ class ContextParallel:
 
     def sequence_mesh(self) -> ds_usp.SequenceMesh:
         """The mesh over this rank's context-parallel group."""
-        from megatron.core import parallel_state
-
-        return self._mesh_over(parallel_state.get_context_parallel_group())
+        return self.mesh_over(None)
 
     def ulysses_group(self) -> dist.ProcessGroup | None:
         """The head all-to-all group of this rank."""
@@ -126,7 +124,7 @@ class ContextParallel:
         core.__class__ = USPCoreAttention
         USPCoreAttention.__init__(
             core,
-            mesh=self._mesh_for(keywords.get("pg_collection")),
+            mesh=self.mesh_over(getattr(keywords.get("pg_collection"), "cp", None)),
             layout=settings.layout,
             kernel=settings.kernel,
             **keywords,
@@ -159,7 +157,7 @@ class ContextParallel:
         alone.cp = OneRank()
         original(*bound.args, **bound.kwargs)
         layer.pg_collection = groups
-        mesh = self._mesh_for(groups)
+        mesh = self.mesh_over(getattr(groups, "cp", None))
         check_size(config, mesh)
         if check:
             check(layer)
@@ -180,15 +178,16 @@ class ContextParallel:
         else:
             original(config)
 
-    def _mesh_for(self, pg_collection: Any) -> ds_usp.SequenceMesh:
-        """The mesh of a layer, over its own process groups where it has some."""
-        group = getattr(pg_collection, "cp", None)
-        return self.sequence_mesh() if group is None else self._mesh_over(group)
+    def mesh_over(self, group: dist.ProcessGroup | None) -> ds_usp.SequenceMesh:
+        """The shared mesh of a group, with the Ulysses degree of the settings or of the program.
 
-    def _mesh_over(self, group: dist.ProcessGroup) -> ds_usp.SequenceMesh:
-        """The shared mesh of a group, with the Ulysses degree of the settings or of the program."""
+        Args:
+            group: of a layer or a model; None: it has none of its own.
+        """
         from megatron.core import parallel_state
 
+        if group is None:
+            group = parallel_state.get_context_parallel_group()
         levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
         degree = self.settings.ulysses_degree if self.settings else None
         if dist.get_world_size(group) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron_patches.guards import megatron_core_guard
-from megatron_patches.megatron_core import recurrent_layers
+from megatron_patches.megatron_core import loss, recurrent_layers
 from megatron_patches.megatron_core.context_parallel import (
     ContextParallel,
     index_from_one,
@@ -22,7 +22,7 @@ _TE = "megatron.core.extensions.transformer_engine"
 
 
 def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
-    """The patches of megatron-core's process groups and attention."""
+    """The patches of megatron-core's process groups, attention and losses."""
     return (
         wrap(
             f"{_GROUPS}:initialize_model_parallel",
@@ -72,6 +72,31 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
             without_transformer_engine,
             guard=megatron_core_guard("92f0ff254e442de1"),
             reason="takes TransformerEngine for installed where it is not, and raises",
+        ),
+        wrap(
+            "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+            partial(loss.forward_step_calc_loss, context_parallel=context_parallel),
+            guard=megatron_core_guard("f2566efccb050839"),
+            reason="divides each rank's loss by its own number of loss tokens, and averages",
+        ),
+        wrap(
+            "megatron.core.transformer.multi_token_prediction:roll_tensor",
+            partial(loss.roll_tensor, counts=False, context_parallel=context_parallel),
+            guard=megatron_core_guard("74cba5b0b7a1d456"),
+            reason="takes packed documents for packed without padding, and every order of tokens "
+            "for a zigzag",
+        ),
+        wrap(
+            "megatron.core.models.gpt.gpt_model:roll_tensor",
+            partial(loss.roll_tensor, counts=True, context_parallel=context_parallel),
+            guard=megatron_core_guard("74cba5b0b7a1d456"),
+            reason="the same; and the number of loss tokens is each rank's own",
+        ),
+        wrap(
+            "megatron.core.transformer.moe.router:TopKRouter.apply_z_loss",
+            partial(loss.apply_z_loss, context_parallel=context_parallel),
+            guard=megatron_core_guard("c9a28a9f1c508a88"),
+            reason="refuses padding masks, by which ranks average over other numbers of tokens",
         ),
         *_mamba(context_parallel),
         *_gated_delta_net(context_parallel),

@@ -83,14 +83,7 @@ def training() -> tuple[Patch, ...]:
             "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
             loss.forward_step_calc_loss,
             guard=megatron_core_guard("f2566efccb050839"),
-            reason="divides each rank's loss by its own number of loss tokens, and averages",
-        ),
-        wrap(
-            "megatron.core.transformer.multi_token_prediction:roll_tensor",
-            loss.roll_tensor,
-            also_in=("megatron.core.models.gpt.gpt_model:roll_tensor",),
-            guard=megatron_core_guard("74cba5b0b7a1d456"),
-            reason="--mtp-num-layers: the number of loss tokens is each rank's own",
+            reason="--sft: its evaluation averages the mean losses of the ranks",
         ),
         wrap(
             f"{_TRAINING}.training:train_step",

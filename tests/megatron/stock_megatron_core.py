@@ -29,6 +29,8 @@ def step(
     documents: tuple[list[int], list[int]] | None = None,
     padding_token: int = 0,
     alone: bool = False,
+    scheduled: bool = False,
+    padding_mask: bool = False,
     **model_options: Any,
 ) -> tuple[float, dict[str, Any]]:
     """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts.
@@ -38,6 +40,7 @@ def step(
         contiguous: the program shards its batches itself, in this order.
         documents: their lengths, and those of their places in a packed sequence (``thd``).
         alone: one pass for each of them instead, without packing and padding.
+        scheduled: as :func:`run_schedule`, of some tokens alone.
         model_options: of :func:`gpt_model`.
     """
     from megatron.core import parallel_state
@@ -63,9 +66,47 @@ def step(
         else:
             batch = get_batch_on_this_cp_rank(batch)
         weights = batch.pop("loss_mask")
+        if padding_mask:
+            batch["padding_mask"] = weights == 0
         passes, tokens = [({"input_ids": batch.pop("tokens"), **batch}, weights)], B * S
+    if scheduled:
+        return run_schedule(model, *passes[0])
     losses = [(model(**inputs) * weights).sum() / tokens for inputs, weights in passes]
     return reduced(model, torch.stack(losses).sum())
+
+
+def run_schedule(
+    model: Any, inputs: dict[str, Any], weights: torch.Tensor
+) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients by megatron-core's schedule, its DDP and its division by loss tokens, of
+    which ranks have different numbers."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    mask = weights * (inputs["labels"] % 3 > 0)
+    model.config.finalize_model_grads_func = finalize_model_grads
+
+    def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        total, tokens = (losses * mask).sum(), mask.sum()
+        return total, tokens.int(), torch.stack([total.detach(), tokens])
+
+    (report,) = forward_backward_no_pipelining(
+        forward_step_func=lambda _, ddp: (ddp(**inputs, loss_mask=mask), loss_func),
+        data_iterator=None,
+        model=DistributedDataParallel(model.config, DistributedDataParallelConfig(), model),
+        num_microbatches=1,
+        seq_length=S,
+        micro_batch_size=B,
+        forward_only=False,
+    )
+    dist.all_reduce(report, group=parallel_state.get_context_parallel_group())
+    gradients = {name: (weight.main_grad, None) for name, weight in model.named_parameters()}
+    return (report[0] / report[1]).item(), gradients
 
 
 def train(

@@ -316,6 +316,12 @@ REFUSED_BY_LAYERS: dict[str, Refused] = {
         UNSUPPORTED,
         "calculate_per_token_loss=False",
     ),
+    "a z-loss beside padding": (
+        {},
+        {"cp": 4, **EXPERTS, "padding_mask": True},
+        UNSUPPORTED,
+        "moe_z_loss_coeff=0.1 with a padding_mask",
+    ),
     "a subclass that computes more": ({}, {"cp": 4, "core": scaled}, UNSUPPORTED, "Scaled"),
     "a delta net with gelu": (
         {},
@@ -477,7 +483,13 @@ MODELS = {
         "softmax_type": "off-by-one",
     },
     "packed and padded": {"kv_heads": 2, **DOCUMENTS},
-    "multi-token prediction": {"mtp_num_layers": 1, "calculate_per_token_loss": True},
+    "ranks with other numbers of loss tokens": {"scheduled": True},
+    "multi-token prediction": {"mtp_num_layers": 1, "scheduled": True},
+    "multi-token prediction, packed and padded": {
+        "mtp_num_layers": 1,
+        "calculate_per_token_loss": True,
+        **DOCUMENTS,
+    },
     "learned positions": {"rotary": False},
     "experts, all-to-all": {
         **EXPERTS,
