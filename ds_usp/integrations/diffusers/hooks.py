@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from ds_usp.comm.mesh import SequenceMesh
@@ -29,6 +30,7 @@ from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import ValuesComparison, same_on_all_ranks
+from ds_usp.integrations.shard_noise import ShardNoise
 from ds_usp.memory.compile_guard import disable_in_compile
 
 # Hooks of diffusers that move or cast weights and leave tokens alone; others may compare, blur or
@@ -39,6 +41,7 @@ _HARMLESS_HOOKS = frozenset(
         *("lazy_leafs", "layerwise_casting", "peft_autocast_disable"),
     }
 )
+_WHOLE_KEYS = ("to_k", "to_v", "add_k_proj", "add_v_proj")  # of attention that is local
 _KINDS = 64
 _CHECKPOINT = "_gradient_checkpointing_func"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -129,6 +132,7 @@ class ShardedTransformer:
         self._graphs: ForwardGraphs | None = None
         if options.cuda_graphs:
             transformer.forward = self._graphs = ForwardGraphs(transformer)
+        self._noise = ShardNoise(mesh.rank)
         self._handles, self._inner_handles = list(self._register()), list[RemovableHandle]()
         self._hook_modules()
         self._step: tuple[WaitingCall, ...] = ()  # the calls that run
@@ -299,8 +303,9 @@ class ShardedTransformer:
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, parts.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.transformer.training:
             self._wrap_checkpoints(self.state)
+            self._hook_dropouts()
         return _sharded(self.state, given, self._plan.inputs.get("", {}))
 
     @contextmanager
@@ -313,6 +318,7 @@ class ShardedTransformer:
     @disable_in_compile("a forward pass ends")
     def _end(self, _: nn.Module, __: Any, out: Any) -> Any:
         state, self.state = self.state, None  # out is None where the pass has raised
+        self._noise.end()  # of a dropout that has
         self._restore_checkpoints()
         self._caches.release()
         if out is None and self._graphs is not None:
@@ -495,6 +501,39 @@ class ShardedTransformer:
         return type(out)(
             _shard_value(state, x, token_dim) for x, token_dim in zip(out, entries, strict=True)
         )
+
+    # Note [noise inside of blocks]
+    # Blocks have whole tensors beside shards: the conditioning that scales them, text that is
+    # attended to. Their dropout must be alike on all ranks, and that of shards must not, so each
+    # dropout decides by its input. Again in a block that a checkpoint computes again.
+    def _hook_dropouts(self) -> None:
+        """Hook those that drop now: adapters may have come since the pass before."""
+        handles = []
+        local = (x for path in self._plan.local for x in modules_at(self.transformer, path))
+        keys = [getattr(x, name, None) for x in local for name in _WHOLE_KEYS]
+        of_keys = {x for module in keys if module is not None for x in module.modules()}
+        for module in self.transformer.modules():
+            if not isinstance(module, _DropoutNd) or not module.p or module in of_keys:
+                continue
+            hooks = module._forward_pre_hooks.values()
+            if any(getattr(hook, "__self__", None) is self for hook in hooks):
+                continue
+            handles += [
+                module.register_forward_pre_hook(self._before_dropout),
+                module.register_forward_hook(self._after_dropout, prepend=True),
+            ]
+        self._inner_handles += handles
+        if self._graphs is not None:
+            self._graphs.own_hooks |= {handle.id for handle in handles}
+
+    @disable_in_compile("each rank draws noise of its own")
+    def _before_dropout(self, dropout: nn.Module, args: tuple[Any, ...]) -> None:
+        if dropout.training and self.state is not None and self.state.is_shard(args[0]):
+            self._noise.begin(args[0].device)
+
+    @disable_in_compile("each rank draws noise of its own")
+    def _after_dropout(self, *_: Any) -> None:
+        self._noise.end()
 
     @disable_in_compile("padding is counted")
     def _take_mask(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -181,6 +182,13 @@ class PassState:
             if view is not None:
                 return view
         return layout.shard(x, token_dim.dim, rank)
+
+    def is_shard(self, x: Tensor) -> bool:
+        """Whether a module's input seems to be of this rank's tokens: ``[b, tokens, ...]``, or
+        ``[b * tokens, c]``, with as many as it has of one kind or of several in a sequence."""
+        own = [layout.length(self._mesh.rank) for layout in self._layouts.values()]
+        sums = {sum(some) for n in range(len(own)) for some in combinations(own, n + 1)}
+        return x.shape[1] in sums if x.ndim > 2 else any(x.shape[0] % n == 0 for n in sums)
 
     def join(self, x: Tensor, kind: Kind, last: bool) -> Tensor:
         """``[b, tokens, ...]`` on every rank, from the ranks' shards.

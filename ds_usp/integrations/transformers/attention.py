@@ -105,10 +105,10 @@ class RunningPass:
     router_loss: Tensor | None = None
     is_sharded = False
 
-    def begin(self, shard: Shard, is_sharded: bool) -> None:
+    def begin(self, shard: Shard) -> None:
         self.shard, self.targets = shard, shard.targets
         self.loss = self.router_loss = None
-        self.is_sharded = is_sharded
+        self.is_sharded = False
 
     def __deepcopy__(self, _: dict[int, Any]) -> RunningPass:
         return RunningPass()

@@ -28,6 +28,7 @@ from ds_usp.integrations.replicas import (
     same_on_all_ranks,
     sum_of_shards,
 )
+from ds_usp.integrations.shard_noise import ShardNoise
 from ds_usp.integrations.transformers import refusals
 from ds_usp.integrations.transformers.attention import (
     IMPLEMENTATION,
@@ -224,7 +225,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._rows: RowsAsTree | None = None  # of the pass that runs
         self._parameters = refusals.positional_arguments(model, inner)
         self._enabled = True
-        self._running = RunningPass()
+        self._running, self._noise = RunningPass(), ShardNoise(mesh.rank)
         head = refusals.find_head(inner) if options.loss_chunks else None
         self._recurrent = RecurrentLayers(inner, self._running)
         carry = self._recurrent.carry if self._recurrent.layers else None
@@ -278,6 +279,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._restore()
 
     def _restore(self) -> None:
+        self._noise.end()  # of a pass that was interrupted
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -348,6 +350,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
                 modules = without_towers(self._inner)
                 self._check_positions(given, (self._rows or batch).left_padded, modules)
+            refusals.check_layerdrop(self._trunk, batch)
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             targets = self._targets_of(batch)
@@ -380,7 +383,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
             self._set_targets(targets, batch.arguments.get(LOSS_WEIGHTS), shard, local)
             self._whole_batch = batch if at_text else None
-            self._running.begin(shard, is_sharded=not at_text)
+            self._running.begin(shard)
+            if not at_text:
+                self._begin_shard(tokens=next(iter(batch.tensors.values())))
             if self._asks_for_router_logits(arguments) and not self._whole_head:
                 real = batch.arguments.get("attention_mask")
                 real = None if real is None else layout.shard(real, 1, self.mesh.rank)
@@ -443,16 +448,26 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         local = self._shard_of(batch, shard)
         if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
             local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
-        self._running.is_sharded = True
+        self._begin_shard(tokens=next(iter(batch.tensors.values())))
         return (), local
+
+    def _begin_shard(self, tokens: Tensor) -> None:
+        """From here on modules are given this rank's tokens, until :meth:`_end_shard`."""
+        self._running.is_sharded = True
+        self._noise.begin(tokens.device)
+
+    @disable_in_compile("random numbers are the caller's again")
+    def _end_shard(self) -> None:
+        self._running.is_sharded = False
+        self._noise.end()
 
     @disable_in_compile("the text model's outputs are joined over the ranks")
     def _after_text(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
         shard = kwargs.get("usp")
         if not self._whole_head or shard is None:
             return out
+        self._end_shard()
         self._join(shard, len(kwargs["attention_mask"]), out, join_all=True)
-        self._running.is_sharded = False
         return out
 
     def _before_tower(self, tower: nn.Module, _: Any) -> None:
@@ -468,7 +483,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             name = type(self._inner).__name__
             self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
         self._whole_batch, self._running.targets, self._rows = None, None, None
-        self._running.is_sharded = False
+        self._end_shard()
         self._router_loss.end()
 
     def _check_positions(
@@ -520,6 +535,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
         name = type(self._inner).__name__
+        self._noise.end()  # hooks of users, which come next, see whole outputs
         with self.mesh.consistency.forward_pass_of(name):
             self._compared.end_of_forward()
             return self._joined(name, kwargs, out)

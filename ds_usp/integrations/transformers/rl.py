@@ -148,8 +148,8 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
     def scored(inputs: Any) -> Any:
         with _counts_meshes(accelerator, [sys.modules[x] for x in names if x in sys.modules]):
             batch = score(inputs)
-        # TRL shuffles the batch next, by this state. Dropout may have drawn other numbers of it on
-        # each rank.
+        # TRL shuffles the batch next, by this state. Rewards, which one rank of a mesh computes,
+        # may have drawn numbers of it.
         torch.set_rng_state(of_first_rank("a random state", torch.get_rng_state))
         return batch
 

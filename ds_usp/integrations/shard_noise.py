@@ -1,0 +1,62 @@
+"""Dropout and other noise of one rank's tokens, where the ranks of a mesh are seeded alike."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Generator, Tensor
+
+from ds_usp.errors import UnsupportedAttentionError
+
+
+class ShardNoise:
+    """Gives a part of a forward pass, which computes with a shard, random numbers of its own.
+
+    The ranks of a mesh are in one random state, as a Trainer seeds them, and would drop the same
+    elements of every shard. Between :meth:`begin` and :meth:`end` the generator is seeded by this
+    state and the rank. Afterwards it goes on where it was, one number further if the part has drawn
+    any: the ranks are in one state again, and the next part draws other numbers. Nothing is counted
+    here, so a state that was saved, by a checkpoint of activations or of a training, draws the same
+    numbers again.
+
+    Args:
+        rank: of the mesh, whose tokens the part computes with.
+    """
+
+    # Note [the generator of tokens]
+    # It is that of the tokens' device, and no other. What is drawn for all tokens at once, as which
+    # layers are left out (OPT's layerdrop, module_dropout of adapters) or blocks of a weight (OFT),
+    # is drawn on the CPU, which has to go on alike on all ranks. Models on a CPU have one generator
+    # for both. A CUDA generator's state is two numbers on the host: nothing waits for the GPU.
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._states: tuple[Generator, Tensor, Tensor] | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """Seed the generator of a device for this rank; no other device's, and none of ``meta``."""
+        generator = torch.default_generator
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise UnsupportedAttentionError(
+                    "a CUDA graph is being captured, and each rank would draw noise of its own in "
+                    "it: call eval() on the model, or capture nothing"
+                )
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
+        elif device.type != "cpu":
+            return
+        before = generator.get_state()
+        text = before.numpy().tobytes() + self._rank.to_bytes(4, "big")
+        generator.manual_seed(int.from_bytes(blake2b(text, digest_size=7).digest(), "big"))
+        self._states = generator, before, generator.get_state()
+
+    def end(self) -> None:
+        """Go on as before :meth:`begin`; nothing if it was not called, or has ended."""
+        if self._states is None:
+            return
+        (generator, before, seeded), self._states = self._states, None
+        has_drawn = not torch.equal(generator.get_state(), seeded)
+        generator.set_state(before)
+        if has_drawn:
+            torch.rand((), generator=generator, device=generator.device)
