@@ -218,8 +218,9 @@ def images_alone(model: Any, packed: Mapping[str, Tensor], cut: int) -> tuple[Re
     return want, torch.cat(positions, -1)
 
 
-def packed_images(ctx: RankContext) -> float:
-    """Documents by positions of 4 rows: the first counts a document's tokens."""
+def packed_images(ctx: RankContext) -> Errors:
+    """Documents by positions of 4 rows, of which the first counts a document's tokens, and by this
+    one alone; then tokens of text where the model holds what generation left in it."""
     model = build_with_tower("qwen2_5_vl")
     two = batch_with_images(model, TOWERS["qwen2_5_vl"][1](), plain_batch())
     row = {name: two[name] for name in ("pixel_values", "image_grid_thw")}
@@ -227,8 +228,20 @@ def packed_images(ctx: RankContext) -> float:
         row[name] = torch.cat([two[name][:1, :20], two[name][1:, :21]], 1)
     row["labels"][0, 20] = IGNORED
     want, positions = images_alone(model, row, 20)
+    text = {"inputs_embeds": model.get_input_embeddings()(row["input_ids"]).detach()}
+    alone = model(**text, use_cache=False).logits
+    errors = {}
     with enable(model, mesh_of(2), logits="whole"):
-        return on_the_mesh(model, mesh_of(2), {**row, "position_ids": positions}).error(want)
+        for name, given in {"4 rows": positions, "1 row": positions[0]}.items():
+            have = on_the_mesh(model, mesh_of(2), {**row, "position_ids": given})
+            errors[f"packed by {name} of positions"] = have.error(want)
+        with pytest.raises(DataError, match="do not count tokens 0 to 19 from 0"):
+            model(**row, position_ids=positions[0] + 1)
+        with pytest.raises(DataError, match="mm_token_type_ids"):
+            model(**{**row, "mm_token_type_ids": None}, position_ids=positions[0])
+        model.base_model.rope_deltas = torch.full((4, 1), 9)  # of other rows than this batch has
+        errors["text after generation"] = relative(model(**text).logits, alone)
+    return errors
 
 
 IMAGES: Mapping[str, tuple[str, Callable[[], dict[str, Tensor]]]] = {
@@ -245,7 +258,7 @@ OF_BLOCKS = frozenset({"gemma3", "paligemma"})
 
 def every_batch_with_images(ctx: RankContext) -> Errors:
     """Padding, documents and blocks, beside images that some ranks have no token of."""
-    errors = {"packed by 4 rows of positions": packed_images(ctx)}
+    errors = packed_images(ctx)
     for name, (model_type, batch) in IMAGES.items():
         model, given = images(model_type, batch())
         given = with_a_video(given) if name == "a video" else given

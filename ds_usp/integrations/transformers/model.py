@@ -41,6 +41,7 @@ from ds_usp.integrations.transformers.attention import (
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
 from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers, recurrent_layers
 from ds_usp.integrations.transformers.text_model import (
+    ImagePositions,
     TextAttention,
     has_towers,
     text_model,
@@ -226,6 +227,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._parameters = refusals.positional_arguments(model, inner)
         self._enabled = True
         self._running, self._noise = RunningPass(), ShardNoise(mesh.rank)
+        self._image_positions = ImagePositions(inner)
         head = refusals.find_head(inner) if options.loss_chunks else None
         self._recurrent = RecurrentLayers(inner, self._running)
         carry = self._recurrent.carry if self._recurrent.layers else None
@@ -280,6 +282,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def _restore(self) -> None:
         self._noise.end()  # of a pass that was interrupted
+        self._image_positions.end()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -353,6 +356,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             refusals.check_layerdrop(self._trunk, batch)
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
+            made_here = self._image_positions.begin(batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
             if targets is not None and not arguments.get(_TRL_FUSED_HEAD):
@@ -381,6 +385,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             shard = Shard(call, batch.packing)
             shard.drop_last = "shift_labels" not in batch.arguments
             local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
+            if made_here:
+                local.pop("position_ids", None)
             self._set_targets(targets, batch.arguments.get(LOSS_WEIGHTS), shard, local)
             self._whole_batch = batch if at_text else None
             self._running.begin(shard)
@@ -443,6 +449,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return None
         given = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
         batch = whole.handed_to_text(given, type(self._inner).__name__)
+        self._image_positions.check_made(batch.arguments.get("position_ids"))
         modules = text_modules(self._inner)
         self._check_positions(batch.arguments, batch.left_padded, modules)
         local = self._shard_of(batch, shard)
@@ -484,6 +491,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
         self._whole_batch, self._running.targets, self._rows = None, None, None
         self._end_shard()
+        self._image_positions.end()
         self._router_loss.end()
 
     def _check_positions(

@@ -7,11 +7,18 @@ the text model only.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from ds_usp.errors import DataError, UnsupportedAttentionError
+from ds_usp.integrations.transformers.whole_arguments import WholeArguments
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -95,3 +102,101 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def _models(modules: Iterable[nn.Module]) -> Iterator[PreTrainedModel]:
     return (module for module in modules if isinstance(module, PreTrainedModel))
+
+
+_MAKES, _DELTAS = "get_rope_index", "rope_deltas"  # of models with M-RoPE
+_GRIDS = frozenset({"image_grid_thw", "video_grid_thw"})
+_OF_SAMPLES = frozenset({"images_per_sample", "target_sizes"})  # with an entry for each row
+
+
+class ImagePositions:
+    """Positions of time, height and width (M-RoPE) where positions of text are given beside images.
+
+    Positions ``[batch, tokens]`` tell where documents begin, and nothing of images: a model that is
+    given them computes an image as if it were text. So it is given none, and the function by which
+    it makes its own sees each document as a row. Of what that leaves in the model, for tokens that
+    are generated next, nothing stays for the next batch.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._name, self._text = type(model).__name__, text_model(model)
+        self._owners: list[Any] = [x for x in model.modules() if hasattr(type(x), _MAKES)]
+        self._batch: WholeArguments | None = None
+
+    def begin(self, batch: WholeArguments) -> bool:
+        """Before a pass: whether the model is to be given no positions, as they are made here.
+
+        Raises:
+            DataError: positions of 2 dims that do not count each document's tokens from 0.
+            UnsupportedAttentionError: a model whose text model takes no positions of text beside
+                those of images.
+        """
+        self.end()
+        positions = batch.arguments.get("position_ids")
+        is_packed = positions is not None or bool(batch.documents)  # else nothing is read
+        if not self._owners or not is_packed or not _GRIDS & batch.arguments.keys():
+            return False
+        runs = list(batch.runs())
+        is_made = len(runs) > batch.size if positions is None else positions.ndim == 2
+        if not is_made:  # by the model itself, or by the caller
+            return False
+        wanted = f"[4, {batch.size}, {batch.seq_len}], of which the first counts tokens as text"
+        rows = () if positions is None else positions.cpu().long().expand(batch.size, -1)
+        for row, start, stop in runs if len(rows) else ():
+            if not torch.equal(rows[row][start:stop], torch.arange(stop - start)):
+                raise DataError(
+                    f"position_ids of row {row} do not count tokens {start} to {stop - 1} from 0, "
+                    f"and images of {self._name} have positions of time, height and width: let "
+                    f"them begin at 0 with each document, leave them out, or give {wanted}"
+                )
+        takes_text = "shape[0] == 4" in inspect.getsource(type(self._text).forward)
+        takes = inspect.signature(getattr(type(self._owners[0]), _MAKES)).parameters.keys()
+        if takes & _OF_SAMPLES or not takes_text:
+            raise UnsupportedAttentionError(
+                f"{self._name} makes positions of images for whole rows, and its documents would "
+                "have those of text: give rows of one document, without position_ids"
+            )
+        missing = takes & {"input_ids", "mm_token_type_ids"} - batch.arguments.keys()
+        if missing:
+            raise DataError(
+                f"{self._name} makes positions of images by {' and '.join(sorted(missing))}: give "
+                f"what its processor makes, or position_ids {wanted}"
+            )
+        self._batch = batch
+        for owner in self._owners:
+            owner.__dict__[_MAKES] = partial(self._of_documents, owner)
+        return True
+
+    def end(self) -> None:
+        """After a pass, or one that was interrupted."""
+        self._batch = None
+        for owner in self._owners:
+            owner.__dict__.pop(_MAKES, None)
+            if hasattr(owner, _DELTAS):
+                owner.rope_deltas = None
+
+    def check_made(self, positions: Tensor | None) -> None:
+        """UnsupportedAttentionError where the model has made none in this pass."""
+        if self._batch is not None and positions is None:
+            raise UnsupportedAttentionError(
+                f"{self._name} has not made positions of its images: give position_ids "
+                f"[4, {self._batch.size}, {self._batch.seq_len}], of which the first counts tokens "
+                "as text"
+            )
+
+    def _of_documents(self, owner: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        batch, make = cast(WholeArguments, self._batch), getattr(type(owner), _MAKES)
+        given = inspect.signature(make).bind(owner, *args, **kwargs)
+        ids, runs = given.arguments["input_ids"], list(batch.runs())
+        given.arguments["attention_mask"] = torch.ones_like(ids)
+        for name in ("input_ids", "mm_token_type_ids", "attention_mask"):
+            x = given.arguments.get(name)
+            if x is not None:
+                parts = [x[row, start:stop] for row, start, stop in runs]
+                given.arguments[name] = pad_sequence(parts, batch_first=True)
+        made, deltas = make(*given.args, **given.kwargs)
+        out = made.new_zeros(4, *ids.shape)
+        for index, (row, start, stop) in enumerate(runs):
+            out[0, row, start:stop] = torch.arange(stop - start)
+            out[1:, row, start:stop] = made[:, index, : stop - start]
+        return out, deltas

@@ -155,6 +155,16 @@ class WholeArguments:
             documents = Packing((same,), self.packing.parents[:1]).causal_mask
         return mesh.layout(kind, self.seq_len, documents if kind == "balanced" else ())
 
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Row, start and end of each document, without padding."""
+        mask = self.arguments.get("attention_mask")
+        real = None if mask is None else (mask != 0).cpu()
+        for row in range(self.size):
+            documents = self.documents or ((0, self.seq_len),)
+            for start, stop in pairwise(documents[row % len(documents)]):
+                if real is None or real[row, start]:
+                    yield row, start, stop
+
     def labels_to_shift(self) -> Tensor | None:
         """Labels of next tokens, -100 after the last, for a causal model; None without labels."""
         given: Tensor | None = self.arguments.get("shift_labels")
@@ -351,7 +361,7 @@ class RowsAsTree:
                 "the model without share_prefixes"
             )
         ids = batch.arguments["input_ids"]
-        runs = list(_runs(batch))
+        runs = list(batch.runs())
         firsts = [start if positions is None else 0 for _, start, _ in runs]
         if positions is not None:
             host = positions.cpu()
@@ -399,17 +409,6 @@ class RowsAsTree:
         rows = x[0][self.index.to(x.device)]
         nothing = ~counts.to(x.device)
         return rows.masked_fill(nothing.view(*nothing.shape, *[1] * (rows.ndim - 2)), 0)
-
-
-def _runs(batch: WholeArguments) -> Iterator[tuple[int, int, int]]:
-    """Row, start and end of each document, without padding."""
-    mask = batch.arguments.get("attention_mask")
-    real = None if mask is None else (mask != 0).cpu()
-    for row in range(batch.size):
-        documents = batch.documents or ((0, batch.seq_len),)
-        for start, stop in pairwise(documents[row % len(documents)]):
-            if real is None or real[row, start]:
-                yield row, start, stop
 
 
 def holds_tensor(value: Any) -> bool:
