@@ -115,6 +115,24 @@ def roll_tensor(
     return local.movedim(0, dims).contiguous(), rolled.sum() / ranks
 
 
+def recompute_packed(
+    original: Callable[..., Any],
+    layer: Any,
+    forward_func: Callable[..., Any],
+    *,
+    packed_seq_params: Any = None,
+    **tensors: Any,
+) -> Any:
+    """``MultiTokenPredictionLayer._checkpointed_forward``, which saves documents as a tensor: the
+    checkpoint gets a function that knows them."""
+
+    def forward(*values: Any, **named: Any) -> Any:
+        named |= dict(zip(tensors, values, strict=False))
+        return forward_func(**named, packed_seq_params=packed_seq_params)
+
+    return original(layer, forward, **tensors)
+
+
 def apply_z_loss(
     original: Callable[..., Tensor],
     router: Any,

@@ -93,6 +93,14 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
             reason="the same; and the number of loss tokens is each rank's own",
         ),
         wrap(
+            "megatron.core.transformer.multi_token_prediction:"
+            "MultiTokenPredictionLayer._checkpointed_forward",
+            loss.recompute_packed,
+            guard=megatron_core_guard("9f28c47be348b440"),
+            reason="gives packed documents to a function that saves tensors",
+            upstream="TypeError with recompute_granularity full",
+        ),
+        wrap(
             "megatron.core.transformer.moe.router:TopKRouter.apply_z_loss",
             partial(loss.apply_z_loss, context_parallel=context_parallel),
             guard=megatron_core_guard("c9a28a9f1c508a88"),

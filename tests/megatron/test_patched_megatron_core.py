@@ -504,6 +504,7 @@ MODELS = {
 RECOMPUTED = {
     "MLA, YaRN": UP_PROJECTION,
     "packed and padded": CORE,
+    "multi-token prediction, packed and padded": {"recompute": True},
     "windows between full layers, learnable sinks": CORE,
 }
 
