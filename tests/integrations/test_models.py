@@ -220,7 +220,7 @@ def images_alone(model: Any, packed: Mapping[str, Tensor], cut: int) -> tuple[Re
 
 def packed_images(ctx: RankContext) -> Errors:
     """Documents by positions of 4 rows, of which the first counts a document's tokens, and by this
-    one alone; then tokens of text where the model holds what generation left in it."""
+    one alone. What generation left in the model makes no positions of another batch."""
     model = build_with_tower("qwen2_5_vl")
     two = batch_with_images(model, TOWERS["qwen2_5_vl"][1](), plain_batch())
     row = {name: two[name] for name in ("pixel_values", "image_grid_thw")}
@@ -228,8 +228,9 @@ def packed_images(ctx: RankContext) -> Errors:
         row[name] = torch.cat([two[name][:1, :20], two[name][1:, :21]], 1)
     row["labels"][0, 20] = IGNORED
     want, positions = images_alone(model, row, 20)
-    text = {"inputs_embeds": model.get_input_embeddings()(row["input_ids"]).detach()}
-    alone = model(**text, use_cache=False).logits
+    padded = {"inputs_embeds": model.get_input_embeddings()(row["input_ids"]).detach()}
+    padded["attention_mask"] = torch.arange(41)[None] > 4
+    alone = model(**padded, use_cache=False).logits
     errors = {}
     with enable(model, mesh_of(2), logits="whole"):
         for name, given in {"4 rows": positions, "1 row": positions[0]}.items():
@@ -240,7 +241,8 @@ def packed_images(ctx: RankContext) -> Errors:
         with pytest.raises(DataError, match="mm_token_type_ids"):
             model(**{**row, "mm_token_type_ids": None}, position_ids=positions[0])
         model.base_model.rope_deltas = torch.full((4, 1), 9)  # of other rows than this batch has
-        errors["text after generation"] = relative(model(**text).logits, alone)
+        real = padded["attention_mask"][..., None]
+        errors["after generation"] = relative(model(**padded).logits * real, alone * real)
     return errors
 
 
