@@ -41,6 +41,7 @@ from ds_usp.comm.process_groups import (
     timeout_of,
     ulysses_ranks_share_node,
 )
+from ds_usp.comm.readings import Readings
 from ds_usp.comm.shards import gather_shards
 from ds_usp.errors import ConfigError, LayoutError, MeshError
 from ds_usp.geometry.degrees import Degrees
@@ -273,6 +274,7 @@ class SequenceMesh:
         other_nodes: by group (``ulysses``, ``ring``, ``sp``), its ranks that are not on this node.
         copy_engines: those in use, by kind of traffic.
         plans: validated calls over this mesh, by their arguments.
+        readings: what layers have read of their batch's positions, lengths and masks.
         checks: what else :meth:`check` compares; each is given the mesh.
         batch_layouts: the layout of the last batch of each length from a data loader; meshes over
             one process group share it.
@@ -299,6 +301,7 @@ class SequenceMesh:
     copy_engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
+    readings: Readings = field(default_factory=Readings, init=False, repr=False)
     checks: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     module_numbers: Iterator[int] = field(default_factory=partial(count, 1), init=False, repr=False)
     name: str = field(init=False, repr=False)

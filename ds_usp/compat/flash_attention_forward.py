@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import groupby
 from types import ModuleType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ds_usp.attention.functional import usp_attention
@@ -28,11 +28,14 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import check_layout_kind
 from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
+from ds_usp.comm.readings import Place, calling_modules
+from ds_usp.compat.models_on_shards import ENABLE, ShardLimits, calling_model
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.memory.compile_guard import disable_in_compile
+from ds_usp.training.whole_batch import RealTokens, agreed_documents, local_positions
 
 __all__ = ["PatchedFlashAttention", "flash_attention_forward", "patch_flash_attention"]
 
@@ -47,12 +50,9 @@ _PACKAGES = ("transformers", "transformers_modules")  # its own models, and thos
 _OF_KERNELS = frozenset({"s_aux", "layer_idx", "attn_implementation", "implementation"})
 
 # Padding in gathered positions: of attention_mask, and of position_ids, which some trainers (swift)
-# fill up with -1.
+# fill up with -1. What a mask says of a token travels in the last two bits: 0 is real, 1 padding, 2
+# and 3 neither.
 _MASKED, _FILLED = -2, -1
-
-# Tensors whose documents are known. Backward passes of a pipeline recompute the layers of several
-# passes that are in flight; of more than these it gathers again, on all ranks alike.
-_KNOWN_TENSORS = 16
 
 
 @explain_keywords
@@ -204,75 +204,25 @@ def _arguments_of_transformers() -> frozenset[str]:
 # Note [positions are gathered once a pass]
 #
 # Where documents begin is known from the positions of all ranks, and all layers of a pass are given
-# the same ones. So they are gathered at the first layer, a collective, and the documents kept with
-# the tensor they came from. A layer finds them by the memory and the version of its tensor, not by
-# the values: by values one rank could find a batch that looks like an earlier one while another
-# rank posts a gather that nobody answers. The same program gives new tensors on all ranks or on
-# none; where it does not, the ranks' comparison of the gather finds that. A checkpoint that
-# recomputes a layer gives it the same tensor (non-reentrant), or another object over its memory
-# (reentrant): either is found, and nothing is posted in backward.
-#
-# The record holds the tensor, so that its memory is not another batch's while it is looked up. A
-# change in place is another version. Tensors of inference mode have none: each layer gathers.
+# the same ones. So the first layer gathers them, a collective, and its pass keeps the documents
+# (``comm/readings.py`` tells when a pass begins). What is gathered is read on the CPU, where all
+# ranks come to one result, after one transfer from the device.
 #
 # Padding travels in the same gather: a model drops its mask where a shard has no padding, so only
 # some ranks have one, and nothing may be posted where one is met.
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """A tensor as a model gave it: its memory, in this version."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Given | None:
-        """None for a tensor without versions, which is not known again."""
-        return None if tensor.is_inference() else cls(tensor, tensor._version)
-
-    def is_(self, other: Tensor) -> bool:
-        x = self.tensor
-        same_memory = x is other or (
-            x.data_ptr() == other.data_ptr()
-            and (x.shape, x.stride()) == (other.shape, other.stride())
-            and (x.dtype, x.device) == (other.dtype, other.device)
-        )
-        return same_memory and not other.is_inference() and other._version == self.version
-
-
-Reading = TypeVar("Reading")
-
-
-class Readings(Generic[Reading]):
-    """What was read of the last few tensors of positions or lengths, until they are changed: layers
-    share a tensor, and to read it waits for the GPU or for the other ranks."""
-
-    def __init__(self) -> None:
-        self._known: deque[tuple[_Given, Hashable, Reading]] = deque(maxlen=_KNOWN_TENSORS)
-
-    def of(self, tensor: Tensor, key: Hashable, read: Callable[[], Reading]) -> Reading:
-        """What ``read()`` has returned of this tensor; ``key`` is what else that depends on."""
-        for given, known, reading in reversed(self._known):
-            if known == key and given.is_(tensor):
-                return reading
-        reading = read()
-        if (given_now := _Given.of(tensor)) is not None:
-            self._known.append((given_now, key, reading))
-        return reading
-
-
 @dataclass(eq=False)
 class _Pass:
     """The documents of one pass.
 
     Args:
         real: this rank's tokens that are no padding, ``[b, s_local]``; None: all.
-        padding_masks: tensors that are known to say the same.
+        padding_masks: tensors that its layers were given and that say the same.
         masks: of its layers, by is_causal and sliding window.
     """
 
     documents: tuple[Borders, ...]
     real: Tensor | None = None
-    padding_masks: list[_Given] = field(default_factory=list)
+    padding_masks: list[Place] = field(default_factory=list)
     masks: dict[tuple[bool, int | None], MaskSpec] = field(default_factory=dict)
 
     def mask(self, is_causal: bool, window: int | None) -> MaskSpec:
@@ -286,7 +236,7 @@ class _Pass:
         """DataError if a layer is given other padding than the first one of its pass."""
         if mask is None:
             is_same = self.real is None
-        elif any(seen.is_(mask) for seen in self.padding_masks):
+        elif any(seen.is_of(mask) for seen in self.padding_masks):
             return
         elif self.real is None:
             is_same = bool((mask != 0).all())
@@ -298,8 +248,8 @@ class _Pass:
                 "layers of one pass are given different padding: attention_mask must be the same "
                 "for all that get the same position_ids. Give each pass position_ids of its own"
             )
-        if mask is not None and (given := _Given.of(mask)) is not None:
-            self.padding_masks.append(given)
+        if mask is not None:
+            self.padding_masks.append(Place.of(mask))
 
 
 class _FlashAttentionForward:
@@ -317,8 +267,11 @@ class _FlashAttentionForward:
         self._mesh, self._towers = mesh, towers
         self._equal_documents = equal_documents
         self._layout, self._kernel, self._tuning = layout, kernel, tuning
+        # Of the model that a layer is of: its name and limits; None: of none of transformers'.
+        self._limits: WeakKeyDictionary[nn.Module, tuple[str, ShardLimits] | None] = (
+            WeakKeyDictionary()
+        )
         self._unknown = _arguments_of_transformers() - _OF_KERNELS - {*signature(self).parameters}
-        self._passes: Readings[_Pass] = Readings()
 
     @disable_in_compile("documents are read from positions")
     def __call__(
@@ -382,11 +335,11 @@ class _FlashAttentionForward:
             self._refuse_unknown(others)
             if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                 lengths = cu_seq_lens_q, cu_seq_lens_k
-                this = self._pass_of_lengths(query_states, lengths, attention_mask)
+                this = self._pass_of_lengths(query_states, lengths, attention_mask, position_ids)
             elif position_ids is not None:
                 this = self._pass_of_positions(query_states, position_ids, attention_mask)
             else:
-                this = _pass_of_nothing(is_causal, attention_mask)
+                this = self._pass_of_nothing(query_states, is_causal, attention_mask)
             mask = this.mask(is_causal, sliding_window)
             scores = Scores(softcap or None, sinks=sinks)
         q, k, v = query_states, key_states, value_states
@@ -426,7 +379,11 @@ class _FlashAttentionForward:
                 )
 
     def _pass_of_lengths(
-        self, q: Tensor, lengths: Sequence[Tensor | None], mask: Tensor | None
+        self,
+        q: Tensor,
+        lengths: Sequence[Tensor | None],
+        mask: Tensor | None,
+        positions: Tensor | None,
     ) -> _Pass:
         """Of cumulative lengths of the whole sequence, of queries and keys; nothing is sent."""
         if mask is not None:
@@ -434,57 +391,120 @@ class _FlashAttentionForward:
                 f"attention_mask {list(mask.shape)} beside cu_seq_lens_q: padding is a document of "
                 "its own there; leave attention_mask out"
             )
-        this, of_keys = (self._pass_of_one_tensor(q, x) for x in lengths)
-        if this.documents != of_keys.documents:
+        if any(x is None for x in lengths):
+            raise DataError("cu_seq_lens_q and cu_seq_lens_k belong together: give both")
+        tensors = [x for x in (*lengths, positions) if x is not None]
+        return self._read_in_pass("lengths", q, tensors, lambda: self._read_lengths(q, tensors))
+
+    def _read_in_pass(
+        self, kind: str, q: Tensor, tensors: Sequence[Tensor], read: Callable[[], _Pass]
+    ) -> _Pass:
+        key = kind, self._layout, self._equal_documents, q.shape[:2]
+        return self._mesh.readings.of(tensors, key, read)
+
+    def _read_lengths(self, q: Tensor, tensors: Sequence[Tensor]) -> _Pass:
+        """From lengths of queries and of keys, and this rank's positions where a model has some."""
+        local, ranks = q.shape[1], self._mesh.sp_degree
+        seq_len = local * ranks
+        lengths, of_keys, *positions = on_host(tensors)
+        if lengths.tolist() != of_keys.tolist():
             raise UnsupportedAttentionError(
                 "cu_seq_lens_q and cu_seq_lens_k differ: cross-attention, or a KV cache, is not "
                 "sharded here"
             )
-        return this
-
-    def _pass_of_one_tensor(self, q: Tensor, lengths: Tensor | None) -> _Pass:
-        if lengths is None:
-            raise DataError("cu_seq_lens_q and cu_seq_lens_k belong together: give both")
-        shape = tuple(q.shape[:2])
-        return self._passes.of(lengths, shape, lambda: self._read_lengths(q, lengths))
-
-    def _read_lengths(self, q: Tensor, lengths: Tensor) -> _Pass:
-        seq_len = q.shape[1] * self._mesh.sp_degree
-        borders = lengths.tolist()
         if q.shape[0] != 1:
             raise DataError(
                 f"cu_seq_lens_q with a batch of {q.shape[0]} rows: pack them into one row, or give "
                 "position_ids, which say each row's documents"
             )
+        borders = lengths.tolist()
         if not borders or borders[-1] != seq_len:
             raise DataError(
-                f"cu_seq_lens_q end at {borders[-1] if borders else None}, and the "
-                f"{self._mesh.sp_degree} ranks hold {q.shape[1]} tokens each, {seq_len}: give "
-                "every rank the cumulative lengths of the whole sequence (padding is a document of "
-                "its own)"
+                f"cu_seq_lens_q end at {borders[-1] if borders else None}, and the {ranks} ranks "
+                f"hold {local} tokens each, {seq_len}: give every rank the cumulative lengths of "
+                "the whole sequence (padding is a document of its own)"
             )
         documents = MaskSpec.causal(borders).documents
-        documents = () if documents == ((0, seq_len),) else documents
-        return _Pass(documents)
+        layout = self._mesh.layout(self._layout, seq_len)
+        of_text = [x for x in positions if x.shape == (1, local)]
+        if of_text:
+            steps = _local_steps(of_text[0][0], layout, self._mesh.rank, documents[0])
+            real = RealTokens(0, seq_len, seq_len, 0)
+            agreed_documents({"cu_seq_lens_q": documents[:1]}, [steps], [real])
+        own = int(of_text[0].max()) + 1 if of_text else 0
+        self._check_model(
+            seq_len,
+            lambda: _largest_by_documents(layout, self._mesh.rank, documents[0], own),
+        )
+        return _Pass(() if documents == ((0, seq_len),) else documents)
 
     def _pass_of_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
-        shape = tuple(q.shape[:2])
-        this = self._passes.of(positions, shape, lambda: self._read_positions(q, positions, mask))
+        this = self._read_in_pass(
+            "positions", q, [positions], lambda: self._read_positions(q, positions, mask)
+        )
         this.check_padding(mask)
         return this
 
     def _read_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
         """Collective over the mesh."""
-        local = _encode(positions, mask, q)
+        encoded = _encode(positions, mask, q)
         layout = self._mesh.layout(self._layout, q.shape[1] * self._mesh.sp_degree)
-        whole = self._mesh.gather(local, layout, dim=1)
-        documents = _documents(whole)
+        whole, is_real = _decode(self._mesh.gather(encoded, layout, dim=1).cpu())
+        marked = whole if is_real is None else whole.masked_fill(~is_real, _MASKED)
+        documents = _documents(marked)
         if not self._equal_documents:
-            self._refuse_forgotten(whole, documents)
-        real = None if mask is None else mask.to(q.device) != 0
-        if real is not None and bool(real.all()):
-            real = None
-        return _Pass(documents, real)
+            self._refuse_forgotten(marked, documents)
+        self._check_model(
+            whole.shape[1],
+            lambda: [
+                int(layout.shard(whole, 1, rank).max()) + 1 for rank in range(self._mesh.sp_degree)
+            ],
+        )
+        if mask is None or is_real is None or layout.shard(is_real, 1, self._mesh.rank).all():
+            return _Pass(documents)
+        return _Pass(documents, mask.to(q.device) != 0)
+
+    def _pass_of_nothing(self, q: Tensor, is_causal: bool, mask: Tensor | None) -> _Pass:
+        """Of a model that hands on neither positions nor lengths: one document."""
+        if not is_causal:
+            raise UnsupportedAttentionError(
+                "full attention without position_ids: whether these tokens are a shard of a "
+                "sequence or whole, as those of a tower of images, is unknown. If they are whole, "
+                "give towers"
+            )
+        if mask is not None:
+            raise DataError(
+                f"attention_mask {list(mask.shape)} without position_ids, with which padding of "
+                "all ranks is found: this model hands none on. Pack the rows, or give batches "
+                "without padding"
+            )
+        return self._read_in_pass("nothing", q, [], lambda: self._one_document(q))
+
+    def _one_document(self, q: Tensor) -> _Pass:
+        seq_len, rank = q.shape[1] * self._mesh.sp_degree, self._mesh.rank
+        layout = self._mesh.layout(self._layout, seq_len)
+        self._check_model(seq_len, lambda: _largest_by_documents(layout, rank, (0, seq_len), 0))
+        return _Pass(())
+
+    def _check_model(self, seq_len: int, largest: Callable[[], Sequence[int]]) -> None:
+        """Refuse a model of which more than attention depends on other ranks' tokens.
+
+        Args:
+            largest: of each rank's positions, plus 1, as far as is known.
+        """
+        layer = next(calling_modules(), None)
+        if self._mesh.sp_degree == 1 or layer is None:
+            return
+        if layer not in self._limits:
+            model = calling_model()
+            limits = None if model is None else ShardLimits.of(model)
+            self._limits[layer] = None if limits is None else (type(model).__name__, limits)
+        if (known := self._limits[layer]) is not None:
+            name, limits = known
+            if reason := limits.reason_against(seq_len, largest):
+                raise UnsupportedAttentionError(
+                    f"{name} on shards of a sequence: {reason}. {ENABLE}"
+                )
 
     def _refuse_forgotten(self, whole: Tensor, documents: tuple[Borders, ...]) -> None:
         ranks, seq_len = self._mesh.sp_degree, whole.shape[1]
@@ -541,22 +561,6 @@ def _refuse(
         )
 
 
-def _pass_of_nothing(is_causal: bool, mask: Tensor | None) -> _Pass:
-    """Of a model that hands on neither positions nor lengths: one document."""
-    if not is_causal:
-        raise UnsupportedAttentionError(
-            "full attention without position_ids: whether these tokens are a shard of a sequence "
-            "or whole, as those of a tower of images, is unknown. If they are whole, give towers"
-        )
-    if mask is not None:
-        raise DataError(
-            f"attention_mask {list(mask.shape)} without position_ids, with which padding of all "
-            "ranks is found: this model hands none on. Pack the rows, or give batches without "
-            "padding"
-        )
-    return _Pass(())
-
-
 def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
     """What is gathered: this rank's positions, with padding instead where there is some."""
     batch, local = q.shape[:2]
@@ -567,12 +571,9 @@ def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
             "they must be this rank's shard, [rows, tokens]; of three rows for images (M-RoPE) "
             "give those of the text"
         )
-    if positions.is_floating_point() or bool((positions < _FILLED).any()):
-        raise DataError(
-            f"position_ids of {positions.dtype} from {positions.min().item()} on: they are "
-            f"integers of 0 and more, {_FILLED} where there is padding"
-        )
-    encoded = positions.to(q.device, torch.int64).expand(batch, local)
+    if positions.is_floating_point():
+        raise DataError(f"position_ids of {positions.dtype}: they are integers of 0 and more")
+    encoded = positions.to(q.device, torch.int64).expand(batch, local) << 2
     if mask is None:
         return encoded
     if mask.shape != (batch, local):
@@ -581,13 +582,79 @@ def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
             f"[{batch}, {local}]: masks of pairs of tokens are not served"
         )
     mask = mask.to(q.device)
-    real = mask != 0
-    if bool((real & (mask != 1)).any()):
+    return encoded + (mask == 0) + 2 * ((mask != 0) & (mask != 1))
+
+
+def _decode(encoded: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Positions of the whole sequence, and which of its tokens are real; None: all.
+
+    Raises:
+        DataError: values that are no positions, or say no padding.
+    """
+    positions, state = encoded >> 2, encoded & 3
+    if bool(positions.min() < _FILLED):
+        raise DataError(
+            f"position_ids go from {int(positions.min())} on: they are integers of 0 and more, "
+            f"{_FILLED} where there is padding"
+        )
+    most = int(state.max())
+    if most > 1:
         raise DataError(
             "attention_mask has numbers other than 0 and 1: it says which tokens are real. Packed "
             "documents are given by position_ids that start anew, or by cu_seq_lens_q"
         )
-    return encoded.masked_fill(~real, _MASKED)
+    return positions, state == 0 if most else None
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Whole numbers on the CPU, in one transfer."""
+    for x in tensors:
+        if x.is_floating_point():
+            raise DataError(f"cu_seq_lens or position_ids of {x.dtype}: they are integers")
+    devices = [x.device for x in tensors if x.device.type != "cpu"]
+    if not devices:
+        return list(tensors)
+    flat = torch.cat([x.flatten().to(devices[0], torch.int64) for x in tensors]).cpu()
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _local_steps(
+    positions: Tensor, layout: TokenLayout, rank: int, borders: Borders
+) -> dict[int, int]:
+    """:func:`ds_usp.training.whole_batch.position_steps` of a rank's positions ``[s_local]``, by
+    index in the whole sequence, as far as they are seen on this rank: 0 where they start anew, 2
+    where they may or may not.
+
+    A position 0 that no 1 follows may be one of padding, of which positions say nothing. The first
+    token of a piece says where its document began, by its position.
+    """
+    index = local_positions(layout, rank)
+    goes_on = (index.diff() == 1) & (positions.diff() == 1)
+    starts = (positions == 0) & pad(goes_on, (0, 1))
+    unclear = ~pad(goes_on, (1, 0)) & ~starts
+    begins = pad(index.diff() != 1, (1, 0), value=True)  # a piece of the sequence
+    elsewhere = torch.tensor(borders)
+    elsewhere = elsewhere[~torch.isin(elsewhere, index)]
+    steps = dict.fromkeys(torch.cat([elsewhere, index[unclear]]).tolist(), 2)
+    steps |= dict.fromkeys(index[starts].tolist(), 0)
+    for first, position in zip(index[begins].tolist(), positions[begins].tolist(), strict=True):
+        if position == 1 or (position > 0 and first - position in borders[1:]):
+            steps[first - position] = 0
+            steps.pop(first)
+    return steps
+
+
+def _largest_by_documents(layout: TokenLayout, rank: int, borders: Borders, own: int) -> list[int]:
+    """Of each rank's positions the largest, plus 1, where documents are known: positions start anew
+    in each, or go on through all. Where this rank's ``own`` is of neither, both are possible."""
+    index = [local_positions(layout, each) for each in range(layout.ulysses * layout.ring)]
+    through = [int(x.max()) + 1 for x in index]
+    starts = torch.tensor(borders[:-1])
+    anew = [
+        int((x - starts[torch.searchsorted(starts, x, right=True) - 1]).max()) + 1 for x in index
+    ]
+    return anew if own == anew[rank] else through if own == through[rank] else anew + through
 
 
 def _documents(whole: Tensor) -> tuple[Borders, ...]:

@@ -35,11 +35,11 @@ from ds_usp.compat.flash_attention_forward import (
     HOME,
     FlashAttentionForward,
     PatchedFlashAttention,
-    Readings,
     flash_attention_forward,
+    on_host,
     patch_flash_attention,
 )
-from ds_usp.errors import ConfigError, PatchError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, PatchError, UnsupportedAttentionError, warn_once
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.memory.compile_guard import disable_in_compile
@@ -102,17 +102,16 @@ class _Functions:
     Attributes:
         ulysses_degree: ranks of a group that exchange heads; None: all.
         names: the 18 functions, by name.
-        borders: of documents.
+        says_degree: what to log of the first mesh, on rank 0.
     """
 
-    def __init__(self, ulysses_degree: int | None) -> None:
-        self.ulysses_degree = ulysses_degree
+    def __init__(self, ulysses_degree: int | None, says_degree: str = "") -> None:
+        self.ulysses_degree, self.says_degree = ulysses_degree, says_degree
         self.names = {
             f"{family}_{form}": self._function(f"{family}_{form}", family, tensors)
             for family in _FAMILIES
             for form, tensors in _FORMS.items()
         }
-        self.borders: Readings[Borders] = Readings()
 
     def _function(self, name: str, family: str, tensors: tuple[str, ...]) -> Callable[..., Any]:
         """One of the functions, with the signature of the package's."""
@@ -146,7 +145,11 @@ class _Functions:
 
     def mesh(self, group: dist.ProcessGroup | None) -> SequenceMesh:
         """The mesh of a group; the first call over it is collective."""
-        return SequenceMesh.shared(group, self.ulysses_degree, DEFAULT_SP_ORDER)
+        mesh = SequenceMesh.shared(group, self.ulysses_degree, DEFAULT_SP_ORDER)
+        if self.says_degree and mesh.sp_degree > 1:
+            warn_once(self.says_degree.format(mesh.sp_degree), rank=mesh.rank)
+            self.says_degree = ""
+        return mesh
 
     def _attend(
         self,
@@ -170,16 +173,18 @@ class _Functions:
             q, k, v = _unpack(name, packed, ndim=3 if lengths else 4)
             documents: Borders = ()
             layout: Any = kind
+            borders = [x for key, x in lengths.items() if key.startswith("cu_seqlens")]
+            for x in borders:
+                if not isinstance(x, torch.Tensor):
+                    _borders_in(name, x)  # refused
             if "local_k_slice" in lengths:
-                cu_seqlens, keys = lengths["cu_seqlens_q"], lengths["local_k_slice"]
-                seen = self._local_borders(name, lengths["cu_seqlens_k"])
-                documents = self.borders.of(
-                    cu_seqlens,
-                    (mesh.name, q.shape[1], repr(keys), seen, causal),
-                    lambda: self._whole_documents(mesh, q.shape[1], causal, lengths),
+                documents = mesh.readings.of(
+                    borders,
+                    ("llama3", q.shape[1], repr(lengths["local_k_slice"]), causal),
+                    lambda: self._whole_documents(name, mesh, q.shape[1], causal, lengths),
                 )
             elif lengths:
-                local = self._local_borders(name, lengths["cu_seqlens"])
+                local = mesh.readings.of(borders, "varlen", lambda: _borders_in(name, *borders))
                 documents = tuple(mesh.sp_degree * border for border in local)
                 layout = mesh.layout(kind, documents[-1], documents)
             mask = MaskSpec.window(*_window(causal, window_size), documents=documents)
@@ -199,20 +204,16 @@ class _Functions:
         out, *lse = (x.squeeze(0) for x in results) if lengths else results
         return (out, *lse, None) if return_attn_probs else out
 
-    def _local_borders(self, name: str, cu_seqlens: Any) -> Borders:
-        if not isinstance(cu_seqlens, torch.Tensor):
-            return _borders_in(name, cu_seqlens)  # refused
-        return self.borders.of(cu_seqlens, None, lambda: _borders_in(name, cu_seqlens))
-
     def _whole_documents(
-        self, mesh: SequenceMesh, tokens: int, causal: bool, prepared: Mapping[str, Any]
+        self, name: str, mesh: SequenceMesh, tokens: int, causal: bool, prepared: Mapping[str, Any]
     ) -> Borders:
         """Borders of the whole sequence, from what each rank was given of its own ``tokens``.
         Collective over the mesh."""
         keys: slice = prepared["local_k_slice"]
         if not isinstance(keys, slice) or None in (keys.start, keys.stop):
             raise ConfigError(f"local_k_slice={keys!r} must be a slice with a start and a stop")
-        queries, visible = (prepared[name].tolist() for name in _PREPARED[:2])
+        lengths = on_host([prepared[key] for key in _PREPARED[:2]])
+        queries, visible = (list(_borders_in(name, x)) for x in lengths)
         first, last = mesh.rank * tokens, (mesh.rank + 1) * tokens
         own, seen = [first + x for x in queries], [keys.start + x for x in visible]
         fits = (own[0], own[-1], seen[0], seen[-1]) == (first, last, keys.start, keys.stop)
@@ -468,13 +469,20 @@ def call_function_of_home(module: torch.nn.Module, *args: Any, **kwargs: Any) ->
 # The module under its old name.
 
 
+class _LeftOut(int):
+    """A default that is told from the same number."""
+
+
+_LEFT_OUT: Final = _LeftOut(1)
+
+
 @explain_keywords
-def install(ulysses_degree: int | None = 1) -> Installed:
+def install(ulysses_degree: int | None = _LEFT_OUT) -> Installed:
     """Put the names into ``sys.modules`` under ``ring_flash_attn``, before anything imports it.
 
     Args:
-        ulysses_degree: ranks of each group that exchange heads; the ring takes the rest. 1: a ring
-            of all, as the package is; None: no ring.
+        ulysses_degree: ranks of each group that exchange heads; the ring takes the rest. Left out,
+            or 1: a ring of all, as the package is; None: no ring.
 
     Returns:
         What takes them out again: ``restore()``, or the end of a ``with``.
@@ -503,6 +511,8 @@ class Installed(AbstractContextManager["Installed"]):
                 "once; restore() what it returned before another ulysses_degree"
             )
         functions = _Functions(ulysses_degree)
+        if ulysses_degree is _LEFT_OUT:
+            functions = _Functions(1, _A_RING)
         self._adapter = _Adapter(functions)
         self._modules = _modules(functions, self._adapter)
         self.module = self._modules[_NAME]
@@ -521,6 +531,11 @@ class Installed(AbstractContextManager["Installed"]):
 
 
 _NAME: Final = "ring_flash_attn"
+_A_RING: Final = (
+    "ring_flash_attn.install() without ulysses_degree is a ring of all {} ranks, as that package "
+    "is (elsewhere in ds_usp all ranks exchange heads): ulysses_degree=n lets n ranks exchange "
+    "heads, None all; 1 says this line's meaning"
+)
 _PUBLIC = ("substitute_hf_flash_attn", "update_ring_flash_attn_params")
 
 
@@ -551,7 +566,10 @@ def _modules(functions: _Functions, adapter: _Adapter) -> dict[str, ModuleType]:
 
 
 # Programs that make a ring of kernels of their own import these, and some do at their start.
-_PARTS = ("AllGatherComm", "RingComm", "get_default_args", "update_out_and_lse")
+_PARTS = (
+    *("AllGatherComm", "RingComm", "flatten_varlen_lse", "get_default_args"),
+    *("unflatten_varlen_lse", "update_out_and_lse"),
+)
 
 
 def _refuse_part(name: str, *_: object, **__: object) -> None:

@@ -158,8 +158,10 @@ def _check_model(model: Any) -> None:
 
     Raises:
         ConfigError: another attention implementation than the one that verl replaces.
-        UnsupportedAttentionError: layers with a state.
+        UnsupportedAttentionError: layers with a state, or what else needs other ranks' tokens.
     """
+    from ds_usp.compat.models_on_shards import ShardLimits
+
     utils = import_module("transformers.modeling_utils")
     flash = import_module("transformers.integrations.flash_attention")
     # A critic may be the model in a wrapper of TRL's.
@@ -170,11 +172,8 @@ def _check_model(model: Any) -> None:
             f"attn_implementation={name} would attend to each rank's own tokens alone: verl "
             "replaces flash attention only. Use flash_attention_2, its default"
         )
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedAttentionError(
-            f"{type(model).__name__} has layers that carry a state from token to token, which "
-            f"stays on a rank here. {_WITHOUT}"
-        )
+    if reason := ShardLimits.of(model).reason:
+        raise UnsupportedAttentionError(f"{type(model).__name__}: {reason}. {_WITHOUT}")
 
 
 _CHANGES: Final = MappingProxyType(

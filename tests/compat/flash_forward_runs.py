@@ -44,6 +44,16 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 WINDOWS = ["sliding_attention", "full_attention"]
+CHUNKED = ["chunked_attention", "full_attention"]
+EXPERTS: dict[str, Any] = {"num_local_experts": 2, "intermediate_size_mlp": 48}
+UNCOUNTED: dict[str, Any] = EXPERTS | {"attn_temperature_tuning": False, "no_rope_layers": [1, 1]}
+LINEAR: dict[str, Any] = {f"linear_{x}_head_dim": 8 for x in ("key", "value")}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 2} | {
+    "num_experts_per_tok": 2
+}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 4}
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "factor": 8.0}
+LONGROPE |= {"long_factor": [2.0, 3.0, 5.0, 9.0], "factor": 8.0}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "qwen3": ("Qwen3", {}),
@@ -52,6 +62,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {"sliding_window": 11, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"layer_types": WINDOWS, "num_key_value_heads": 1},
+    ),
+    **{
+        f"longrope {original}": (
+            "Phi3",
+            {"original_max_position_embeddings": original, "rope_scaling": LONGROPE},
+        )
+        for original in (16, 36, 64)
+    },
+    **{
+        f"dynamic {most}": ("Llama", {"max_position_embeddings": most, "rope_scaling": DYNAMIC})
+        for most in (36, 48)
+    },
+    "state": ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention"], **LINEAR}),
+    "chunks": ("Llama4", {"layer_types": CHUNKED, "attention_chunk_size": 30, **UNCOUNTED}),
+    "wide chunks": ("Llama4", {"layer_types": CHUNKED, "attention_chunk_size": 48, **UNCOUNTED}),
+    "counted": (
+        "Llama4",
+        {"layer_types": CHUNKED, "no_rope_layers": [0, 1], "floor_scale": 30, **EXPERTS},
     ),
 }
 
@@ -83,7 +111,8 @@ def set_weights(model: Any) -> None:
 
 def build(kind: str) -> Any:
     name, options = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    kind_of_config = "TextConfig" if name == "Llama4" else "Config"
+    config = getattr(transformers, name + kind_of_config)(**{**SIZES, **options})
     config._attn_implementation = "eager"
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -163,10 +192,18 @@ def sharded(
     layout: ds_usp.TokenLayout,
     *,
     lengths: bool = False,
+    buffer: Tensor | None = None,
 ) -> Numbers:
-    """The loss and gradients of this rank's shard, summed over the ranks: as a trainer calls."""
+    """The loss and gradients of this rank's shard, summed over the ranks: as a trainer calls.
+
+    Args:
+        buffer: which the positions are written into, as numpy writes: torch does not know.
+    """
     whole = batch_of(rows)
     local = {name: layout.shard(x, dim=1, rank=ctx.rank) for name, x in whole.items()}
+    if buffer is not None:
+        buffer.numpy()[:] = local["positions"]
+        local["positions"] = buffer
     given = {"input_ids": local["ids"], "position_ids": local["positions"]}
     if not whole["real"].all():
         given["attention_mask"] = local["real"]
@@ -250,6 +287,42 @@ def compare_one(ctx: RankContext, case: Case) -> Outcome | None:
     return Outcome(error_of(have, alone(case.kind, case.rows)), len(gathers), len(calls), layers)
 
 
+def in_one_buffer(ctx: RankContext) -> tuple[list[float], int]:
+    """The error of each of several passes whose positions lie in one buffer, and their gathers.
+
+    Of the second pass rank 0's shard is as in the first; the third one is another model's."""
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
+    layout, buffer = mesh.layout("contiguous", TOKENS), torch.zeros(1, TOKENS // ctx.world).long()
+    models = [use_flash(build("llama")) for _ in range(2)]
+    models[0].gradient_checkpointing_enable({"use_reentrant": False})
+    gathers, errors = list[object](), []
+    passes = (0, ((9, 39),)), (0, PACKED), (1, ((30, 18),)), (0, PACKED), (0, ROWS[:1])
+    with patch_flash_attention(mesh), counted(of_mesh, "gather_shards", gathers):
+        for which, rows in passes:
+            have = sharded(models[which], ctx, rows, layout, buffer=buffer)
+            errors.append(error_of(have, alone("llama", rows)))
+    return errors, len(gathers)
+
+
+def on_shards(ctx: RankContext) -> dict[str, float | str]:
+    """Of models that depend on the length in more than attention the error, or the refusal; with
+    configurations of transformers 5."""
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
+    layout, found = mesh.layout("contiguous", TOKENS), dict[str, float | str]()
+    with patch_flash_attention(mesh):
+        for kind in filter(has, list(KINDS)[4:] if transformers.__version__ >= "5" else []):
+            for lengths in (False, True)[: 1 + (kind != "state")]:  # which transformers refuses
+                model = use_flash(build(kind))
+                try:
+                    have = sharded(model, ctx, ROWS[:1], layout, lengths=lengths)
+                except ds_usp.USPError as error:
+                    found[f"{kind}{' lengths' * lengths}"] = str(error)
+                else:
+                    error = error_of(have, alone(kind, ROWS[:1]))
+                    found[f"{kind}{' lengths' * lengths}"] = error
+    return found
+
+
 @contextmanager
 def counted(module: Any, name: str, calls: list[object]) -> Iterator[None]:
     original = getattr(module, name)
@@ -317,6 +390,12 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
     whole = torch.tensor([0, 5, 16], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": whole, "cu_seq_lens_k": whole}
     other = torch.tensor([0, 6, 16], dtype=torch.int32)
+    three = dict.fromkeys(lengths, torch.tensor([0, 3, 8, 16], dtype=torch.int32))
+
+    def split(*documents: int) -> Tensor:
+        whole = torch.cat([torch.arange(n) for n in documents])
+        return whole.chunk(ctx.world)[ctx.rank][None]
+
     of_shard = torch.tensor([0, local], dtype=torch.int32)
     bad: dict[str, Call] = {
         "dropout": {"dropout": 0.1},
@@ -347,6 +426,8 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
             "attention_mask": zeros if ctx.rank else None,
         },
         "lengths on rank 1": lengths if ctx.rank else {},
+        "lengths of another batch": {**lengths, "position_ids": split(3, 13)},
+        "as the next shard shows": {**three, "position_ids": split(3, 13)},
         "other lengths on rank 1": {**lengths, "cu_seq_lens_q": other, "cu_seq_lens_k": other}
         if ctx.rank
         else lengths,
@@ -365,13 +446,27 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
         forward, call_of(ctx, mesh, **{**lengths, **rows, "position_ids": None})
     )
     call = call_of(ctx, mesh, attention_mask=zeros + (ctx.rank == 0))
-    forward(**call)
-    errors["other padding"] = error_of_call(forward, {**call, "attention_mask": None})
-    forward(**call)
-    # One rank gives the tensor that it gave before, and would post no gather.
-    again = call if ctx.rank else call_of(ctx, mesh)
-    errors["one rank's old positions"] = error_of_call(forward, again)
+    model = Layers(forward, 2)
+    model(call, {**call, "attention_mask": zeros + (ctx.rank == 0)})  # another tensor, the same
+    errors["other padding"] = error_of_call(
+        lambda **other: model(call, other), {**call, "attention_mask": None}
+    )
     return errors
+
+
+class Layers(torch.nn.Module):
+    """A model whose layers call a function, each with arguments of its own."""
+
+    def __init__(self, function: Callable[..., Tensor], layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layers(function, 0) for _ in range(layers))
+        self._function = function
+
+    def forward(self, *calls: Call) -> None:
+        for layer, call in zip(self.layers, calls, strict=True) if self.layers else ():
+            layer(call)
+        if not self.layers:
+            self._function(**calls[0])
 
 
 def error_of_call(forward: Callable[..., Tensor], call: Call) -> tuple[str, str]:
@@ -397,12 +492,6 @@ def results(ctx: RankContext) -> dict[str, bool]:
     positions[:, 8:] -= 8  # in place: documents of 8 tokens
     held["a change in place"] = bool((forward(**call) == fresh(call)).all())
     held["which shows"] = not bool((fresh(call) == first).all())
-    with torch.inference_mode():
-        positions = torch.arange(16)[None]
-        call = call_of(one, mesh, position_ids=positions)
-        forward(**call)
-        positions[:, 8:] -= 8
-        held["in inference mode"] = bool((forward(**call) == fresh(call)).all())
     call = call_of(one, mesh, position_ids=torch.tensor([[*range(13), -1, -1, -1]]))
     borders = torch.tensor([0, 13, 16])
     as_lengths = {**call, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders}

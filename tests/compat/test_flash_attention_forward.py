@@ -18,6 +18,8 @@ from flash_forward_runs import (
     RIGHT,
     Case,
     compare,
+    in_one_buffer,
+    on_shards,
     patched,
     refused,
     results,
@@ -59,6 +61,31 @@ def test_every_gradient_is_that_of_one_process(pool):
         assert out.calls == out.layers * (3 if case.recompute else 2), (case, out)
 
 
+def test_positions_in_a_buffer_that_is_filled_again(pool):
+    for errors, gathers in pool.run(in_one_buffer, 2):
+        assert max(errors) <= BOUND and gathers == len(errors), errors
+
+
+NOT_OF_A_SHARD = {
+    "longrope 36": "RoPE (longrope)",
+    "dynamic 36": "RoPE (dynamic)",
+    "state": "carry a state from token to token",
+    "chunks": "chunks of 30 tokens",
+    "counted": "counts the tokens",
+}
+
+
+def test_what_else_depends_on_the_length_is_refused(pool):
+    for found in pool.run(on_shards, 2):
+        assert not found or NOT_OF_A_SHARD.keys() <= found.keys()
+        for kind, result in found.items():
+            refusal = NOT_OF_A_SHARD.get(kind.removesuffix(" lengths"))
+            if refusal is None:
+                assert isinstance(result, float) and result <= BOUND, (kind, result)
+            else:
+                assert isinstance(result, str) and refusal in result and "enable" in result, result
+
+
 def test_a_broken_argument_is_found(pool):
     for case, out in outcomes_of(pool, PLANTED, 2):
         assert out.error > SEEN if case.plant else out.error <= BOUND, (case, out)
@@ -95,7 +122,8 @@ ON_ONE_RANK = {
     "lengths on rank 1": "",
     "other lengths on rank 1": "",
     "other padding": "different padding",
-    "one rank's old positions": "a gather over",
+    "lengths of another batch": "contradict each other in row 0 at token 3",
+    "as the next shard shows": "in row 0 at token 8",
 }
 
 
@@ -107,7 +135,7 @@ def test_what_is_not_exact_is_refused_on_every_rank(pool):
             assert errors[name][0] == kind and text in errors[name][1], (name, errors[name])
     for name, text in ON_ONE_RANK.items():
         kinds = [errors[name][0] for errors in by_rank]
-        assert kinds[0] == "MeshError" and kinds[1], (name, by_rank[0][name], by_rank[1][name])
+        assert "MeshError" in kinds and all(kinds), (name, by_rank[0][name], by_rank[1][name])
         assert all(text in errors[name][1] for errors in by_rank), (name, by_rank)
 
 

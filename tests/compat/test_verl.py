@@ -46,7 +46,7 @@ def test_recorded_engines_are_exact_and_refuse():
         (
             {},
             {"ring_degree": 2, "stateful": True},
-            "Qwen3ForCausalLM has layers that carry a state",
+            "Qwen3ForCausalLM: its layers (stateful) carry a state",
         ),
         ({}, {"ring_degree": 2, "bare_call": "inside"}, "where packed samples begin"),
         ({}, {"ring_degree": 2, "bare_call": "outside"}, "verl's own attention over 2 ranks"),

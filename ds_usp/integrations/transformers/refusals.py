@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from ds_usp.attention.model_sources import counts_tokens, source_of_forward
 from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.memory import Options
 from ds_usp.integrations.transformers.recurrent_functions import (
@@ -132,7 +133,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
     if counts and text.model_type not in WITHOUT_ATTENTION:
         yield "it takes no position_ids: each rank would count its tokens from 0"
     for module in text_modules(model):
-        if _counts_tokens(module):
+        if counts_tokens(module):
             yield (
                 f"{type(module).__name__} counts the tokens that it is given instead of reading "
                 "their positions, and a rank has some of them (Llama 4: config."
@@ -318,7 +319,7 @@ def check_loss(model: PreTrainedModel) -> None:
     its ``loss_function``, which has the whole batch's labels: of a shard of logits and a whole
     mask, it ends in an error of shapes (heads of Gemma 3 and Llama 4 before 5.17)."""
     kind: Any = type(model)
-    source = _source_of_forward(kind)
+    source = source_of_forward(kind)
     if "CrossEntropyLoss(" in source and "loss_function(" not in source:
         raise UnsupportedAttentionError(
             f"{type(model).__name__} of transformers {transformers.__version__} computes its loss "
@@ -408,32 +409,6 @@ def positional_arguments(model: nn.Module, inner: PreTrainedModel) -> tuple[str,
 def has_head(model: PreTrainedModel) -> bool:
     """Whether a model takes labels."""
     return "labels" in inspect.signature(model.forward).parameters
-
-
-def _counts_tokens(module: nn.Module) -> bool:
-    """Whether an attention module makes positions of its own from the number of its tokens."""
-    kind: Any = type(module)
-    if not hasattr(module, "layer_idx") or "arange(" not in _source_of_forward(kind):
-        return False
-    uses_it = _WHEN_COUNTED.get(kind.__name__)
-    return uses_it is None or uses_it(module)
-
-
-@lru_cache(maxsize=256)
-def _source_of_forward(kind: Any) -> str:
-    try:
-        return inspect.getsource(kind.forward)
-    except (OSError, TypeError):  # made at run time
-        return ""
-
-
-# Attention modules that count their tokens in some layers or configurations only.
-_WHEN_COUNTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
-    {
-        "Llama4TextAttention": lambda m: m.attn_temperature_tuning and not m.use_rope,
-        "MiniMaxM3VLAttention": lambda m: m.indexer is not None,
-    }
-)
 
 
 def positions_are_offset(model: PreTrainedModel) -> bool:

@@ -1,0 +1,129 @@
+"""What a model of transformers computes from other tokens than a rank has, besides attention.
+
+A trainer that shards the batch itself gives each rank's model that rank's tokens. Attention over
+the mesh joins them; whatever else of a model looks at more than one token sees a shard of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ds_usp.attention.model_sources import counts_tokens, source_of_forward
+from ds_usp.comm.readings import calling_modules
+
+ENABLE = (
+    "Use ds_usp.integrations.transformers.enable in the place of the trainer's own sharding: it "
+    "computes the model over all ranks"
+)
+_LARGEST = re.compile(r"max\(\s*position_ids|position_ids\.(max|amax)\(")
+_SHIFT = re.compile(r"time_shift|token_shift|torch\.roll\(")
+
+
+def calling_model() -> nn.Module | None:
+    """The innermost model of transformers whose code calls."""
+    return next(filter(_is_of_transformers, calling_modules()), None)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
+
+
+@dataclass(frozen=True)
+class ShardLimits:
+    """What of a model is not exact on shards, and from which length on.
+
+    Attributes:
+        reason: what is never exact; empty without.
+        chunk: tokens of Llama 4's chunks of attention; None without.
+        counted: from how many tokens on layers count their own.
+        ropes: kinds of RoPE that depend on the largest position, and where each one changes.
+    """
+
+    reason: str
+    chunk: int | None
+    counted: tuple[tuple[str, int], ...]
+    ropes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, model: Any) -> ShardLimits:
+        text = model.config.get_text_config()
+        kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
+        chunk = getattr(text, "attention_chunk_size", None)
+        if kinds and "chunked_attention" not in kinds:
+            chunk = None
+        modules = list(model.modules())
+        counted = {
+            (type(x).__name__, getattr(x, "floor_scale", 0)) for x in modules if counts_tokens(x)
+        }
+        reason = next(_reasons(model, kinds, modules), "")
+        return cls(reason, chunk, tuple(counted), tuple(set(_ropes(modules))))
+
+    def reason_against(self, seq_len: int, largest: Callable[[], Sequence[int]]) -> str:
+        """Why a whole sequence of so many tokens is not exact on shards; empty where it is.
+
+        Args:
+            largest: of each rank's positions, plus 1.
+        """
+        if self.reason:
+            return self.reason
+        if self.chunk is not None and self.chunk < seq_len:
+            return (
+                f"attention in chunks of {self.chunk} tokens (attention_chunk_size), which "
+                f"transformers compares with the tokens of a rank; the sequence has {seq_len}"
+            )
+        for name, first in self.counted:
+            if seq_len >= first:
+                return f"{name} counts the tokens that it is given, which are a rank's, from 0 on"
+        for kind, limit in self.ropes:
+            tops = largest()
+            seen = {max(top, limit) if kind == "dynamic" else top > limit for top in tops}
+            if len(seen) > 1:
+                return (
+                    f"its RoPE ({kind}) chooses frequencies by the largest position, above "
+                    f"{limit} tokens others, and each rank would by its own, from {min(tops)} to "
+                    f"{max(tops)} tokens"
+                )
+        return ""
+
+
+def _reasons(model: Any, kinds: Sequence[str], modules: Sequence[nn.Module]) -> Iterator[str]:
+    stateful = sorted({kind for kind in kinds if "attention" not in kind or "linear" in kind})
+    convolved = {type(x) for x in modules if any(map(_is_convolution, x.children()))}
+    if stateful or convolved or getattr(model, "_is_stateful", False):
+        names = ", ".join(stateful or sorted(x.__name__ for x in convolved)) or "stateful"
+        yield f"its layers ({names}) carry a state from token to token, which stays on a rank"
+    for kind in dict.fromkeys(map(type, modules)):
+        source, name = source_of_forward(kind), kind.__name__
+        if "indexer" in name.lower():
+            yield f"{name} chooses the tokens that attention sees, of those of a rank"
+        if _SHIFT.search(source):
+            yield f"{name} shifts tokens, and a rank does not have the one before its first"
+        if _LARGEST.search(source) and "rope_type" not in source:
+            yield f"{name} computes from the largest position, and each rank would from its own"
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+
+
+def _ropes(modules: Sequence[nn.Module]) -> Iterator[tuple[str, int]]:
+    """The kinds that ``dynamic_rope_update`` of transformers computes anew, and their limits."""
+    for module in modules:
+        kinds: Any = getattr(module, "rope_type", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            config: Any = getattr(module, "config", None)
+            if not isinstance(kind, str) or config is None:
+                continue
+            parameters = getattr(config, "rope_parameters", None) or {}
+            parameters = parameters if layer is None else parameters.get(layer, {})
+            most = config.max_position_embeddings
+            if "dynamic" in kind:
+                yield "dynamic", getattr(module, "original_max_seq_len", most)
+            elif kind == "longrope":
+                original = getattr(config, "original_max_position_embeddings", None) or most
+                yield kind, parameters.get("original_max_position_embeddings", original)
