@@ -127,7 +127,7 @@ fi
 if [[ -z "$num_gpus" || "$num_gpus" == 0 && "$dry_run" == 1 ]]; then
   num_gpus=$((mp_size * sp_size * pp_size / nnodes)) # of one replica
 fi
-whole_numbers num_gpus
+whole_numbers num_gpus master_port
 world_size=$((num_gpus * nnodes))
 if [[ "$launcher" == torchrun ]]; then
   [[ -z "$hostfile" ]] || die "HOSTFILE is for LAUNCHER=deepspeed, not torchrun"
@@ -241,6 +241,11 @@ elif [[ -n "$checkout" && " $*" =~ \ --usp-(offload-ratio|states-on-host) ]]; th
   use_pinned_memory expandable_segments=True # the trainer does it itself
 fi
 if [[ "$dry_run" != 1 ]]; then
+  if [[ -z "$hostfile" && "${node_rank:-0}" == 0 ]]; then # the ranks meet on this node
+    python -c "import socket; socket.create_server(('', $master_port))" 2>/dev/null ||
+      die "MASTER_PORT=$master_port is in use on this machine, as by another training: set" \
+        "MASTER_PORT to a free port, on every node alike"
+  fi
   mkdir -p "$checkpoint" "$output_home/config" "$output_home/log"
   [[ "$suffix" != _mds ]] || ds_config >"$config"
   # A log of all starts; tee outlives a signal, as ranks write until they have saved.

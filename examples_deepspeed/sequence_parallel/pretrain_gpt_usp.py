@@ -85,7 +85,16 @@ def join_ranks(args: Namespace) -> torch.device:
         torch.set_num_threads(1)  # the ranks share the cores
     minutes = args.distributed_timeout_minutes
     timeout = timedelta(minutes=minutes) if minutes else None
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on {os.environ['MASTER_ADDR']}, as "
+            "by another training: give the launcher a free one (torchrun --master-port, deepspeed "
+            "--master_port; of the scripts MASTER_PORT)"
+        ) from error
     return device
 
 
