@@ -102,7 +102,7 @@ def apply(framework: str, *, unchecked: bool = False, **settings: Any) -> PatchS
 
     Raises:
         ConfigError: an unknown framework or setting.
-        PatchError: a framework that does not match, or is patched already.
+        PatchError: a framework that is not installed, does not match, or is patched already.
     """
     patches = patch_set(framework, **settings)
     patches.apply(unchecked=unchecked)

@@ -43,14 +43,17 @@ class Guard:
         known = self.source_sha256
         return ((known,) if known else ()) if isinstance(known, str) else known
 
+    def missing(self) -> str:
+        """The requirement of the distribution, for pip; "" where some version of it is there."""
+        if not self.distribution or _version_of(self.distribution) is not None:
+            return ""
+        return f"{self.distribution}{self.versions}"
+
     def version_mismatches(self) -> Iterator[str]:
-        """The sentence that the distribution is missing or has another version, if so."""
-        if not self.distribution:
-            return
-        installed = _version_of(self.distribution)
-        if installed is None:
-            yield f"needs {self.distribution} {self.versions}, which is not installed"
-        elif not SpecifierSet(self.versions, prereleases=True).contains(installed):
+        """The sentence that the distribution has another version, if so."""
+        installed = _version_of(self.distribution) if self.distribution else None
+        known = SpecifierSet(self.versions, prereleases=True)
+        if installed is not None and not known.contains(installed):
             yield f"needs {self.distribution} {self.versions}, found {installed}"
 
     def source_mismatches(self, original: Any) -> Iterator[str]:

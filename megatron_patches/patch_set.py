@@ -57,6 +57,12 @@ class PatchSet:
         default: tuple[Guarded, ...] = (*self.patches, *self._bypassed(script=False))
         compared = default if targets is None else targets
         needed = [item for item in compared if item.applies]
+        missing = [*dict.fromkeys(filter(None, (item.guard.missing() for item in needed)))]
+        if missing:  # of which each target would say so
+            command = " ".join(["pip install", *(f"'{requirement}'" for requirement in missing)])
+            raise PatchError(
+                f"{self.framework} needs {', '.join(missing)}, not installed: {command}"
+            )
         versions = (line for item in needed for line in item.guard.version_mismatches())
         mismatches = [*dict.fromkeys(versions), *(x for item in needed for x in item.mismatches())]
         if mismatches:
