@@ -15,6 +15,7 @@ from model_runs import relative
 from tiny_diffusers import arguments, build, flux_pipeline, output_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import ds_usp
 from ds_usp import ConfigError, USPError
@@ -188,9 +189,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (partial(with_processor, processor), Unsupported, "class of its own")
         for processor in (attend, partial(attend), Slotted().__call__, Slotted())
     ),
-    (enabled_before, ConfigError, "sharded already"),
+    (enabled_before, ConfigError, r"enabled on this mesh already.*enable\(model, new_mesh\)"),
     (unet_pipeline, ConfigError, "neither transformer nor transformer_2"),
     (lambda: nn.Linear(2, 2), ConfigError, "Linear is no transformer .* ModularPipeline"),
+    (lambda: PreTrainedModel(PreTrainedConfig()), ConfigError, "integrations.transformers.enable"),
     (compiled_pipeline, ConfigError, "OptimizedModule is no transformer .* torch.compile"),
 ]
 

@@ -1122,12 +1122,19 @@ def test_arguments_of_enable_are_checked():
         attach(model, mesh)
     before = model.config._attn_implementation, model.loss_function
     with enable(model, mesh):
-        with pytest.raises(ConfigError, match="enabled already"):
+        with pytest.raises(ConfigError, match="enabled on this mesh already"):
             enable(model, mesh)
         with pytest.raises(Unsupported, match="after disable"):
             model.generate(torch.ones(1, 4, dtype=torch.int64))
     assert (model.config._attn_implementation, model.loss_function) == before
     assert model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2).shape == (1, 6)
+    with pytest.raises(ConfigError, match=r"LTXVideoTransformer3DModel.*diffusers\.enable"):
+        enable(type("LTXVideoTransformer3DModel", (), {"__module__": "diffusers.models"})(), mesh)
+    with enable(nemotron := build("nemotron"), mesh):
+        with pytest.raises(Unsupported, match="NemotronDecoderLayer does not hand its keyword"):
+            nemotron(torch.ones(1, 8, dtype=torch.int64))
+        with pytest.raises(ConfigError, match="not a part of it"):
+            nemotron.model.layers[0].self_attn(torch.ones(1, 8, 64), (torch.ones(1, 8, 8),) * 2)
 
 
 def under_autocast(ctx: RankContext, ulysses: int) -> float:

@@ -563,11 +563,18 @@ class ShardedTransformer:
         return join(out) if self._graphs is None else self._graphs.outside(join, out)
 
 
-def remove_from_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> None:
-    """Leave a transformer that is sharded over another mesh than this as it was before."""
+def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> None:
+    """Leave a transformer that is sharded over another mesh than this as it was before; ConfigError
+    for one of this mesh."""
     for hook in list(transformer._forward_pre_hooks.values()):
         owner = getattr(hook, "__self__", None)
-        if isinstance(owner, ShardedTransformer) and owner.mesh is not mesh:
+        if isinstance(owner, ShardedTransformer):
+            if owner.mesh is mesh:
+                raise ConfigError(
+                    f"{type(transformer).__name__} is enabled on this mesh already: disable() it "
+                    "before you enable it with other options; enable(model, new_mesh) moves it to "
+                    "another mesh"
+                )
             owner.check_idle()
             owner.remove()
 

@@ -19,7 +19,7 @@ from ds_usp.integrations.diffusers.hooks import (
     ShardedTransformer,
     check_attention,
     check_transformer,
-    remove_from_other_mesh,
+    leave_other_mesh,
 )
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
@@ -92,7 +92,7 @@ def enable(
     # No rank leaves another mesh before all ask for the same.
     with mesh.agreeing("enable") as words:
         for transformer, its_plan in zip(transformers, plans, strict=True):
-            remove_from_other_mesh(transformer, mesh)
+            leave_other_mesh(transformer, mesh)
             caches = _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
             words += [caches] if caches else []
             if cuda_graphs:
@@ -160,6 +160,11 @@ def _transformers_of(model_or_pipeline: Any) -> list[ModelMixin]:
         transformers = [model_or_pipeline]
     for transformer in transformers:
         if not isinstance(transformer, ModelMixin):
+            if any(kind.__name__ == "PreTrainedModel" for kind in type(transformer).__mro__):
+                raise ConfigError(
+                    f"{type(transformer).__name__} is a model of transformers: give it to "
+                    "ds_usp.integrations.transformers.enable"
+                )
             raise ConfigError(
                 f"{type(transformer).__name__} is no transformer (ModelMixin) and no "
                 "DiffusionPipeline. Enable a transformer before DistributedDataParallel, "

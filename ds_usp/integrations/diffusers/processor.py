@@ -39,14 +39,16 @@ def check_processor(module: nn.Module) -> None:
     """Refuse a processor whose attention cannot be sharded.
 
     Raises:
-        ConfigError: it is sharded already.
+        ConfigError: it belongs to another enabled transformer.
         UnsupportedAttentionError: IP-Adapters and other processors with weights, functions, norms
             over tokens, or an attention backend.
     """
     processor, cls = module.processor, cast(Any, type(module.processor))
     name = cls.__name__
     if hasattr(processor, _MARK):
-        raise ConfigError(f"{name} is sharded already: disable() the transformer first")
+        raise ConfigError(
+            f"{name} is that of another enabled transformer: give this one a processor of its own"
+        )
     if name not in _ADAPTED and (isinstance(processor, nn.Module) or "IPAdapter" in name):
         raise UnsupportedAttentionError(
             f"{name}: IP-Adapters but Flux's, and other attention processors with weights of their "

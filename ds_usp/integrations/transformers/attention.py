@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -185,15 +186,30 @@ def check_call(
     """The shard and the mask of a layer's call, with :func:`usp_attention_forward`'s arguments."""
     name = type(module).__name__
     if usp is None:  # it would be attention within a shard, or of the whole batch on every rank
+        if holder := _last_holder_of_the_shard():
+            raise UnsupportedAttentionError(
+                f"{holder} does not hand its keyword arguments on to {name}, which learns from "
+                "them of which tokens its shard is: this model is not served"
+            )
         raise ConfigError(
             f"{name} runs attention 'usp' without a sharded batch. Call the model that was given "
-            "to ds_usp.integrations.transformers.enable, not a part of it; if you did, the model "
-            "does not hand keyword arguments to its layers and is not served"
+            "to ds_usp.integrations.transformers.enable, not a part of it"
         )
     _refuse_unknown(name, others)
     usp.layers.append(name)
     mask = _layer_mask(module, attention_mask, is_causal, sliding_window)
     return usp, mask_of(mask, usp.packing, usp.layout.seq_len, name)
+
+
+def _last_holder_of_the_shard() -> str:
+    """The innermost module that runs and was given a shard; "" for none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module, given = (frame.f_locals.get(x) for x in ("self", "kwargs"))
+        if isinstance(module, nn.Module) and isinstance(given, dict) and given.get("usp"):
+            return type(module).__name__
+        frame = frame.f_back
+    return ""
 
 
 def _layer_mask(

@@ -148,8 +148,8 @@ def enable(
         before = find_enabled(model, inner)
         if before is not None and before.mesh is mesh:
             raise ConfigError(
-                f"{type(inner).__name__} is enabled already: disable() it before you enable it "
-                "again"
+                f"{type(inner).__name__} is enabled on this mesh already: disable() it before you "
+                "enable it with other options; enable(model, new_mesh) moves it to another mesh"
             )
         words.append(f"{type(inner).__name__} with {options}")
     # Checks need the model as it was before. Refused on the new mesh it stays on the old one: it

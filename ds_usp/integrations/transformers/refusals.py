@@ -83,6 +83,11 @@ def find_model(model: Any) -> PreTrainedModel:
         if hasattr(model, "get_base_model"):
             inner = model.get_base_model()
     if not isinstance(inner, PreTrainedModel):
+        if any(kind.__module__.startswith("diffusers.") for kind in type(inner).__mro__):
+            raise ConfigError(
+                f"{type(inner).__name__} is a model of diffusers: give it to "
+                "ds_usp.integrations.diffusers.enable"
+            )
         raise ConfigError(
             f"{type(model).__name__} is no transformers model (PreTrainedModel) and no PEFT model "
             "around one. Enable the model before DistributedDataParallel, deepspeed.initialize or "
