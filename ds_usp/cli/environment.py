@@ -38,6 +38,8 @@ _VARIABLES = (
     *("NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_", "PYTORCH_", "RANK", "TORCH", "TRITON_", "USP_"),
     "WORLD_SIZE",
 )
+# Words in names of variables whose values are nobody else's business.
+_SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASS|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)")
 # Fields of torch.utils.collect_env that say the same of every machine, or pages of it.
 _LONG = ("cpu_info", "pip_packages", "conda_packages", "pip_version", "miopen_runtime_version")
 
@@ -63,7 +65,13 @@ def collect() -> dict[str, Any]:
     read."""
     readers = (_package, _system, _versions, _gpus, _links, _kernels, _copy_engines)
     facts = {read.__name__[1:]: _attempt(read) for read in readers}
-    return {"ds_usp": facts.pop("package"), **facts, "variables": environment(_VARIABLES)}
+    variables = {
+        name: "set, and not printed: its name is that of a secret"
+        if _SECRET.search(name)
+        else value
+        for name, value in environment(_VARIABLES).items()
+    }
+    return {"ds_usp": facts.pop("package"), **facts, "variables": variables}
 
 
 def as_text(facts: Mapping[str, Any]) -> str:

@@ -27,13 +27,14 @@ from ds_usp.integrations.digests import ArgumentsDigest, digest_of_bits, flat
 # has loaded, or a configuration file of another version. Two things are compared.
 #
 # All settings (`_settings`), which takes milliseconds and waits for GPUs: by `enable`, by
-# `SequenceMesh.check`, in the first forward pass, and in one that finds modules, their classes or
-# the shapes of weights changed.
+# `SequenceMesh.check`, in the first forward pass, and in one that finds on this rank that some were
+# changed: modules, their classes, hooks and methods, values of the configuration, buffers that are
+# not saved (`_outline`), shapes of weights. A change on one rank gives it another digest.
 #
-# In each pass (`of_pass`), about a microsecond a module and weight: train or eval mode, and what
-# adapters have merged or scaled; which weights were written, moved or replaced since the pass
-# before, with all of their elements if those are few; and a few elements of each weight, others in
-# each pass, as `weight.data.mul_()` leaves no other trace.
+# In each pass (`of_pass`), about a microsecond a module and weight: train or eval mode, which
+# weights are trained, and what adapters have merged or scaled; which weights were written, moved or
+# replaced since the pass before, with all of their elements if those are few; and a few elements of
+# each weight, others in each pass, as `weight.data.mul_()` leaves no other trace.
 #
 # Training changes all weights in each step, alike on all ranks, to the bit: all-reduces and
 # all-gathers give every rank the same sums. Of weights that FSDP, ZeRO-3 or tensor parallelism
@@ -48,6 +49,8 @@ _ELEMENTS = 8  # of each weight: another seed or checkpoint changes nearly all o
 _IN_A_PASS = 128  # weights; those of larger models take turns, so that a pass costs no more
 _FEW = 2**20  # elements of changed weights that a pass compares wholly
 _FALSE_ALARMS = 3  # then versions are left out: something writes otherwise on each rank
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
 # Words in names of attributes and buffers that may differ between ranks, or make no difference.
 _NO_SETTINGS = frozenset(
     {
@@ -84,13 +87,20 @@ class ModelComparison:
         self._mesh, self._model = mesh, model
         self._modules: dict[str, nn.Module] = {}
         self._structure: list[Any] = []  # modules' classes and children, names of tensors
+        self._held: list[dict[str, Any]] = []  # modules' attributes
+        self._hooks: list[dict[int, Any]] = []  # of each module four kinds
         # Attributes that a module had when it was first seen: frameworks add counts and times.
         self._known: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
         self._digest = ""  # of settings, when they were last read
+        self._noted: list[Any] = []  # the outline of then
+        self._methods: list[tuple[dict[str, Any], str]] = []  # attributes that are callable
+        self._unsaved: list[tuple[dict[str, Any], str]] = []  # buffers that are settings
+        self._needless = 0  # times that an outline had changed, and no setting
         self._before_first_pass: Entries | None = None
         self._written_by_passes: set[str] | None = None  # settings; None before the first one
         self._modes = 0
         self._slots: list[tuple[dict[str, Any], str, str, str]] = []  # of weights, and their names
+        self._trained: list[bool] = []  # of all weights
         self._identities: list[int] = []  # of all weights
         self._shapes: list[str] = []
         self._whole: list[int] = []  # slots of weights that this rank holds whole
@@ -132,10 +142,18 @@ class ModelComparison:
             everything: all settings and every weight, as in the first pass.
         """
         weights, is_first = self._read(), self._written_by_passes is None
-        if everything or is_first or not self._digest:
-            settings = self._settings()
+        unknown = everything or is_first or not self._digest
+        if unknown or self._is_outline_changed():
+            settings, known = self._settings(), self._digest
             self._digest = self._digest_of(settings)
+            self._needless += not unknown and self._digest == known
             self._before_first_pass = settings if is_first else None
+            self._noted = [
+                {k: deepcopy(v) if type(v) in (list, dict) else v for k, v in x.items()}
+                if type(x) is dict
+                else x
+                for x in self._outline()
+            ]
         same = [mark == seen for mark, seen in zip(self._marks, self._seen, strict=False)]
         changed = [i for i in range(len(weights)) if len(same) < len(weights) or not same[i]]
         self._changed = [self._name(i) for i in changed]
@@ -202,11 +220,13 @@ class ModelComparison:
     def difference(self, weights: bool = True) -> MeshError | None:
         """The first setting or weight that differs; None if none does. Collective over the mesh:
         every rank comes to the same result."""
-        whole, settings = self._read(), self._settings(weights)
-        shapes = zip(self._slots, self._shapes, strict=True)
-        texts = {slot[-1]: [shape] for slot, shape in shapes if weights}
-        for i, x in enumerate(whole if weights else ()):
-            texts[self._name(i)].append(digest_of_bits(x))
+        # A rank without memory for a digest must not leave the others waiting for its own.
+        with self._mesh.agreeing("what models hold"):
+            whole, settings = self._read(), self._settings(weights)
+            shapes = zip(self._slots, self._shapes, strict=True)
+            texts = {slot[-1]: [shape] for slot, shape in shapes if weights}
+            for i, x in enumerate(whole if weights else ()):
+                texts[self._name(i)].append(digest_of_bits(x))
         held = {
             "settings": settings,
             "weights": texts,
@@ -235,25 +255,29 @@ class ModelComparison:
 
     def _settings(self, modes: bool = True) -> Entries:
         """All that ranks hold alike and that is no weight, by name: values of the configuration; of
-        each module its class, plain attributes, replaced methods, hooks around its forward, and
-        buffers that no checkpoint holds.
+        each module its class, plain attributes, replaced methods, hooks, and buffers that no
+        checkpoint holds.
 
         Args:
-            modes: train or eval mode too.
+            modes: train or eval mode, which weights are trained, and modes of torch too.
         """
         config: Any = getattr(self._model, "config", None)
         values = config.to_dict() if hasattr(config, "to_dict") else config
         entries = _leaves("config", values) if isinstance(values, Mapping) else {}
+        for hooks in _OF_ALL_MODULES:
+            entries |= _leaves(hooks, list(getattr(nn.modules.module, hooks).values()))
+        self._methods, self._unsaved = [], []
         for path, module in self._modules.items():
             dot, values = f"{path}." if path else "", vars(module)
             entries[path or "model"] = [type(module).__name__]
-            for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+            for hooks in _HOOKS:
                 entries |= _leaves(dot + hooks[1:], list(values[hooks].values()))
             # What is None may be a tensor later, and was one before where passes leave states.
             named = {x: value for x, value in values.items() if value is not None}
             plain = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
             known = self._known.setdefault(module, plain)
             methods = {x for x in values if callable(values[x]) and _is_setting(x)}
+            self._methods += ((values, x) for x in methods)
             names = values.keys() & {*known, *_OF_ADAPTERS, *methods}
             for name in sorted(names if modes else names - {"training"}):
                 entries |= _leaves(dot + name, values[name])
@@ -261,7 +285,33 @@ class ModelComparison:
                 x: Any = module._buffers.get(name)
                 if _is_whole(x):
                     entries[dot + name] = [_shape(x), digest_of_bits(x)]
+                    self._unsaved.append((module._buffers, name))
+        if modes:
+            entries |= {name: [str(x)] for name, x in _torch_modes().items()}
+            for slot, trained in zip(self._slots, self._trained, strict=True):
+                entries[f"{slot[-1]}.requires_grad"] = [str(trained)]
         return entries
+
+    def _outline(self) -> list[Any]:
+        """What changes with a setting but for attributes' values: hooks, attributes' numbers,
+        replaced methods, unsaved buffers as of weights, and the values of configurations."""
+        config: Any = getattr(self._model, "config", None)
+        values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        inner = [vars(x) for x in values.values() if hasattr(x, "to_dict")]
+        return [
+            [tuple(hooks) for hooks in filter(None, self._hooks)],
+            [tuple(getattr(nn.modules.module, hooks)) for hooks in _OF_ALL_MODULES],
+            list(map(len, self._held)),
+            [id(values.get(name)) for values, name in self._methods],
+            [_mark(buffers.get(name)) for buffers, name in self._unsaved],
+            *map(dict, (values, *inner)),
+        ]
+
+    def _is_outline_changed(self) -> bool:
+        try:
+            return self._needless < _FALSE_ALARMS and self._outline() != self._noted
+        except (RuntimeError, ValueError):  # a tensor or an array in a configuration
+            return True
 
     def _digest_of(self, settings: Entries) -> str:
         written = self._written_by_passes or ()
@@ -275,6 +325,8 @@ class ModelComparison:
         """The weights that this rank holds whole. Notes what has changed of modules and weights."""
         if self._structure != self._structure_now():
             self._modules = dict(self._model.named_modules())
+            self._held = list(map(vars, self._modules.values()))
+            self._hooks = [x[kind] for x in self._held for kind in _HOOKS]
             self._structure, self._digest, self._identities = self._structure_now(), "", []
             self._slots = [
                 (vars(module), kind, key, f"{path}.{key}".removeprefix("."))
@@ -283,10 +335,12 @@ class ModelComparison:
                 for key in vars(module)[kind]
                 if key not in module._non_persistent_buffers_set
             ]
-        held = list(map(vars, self._modules.values()))
+        held = self._held
         adapters = [[x.get(y) for y in _OF_ADAPTERS] for x in held if "_disable_adapters" in x]
-        self._modes = zlib.crc32(repr(([x["training"] for x in held], adapters)).encode())
         weights = [values[kind][key] for values, kind, key, _ in self._slots]
+        self._trained = [x is not None and x.requires_grad for x in weights]
+        modes = bytes(x["training"] for x in held), bytes(self._trained), _torch_modes(), adapters
+        self._modes = zlib.crc32(repr(modes).encode())
         identities, addresses = list(map(id, weights)), list[int]()
         if identities == self._identities:  # else slots may be others'
             addresses = [weights[i].data_ptr() for i in self._whole]
@@ -304,11 +358,11 @@ class ModelComparison:
         return held_whole
 
     def _structure_now(self) -> list[list[Any]]:
-        modules = list(self._modules.values())
+        held = self._held
         return [
-            [type(module) for module in modules],
-            [child for module in modules for child in module._modules.values()],
-            [key for module in modules for key in chain(module._parameters, module._buffers)],
+            list(map(type, self._modules.values())),
+            [child for x in held for child in x["_modules"].values()],
+            [key for x in held for key in chain(x["_parameters"], x["_buffers"])],
         ]
 
 
@@ -322,6 +376,25 @@ def _sample(x: Tensor, turn: int) -> Tensor:
         return x.as_strided((count,), (spacing,), x.storage_offset() + first)
     indices = torch.arange(count) * spacing + first
     return x[torch.unravel_index(indices.to(x.device), x.shape)]
+
+
+def _mark(x: Tensor | None) -> tuple[int, ...] | None:
+    if x is None:
+        return None
+    return id(x), x.data_ptr(), 0 if x.is_inference() else x._version
+
+
+def _torch_modes() -> dict[str, object]:
+    """Settings of the process that change what it computes."""
+    matmul: Any = torch.backends.cuda.matmul
+    # Newer torch refuses to say the old name where the new one was set.
+    precision = getattr(matmul, "fp32_precision", None) or torch.get_float32_matmul_precision()
+    precision = "ieee" if precision in ("none", "highest") else precision
+    modes = {"torch.get_default_dtype()": torch.get_default_dtype(), "fp32 matmuls": precision}
+    for kind in ("cpu", "cuda"):
+        enabled = torch.is_autocast_enabled(kind)
+        modes[f"autocast of {kind}"] = torch.get_autocast_dtype(kind) if enabled else "off"
+    return modes
 
 
 def _shape(x: Tensor) -> str:
@@ -404,7 +477,9 @@ class _ModelsOfMesh(list["ref[ModelComparison]"]):
     def __call__(self, mesh: SequenceMesh) -> None:
         # One that was dropped may still be there on some ranks, until its memory is collected.
         models = {str(i): model for i, held in enumerate(self) if (model := held()) is not None}
-        held = {x: ArgumentsDigest(model.of_pass(True)).text() for x, model in models.items()}
+        # A rank without memory for its samples must not leave the others waiting for them.
+        with mesh.agreeing("a check of the models"):
+            held = {x: ArgumentsDigest(model.of_pass(True)).text() for x, model in models.items()}
         ranks = gathered_values(mesh, held)
         for number, model in models.items():
             texts = {each.get(number) for each in ranks}

@@ -100,6 +100,32 @@ def test_a_refused_move_leaves_every_rank_on_the_mesh_it_had(pool):
         assert "loss_chunks" in text and error < BOUND, text
 
 
+def refused_dit_move(ctx: RankContext) -> tuple[str, float, int]:
+    """What ``enable`` on a new mesh says where one rank has another epsilon, put right then; how
+    far a pass over the old mesh is from that of one rank, and how often it was compared there."""
+    model, given = tiny_diffusers.build(WAN).eval(), tiny_diffusers.arguments(WAN)
+    group, norm = dist.new_group(), model.blocks[0].norm1
+    with torch.no_grad():
+        want = tiny_diffusers.output_of(model, given)
+        mesh = ds_usp.SequenceMesh.from_group(group, 2)
+        enabled = diffusers.enable(model, mesh)
+        stock, norm.eps = norm.eps, 1.0 if ctx.rank == 1 else norm.eps
+        with pytest.raises(ds_usp.MeshError) as refused:
+            diffusers.enable(model, ds_usp.SequenceMesh.from_group(group, 4))
+        norm.eps, before = stock, mesh.consistency.number
+        error = relative(tiny_diffusers.output_of(model, given), want)
+        mesh.check()
+        compared = mesh.consistency.number - before
+        enabled.disable()
+        assert torch.equal(tiny_diffusers.output_of(model, given), want)
+    return str(refused.value), error, compared
+
+
+def test_a_refused_move_leaves_a_diffusion_transformer_on_the_mesh_it_had(pool):
+    for text, error, compared in pool.run(refused_dit_move, WORLD, timeout=TIMEOUT_S):
+        assert "norm1.eps" in text and error < BOUND and compared > 4, (text, error, compared)
+
+
 def generated_by_one(ctx: RankContext) -> list[str | float]:
     """Rank 0 prints a sample, as programs do, and then goes on; then a backward pass comes late."""
     model, batch = tiny_models.build("llama"), plain_batch()

@@ -223,27 +223,6 @@ def each_adapter(change: Callable[[Any], Any]) -> Callable[[Any], None]:
     return change_each
 
 
-LOAD, SETTINGS = r"weights of the model differ\. Load checkpoints", r"settings of the model differ"
-CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "data": (change_all_data, LOAD),
-    "element": (change_one_element, rf"(?s)on rank 1.*\n1 of .*{LOAD}"),
-    "memory": (swap_memory, LOAD),
-    "load": (load, LOAD),
-    "assign": (load_assigned, LOAD),
-    "scaling": (each_adapter(lambda x: x.set_scale("style", 0.2)), rf"(?s)\.scaling.*{SETTINGS}"),
-    "disabled": (each_adapter(lambda x: x.enable_adapters(False)), "(?s)_disable_adapters: .*True"),
-    "active": (
-        each_adapter(lambda x: x.set_adapter([])),
-        r"(?s)_active_adapter\S*: .*style on rank 0",
-    ),
-    "merged": (each_adapter(lambda x: x.merge()), "(?s)merged_adapters"),
-    "eval": (lambda model: model.eval(), "(?s)training: .*False on rank 1"),
-    "dtype": (lambda model: model.bfloat16(), r"(?s)bfloat16 on rank 1"),
-    "new adapter": (lambda model: adapt(model, r".*(to_q|q_proj)", "style"), SETTINGS),
-    "class": (change_class, r"(?s)norm\w*: .*Other on rank 1"),
-}
-
-
 def hook(model: Any) -> None:
     inner(model).register_forward_hook(lambda *given: given[2])
 
@@ -264,15 +243,51 @@ def change_buffer(model: Any) -> None:
     next(model.buffers()).mul_(2)
 
 
-# What `mesh.check()` finds, and passes do not look for.
-SETTINGS_ALONE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "epsilon": (change_epsilon, r"(?s)eps\w*: .*0\.01 on rank 1"),
+LOAD, SETTINGS = r"weights of the model differ\. Load checkpoints", r"settings of the model differ"
+CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "data": (change_all_data, LOAD),
+    "element": (change_one_element, rf"(?s)on rank 1.*\n1 of .*{LOAD}"),
+    "memory": (swap_memory, LOAD),
+    "load": (load, LOAD),
+    "assign": (load_assigned, LOAD),
+    "scaling": (each_adapter(lambda x: x.set_scale("style", 0.2)), rf"(?s)\.scaling.*{SETTINGS}"),
+    "disabled": (each_adapter(lambda x: x.enable_adapters(False)), "(?s)_disable_adapters: .*True"),
+    "active": (
+        each_adapter(lambda x: x.set_adapter([])),
+        r"(?s)_active_adapter\S*: .*style on rank 0",
+    ),
+    "merged": (each_adapter(lambda x: x.merge()), "(?s)merged_adapters"),
+    "eval": (lambda model: model.eval(), "(?s)training: .*False on rank 1"),
+    "dtype": (lambda model: model.bfloat16(), r"(?s)bfloat16 on rank 1"),
+    "new adapter": (lambda model: adapt(model, r".*(to_q|q_proj)", "style"), SETTINGS),
+    "class": (change_class, r"(?s)norm\w*: .*Other on rank 1"),
     "hook": (hook, r"(?s)forward_hooks\.0: .*<lambda> on rank 1"),
+    "backward hook": (
+        lambda model: inner(model).register_full_backward_hook(hook),
+        r"(?s)backward_hooks\.0: .*hook on rank 1",
+    ),
     "method": (replace_method, r"(?s)forward: .*<lambda> on rank 1"),
     "config": (change_config, r"(?s)config\.\w+: .*(30|5) on rank 1"),
     "buffer": (change_buffer, r"(?s)(inv_freq|freqs_cos): elements with the digest"),
+    "frozen": (
+        lambda model: inner(model).weight.requires_grad_(not inner(model).weight.requires_grad),
+        r"weight\.requires_grad: ",
+    ),
+    "precision": (
+        lambda model: torch.set_float32_matmul_precision("high"),
+        r"(?s)fp32 matmuls: .*tf32 on rank 1",
+    ),
+}
+
+
+# What `mesh.check()` finds, and passes do not look for.
+SETTINGS_ALONE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "epsilon": (change_epsilon, r"(?s)eps\w*: .*0\.01 on rank 1"),
     "list": (lambda model: inner(model).sizes.append(3), r"(?s)sizes\.1: .*3 on rank 1"),
 }
+
+
+SEEN = ["hook", "backward hook", "method", "config", "buffer", "frozen", "precision"]
 
 
 def changed_on_one_rank(ctx: RankContext, name: str, known: bool, keys: list[str]) -> None:
@@ -297,6 +312,7 @@ def changed_on_one_rank(ctx: RankContext, name: str, known: bool, keys: list[str
             if key != "dtype":  # of which the arguments would be too
                 model(**given)
                 enabled.mesh.check()
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize(
@@ -305,9 +321,13 @@ def changed_on_one_rank(ctx: RankContext, name: str, known: bool, keys: list[str
         (
             "llama",
             True,
-            ["data", "element", "load", "scaling", "disabled", "active", "dtype", "class"],
+            ["data", "element", "load", "scaling", "disabled", "active", "dtype", "class", *SEEN],
         ),
-        (WAN, True, ["memory", "assign", "scaling", "merged", "eval", "new adapter"]),
+        (
+            WAN,
+            True,
+            ["memory", "assign", "scaling", "merged", "eval", "new adapter", "config", "buffer"],
+        ),
         (WAN, False, ["data", "element"]),
     ],
 )
@@ -329,12 +349,11 @@ def changed_before_a_check(ctx: RankContext, name: str, keys: list[str]) -> None
                     enabled.mesh.check()
             if not ctx.rank:
                 change(model)
-            if key not in ("hook", "method", "buffer"):  # which are others on each rank now
-                enabled.mesh.check()
-                model(**given)
-        if key in ("hook", "config", "buffer"):
-            with pytest.raises(ds_usp.MeshError, match=message):
-                enable(changed_model(name, change if ctx.rank else None), mesh_of(2))
+            enabled.mesh.check()
+            model(**given)
+    for change, message in (CHANGES[key] for key in ("hook", "config", "buffer")):
+        with pytest.raises(ds_usp.MeshError, match=message):
+            enable(changed_model(name, change if ctx.rank else None), mesh_of(2))
 
 
 @pytest.mark.parametrize("name", ["llama", WAN])
@@ -372,6 +391,42 @@ def from_the_start(ctx: RankContext, known: bool) -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_other_weights_are_refused_until_they_are_equal(pool, known):
     pool.run(from_the_start, 2, known=known)
+
+
+def without_memory(ctx: RankContext) -> list[str]:
+    """What is said where rank 1 has no memory for what it compares: by a check, which then goes on;
+    and by the pass that names a weight that differs."""
+    model, given, enable, _ = model_of("llama")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    said = []
+    with enable(model, mesh_of(2)) as enabled:
+        model(**given)
+        for place in ("ArgumentsDigest", "digest_of_bits"):
+            if place == "digest_of_bits" and ctx.rank:
+                change_all_data(model)
+            action = enabled.mesh.check if place == "ArgumentsDigest" else lambda: model(**given)
+            stock = getattr(digests, place)
+            errors = ds_usp.MeshError, torch.OutOfMemoryError
+            with (
+                patch.object(model_comparison, place, fail if ctx.rank else stock),
+                pytest.raises(errors) as raised,
+            ):
+                action()
+            said.append(f"{raised.typename}: {raised.value}")
+            if place == "ArgumentsDigest":
+                enabled.mesh.check()
+                model(**given)
+    return said
+
+
+def test_a_rank_without_memory_for_its_comparison_leaves_nobody_waiting(pool):
+    first, second = pool.run(without_memory, 2, timeout=30)
+    for one, other in zip(first, second, strict=True):
+        assert one.startswith("MeshError") and other == "OutOfMemoryError: no memory"
+        assert "no memory" in one
 
 
 def changed_and_changed_back(ctx: RankContext) -> None:

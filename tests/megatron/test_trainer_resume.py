@@ -140,10 +140,11 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank(saved, tmp_path):
     """By the name of the file or the flag, before anything is loaded."""
     step, save = f"step_{SAVED_AT}", saved / "zero1" / "save"
     shards = "bf16_zero_pp_rank_3", "zero_pp_rank_1"
-    copies = {name: tmp_path / name for name in ("unlisted", "short", "lost", "weight")}
+    copies = {name: tmp_path / name for name in ("unlisted", "list", "short", "lost", "weight")}
     for copy in copies.values():
         shutil.copytree(save, copy)
     (copies["unlisted"] / step / "trainer.json").unlink()
+    (copies["list"] / step / "trainer.json").write_text("[]")
     shard = f"{shards[1]}_mp_rank_00_optim_states.pt"
     broken(save / step / shard, copies["short"] / step / shard)
     (copies["lost"] / step / "mp_rank_00_model_states.pt").unlink()
@@ -152,6 +153,7 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank(saved, tmp_path):
     universal = " --universal-checkpoint"
     cases = {
         f" --load {copies['unlisted']}": (step, "trainer.json"),
+        f" --load {copies['list']}": (step, "cannot be read: TypeError"),
         f" --load {copies['short']}": (shard, "bytes"),
         f" --load {copies['lost']}": ("mp_rank_00_model_states.pt", "has 0 bytes"),
         f" --load {copies['weight']}{universal}": ("layers.1.mlp.up.weight/exp_avg.pt",),

@@ -87,8 +87,11 @@ def test_commit_of_a_worktree(tmp_path):
 # ------------------------------------------------------------------ env
 
 
-def test_env_prints_what_a_bug_report_needs():
+def test_env_prints_what_a_bug_report_needs(monkeypatch):
     lines: list[str] = []
+    secrets = "DS_API_KEY", "TORCH_HUB_TOKEN", "USP_PASSWORD", "NCCL_SECRET_FILE"
+    for name in (*secrets, "USP_MAX_TOKENS"):
+        monkeypatch.setenv(name, "hunter2")
     assert environment.main(["--json"], lines.append) == 0
     facts = json.loads(lines[0])
     assert facts["ds_usp"]["version"] == ds_usp.__version__
@@ -98,6 +101,8 @@ def test_env_prints_what_a_bug_report_needs():
         assert "needs a GPU of compute capability 9.0" in facts["kernels"]["flash4"]
         assert facts["copy_engines"] == {"usable": "no", "reason": "no NVIDIA GPU"}
     assert str(facts["system"]["torch_version"]) == torch.__version__
+    shown = {name for name, value in facts["variables"].items() if value == "hunter2"}
+    assert shown == {"USP_MAX_TOKENS"} and facts["variables"].keys() > {*secrets}
     text = environment.as_text(facts)
     for section in facts:
         assert f"\n{section}\n" in f"\n{text}\n"

@@ -118,8 +118,14 @@ class ShardedTransformer:
     ) -> None:
         self.transformer, self._model = transformer, model
         self.mesh, self._branches = mesh, branches
-        self._parts = branches  # of the pass that runs, or has run last
         self._plan, self._options = plan, options
+        self._noise = ShardNoise(mesh.rank)
+        self.install()
+
+    def install(self) -> None:
+        """Shard the transformer's passes; again after :meth:`restore`."""
+        transformer, branches, plan = self.transformer, self._branches, self._plan
+        self._parts = branches  # of the pass that runs, or has run last
         self.state: PassState | None = None
         self._removed = False
         self._stock_checkpoints: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -130,9 +136,8 @@ class ShardedTransformer:
                 self._processors.append((module, module.processor, processor))
                 module.processor = processor
         self._graphs: ForwardGraphs | None = None
-        if options.cuda_graphs:
+        if self._options.cuda_graphs:
             transformer.forward = self._graphs = ForwardGraphs(transformer)
-        self._noise = ShardNoise(mesh.rank)
         self._handles, self._inner_handles = list(self._register()), list[RemovableHandle]()
         self._hook_modules()
         self._step: tuple[WaitingCall, ...] = ()  # the calls that run
@@ -186,12 +191,17 @@ class ShardedTransformer:
             )
 
     def remove(self) -> None:
+        """Leave the transformer as it was, for good."""
+        self._model.leave()
+        self.restore()
+
+    def restore(self) -> None:
+        """Leave the transformer as it was; ``SequenceMesh.check`` still compares it."""
         if self._removed:  # and the transformer may be sharded over another mesh since
             return
         self._removed = True
         if self._calls is not None:
             self._calls.remove()
-        self._model.leave()
         self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
         self._caches.release()
@@ -563,20 +573,21 @@ class ShardedTransformer:
         return join(out) if self._graphs is None else self._graphs.outside(join, out)
 
 
-def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> None:
-    """Leave a transformer that is sharded over another mesh than this as it was before; ConfigError
-    for one of this mesh."""
-    for hook in list(transformer._forward_pre_hooks.values()):
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, ShardedTransformer):
-            if owner.mesh is mesh:
-                raise ConfigError(
-                    f"{type(transformer).__name__} is enabled on this mesh already: disable() it "
-                    "before you enable it with other options; enable(model, new_mesh) moves it to "
-                    "another mesh"
-                )
-            owner.check_idle()
-            owner.remove()
+def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[ShardedTransformer]:
+    """Leave a transformer that is sharded over another mesh than this as it was before; what has
+    sharded it. ConfigError for one of this mesh."""
+    owners = [getattr(x, "__self__", None) for x in transformer._forward_pre_hooks.values()]
+    others = [x for x in owners if isinstance(x, ShardedTransformer)]
+    for owner in others:
+        if owner.mesh is mesh:
+            raise ConfigError(
+                f"{type(transformer).__name__} is enabled on this mesh already: disable() it "
+                "before you enable it with other options; enable(model, new_mesh) moves it to "
+                "another mesh"
+            )
+        owner.check_idle()
+        owner.restore()
+    return others
 
 
 def _plain(value: Any) -> str:

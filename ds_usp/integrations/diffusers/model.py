@@ -89,18 +89,27 @@ def enable(
         plans = [plan or _plan_of(transformer) for transformer in transformers]
         names = ", ".join(type(x).__name__ for x in transformers)
         words.append(f"{names} with {options}, cfg_degree {cfg_degree}")
-    # No rank leaves another mesh before all ask for the same.
-    with mesh.agreeing("enable") as words:
-        for transformer, its_plan in zip(transformers, plans, strict=True):
-            leave_other_mesh(transformer, mesh)
-            caches = _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
-            words += [caches] if caches else []
-            if cuda_graphs:
-                check_graphs(mesh, tuning)
-                check_modules(transformer)
+    # No rank leaves another mesh before all ask for the same; refused on the new one, transformers
+    # stay on the other: they must not compute whole batches on each rank without a word.
+    before: list[ShardedTransformer] = []
     models = [ModelComparison(mesh, x) for x in transformers]
-    for transformer, model in zip(transformers, models, strict=True):
-        model.begin(f"enable {type(transformer).__name__}", "")
+    try:
+        with mesh.agreeing("enable") as words:
+            for transformer, its_plan in zip(transformers, plans, strict=True):
+                before += leave_other_mesh(transformer, mesh)
+                caches = _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
+                words += [caches] if caches else []
+                if cuda_graphs:
+                    check_graphs(mesh, tuning)
+                    check_modules(transformer)
+        for transformer, model in zip(transformers, models, strict=True):
+            model.begin(f"enable {type(transformer).__name__}", "")
+    except Exception:
+        for sharded in before:
+            sharded.install()
+        raise
+    for sharded in before:
+        sharded.remove()
     branches = branches_of(mesh, cfg_degree)
     enabled = EnabledTransformer(model_or_pipeline, mesh)
     for transformer, its_plan, model in zip(transformers, plans, models, strict=True):

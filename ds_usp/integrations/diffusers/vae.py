@@ -98,10 +98,10 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
                 "then that of diffusers' tiling, which differs a little from that without"
             )
         check_tiles(vae)
-    if isinstance(bound, _Bound):  # of another mesh, which no rank leaves before all agree
-        bound.enabled.disable()
     model = ModelComparison(mesh, vae)
     model.begin(f"enable_vae {name}", "")
+    if isinstance(bound, _Bound):  # of another mesh, which no rank leaves before all agree
+        bound.enabled.disable()
     return EnabledVAE(vae, mesh, model)
 
 

@@ -84,8 +84,10 @@ def load(engine: Any, args: Namespace) -> Progress:
     try:
         folder = _newest(args)
         problem = _problem(folder, args, [name for name, _ in engine.module.named_parameters()])
-    except (CheckpointError, OSError, ValueError) as error:
+    except CheckpointError as error:
         problem = str(error)
+    except Exception as error:  # a damaged list may be any JSON, or none
+        problem = f"{folder} cannot be read: {type(error).__name__}: {error}"
     problems: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for found in filter(None, problems):
