@@ -7,7 +7,6 @@ dropout must be known, and the extra arguments of its calls must not change them
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,6 +16,7 @@ import torch
 
 from ds_usp.attention.validation import no_mask_error
 from ds_usp.comm.call_record import Signature
+from ds_usp.comm.readings import Readings
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
 
@@ -24,7 +24,7 @@ _MASKS = ("attention_mask", "attn_mask", "mask")
 _CAUSAL = ("causal", "is_causal")
 _SCALES = ("softmax_scale", "scale")
 _ADDITIVE_MINUS_INFINITY = -1e4
-_COMPARE_BLOCK = 1 << 24  # elements of a mask
+_COMPARE_BLOCK = 1 << 22  # elements of a mask
 
 NO_ARGUMENTS = Signature(("0 extra arguments", "no keywords"))
 
@@ -270,18 +270,17 @@ _DETECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingP
 # Note [extra arguments with a ring]
 #
 # Frameworks hand a dense mask of all tokens to every layer, nearly always the causal one that the
-# ring computes anyway. So it is compared, value by value, once for each tensor and version, in
-# blocks of rows: equal is accepted, anything else is refused, since ignoring it would be silently
-# wrong. None passes, as in torch.
+# ring computes anyway. So it is compared, value by value, once a forward pass, by the first layer,
+# in blocks of rows: equal is accepted, anything else is refused, since ignoring it would be
+# silently wrong. None passes, as in torch.
 
 
 class FrameworkArguments:
     """Refuses every argument that would change the result; accepts those that agree with the
     ring."""
 
-    def __init__(self, attention: LocalAttention) -> None:
-        self.attention = attention
-        self._seen: tuple[weakref.ref[torch.Tensor], int, int] | None = None
+    def __init__(self, attention: LocalAttention, readings: Readings) -> None:
+        self.attention, self._readings = attention, readings
 
     def check(
         self, seq_len: int, head_dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -315,7 +314,8 @@ class FrameworkArguments:
         if value is None:
             return
         if name in _MASKS and isinstance(value, torch.Tensor):
-            fits = self._is_mask(value, seq_len)
+            key = "dense mask", attention.mask, attention.true_means_masked, seq_len
+            fits = self._readings.of([value], key, lambda: self._is_mask(value, seq_len))
         elif name in _CAUSAL:
             causal = attention.mask.right == 0 and not attention.mask.prefix
             fits = isinstance(value, bool) and value == causal
@@ -337,37 +337,29 @@ class FrameworkArguments:
 
     def _is_mask(self, mask: torch.Tensor, seq_len: int) -> bool:
         """Whether a dense mask ``[..., tokens, tokens]`` is the one the ring computes."""
-        seen = self._seen
-        if seen and seen[0]() is mask and seen[1:] == (mask._version, seq_len):
-            return True
         if mask.ndim < 2 or mask.shape[-2:] != (seq_len, seq_len):
             return False
         if self.attention.mask.documents:  # the dense mask would have to contain them
             return False
         rows = max(1, _COMPARE_BLOCK // seq_len)  # row blocks: masks are large
-        same = all(
+        same = [
             self._is_per_row(mask[..., start : start + rows, :], start)
             for start in range(0, seq_len, rows)
-        )
-        if same and not mask.is_inference():  # inference tensors have no version
-            self._seen = weakref.ref(mask), mask._version, seq_len
-        return same
+        ]
+        return bool(torch.stack(same).all())  # waits for a GPU once
 
-    def _is_per_row(self, mask: torch.Tensor, start: int) -> bool:
+    def _is_per_row(self, mask: torch.Tensor, start: int) -> torch.Tensor:
         """Whether rows of a dense mask ``[..., rows, tokens]``, bool or additive, from global
         position ``start`` on hide exactly what the ring's window and prefix hide. An additive mask
-        must also be 0 where it hides nothing. Copies one bool to the CPU."""
-        rows, tokens = mask.shape[-2:]
-        queries = torch.arange(start, start + rows, device=mask.device, dtype=torch.int32)
-        keys = torch.arange(tokens, device=mask.device, dtype=torch.int32)
-        distance = keys[None, :] - queries[:, None]
-        allowed = torch.ones_like(distance, dtype=torch.bool)
-        if self.attention.mask.left is not None:
-            allowed &= distance >= -self.attention.mask.left
-        if self.attention.mask.right is not None:
-            allowed &= distance <= self.attention.mask.right
-        allowed |= keys < self.attention.mask.prefix
+        must also be 0 where it hides nothing. A bool of no dims, on the mask's device."""
+        rule = self.attention.mask
+        allowed = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
+        if rule.left is not None:
+            allowed.triu_(start - rule.left)
+        if rule.right is not None:
+            allowed.tril_(start + rule.right)
+        allowed[:, : rule.prefix] = True
         if mask.dtype == torch.bool:
-            return bool((mask == (allowed ^ self.attention.true_means_masked)).all())
+            return ((mask != allowed) == self.attention.true_means_masked).all()
         hidden = mask <= _ADDITIVE_MINUS_INFINITY
-        return bool((hidden != allowed).all()) and not bool(mask[~hidden].any())
+        return ((hidden != allowed) & (hidden | (mask == 0))).all()

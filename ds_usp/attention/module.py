@@ -206,7 +206,7 @@ class USPAttention(torch.nn.Module):
                 check_callable(local_attention)
                 return Signature(("a USPAttention",)), None
             return Signature(("a USPAttention",)), FrameworkArguments(
-                self._resolve_local_attention()
+                self._resolve_local_attention(), mesh.readings
             )
 
         self.local_attn = local_attention
@@ -423,7 +423,7 @@ class USPAttention(torch.nn.Module):
         known = self._framework
         attention = known.attention if known else self._resolve_local_attention()
         mask = replace(attention.mask, documents=documents)
-        return FrameworkArguments(replace(attention, mask=mask))
+        return FrameworkArguments(replace(attention, mask=mask), self.mesh.readings)
 
     def _options(self, attention: LocalAttention, device: torch.device) -> AttentionOptions:
         training = getattr(self.local_attn, "training", self.training)

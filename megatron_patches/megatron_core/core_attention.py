@@ -130,7 +130,6 @@ def _refused_experts(config: TransformerConfig) -> dict[str, tuple[bool, str]]:
 # megatron-core's dense masks, compared with a layer's mask rule.
 
 
-_CHECKED = "_usp_checked"
 _ROWS = 1024  # compared at a time, to bound the memory of the comparison
 
 
@@ -143,8 +142,7 @@ def check_dense_mask(
 ) -> None:
     """Refuse a dense mask that differs from the layer's ``rule``. Collective over the mesh.
 
-    Compared once for each mask and rule, on all ranks alike: the layers share the tensor, which
-    keeps what it was compared with.
+    Compared once in a forward pass for each rule, on all ranks alike: the layers share the tensor.
 
     Args:
         layout: of the tokens, or the kind of one.
@@ -157,22 +155,21 @@ def check_dense_mask(
         UnsupportedAttentionError: on the ranks whose rows of the mask differ.
         MeshError: on the others.
     """
-    version = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else None
-    key = rule, layout, mesh.name, tokens
-    checked: dict[Any, int] = getattr(mask, _CHECKED, {})
-    if version is not None and checked.get(key) == version:
-        return
-    with mesh.agreeing("a dense mask that equals the layer's rule"):
-        held = mesh.layout(layout, tokens * mesh.sp_degree) if isinstance(layout, str) else layout
-        if not _equals_rule(mask, rule, held, mesh.rank):
-            raise UnsupportedAttentionError(
-                f"attention_mask was given and is not the rule of this layer, {rule}, for the "
-                f"tokens of this rank in {held}. USP attention computes one rule over global "
-                "positions for every sequence. Pass attention_mask=None, and documents as "
-                "packed_seq_params"
-            )
-    if version is not None:
-        setattr(mask, _CHECKED, {**checked, key: version})
+
+    def compare() -> None:
+        with mesh.agreeing("a dense mask that equals the layer's rule"):
+            seq_len = tokens * mesh.sp_degree
+            held = mesh.layout(layout, seq_len) if isinstance(layout, str) else layout
+            if not _equals_rule(mask, rule, held, mesh.rank):
+                raise UnsupportedAttentionError(
+                    f"attention_mask was given and is not the rule of this layer, {rule}, for the "
+                    f"tokens of this rank in {held}. USP attention computes one rule over global "
+                    "positions for every sequence. Pass attention_mask=None, and documents as "
+                    "packed_seq_params"
+                )
+
+    tensors = [mask] if isinstance(mask, Tensor) else []
+    mesh.readings.of(tensors, ("dense mask", rule, layout, tokens), compare)
 
 
 def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
@@ -184,7 +181,7 @@ def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, r
         return False
     if mask.shape[-2:] != (len(rows), layout.seq_len):
         return False
-    keys = torch.arange(layout.seq_len, device=mask.device)
+    keys, differs = torch.arange(layout.seq_len, device=mask.device), []
     for begin in range(0, len(rows), _ROWS):
         queries = torch.tensor(rows[begin : begin + _ROWS], device=mask.device)
         distance = keys - queries[:, None]
@@ -193,9 +190,8 @@ def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, r
             hidden |= distance < -rule.left
         if rule.right is not None:
             hidden |= distance > rule.right
-        if bool((mask[..., begin : begin + _ROWS, :] != hidden).any()):
-            return False
-    return True
+        differs.append((mask[..., begin : begin + _ROWS, :] != hidden).any())
+    return not bool(torch.stack(differs).any())  # waits for a GPU once
 
 
 class USPCoreAttention(torch.nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import is_not
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
 
-_CACHE, _LAYOUT = "_usp_documents", "context_parallel"
+_LAYOUT = "context_parallel"
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
@@ -40,8 +39,7 @@ def packed_documents(
     mesh: ds_usp.SequenceMesh,
     query: Tensor,
 ) -> PackedDocuments:
-    """The documents of a batch, read from the device once: all layers share ``params``, which keeps
-    the result.
+    """The documents of a batch, read from the device once in a forward pass.
 
     In the format ``sbhd`` the sequence is sharded as without documents: they have any lengths, and
     the offsets may be ``[b, documents + 1]``, the last one repeated where a sample has fewer. In
@@ -58,16 +56,13 @@ def packed_documents(
         LayoutError: documents of ``thd`` that do not divide into two chunks a rank.
     """
     offsets = [getattr(params, name, None) for name in _OFFSETS]
-    versions = [None if x is None or x.is_inference() else x._version for x in offsets]
-    documents: dict[Any, PackedDocuments]
-    cached_offsets, cached_versions, documents = getattr(params, _CACHE, ((), None, {}))
-    if cached_versions != versions or any(map(is_not, cached_offsets, offsets)):
-        documents = {}
-    key = rule, layout, mesh.name, query.shape[0], query.device
-    if key not in documents:
-        documents[key] = _read(params, offsets, rule, layout, mesh, query)
-        setattr(params, _CACHE, (offsets, versions, documents))
-    return documents[key]
+    given = [name for name, x in zip(_OFFSETS, offsets, strict=True) if x is not None]
+    key = (*given, params.qkv_format, rule, layout, query.shape[0], query.device)
+    return mesh.readings.of(
+        [x for x in offsets if x is not None],
+        key,
+        lambda: _read(params, offsets, rule, layout, mesh, query),
+    )
 
 
 def _read(

@@ -8,7 +8,7 @@ divide. The layers' own code runs, with other functions for its convolution and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -31,20 +31,24 @@ class OverMesh:
     Args:
         layout: kind of token layout, or one.
         packed: megatron-core's ``PackedSeqParams``; None: one document a sequence.
+        known: the documents that were read for the call, by its tokens.
     """
 
     mesh: ds_usp.SequenceMesh
     layout: str | ds_usp.TokenLayout
     packed: Any = None
+    known: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def of(self, tokens: Tensor) -> dict[str, Any]:
         """The arguments of ``ds_usp.affine_scan`` for tensors of this rank's tokens, dim 0."""
         layout: str | ds_usp.TokenLayout = self.layout
         documents: Any = ()
         if self.packed is not None:
-            documented = packed_documents(
-                self.packed, ds_usp.MaskSpec.causal(), layout, self.mesh, tokens
-            )
+            # Once for a convolution and the scan after it: a layer that asks twice begins a pass.
+            if (documented := self.known.get(tokens.shape[0])) is None:
+                documented = self.known[tokens.shape[0]] = packed_documents(
+                    self.packed, ds_usp.MaskSpec.causal(), layout, self.mesh, tokens
+                )
             layout, documents = documented.layout, documented.mask.documents
         if isinstance(layout, str):
             layout = self.mesh.layout(layout, tokens.shape[0] * self.mesh.sp_degree)

@@ -27,6 +27,7 @@ from ds_usp import testing as oracle
 from ds_usp.attention import tuning
 from ds_usp.attention.local_attention import FrameworkArguments, LocalAttention
 from ds_usp.attention.plan import AttentionOptions, plan_call
+from ds_usp.comm.readings import Readings
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadSplit
 
@@ -415,7 +416,7 @@ def test_the_drop_in_crosses_sequences(pool, ulysses):
 
 
 def test_a_frameworks_mask_is_compared_with_the_prefix():
-    framework = FrameworkArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0))
+    framework = FrameworkArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0), Readings())
     shown = oracle.causal(range(8), range(8))
     shown[:, :5] = True
     accepted = framework.check(8, 16, (shown,), {"is_causal": False})
@@ -423,3 +424,6 @@ def test_a_frameworks_mask_is_compared_with_the_prefix():
     for wrong in ({"is_causal": True}, {"attn_mask": oracle.causal(range(8), range(8))}):
         with pytest.raises(ds_usp.UnsupportedAttentionError, match="causal with a prefix of 5"):
             framework.check(8, 16, (), wrong)
+    shown.numpy()[:, 3] = False  # the next batch's mask in one buffer, unknown to torch
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match="causal with a prefix of 5"):
+        framework.check(8, 16, (shown,), {})

@@ -189,6 +189,15 @@ def routers(own: bool, asked: bool) -> Any:
     return out
 
 
+class WritesIntoItsLabels(transformers.LlamaForCausalLM):
+    def forward(
+        self, input_ids: Any, position_ids: Any = None, labels: Any = None, **more: Any
+    ) -> Any:
+        if labels is not None:
+            labels.masked_fill_(labels == labels[0, 0], -100)
+        return super().forward(input_ids, position_ids=position_ids, labels=labels, **more)
+
+
 def loss_of_whole_logits() -> Any:
     logits = own_forward(input_ids=plain_batch()["input_ids"]).logits
     assert logits.shape == (2, 41, VOCAB)
@@ -644,6 +653,11 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "in its own way",
         lambda: own_forward(AddsToItsLoss, **plain_batch()),
         loss_of_whole_logits,
+    ),
+    "labels changed in place": (
+        "changes its labels",
+        lambda: own_forward(WritesIntoItsLabels, **plain_batch()),
+        lambda: own_forward(WritesIntoItsLabels, input_ids=plain_batch()["input_ids"]),
     ),
     "a loss of its own": (
         "in its own way",

@@ -2,13 +2,14 @@
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext
 
-from ds_usp import MaskSpec, SequenceMesh, TokenLayout, UnsupportedAttentionError
+from ds_usp import MaskSpec, SequenceMesh, UnsupportedAttentionError
 from ds_usp import testing as oracle
 
 H, G, D, E = 4, 2, 8, 6
@@ -244,25 +245,38 @@ def test_a_group_of_its_own_is_refused():
         packed_documents(params, MaskSpec.causal(), "zigzag", SequenceMesh.single(), torch.zeros(8))
 
 
-def test_documents_are_read_once_and_again_when_they_change():
-    from megatron_patches.megatron_core.packed_documents import packed_documents
+class Layer(torch.nn.Module):
+    """A layer that asks for the documents of its batch, as attention does."""
 
-    mesh, query = SequenceMesh.single(), torch.zeros(8, 1)
+    def forward(self, params: Any, mesh: SequenceMesh, rule: MaskSpec) -> Any:
+        from megatron_patches.megatron_core.packed_documents import packed_documents
 
-    def documents(rule: MaskSpec, layout: str | TokenLayout = "zigzag") -> Any:
-        return packed_documents(params, rule, layout, mesh, query)
+        return packed_documents(params, rule, "zigzag", mesh, torch.zeros(8, 1))
 
-    params = packed("sbhd", [0, 3, 8])
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, *args: Any) -> list[Any]:
+        return [layer(*args) for layer in self.layers]
+
+
+def test_documents_are_read_once_a_pass():
+    from megatron_patches.megatron_core import packed_documents as module
+
+    mesh, model, params = SequenceMesh.single(), Model(), packed("sbhd", [0, 3, 8])
     causal, window = MaskSpec.causal(), MaskSpec.window(4)
-    first, second = documents(causal), documents(window)
-    assert first is documents(causal) and second is documents(window)
-    assert first.mask == MaskSpec.causal([0, 3, 8]) and second.mask.left == 4
-    params.cu_seqlens_q[1] = 5
-    assert documents(causal).mask.documents == ((0, 5, 8),)
-    assert documents(window).mask.documents == ((0, 5, 8),)
-    params.cu_seqlens_q = torch.tensor([0, 6, 8])
-    assert documents(causal).mask.documents == ((0, 6, 8),)
-    params.cu_seqlens_q_padded = torch.tensor([0, 6, 8])
-    assert documents(causal).padding is None
-    params.cu_seqlens_q = torch.tensor([0, 6, 7])
-    assert documents(causal).padding.flatten().tolist() == [False] * 7 + [True]
+    with mock.patch.object(module, "_read", wraps=module._read) as read:
+        first, *others = model(params, mesh, causal)
+        assert first.mask == MaskSpec.causal([0, 3, 8]) and all(x is first for x in others)
+        assert model(params, mesh, window)[2].mask.left == 4
+        assert read.call_count == 2
+        params.cu_seqlens_q.numpy()[1] = 5  # which torch's version of the tensor does not show
+        assert model(params, mesh, causal)[1].mask.documents == ((0, 5, 8),)
+        assert Model()(params, mesh, causal)[1].mask.documents == ((0, 5, 8),)
+        assert read.call_count == 4
+    params.cu_seqlens_q_padded = torch.tensor([0, 5, 8])
+    params.cu_seqlens_q = torch.tensor([0, 5, 7])
+    assert model(params, mesh, causal)[0].padding.flatten().tolist() == [False] * 7 + [True]

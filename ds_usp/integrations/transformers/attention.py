@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import CodeType, MappingProxyType
 from typing import Any, Final, cast
@@ -51,6 +51,18 @@ class Targets:
     count: Tensor | int
     in_chunks: bool
     weights: Tensor | None = None
+    version: int = field(init=False)  # of ``given``: a model may write into it
+
+    def __post_init__(self) -> None:
+        version = 0 if self.given.is_inference() else self.given._version
+        object.__setattr__(self, "version", version)
+
+    def is_given(self, labels: Tensor | None) -> bool:
+        """Whether a model computes its loss of the labels that it was given, unchanged."""
+        x = self.given
+        if labels is None or labels.data_ptr() != x.data_ptr() or labels.shape != x.shape:
+            return False
+        return labels.is_inference() or labels._version == self.version
 
 
 class Shard:

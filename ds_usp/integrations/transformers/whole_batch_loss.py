@@ -71,12 +71,8 @@ class WholeBatchLoss:
             )
         # Labels were shifted while they were whole; a model that shifts its shard again, or leaves
         # some out, computes another loss.
-        if (
-            labels is None
-            or labels.data_ptr() != targets.given.data_ptr()
-            or labels.shape != targets.given.shape
-            or (shift_labels is not None and shift_labels is not targets.labels)
-        ):
+        is_another = shift_labels is not None and shift_labels is not targets.labels
+        if is_another or not targets.is_given(labels):
             raise UnsupportedAttentionError(
                 "the model changes its labels before it computes its loss, which is not served"
             )
