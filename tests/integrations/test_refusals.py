@@ -607,6 +607,18 @@ MODELS: Mapping[str, tuple[type[Exception], str, Act, Act]] = {
         lambda: build("llama4_text", no_rope_layers=[1, 0]),
         lambda: llama4(attn_temperature_tuning=False),
     ),
+    "a model of diffusers": (
+        ConfigError,
+        "LTXVideoTransformer3DModel is a model of diffusers",
+        lambda: type("LTXVideoTransformer3DModel", (), {"__module__": "diffusers.models"})(),
+        lambda: run(build("llama")),
+    ),
+    "layers left out at random": (
+        Unsupported,
+        "layerdrop=0.5",
+        lambda: build("opt", layerdrop=0.5),
+        lambda: run(build("opt", layerdrop=0.0)),
+    ),
     "no model of transformers": (
         ConfigError,
         "PreTrainedModel",
@@ -1142,8 +1154,6 @@ def test_arguments_of_enable_are_checked():
             model.generate(torch.ones(1, 4, dtype=torch.int64))
     assert (model.config._attn_implementation, model.loss_function) == before
     assert model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2).shape == (1, 6)
-    with pytest.raises(ConfigError, match=r"LTXVideoTransformer3DModel.*diffusers\.enable"):
-        enable(type("LTXVideoTransformer3DModel", (), {"__module__": "diffusers.models"})(), mesh)
     with enable(nemotron := build("nemotron"), mesh):
         with pytest.raises(Unsupported, match="NemotronDecoderLayer does not hand its keyword"):
             nemotron(torch.ones(1, 8, dtype=torch.int64))
