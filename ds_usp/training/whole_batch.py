@@ -43,11 +43,11 @@ def check_whole_numbers(name: str, x: Any) -> None:
     """DataError for tokens, labels or positions that are no dense tensor of whole numbers."""
     if not isinstance(x, Tensor):
         raise DataError(f"{name} is a {type(x).__name__}: give a tensor of whole numbers")
-    kind = str(x.dtype if x.layout is torch.strided else x.layout)
     if x.layout is not torch.strided or x.is_floating_point() or x.is_complex():
+        kind = x.dtype if x.layout is torch.strided else x.layout
         raise DataError(f"{name} are {kind}, expected whole numbers in a dense tensor")
     if x.dtype == torch.bool:
-        raise DataError(f"{name} are {kind}, expected whole numbers: a mask is {PADDING}")
+        raise DataError(f"{name} are {x.dtype}, expected whole numbers: a mask is {PADDING}")
 
 
 @dataclass(frozen=True)
