@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -91,8 +91,13 @@ def _has_several(model: nn.Module, kind: type) -> bool:
 
 
 def calling_modules() -> Iterator[nn.Module]:
-    """The modules whose code calls, innermost first: ``self`` of their methods, and ``module``, as
-    functions name it that compute for one."""
+    """The modules whose code calls, innermost first."""
+    return (module for module, _ in calling_code())
+
+
+def calling_code() -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
+    """Modules and the variables of their code that calls, innermost first: ``self`` of methods, and
+    ``module``, as functions name it that compute for one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # To look at the variables of a frame copies all of them.
@@ -100,7 +105,7 @@ def calling_modules() -> Iterator[nn.Module]:
             variables = frame.f_locals
             for name in ("module", "self"):
                 if isinstance(found := variables.get(name), nn.Module):
-                    yield found
+                    yield found, variables
                     break
         frame = frame.f_back
 

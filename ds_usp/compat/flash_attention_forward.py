@@ -484,6 +484,17 @@ class _FlashAttentionForward:
         seq_len, rank = q.shape[1] * self._mesh.sp_degree, self._mesh.rank
         layout = self._mesh.layout(self._layout, seq_len)
         self._check_model(seq_len, lambda: _largest_by_documents(layout, rank, (0, seq_len), 0))
+        model, variables = calling_model()
+        positions = variables.get("position_ids")
+        if isinstance(positions, Tensor) and positions.ndim in (2, 3):
+            rows = positions.reshape(-1, *positions.shape[-2:])  # one, or those of images (M-RoPE)
+            starts = ((rows[..., :-1] == 0) & (rows[..., 1:] == 1)).all(0)
+            if bool(starts[:, 0 if rank else 1 :].any()):
+                raise DataError(
+                    f"{type(model).__name__} has position_ids that start anew, and hands none on "
+                    "to its attention, which would see all documents as one: give one document a "
+                    "row, or cu_seq_lens_q and cu_seq_lens_k"
+                )
         return _Pass(())
 
     def _check_model(self, seq_len: int, largest: Callable[[], Sequence[int]]) -> None:
@@ -496,7 +507,7 @@ class _FlashAttentionForward:
         if self._mesh.sp_degree == 1 or layer is None:
             return
         if layer not in self._limits:
-            model = calling_model()
+            model, _ = calling_model()
             limits = None if model is None else ShardLimits.of(model)
             self._limits[layer] = None if limits is None else (type(model).__name__, limits)
         if (known := self._limits[layer]) is not None:
@@ -639,9 +650,12 @@ def _local_steps(
     steps = dict.fromkeys(torch.cat([elsewhere, index[unclear]]).tolist(), 2)
     steps |= dict.fromkeys(index[starts].tolist(), 0)
     for first, position in zip(index[begins].tolist(), positions[begins].tolist(), strict=True):
-        if position == 1 or (position > 0 and first - position in borders[1:]):
-            steps[first - position] = 0
-            steps.pop(first)
+        start = first - position
+        if position == 1 or (position > 0 and start in borders):
+            for border in borders:  # its document goes on through these
+                if start < border <= first:
+                    steps.pop(border, None)
+            steps |= {start: 0} if start else {}
     return steps
 
 

@@ -7,14 +7,15 @@ the mesh joins them; whatever else of a model looks at more than one token sees 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch import nn
 
 from ds_usp.attention.model_sources import counts_tokens, source_of_forward
-from ds_usp.comm.readings import calling_modules
+from ds_usp.comm.readings import calling_code
 
 ENABLE = (
     "Use ds_usp.integrations.transformers.enable in the place of the trainer's own sharding: it "
@@ -24,13 +25,12 @@ _LARGEST = re.compile(r"max\(\s*position_ids|position_ids\.(max|amax)\(")
 _SHIFT = re.compile(r"time_shift|token_shift|torch\.roll\(")
 
 
-def calling_model() -> nn.Module | None:
-    """The innermost model of transformers whose code calls."""
-    return next(filter(_is_of_transformers, calling_modules()), None)
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
+def calling_model() -> tuple[nn.Module | None, Mapping[str, Any]]:
+    """The innermost model of transformers whose code calls, and the variables of that code."""
+    for module, variables in calling_code():
+        if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
+            return module, variables
+    return None, {}
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ def _reasons(model: Any, kinds: Sequence[str], modules: Sequence[nn.Module]) -> 
     if stateful or convolved or getattr(model, "_is_stateful", False):
         names = ", ".join(stateful or sorted(x.__name__ for x in convolved)) or "stateful"
         yield f"its layers ({names}) carry a state from token to token, which stays on a rank"
+    if "position_ids" not in signature(type(model).forward).parameters:
+        yield "it takes no position_ids, and each rank would count its tokens from 0"
     for kind in dict.fromkeys(map(type, modules)):
         source, name = source_of_forward(kind), kind.__name__
         if "indexer" in name.lower():
@@ -121,7 +123,7 @@ def _ropes(modules: Sequence[nn.Module]) -> Iterator[tuple[str, int]]:
                 continue
             parameters = getattr(config, "rope_parameters", None) or {}
             parameters = parameters if layer is None else parameters.get(layer, {})
-            most = config.max_position_embeddings
+            most: Any = getattr(config, "max_position_embeddings", None)
             if "dynamic" in kind:
                 yield "dynamic", getattr(module, "original_max_seq_len", most)
             elif kind == "longrope":

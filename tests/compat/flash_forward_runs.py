@@ -77,6 +77,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "state": ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention"], **LINEAR}),
     "chunks": ("Llama4", {"layer_types": CHUNKED, "attention_chunk_size": 30, **UNCOUNTED}),
     "wide chunks": ("Llama4", {"layer_types": CHUNKED, "attention_chunk_size": 48, **UNCOUNTED}),
+    "bart": ("Bart", {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}),
+    "bigcode": ("GPTBigCode", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "counted": (
         "Llama4",
         {"layer_types": CHUNKED, "no_rope_layers": [0, 1], "floor_scale": 30, **EXPERTS},
@@ -314,7 +316,8 @@ def on_shards(ctx: RankContext) -> dict[str, float | str]:
             for lengths in (False, True)[: 1 + (kind != "state")]:  # which transformers refuses
                 model = use_flash(build(kind))
                 try:
-                    have = sharded(model, ctx, ROWS[:1], layout, lengths=lengths)
+                    rows = PACKED if lengths and kind == "bigcode" else ROWS[:1]
+                    have = sharded(model, ctx, rows, layout, lengths=lengths and rows != PACKED)
                 except ds_usp.USPError as error:
                     found[f"{kind}{' lengths' * lengths}"] = str(error)
                 else:

@@ -72,6 +72,8 @@ NOT_OF_A_SHARD = {
     "state": "carry a state from token to token",
     "chunks": "chunks of 30 tokens",
     "counted": "counts the tokens",
+    "bart": "takes no position_ids",
+    "bigcode lengths": "hands none on",  # packed, without lengths
 }
 
 
@@ -79,11 +81,11 @@ def test_what_else_depends_on_the_length_is_refused(pool):
     for found in pool.run(on_shards, 2):
         assert not found or NOT_OF_A_SHARD.keys() <= found.keys()
         for kind, result in found.items():
-            refusal = NOT_OF_A_SHARD.get(kind.removesuffix(" lengths"))
+            refusal = NOT_OF_A_SHARD.get(kind, NOT_OF_A_SHARD.get(kind.removesuffix(" lengths")))
             if refusal is None:
                 assert isinstance(result, float) and result <= BOUND, (kind, result)
             else:
-                assert isinstance(result, str) and refusal in result and "enable" in result, result
+                assert isinstance(result, str) and refusal in result, (kind, result)
 
 
 def test_a_broken_argument_is_found(pool):
