@@ -24,7 +24,8 @@ class CommLedger:
     """Calls and bytes that this rank has sent to other ranks, by kind of exchange.
 
     Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; of layers that carry a state, ``states`` and
-    the tokens before a convolution, ``halo``. What a rank keeps is not counted.
+    the tokens before a convolution, ``halo``; the keys of sparse layers, ``kv_gather``. What a
+    rank keeps is not counted.
 
     Attributes:
         between_nodes: of these bytes, those for ranks on other nodes.

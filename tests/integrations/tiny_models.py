@@ -77,7 +77,10 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("index_head_dim", "mamba_d_state", "state_size", "ssm_state_size"), 16),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("index_n_heads", "mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
+    # With fewer heads keys tie at a score of 0, and top-k of a document alone takes others of them.
+    "index_n_heads": 16,
+    **dict.fromkeys(("index_topk_blocks", "index_block_size"), 4),
     "index_topk": 16,
     # No dropout: the reference draws other numbers.
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
@@ -92,6 +95,7 @@ SIZES: Mapping[str, Any] = {
 
 WINDOWS = ["sliding_attention", "full_attention"]
 KV_SHARED = {"layer_types": WINDOWS * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+SHARED_INDICES = {"indexer_types": ["full", "shared"]}
 CONV = {"layer_types": ["conv", "full_attention"]}
 IMAGES = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
@@ -136,12 +140,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "got_ocr2": {"text_config": "qwen2", "image_token_index": 90},
     "got_ocr2_vision": {"output_channels": 16, "mlp_dim": 64, "image_size": 32, "window_size": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "glm_moe_dsa": SHARED_INDICES,
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "mamba_chunk_size": 8,
     },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "hy_v4": SHARED_INDICES,
     "inkling2_text": {"swa_num_key_value_heads": 2, "rel_extent": 64, "d_rel": 8},
     "inkling_text": {"swa_num_key_value_heads": 2, "rel_extent": 64, "d_rel": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
@@ -149,6 +155,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": CONV,
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"head_dim": 16, "num_heads": 8, "chunk_size": 8},
+    # A picked block of keys for each KV head.
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]}
+    | {"index_n_heads": 2},
     "ministral": {"head_dim": 16, "layer_types": WINDOWS},
     "moshi": {"audio_vocab_size": VOCAB},
     "moss_transcribe_diarize": {"text_config": "qwen3", "audio_token_id": 90},

@@ -77,10 +77,11 @@ class Shard:
         largest_position: of the whole batch.
         drop_last: outputs per token have none for the last one, whose label is not known.
         targets: None where no labels were given.
+        shares_keys_without_graph: a layer without gradients has made keys that later layers read.
     """
 
     largest_position: Tensor | int = 0
-    drop_last = False
+    drop_last = shares_keys_without_graph = False
     targets: Targets | None = None
 
     # Note [the pass travels with the layers]
@@ -154,7 +155,7 @@ def usp_attention_forward(
         UnsupportedAttentionError: dropout, or an argument that changes attention and is not known.
     """
     if dropout:
-        raise UnsupportedAttentionError(_text_of_dropout(module, dropout))
+        raise UnsupportedAttentionError(text_of_dropout(module, dropout))
     usp, mask = check_call(module, attention_mask, is_causal, sliding_window, usp, others)
     layer = getattr(module, "layer_idx", None) or 0
     q, k, v = (x.transpose(1, 2) for x in _in_one_dtype(query, key, value))
@@ -167,7 +168,7 @@ def usp_attention_forward(
     return out, None
 
 
-def _text_of_dropout(module: nn.Module, dropout: float) -> str:
+def text_of_dropout(module: nn.Module, dropout: float) -> str:
     """Why a layer's attention dropout is refused, with the key of its configuration."""
     values = vars(getattr(module, "config", object)).items()
     keys = [key for key, x in values if "att" in key and "drop" in key and x == dropout]

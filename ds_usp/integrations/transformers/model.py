@@ -40,6 +40,7 @@ from ds_usp.integrations.transformers.attention import (
 )
 from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
 from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers, recurrent_layers
+from ds_usp.integrations.transformers.sparse_layers import SparseLayers
 from ds_usp.integrations.transformers.text_model import (
     ImagePositions,
     TextAttention,
@@ -239,7 +240,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             stock = inner.loss_function
             self._loss = WholeBatchLoss(stock, mesh, options.gradients, self._running)
             inner.loss_function = self._loss
+        own_attention = self._trunk.config._attn_implementation
         self._attention = TextAttention(inner, IMPLEMENTATION)
+        self._sparse = SparseLayers(inner, own_attention)
         inner.generate = self._generate
         # The first of the hooks before and the first of those after: users' own see this rank's
         # shard on the way in, as the layers do, and whole outputs on the way out.
@@ -289,6 +292,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if not self._enabled:
             return
         self._enabled = False
+        self._sparse.restore()
         self._attention.restore()
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
@@ -356,6 +360,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             refusals.check_layerdrop(self._trunk, batch)
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
+            self._sparse.check(batch)
             made_here = self._image_positions.begin(batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)

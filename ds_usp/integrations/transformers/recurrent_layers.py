@@ -106,6 +106,26 @@ def reason_against_layer(layer: nn.Module) -> str:
     return ""
 
 
+class ReplacedAttributes:
+    """Attributes of modules that were set to something else until :meth:`restore`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[nn.Module, str, Any]] = []
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        if name == "forward" and "_old_forward" in vars(module):
+            name = "_old_forward"  # where Accelerate's hooks call it
+        self._before.append((module, name, vars(module).get(name)))
+        setattr(module, name, value)
+
+    def restore(self) -> None:
+        for module, name, before in reversed(self._before):
+            module.__dict__.pop(name, None)
+            if before is not None:
+                setattr(module, name, before)
+        self._before.clear()
+
+
 class RecurrentLayers:
     """The recurrent layers of a model, whose functions run over the mesh until :meth:`restore`.
 
@@ -126,7 +146,7 @@ class RecurrentLayers:
     # exchanges it after a model is made.
     def __init__(self, model: PreTrainedModel, running: RunningPass) -> None:
         self._running = running
-        self._before: list[tuple[nn.Module, str, Any]] = []
+        self._replaced = ReplacedAttributes()
         self.layers = list(recurrent_layers(model))
         self.forgets_at_0 = any("rg_lru._rnn_scan" in functions_of(x) for x in self.layers)
         for layer in self.layers:
@@ -141,15 +161,10 @@ class RecurrentLayers:
                 if path == "forward":
                     forward = partial(_run_method, path, row, kind.forward)
                 else:
-                    self._set(module, name, method)
+                    self._replaced.set(module, name, method)
             needed = frozenset(name for name, row in rows.items() if row.is_needed)
-            self._set(layer, "forward", partial(_run_layer, layer, forward, needed, running))
-
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        if name == "forward" and "_old_forward" in vars(module):
-            name = "_old_forward"  # where Accelerate's hooks call it
-        self._before.append((module, name, vars(module).get(name)))
-        setattr(module, name, value)
+            run = partial(_run_layer, layer, forward, needed, running)
+            self._replaced.set(layer, "forward", run)
 
     def carry(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """What a checkpoint is given instead of a layer's forward: with the shard of this pass,
@@ -166,11 +181,7 @@ class RecurrentLayers:
         return run_with_shard
 
     def restore(self) -> None:
-        for module, name, before in reversed(self._before):
-            module.__dict__.pop(name, None)
-            if before is not None:
-                setattr(module, name, before)
-        self._before.clear()
+        self._replaced.restore()
 
 
 @disable_in_compile("a recurrent layer's states are exchanged between its functions")

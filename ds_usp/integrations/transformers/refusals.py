@@ -30,6 +30,10 @@ from ds_usp.integrations.transformers.recurrent_layers import (
     reason_against_layer,
     recurrent_layers,
 )
+from ds_usp.integrations.transformers.sparse_layers import SPARSE_KINDS, sparse_layers
+from ds_usp.integrations.transformers.sparse_layers import (
+    reason_against_layer as reason_against_sparse_layer,
+)
 from ds_usp.integrations.transformers.text_model import text_model, text_modules
 from ds_usp.integrations.transformers.whole_arguments import (
     AUTO_LAYOUT,
@@ -133,12 +137,15 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
     if getattr(model.config, "is_encoder_decoder", False):
         yield "encoder-decoder models have two sequences, and only one is sharded"
     yield from _reasons_against_states(model)
+    yield from filter(None, map(reason_against_sparse_layer, sparse_layers(model)))
     forwards = model.forward, model.base_model.forward  # the latter without the head
     counts = not all("position_ids" in inspect.signature(x).parameters for x in forwards)
     if counts and text.model_type not in WITHOUT_ATTENTION:
         yield "it takes no position_ids: each rank would count its tokens from 0"
+    # Sparse layers are given positions, and their indexers the keys of all tokens.
+    sparse = {module for layer in sparse_layers(model) for module in layer.modules()}
     for module in text_modules(model):
-        if counts_tokens(module):
+        if module not in sparse and counts_tokens(module):
             yield (
                 f"{type(module).__name__} counts the tokens that it is given instead of reading "
                 "their positions, and a rank has some of them (Llama 4: config."
@@ -162,6 +169,8 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
     text = model.config.get_text_config()
     given = list(getattr(text, "layer_types", None) or ())
     kinds = {kind for kind in given if "attention" not in kind or "linear" in kind}
+    if any(sparse_layers(model)):
+        kinds -= SPARSE_KINDS
     layers = list(recurrent_layers(model))
     known = text.model_type in NOT_SERVED
     if not (kinds or layers or known or getattr(model, "_is_stateful", False)):
@@ -211,6 +220,12 @@ def layout_of_states(model: PreTrainedModel, options: Options) -> str:
         raise LayoutError(
             f"{type(model).__name__} carries a state from token to token, and layout='striped' "
             "gives each rank tokens that are not consecutive: use contiguous, zigzag, balanced or "
+            "auto"
+        )
+    if options.layout == "striped" and any(sparse_layers(model)):
+        raise LayoutError(
+            f"{type(model).__name__} picks keys by an indexer, whose keys are gathered of runs of "
+            "consecutive tokens: instead of layout='striped' use contiguous, zigzag, balanced or "
             "auto"
         )
     # Without attention there is no work to balance, and one piece a rank sends fewest states.
@@ -263,6 +278,8 @@ def check_tree(
     reason = ""
     if any(recurrent):
         reason = "carries a state from token to token, which goes on in one branch only"
+    elif any(sparse_layers(model)):
+        reason = "picks keys by an indexer, which is tried with documents and not with trees"
     elif at_text:
         reason = (
             "is given more than tokens, or has a head that reads single tokens of a row, and a "

@@ -1,0 +1,273 @@
+"""Attention layers whose indexer picks the keys of each query: they run as transformers wrote them,
+on this rank's queries and a KV cache that returns the keys of all tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.integrations.transformers.attention import (
+    LayerMask,
+    Shard,
+    mask_of,
+    text_of_dropout,
+)
+from ds_usp.integrations.transformers.recurrent_layers import (
+    ReplacedAttributes,
+    is_of_transformers,
+)
+from ds_usp.integrations.transformers.text_model import text_modules
+from ds_usp.integrations.transformers.whole_arguments import WholeArguments
+from ds_usp.memory.compile_guard import disable_in_compile
+from ds_usp.recurrence.exchange import ExchangeCall
+
+# Classes that are exact with gathered keys. By their names: others with an indexer read positions
+# as offsets into a cache (`glm5_next`), or compress keys there (`deepseek_v4`).
+_CLASSES: Final = frozenset(
+    {"DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention"}
+    | {"Dots3NoteTextAttention", "MistralLarge4TextAttention", "MiniMaxM3VLAttention"}
+)
+# Of these, what picks keys in blocks that are counted from the first token of a row.
+_BLOCKS_OF_ROWS: Final = frozenset({"MiniMaxM3VLAttention"})
+# Kinds of layers in `config.layer_types` whose names do not say that they are attention.
+SPARSE_KINDS: Final = frozenset({"minimax_m3_sparse"})
+
+
+def sparse_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The layers of the text model that attend to what an indexer has picked, their own or that of
+    a layer before."""
+    return (module for module in text_modules(model) if _is_sparse(module))
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    kind = type(module)
+    known = any(x.__name__ in _CLASSES and is_of_transformers(x) for x in kind.__mro__)
+    # A class may have layers of other kinds too (windows of `dots3_note`), which have no indexer.
+    picks = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
+    return known and picks
+
+
+def reason_against_layer(layer: nn.Module) -> str:
+    """Why a sparse layer cannot run on gathered keys; nothing if it can."""
+    kind = type(layer)
+    forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
+    replaced = forward is not None and getattr(forward, "__func__", None) is not kind.forward
+    if replaced or not is_of_transformers(kind):
+        return (
+            f"{kind.__name__} picks keys by an indexer, and its forward is not transformers' own: "
+            "load the model without use_kernels and trust_remote_code"
+        )
+    return ""
+
+
+class SparseLayers:
+    """The sparse layers of a model, whose keys are gathered over the mesh until :meth:`restore`.
+
+    Args:
+        implementation: of attention, which the model had before it was enabled: these layers keep
+            it, if it is ``sdpa``, and else compute eagerly.
+    """
+
+    # Note [sparse layers]
+    # A query's keys may be anywhere, and an indexer reads all of them: there is nothing that a ring
+    # or heads could divide. Such models can prefill in chunks, where queries of a chunk meet keys
+    # that a cache returns. So each of these layers gets a cache whose `update` gathers, a mask of
+    # this rank's queries x all keys, and a configuration that names its own attention. The keys are
+    # in the sequence's order, and masks are made of the places that tokens have in it: a shard may
+    # be of any layout. What is gathered is what the model would cache, latents in most. The shard
+    # comes as the keyword `usp`, so that a checkpoint has it (Note [the pass travels with the
+    # layers]); the model itself is given no cache, which checkpoints would take away.
+    def __init__(self, model: PreTrainedModel, implementation: str | None) -> None:
+        self._replaced = ReplacedAttributes()
+        self.layers = list(sparse_layers(model))
+        name = "sdpa" if implementation == "sdpa" else "eager"
+        configs: dict[int, Any] = {}
+        for layer in self.layers:
+            owned: Any = layer
+            config = configs.setdefault(id(owned.config), copy.copy(owned.config))
+            config._attn_implementation_internal = name
+            self._replaced.set(layer, "config", config)
+            forward = partial(type(layer).forward, layer)
+            self._replaced.set(layer, "forward", partial(_run_layer, layer, forward, name))
+
+        self._name = type(model).__name__
+        self._in_blocks = any(type(x).__name__ in _BLOCKS_OF_ROWS for x in self.layers)
+
+    def check(self, batch: WholeArguments) -> None:
+        """DataError for documents whose blocks of keys would not be theirs: some indexers pick keys
+        in blocks, which are counted from the first token of a row."""
+        if not self._in_blocks:
+            return
+        positions = batch.arguments.get("position_ids")
+        counted = None if positions is None else positions.cpu()
+        for row, start, stop in batch.runs():
+            first = torch.arange(stop)
+            if start or (
+                counted is not None and not counted[row % len(counted), :stop].equal(first)
+            ):
+                raise DataError(
+                    f"{self._name} picks keys in blocks that are counted from the first token of a "
+                    f"row, and row {row} has a document at token {start}, or positions that do not "
+                    "count from 0: give each document as a row of its own, padded on the right"
+                )
+
+    def restore(self) -> None:
+        self._replaced.restore()
+
+
+@disable_in_compile("keys are gathered over the ranks, in calls that they compare")
+def _run_layer(
+    layer: nn.Module,
+    forward: Any,
+    implementation: str,
+    *,
+    hidden_states: Tensor,
+    attention_mask: Any,
+    position_ids: Tensor | None = None,
+    usp: Shard | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    kind = type(layer).__name__
+    if usp is None or position_ids is None:
+        raise ConfigError(
+            f"{kind} runs without a sharded batch, or without its positions. Call the model that "
+            "was given to ds_usp.integrations.transformers.enable, not a part of it"
+        )
+    if getattr(layer, "store_full_length_kv", False) and not torch.is_grad_enabled():
+        usp.shares_keys_without_graph = any(x.requires_grad for x in layer.parameters())
+    reads_keys = getattr(layer, "is_kv_shared_layer", False)
+    if reads_keys and usp.shares_keys_without_graph and torch.is_grad_enabled():
+        raise UnsupportedAttentionError(
+            f"{kind} reads the keys of a layer before it, which a reentrant checkpoint has made "
+            "without a graph: their gradients would be lost, as they are in one process. Use "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+    dropout = getattr(layer, "attention_dropout", 0.0)
+    if layer.training and dropout:
+        raise UnsupportedAttentionError(text_of_dropout(layer, dropout))
+    if not isinstance(attention_mask, LayerMask):
+        raise UnsupportedAttentionError(
+            f"{kind} was given a mask of its own ({type(attention_mask).__name__}): masks are "
+            "served as transformers' mask functions make them, not as tensors"
+        )
+    spec = mask_of(attention_mask, usp.packing, usp.layout.seq_len, kind)
+    if spec != MaskSpec.causal(documents=spec.documents):
+        raise UnsupportedAttentionError(
+            f"{kind} picks keys by an indexer under {spec}: served are causal masks, of documents "
+            "too, without windows, blocks and trees"
+        )
+    seen = _seen(spec, usp, hidden_states.device).expand(len(hidden_states), -1, -1, -1)
+    if implementation == "eager":  # which adds it to scores
+        least = torch.finfo(hidden_states.dtype).min
+        seen = hidden_states.new_zeros(seen.shape).masked_fill(~seen, least)
+    keys = _GatheredKeys(kind, usp)
+    kwargs |= {"hidden_states": hidden_states, "attention_mask": seen, "past_key_values": keys}
+    out = forward(position_ids=position_ids, **kwargs)
+    if not (keys.updated or reads_keys):
+        raise UnsupportedAttentionError(
+            f"{kind} has not put its keys into the KV cache that it was given: each query would "
+            "see those of its rank alone"
+        )
+    usp.layers.append(kind)
+    return out
+
+
+def _seen(spec: MaskSpec, shard: Shard, device: torch.device) -> Tensor:
+    """Which of all keys each of this rank's queries may see, ``[rows or 1, 1, s_local, seq_len]``;
+    of the places of tokens in the sequence, whatever positions their embeddings have."""
+    layout = shard.layout
+    keys = torch.arange(layout.seq_len, device=device)
+    queries = layout.positions(shard.call.mesh.rank, like=keys)
+    seen = (keys <= queries[:, None])[None]
+    if spec.documents:
+        borders = (torch.tensor(row[1:], device=device) for row in spec.documents)
+        numbers = torch.stack([torch.searchsorted(row, keys, right=True) for row in borders])
+        seen = seen & (numbers[:, queries, None] == numbers[:, None])
+    return seen[:, None]
+
+
+class _GatheredKeys:
+    """What a layer is given as its KV cache: what it puts in comes back of all tokens.
+
+    Attributes:
+        updated: keys and values were put in.
+    """
+
+    def __init__(self, layer: str, shard: Shard) -> None:
+        self._layer, self._shard = layer, shard
+        self.updated = False
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.updated = True
+        if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
+            return self._gather(keys, -2), self._gather(values, -2)
+        widths = keys.shape[-1], values.shape[-1]
+        together = self._gather(torch.cat([keys, values], -1), -2)  # one exchange
+        keys, values = together.split(widths, -1)
+        return keys, values
+
+    def update_indexer(self, keys: Tensor, _: int) -> Tensor:
+        return self._gather(keys, -2)
+
+    @property
+    def layers(self) -> Any:
+        """The cache of each layer, which MiniMax M3 asks: all are this one."""
+        return _EveryLayer(self)
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        return self._gather(keys, -2)
+
+    def _gather(self, x: Tensor, dim: int) -> Tensor:
+        return gather_tokens(x, dim, mesh=self._shard.call.mesh, layout=self._shard.layout)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedAttentionError(
+            f"{self._layer} asks its KV cache for {name!r}, which a shard of the tokens has no "
+            "answer to: this model is not served"
+        )
+
+
+class _EveryLayer:
+    def __init__(self, keys: _GatheredKeys) -> None:
+        self._keys = keys
+
+    def __getitem__(self, _: int) -> _GatheredKeys:
+        return self._keys
+
+
+def gather_tokens(x: Tensor, dim: int, *, mesh: SequenceMesh, layout: TokenLayout) -> Tensor:
+    """The tensor of all tokens, in the sequence's order, from each rank's shard; backward sums what
+    the ranks' gradients of a token are, on the rank that holds it. Collective over the mesh.
+
+    Shapes:
+        x: ``layout.length(rank)`` along ``dim``, which is not dim 0; the result ``layout.seq_len``.
+    """
+    call = ExchangeCall("gather_tokens", "kv_gather", [x], [dim], mesh, layout, ())
+    local = call.begin(lambda inputs: ([f"along dim {dim % x.ndim}"], inputs[0]))
+    if layout.degree == 1:
+        return local
+    ranks = range(layout.degree)
+    # One part that is expanded, and not a part for each rank: backward sums it in one reduction,
+    # which accumulates 16-bit gradients in fp32.
+    copies = local.expand(layout.degree, *local.shape)
+    shapes = [list(x.shape) for _ in ranks]
+    for rank, shape in enumerate(shapes):
+        shape[dim] = layout.length(rank)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    received = call.exchange([copies], [x.numel()] * layout.degree, sizes, x.dtype).split(sizes)
+    whole = torch.cat([part.view(s) for part, s in zip(received, shapes, strict=True)], dim)
+    if layout.kind != "contiguous":
+        held = torch.cat([layout.positions(rank, like=x) for rank in ranks])
+        whole = whole.index_select(dim, held.argsort())
+    return call.leave(whole, dim)

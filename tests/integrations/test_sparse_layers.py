@@ -1,0 +1,288 @@
+"""Attention whose indexer picks the keys: exact with gathered keys, on any layout and batch, and
+what is planted is seen."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tiny_towers
+import torch
+import transformers
+from cases import mesh_of
+from harness import RankContext
+from model_runs import (
+    BOUND,
+    on_the_mesh,
+    packed_batch,
+    padded_batch,
+    plain_batch,
+    reference,
+    take_gradients,
+    whole_model,
+)
+from tiny_models import SPREAD, build
+from torch import Tensor
+
+import ds_usp
+from ds_usp import MeshError
+from ds_usp import UnsupportedAttentionError as Unsupported
+from ds_usp.integrations.transformers import enable, sparse_layers
+
+PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "sparse-models.md"
+TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text", "mistral_large4")
+OF_ROWS = "minimax_m3_vl_text"  # blocks are counted in rows: no packed documents
+BATCHES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
+    "odd": lambda: plain_batch(3, 53),
+    "packed": packed_batch,
+    "others in each row": lambda: packed_batch((1, 9, 20, 11), (30, 11)),
+    "right": lambda: padded_batch("right"),
+    "left": lambda: padded_batch("left"),
+}
+
+
+def sparse_model(model_type: str, **changes: Any) -> Any:
+    if model_type != "mistral_large4":
+        return build(model_type, **changes)
+    # Layers share keys, indices and neither; it has no class without images.
+    text = tiny_towers.tiny("mistral_large4_text", num_hidden_layers=4, **changes)
+    text |= {"kv_source_layers": [0, 1, 0, 1], "indexer_types": ["full", "shared"] * 2}
+    text |= {"no_rope_layers": [1, 0, 1, 0], "layer_types": ["indexed_attention"] * 4}
+    text |= {"mlp_layer_types": ["dense", *["sparse"] * 3]}
+    both = tiny_towers.parts(text, tiny_towers.PIXTRAL, image_token_index=90)
+    cls = transformers.MistralLarge4ForConditionalGeneration
+    torch.manual_seed(0)
+    model = cls._from_config(cls.config_class(**both), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * SPREAD)
+    return model.train()
+
+
+def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
+    """Errors by layout, mesh, attention and batch; each rank has the reference of some batches."""
+    model, errors = sparse_model(model_type), {}
+    names = [x for x in BATCHES if model_type != OF_ROWS or x in ("odd", "right")]
+    share = [name for i, name in enumerate(names) if i % ctx.world == ctx.rank]
+    want = {name: reference(model, BATCHES[name]()) for name in share}
+    runs = [("zigzag", 1, "eager"), ("contiguous", 1, "eager"), ("balanced", 1, "eager")]
+    runs += [("zigzag", 2, "eager")] if ctx.world % 2 == 0 else []
+    runs += [("zigzag", 1, "sdpa")] if type(model)._supports_sdpa else []
+    for layout, ulysses, implementation in runs:
+        model.set_attn_implementation(implementation)
+        with enable(model, mesh_of(ulysses), layout=layout, logits="whole"):
+            for name in names if layout != "balanced" else set(names) & {"packed"}:
+                have = on_the_mesh(model, mesh_of(ulysses), BATCHES[name]())
+                if name in want:
+                    key = f"{layout}, ulysses {ulysses}, {implementation}, {name}"
+                    errors[key] = have.error(want[name])
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ranks"),
+    [*((name, 3) for name in (*TYPES, OF_ROWS)), ("glm_moe_dsa", 4), ("mistral_large4", 4)],
+)
+def test_every_batch_is_exact(pool, model_type, ranks):
+    found = [errors for errors in pool.run(of_batches, ranks, model_type=model_type) if errors]
+    wrong = {name: x for errors in found for name, x in errors.items() if not x <= BOUND}
+    assert found and not wrong, wrong
+
+
+# ------------------------------------------------------------------ checkpoints, options
+
+
+def with_options(ctx: RankContext, model_type: str) -> dict[str, float]:
+    """The largest difference of gradients from those without checkpoints and chunks."""
+    model, batch, found = sparse_model(model_type), BATCHES["odd"](), {}
+
+    def train(**options: Any) -> dict[str, Tensor]:
+        with enable(model, mesh_of(1), **options):
+            model(**batch).loss.backward()
+        return take_gradients(model)
+
+    plain = train()
+    scale = max(float(g.norm()) for g in plain.values())
+
+    def note(name: str, have: dict[str, Tensor]) -> None:
+        found[name] = max(float((have[n] - plain[n]).norm()) for n in plain) / scale
+
+    note("attention", train(recompute="attention", offload_ratio=0.5))
+    note("full", train(recompute="full"))
+    if model_type != "mistral_large4":
+        note("loss in chunks", train(loss_chunks=3))
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        if reentrant and model_type == "mistral_large4":  # wrong in one process too
+            with pytest.raises(Unsupported, match="which a reentrant checkpoint has made"):
+                train()
+        else:
+            note(f"reentrant={reentrant}", train())
+        model.disable_input_require_grads()
+        model.gradient_checkpointing_disable()
+    assert not [m for m in model.modules() if "forward" in vars(m)]
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {
+        "eager"
+    }
+    return found
+
+
+@pytest.mark.parametrize("model_type", ["hy_v4", "dots3_note_text", "mistral_large4"])
+def test_checkpoints_and_chunks_change_nothing(pool, model_type):
+    for found in pool.run(with_options, 2, model_type=model_type):
+        assert max(found.values()) <= BOUND, found
+
+
+# ------------------------------------------------------------------ what is picked, and sent
+
+
+def picked_and_sent(ctx: RankContext) -> tuple[int, int, int]:
+    """Queries whose keys are not those of one process; bytes sent, and what they should be."""
+    model, batch, mesh = build("deepseek_v32"), plain_batch(2, 41), mesh_of(1)
+    indexers = [m for m in model.modules() if type(m).__name__.endswith("Indexer")]
+    picked: list[Tensor] = []
+    for module in indexers:
+        module.register_forward_hook(lambda _, __, out: picked.append(out.long()))
+
+    def visible(indices: Tensor, at: Tensor) -> Tensor:
+        """What a query picks of what it may see; -1 for the rest, which its mask takes away."""
+        return indices.where(indices <= at[None, :, None], -1).sort(-1).values
+
+    whole_model(model, batch)
+    alone, picked[:] = [visible(x, torch.arange(41)) for x in picked], []
+    mesh.ledger.bytes.clear()
+    with enable(model, mesh, logits="whole"):
+        on_the_mesh(model, mesh, batch)
+    layout = mesh.layout("zigzag", 41)
+    places = torch.tensor(layout.positions(ctx.rank))
+    other = sum(
+        int((visible(x, places) != want[:, places]).any(-1).sum())
+        for x, want in zip(picked, alone, strict=True)
+    )
+    local, latent, index_key = len(places), 16 + 8, 16
+    forward = local * (latent + index_key) * (ctx.world - 1)
+    backward = (41 - local) * latent  # an index key has no gradient
+    return other, mesh.ledger.bytes["kv_gather"], 2 * 2 * 4 * (forward + backward)
+
+
+def test_picked_keys_are_those_of_one_process_and_latents_are_sent(pool):
+    for other, sent, expected in pool.run(picked_and_sent, 3):
+        assert other == 0
+        assert sent == expected
+
+
+# ------------------------------------------------------------------ what is planted is seen
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    gather, seen, cache = sparse_layers.gather_tokens, sparse_layers._seen, "_GatheredKeys"
+
+    def without_backward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return gather(x.detach(), *args, **kwargs)
+
+    def by_offsets(spec: Any, shard: Any, device: Any) -> Tensor:
+        rank, places = shard.call.mesh.rank, torch.arange(shard.layout.seq_len)
+        offset = sum(shard.layout.length(r) for r in range(rank))
+        return (places <= places[: shard.length, None] + offset)[None, None]
+
+    def own_keys(self: Any, keys: Tensor, _: int) -> Tensor:
+        layout, rank = self._shard.layout, self._shard.call.mesh.rank
+        whole = gather(keys, -2, mesh=self._shard.call.mesh, layout=layout)
+        out = torch.full_like(whole, 0.0)
+        out[:, layout.positions(rank)] = whole[:, layout.positions(rank)]
+        return out
+
+    patches = {
+        "a gather without its backward": ("gather_tokens", without_backward),
+        "offsets for places": ("_seen", by_offsets),
+        "top-k of a rank's own keys": (f"{cache}.update_indexer", own_keys),
+        "": ("_seen", seen),
+    }
+    name, instead = patches[fault]
+    with mock.patch(f"{sparse_layers.__name__}.{name}", instead):
+        yield
+
+
+FAULTS = ("", "a gather without its backward", "offsets for places", "top-k of a rank's own keys")
+
+
+def errors_of_planted(ctx: RankContext) -> list[float]:
+    model, batch, errors = build("glm_moe_dsa"), plain_batch(), []
+    want = reference(model, batch)
+    with enable(model, mesh_of(1), logits="whole"):
+        for fault in FAULTS:
+            with planted(fault):
+                errors.append(on_the_mesh(model, mesh_of(1), batch).error(want))
+    return errors
+
+
+def test_what_is_planted_is_seen(pool):
+    right, *wrong = pool.run(errors_of_planted, 2)[0]
+    assert right <= BOUND
+    assert min(wrong) > 100 * BOUND, dict(zip(FAULTS[1:], wrong, strict=True))
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def refused(ctx: RankContext) -> list[str]:
+    found = []
+
+    def note(error: type[Exception], model: Any, batch: Any, **options: Any) -> None:
+        with pytest.raises(error) as caught, enable(model, mesh_of(1), **options):
+            model(**batch)
+        found.append(str(caught.value))
+
+    batch = packed_batch()
+    note(Unsupported, build("deepseek_v32", attention_dropout=0.1), batch)
+    note(Unsupported, build("deepseek_v32"), batch, share_prefixes=True)
+    note(ds_usp.LayoutError, build("deepseek_v32"), batch, layout="striped")
+    replaced = build("deepseek_v32")
+    attention = replaced.model.layers[0].self_attn
+    attention.forward = partial(type(attention).forward, attention)
+    note(Unsupported, replaced, batch)
+    note(ds_usp.DataError, build(OF_ROWS), batch)
+    failing = build("deepseek_v32")
+
+    def fail(*_: Any) -> None:  # after the first gather: the other rank waits for the second
+        if ctx.rank:
+            raise OSError("full")
+
+    failing.model.layers[0].self_attn.indexer.register_forward_pre_hook(fail)
+    note(OSError if ctx.rank else MeshError, failing, plain_batch())
+    return found
+
+
+def test_what_is_not_served_is_refused_on_every_rank(pool):
+    for texts in pool.run(refused, 2):
+        dropout, tree, striped, replaced, blocks, failed = texts
+        assert "layout='striped'" in striped
+        assert "full" in failed
+        assert "attention_dropout=0.1" in dropout
+        assert "picks keys by an indexer" in tree and "share_prefixes" in tree
+        assert "its forward is not transformers' own" in replaced
+        assert "row 0 has a document at token 9" in blocks
+
+
+# ------------------------------------------------------------------ the page
+
+
+def run_first_program(ctx: RankContext) -> list[float]:
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(programs[0], names)
+    losses: list[float] = names["losses"]
+    return losses
+
+
+def test_the_first_program_trains_on_three_ranks_as_on_one(pool):
+    (one,) = pool.run(run_first_program, 1)
+    assert one[-1] < one[0] - 0.1
+    for losses in pool.run(run_first_program, 3):
+        assert losses == pytest.approx(one, rel=1e-5)
