@@ -266,7 +266,7 @@ def test_what_torch_refuses_under_autocast_is_refused():
                 call(x, x, other)
         with torch.autocast("cpu", enabled=False):
             assert call(x, x, x).dtype == torch.float32
-        with pytest.raises(ds_usp.ConfigError, match="must be tensors"):
+        with pytest.raises(ds_usp.ConfigError, match="must be dense tensors"):
             call(None, x, x)
 
 
