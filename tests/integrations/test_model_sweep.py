@@ -5,15 +5,18 @@ scripts/test.sh transformers -k sweep --write-support-table     # write the tabl
 """
 
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import transformers
 from harness import RankContext, WorkerPool
-from model_runs import BOUND, sweep_case
-from tiny_models import FP64, NOT_BUILT, model_types
+from model_runs import BOUND, plain_batch, sweep_case
+from tiny_models import FP64, NOT_BUILT, OVERRIDES, config, model_class, model_types, read
 from tiny_towers import TRIED, tower_case
 
 from ds_usp import MaskSpec
@@ -53,6 +56,50 @@ def test_images_and_sounds_are_exact_or_refused(pool, outcomes, model_type):
     found = run_tower(pool, outcomes, model_type)
     wrong = {name: x for name, x in found.items() if isinstance(x, float) and not x <= BOUND}
     assert not wrong, f"{model_type} is neither exact nor refused: {found}"
+
+
+# What a tiny model may hold of its class's default: fewer than a batch's tokens, or its experts.
+FEWER_THAN_TOKENS = ("index_topk", "indexer_budget", "sliding_window", "attention_chunk_size")
+FEWER_THAN_TOKENS += ("attention_window_size", "window_size", "sliding_window_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+
+
+def shortfalls(model_type: str) -> list[str]:
+    """What a type's name stands for, and its tiny model does not use."""
+    cls, tiny = model_class(model_type), config(model_type)
+    text = tiny.get_text_config()
+    default = read(type(text))
+    found = [
+        f"{name} without {kind}"
+        for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
+        for kind in set(read(default, name) or ()) - set(read(text, name) or ())
+    ]
+    tokens = plain_batch()["input_ids"].shape[1]
+    sizes = {name: read(text, name) for name in (*FEWER_THAN_TOKENS, *EXPERTS, *CHOSEN)}
+    sizes = {name: x for name, x in sizes.items() if isinstance(x, int) and x > 0}
+    found += [f"{x}={sizes[x]}" for x in FEWER_THAN_TOKENS if sizes.get(x, 0) >= tokens]
+    if read(text, "index_topk_blocks", 0) * read(text, "index_block_size", 0) >= tokens:
+        found.append("blocks of all tokens")
+    experts, chosen = (
+        min(sizes[x] for x in y if x in sizes) if y & sizes.keys() else 0
+        for y in (set(EXPERTS), set(CHOSEN))
+    )
+    found += [f"{chosen} of {experts} experts"] if experts and chosen >= experts else []
+    indexers = [x for x in vars(sys.modules[cls.__module__]) if x.endswith("Indexer")]
+    if indexers:
+        with torch.device("meta"):
+            kinds = {type(module).__name__ for module in cls._from_config(tiny).modules()}
+        found += [] if kinds & set(indexers) else ["no indexer"]
+    return found
+
+
+def test_tiny_models_use_what_their_names_stand_for():
+    short = {name: found for name in TYPES if (found := shortfalls(name))}
+    assert not short
+    dense = {"layer_types": ["full_attention"] * 2}  # as the sweep once had it
+    with mock.patch.dict(OVERRIDES, {"minimax_m3_vl_text": dense}):
+        assert shortfalls("minimax_m3_vl_text") == ["no indexer"]
 
 
 def run_tower(pool: WorkerPool, outcomes: dict[str, Outcome], model_type: str) -> Outcome:

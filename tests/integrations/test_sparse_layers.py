@@ -10,9 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tiny_towers
 import torch
-import transformers
 from cases import mesh_of
 from harness import RankContext
 from model_runs import (
@@ -25,7 +23,8 @@ from model_runs import (
     take_gradients,
     whole_model,
 )
-from tiny_models import SPREAD, build
+from tiny_models import build
+from tiny_towers import TOWERS, build_with_tower
 from torch import Tensor
 
 import ds_usp
@@ -34,7 +33,6 @@ from ds_usp import UnsupportedAttentionError as Unsupported
 from ds_usp.integrations.transformers import enable, sparse_layers
 
 PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "sparse-models.md"
-TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text", "mistral_large4")
 OF_ROWS = "minimax_m3_vl_text"  # blocks are counted in rows: no packed documents
 BATCHES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
     "odd": lambda: plain_batch(3, 53),
@@ -45,22 +43,8 @@ BATCHES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
 }
 
 
-def sparse_model(model_type: str, **changes: Any) -> Any:
-    if model_type != "mistral_large4":
-        return build(model_type, **changes)
-    # Layers share keys, indices and neither; it has no class without images.
-    text = tiny_towers.tiny("mistral_large4_text", num_hidden_layers=4, **changes)
-    text |= {"kv_source_layers": [0, 1, 0, 1], "indexer_types": ["full", "shared"] * 2}
-    text |= {"no_rope_layers": [1, 0, 1, 0], "layer_types": ["indexed_attention"] * 4}
-    text |= {"mlp_layer_types": ["dense", *["sparse"] * 3]}
-    both = tiny_towers.parts(text, tiny_towers.PIXTRAL, image_token_index=90)
-    cls = transformers.MistralLarge4ForConditionalGeneration
-    torch.manual_seed(0)
-    model = cls._from_config(cls.config_class(**both), attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * SPREAD)
-    return model.train()
+def sparse_model(model_type: str) -> Any:
+    return (build_with_tower if model_type in TOWERS else build)(model_type)
 
 
 def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
@@ -85,7 +69,18 @@ def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("model_type", "ranks"),
-    [*((name, 3) for name in (*TYPES, OF_ROWS)), ("glm_moe_dsa", 4), ("mistral_large4", 4)],
+    [
+        ("glm_moe_dsa", 3),
+        ("dots3_note_text", 3),
+        (OF_ROWS, 3),
+        ("hy_v4", 4),
+        ("mistral_large4", 4),
+        pytest.param("deepseek_v32", 3, marks=pytest.mark.slow),
+        pytest.param("axk2", 3, marks=pytest.mark.slow),
+        pytest.param("hy_v4", 3, marks=pytest.mark.slow),
+        pytest.param("mistral_large4", 3, marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_every_batch_is_exact(pool, model_type, ranks):
     found = [errors for errors in pool.run(of_batches, ranks, model_type=model_type) if errors]

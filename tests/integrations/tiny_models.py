@@ -95,6 +95,7 @@ SIZES: Mapping[str, Any] = {
 
 WINDOWS = ["sliding_attention", "full_attention"]
 KV_SHARED = {"layer_types": WINDOWS * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
 SHARED_INDICES = {"indexer_types": ["full", "shared"]}
 CONV = {"layer_types": ["conv", "full_attention"]}
 IMAGES = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
@@ -172,9 +173,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "depthwise_separable_out_channel": 64,
     },
     "phi4_multimodal_vision": {"image_size": 28, "patch_size": 14, "crop_size": 28},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": WINDOWS},
-    "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": WINDOWS},
-    "qwen3_moe": {"use_sliding_window": True},
+    "qwen2": QWEN_WINDOWS | {"layer_types": WINDOWS},
+    "qwen3": QWEN_WINDOWS | {"layer_types": WINDOWS},
+    "qwen3_moe": QWEN_WINDOWS,
     # Value and key heads that four ranks cannot share out.
     "qwen3_next": {"linear_num_value_heads": 6, "linear_num_key_heads": 3},
     "qwen4_exp": {
@@ -273,7 +274,8 @@ def layers(kinds: list[str], mlp_kinds: list[str] | None, small: dict[str, Any])
     chosen: dict[str, Any] = {"layer_types": kinds}
     chosen |= {name: len(kinds) for name in ("num_hidden_layers", "n_layer") if name in small}
     if mlp_kinds:
-        chosen["mlp_layer_types"] = list(mlp_kinds)[-len(kinds) :]
+        each = list(dict.fromkeys(mlp_kinds))
+        chosen["mlp_layer_types"] = (each + each[-1:] * len(kinds))[: len(kinds)]
     return chosen
 
 

@@ -73,6 +73,13 @@ CLIP, SIGLIP = vit("clip_vision_model"), vit("siglip_vision_model")
 PIXTRAL = tiny("pixtral", image_size=28, patch_size=7)
 SMALL = {"image_size": 28, "patch_size": 7, "hidden_size": 64, "intermediate_size": 96}
 SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+VIT3D = {"patch_size": 7, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+VIT3D |= {"intermediate_size": 96, "model_type": "minimax_m3_vl_vision"}
+# Layers share keys, indices and neither.
+LARGE4 = {"kv_source_layers": [0, 1, 0, 1], "indexer_types": ["full", "shared"] * 2}
+LARGE4 |= {"no_rope_layers": [1, 0, 1, 0], "layer_types": ["indexed_attention"] * 4}
+LARGE4 |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "num_hidden_layers": 4}
+LARGE4 = tiny("mistral_large4_text", **LARGE4)
 PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
 PERCEIVER = {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_head_dim": 16}
 PERCEIVER |= {"hidden_size": 64, "resampler_n_heads": 4, "num_key_value_heads": 2}
@@ -174,7 +181,12 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
     "llava_next": (parts("llama", CLIP, **PINPOINTS), crops),
     "llava_onevision": (parts("qwen2", SIGLIP, **PINPOINTS), crops),
     "llava_next_video": (parts("llama", CLIP, **PINPOINTS), crops),
+    "minimax_m3_vl": (
+        parts("minimax_m3_vl_text", VIT3D, projector_hidden_size=64),
+        patches(3 * 2 * 7 * 7),
+    ),
     "mistral3": (parts("mistral", PIXTRAL, spatial_merge_size=2), sized),
+    "mistral_large4": (parts(LARGE4, PIXTRAL, spatial_merge_size=2), sized),
     "ovis2": (
         parts(
             "qwen2", SMALL | {"hidden_stride": 2, "vocab_size": 32}, hidden_size=64, vocab_size=97

@@ -211,22 +211,17 @@ def _package(kind: type) -> str:
 
 
 def layout_of_states(model: PreTrainedModel, options: Options) -> str:
-    """The layout of a model whose layers may hand states from token to token.
+    """The layout of a model whose layers may hand states from token to token, or pick keys.
 
     Raises:
         LayoutError: one in which no rank has consecutive tokens.
     """
-    if options.layout == "striped" and any(recurrent_layers(model)):
+    what = "carries a state from token to token" if any(recurrent_layers(model)) else ""
+    what = "picks keys by an indexer" if any(sparse_layers(model)) else what
+    if options.layout == "striped" and what:
         raise LayoutError(
-            f"{type(model).__name__} carries a state from token to token, and layout='striped' "
-            "gives each rank tokens that are not consecutive: use contiguous, zigzag, balanced or "
-            "auto"
-        )
-    if options.layout == "striped" and any(sparse_layers(model)):
-        raise LayoutError(
-            f"{type(model).__name__} picks keys by an indexer, whose keys are gathered of runs of "
-            "consecutive tokens: instead of layout='striped' use contiguous, zigzag, balanced or "
-            "auto"
+            f"{type(model).__name__} {what}, and layout='striped' gives each rank tokens that are "
+            "not consecutive: use contiguous, zigzag, balanced or auto"
         )
     # Without attention there is no work to balance, and one piece a rank sends fewest states.
     without = model.config.get_text_config().model_type in WITHOUT_ATTENTION
