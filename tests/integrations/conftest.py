@@ -26,7 +26,7 @@ def missing_library(path: Path) -> str:
     if path.name.startswith("test_diffus"):
         needed.append("diffusers")  # which needs Python 3.11
     missing = next((name for name in needed if find_spec(name) is None), "")
-    if not missing and path.name == "test_recurrent_layers.py":
+    if not missing and path.name in ("test_recurrent_layers.py", "test_sparse_layers.py"):
         from tiny_models import HAS_STATES, OLDEST_WITH_STATES
 
         missing = "" if HAS_STATES else f"transformers>={OLDEST_WITH_STATES}"

@@ -187,6 +187,7 @@ def planted(fault: str) -> Iterator[None]:
         return (places <= places[: shard.length, None] + offset)[None, None]
 
     def own_keys(self: Any, keys: Tensor, _: int) -> Tensor:
+        self.indexed = True
         layout, rank = self._shard.layout, self._shard.call.mesh.rank
         whole = gather(keys, -2, mesh=self._shard.call.mesh, layout=layout)
         out = torch.full_like(whole, 0.0)
@@ -226,6 +227,13 @@ def test_what_is_planted_is_seen(pool):
 # ------------------------------------------------------------------ refusals
 
 
+class _OwnKeys:
+    """A cache whose keys of an indexer are this rank's, as many as there are of all ranks."""
+
+    def update_indexer(self, keys: Tensor, _: int) -> Tensor:
+        return torch.cat([keys] * 3, 1)[:, :41]
+
+
 def refused(ctx: RankContext) -> list[str]:
     found = []
 
@@ -243,6 +251,12 @@ def refused(ctx: RankContext) -> list[str]:
     attention.forward = partial(type(attention).forward, attention)
     note(Unsupported, replaced, batch)
     note(ds_usp.DataError, build(OF_ROWS), batch)
+    alone = build("deepseek_v32")
+    alone.model.layers[0].self_attn.indexer.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "past_key_values": _OwnKeys()}),
+        with_kwargs=True,
+    )
+    note(Unsupported, alone, plain_batch())
     failing = build("deepseek_v32")
 
     def fail(*_: Any) -> None:  # after the first gather: the other rank waits for the second
@@ -256,8 +270,9 @@ def refused(ctx: RankContext) -> list[str]:
 
 def test_what_is_not_served_is_refused_on_every_rank(pool):
     for texts in pool.run(refused, 2):
-        dropout, tree, striped, replaced, blocks, failed = texts
+        dropout, tree, striped, replaced, blocks, alone, failed = texts
         assert "layout='striped'" in striped
+        assert "or those of its indexer" in alone
         assert "full" in failed
         assert "attention_dropout=0.1" in dropout
         assert "picks keys by an indexer" in tree and "share_prefixes" in tree

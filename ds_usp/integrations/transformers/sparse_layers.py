@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,6 +33,7 @@ from ds_usp.integrations.transformers.whole_arguments import WholeArguments
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.recurrence.exchange import ExchangeCall
 
+_OLDEST: Final = "5.23"  # earlier indexers keep their keys themselves: refused by their masks
 # Classes that are exact with gathered keys. By their names: others with an indexer read positions
 # as offsets into a cache (`glm5_next`), or compress keys there (`deepseek_v4`).
 _CLASSES: Final = frozenset(
@@ -46,6 +49,8 @@ SPARSE_KINDS: Final = frozenset({"minimax_m3_sparse"})
 def sparse_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
     """The layers of the text model that attend to what an indexer has picked, their own or that of
     a layer before."""
+    if Version(transformers.__version__) < Version(_OLDEST):
+        return iter(())
     return (module for module in text_modules(model) if _is_sparse(module))
 
 
@@ -174,10 +179,11 @@ def _run_layer(
     keys = _GatheredKeys(kind, usp)
     kwargs |= {"hidden_states": hidden_states, "attention_mask": seen, "past_key_values": keys}
     out = forward(position_ids=position_ids, **kwargs)
-    if not (keys.updated or reads_keys):
+    picks = getattr(layer, "indexer", None) is not None
+    if not (keys.updated or reads_keys) or (picks and not keys.indexed):
         raise UnsupportedAttentionError(
-            f"{kind} has not put its keys into the KV cache that it was given: each query would "
-            "see those of its rank alone"
+            f"{kind} has not put its keys, or those of its indexer, into the KV cache that it was "
+            "given: each query would see those of its rank alone"
         )
     usp.layers.append(kind)
     return out
@@ -201,12 +207,12 @@ class _GatheredKeys:
     """What a layer is given as its KV cache: what it puts in comes back of all tokens.
 
     Attributes:
-        updated: keys and values were put in.
+        updated, indexed: keys and values were put in, and those of the indexer.
     """
 
     def __init__(self, layer: str, shard: Shard) -> None:
         self._layer, self._shard = layer, shard
-        self.updated = False
+        self.updated = self.indexed = False
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.updated = True
@@ -218,7 +224,7 @@ class _GatheredKeys:
         return keys, values
 
     def update_indexer(self, keys: Tensor, _: int) -> Tensor:
-        return self._gather(keys, -2)
+        return self.update_index(keys)
 
     @property
     def layers(self) -> Any:
@@ -226,6 +232,7 @@ class _GatheredKeys:
         return _EveryLayer(self)
 
     def update_index(self, keys: Tensor) -> Tensor:
+        self.indexed = True
         return self._gather(keys, -2)
 
     def _gather(self, x: Tensor, dim: int) -> Tensor:
