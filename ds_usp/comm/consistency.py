@@ -82,7 +82,7 @@ class SharedNumbers:
         self.names, self._copied = " and ".join(names), cast("torch.cuda.Event | None", None)
         self.is_on_gpu = any(x.is_cuda for x in plain)
         if self.is_on_gpu and torch.cuda.is_current_stream_capturing():
-            plain = []  # replays compare nothing
+            plain, self.is_on_gpu = [], False  # replays compare nothing, and no event is waited for
         rows = [x.detach().flatten() for x in plain]
         # An odd step meets each column of a table.
         rows = [x[:: x.numel() // _FEW_ELEMENTS | 1].contiguous().view(torch.uint8) for x in rows]

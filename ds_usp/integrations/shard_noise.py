@@ -35,6 +35,7 @@ class ShardNoise:
 
     def begin(self, device: torch.device) -> None:
         """Seed the generator of a device for this rank; no other device's, and none of ``meta``."""
+        self.end()  # of a pass that Ctrl-C has ended: its state is this rank's alone
         generator = torch.default_generator
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():

@@ -466,7 +466,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _begin_shard(self, tokens: Tensor) -> None:
         """From here on modules are given this rank's tokens, until :meth:`_end_shard`."""
         self._running.is_sharded = True
-        self._noise.begin(tokens.device)
+        if self.mesh.sp_degree > 1:  # alone it is the noise of the model itself
+            self._noise.begin(tokens.device)
 
     @disable_in_compile("random numbers are the caller's again")
     def _end_shard(self) -> None:
