@@ -95,7 +95,6 @@ class ModelComparison:
         self._noted: list[Any] = []  # the outline of then
         self._methods: list[tuple[dict[str, Any], str]] = []  # attributes that are callable
         self._unsaved: list[tuple[dict[str, Any], str]] = []  # buffers that are settings
-        self._needless = 0  # times that an outline had changed, and no setting
         self._before_first_pass: Entries | None = None
         self._written_by_passes: set[str] | None = None  # settings; None before the first one
         self._modes = 0
@@ -142,11 +141,9 @@ class ModelComparison:
             everything: all settings and every weight, as in the first pass.
         """
         weights, is_first = self._read(), self._written_by_passes is None
-        unknown = everything or is_first or not self._digest
-        if unknown or self._is_outline_changed():
-            settings, known = self._settings(), self._digest
+        if everything or is_first or not self._digest or self._is_outline_changed():
+            settings = self._settings()
             self._digest = self._digest_of(settings)
-            self._needless += not unknown and self._digest == known
             self._before_first_pass = settings if is_first else None
             self._noted = [
                 {k: deepcopy(v) if type(v) in (list, dict) else v for k, v in x.items()}
@@ -309,7 +306,7 @@ class ModelComparison:
 
     def _is_outline_changed(self) -> bool:
         try:
-            return self._needless < _FALSE_ALARMS and self._outline() != self._noted
+            return self._outline() != self._noted
         except (RuntimeError, ValueError):  # a tensor or an array in a configuration
             return True
 
