@@ -10,6 +10,7 @@ Ranks that call functions of the tests come from ``harness.py``, those of a fram
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -146,3 +147,12 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def losses_of_first_program(_: object, page: Path) -> list[float]:
+    """Run a page's first program on a rank of ``harness.py``; returns its ``losses``."""
+    programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(programs[0], names)
+    losses: list[float] = names["losses"]
+    return losses

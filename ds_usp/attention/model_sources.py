@@ -1,4 +1,4 @@
-"""What the code of a model's modules says of how they are computed."""
+"""Reads from the code of a model's modules how they are computed."""
 
 from __future__ import annotations
 

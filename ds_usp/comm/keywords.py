@@ -57,7 +57,8 @@ def explain_keywords(call: FunctionT) -> FunctionT:
 def keyword_error(
     call: Callable[..., object], args: Sequence[object], given: Mapping[str, object]
 ) -> ConfigError | None:
-    """What is wrong with the keywords of a call; None if Python says it as well, or nothing is."""
+    """Return the error of a call whose keywords are wrong; None if Python says it as well, or if
+    nothing is wrong."""
     signature, name = inspect.signature(call), call.__qualname__.removesuffix(".__init__")
     known = [key for key in signature.parameters if key != "self"]
     unknown = [key for key in given if key not in known]

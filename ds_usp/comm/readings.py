@@ -1,4 +1,4 @@
-"""What the tensors say that describe a batch, read once in a forward pass of a model.
+"""Reads the tensors that describe a batch once in each forward pass of a model.
 
 Every layer is given the positions, cumulative lengths or masks of its batch. To read them waits
 for the GPU, and to join what the ranks read is a collective: the first layer of a pass does it.
@@ -41,7 +41,7 @@ _BETWEEN = "ds_usp.comm.", "ds_usp.compat.", "torch._dynamo."
 
 
 class Readings:
-    """What was read of tensors in the last forward passes of the models over a mesh."""
+    """Keeps what was read of tensors in the last forward passes of the models over a mesh."""
 
     def __init__(self) -> None:
         self._records: deque[_Record] = deque(maxlen=_MOST_RECORDS)

@@ -403,7 +403,7 @@ class _FlashAttentionForward:
         return self._mesh.readings.of(tensors, key, read)
 
     def _read_lengths(self, q: Tensor, tensors: Sequence[Tensor]) -> _Pass:
-        """From lengths of queries and of keys, and this rank's positions where a model has some."""
+        """Read documents from the lengths of queries and keys; positions must not contradict."""
         local, ranks = q.shape[1], self._mesh.sp_degree
         seq_len = local * ranks
         lengths, of_keys, *positions = on_host(tensors)
@@ -465,7 +465,7 @@ class _FlashAttentionForward:
         return _Pass(documents, mask.to(q.device) != 0)
 
     def _pass_of_nothing(self, q: Tensor, is_causal: bool, mask: Tensor | None) -> _Pass:
-        """Of a model that hands on neither positions nor lengths: one document."""
+        """Return one document, for a model that hands on neither positions nor lengths."""
         if not is_causal:
             raise UnsupportedAttentionError(
                 "full attention without position_ids: whether these tokens are a shard of a "
@@ -660,8 +660,8 @@ def _local_steps(
 
 
 def _largest_by_documents(layout: TokenLayout, rank: int, borders: Borders, own: int) -> list[int]:
-    """Of each rank's positions the largest, plus 1, where documents are known: positions start anew
-    in each, or go on through all. Where this rank's ``own`` is of neither, both are possible."""
+    """Return each rank's largest position, plus 1, of known documents: positions start anew in
+    each, or go on through all. Where this rank's ``own`` is of neither, both are possible."""
     index = [local_positions(layout, each) for each in range(layout.ulysses * layout.ring)]
     through = [int(x.max()) + 1 for x in index]
     starts = torch.tensor(borders[:-1])

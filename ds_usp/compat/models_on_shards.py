@@ -1,4 +1,4 @@
-"""What a model of transformers computes from other tokens than a rank has, besides attention.
+"""Finds what a model of transformers computes, besides attention, from tokens of other ranks.
 
 A trainer that shards the batch itself gives each rank's model that rank's tokens. Attention over
 the mesh joins them; whatever else of a model looks at more than one token sees a shard of them.
@@ -35,7 +35,7 @@ def calling_model() -> tuple[nn.Module | None, Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class ShardLimits:
-    """What of a model is not exact on shards, and from which length on.
+    """Says what of a model is not exact on shards, and from which length on.
 
     Attributes:
         reason: what is never exact; empty without.

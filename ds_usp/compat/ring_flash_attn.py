@@ -470,7 +470,7 @@ def call_function_of_home(module: torch.nn.Module, *args: Any, **kwargs: Any) ->
 
 
 class _LeftOut(int):
-    """A default that is told from the same number."""
+    """A default that is another object than the same number given by a caller."""
 
 
 _LEFT_OUT: Final = _LeftOut(1)

@@ -290,8 +290,8 @@ class ModelComparison:
         return entries
 
     def _outline(self) -> list[Any]:
-        """What changes with a setting but for attributes' values: hooks, attributes' numbers,
-        replaced methods, unsaved buffers as of weights, and the values of configurations."""
+        """Return what tells of a change of settings, without attributes' values: hooks, numbers of
+        attributes, replaced methods, unsaved buffers as of weights, values of configurations."""
         config: Any = getattr(self._model, "config", None)
         values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
         inner = [vars(x) for x in values.values() if hasattr(x, "to_dict")]

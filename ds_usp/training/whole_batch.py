@@ -403,8 +403,9 @@ def agreed_documents(
         DataError: two that contradict each other.
     """
     (name, documents), *others = said.items()
-    for other, theirs in others:
-        for sample, (borders, second) in enumerate(zip(documents, theirs, strict=True)):
+    for other, other_documents in others:
+        pairs = zip(documents, other_documents, strict=True)
+        for sample, (borders, second) in enumerate(pairs):
             if borders != second:
                 raise DataError(
                     f"{name} and {other} name different documents of row {sample}: "

@@ -2,7 +2,6 @@
 what enable does to a model and takes back."""
 
 import copy
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from model_runs import (
     take_gradients,
     whole_model,
 )
+from programs import losses_of_first_program
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.bamba import modeling_bamba
@@ -525,16 +525,8 @@ def test_a_wrapper_of_a_forward_reads_the_globals_of_its_module_as_they_are(monk
 # ------------------------------------------------------------------ the page
 
 
-def run_first_program(ctx: RankContext) -> list[float]:
-    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(programs[0], names)
-    losses: list[float] = names["losses"]
-    return losses
-
-
 def test_the_first_program_trains_on_four_ranks_as_on_one(pool):
-    (one,) = pool.run(run_first_program, 1)
+    (one,) = pool.run(losses_of_first_program, 1, page=PAGE)
     assert one[-1] < one[0] - 0.1
-    for losses in pool.run(run_first_program, WORLD):
+    for losses in pool.run(losses_of_first_program, WORLD, page=PAGE):
         assert losses == pytest.approx(one, rel=1e-5)

@@ -1,7 +1,6 @@
 """Attention whose indexer picks the keys: exact with gathered keys, on any layout and batch, and
 what is planted is seen."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from model_runs import (
     take_gradients,
     whole_model,
 )
+from programs import losses_of_first_program
 from tiny_models import build
 from tiny_towers import TOWERS, build_with_tower
 from torch import Tensor
@@ -283,16 +283,8 @@ def test_what_is_not_served_is_refused_on_every_rank(pool):
 # ------------------------------------------------------------------ the page
 
 
-def run_first_program(ctx: RankContext) -> list[float]:
-    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(programs[0], names)
-    losses: list[float] = names["losses"]
-    return losses
-
-
 def test_the_first_program_trains_on_three_ranks_as_on_one(pool):
-    (one,) = pool.run(run_first_program, 1)
+    (one,) = pool.run(losses_of_first_program, 1, page=PAGE)
     assert one[-1] < one[0] - 0.1
-    for losses in pool.run(run_first_program, 3):
+    for losses in pool.run(losses_of_first_program, 3, page=PAGE):
         assert losses == pytest.approx(one, rel=1e-5)

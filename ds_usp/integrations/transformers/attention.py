@@ -78,6 +78,7 @@ class Shard:
         drop_last: outputs per token have none for the last one, whose label is not known.
         targets: None where no labels were given.
         shares_keys_without_graph: a layer without gradients has made keys that later layers read.
+        masks: of layers whose indexer picks the keys, by what they depend on: made once a pass.
     """
 
     largest_position: Tensor | int = 0
@@ -94,6 +95,7 @@ class Shard:
         self.call, self.packing = call, packing
         self.layout = cast(TokenLayout, call.layout)
         self.layers: list[str] = []
+        self.masks: dict[Any, Tensor] = {}
 
     @property
     def length(self) -> int:

@@ -464,7 +464,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return (), local
 
     def _begin_shard(self, tokens: Tensor) -> None:
-        """From here on modules are given this rank's tokens, until :meth:`_end_shard`."""
+        """Note that modules are given this rank's tokens from here on, until :meth:`_end_shard`."""
         self._running.is_sharded = True
         if self.mesh.sp_degree > 1:  # alone it is the noise of the model itself
             self._noise.begin(tokens.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -32,6 +32,7 @@ from ds_usp.integrations.transformers.text_model import text_modules
 from ds_usp.integrations.transformers.whole_arguments import WholeArguments
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.recurrence.exchange import ExchangeCall
+from ds_usp.training.whole_batch import local_positions
 
 _OLDEST: Final = "5.23"  # earlier indexers keep their keys themselves: refused by their masks
 # Classes that are exact with gathered keys. By their names: others with an indexer read positions
@@ -104,7 +105,6 @@ class SparseLayers:
             self._replaced.set(layer, "config", config)
             forward = partial(type(layer).forward, layer)
             self._replaced.set(layer, "forward", partial(_run_layer, layer, forward, name))
-
         self._name = type(model).__name__
         self._in_blocks = any(type(x).__name__ in _BLOCKS_OF_ROWS for x in self.layers)
 
@@ -172,10 +172,15 @@ def _run_layer(
             f"{kind} picks keys by an indexer under {spec}: served are causal masks, of documents "
             "too, without windows, blocks and trees"
         )
-    seen = _seen(spec, usp, hidden_states.device).expand(len(hidden_states), -1, -1, -1)
-    if implementation == "eager":  # which adds it to scores
-        least = torch.finfo(hidden_states.dtype).min
-        seen = hidden_states.new_zeros(seen.shape).masked_fill(~seen, least)
+    key = spec, implementation, hidden_states.dtype
+    seen = usp.masks.get(key)  # of a layer before, which is of the same pass
+    if seen is None:
+        seen = _seen(spec, usp, hidden_states.device)
+        if implementation == "eager":  # which adds it to scores
+            least = torch.finfo(hidden_states.dtype).min
+            seen = hidden_states.new_zeros(seen.shape).masked_fill(~seen, least)
+        usp.masks[key] = seen
+    seen = seen.expand(len(hidden_states), -1, -1, -1)
     keys = _GatheredKeys(kind, usp)
     kwargs |= {"hidden_states": hidden_states, "attention_mask": seen, "past_key_values": keys}
     out = forward(position_ids=position_ids, **kwargs)
@@ -194,7 +199,7 @@ def _seen(spec: MaskSpec, shard: Shard, device: torch.device) -> Tensor:
     of the places of tokens in the sequence, whatever positions their embeddings have."""
     layout = shard.layout
     keys = torch.arange(layout.seq_len, device=device)
-    queries = layout.positions(shard.call.mesh.rank, like=keys)
+    queries = local_positions(layout, shard.call.mesh.rank, device)
     seen = (keys <= queries[:, None])[None]
     if spec.documents:
         borders = (torch.tensor(row[1:], device=device) for row in spec.documents)
@@ -204,7 +209,7 @@ def _seen(spec: MaskSpec, shard: Shard, device: torch.device) -> Tensor:
 
 
 class _GatheredKeys:
-    """What a layer is given as its KV cache: what it puts in comes back of all tokens.
+    """Stands for a layer's KV cache: returns the keys of all tokens for those that are put in.
 
     Attributes:
         updated, indexed: keys and values were put in, and those of the indexer.
@@ -217,26 +222,25 @@ class _GatheredKeys:
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.updated = True
         if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
-            return self._gather(keys, -2), self._gather(values, -2)
+            return self._gather(keys), self._gather(values)
         widths = keys.shape[-1], values.shape[-1]
-        together = self._gather(torch.cat([keys, values], -1), -2)  # one exchange
+        together = self._gather(torch.cat([keys, values], -1))  # one exchange
         keys, values = together.split(widths, -1)
         return keys, values
-
-    def update_indexer(self, keys: Tensor, _: int) -> Tensor:
-        return self.update_index(keys)
 
     @property
     def layers(self) -> Any:
         """The cache of each layer, which MiniMax M3 asks: all are this one."""
         return _EveryLayer(self)
 
-    def update_index(self, keys: Tensor) -> Tensor:
+    def update_indexer(self, keys: Tensor, *_: int) -> Tensor:
         self.indexed = True
-        return self._gather(keys, -2)
+        return self._gather(keys)
 
-    def _gather(self, x: Tensor, dim: int) -> Tensor:
-        return gather_tokens(x, dim, mesh=self._shard.call.mesh, layout=self._shard.layout)
+    update_index = update_indexer  # its name in MiniMax M3
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return gather_tokens(x, -2, mesh=self._shard.call.mesh, layout=self._shard.layout)
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedAttentionError(
@@ -275,6 +279,14 @@ def gather_tokens(x: Tensor, dim: int, *, mesh: SequenceMesh, layout: TokenLayou
     received = call.exchange([copies], [x.numel()] * layout.degree, sizes, x.dtype).split(sizes)
     whole = torch.cat([part.view(s) for part, s in zip(received, shapes, strict=True)], dim)
     if layout.kind != "contiguous":
-        held = torch.cat([layout.positions(rank, like=x) for rank in ranks])
-        whole = whole.index_select(dim, held.argsort())
+        whole = whole.index_select(dim, _sequence_order(layout, x.device))
     return call.leave(whole, dim)
+
+
+# Each layer of each pass gathers by it: at a million tokens it takes longer to make than to use.
+@lru_cache(maxsize=4)
+def _sequence_order(layout: TokenLayout, device: torch.device) -> Tensor:
+    """Where each token of the sequence is among the ranks' shards, joined in their order."""
+    with torch.inference_mode(False):  # a later pass may have gradients
+        ranks = range(layout.degree)
+        return torch.cat([local_positions(layout, rank, device) for rank in ranks]).argsort()
