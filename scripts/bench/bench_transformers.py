@@ -71,13 +71,16 @@ def run_case(args: argparse.Namespace) -> None:
     options |= {"mlp_chunks": args.mlp_chunks, "loss_chunks": args.loss_chunks}
     options |= {"offload_ratio": args.offload_ratio}
     documents = tuple(map(int, args.documents.split(":")))
-    settings = Settings(session.device, args.model, documents, options, args.attention)
+    settings = Settings(
+        session.device, args.model, documents, options, args.attention, args.bf16_weights
+    )
     case = (
         cases(session.world, args.attention).get(args.case) or cases(1, args.attention)[args.case]
     )
     training = session.try_all_ranks(lambda: case.build(settings))
     for workload in args.workloads:
         row = {"workload": workload, "case": args.case, "round": args.round}
+        row |= {"recompute": args.recompute, "bf16_weights": args.bf16_weights}
         if isinstance(training, str):
             row["refused"] = training
         elif not workload.startswith("plain") and not case.packed:
@@ -184,6 +187,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--loss-chunks", type=int, default=8, help="of ds_usp")
     parser.add_argument("--mlp-chunks", type=int, default=0, help="of ds_usp")
     parser.add_argument("--offload-ratio", type=float, default=0.0, help="of ds_usp")
+    parser.add_argument("--bf16-weights", action="store_true", help="under FSDP2 all is bf16")
     parser.add_argument("--attention", default="sdpa", help="transformers' own, of the others")
     parser.add_argument("--iterations", type=int)
     parser.add_argument("--warm-up", type=int)

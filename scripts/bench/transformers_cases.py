@@ -31,6 +31,16 @@ SHAPES = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -50,6 +60,7 @@ class Settings:
         documents: shortest and longest packed document in tokens.
         options: of ``enable``, of the cases of ds_usp.
         attention: transformers' implementation, of the other cases.
+        bf16_weights: FSDP2's weights, gradients and moments are bf16 too, not fp32.
     """
 
     device: torch.device
@@ -57,6 +68,11 @@ class Settings:
     documents: tuple[int, int]
     options: dict[str, Any]
     attention: str
+    bf16_weights: bool = False
+
+    @property
+    def fsdp_dtype(self) -> torch.dtype:
+        return self.dtype if self.bf16_weights else torch.float32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,17 +85,19 @@ def new_model(settings: Settings, attention: str, dtype: torch.dtype) -> nn.Modu
     import transformers
 
     name, layers = settings.model.split("/")
-    config = transformers.LlamaConfig(
-        **SHAPES[name],
-        num_hidden_layers=int(layers),
-        max_position_embeddings=2**20,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        use_cache=False,
-        attn_implementation=attention,
-    )
+    values = {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "num_hidden_layers": int(layers),
+        "max_position_embeddings": 2**20,
+        "use_cache": False,
+    }
+    config = transformers.AutoConfig.for_model(**{**values, **SHAPES[name]})
     torch.manual_seed(0)
     with settings.device:
-        model = transformers.LlamaForCausalLM(config).to(dtype)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        ).to(dtype)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
@@ -195,7 +213,7 @@ def start_deepspeed() -> None:
 
 
 def fsdp2(settings: Settings, model: nn.Module) -> nn.Module:
-    """Shard the layers and the rest by FSDP2: fp32 weights, bf16 computation."""
+    """Shard the layers and the rest by FSDP2, computing in bf16."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -233,7 +251,7 @@ def ds_usp_case(settings: Settings, ulysses: int, engine: str) -> Training:
 
     if engine == "ZeRO-3":
         start_deepspeed()
-    dtype = settings.dtype if engine == "ZeRO-3" else torch.float32
+    dtype = settings.dtype if engine == "ZeRO-3" else settings.fsdp_dtype
     model, mesh = new_model(settings, "sdpa", dtype), SequenceMesh.from_group(None, ulysses)
     enable(model, mesh, **settings.options)
     if engine == "ZeRO-3":
@@ -318,7 +336,7 @@ def accelerate_case(settings: Settings) -> Training:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    model = new_model(settings, "sdpa", torch.float32)
+    model = new_model(settings, "sdpa", settings.fsdp_dtype)
     _attach_context_parallel_hooks(model)
     set_rotate_method("allgather")
     ranks = init_device_mesh(settings.device.type, (dist.get_world_size(),))

@@ -10,6 +10,7 @@ from cases import mesh_of
 from gpu_ranks import needs_two, run_on_gpus
 
 pytest.importorskip("peft")
+pytest.importorskip("diffusers")  # which the adapters' test on CPUs imports
 pytestmark = [needs_two, pytest.mark.several_gpus]
 
 
