@@ -33,8 +33,9 @@ class ShardNoise:
         self._rank = rank
         self._states: tuple[Generator, Tensor, Tensor] | None = None
 
-    def begin(self, device: torch.device) -> None:
-        """Seed the generator of a device for this rank; no other device's, and none of ``meta``."""
+    def begin(self, device: torch.device, *, of_shard: bool = True) -> None:
+        """Seed the generator of a device for this rank, or not ``of_shard`` alike on all ranks; no
+        other device's, and none of ``meta``."""
         self.end()  # of a pass that Ctrl-C has ended: its state is this rank's alone
         generator = torch.default_generator
         if device.type == "cuda":
@@ -48,16 +49,18 @@ class ShardNoise:
         elif device.type != "cpu":
             return
         before = generator.get_state()
-        text = before.numpy().tobytes() + self._rank.to_bytes(4, "big")
+        owner = self._rank.to_bytes(4, "big") if of_shard else b"all"
+        text = before.numpy().tobytes() + owner
         generator.manual_seed(int.from_bytes(blake2b(text, digest_size=7).digest(), "big"))
         self._states = generator, before, generator.get_state()
 
-    def end(self) -> None:
-        """Go on as before :meth:`begin`; nothing if it was not called, or has ended."""
+    def end(self, *, has_drawn: bool = False) -> None:
+        """Go on as before :meth:`begin`; nothing if it was not called, or has ended. Other ranks'
+        parts may have drawn (``has_drawn``) where this one's has not."""
         if self._states is None:
             return
         (generator, before, seeded), self._states = self._states, None
-        has_drawn = not torch.equal(generator.get_state(), seeded)
+        has_drawn |= not torch.equal(generator.get_state(), seeded)
         generator.set_state(before)
         if has_drawn:
             torch.rand((), generator=generator, device=generator.device)

@@ -516,6 +516,9 @@ class ShardedTransformer:
     # Blocks have whole tensors beside shards: the conditioning that scales them, text that is
     # attended to. Their dropout must be alike on all ranks, and that of shards must not, so each
     # dropout decides by its input. Again in a block that a checkpoint computes again.
+    # A rank cannot tell by sizes alone: where shards are of two lengths, a whole tensor may be as
+    # long as the shards of some ranks. So both draw from a seed of their own and leave the
+    # generator one number further, and ranks that decide otherwise stay in one random state.
     def _hook_dropouts(self) -> None:
         """Hook those that drop now: adapters may have come since the pass before."""
         handles = []
@@ -538,12 +541,12 @@ class ShardedTransformer:
 
     @disable_in_compile("each rank draws noise of its own")
     def _before_dropout(self, dropout: nn.Module, args: tuple[Any, ...]) -> None:
-        if dropout.training and self.state is not None and self.state.is_shard(args[0]):
-            self._noise.begin(args[0].device)
+        if dropout.training and self.state is not None:
+            self._noise.begin(args[0].device, of_shard=self.state.is_shard(args[0]))
 
     @disable_in_compile("each rank draws noise of its own")
     def _after_dropout(self, *_: Any) -> None:
-        self._noise.end()
+        self._noise.end(has_drawn=True)  # an expert that has no tokens here has some elsewhere
 
     @disable_in_compile("padding is counted")
     def _take_mask(
