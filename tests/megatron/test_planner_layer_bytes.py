@@ -83,7 +83,7 @@ def over_formula(
 @pytest.mark.parametrize(
     ("world", "ulysses", "policies", "chunks", "more"),
     [
-        (1, [1], ("none",), (0,), ""),
+        (1, [1], ("none",), (0,), GROUPED),
         (2, [2], POLICIES, (0, 3), ""),
         (4, [1], ("attention",), (0,), ""),
         (4, [4, 2], ("none", "attention"), (0,), GROUPED),

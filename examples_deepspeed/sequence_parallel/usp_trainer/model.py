@@ -127,6 +127,10 @@ class SelfAttention(nn.Module):
         # Behind each other: the queries of a KV head, its key, its value.
         by_head = qkv.view(*qkv.shape[:2], self.kv_heads, -1, self.head_dim)
         q, k, v = by_head.split([by_head.shape[3] - 2, 1, 1], dim=3)
+        if self.kv_heads > 1 and q.shape[3] > 1:
+            # Flattened queries are a copy then. Keys and values would stay views, and backward
+            # would keep the whole projection for them.
+            k, v = k.clone(), v.clone()
         q, k, v = (x.flatten(2, 3).transpose(0, 1) for x in (q, k, v))
         out = attention(q, k, v)  # [b, s_local, h, d]
         # The tensors of one sample need no transposition, which backward would undo.
