@@ -9,12 +9,13 @@ that module: ``SCRIPT``.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, PatchError
 from megatron_patches.checkout import Checkout
 from megatron_patches.guards import Guard, fingerprint
 from megatron_patches.patch import Bypass, Patch
@@ -102,9 +103,17 @@ def apply(framework: str, *, unchecked: bool = False, **settings: Any) -> PatchS
 
     Raises:
         ConfigError: an unknown framework or setting.
-        PatchError: a framework that is not installed, does not match, or is patched already.
+        PatchError: a framework that is not installed or importable, does not match, or is patched
+            already.
     """
     patches = patch_set(framework, **settings)
+    known, spec = checkout_of(framework), importlib.util.find_spec("megatron")
+    folders = map(Path, (spec and spec.submodule_search_locations) or ())
+    if known and not any(known.root_of(x) == x.resolve().parent for x in folders):
+        raise PatchError(
+            f"no checkout of {known.name} is importable: call megatron_patches.prepare("
+            f"'{framework}', Path('path/of/{known.name}')) before apply"
+        )
     patches.apply(unchecked=unchecked)
     return patches
 

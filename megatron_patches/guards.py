@@ -67,7 +67,7 @@ class Guard:
             return
         try:
             digest = (fingerprint_at if isinstance(original, str) else fingerprint)(original)
-        except (OSError, TypeError) as error:
+        except (ImportError, OSError, TypeError) as error:
             yield f"its source cannot be read ({error}), so it cannot be compared"
             return
         if digest not in self.fingerprints:

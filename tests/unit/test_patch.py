@@ -245,6 +245,9 @@ def test_invalid_patches_are_refused():
         megatron_patches.apply("nemo")
     with pytest.raises(ConfigError, match=r"unknown setting 'ring_degree'.*ulysses_degree"):
         megatron_patches.patch_set("megatron_deepspeed", ring_degree=2)
+    for name in ("megatron_deepspeed", "megatron_lm"):
+        with pytest.raises(PatchError, match=rf"^no checkout .*: call .*prepare\('{name}', .*\)"):
+            megatron_patches.apply(name)
 
 
 def test_a_patch_without_its_package_is_left_out(framework):
