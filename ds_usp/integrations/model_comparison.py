@@ -73,6 +73,11 @@ _TO_SET = (
     "holds, as inv_freq. What a module counts for itself, and may be another number on each rank, "
     "is not compared under a name that begins with _"
 )
+_OF_A_SET = (
+    "{path} has the same {count} values on all ranks, in another order: where it is the list of a "
+    "set (as layer_types of Cohere Compass), start each rank with PYTHONHASHSEED=0, or set {path} "
+    "on every rank, as to sorted({path}), before enable. "
+)
 Entries = dict[str, list[str]]  # what is compared of a setting or a weight, by its name
 
 
@@ -430,6 +435,8 @@ def _leaves(name: str, value: Any) -> Entries:
 
 
 def _digest(value: object) -> str:
+    # By name: a dict that is filled from a set has another order on each rank.
+    value = sorted(value.items()) if isinstance(value, dict) else value
     return blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
@@ -460,6 +467,10 @@ def _first_difference(ranks: list[Entries], what: str, advice: str) -> MeshError
     if not differ:
         return None
     texts = [each.get(differ[0], ["absent"]) for each in ranks]
+    path, _, index = differ[0].rpartition(".")
+    lists = [[each[x] for x in each if x.rpartition(".")[0] == path] for each in ranks]
+    if index.isdigit() and all(sorted(x) == sorted(lists[0]) for x in lists):
+        advice = _OF_A_SET.format(path=path, count=len(lists[0])) + advice
     columns = zip_longest(*texts, fillvalue="absent")
     values = next(column for column in columns if len(set(column)) > 1)
     records = [CallRecord(Signature((f"{differ[0]}: {value}",))) for value in values]

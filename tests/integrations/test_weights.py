@@ -283,7 +283,14 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 # What `mesh.check()` finds, and passes do not look for.
 SETTINGS_ALONE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "epsilon": (change_epsilon, r"(?s)eps\w*: .*0\.01 on rank 1"),
-    "list": (lambda model: inner(model).sizes.append(3), r"(?s)sizes\.1: .*3 on rank 1"),
+    "list": (
+        lambda model: inner(model).sizes.append(3),
+        r"(?s)sizes\.1: .*3 on rank 1.*differ\. G",
+    ),
+    "order": (
+        lambda model: inner(model).kinds.reverse(),
+        r"(?s)kinds\.0: .*b on rank 1.*\. \S*kinds has the same 3 values .* PYTHONHASHSEED=0, or",
+    ),
 }
 
 
@@ -339,9 +346,13 @@ def changed_before_a_check(ctx: RankContext, name: str, keys: list[str]) -> None
     for key in keys:
         change, message = SETTINGS_ALONE[key]
         model, given, enable, _ = model_of(name)
-        inner(model).sizes = [2]
+        inner(model).sizes, inner(model).kinds = [2], ["a", "c", "b"]
+        names = ("x", "y") if ctx.rank else ("y", "x")
+        inner(model).of_kinds = dict.fromkeys(names, 1)  # their order is none of the settings
         with enable(model, mesh_of(2)) as enabled:
-            model(**given)
+            with patch.object(ModelComparison, "difference", None):  # nothing differs
+                model(**given)
+                enabled.mesh.check()
             if ctx.rank:
                 change(model)
             for _ in range(2):
