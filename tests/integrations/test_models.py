@@ -243,6 +243,14 @@ def packed_images(ctx: RankContext) -> Errors:
         model.base_model.rope_deltas = torch.full((4, 1), 9)  # of other rows than this batch has
         real = padded["attention_mask"][..., None]
         errors["after generation"] = relative(model(**padded).logits * real, alone * real)
+        # Left in the model: as stock, by images of whole rows, and else what was there before.
+        left = [int(model.base_model.rope_deltas[0])]
+        for given in ({"input_ids": row["input_ids"]}, {**row, "position_ids": positions[0]}, two):
+            model(**given)
+            left.append(int(model.base_model.rope_deltas[0]))
+        rows = {x: two[x] for x in ("input_ids", "image_grid_thw", "mm_token_type_ids")}
+        made = model.base_model.get_rope_index(**rows)[1]
+        errors["deltas"] = float(left != [9, 9, 9, int(made[0])])
     return errors
 
 

@@ -114,14 +114,15 @@ class ImagePositions:
 
     Positions ``[batch, tokens]`` tell where documents begin, and nothing of images: a model that is
     given them computes an image as if it were text. So it is given none, and the function by which
-    it makes its own sees each document as a row. Of what that leaves in the model, for tokens that
-    are generated next, nothing stays for the next batch.
+    it makes its own sees each document as a row. What that leaves in the model, for tokens that are
+    generated next, is not kept; and what an earlier batch has left is not given to embeddings.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._name, self._text = type(model).__name__, text_model(model)
         self._owners: list[Any] = [x for x in model.modules() if hasattr(type(x), _MAKES)]
         self._batch: WholeArguments | None = None
+        self._before_pass: list[tuple[Any, Tensor | None]] = []  # owners and their deltas
 
     def begin(self, batch: WholeArguments) -> bool:
         """Before a pass: whether the model is to be given no positions, as they are made here.
@@ -132,6 +133,11 @@ class ImagePositions:
                 those of images.
         """
         self.end()
+        owners = [x for x in self._owners if hasattr(x, _DELTAS)]
+        self._before_pass = [(owner, owner.rope_deltas) for owner in owners]
+        if batch.arguments.get("input_ids") is None:  # else models do not read them
+            for owner in owners:
+                owner.rope_deltas = None
         positions = batch.arguments.get("position_ids")
         is_packed = positions is not None or bool(batch.documents)  # else nothing is read
         if not self._owners or not is_packed or not _GRIDS & batch.arguments.keys():
@@ -169,11 +175,12 @@ class ImagePositions:
 
     def end(self) -> None:
         """After a pass, or one that was interrupted."""
-        self._batch = None
         for owner in self._owners:
             owner.__dict__.pop(_MAKES, None)
-            if hasattr(owner, _DELTAS):
-                owner.rope_deltas = None
+        for owner, deltas in self._before_pass:
+            if self._batch is not None or owner.rope_deltas is None:
+                owner.rope_deltas = deltas
+        self._batch, self._before_pass = None, []
 
     def check_made(self, positions: Tensor | None) -> None:
         """UnsupportedAttentionError where the model has made none in this pass."""
