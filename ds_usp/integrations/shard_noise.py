@@ -26,9 +26,10 @@ class ShardNoise:
 
     # Note [the generator of tokens]
     # It is that of the tokens' device, and no other. What is drawn for all tokens at once, as which
-    # layers are left out (OPT's layerdrop, module_dropout of adapters) or blocks of a weight (OFT),
-    # is drawn on the CPU, which has to go on alike on all ranks. Models on a CPU have one generator
-    # for both. A CUDA generator's state is two numbers on the host: nothing waits for the GPU.
+    # layers are left out (OPT's layerdrop, module_dropout of LoHa) or blocks of a weight (BOFT), is
+    # drawn on the CPU, which has to go on alike on all ranks. Models on a CPU have one generator
+    # for both, and these are refused. A CUDA generator's state is two numbers on the host: nothing
+    # waits for the GPU.
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._states: tuple[Generator, Tensor, Tensor] | None = None

@@ -203,7 +203,47 @@ def leave_out_layers(ctx: RankContext) -> None:
         model(**batch_of(16))
 
 
-def test_ranks_on_cpus_leave_out_no_layers(pool):
+def noise_of_weights(ctx: RankContext) -> dict[str, float]:
+    """Adapters that draw for a weight, or by a seed, are refused in training; others with settings
+    of the same names are not. By name how far losses of the latter are from one process's."""
+    import peft
+
+    refused = [
+        (peft.LoHaConfig, {"module_dropout": P}),
+        (peft.LoHaConfig, {"rank_dropout": P}),
+        (peft.LoKrConfig, {"module_dropout": P}),
+        (peft.LoKrConfig, {"rank_dropout": P}),
+        (peft.BOFTConfig, {"boft_dropout": P}),
+        (peft.LoraConfig, {"monteclora_config": peft.MontecloraConfig()}),
+        (peft.PveraConfig, {"generator_seed": 0}),
+    ]
+    whole = {"init_weights": False}
+    served = [
+        (peft.OFTConfig, {"module_dropout": P, **whole}),
+        (peft.LoHaConfig, whole),
+        (peft.LoKrConfig, whole),
+        (peft.BOFTConfig, whole),
+    ]
+    batch, found = batch_of(TOKENS), {}
+    for kind, given in refused + served:
+        torch.manual_seed(3)
+        config = kind(target_modules=["v_proj", "down_proj"], **given)
+        model = peft.get_peft_model(llama(), config).train()
+        alone = None if (kind, given) in refused else float(model(**batch).loss)
+        with enable(model, mesh_of(1)):
+            if alone is None:
+                with pytest.raises(UnsupportedAttentionError, match="'default' .*" + min(given)):
+                    model(**batch)
+                with model.disable_adapter():
+                    model(**batch)
+            else:
+                found[f"{kind.__name__} {given}"] = abs(float(model(**batch).loss) / alone - 1)
+    return found
+
+
+def test_ranks_on_cpus_leave_out_no_layers_and_no_parts_of_weights(pool):
+    for found in pool.run(noise_of_weights, 2):
+        assert max(found.values()) < 1e-5, found
     for error in pool.errors(leave_out_layers, 2):
         assert type(error) is UnsupportedAttentionError
         assert "layerdrop=0.5" in str(error)

@@ -358,6 +358,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 modules = without_towers(self._inner)
                 self._check_positions(given, (self._rows or batch).left_padded, modules)
             refusals.check_layerdrop(self._trunk, batch)
+            refusals.check_adapters(self._inner, batch)
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             self._sparse.check(batch)

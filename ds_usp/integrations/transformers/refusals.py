@@ -34,7 +34,7 @@ from ds_usp.integrations.transformers.sparse_layers import SPARSE_KINDS, sparse_
 from ds_usp.integrations.transformers.sparse_layers import (
     reason_against_layer as reason_against_sparse_layer,
 )
-from ds_usp.integrations.transformers.text_model import text_model, text_modules
+from ds_usp.integrations.transformers.text_model import text_model, text_modules, without_towers
 from ds_usp.integrations.transformers.whole_arguments import (
     AUTO_LAYOUT,
     BORDERS,
@@ -257,6 +257,41 @@ def check_layerdrop(trunk: PreTrainedModel, batch: WholeArguments) -> None:
             f"{layerdrop}), and ranks on CPUs would leave out different ones: make the model with "
             "layerdrop=0, or train on GPUs"
         )
+
+
+_DROPPED = "ranks on CPUs would drop other parts of it: make it with that at 0, or train on GPUs"
+# Settings of PEFT by which an adapter draws for a weight, on the CPU or wherever the tokens are, or
+# for tokens by a seed of its own. Dropouts of all others are torch's, of tokens.
+_NOISE_OF_ADAPTERS: Mapping[str, Mapping[str, str]] = {
+    "LOHA": {"module_dropout": _DROPPED, "rank_dropout": _DROPPED},
+    "LOKR": {"module_dropout": _DROPPED, "rank_dropout": _DROPPED},
+    "BOFT": {"boft_dropout": _DROPPED},
+    "LORA": {"monteclora_config": "ranks would sample other weights of it: make it without"},
+    "PVERA": {"generator_seed": "ranks would draw the same for other tokens: make it without"},
+}
+
+
+def check_adapters(model: PreTrainedModel, batch: WholeArguments) -> None:
+    """UnsupportedAttentionError where ranks would drop other parts of an adapter, or sample other
+    weights of it; or draw the same noise for their shards."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    on_cpu = next(iter(batch.tensors.values())).device.type == "cpu"
+    for name, config in configs.items():
+        for key, reason in _NOISE_OF_ADAPTERS.get(getattr(config, "peft_type", ""), {}).items():
+            value = getattr(config, key, None)
+            is_drawn = value and on_cpu if reason is _DROPPED else value is not None
+            if is_drawn and _trains_with(model, name):
+                raise UnsupportedAttentionError(
+                    f"the {config.peft_type.value} adapter {name!r} draws random numbers in "
+                    f"training ({key}), and {reason}"
+                )
+
+
+def _trains_with(model: PreTrainedModel, adapter: str) -> bool:
+    layers: Iterator[Any] = (x for x in without_towers(model) if hasattr(x, "_disable_adapters"))
+    return any(
+        x.training and not x.disable_adapters and adapter in x.active_adapters for x in layers
+    )
 
 
 def check_tree(
