@@ -31,13 +31,20 @@ _BETWEEN = "ds_usp.comm.", "ds_usp.compat.", "torch._dynamo."
 # a rank's part of a batch may be that of the batch before, while another rank's is not. Memory does
 # not tell either: a loader fills one buffer again and again, and a tensor's version does not show
 # what numpy, another process or ``x.data`` writes. The program tells, which is one on all ranks: a
-# pass of a model begins at a layer that has been called in the pass before, or that stands before
-# the one that was called last. Within a pass a layer that is given another tensor reads it.
+# pass of a model begins at a layer that has been called in the pass before, or whose index is not
+# above that of the layer called last. Within a pass a layer that is given another tensor reads it.
+#
+# A program may also fill a buffer between two layers of what looks like one pass: two models of a
+# layer each in one module, a model that is driven in halves. So a layer goes on only where the
+# version is the one that was read, which is one on all ranks too, and on CPUs the content, which
+# need not be: where it has changed on some ranks alone, they post a gather that the others do not,
+# and all raise a MeshError. On GPUs to compare content would wait in each layer.
 #
 # The layer is the innermost module on Python's stack. A call outside of modules reads each time.
 #
 # A layer that is recomputed in backward begins no pass and posts nothing: it finds what was read of
-# the memory that its checkpoint keeps, which is not another tensor's as long as it does.
+# the memory that its checkpoint keeps, which is not another tensor's as long as it does. Of several
+# readings of one buffer it takes the last one that this layer was given.
 
 
 class Readings:
@@ -60,18 +67,28 @@ class Readings:
         if any(x.layout is not torch.strided for x in tensors):  # without one storage
             return read()
         in_backward = torch._C._current_graph_task_id() != -1
-        layer = None if in_backward else next(calling_modules(), None)
-        model = None if layer is None else self._model_of(layer)
-        for record in reversed(self._records):
-            if record.key != key or not (in_backward or (model and record.model() is model)):
-                continue
-            if record.is_of(tensors) and (layer is None or record.goes_on_at(layer)):
-                return record.reading
-            if not in_backward:
-                break
-        record = _Record(key, tensors, model, read())
+        layer = next(calling_modules(), None)
+        if in_backward:
+            kept = [x for x in reversed(self._records) if x.key == key and x.is_of(tensors)]
+            if kept:
+                return next((x for x in kept if x.has_read_for(layer)), kept[0]).reading
+            layer = None
+        model = before = None
         if layer is not None:
-            record.goes_on_at(layer)
+            model = self._model_of(layer)
+            for before in reversed(self._records):
+                if before.key == key and before.model() is model:
+                    if before.goes_on(layer, tensors):
+                        return before.reading
+                    break
+            else:
+                before = None
+        record = _Record(key, tensors, model)  # what is written while it is read shows at a layer
+        record.reading = read()
+        if before is not None:
+            before.contents.clear()  # nothing is compared with them any more
+        if layer is not None:
+            record.take_in(layer, _index_of(layer))
         self._records.append(record)
         return record.reading
 
@@ -128,14 +145,25 @@ def _view(x: Tensor) -> tuple[Any, ...]:
     return x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
-class _Record:
-    """One reading, and the layers of its pass so far."""
+def version_of(x: Tensor) -> int:
+    """Return how often torch has written into a tensor, where it counts that."""
+    return 0 if x.is_inference() else x._version
 
-    def __init__(
-        self, key: Hashable, tensors: Sequence[Tensor], model: nn.Module | None, reading: Any
-    ) -> None:
-        self.key, self.reading = key, reading
+
+class _Record:
+    """One reading, and the layers of its pass so far.
+
+    Attributes:
+        contents: copies of the tensors on the CPU, by their index.
+    """
+
+    reading: Any
+
+    def __init__(self, key: Hashable, tensors: Sequence[Tensor], model: nn.Module | None) -> None:
+        self.key = key
         self._places = [Place.of(x) for x in tensors]
+        self._versions = [version_of(x) for x in tensors]
+        self.contents = {i: x.detach().clone() for i, x in enumerate(tensors) if x.is_cpu}
         self.model = weakref.ref(model) if model is not None else lambda: None
         self._layers: set[int] = set()  # ids: one that is another module's now reads once more
         self._last = -1  # index of the layer that was called last, where layers have one
@@ -144,13 +172,33 @@ class _Record:
         places = self._places
         return len(places) == len(tensors) and all(map(Place.is_of, places, tensors))
 
-    def goes_on_at(self, layer: nn.Module) -> bool:
+    def goes_on(self, layer: nn.Module, tensors: Sequence[Tensor]) -> bool:
         """Whether a layer is the next one of this pass, to which it then belongs."""
-        own = vars(layer)
-        index = own.get("layer_idx", own.get("layer_number"))
-        index = index if isinstance(index, int) else self._last
-        if id(layer) in self._layers or index < self._last:
+        index = _index_of(layer)
+        if id(layer) in self._layers or (index is not None and index <= self._last):
             return False
-        self._layers.add(id(layer))
-        self._last = index
+        if not self.is_unchanged(tensors):
+            return False
+        self.take_in(layer, index)
         return True
+
+    def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors that were read, and hold what they held as far as a CPU
+        knows."""
+        if not self.is_of(tensors) or self._versions != [version_of(x) for x in tensors]:
+            return False
+        return all(torch.equal(tensors[i], held) for i, held in self.contents.items())
+
+    def has_read_for(self, layer: nn.Module | None) -> bool:
+        return id(layer) in self._layers
+
+    def take_in(self, layer: nn.Module, index: int | None) -> None:
+        self._layers.add(id(layer))
+        if index is not None:
+            self._last = index
+
+
+def _index_of(layer: nn.Module) -> int | None:
+    own = vars(layer)
+    index = own.get("layer_idx", own.get("layer_number"))
+    return index if isinstance(index, int) else None

@@ -28,7 +28,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import check_layout_kind
 from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
-from ds_usp.comm.readings import Place, calling_modules
+from ds_usp.comm.readings import Place, calling_modules, version_of
 from ds_usp.compat.models_on_shards import ENABLE, ShardLimits, calling_model
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
@@ -216,13 +216,13 @@ class _Pass:
 
     Args:
         real: this rank's tokens that are no padding, ``[b, s_local]``; None: all.
-        padding_masks: tensors that its layers were given and that say the same.
+        padding_masks: GPU tensors that its layers were given and that say the same; versions.
         masks: of its layers, by is_causal and sliding window.
     """
 
     documents: tuple[Borders, ...]
     real: Tensor | None = None
-    padding_masks: list[Place] = field(default_factory=list)
+    padding_masks: list[tuple[Place, int]] = field(default_factory=list)
     masks: dict[tuple[bool, int | None], MaskSpec] = field(default_factory=dict)
 
     def mask(self, is_causal: bool, window: int | None) -> MaskSpec:
@@ -236,7 +236,7 @@ class _Pass:
         """DataError if a layer is given other padding than the first one of its pass."""
         if mask is None:
             is_same = self.real is None
-        elif any(seen.is_of(mask) for seen in self.padding_masks):
+        elif any(x.is_of(mask) and n == version_of(mask) for x, n in self.padding_masks):
             return
         elif self.real is None:
             is_same = bool((mask != 0).all())
@@ -248,8 +248,8 @@ class _Pass:
                 "layers of one pass are given different padding: attention_mask must be the same "
                 "for all that get the same position_ids. Give each pass position_ids of its own"
             )
-        if mask is not None:
-            self.padding_masks.append(Place.of(mask))
+        if mask is not None and not mask.is_cpu:
+            self.padding_masks.append((Place.of(mask), version_of(mask)))
 
 
 class _FlashAttentionForward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -16,13 +16,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from transformers import modeling_flash_attention_utils as utils
 from transformers.integrations import flash_attention
 
 import ds_usp
 from ds_usp.comm import mesh as of_mesh
+from ds_usp.comm import readings
 from ds_usp.compat.flash_attention_forward import flash_attention_forward, patch_flash_attention
 
 if TYPE_CHECKING:
@@ -306,6 +308,81 @@ def in_one_buffer(ctx: RankContext) -> tuple[list[float], int]:
     return errors, len(gathers)
 
 
+class Halves(nn.Module):
+    """Two halves of layers, each given one buffer that is filled again before it: two models, or
+    one that is driven in halves.
+
+    Args:
+        how: torch knows what it writes (``copy_``), or does not; None: each half has a tensor.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor], indices: list[list[int | None]], how: str):
+        super().__init__()
+        self.halves = [[_Layer(forward, index) for index in half] for half in indices]
+        self.layers, self.how = nn.ModuleList(x for half in self.halves for x in half), how
+
+    def forward(self, x: Tensor, contents: list[Tensor]) -> Tensor:
+        buffer = torch.zeros_like(contents[0])
+        for half, content in zip(self.halves, contents, strict=True):
+            target = {"data": buffer.data, "copy_": buffer}.get(self.how)
+            if target is not None:
+                target.copy_(content)
+            elif self.how:
+                buffer.numpy()[:] = content
+            for layer in half:
+                given = buffer if self.how else content
+                recompute = self.how != "copy_"  # torch refuses inputs that it has written to since
+                x = (
+                    checkpoint(layer, x, given, use_reentrant=False)
+                    if recompute
+                    else layer(x, given)
+                )
+        return x
+
+
+class _Layer(nn.Module):
+    def __init__(self, forward: Callable[..., Tensor], index: int | None):
+        super().__init__()
+        self.layer_idx, self.attend = index, forward
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.attend(x, x, x, None, x.shape[1], True, position_ids=positions)
+
+
+def between_layers(ctx: RankContext, plant: bool = False) -> tuple[dict[str, float], str]:
+    """The error of outputs and gradients where positions change between layers of one pass, by how;
+    and what is raised where they change on one rank alone.
+
+    Args:
+        plant: contents are not compared, as on GPUs.
+    """
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
+    layout, forward = mesh.layout("contiguous", TOKENS), flash_attention_forward(mesh)
+    draw = torch.Generator().manual_seed(ctx.rank)
+    inputs = torch.randn(1, TOKENS // ctx.world, 2, 8, generator=draw).requires_grad_()
+
+    def run(indices: list[list[int | None]], how: str, *rows: tuple[int, ...]) -> Tensor:
+        whole = [batch_of((lengths,))["positions"] for lengths in rows]
+        local = [layout.shard(x, dim=1, rank=ctx.rank) for x in whole]
+        out = Halves(forward, indices, how)(inputs, local)
+        return torch.stack([out, *torch.autograd.grad(out.square().sum(), inputs)]).detach()
+
+    kinds = {"models": [[0], [0]], "no index": [[None], [None]], "halves": [[0, 1], [2, 3]]}
+    errors = {}
+    blind = mock.patch.object(readings.torch, "equal", lambda *_: True)
+    with blind if plant else nullcontext():
+        for name, indices in kinds.items():
+            want = run(indices, "", (10, 38), (34, 14))
+            for how in ("data", "numpy", "copy_"):
+                have = run(indices, how, (10, 38), (34, 14))
+                errors[f"{name} {how}"] = float((have - want).norm() / want.norm())
+    try:
+        run(kinds["halves"], "numpy", (10, 38), (10, 30, 8))
+    except ds_usp.USPError as error:
+        return errors, type(error).__name__
+    return errors, ""
+
+
 def on_shards(ctx: RankContext) -> dict[str, float | str]:
     """Of models that depend on the length in more than attention the error, or the refusal; with
     configurations of transformers 5."""
@@ -454,6 +531,9 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
     errors["other padding"] = error_of_call(
         lambda **other: model(call, other), {**call, "attention_mask": None}
     )
+    mask = call["attention_mask"].numpy()
+    model.layers[1].register_forward_pre_hook(lambda *_: mask.__setitem__(0, 0))
+    errors["padding in one buffer"] = error_of_call(lambda **same: model(same, same), call)
     return errors
 
 

@@ -17,6 +17,7 @@ from flash_forward_runs import (
     PADDED_PACK,
     RIGHT,
     Case,
+    between_layers,
     compare,
     in_one_buffer,
     on_shards,
@@ -64,6 +65,12 @@ def test_every_gradient_is_that_of_one_process(pool):
 def test_positions_in_a_buffer_that_is_filled_again(pool):
     for errors, gathers in pool.run(in_one_buffer, 2):
         assert max(errors) <= BOUND and gathers == len(errors), errors
+    for errors, raised in pool.run(between_layers, 2):
+        assert max(errors.values()) <= BOUND and raised == "MeshError", (errors, raised)
+    errors, _ = pool.run(between_layers, 2, plant=True)[0]
+    # Without contents: one index tells two models apart, and versions what torch writes.
+    told = {name for name, e in errors.items() if e <= BOUND}
+    assert told == {name for name in errors if "models" in name or "copy_" in name}, errors
 
 
 NOT_OF_A_SHARD = {
@@ -124,6 +131,7 @@ ON_ONE_RANK = {
     "lengths on rank 1": "",
     "other lengths on rank 1": "",
     "other padding": "different padding",
+    "padding in one buffer": "different padding",
     "lengths of another batch": "contradict each other in row 0 at token 3",
     "as the next shard shows": "in row 0 at token 8",
 }
