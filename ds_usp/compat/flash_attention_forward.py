@@ -661,14 +661,14 @@ def _local_steps(
 
 def _largest_by_documents(layout: TokenLayout, rank: int, borders: Borders, own: int) -> list[int]:
     """Return each rank's largest position, plus 1, of known documents: positions start anew in
-    each, or go on through all. Where this rank's ``own`` is of neither, both are possible."""
+    each. Where this rank's ``own`` is another, or not known, they may go on through all too."""
     index = [local_positions(layout, each) for each in range(layout.ulysses * layout.ring)]
     through = [int(x.max()) + 1 for x in index]
     starts = torch.tensor(borders[:-1])
     anew = [
         int((x - starts[torch.searchsorted(starts, x, right=True) - 1]).max()) + 1 for x in index
     ]
-    return anew if own == anew[rank] else through if own == through[rank] else anew + through
+    return anew if own == anew[rank] else anew + through
 
 
 def _documents(whole: Tensor) -> tuple[Borders, ...]:

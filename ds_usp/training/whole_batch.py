@@ -395,8 +395,8 @@ def agreed_documents(
     """The documents of each row, of which a batch has several descriptions.
 
     Args:
-        said: by entry, what it says of each row; positions beside them may jump, or go on through
-            documents, and start anew nowhere else.
+        said: by entry, what it says of each row. Positions beside them start anew, or jump, where
+            each document begins; they may jump elsewhere, and start anew nowhere else.
         steps: :func:`position_steps` of each row; () without positions.
 
     Raises:
@@ -416,12 +416,14 @@ def agreed_documents(
         starts = {x: step for x, step in of_row.items() if real.first < x < real.stop}
         inside = {x for x in borders if real.first < x < real.stop}
         anew = {x for x, step in starts.items() if step < 1}
-        wrong = (anew - inside) | (inside - starts.keys() if anew else set())
+        # Nor a count that goes on: the last batch's lengths beside one document look the same.
+        wrong = (anew - inside) | (inside - starts.keys())
         if wrong:
+            times = f"{len(anew)} times, first at token {min(anew)}" if anew else "nowhere"
             raise DataError(
                 f"{name} and {POSITIONS} contradict each other in row {sample} at token "
                 f"{min(wrong)}: {name} has {format_documents((borders,))}, and {POSITIONS} start "
-                f"anew {len(anew)} times, first at token {min(anew)}. Leave out the wrong one, but "
+                f"anew {times}: they must where each document begins. Leave out the wrong one, but "
                 f"keep {PADDING} where there is padding"
             )
     return documents

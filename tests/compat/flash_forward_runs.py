@@ -505,12 +505,14 @@ def refused(ctx: RankContext) -> dict[str, tuple[str, str]]:
             "position_ids": None,
             "attention_mask": zeros if ctx.rank else None,
         },
-        "lengths on rank 1": lengths if ctx.rank else {},
+        "lengths on rank 1": {**lengths, "position_ids": None} if ctx.rank else {},
+        "lengths beside one document": lengths,
         "lengths of another batch": {**lengths, "position_ids": split(3, 13)},
         "as the next shard shows": {**three, "position_ids": split(3, 13)},
-        "other lengths on rank 1": {**lengths, "cu_seq_lens_q": other, "cu_seq_lens_k": other}
-        if ctx.rank
-        else lengths,
+        "other lengths on rank 1": {
+            **dict.fromkeys(lengths, other if ctx.rank else whole),
+            "position_ids": None,
+        },
     }
     errors = {}
     for name, changes in bad.items():

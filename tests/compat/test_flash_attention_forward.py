@@ -111,6 +111,7 @@ REFUSED = {
     "one of two lengths": ("DataError", "give both"),
     "other lengths of keys": ("UnsupportedAttentionError", "cu_seq_lens_k differ"),
     "lengths of the shard": ("DataError", "end at 8, and the 2 ranks hold 8 tokens each, 16"),
+    "lengths beside one document": ("DataError", "in row 0 at token 5"),
     "lengths and padding": ("DataError", "beside cu_seq_lens_q"),
     "whole positions": ("DataError", "position_ids [1, 16] with queries of 1 rows of 8 tokens"),
     "positions of images": ("DataError", "position_ids [3, 1, 8]"),

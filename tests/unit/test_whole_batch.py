@@ -211,6 +211,10 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
         of(position_ids=POSITIONS, cu_seqlens=[0, 3, 6]),
         ("cu_seqlens", "position_ids"),
     ),
+    "lengths of the last batch beside one document": (
+        of(position_ids=torch.arange(6).expand(2, 6), cu_seqlens=[0, 2, 6]),
+        ("row 0 at token 2", "0-2-6", "nowhere"),
+    ),
     "a tensor of no sequence": (of(image=torch.ones(2, 3)), ("'image'", "[2, 3]", "[2, 6, ...]")),
 }
 

@@ -471,7 +471,7 @@ def _documents(
 ) -> tuple[Borders, ...]:
     """Cumulative borders of the documents; padding is a document of its own."""
     size = len(rows)
-    steps = _steps(given.get("position_ids"), size) or [{}] * size
+    steps = _steps(given.get("position_ids"), size)
     said: dict[str, Sequence[Borders]] = {}
     for name in (x for x in _LENGTHS if x in given):
         if said and given[name] is given[_LENGTHS[0]]:  # as collators give them
@@ -490,12 +490,12 @@ def _documents(
     if said:
         return tuple(agreed_documents(said, steps, rows))
     found = []
-    for row, real in enumerate(rows):
-        inside = [x for x in steps[row] if real.first < x < real.stop]
-        jumps = [x for x in inside if steps[row][x] > 1]
+    for row, (real, of_row) in enumerate(zip(rows, steps or [{}] * size, strict=True)):
+        inside = [x for x in of_row if real.first < x < real.stop]
+        jumps = [x for x in inside if of_row[x] > 1]
         if jumps and mask is not None:
             raise DataError(
-                f"position_ids of row {row} jump forward by {steps[row][jumps[0]]} at token "
+                f"position_ids of row {row} jump forward by {of_row[jumps[0]]} at token "
                 f"{jumps[0]}, where a document would begin, and an attention_mask is given, by "
                 "which none does. Leave attention_mask out if one does; of one document whose "
                 "positions jump give cu_seq_lens_q and cu_seq_lens_k, [0, tokens]"
