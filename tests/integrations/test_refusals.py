@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -318,6 +319,11 @@ def command(name: str) -> None:
         raise ds_usp.UnsupportedAttentionError(name)
 
 
+def with_loha(**settings: Any) -> Any:
+    config = peft.LoHaConfig(target_modules=["v_proj"], **settings)
+    return peft.inject_adapter_in_model(config, build("llama").train())
+
+
 def whole_rows(**options: Any) -> Any:
     return run(headed("ForSequenceClassification")(), of_rows(), **options)
 
@@ -618,6 +624,12 @@ MODELS: Mapping[str, tuple[type[Exception], str, Act, Act]] = {
         "layerdrop=0.5",
         lambda: build("opt", layerdrop=0.5),
         lambda: run(build("opt", layerdrop=0.0)),
+    ),
+    "parts of an adapter dropped at random": (
+        Unsupported,
+        "(module_dropout)",
+        lambda: with_loha(module_dropout=0.5),
+        lambda: run(with_loha(module_dropout=0)),
     ),
     "no model of transformers": (
         ConfigError,
