@@ -57,6 +57,8 @@ class Targets:
         version = 0 if self.given.is_inference() else self.given._version
         object.__setattr__(self, "version", version)
 
+    # AOTAutograd compares the version of its fake tensor while it traces: 0, whatever the labels'.
+    @disable_in_compile("labels are compared by their version, which a graph does not know")
     def is_given(self, labels: Tensor | None) -> bool:
         """Whether a model computes its loss of the labels that it was given, unchanged."""
         x = self.given
