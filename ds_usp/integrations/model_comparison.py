@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from hashlib import blake2b
 from itertools import chain, zip_longest
 from typing import Any
@@ -51,6 +52,12 @@ _FEW = 2**20  # elements of changed weights that a pass compares wholly
 _FALSE_ALARMS = 3  # then versions are left out: something writes otherwise on each rank
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
+# Modules whose hooks count and log, and change nothing: they are often on rank 0 alone, as those of
+# wandb.watch, FlopCounterMode, DeepSpeed's flops profiler and torch's trackers of memory.
+_OBSERVERS = (
+    *("wandb", "deepspeed.profiling", "torch.utils.flop_counter", "torch.utils.module_tracker"),
+    *("torch.distributed._tools", "torch.distributed.tensor.debug"),
+)
 # Words in names of attributes and buffers that may differ between ranks, or make no difference.
 _NO_SETTINGS = frozenset(
     {
@@ -77,6 +84,10 @@ _OF_A_SET = (
     "{path} has the same {count} values on all ranks, in another order: where it is the list of a "
     "set (as layer_types of Cohere Compass), start each rank with PYTHONHASHSEED=0, or set {path} "
     "on every rank, as to sorted({path}), before enable. "
+)
+_TO_VOUCH = (
+    ". A hook that changes nothing and calls no collective, as one that logs, may be on one rank "
+    "alone: set hook.ds_usp_observes = True on its function before it is registered"
 )
 Entries = dict[str, list[str]]  # what is compared of a setting or a weight, by its name
 
@@ -267,13 +278,13 @@ class ModelComparison:
         values = config.to_dict() if hasattr(config, "to_dict") else config
         entries = _leaves("config", values) if isinstance(values, Mapping) else {}
         for hooks in _OF_ALL_MODULES:
-            entries |= _leaves(hooks, list(getattr(nn.modules.module, hooks).values()))
+            entries |= _hooks(hooks, getattr(nn.modules.module, hooks))
         self._methods, self._unsaved = [], []
         for path, module in self._modules.items():
             dot, values = f"{path}." if path else "", vars(module)
             entries[path or "model"] = [type(module).__name__]
             for hooks in _HOOKS:
-                entries |= _leaves(dot + hooks[1:], list(values[hooks].values()))
+                entries |= _hooks(dot + hooks[1:], values[hooks])
             # What is None may be a tensor later, and was one before where passes leave states.
             named = {x: value for x, value in values.items() if value is not None}
             plain = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
@@ -434,6 +445,21 @@ def _leaves(name: str, value: Any) -> Entries:
     return entries
 
 
+def is_observer(hook: Any) -> bool:
+    """Whether a hook changes nothing: it is of a library that counts or logs, or has the attribute
+    ``ds_usp_observes``, by which its author vouches for it."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    module = f"{getattr(hook, '__module__', '')}."
+    return getattr(hook, "ds_usp_observes", False) is True or any(
+        module.startswith(f"{name}.") for name in _OBSERVERS
+    )
+
+
+def _hooks(name: str, hooks: Mapping[int, Any]) -> Entries:
+    return _leaves(name, [hook for hook in hooks.values() if not is_observer(hook)])
+
+
 def _digest(value: object) -> str:
     # By name: a dict that is filled from a set has another order on each rank.
     value = sorted(value.items()) if isinstance(value, dict) else value
@@ -475,6 +501,7 @@ def _first_difference(ranks: list[Entries], what: str, advice: str) -> MeshError
     values = next(column for column in columns if len(set(column)) > 1)
     records = [CallRecord(Signature((f"{differ[0]}: {value}",))) for value in values]
     error = mismatch_error(records)
+    advice += _TO_VOUCH if "hooks." in differ[0] else ""
     message = f"{error}\n{len(differ)} of {len(names)} {what} of the model differ. {advice}"
     return MeshError(message, error.signatures)
 

@@ -3,6 +3,8 @@
 import gc
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ from model_runs import IGNORED, plain_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
 import ds_usp
 from ds_usp.integrations import diffusers, digests, model_comparison, transformers
@@ -261,7 +264,7 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (lambda model: model.bfloat16(), r"(?s)bfloat16 on rank 1"),
     "new adapter": (lambda model: adapt(model, r".*(to_q|q_proj)", "style"), SETTINGS),
     "class": (change_class, r"(?s)norm\w*: .*Other on rank 1"),
-    "hook": (hook, r"(?s)forward_hooks\.0: .*<lambda> on rank 1"),
+    "hook": (hook, r"(?s)forward_hooks\.0: .*<lambda> on rank 1.*hook\.ds_usp_observes = True"),
     "backward hook": (
         lambda model: inner(model).register_full_backward_hook(hook),
         r"(?s)backward_hooks\.0: .*hook on rank 1",
@@ -361,7 +364,20 @@ def changed_before_a_check(ctx: RankContext, name: str, keys: list[str]) -> None
             if not ctx.rank:
                 change(model)
             enabled.mesh.check()
-            model(**given)
+            want = next(iter(model(**given).values()))
+            # Hooks that observe, on one rank alone.
+            calls: list[object] = []
+
+            def vouched(calls: list[object], *_: Any) -> None:
+                calls.append(calls)
+
+            vouched.ds_usp_observes = True  # type: ignore[attr-defined]
+            if not ctx.rank:
+                inner(model).register_forward_hook(partial(vouched, calls))
+            with nullcontext() if ctx.rank else FlopCounterMode(display=False) as counter:
+                assert torch.equal(next(iter(model(**given).values())), want)
+                enabled.mesh.check()
+            assert ctx.rank or (calls and counter.get_total_flops() > 0)
     for change, message in (CHANGES[key] for key in ("hook", "config", "buffer")):
         with pytest.raises(ds_usp.MeshError, match=message):
             enable(changed_model(name, change if ctx.rank else None), mesh_of(2))

@@ -22,6 +22,7 @@ from ds_usp.comm.shards import all_gather_shards
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.diffusers.plans import Plan, parameters_of
+from ds_usp.integrations.model_comparison import is_observer
 from ds_usp.memory.compile_guard import disable_in_compile
 
 
@@ -421,11 +422,12 @@ class BranchCalls:
         shared = arguments.get(self._plan.shared_by_branches or "")
         if not isinstance(shared, Tensor) or batch is None:
             return False
-        # Hooks of the user's are called with one call's arguments and see its output.
+        # Hooks of the user's are called with one call's arguments and see its output. Those that
+        # observe do not count: they may be on one rank, and the others' calls would wait for it.
         transformer = self._transformer
         hooks = {**transformer._forward_pre_hooks, **transformer._forward_hooks}
         foreign = any(
-            number not in self._own_hooks and not _is_torch_s(hook)
+            not (number in self._own_hooks or _is_torch_s(hook) or is_observer(hook))
             for number, hook in hooks.items()
         )
         known = arguments.get("return_dict") is False  # as pipelines call it: a tuple of one tensor
