@@ -489,7 +489,9 @@ BATCHES: Mapping[str, tuple[type[Exception], str, Batch, Batch]] = {
         DataError,
         "contradict each other in row 0 at token 9",
         lambda: numbered(1, 2, 0, position_ids=torch.arange(41).expand(2, 41) % 20),
-        lambda: numbered(1, 2, 0, position_ids=torch.arange(41).expand(2, 41)),
+        lambda: numbered(
+            1, 2, 0, position_ids=torch.cat([*map(torch.arange, (9, 21, 11))]).expand(2, 41)
+        ),
     ),
     "positions that jump and a mask": (
         DataError,
