@@ -102,6 +102,20 @@ print_command() {
   printf '\n'
 }
 
+# runs GROUP: a process of it is alive. `kill -0` counts the dead ones too, which stay until their parent
+# asks for them: where a launcher has ended that is PID 1, and that of a container may never ask.
+runs() {
+  local stat line state group
+  kill -0 -- "-$1" 2>/dev/null || return 1
+  [[ -r /proc/self/stat ]] || return 0
+  for stat in /proc/[0-9]*/stat; do
+    { read -r line <"$stat"; } 2>/dev/null || continue # it has ended
+    read -r state _ group _ <<<"${line##*) }"          # behind its name
+    [[ "$group" != "$1" || "$state" == [ZX] ]] || return 0
+  done
+  return 1
+}
+
 # Run `command` with further arguments, or print it; the exit code is the launcher's. Its processes are
 # a group, which gets the signals of the script: DeepSpeed's launcher hands none on. The script ends
 # after the last of them, as ranks may save first.
@@ -120,7 +134,7 @@ start() {
   while
     status=0
     wait $! || status=$? # also where a signal has ended wait
-    kill -0 -- -$! 2>/dev/null
+    runs $!
   do sleep 0.1; done
   trap - TERM INT HUP USR1
   return "$status"

@@ -76,13 +76,10 @@ class Readings:
         model = before = None
         if layer is not None:
             model = self._model_of(layer)
-            for before in reversed(self._records):
-                if before.key == key and before.model() is model:
-                    if before.goes_on(layer, tensors):
-                        return before.reading
-                    break
-            else:
-                before = None
+            of_model = (x for x in reversed(self._records) if x.key == key and x.model() is model)
+            before = next(of_model, None)
+            if before is not None and before.goes_on(layer, tensors):
+                return before.reading
         record = _Record(key, tensors, model)  # what is written while it is read shows at a layer
         record.reading = read()
         if before is not None:

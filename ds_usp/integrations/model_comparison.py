@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_usp.comm.call_record import CallRecord, Signature, mismatch_error
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
+from ds_usp.comm.readings import version_of
 from ds_usp.errors import MeshError
 from ds_usp.integrations.digests import ArgumentsDigest, digest_of_bits, flat
 
@@ -55,8 +56,12 @@ _OF_ALL_MODULES = ("_global_forward_pre_hooks", "_global_forward_hooks")
 # Modules whose hooks count and log, and change nothing: they are often on rank 0 alone, as those of
 # wandb.watch, FlopCounterMode, DeepSpeed's flops profiler and torch's trackers of memory.
 _OBSERVERS = (
-    *("wandb", "deepspeed.profiling", "torch.utils.flop_counter", "torch.utils.module_tracker"),
-    *("torch.distributed._tools", "torch.distributed.tensor.debug"),
+    "wandb",
+    "deepspeed.profiling",
+    "torch.utils.flop_counter",
+    "torch.utils.module_tracker",
+    "torch.distributed._tools",
+    "torch.distributed.tensor.debug",
 )
 # Words in names of attributes and buffers that may differ between ranks, or make no difference.
 _NO_SETTINGS = frozenset(
@@ -394,7 +399,7 @@ def _sample(x: Tensor, turn: int) -> Tensor:
 def _mark(x: Tensor | None) -> tuple[int, ...] | None:
     if x is None:
         return None
-    return id(x), x.data_ptr(), 0 if x.is_inference() else x._version
+    return id(x), x.data_ptr(), version_of(x)
 
 
 def _torch_modes() -> dict[str, object]:

@@ -331,12 +331,10 @@ class Halves(nn.Module):
                 buffer.numpy()[:] = content
             for layer in half:
                 given = buffer if self.how else content
-                recompute = self.how != "copy_"  # torch refuses inputs that it has written to since
-                x = (
-                    checkpoint(layer, x, given, use_reentrant=False)
-                    if recompute
-                    else layer(x, given)
-                )
+                if self.how == "copy_":  # which torch refuses between forward and recomputation
+                    x = layer(x, given)
+                else:
+                    x = checkpoint(layer, x, given, use_reentrant=False)
         return x
 
 

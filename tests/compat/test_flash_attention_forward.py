@@ -69,8 +69,8 @@ def test_positions_in_a_buffer_that_is_filled_again(pool):
         assert max(errors.values()) <= BOUND and raised == "MeshError", (errors, raised)
     errors, _ = pool.run(between_layers, 2, plant=True)[0]
     # Without contents: one index tells two models apart, and versions what torch writes.
-    told = {name for name, e in errors.items() if e <= BOUND}
-    assert told == {name for name in errors if "models" in name or "copy_" in name}, errors
+    exact = {name for name, e in errors.items() if e <= BOUND}
+    assert exact == {name for name in errors if "models" in name or "copy_" in name}, errors
 
 
 NOT_OF_A_SHARD = {

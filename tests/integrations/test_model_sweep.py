@@ -75,11 +75,11 @@ CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_expert
 
 
 def shortfalls(model_type: str) -> list[str]:
-    """What a type's name stands for, and its tiny model does not use."""
+    """Name the parts of a type's default configuration that its tiny model does not use."""
     cls, tiny = model_class(model_type), config(model_type)
     text = tiny.get_text_config()
     default = read(type(text))
-    found = [
+    unused = [
         f"{name} without {kind}"
         for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
         for kind in set(read(default, name) or ()) - set(read(text, name) or ())
@@ -87,25 +87,25 @@ def shortfalls(model_type: str) -> list[str]:
     tokens = plain_batch()["input_ids"].shape[1]
     sizes = {name: read(text, name) for name in (*FEWER_THAN_TOKENS, *EXPERTS, *CHOSEN)}
     sizes = {name: x for name, x in sizes.items() if isinstance(x, int) and x > 0}
-    found += [f"{x}={sizes[x]}" for x in FEWER_THAN_TOKENS if sizes.get(x, 0) >= tokens]
+    unused += [f"{x}={sizes[x]}" for x in FEWER_THAN_TOKENS if sizes.get(x, 0) >= tokens]
     if read(text, "index_topk_blocks", 0) * read(text, "index_block_size", 0) >= tokens:
-        found.append("blocks of all tokens")
+        unused.append("blocks of all tokens")
     experts, chosen = (
         min(sizes[x] for x in y if x in sizes) if y & sizes.keys() else 0
         for y in (set(EXPERTS), set(CHOSEN))
     )
-    found += [f"{chosen} of {experts} experts"] if experts and chosen >= experts else []
+    unused += [f"{chosen} of {experts} experts"] if experts and chosen >= experts else []
     indexers = [x for x in vars(sys.modules[cls.__module__]) if x.endswith("Indexer")]
     if indexers:
         with torch.device("meta"):
             kinds = {type(module).__name__ for module in cls._from_config(tiny).modules()}
-        found += [] if kinds & set(indexers) else ["no indexer"]
-    return found
+        unused += [] if kinds & set(indexers) else ["no indexer"]
+    return unused
 
 
 @pytest.mark.skipif(not HAS_STATES, reason="the overrides are of a newer transformers")
 def test_tiny_models_use_what_their_names_stand_for():
-    short = {name: found for name in TYPES if (found := shortfalls(name))}
+    short = {name: unused for name in TYPES if (unused := shortfalls(name))}
     assert not short
     dense = {"layer_types": ["full_attention"] * 2}  # as the sweep once had it
     with mock.patch.dict(OVERRIDES, {"minimax_m3_vl_text": dense}):

@@ -152,8 +152,9 @@ def noise_of_a_tower_and_of_text(ctx: RankContext) -> dict[str, float]:
 
 
 def noise_of_a_diffusion_transformer(ctx: RankContext) -> dict[str, float]:
-    """With it the difference that a checkpoint makes of gradients, and that of streams, of which
-    the last is of whole text that is as long as one rank's shard alone."""
+    """Return how much of each mask is alike on both ranks, how far a checkpoint moves gradients,
+    and how far the ranks' generators are apart after passes, one of them with text whose length is
+    that of rank 1's shard alone."""
     transformer = tiny_diffusers.build("WanTransformer3DModel", num_layers=1)
     diffusers.enable(transformer, mesh_of(2))
     torch.manual_seed(3)

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.scores import Scores
+from ds_usp.comm.readings import version_of
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
@@ -54,8 +55,7 @@ class Targets:
     version: int = field(init=False)  # of ``given``: a model may write into it
 
     def __post_init__(self) -> None:
-        version = 0 if self.given.is_inference() else self.given._version
-        object.__setattr__(self, "version", version)
+        object.__setattr__(self, "version", version_of(self.given))
 
     # AOTAutograd compares the version of its fake tensor while it traces: 0, whatever the labels'.
     @disable_in_compile("labels are compared by their version, which a graph does not know")

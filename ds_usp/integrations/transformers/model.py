@@ -18,6 +18,7 @@ from ds_usp.attention.plan import AttentionOptions
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
+from ds_usp.comm.readings import version_of
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
@@ -622,17 +623,13 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             computed is None
             or loss.data_ptr() != computed.data_ptr()
             or loss.dtype != computed.dtype
-            or _times_written(loss) > (of_routers is not None)
+            or version_of(loss) > (of_routers is not None)
         ):
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "
                 "what is no sum over tokens: leave labels out and compute the loss from logits "
                 "(logits='whole'), or use a model whose loss is model.loss_function"
             )
-
-
-def _times_written(x: Any) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 # What TRL's fused head returns for every token, of which trainers make losses: always joined.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -216,12 +216,12 @@ def layout_of_states(model: PreTrainedModel, options: Options) -> str:
     Raises:
         LayoutError: one in which no rank has consecutive tokens.
     """
-    what = "carries a state from token to token" if any(recurrent_layers(model)) else ""
-    what = "picks keys by an indexer" if any(sparse_layers(model)) else what
-    if options.layout == "striped" and what:
+    reason = "carries a state from token to token" if any(recurrent_layers(model)) else ""
+    reason = "picks keys by an indexer" if any(sparse_layers(model)) else reason
+    if options.layout == "striped" and reason:
         raise LayoutError(
-            f"{type(model).__name__} {what}, and layout='striped' gives each rank tokens that are "
-            "not consecutive: use contiguous, zigzag, balanced or auto"
+            f"{type(model).__name__} {reason}, and layout='striped' gives each rank tokens that "
+            "are not consecutive: use contiguous, zigzag, balanced or auto"
         )
     # Without attention there is no work to balance, and one piece a rank sends fewest states.
     without = model.config.get_text_config().model_type in WITHOUT_ATTENTION
@@ -259,16 +259,20 @@ def check_layerdrop(trunk: PreTrainedModel, batch: WholeArguments) -> None:
         )
 
 
-_DROPPED = "ranks on CPUs would drop other parts of it: make it with that at 0, or train on GPUs"
-# Settings of PEFT by which an adapter draws for a weight, on the CPU or wherever the tokens are, or
-# for tokens by a seed of its own. Dropouts of all others are torch's, of tokens.
-_NOISE_OF_ADAPTERS: Mapping[str, Mapping[str, str]] = {
-    "LOHA": {"module_dropout": _DROPPED, "rank_dropout": _DROPPED},
-    "LOKR": {"module_dropout": _DROPPED, "rank_dropout": _DROPPED},
-    "BOFT": {"boft_dropout": _DROPPED},
-    "LORA": {"monteclora_config": "ranks would sample other weights of it: make it without"},
-    "PVERA": {"generator_seed": "ranks would draw the same for other tokens: make it without"},
+# Settings of PEFT by which an adapter drops parts of a weight, drawn from the CPU's generator: on
+# GPUs that goes on alike on all ranks, on CPUs it is each rank's own. All other dropouts of
+# adapters are torch's, of tokens.
+_DROPS_ON_CPU: Mapping[str, Sequence[str]] = {
+    "LOHA": ("module_dropout", "rank_dropout"),
+    "LOKR": ("module_dropout", "rank_dropout"),
+    "BOFT": ("boft_dropout",),
 }
+# Settings by which it samples weights where the tokens are, or draws for tokens by its own seed.
+_DRAWS: Mapping[str, tuple[str, str]] = {
+    "LORA": ("monteclora_config", "ranks would sample other weights of it: make it without"),
+    "PVERA": ("generator_seed", "ranks would draw the same for other tokens: make it without"),
+}
+_DROPPED = "ranks on CPUs would drop other parts of it: make it with that at 0, or train on GPUs"
 
 
 def check_adapters(model: PreTrainedModel, batch: WholeArguments) -> None:
@@ -277,14 +281,14 @@ def check_adapters(model: PreTrainedModel, batch: WholeArguments) -> None:
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     on_cpu = next(iter(batch.tensors.values())).device.type == "cpu"
     for name, config in configs.items():
-        for key, reason in _NOISE_OF_ADAPTERS.get(getattr(config, "peft_type", ""), {}).items():
-            value = getattr(config, key, None)
-            is_drawn = value and on_cpu if reason is _DROPPED else value is not None
-            if is_drawn and _trains_with(model, name):
-                raise UnsupportedAttentionError(
-                    f"the {config.peft_type.value} adapter {name!r} draws random numbers in "
-                    f"training ({key}), and {reason}"
-                )
+        kind = getattr(config, "peft_type", "")
+        drops = [x for x in _DROPS_ON_CPU.get(kind, ()) if on_cpu and getattr(config, x, False)]
+        drawn, reason = (drops[0], _DROPPED) if drops else _DRAWS.get(kind, ("", ""))
+        if getattr(config, drawn, None) is not None and _trains_with(model, name):
+            raise UnsupportedAttentionError(
+                f"the {config.peft_type.value} adapter {name!r} draws random numbers in training "
+                f"({drawn}), and {reason}"
+            )
 
 
 def _trains_with(model: PreTrainedModel, adapter: str) -> bool:
