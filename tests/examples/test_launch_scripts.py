@@ -277,7 +277,13 @@ def test_a_signal_to_a_script_reaches_its_ranks(tmp_path, request):
     for number, script in SIGNALS.items():
         (folder := tmp_path / number).mkdir()
         path = ROOT / "examples_deepspeed" / f"{script}_usp_cpu.sh"
-        started[number] = subprocess.Popen(["bash", str(path)], cwd=folder, env=settings)
+        started[number] = subprocess.Popen(
+            ["bash", str(path)],
+            cwd=folder,
+            env=settings,
+            # In the background of a script tests ignore it, and so would a shell that they start.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
     deadline = time.monotonic() + 40  # before the first rank gives up
     while len(list(tmp_path.glob("*/ready*"))) < 2 * len(started):
         assert time.monotonic() < deadline
