@@ -62,15 +62,16 @@ def with_states(inputs: list[torch.Tensor], piece: object) -> PieceMap:
 
 
 def counted(mesh: ds_usp.SequenceMesh, interface: str, step: Callable[[], object]) -> list[tuple]:
-    """By rank: its host, the ledger's bytes to the other host, those of this one's interface."""
+    """Return by rank its host, the ledger's bytes to the other host, those that its interface sent,
+    and at most how many of these TCP sent again, since it took them for lost."""
     mesh.ledger.reset()
     dist.barrier()
-    before = sent_by(interface)
+    before, resent_before = sent_by(interface), resent()
     step()
     dist.barrier()
     row = int(os.environ["GROUP_RANK"]), sum(mesh.ledger.between_nodes.values())
     rows: list = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (*row, sent_by(interface) - before))
+    dist.all_gather_object(rows, (*row, sent_by(interface) - before, resent() - resent_before))
     return rows
 
 
@@ -81,6 +82,13 @@ def sent_by(interface: str) -> int:
         if name.strip() == interface:
             return int(fields.split()[8])
     raise LookupError(interface)
+
+
+def resent() -> int:
+    """Bytes of the segments that TCP of this host has sent again, each as long as can be."""
+    lines = Path("/proc/net/snmp").read_text().splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    return int(values[names.index("RetransSegs")]) * 1514  # with the headers of 1500 bytes of IP
 
 
 def main() -> None:
@@ -96,8 +104,9 @@ def main() -> None:
             backward = counted(mesh, interface, outs[0].sum().backward)
             for way, rows in (("forward", forward), ("backward", backward)):
                 for host in range(2):
-                    _, ledger, seen = zip(*(row for row in rows if row[0] == host), strict=True)
-                    table.append([name, case, way, host, sum(ledger), max(seen)])
+                    of_host = [row for row in rows if row[0] == host]
+                    _, ledger, *counts = zip(*of_host, strict=True)
+                    table.append([name, case, way, host, sum(ledger), *map(max, counts)])
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(table))
     dist.destroy_process_group()

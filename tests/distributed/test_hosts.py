@@ -51,7 +51,8 @@ def interfaces_and_processes() -> tuple[list[str], str]:
 
 REACH = """if True:
     import os, socket
-    print(socket.gethostname(), open("/proc/sys/kernel/random/boot_id").read())
+    # One write even where Python buffers nothing: the hosts share a file.
+    print(socket.gethostname() + " " + open("/proc/sys/kernel/random/boot_id").read())
     try:
         os.environ["NODE_RANK"] == "1" or socket.create_connection(("host-1", 9), timeout=1)
     except ConnectionRefusedError:  # by the other host
@@ -85,11 +86,11 @@ def test_the_ledger_counts_what_crosses(up, ranks, tmp_path):
     assert code == 0, text[-3000:]
     rows = json.loads(path.read_text())
     assert len(rows) == {2: 2, 4: 4}[sum(ranks)] * 3 * 2 * 2  # meshes, cases, passes, hosts
-    for *row, ledger, counted in rows:
+    for *row, ledger, counted, resent in rows:
         # What TCP, barriers and the comparison of the calls send besides: a share, and a floor.
-        assert ledger <= counted < 1.05 * ledger + 20_000, (row, ledger, counted)
+        assert ledger <= counted < 1.05 * ledger + 20_000 + resent, (row, ledger, counted, resent)
     if sum(ranks) == 2:
-        sent = {tuple(row): ledger for *row, ledger, _ in rows}
+        sent = {tuple(row): ledger for *row, ledger, _, _ in rows}
         # 512 tokens, 4 heads of 128 numbers of 4 bytes: q, k, v and the output, each way.
         assert sent["2 x 1", "8 KV heads", "forward", 0] == 4 * 512 * 4 * 128 * 4
         # Zigzag: rank 0 has the first and the last quarter, of which rank 1 sees one.
