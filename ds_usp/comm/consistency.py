@@ -33,7 +33,13 @@ from ds_usp.comm.call_record import (
     Signature,
     mismatch_error,
 )
-from ds_usp.comm.process_groups import all_gather_bytes, subgroup, timeout_of, transport_device
+from ds_usp.comm.process_groups import (
+    all_gather_bytes,
+    ask_store,
+    subgroup,
+    timeout_of,
+    transport_device,
+)
 from ds_usp.comm.shm_mailbox import (
     MAX_IN_FLIGHT,
     WARN_AFTER_S,
@@ -111,10 +117,10 @@ class GroupTransport:
         self._group, self._store = group, store
         self._posted, self._given_up = 0, ""
         self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
-        self._looking: list[threading.Thread] = []  # one at most
+        self._requests: list[threading.Thread] = []  # to the store, that may not have ended
         # torch aborts a process that ends and leaves a collective or a request to the store behind.
         # Not when the transport is garbage collected, which may be in mid-training.
-        atexit.register(_wait_for, self._works, self._looking)
+        atexit.register(_wait_for, self._works, self._requests)
 
     def post(self, data: bytes) -> int:
         self._posted += 1
@@ -145,32 +151,29 @@ class GroupTransport:
         return received
 
     def abort(self) -> None:
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # its host is gone, and the others' waits fail
-                self._store.set("given up", f"by rank {self._group.rank()}")
+        if (store := self._store) is not None:
+            rank = f"by rank {self._group.rank()}"
+            self._requests.append(ask_store(lambda: store.set("given up", rank)))
+            self._requests[-1].join(_LOOK_S)  # where its host is gone, the others' waits fail
 
     def _look_at_store(self, seq: int, ended: threading.Event) -> None:
-        # By a thread: a request to a store whose host has vanished ends when TCP gives up, after a
-        # quarter of an hour, and this wait must end at the group's timeout.
         store, ranks = self._store, range(self._group.size())
-        if store is None or any(thread.is_alive() for thread in self._looking):
+        if store is None or any(thread.is_alive() for thread in self._requests):
             return
 
         def look() -> None:
             start, warned = time.monotonic() - _LOOK_S, False
-            with contextlib.suppress(RuntimeError):  # the store is gone: wait without it
-                store.set(f"{seq} {self._group.rank()}", "has come")
-                while not ended.wait(_LOOK_S):
-                    if store.check(["given up"]):
-                        self._given_up = store.get("given up").decode()
-                    waited_s = time.monotonic() - start
-                    if waited_s > WARN_AFTER_S and not warned:
-                        warned = True
-                        late = [rank for rank in ranks if not store.check([f"{seq} {rank}"])]
-                        warn_of_late_ranks(late, waited_s, timeout_of(self._group).total_seconds())
+            store.set(f"{seq} {self._group.rank()}", "has come")
+            while not ended.wait(_LOOK_S):
+                if store.check(["given up"]):
+                    self._given_up = store.get("given up").decode()
+                waited_s = time.monotonic() - start
+                if waited_s > WARN_AFTER_S and not warned:
+                    warned = True
+                    late = [rank for rank in ranks if not store.check([f"{seq} {rank}"])]
+                    warn_of_late_ranks(late, waited_s, timeout_of(self._group).total_seconds())
 
-        self._looking[:] = [threading.Thread(target=look, name="ds_usp wait", daemon=True)]
-        self._looking[0].start()
+        self._requests[:] = [ask_store(look)]  # this wait ends at the group's timeout all the same
 
 
 def _wait_for(

@@ -3,10 +3,12 @@ ranks are on one node, and an error that all ranks of a program raise, printed o
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import platform
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from torch.distributed import distributed_c10d as c10d
 from ds_usp.config import environment
 from ds_usp.errors import USPError
 from ds_usp.geometry.ranks import RankGrid
+
+_STORE_TIMEOUT_S = 2.0  # how long a rank that ends waits for the answer of the job's store
 
 
 def subgroup(
@@ -129,11 +133,27 @@ def one_line_errors() -> Iterator[None]:
 def _is_speaker(text: str) -> bool:
     if not dist.is_initialized():
         return environment(("RANK",)).get("RANK", "0") == "0"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        return bool(c10d._get_default_store().add(f"usp error {digest}", 1) == 1)
-    except RuntimeError:  # the rank that hosts the store has ended
-        return True
+    key, store = f"usp error {hashlib.sha256(text.encode()).hexdigest()}", c10d._get_default_store()
+    ranks_with_it: list[int] = []
+    ask_store(lambda: ranks_with_it.append(store.add(key, 1))).join(_STORE_TIMEOUT_S)
+    return not ranks_with_it or ranks_with_it[0] == 1
+
+
+def ask_store(request: Callable[[], object]) -> threading.Thread:
+    """Start a thread that makes a request to a store, and ends without a word if the store is gone.
+
+    A request to a store whose host cannot be reached ends when TCP gives up, after a quarter of an
+    hour, and requests of other threads over the same connection wait for it, even ``set``, which
+    needs no answer. So whoever has to raise in time joins the thread with a timeout.
+    """
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            request()
+
+    thread = threading.Thread(target=ask, name="ds_usp store", daemon=True)
+    thread.start()
+    return thread
 
 
 def node_ids(group: dist.ProcessGroup) -> list[bytes]:

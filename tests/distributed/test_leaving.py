@@ -4,10 +4,12 @@ import contextlib
 import datetime
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +20,7 @@ from harness import RankContext, logged_lines
 from programs import python
 
 import ds_usp
-from ds_usp.comm import consistency, shm_mailbox
+from ds_usp.comm import consistency, process_groups, shm_mailbox
 from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.process_groups import align_group_counters
 from ds_usp.kernels.sdpa import SdpaKernel
@@ -237,6 +239,21 @@ def test_a_process_ends_while_its_thread_asks_the_store():
     """
     done = python("-c", program)
     assert done.returncode == 0, done
+
+
+def test_a_rank_that_cannot_reach_the_store_gives_up_and_speaks(monkeypatch):
+    """Where the host of the store is cut off, a request ends after a quarter of an hour."""
+    answer, never = threading.Event(), SimpleNamespace(set=lambda *_: answer.wait(60))
+    never.add = never.set
+    monkeypatch.setattr(consistency, "_LOOK_S", 0.1)
+    monkeypatch.setattr(process_groups, "_STORE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(process_groups.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(process_groups.c10d, "_get_default_store", lambda: never)
+    group, start = SimpleNamespace(size=lambda: 2, rank=lambda: 0), time.monotonic()
+    consistency.GroupTransport(group, never).abort()
+    assert process_groups._is_speaker("an error")
+    assert time.monotonic() - start < 10
+    answer.set()
 
 
 GLOO_THREADS_AT_THE_END = """
