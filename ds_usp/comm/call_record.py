@@ -128,8 +128,12 @@ class CallRecord(NamedTuple):
         return cls(Signature(tuple(text.split(_SEPARATOR)), layouts), Kind(kind), *header)
 
 
-def mismatch_error(records: Sequence[CallRecord]) -> MeshError:
-    """The error that shows in which fields the records of all ranks differ, by groups of ranks."""
+def mismatch_error(records: Sequence[CallRecord], earlier: Sequence[str] = ()) -> MeshError:
+    """The error that shows in which fields the records of all ranks differ, by groups of ranks.
+
+    Args:
+        earlier: texts of the calls that these fields are of, where it is none that begins.
+    """
     by_rank = dict(enumerate(records))
     texts = tuple(str(record.signature) for record in records)
     layouts = tuple(record.signature.layouts for record in records)
@@ -158,7 +162,9 @@ def mismatch_error(records: Sequence[CallRecord]) -> MeshError:
         lines += _remaining(group_ranks)
     header = "the ranks of the sequence-parallel group disagree. They differ in"
     message = "\n  ".join([header, *lines])
-    if common:
+    if earlier:
+        message += "".join(f"\nin {_shorten(text)}" for text in earlier)
+    elif common:
         message += f"\nequal on all ranks: {_shorten(', '.join(common))}"
     if any(record.kind is Kind.BACKWARD for record in records):
         message += (

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import datetime
 import hashlib
+import math
 import os
 import sys
 import threading
@@ -16,7 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
-from typing import Any, cast
+from itertools import compress
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -49,8 +52,12 @@ from ds_usp.comm.shm_mailbox import (
 )
 from ds_usp.errors import MeshError
 
-_READ_AFTER = 8  # calls: a GPU has long computed what it was given so many calls ago
-_FEW_ELEMENTS = 1024  # of a tensor that ranks hold alike: larger ones are sampled
+# Comparisons, of calls and backward passes: a GPU has long computed what it was given before.
+_READ_AFTER = 8
+_FEW_ELEMENTS = 1024  # of a tensor that ranks hold alike: of larger ones sums are compared
+_ROWS = 4096  # of that many elements are summed at a time: 32 MiB of products
+# By bytes; wider ones as several: an int64 sum keeps of the top bits of int64s their parity alone.
+INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32})
 _PLAIN_TENSORS = torch.Tensor, torch.nn.Parameter
 # Signatures may differ from step to step, by lengths or by documents.
 _MAX_VERIFIED = 1024
@@ -72,35 +79,89 @@ _FORKED = MeshError(
 
 
 class SharedNumbers:
-    """The elements of tensors that all ranks hold alike, of larger ones a sample: a digest of them.
+    """Digests of tensors that all ranks hold alike, each of every bit.
 
     Args:
         tensors: by name, all on one device. Of other classes than torch's own the shapes alone.
 
     Attributes:
-        names: of the tensors, with their dtypes and shapes.
-        is_on_gpu: the digest is not known before the GPU has computed what it was given so far.
+        names: the field of each tensor's dtype and shape.
+        is_on_gpu: the digests are not known before the GPU has computed what it was given so far.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        names = [f"{x.dtype} {name} {'x'.join(map(str, x.shape))}" for name, x in tensors.items()]
-        plain = [x for x in tensors.values() if type(x) in _PLAIN_TENSORS and not x.is_meta]
-        self.names, self._copied = " and ".join(names), cast("torch.cuda.Event | None", None)
-        self.is_on_gpu = any(x.is_cuda for x in plain)
+        self.names = [_name_of(name, x.dtype, x.shape) for name, x in tensors.items()]
+        known = [type(x) in _PLAIN_TENSORS and not x.is_meta for x in tensors.values()]
+        self.is_on_gpu = any(x.is_cuda for x in compress(tensors.values(), known))
         if self.is_on_gpu and torch.cuda.is_current_stream_capturing():
-            plain, self.is_on_gpu = [], False  # replays compare nothing, and no event is waited for
-        rows = [x.detach().flatten() for x in plain]
-        # An odd step meets each column of a table.
-        rows = [x[:: x.numel() // _FEW_ELEMENTS | 1].contiguous().view(torch.uint8) for x in rows]
-        data = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._data = data.to("cpu", non_blocking=data.is_cuda)
-        if data.is_cuda:
-            self._copied = torch.cuda.current_stream(data.device).record_event()
+            known, self.is_on_gpu = [False] * len(known), False  # replays compare nothing
+        parts = [_few_bits(x) for x in compress(tensors.values(), known)]
+        lengths = map(len, parts)
+        self._lengths = [next(lengths) if is_known else 0 for is_known in known]
+        if len(parts) != 1:
+            parts = [torch.cat(parts) if parts else torch.empty(0, device="cpu")]
+        self._bits = parts[0].to("cpu", non_blocking=self.is_on_gpu)
+        self._copied: torch.cuda.Event | None = None
+        if self.is_on_gpu:
+            self._copied = torch.cuda.current_stream(parts[0].device).record_event()
 
-    def digest(self) -> str:
+    def fields(self, when: str = "") -> list[str]:
+        """The field of each tensor's numbers; waits for the GPU."""
         if self._copied is not None:
             self._copied.synchronize()
-        return hashlib.blake2b(self._data.numpy().tobytes(), digest_size=8).hexdigest()
+        data, start, fields = self._bits.numpy(), 0, list[str]()
+        for name, length in zip(self.names, self._lengths, strict=True):
+            digest = hashlib.blake2b(
+                data[start : start + length].tobytes(), digest_size=8
+            ).hexdigest()
+            fields.append(f"{name}{when}, digest: {digest}")
+            start += length
+        return fields
+
+
+@lru_cache(maxsize=1024)
+def _name_of(name: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{NUMBERS_FIELD}{dtype} {name} {'x'.join(map(str, shape))}"
+
+
+def _few_bits(x: torch.Tensor) -> torch.Tensor:
+    """Bytes that differ where any bit of a tensor does: its own, or of sums over all of it."""
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    x = x.detach().contiguous().view(-1)
+    if len(x) <= _FEW_ELEMENTS:
+        return x.view(torch.uint8)
+    # Sums of integers wrap around: they are exact in any order, so that unlike GPUs agree. The
+    # factors are odd: no single bit is lost in them.
+    bits = x.view(INTEGERS[min(x.element_size(), 4)])
+    level = 0
+    while len(bits) > _FEW_ELEMENTS:
+        if len(bits) % _FEW_ELEMENTS:
+            bits = torch.nn.functional.pad(bits, (0, -len(bits) % _FEW_ELEMENTS))
+        factors = _factors(bits.device, level)
+        rows = bits.view(-1, _FEW_ELEMENTS).split(_ROWS)
+        sums = [(piece * factors).sum(1) for piece in rows]
+        bits, level = sums[0] if len(sums) == 1 else torch.cat(sums), level + 1
+    return bits.view(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def _factors(device: torch.device, level: int) -> torch.Tensor:
+    """Odd integers without a pattern, others for sums of elements and for sums of sums."""
+    index = torch.arange(1, 1 + _FEW_ELEMENTS, device=device) + level * _FEW_ELEMENTS
+    factors = index * 0x1E3779B97F4A7C15
+    factors = (factors ^ (factors >> 29)) | 1
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # once: any stream may read them next
+    return factors
+
+
+class _Call(NamedTuple):
+    """A call on a GPU, whose numbers are still to be compared."""
+
+    number: int
+    of: Signature
+    numbers: SharedNumbers
 
 
 class GroupTransport:
@@ -209,8 +270,10 @@ def _wait_for(
 # at the same call. No CUDA stream waits for it.
 #
 # Numbers of tensors that all ranks hold alike, as sinks, are compared by content in each call. On a
-# GPU they are copied to the host behind its work, and are part of the record eight calls later, or
-# of a check: reading them at once would let the GPU run empty in each layer.
+# GPU their bits, or sums of many, are copied to the host behind its work. They are part of the
+# record of a call or backward pass eight comparisons later, or of a check: reading them at once
+# would let the GPU run empty in each layer. Where one is refused for another reason, the next one
+# has them.
 #
 # Note [fail-stop]
 #
@@ -251,7 +314,7 @@ class ConsistencyChecker:
     # attributes                          written by, and under        read by
     # number, _failure, _calls, _passes,  comparisons, _lock           the next comparison; number:
     #   _passes_since_call, _verified,                                 the call it is of
-    #   _pending, _unread, _has_left
+    #   _pending, _unread, _read, _has_left
     # ranks_know                          comparisons; who begins      who has caught an error
     #                                     what may raise before one
     # _owner, _thread_field               a thread's first call, _lock calls, _lock
@@ -270,7 +333,8 @@ class ConsistencyChecker:
         self._calls = self._passes = self._passes_since_call = 0  # backward passes
         self._verified: set[Signature | str] = set()  # signatures that were equal on all ranks
         self._pending: deque[int] = deque()  # comparisons in flight
-        self._unread: deque[SharedNumbers] = deque(maxlen=_READ_AFTER)  # of calls on GPUs
+        self._unread: deque[_Call] = deque()  # on GPUs, whose numbers are still to be compared
+        self._read: dict[int, dict[str, _Call]] = {}  # those in a comparison's record, by its field
         self._has_left = False  # the last one in flight says so
         self._failure: MeshError | None = None  # raised as copies: it would keep frames
         self._owner: weakref.ref[threading.Thread] | None = None
@@ -322,7 +386,8 @@ class ConsistencyChecker:
             signature: of the call; a text has ``", "`` between its fields.
             error: what this rank already knows to be wrong.
             wait: wait for the comparison even if the signature is verified.
-            numbers: of arguments that are no shards. On a GPU they are compared in a later call.
+            numbers: of arguments that are no shards. On a GPU they are compared eight comparisons
+                later.
 
         Raises:
             MeshError: the ranks differ in this call or differed in an earlier one; on every rank.
@@ -333,17 +398,12 @@ class ConsistencyChecker:
             signature = Signature.of_text(signature)
         posted = signature
         if numbers is not None:
-            digest = "none yet"
-            if not numbers.is_on_gpu:
-                digest = numbers.digest()
-            elif len(self._unread) == _READ_AFTER:
-                digest = f"{self._unread[0].digest()} {_READ_AFTER} calls before"
-            text = f"{NUMBERS_FIELD}{numbers.names}, digest {digest}"
-            posted = Signature.of(signature, text)
+            fields = numbers.names if numbers.is_on_gpu else numbers.fields()
+            posted = Signature(signature.fields + tuple(fields), signature.layouts)
         # New numbers make no new signature, which would be waited for.
         self._compare(posted, _CALL, signature, error, wait, MAX_IN_FLIGHT - 1, computes=True)
         if numbers is not None and numbers.is_on_gpu:  # not of a call that all ranks refuse
-            self._unread.append(numbers)
+            self._unread.append(_Call(self.number, signature, numbers))
         self._calls += 1
         self._passes_since_call = 0
 
@@ -375,7 +435,8 @@ class ConsistencyChecker:
     def check_now(self, text: str, error: Exception | None = None) -> None:
         """:func:`check_same` over this group, after all comparisons in flight."""
         signature = Signature.of_text(text)
-        self._compare(signature, _CALL, signature, error, True, 0)
+        # Without numbers of earlier calls: callers ask for the reason where the text differs.
+        self._compare(signature, _CALL, signature, error, True, 0, read_after=math.inf)
 
     def check(self) -> None:
         """Compare how many calls and backward passes each rank has made. Collective; it takes a
@@ -385,10 +446,8 @@ class ConsistencyChecker:
             MeshError: other numbers, or a rank is about to do something else; on every rank.
         """
         counts = f"after {self._calls} calls", f"after {self._passes} backward passes"
-        numbers = [f"{NUMBERS_FIELD}{x.names}, digest {x.digest()}" for x in self._unread]
-        signature = Signature(("a check of the mesh", *counts, *numbers))
-        self._compare(signature, _CALL, signature, None, True, 0)
-        self._unread.clear()
+        signature = Signature(("a check of the mesh", *counts))
+        self._compare(signature, _CALL, signature, None, True, 0, read_after=0)
 
     @contextlib.contextmanager
     def raising_everywhere(self) -> Iterator[None]:
@@ -484,12 +543,14 @@ class ConsistencyChecker:
         wait: bool,
         max_pending: int,
         computes: bool = False,
+        read_after: float = _READ_AFTER,
     ) -> None:
         """Compare a record; without waiting if its key is verified and ``wait`` is False.
 
         Args:
             max_pending: at most so many comparisons are in flight before this one.
             computes: the mesh becomes this thread's, or belongs to it.
+            read_after: numbers on GPUs of a call so many comparisons before are part of the record.
         """
         transport = self._transport
         if transport is None:
@@ -507,9 +568,14 @@ class ConsistencyChecker:
                 self.drain(0 if wait else max_pending)
             if self.in_pass and error is None and (computes or kind is Kind.BACKWARD):
                 self.abort_pass()  # else another thread may be in it
+            calls = self._read_numbers(read_after) if self._unread else {}
+            if calls:
+                signature = Signature(signature.fields + tuple(calls), signature.layouts)
             record = self._record(signature, kind, deferred=not wait)
             seq = transport.post(_encode(record if error is None else _error_record(error)))
             self.ranks_know = False
+            if calls:
+                self._read[seq] = calls
             if not wait:
                 self._pending.append(seq)
             else:
@@ -534,16 +600,31 @@ class ConsistencyChecker:
         except MeshError as unreachable:
             transport.abort()
             raise self._fail(unreachable) from None
+        calls = self._read.pop(seq, {}) if self._read else {}
         if error is None and data.count(data[0]) == len(data):
             return
-        difference, for_good = _difference(data)
+        others = _with_other_numbers(data, calls)
+        difference, for_good = _difference(data, [f"call {x.number}: {x.of}" for x in others])
         if difference is not None and for_good:
             difference = self._fail(difference)
         raised = difference if error is None else error
         if raised is not None:
             self.ranks_know = True
-            self._unread.clear()  # on every rank: it would be refused for these again
+            if others:
+                self._unread.clear()  # on every rank: it would be refused for these again
+            else:
+                self._unread.extendleft(reversed(dict.fromkeys(calls.values())))
             raise raised
+
+    def _read_numbers(self, read_after: float) -> dict[str, _Call]:
+        """Take the calls so many comparisons before the one that begins, by fields of numbers."""
+        calls: dict[str, _Call] = {}
+        number = self.number + 1
+        while self._unread and self._unread[0].number + read_after <= number:
+            call = self._unread.popleft()
+            fields = call.numbers.fields(f", {number - call.number} comparisons before")
+            calls |= dict.fromkeys(fields, call)
+        return calls
 
     def _record(self, signature: Signature, kind: Kind, deferred: bool = False) -> CallRecord:
         """A record with this rank's aborted passes: it must not continue with ranks that aborted
@@ -594,7 +675,21 @@ def _error_record(error: Exception) -> CallRecord:
     return CallRecord(Signature((str(error) or type(error).__name__,)), Kind.ERROR)
 
 
-def _difference(data: Sequence[bytes | bytearray]) -> tuple[MeshError | None, bool]:
+def _with_other_numbers(
+    data: Sequence[bytes | bytearray], calls: Mapping[str, _Call]
+) -> list[_Call]:
+    """Those of the earlier calls, by the fields of their numbers, that differ among the records."""
+    records = [CallRecord.decode(record) for record in data] if calls else []
+    if any(record.kind in (Kind.ERROR, Kind.LEFT) for record in records):
+        return []
+    rows = [record.signature.fields for record in records]
+    differing = [call for field, call in calls.items() if not all(field in row for row in rows)]
+    return list(dict.fromkeys(differing))
+
+
+def _difference(
+    data: Sequence[bytes | bytearray], earlier: Sequence[str] = ()
+) -> tuple[MeshError | None, bool]:
     """The difference of the ranks' records of a number, None where all can go on; and whether it is
     for good: ranks aborted different passes, one has left alone, or some have started an exchange
     that others refuse."""
@@ -606,4 +701,4 @@ def _difference(data: Sequence[bytes | bytearray]) -> tuple[MeshError | None, bo
     if kinds == {Kind.LEFT} and len(aborts) == 1:
         return None, False
     deferred = any(record.deferred for record in records)
-    return mismatch_error(records), deferred or Kind.LEFT in kinds or len(aborts) > 1
+    return mismatch_error(records, earlier), deferred or Kind.LEFT in kinds or len(aborts) > 1

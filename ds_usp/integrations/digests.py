@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_usp.comm.consistency import INTEGERS
+
 _CHUNK = 2**22  # elements
-_INTEGERS = MappingProxyType(
-    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-)  # by bytes
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:
@@ -22,7 +20,7 @@ def _sum_of_bits(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     sums = []
-    pieces = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).split(_CHUNK)
+    pieces = x.detach().reshape(-1).view(INTEGERS[min(x.element_size(), 4)]).split(_CHUNK)
     for number, piece in enumerate(pieces):
         index = torch.arange(1, 1 + len(piece), device=x.device) + number * _CHUNK
         weights = index * 0x1E3779B97F4A7C15

@@ -1,6 +1,8 @@
 """Ranks that differ are refused everywhere; an error in a call leaves no exchange in flight."""
 
+import contextlib
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -426,16 +428,28 @@ def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool):
         assert count == 4
 
 
-def numbers_on_gpus(ctx: RankContext, odd: int, calls: int) -> tuple[str, int]:
-    """Calls with numbers that are read as a GPU's are, others on rank 1 in one call; what is said,
-    and after how many calls."""
+def numbers_on_gpus(
+    ctx: RankContext, odd: int, calls: int, passes: int = 0, refused: bool = False
+) -> tuple[str, int]:
+    """Calls with tables that are read as a GPU's are, with another element in one call on rank 1,
+    and backward passes; what is said, and after how many of them."""
     consistency = checker_of(ctx, True)
     count = 0
     try:
         for call in range(calls):
-            numbers = SharedNumbers({"sinks": torch.ones(4) * (call == odd and ctx.rank == 1)})
+            tables = {"cos": torch.ones(3, 5, 400), "sin": torch.ones(3, 5, 400)}
+            tables["sin"][2, 3, 77] += 1e-7 * (call == odd and ctx.rank == 1)
+            numbers = SharedNumbers(tables)
             numbers.is_on_gpu = True
-            consistency.check_call("a call", wait=False, numbers=numbers)
+            consistency.check_call(f"layer {call % 4}", wait=False, numbers=numbers)
+            count += 1
+            consistency.check_now("a step")  # what asks for its own reason is told no other
+        if refused:
+            with contextlib.suppress(ds_usp.ConfigError, ds_usp.MeshError):
+                error = ds_usp.ConfigError("no") if ctx.rank == 1 else None
+                consistency.check_call("a call", error=error)
+        for _ in range(passes):
+            consistency.check_backward(1, wait=False)
             count += 1
         consistency.check()
     except ds_usp.MeshError as error:
@@ -444,12 +458,40 @@ def numbers_on_gpus(ctx: RankContext, odd: int, calls: int) -> tuple[str, int]:
     return "", count
 
 
-def test_numbers_on_gpus_are_compared_eight_calls_later_or_by_a_check(pool):
-    assert pool.run(numbers_on_gpus, 2, odd=-1, calls=20) == [("", 20)] * 2
-    for odd, calls, found in ((2, 20, range(11, 15)), (9, 12, range(12, 13))):
-        for message, count in pool.run(numbers_on_gpus, 2, odd=odd, calls=calls):
-            assert "numbers of torch.float32 sinks 4, digest" in message, message
-            assert count in found, count
+def test_numbers_on_gpus_are_compared_eight_comparisons_later_or_by_a_check(pool):
+    assert pool.run(numbers_on_gpus, 2, odd=-1, calls=20, passes=9) == [("", 29)] * 2
+    for odd, calls, passes, refused, found in (
+        (2, 20, 0, False, range(6, 8)),  # each call is two comparisons
+        (9, 12, 0, False, range(12, 13)),
+        (9, 10, 13, False, range(17, 22)),  # found by a pass, before the check
+        (6, 10, 0, True, range(10, 11)),  # the refused call's record has them
+    ):
+        arguments = {"odd": odd, "calls": calls, "passes": passes, "refused": refused}
+        for message, count in pool.run(numbers_on_gpus, 2, **arguments):
+            assert "numbers of torch.float32 sin 3x5x400, " in message, message
+            assert "comparisons before, digest: " in message and " cos" not in message, message
+            assert f"call {2 * odd + 1}: layer {odd % 4}" in message, message
+            assert count in found, (count, message)
+
+
+def test_a_digest_tells_any_bits_apart():
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(3, 1500, generator=generator, dtype=torch.float64)
+    whole[0, :3] = torch.tensor([0.0, math.nan, 1.0])
+    tables = [whole, whole.float(), whole.bfloat16(), torch.complex(whole, whole.flip(1)).cfloat()]
+    for table in (*tables, whole[0, :9], torch.eye(64)):
+        changed = [table.clone() for _ in range(5)]
+        changed[0].view(-1)[-1] *= 2
+        changed[1].view(-1)[0] = -changed[1].view(-1)[0]
+        changed[2].view(-1)[0:2] = changed[2].view(-1)[0:2].flip(0)
+        changed[3].copy_(-table)  # an even number of signs in each row
+        changed[4] = table.flip(-1)
+        fields = [SharedNumbers({"x": x}).fields()[0] for x in (table, table.clone(), *changed)]
+        assert fields[0] == fields[1] and len(set(fields)) == 6, (table.dtype, table.shape, fields)
+    square = torch.randn(1025, 1024, generator=generator)
+    swapped = square.clone()
+    swapped[0, 1], swapped[1, 0] = square[1, 0], square[0, 1]
+    assert SharedNumbers({"x": square}).fields() != SharedNumbers({"x": swapped}).fields()
 
 
 def verified_passes_wait_for_nobody(ctx: RankContext) -> int:

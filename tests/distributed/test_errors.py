@@ -215,7 +215,7 @@ def turned(table: torch.Tensor, ulysses: int) -> None:
         return q
 
     attention = USPAttention(local, mesh=mesh_of(ulysses), mask=MaskSpec.causal(), dropout_p=0.0)
-    whole = table[0].repeat(32, 1, 1, 16)
+    whole = table[0].repeat(128, 1, 1, 16)
     whole[17, 0, 0, 5] = table[-1]
     attention(*(torch.ones(1, 8, 4, 16) for _ in "qkv"), 0, (torch.ones_like(whole), whole))
 
@@ -225,8 +225,8 @@ ALIKE: list[tuple[Callable[[torch.Tensor], None], str]] = [
     (scored, "torch.float32 sinks 8"),
     (joined, "torch.float32 sinks 4"),
     (in_a_module, "torch.float32 sinks 8"),
-    (lambda table: turned(table, 2), "torch.float32 sin 32x1x1x16"),
-    (lambda table: turned(table, 4), "torch.float32 sin 32x1x1x16"),
+    (lambda table: turned(table, 2), "torch.float32 sin 128x1x1x16"),
+    (lambda table: turned(table, 4), "torch.float32 sin 128x1x1x16"),
 ]
 
 

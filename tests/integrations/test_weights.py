@@ -556,10 +556,14 @@ def test_digests_tell_batches_apart():
     assert not dist.is_initialized()
 
 
+NEGATED = torch.tensor([-1.0, -1.0, 1.0])  # the top bits of an even number of elements
+
+
 def test_digests_sum_without_rounding():
     """So that the order of a sum, another one on unlike GPUs, makes no difference."""
     noise = torch.tensor([1e30, 1.0, 2.0])
     assert digest({"noise": noise}) != digest({"noise": noise[[0, 2, 1]]})
+    assert digest({"noise": noise.double()}) != digest({"noise": noise.double() * NEGATED})
 
 
 def test_digests_compare_values_of_any_device_and_dtype():
