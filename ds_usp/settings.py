@@ -358,6 +358,17 @@ SETTINGS: tuple[Setting, ...] = (
         length_rank=1,
     ),
     Setting(
+        name="query_chunks",
+        kind=KeywordOr(AUTO, Integer(1)),
+        default=AUTO,
+        off=(AUTO, 1),
+        metavar="N",
+        help="attention of layers whose indexer picks the keys in N chunks of a rank's queries, "
+        "and again in backward; auto: as many as keep what scores all keys within 2 GiB",
+        purpose="memory",
+        programs=("transformers",),
+    ),
+    Setting(
         name="checkpoint_layers",
         kind=Integer(),
         default=1,

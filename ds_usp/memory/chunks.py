@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from threading import get_ident
 from typing import Any, TypeGuard
 
@@ -48,24 +49,38 @@ def in_chunks(
         ConfigError: fewer than 1, or more than ``x`` has indices along ``dim``; or ``run`` returns
             another number of indices.
     """
-    if not isinstance(chunks, int) or not 1 <= chunks <= x.shape[dim]:
+    size = x.shape[dim]
+    if not isinstance(chunks, int) or not 1 <= chunks <= size:
         raise ConfigError(
-            f"chunks={chunks!r} must be a whole number from 1 to the size of dim {dim}, "
-            f"{x.shape[dim]}"
+            f"chunks={chunks!r} must be a whole number from 1 to the size of dim {dim}, {size}"
         )
     if chunks == 1:
         return run(x)
+    module = module or _module_of(run)
+    return in_chunks_at(lambda part, _start, _stop: run(part), x, chunks, dim, module)
+
+
+def in_chunks_at(
+    run: Callable[[Tensor, int, int], Tensor],
+    x: Tensor,
+    chunks: int,
+    dim: int,
+    module: nn.Module | None,
+) -> Tensor:
+    """:func:`in_chunks`, of a function that is told which indices its chunk has: the first one, and
+    that after its last one."""
+    size = x.shape[dim]
+    borders = list(pairwise(index * size // chunks for index in range(chunks + 1)))
     if torch.compiler.is_compiling():  # a compiler has no use for the order of writes
-        split = torch.tensor_split(x, chunks, dim)
-        return torch.cat([checkpoint(run, part, use_reentrant=False) for part in split], dim)
+        parts = [(x.narrow(dim, start, stop - start), start, stop) for start, stop in borders]
+        return torch.cat([checkpoint(run, *part, use_reentrant=False) for part in parts], dim)
     # Not torch.split and torch.cat: these hold two more tensors of all tokens, the parts' gradients
     # before they are joined and the results before they are. Each is written where it belongs.
-    size, output, run = x.shape[dim], x, sum_in_fp32(run, module)
-    for index in range(chunks):
-        start, stop = index * size // chunks, (index + 1) * size // chunks
+    output, run = x, sum_in_fp32(run, module)
+    for start, stop in borders:
         x, part = TakeChunk.apply(x, dim, start, stop)
-        result = checkpoint(run, part, use_reentrant=False)
-        if index == 0:
+        result = checkpoint(run, part, start, stop, use_reentrant=False)
+        if start == 0:
             output = _empty_output(result, dim, stop, size)
         output = WriteChunk.apply(output, result, dim, start)
         del part, result  # before the next chunk is computed
@@ -129,7 +144,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 _OWN_SUMS = ("torch._dynamo", "transformer_engine")
 
 
-def sum_in_fp32(run: Callable[[Tensor], Tensor], module: nn.Module | None) -> Any:
+def sum_in_fp32(run: Callable[..., Tensor], module: nn.Module | None) -> Any:
     """A function to call instead of ``run`` for each chunk of one forward pass, whose parameters'
     gradients are summed in fp32; ``run`` itself where autograd's sums are as good."""
     # Note [gradients of chunks]
@@ -147,9 +162,9 @@ def sum_in_fp32(run: Callable[[Tensor], Tensor], module: nn.Module | None) -> An
         return run
     sums = _ChunkSums(module)
 
-    def run_with_views(part: Tensor) -> Tensor:
+    def run_with_views(*part: Any) -> Tensor:
         with sums.views():
-            return run(part)
+            return run(*part)
 
     return run_with_views
 

@@ -4,6 +4,7 @@ what is planted is seen."""
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,21 +49,25 @@ def sparse_model(model_type: str) -> Any:
 
 
 def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
-    """Errors by layout, mesh, attention and batch; each rank has the reference of some batches."""
+    """Errors by layout, mesh, attention, chunks and batch; each rank has the reference of some
+    batches."""
     model, errors = sparse_model(model_type), {}
     names = [x for x in BATCHES if model_type != OF_ROWS or x in ("odd", "right")]
     share = [name for i, name in enumerate(names) if i % ctx.world == ctx.rank]
     want = {name: reference(model, BATCHES[name]()) for name in share}
-    runs = [("zigzag", 1, "eager"), ("contiguous", 1, "eager"), ("balanced", 1, "eager")]
-    runs += [("zigzag", 2, "eager")] if ctx.world % 2 == 0 else []
-    runs += [("zigzag", 1, "sdpa")] if type(model)._supports_sdpa else []
-    for layout, ulysses, implementation in runs:
+    runs = [("zigzag", 1, "eager", "auto"), ("contiguous", 1, "eager", 3)]
+    runs += [("balanced", 1, "eager", 1), ("contiguous", 1, "eager", 1)]
+    runs += [("zigzag", 2, "eager", 4)] if ctx.world % 2 == 0 else []
+    chunks = 2 if model_type == OF_ROWS else 1  # others attend to latents in chunks
+    runs += [("zigzag", 1, "sdpa", chunks)] if type(model)._supports_sdpa else []
+    for layout, ulysses, implementation, chunks in runs:
         model.set_attn_implementation(implementation)
-        with enable(model, mesh_of(ulysses), layout=layout, logits="whole"):
+        mesh = mesh_of(ulysses)
+        with enable(model, mesh, layout=layout, logits="whole", query_chunks=chunks):
             for name in names if layout != "balanced" else set(names) & {"packed"}:
-                have = on_the_mesh(model, mesh_of(ulysses), BATCHES[name]())
+                have = on_the_mesh(model, mesh, BATCHES[name]())
                 if name in want:
-                    key = f"{layout}, ulysses {ulysses}, {implementation}, {name}"
+                    key = f"{layout}, ulysses {ulysses}, {implementation}, {chunks}, {name}"
                     errors[key] = have.error(want[name])
     return errors
 
@@ -106,8 +111,8 @@ def with_options(ctx: RankContext, model_type: str) -> dict[str, float]:
     def note(name: str, have: dict[str, Tensor]) -> None:
         found[name] = max(float((have[n] - plain[n]).norm()) for n in plain) / scale
 
-    note("attention", train(recompute="attention", offload_ratio=0.5))
-    note("full", train(recompute="full"))
+    note("attention", train(recompute="attention", offload_ratio=0.5, query_chunks=2))
+    note("full", train(recompute="full", query_chunks=3))
     if model_type != "mistral_large4":
         note("loss in chunks", train(loss_chunks=3))
     for reentrant in (False, True):
@@ -115,9 +120,10 @@ def with_options(ctx: RankContext, model_type: str) -> dict[str, float]:
         model.enable_input_require_grads()
         if reentrant and model_type == "mistral_large4":  # wrong in one process too
             with pytest.raises(Unsupported, match="which a reentrant checkpoint has made"):
-                train()
+                train(query_chunks=2)
         else:
             note(f"reentrant={reentrant}", train())
+            note(f"reentrant={reentrant}, queries in chunks", train(query_chunks=2))
         model.disable_input_require_grads()
         model.gradient_checkpointing_disable()
     assert not [m for m in model.modules() if "forward" in vars(m)]
@@ -136,37 +142,44 @@ def test_checkpoints_and_chunks_change_nothing(pool, model_type):
 # ------------------------------------------------------------------ what is picked, and sent
 
 
-def picked_and_sent(ctx: RankContext) -> tuple[int, int, int]:
-    """Queries whose keys are not those of one process; bytes sent, and what they should be."""
+def picked_and_sent(ctx: RankContext) -> list[tuple[int, int, int]]:
+    """Queries whose keys are not those of one process; bytes sent, and what they should be: all
+    queries at once, and in chunks."""
     model, batch, mesh = build("deepseek_v32"), plain_batch(2, 41), mesh_of(1)
     indexers = [m for m in model.modules() if type(m).__name__.endswith("Indexer")]
-    picked: list[Tensor] = []
+    picked: dict[int, list[Tensor]] = {id(m): [] for m in indexers}
     for module in indexers:
-        module.register_forward_hook(lambda _, __, out: picked.append(out.long()))
+        module.register_forward_hook(
+            lambda m, _, out: None if out is None else picked[id(m)].append(out.long())
+        )
 
     def visible(indices: Tensor, at: Tensor) -> Tensor:
         """What a query picks of what it may see; -1 for the rest, which its mask takes away."""
         return indices.where(indices <= at[None, :, None], -1).sort(-1).values
 
     whole_model(model, batch)
-    alone, picked[:] = [visible(x, torch.arange(41)) for x in picked], []
-    mesh.ledger.bytes.clear()
-    with enable(model, mesh, logits="whole"):
-        on_the_mesh(model, mesh, batch)
+    alone = {key: visible(x.pop(), torch.arange(41)) for key, x in picked.items()}
     layout = mesh.layout("zigzag", 41)
-    places = torch.tensor(layout.positions(ctx.rank))
-    other = sum(
-        int((visible(x, places) != want[:, places]).any(-1).sum())
-        for x, want in zip(picked, alone, strict=True)
-    )
+    places, found = torch.tensor(layout.positions(ctx.rank)), []
     local, latent, index_key = len(places), 16 + 8, 16
     forward = local * (latent + index_key) * (ctx.world - 1)
     backward = (41 - local) * latent  # an index key has no gradient
-    return other, mesh.ledger.bytes["kv_gather"], 2 * 2 * 4 * (forward + backward)
+    for chunks in (1, 3):
+        mesh.ledger.bytes.clear()
+        with enable(model, mesh, logits="whole", query_chunks=chunks):
+            on_the_mesh(model, mesh, batch)
+        # Of a chunk, backward is given what forward has picked: the same once more.
+        have = {key: visible(torch.cat(x[:chunks], 1), places) for key, x in picked.items()}
+        for x in picked.values():
+            x.clear()
+        other = sum(int((have[k] != alone[k][:, places]).any(-1).sum()) for k in have)
+        sent = mesh.ledger.bytes["kv_gather"]
+        found.append((other, sent, 2 * 2 * 4 * (forward + backward)))
+    return found
 
 
 def test_picked_keys_are_those_of_one_process_and_latents_are_sent(pool):
-    for other, sent, expected in pool.run(picked_and_sent, 3):
+    for other, sent, expected in chain(*pool.run(picked_and_sent, 3)):
         assert other == 0
         assert sent == expected
 
@@ -176,28 +189,32 @@ def test_picked_keys_are_those_of_one_process_and_latents_are_sent(pool):
 
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
-    gather, seen, cache = sparse_layers.gather_tokens, sparse_layers._seen, "_GatheredKeys"
+    gather, seen = sparse_layers.gather_tokens, sparse_layers._seen
 
     def without_backward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return gather(x.detach(), *args, **kwargs)
 
-    def by_offsets(spec: Any, shard: Any, device: Any) -> Tensor:
+    def by_offsets(spec: Any, shard: Any, device: Any, start: int, stop: int) -> Tensor:
         rank, places = shard.call.mesh.rank, torch.arange(shard.layout.seq_len)
         offset = sum(shard.layout.length(r) for r in range(rank))
-        return (places <= places[: shard.length, None] + offset)[None, None]
+        return (places <= places[start:stop, None] + offset)[None, None]
 
-    def own_keys(self: Any, keys: Tensor, _: int) -> Tensor:
-        self.indexed = True
-        layout, rank = self._shard.layout, self._shard.call.mesh.rank
-        whole = gather(keys, -2, mesh=self._shard.call.mesh, layout=layout)
+    def of_first_chunk(*args: Any) -> Tensor:
+        return seen(*args[:-2], 0, args[-1] - args[-2])
+
+    def own_keys(x: Tensor, dim: int, *, mesh: Any, layout: Any) -> Tensor:
+        whole = gather(x, dim, mesh=mesh, layout=layout)
+        if x.ndim == 4:  # latents
+            return whole
         out = torch.full_like(whole, 0.0)
-        out[:, layout.positions(rank)] = whole[:, layout.positions(rank)]
+        out[:, layout.positions(mesh.rank)] = whole[:, layout.positions(mesh.rank)]
         return out
 
     patches = {
         "a gather without its backward": ("gather_tokens", without_backward),
         "offsets for places": ("_seen", by_offsets),
-        "top-k of a rank's own keys": (f"{cache}.update_indexer", own_keys),
+        "top-k of a rank's own keys": ("gather_tokens", own_keys),
+        "the mask of the first chunk": ("_seen", of_first_chunk),
         "": ("_seen", seen),
     }
     name, instead = patches[fault]
@@ -206,12 +223,13 @@ def planted(fault: str) -> Iterator[None]:
 
 
 FAULTS = ("", "a gather without its backward", "offsets for places", "top-k of a rank's own keys")
+FAULTS = (*FAULTS, "the mask of the first chunk")
 
 
 def errors_of_planted(ctx: RankContext) -> list[float]:
     model, batch, errors = build("glm_moe_dsa"), plain_batch(), []
     want = reference(model, batch)
-    with enable(model, mesh_of(1), logits="whole"):
+    with enable(model, mesh_of(1), logits="whole", query_chunks=2):
         for fault in FAULTS:
             with planted(fault):
                 errors.append(on_the_mesh(model, mesh_of(1), batch).error(want))
@@ -246,6 +264,8 @@ def refused(ctx: RankContext) -> list[str]:
     note(Unsupported, build("deepseek_v32", attention_dropout=0.1), batch)
     note(Unsupported, build("deepseek_v32"), batch, share_prefixes=True)
     note(ds_usp.LayoutError, build("deepseek_v32"), batch, layout="striped")
+    note(ds_usp.LayoutError, build("deepseek_v32"), batch, query_chunks=21)
+    note(ds_usp.ConfigError, build("llama"), batch, query_chunks=2)
     replaced = build("deepseek_v32")
     attention = replaced.model.layers[0].self_attn
     attention.forward = partial(type(attention).forward, attention)
@@ -270,7 +290,9 @@ def refused(ctx: RankContext) -> list[str]:
 
 def test_what_is_not_served_is_refused_on_every_rank(pool):
     for texts in pool.run(refused, 2):
-        dropout, tree, striped, replaced, blocks, alone, failed = texts
+        dropout, tree, striped, many, dense, replaced, blocks, alone, failed = texts
+        assert "query_chunks=21, and a rank has 20 of the 41 tokens" in many
+        assert "query_chunks=2" in dense and "no layers whose indexer" in dense
         assert "layout='striped'" in striped
         assert "or those of its indexer" in alone
         assert "full" in failed

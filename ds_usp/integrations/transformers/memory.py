@@ -51,6 +51,7 @@ class Options:
     offload_ratio: float = 0.0
     loss_chunks: int = 0
     mlp_chunks: int = 0
+    query_chunks: int | str = AUTO
     share_prefixes: bool = False
 
     def __post_init__(self) -> None:
@@ -74,7 +75,7 @@ class Options:
 
     def of_frozen_model(self) -> dict[str, Any]:
         """Arguments for a second model that is not trained, such as a reference."""
-        names = ("layout", "kernel", "tuning", "mlp_chunks", "share_prefixes")
+        names = ("layout", "kernel", "tuning", "mlp_chunks", "query_chunks", "share_prefixes")
         return {name: getattr(self, name) for name in names}
 
 
@@ -110,6 +111,8 @@ class LayersMemory:
                 "(GradientCheckpointingLayer): leave recompute and offload_ratio out"
             )
         self._chunks = {"mlp_chunks": options.mlp_chunks, "loss_chunks": options.loss_chunks}
+        if isinstance(options.query_chunks, int):
+            self._chunks["query_chunks"] = options.query_chunks
         self._mlps = _tokenwise_mlps(model) if options.mlp_chunks else []
         for mlp in self._mlps:
             mlp.forward = partial(_run_mlp, mlp, options.mlp_chunks)

@@ -89,6 +89,7 @@ def enable(
     offload_ratio: float = 0.0,
     loss_chunks: int = 0,
     mlp_chunks: int = 0,
+    query_chunks: int | str = AUTO,
     share_prefixes: bool = False,
 ) -> EnabledModel:
     """Shard every forward pass of a transformers model over the ranks of a mesh.
@@ -119,6 +120,9 @@ def enable(
         loss_chunks: head and loss in so many chunks of tokens where labels are given: logits of all
             tokens never exist, and the output has none; 0: not in chunks.
         mlp_chunks: the MLP of each layer in so many chunks of tokens; 0: not in chunks.
+        query_chunks: attention of layers whose indexer picks the keys in so many chunks of queries,
+            each computed again in backward; ``auto``: as many as keep what scores all keys within
+            2 GiB.
         share_prefixes: rows, or packed documents, that begin alike run as one tree: what they have
             in common once. Losses, log-probabilities and whole logits are those of the rows;
             shards are of the tree.
@@ -144,6 +148,7 @@ def enable(
             offload_ratio=offload_ratio,
             loss_chunks=loss_chunks,
             mlp_chunks=mlp_chunks,
+            query_chunks=query_chunks,
             share_prefixes=share_prefixes,
         )
         inner = refusals.find_model(model)
@@ -161,6 +166,7 @@ def enable(
     try:
         with mesh.agreeing("enable"):
             refusals.check_model(inner)
+            refusals.check_query_chunks(inner, options)
             options = replace(options, layout=refusals.layout_of_states(inner, options))
             whole_head = refusals.needs_whole_head(inner)
             if whole_head:
@@ -243,7 +249,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             inner.loss_function = self._loss
         own_attention = self._trunk.config._attn_implementation
         self._attention = TextAttention(inner, IMPLEMENTATION)
-        self._sparse = SparseLayers(inner, own_attention)
+        self._sparse = SparseLayers(inner, own_attention, options.query_chunks)
         inner.generate = self._generate
         # The first of the hooks before and the first of those after: users' own see this rank's
         # shard on the way in, as the layers do, and whole outputs on the way out.

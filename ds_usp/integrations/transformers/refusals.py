@@ -43,6 +43,7 @@ from ds_usp.integrations.transformers.whole_arguments import (
     holds_tensor,
 )
 from ds_usp.integrations.transformers.whole_batch_loss import SUMS_OVER_TOKENS
+from ds_usp.kernels.registry import AUTO
 from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS
 
 OLDEST, BEFORE = "5.5", "6"
@@ -296,6 +297,16 @@ def _trains_with(model: PreTrainedModel, adapter: str) -> bool:
     return any(
         x.training and not x.disable_adapters and adapter in x.active_adapters for x in layers
     )
+
+
+def check_query_chunks(model: PreTrainedModel, options: Options) -> None:
+    """ConfigError for chunks of queries that no layer would compute."""
+    if options.query_chunks not in (AUTO, 1) and not any(sparse_layers(model)):
+        raise ConfigError(
+            f"query_chunks={options.query_chunks}: {type(model).__name__} has no layers whose "
+            "indexer picks the keys, and others never hold masks or scores of all tokens: leave "
+            "query_chunks out"
+        )
 
 
 def check_tree(

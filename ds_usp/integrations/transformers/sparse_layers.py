@@ -24,6 +24,14 @@ from ds_usp.integrations.transformers.attention import (
     mask_of,
     text_of_dropout,
 )
+from ds_usp.integrations.transformers.query_chunks import (
+    Keys,
+    number_of_chunks,
+    reads_picked_latents,
+    register,
+    run_in_chunks,
+    run_indexer,
+)
 from ds_usp.integrations.transformers.recurrent_layers import (
     ReplacedAttributes,
     is_of_transformers,
@@ -82,6 +90,7 @@ class SparseLayers:
     Args:
         implementation: of attention, which the model had before it was enabled: these layers keep
             it, if it is ``sdpa``, and else compute eagerly.
+        query_chunks: see :func:`ds_usp.integrations.transformers.enable`.
     """
 
     # Note [sparse layers]
@@ -93,7 +102,10 @@ class SparseLayers:
     # be of any layout. What is gathered is what the model would cache, latents in most. The shard
     # comes as the keyword `usp`, so that a checkpoint has it (Note [the pass travels with the
     # layers]); the model itself is given no cache, which checkpoints would take away.
-    def __init__(self, model: PreTrainedModel, implementation: str | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, implementation: str | None, query_chunks: int | str
+    ) -> None:
+        register()
         self._replaced = ReplacedAttributes()
         self.layers = list(sparse_layers(model))
         name = "sdpa" if implementation == "sdpa" else "eager"
@@ -104,7 +116,11 @@ class SparseLayers:
             config._attn_implementation_internal = name
             self._replaced.set(layer, "config", config)
             forward = partial(type(layer).forward, layer)
-            self._replaced.set(layer, "forward", partial(_run_layer, layer, forward, name))
+            run = partial(_run_layer, layer, forward, name, query_chunks)
+            self._replaced.set(layer, "forward", run)
+            if (indexer := getattr(layer, "indexer", None)) is not None:
+                forward = partial(type(indexer).forward, indexer)
+                self._replaced.set(indexer, "forward", partial(run_indexer, forward))
         self._name = type(model).__name__
         self._in_blocks = any(type(x).__name__ in _BLOCKS_OF_ROWS for x in self.layers)
 
@@ -135,6 +151,7 @@ def _run_layer(
     layer: nn.Module,
     forward: Any,
     implementation: str,
+    query_chunks: int | str,
     *,
     hidden_states: Tensor,
     attention_mask: Any,
@@ -172,89 +189,63 @@ def _run_layer(
             f"{kind} picks keys by an indexer under {spec}: served are causal masks, of documents "
             "too, without windows, blocks and trees"
         )
-    key = spec, implementation, hidden_states.dtype
-    seen = usp.masks.get(key)  # of a layer before, which is of the same pass
-    if seen is None:
-        seen = _seen(spec, usp, hidden_states.device)
-        if implementation == "eager":  # which adds it to scores
-            least = torch.finfo(hidden_states.dtype).min
-            seen = hidden_states.new_zeros(seen.shape).masked_fill(~seen, least)
-        usp.masks[key] = seen
-    seen = seen.expand(len(hidden_states), -1, -1, -1)
-    keys = _GatheredKeys(kind, usp)
-    kwargs |= {"hidden_states": hidden_states, "attention_mask": seen, "past_key_values": keys}
-    out = forward(position_ids=position_ids, **kwargs)
-    picks = getattr(layer, "indexer", None) is not None
-    if not (keys.updated or reads_keys) or (picks and not keys.indexed):
-        raise UnsupportedAttentionError(
-            f"{kind} has not put its keys, or those of its indexer, into the KV cache that it was "
-            "given: each query would see those of its rank alone"
-        )
+    keys = Keys(kind, partial(gather_tokens, dim=-2, mesh=usp.call.mesh, layout=usp.layout))
+    check = partial(_check_keys, layer, keys, reads_keys=reads_keys)
+    rows, device = len(hidden_states), hidden_states.device
+    chunks = number_of_chunks(layer, query_chunks, usp.layout, rows, implementation)
+    kwargs |= {"position_ids": position_ids}
+    if chunks > 1:
+        bools = implementation != "eager" or reads_picked_latents(layer)
+
+        def seen_by(start: int, stop: int) -> Tensor:
+            seen = _seen(spec, usp, device, start, stop)
+            seen = seen if bools else _as_scores(seen, hidden_states.dtype)
+            return seen.expand(rows, -1, -1, -1)
+
+        out = run_in_chunks(layer, forward, keys, chunks, seen_by, check, hidden_states, kwargs)
+    else:
+        key = spec, implementation, hidden_states.dtype
+        seen = usp.masks.get(key)  # of a layer before, which is of the same pass
+        if seen is None:
+            seen = _seen(spec, usp, device, 0, usp.length)
+            if implementation == "eager":
+                seen = _as_scores(seen, hidden_states.dtype)
+            usp.masks[key] = seen
+        seen = seen.expand(rows, -1, -1, -1)
+        kwargs |= {"attention_mask": seen, "past_key_values": keys}
+        out = forward(hidden_states=hidden_states, **kwargs)
+        check()
     usp.layers.append(kind)
     return out
 
 
-def _seen(spec: MaskSpec, shard: Shard, device: torch.device) -> Tensor:
-    """Which of all keys each of this rank's queries may see, ``[rows or 1, 1, s_local, seq_len]``;
-    of the places of tokens in the sequence, whatever positions their embeddings have."""
+def _check_keys(layer: nn.Module, keys: Keys, *, reads_keys: bool) -> None:
+    picks = getattr(layer, "indexer", None) is not None
+    if (keys.updated is None and not reads_keys) or (picks and keys.indexed is None):
+        raise UnsupportedAttentionError(
+            f"{type(layer).__name__} has not put its keys, or those of its indexer, into the KV "
+            "cache that it was given: each query would see those of its rank alone"
+        )
+
+
+def _as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What eager attention adds to scores."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _seen(spec: MaskSpec, shard: Shard, device: torch.device, start: int, stop: int) -> Tensor:
+    """Which of all keys each of this rank's queries from ``start`` to ``stop`` may see, ``[rows or
+    1, 1, stop - start, seq_len]``; of the places of tokens in the sequence, whatever positions
+    their embeddings have."""
     layout = shard.layout
     keys = torch.arange(layout.seq_len, device=device)
-    queries = local_positions(layout, shard.call.mesh.rank, device)
+    queries = local_positions(layout, shard.call.mesh.rank, device)[start:stop]
     seen = (keys <= queries[:, None])[None]
     if spec.documents:
         borders = (torch.tensor(row[1:], device=device) for row in spec.documents)
         numbers = torch.stack([torch.searchsorted(row, keys, right=True) for row in borders])
         seen = seen & (numbers[:, queries, None] == numbers[:, None])
     return seen[:, None]
-
-
-class _GatheredKeys:
-    """Stands for a layer's KV cache: returns the keys of all tokens for those that are put in.
-
-    Attributes:
-        updated, indexed: keys and values were put in, and those of the indexer.
-    """
-
-    def __init__(self, layer: str, shard: Shard) -> None:
-        self._layer, self._shard = layer, shard
-        self.updated = self.indexed = False
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.updated = True
-        if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
-            return self._gather(keys), self._gather(values)
-        widths = keys.shape[-1], values.shape[-1]
-        together = self._gather(torch.cat([keys, values], -1))  # one exchange
-        keys, values = together.split(widths, -1)
-        return keys, values
-
-    @property
-    def layers(self) -> Any:
-        """The cache of each layer, which MiniMax M3 asks: all are this one."""
-        return _EveryLayer(self)
-
-    def update_indexer(self, keys: Tensor, *_: int) -> Tensor:
-        self.indexed = True
-        return self._gather(keys)
-
-    update_index = update_indexer  # its name in MiniMax M3
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return gather_tokens(x, -2, mesh=self._shard.call.mesh, layout=self._shard.layout)
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedAttentionError(
-            f"{self._layer} asks its KV cache for {name!r}, which a shard of the tokens has no "
-            "answer to: this model is not served"
-        )
-
-
-class _EveryLayer:
-    def __init__(self, keys: _GatheredKeys) -> None:
-        self._keys = keys
-
-    def __getitem__(self, _: int) -> _GatheredKeys:
-        return self._keys
 
 
 def gather_tokens(x: Tensor, dim: int, *, mesh: SequenceMesh, layout: TokenLayout) -> Tensor:
