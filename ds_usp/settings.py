@@ -317,7 +317,7 @@ SETTINGS: tuple[Setting, ...] = (
         default="none",
         off=("none",),
         help="what each layer computes again in backward: nothing, norms and activation functions "
-        "(gemm-last), all but attention and its exchanges (attention), or all (full)",
+        "(gemm-last), all but attention (attention), or all (full)",
         purpose="memory",
         programs=(*MEGATRON, "transformers"),
     ),

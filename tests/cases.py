@@ -7,18 +7,20 @@ compares its shard of the results with the fp64 oracle's.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import RankContext, WorkerPool
+from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp import testing as oracle
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.geometry.layout import KINDS
+from ds_usp.memory import keep_attention
 
 # Every row of the table of layouts but the one that is made for documents.
 ALL_LAYOUTS = tuple(kind for kind in KINDS if kind != "balanced")
@@ -110,6 +112,7 @@ class Case:
     as_rectangles: bool = False  # the tree of all samples
     # Of another sequence of keys: its tokens and the kind of their layout.
     keys: tuple[int, str] | None = None
+    kept: bool = False  # in a checkpoint that keeps attention's results
 
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
@@ -166,6 +169,7 @@ class Case:
             f"{f'-keys{self.keys[0]}{self.keys[1]}' if self.keys else ''}"
             f"{f'-values{self.value_dim}' if self.value_dim else ''}"
             f"{f'-cap{self.softcap}' if self.softcap else ''}{'-sinks' if self.sinks else ''}"
+            f"{'-kept' if self.kept else ''}"
         ).replace(" ", "_")
 
 
@@ -173,7 +177,7 @@ def _problem_of(case: Case) -> Case:
     """The case without how it is computed: what is true of it is so on every layout, with every
     kernel and in any number of chunks. A dense answer takes as long as attention on the ranks."""
     keys = case.keys and (case.keys[0], "")
-    return replace(case, layout="", kernel="", tuning=AUTO_TUNING, keys=keys)
+    return replace(case, layout="", kernel="", tuning=AUTO_TUNING, keys=keys, kept=False)
 
 
 def inputs(case: Case) -> dict[str, torch.Tensor]:
@@ -256,10 +260,8 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[s
     sink = sinks(case)
     sink = None if sink is None else sink.to(device)
     wanted = [q, k, v] if sink is None else [q, k, v, sink.requires_grad_()]
-    out, lse = ds_usp.usp_attention(
-        q,
-        k,
-        v,
+    call = partial(
+        ds_usp.usp_attention,
         mesh=mesh,
         layout=layout,
         mask=case.mask_spec,
@@ -270,6 +272,9 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[s
         scores=ds_usp.Scores(case.softcap, sink),
         kv_layout=kv_layout,
     )
+    if case.kept:
+        call = partial(checkpoint, keep_attention(call), use_reentrant=False)
+    out, lse = call(q, k, v)
     grads = torch.autograd.grad(out, wanted, local_qkv["dout"])
     if sink is not None and mesh.sp_degree > 1:
         dist.all_reduce(grads[3], group=mesh.sp_group)

@@ -260,6 +260,7 @@ class Call:
             backward=self.backward,
             return_lse=self.return_lse and not self.backward,
             stage_return=self.backward and not self.ring and self.stages_return(),
+            from_shards=self.starts_from_shards(),
         )
         exposed = exposed_posts(schedule)
         for instr in schedule:
@@ -295,6 +296,10 @@ class Call:
     def stages_return(self) -> bool:
         """Whether kernels write into the staging buffers of returns; the same on all ranks."""
         return self.draw_for("return").random() < 0.5
+
+    def starts_from_shards(self) -> bool:
+        """Whether backward exchanges keys and values again; the same on all ranks."""
+        return self.draw_for("shards").random() < 0.5
 
     def writes_in_place(self, chunk: int, step: int) -> bool:
         """Whether a step's first kernel call writes into the staging buffer of its gradients."""

@@ -359,7 +359,7 @@ def _attention(
     if save and plan.local_heads and lse is None:
         results.append(torch.cat([chunk.lse for chunk in saved], dim=1))
     if save and not plan.local_heads:
-        results += plan.pack_saved(saved)
+        results += plan.pack_saved(saved, ())
     if save:
         results.append(torch.tensor(call_number, device="cpu"))
     return _fresh_contiguous(results, (q, k, v))
@@ -441,9 +441,8 @@ def attention_backward(
     if plan.local_heads:  # the log-sum-exp of all heads is saved as one tensor
         lse = saved.pop()
         saved += [lse[:, slice(*x.out.ranges[0][0])].contiguous() for x in plan.chunks]
-    chunks = plan.unpack_saved(saved)
     sizes = [torch.Size(shape) for shape in shapes]
-    run = BackwardPass(plan, call.options.scores.sinks, dout.contiguous(), sizes, chunks)
+    run = BackwardPass(plan, call.options.scores.sinks, dout.contiguous(), sizes, saved)
     run.execute(plan.backward)
     grads = [*run.grads] if run.dsinks is None else [*run.grads, run.dsinks]
     return _fresh_contiguous(grads, (dout, *saved))

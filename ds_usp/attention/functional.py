@@ -95,13 +95,7 @@ class UnifiedAttention(torch.autograd.Function):
         ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, q.device.type == "cpu"
         ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
         # By save_for_backward, not on ctx: hooks of checkpoints and of offload see these only.
-        tensors = [sinks]
-        if plan.local_heads:  # a chunk's tensors are views of these
-            tensors += q, k, v, out
-            tensors += [chunk.lse for chunk in saved]
-        else:
-            tensors += plan.pack_saved(saved)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(sinks, *plan.pack_saved(saved, (q, k, v, out)))
         return out, lse
 
     @staticmethod
@@ -117,10 +111,10 @@ class UnifiedAttention(torch.autograd.Function):
             consistency.raise_everywhere(error)
             raise
         consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
-        chunks = plan.unpack_saved(saved)
         if dout is None:  # the other ranks wait for this one's exchanges
             dout = saved[0].new_zeros(ctx.out_shape)
-        run = BackwardPass(plan, sinks, dout.contiguous(), ctx.shapes, chunks)
+        run = BackwardPass(plan, sinks, dout.contiguous(), ctx.shapes, saved)
+        del saved
         run.execute(plan.backward)
         return None, None, None, *run.grads, run.dsinks
 
@@ -303,19 +297,21 @@ def _usp_attention(
     if current_run() is not None:  # under keep_attention
         of_call = {"mesh": same_ranks(options.mesh), "scores": scores.static_values}
         key = options._asdict() | of_call
-        outputs = compute_or_replay(partial(_attend, options), inputs, key)
+        outputs = compute_or_replay(partial(_attend, options, True), inputs, key)
     else:
-        outputs = _attend(options, *inputs)
+        outputs = _attend(options, False, *inputs)
     return (outputs[0], outputs[1]) if options.return_lse else outputs[0]
 
 
-def _attend(options: AttentionOptions, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _attend(
+    options: AttentionOptions, recomputed: bool, *inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """The output, and the log-sum-exp if it is asked for, of q, k, v and sinks: those of the
-    options, or what replaces them."""
+    options, or what replaces them. ``recomputed``: as of :func:`plan_call`."""
     q, k, v, *sinks = inputs
     if sinks:
         options = options._replace(scores=replace(options.scores, sinks=sinks[0]))
-    check = partial(plan_call, q, k, v, options)
+    check = partial(plan_call, q, k, v, options, recomputed=recomputed)
     alike = {"sinks": sinks[0]} if sinks else None
     plan = check_on_all_ranks(options.mesh, check, q, options.layout, alike)
     grad_enabled = torch.is_grad_enabled()

@@ -407,7 +407,8 @@ class USPAttention(torch.nn.Module):
             signature += [tensors, text]
         else:
             signature.append(framework.check(layout.seq_len, q.shape[3], args, kwargs))
-            text, call = plan_call(q, k, v, self._options(framework.attention, q.device))
+            options = self._options(framework.attention, q.device)
+            text, call = plan_call(q, k, v, options, recomputed=is_saving())
             signature.append(text)
         attention = None if framework is None else framework.attention
         return Signature.of(*signature, self._text), DropInPlan(

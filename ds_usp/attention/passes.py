@@ -344,7 +344,7 @@ class BackwardPass(Pass[BackwardChunk]):
     Args:
         dout: ``[b, s, h, e]``.
         shapes: of q, k and v.
-        saved_chunks: :attr:`ForwardPass.saved`.
+        saved: from :meth:`AttentionPlan.pack_saved`.
 
     Attributes:
         grads: ``dq [b, s, h, d]``, ``dk [b, s, g, d]``, ``dv [b, s, g, e]``.
@@ -357,15 +357,20 @@ class BackwardPass(Pass[BackwardChunk]):
         sinks: torch.Tensor | None,
         dout: torch.Tensor,
         shapes: Sequence[torch.Size],
-        saved_chunks: Sequence[SavedChunk],
+        saved: Sequence[torch.Tensor],
     ) -> None:
         indices = range(len(plan.chunks))
         chunks = list(map(partial(BackwardChunk, plan, backward=True), indices))
-        for chunk, saved in zip(chunks, saved_chunks, strict=True):
-            chunk.saved, chunk.local_kv = saved, (saved.k, saved.v)
+        if plan.saves_shards:
+            *self._shards, self._out = saved[:4]
+            self._lse = saved[4:]
+        else:
+            for chunk, of_chunk in zip(chunks, plan.unpack_saved(saved), strict=True):
+                chunk.saved, chunk.local_kv = of_chunk, (of_chunk.k, of_chunk.v)
         super().__init__(plan, sinks, chunks, dout.device, plan.backward_exposed)
         self._dout, self._shapes = dout, shapes
         self._grads: Grads | None = None
+        self._group_kv: KV = NO_KV  # of the last chunk that has exchanged any
         self._dkv: dict[int, KVGrads] = {}  # that chunks of one KV group share
         trained = sinks is not None and sinks.requires_grad
         self.dsinks = torch.zeros_like(sinks) if trained and sinks is not None else None
@@ -380,11 +385,22 @@ class BackwardPass(Pass[BackwardChunk]):
 
     def post_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
         overlapped = instr not in self._exposed
-        chunk.exchange = chunk.exchanges.out.post_to_heads((self._dout,), overlapped=overlapped)
+        exchange, tensors = chunk.exchanges.out, [self._dout]
+        if self.plan.saves_shards:
+            exchange = chunk.exchanges.shards
+            qkv = self._shards[: len(exchange.ranges) - 2]
+            tensors = [*qkv, self._out, self._dout]
+        chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
 
     def wait_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
-        (chunk.dout,) = chunk.exchange.wait()
+        *shards, chunk.dout = chunk.exchange.wait()
         chunk.exchange = DONE
+        if shards:
+            q, *kv, out = shards
+            if kv:
+                self._group_kv = kv[0], kv[1]
+            chunk.local_kv = self._group_kv
+            chunk.saved = SavedChunk(q, *self._group_kv, out, self._lse[chunk.index])
         q, k, v = chunk.saved[:3]
         chunk.dq = GradAccumulator(q)
         group = chunk.exchanges.kv_chunk
@@ -462,8 +478,10 @@ class BackwardPass(Pass[BackwardChunk]):
             (_q, _k, _v, out, lse), heads = chunk.saved, chunk.exchanges.q_heads
             self.dsinks[heads] = sink_gradient(chunk.dout, out, lse, self.sinks[heads])
         chunk.free_kv()
+        if chunk.exchanges.has_kv:
+            self._group_kv = NO_KV
         chunk.step_grads = ()
-        del chunk.dout
+        del chunk.dout, chunk.saved
 
     def _take_grads(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
         """The gradients of a chunk, which are complete, and no longer kept here."""

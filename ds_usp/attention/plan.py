@@ -46,6 +46,16 @@ from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import slow_path_notice
 from ds_usp.kernels.registry import AUTO, check_kernel_name, missing_libraries, select_kernel
 
+# Note [what is saved for backward]
+#
+#   without Ulysses, or under keep_attention    q, k, v, out of this rank's tokens (shards), and lse
+#   else                                        q, k, v, out of this rank's heads, and lse
+#
+# Shards need no memory where they are there anyway: a recomputed layer computes q, k and v again,
+# and the output is saved for what follows attention. Backward then brings them to heads again, with
+# dout, chunk by chunk under the kernels of other chunks: 2 q + 2 k features more to send, and
+# 3 q + 2 k less to save of each layer. Without Ulysses a chunk's heads are views of the shards.
+
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MAX_CACHED_PLANS = 1024
 _MAX_CACHED_DOCUMENT_PLANS = 32
@@ -133,6 +143,7 @@ class AttentionPlan:
     Args:
         chunks, ring_calls: the head exchanges and the ring attention of each head chunk.
         forward, backward: the schedules of this rank.
+        saves_shards: backward starts from shards of q, k, v and the output, and exchanges them.
         staging_bytes: of one staging slot, by kind of exchange; empty without copy engines.
     """
 
@@ -142,6 +153,7 @@ class AttentionPlan:
     backward: Schedule
     return_lse: bool
     staging_bytes: Mapping[str, int]
+    saves_shards: bool
 
     @classmethod
     def of_chunks(
@@ -153,6 +165,7 @@ class AttentionPlan:
         dtype: torch.dtype,
         *,
         backward: bool,
+        saves_shards: bool,
     ) -> AttentionPlan:
         """Write the schedules of a plan, for q, k and v of this dtype; ``backward``: there may be a
         backward pass."""
@@ -165,11 +178,17 @@ class AttentionPlan:
         )
         schedules = (
             pipeline_schedule(rings, ulysses=ulysses, backward=False, return_lse=return_lse),
-            pipeline_schedule(rings, ulysses=ulysses, backward=True, stage_return=stage)
+            pipeline_schedule(
+                rings,
+                ulysses=ulysses,
+                backward=True,
+                stage_return=stage,
+                from_shards=saves_shards,
+            )
             if backward
             else (),
         )
-        return cls(chunks, ring_calls, *schedules, return_lse, staging_bytes)
+        return cls(chunks, ring_calls, *schedules, return_lse, staging_bytes, saves_shards)
 
     @cached_property
     def mesh(self) -> SequenceMesh:
@@ -209,28 +228,29 @@ class AttentionPlan:
             with without_multicast():
                 self.mesh.reserve(self.staging_bytes, device)
 
-    def pack_saved(self, saved: Sequence[SavedChunk]) -> list[torch.Tensor]:
-        """The saved tensors of all chunks one after the other; chunks that share keys and values
-        have them once. Not for local heads."""
+    def pack_saved(
+        self, saved: Sequence[SavedChunk], shards: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What is saved for backward: the shards of q, k, v and the output, and each chunk's
+        log-sum-exp; or the tensors of all chunks one after the other, of which those that share
+        keys and values have them once."""
+        if self.saves_shards:
+            return [*shards, *(chunk.lse for chunk in saved)]
         tensors: list[torch.Tensor] = []
         for chunk, (q, k, v, out, lse) in zip(self.chunks, saved, strict=True):
             tensors += (q, k, v, out, lse) if chunk.has_kv else (q, out, lse)
         return tensors
 
     def unpack_saved(self, tensors: Sequence[torch.Tensor]) -> list[SavedChunk]:
-        """From :meth:`pack_saved`, or, without a head exchange, from q, k, v and out of all heads
-        and each chunk's lse."""
-        if not self.local_heads:
-            saved, start = list[SavedChunk](), 0
-            for chunk in self.chunks:
-                stop = start + (5 if chunk.has_kv else 3)
-                q, *kv, out, lse = tensors[start:stop]
-                k, v = kv or saved[chunk.kv_chunk][1:3]
-                saved.append(SavedChunk(q, k, v, out, lse))
-                start = stop
-            return saved
-        views = ((*x.qkv.to_heads(tensors[:3]), *x.out.to_heads(tensors[3:4])) for x in self.chunks)
-        return [SavedChunk._make((*x, lse)) for x, lse in zip(views, tensors[4:], strict=True)]
+        """The chunks of :meth:`pack_saved`; not of shards."""
+        saved, start = list[SavedChunk](), 0
+        for chunk in self.chunks:
+            stop = start + (5 if chunk.has_kv else 3)
+            q, *kv, out, lse = tensors[start:stop]
+            k, v = kv or saved[chunk.kv_chunk][1:3]
+            saved.append(SavedChunk(q, k, v, out, lse))
+            start = stop
+        return saved
 
 
 # Note [one plan for all layers and steps]
@@ -243,10 +263,19 @@ class AttentionPlan:
 
 
 def plan_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    *,
+    recomputed: bool = False,
 ) -> tuple[Signature, AttentionPlan]:
     """Check a call on this rank and plan it, or look its plan up: a call like an earlier one is not
-    checked again. The signature must be the same on every rank."""
+    checked again. The signature must be the same on every rank.
+
+    Args:
+        recomputed: q, k and v are computed again for backward, as under ``keep_attention``.
+    """
     given: tuple[object, ...] = q, k, v
     if not (
         isinstance(given[0], torch.Tensor)
@@ -273,6 +302,7 @@ def plan_call(
             torch.is_grad_enabled(),
             torch.get_deterministic_debug_mode() == _DETERMINISTIC_ERROR,
             capturing,
+            recomputed,
         ),
         options.key,
     )
@@ -281,7 +311,7 @@ def plan_call(
     except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
         cached = None
     if cached is None:
-        cached = _new_plan(q, k, v, options)
+        cached = _new_plan(q, k, v, options, recomputed or options.mesh.ulysses_degree == 1)
         has_documents = bool(options.mask.documents)
         if len(plans) >= (_MAX_CACHED_DOCUMENT_PLANS if has_documents else _MAX_CACHED_PLANS):
             plans.clear()
@@ -293,7 +323,11 @@ def plan_call(
 
 
 def _new_plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    saves_shards: bool,
 ) -> tuple[Signature, AttentionPlan]:
     """Check a call and plan it, on integers: nothing is sent. What decides messages must be in the
     signature, which ranks compare before they use the plan."""
@@ -341,15 +375,17 @@ def _new_plan(
     sinks_text = "no" if sinks is None else "learned" if trainable else "fixed"
     parts += f"softcap {scores.softcap or 'none'}", f"{sinks_text} sinks"
     parts += *resolved.texts, "with lse" if return_lse else "without lse"
+    parts += ("shards saved" if saves_shards else "heads saved",)
     schedules = _schedules(mesh, (layout, kv_layout), mask, chosen, resolved)
     calls_by_position = {
         position: RingCall(mesh_ref, schedule, chosen, scale, resolved.use_copy_engines)
         for position, schedule in schedules.items()
     }
     ring_calls = tuple(calls_by_position[position] for position in resolved.chunk_positions)
-    staging_bytes = _staging_bytes(exchanges, ring_calls, q, v, backward=backward)
+    flags = {"backward": backward, "saves_shards": saves_shards}
+    staging_bytes = _staging_bytes(exchanges, ring_calls, q, v, **flags)
     plan = AttentionPlan.of_chunks(
-        exchanges, ring_calls, return_lse, staging_bytes, q.dtype, backward=backward
+        exchanges, ring_calls, return_lse, staging_bytes, q.dtype, **flags
     )
     return Signature.of(*parts, f"schedule {plan.digest}"), plan
 
@@ -405,13 +441,14 @@ def _staging_bytes(
     v: torch.Tensor,
     *,
     backward: bool,
+    saves_shards: bool,
 ) -> dict[str, int]:
     """Bytes of one staging slot, by kind of exchange: the largest of a kind in either pass. The
     same on every rank, as reserving is collective: all numbers of tokens are maxima over ranks.
 
     Args:
         q, v: before the head exchange: ``[B, tokens of this rank, H, D]``, ``[B, ..., G, E]``.
-        backward: a backward pass follows.
+        backward: a backward pass follows, in which ``saves_shards`` exchanges all it needs.
 
     Returns:
         ``all_to_all``, with a ring ``ring_kv`` (a block of keys and values) and before a backward
@@ -422,18 +459,20 @@ def _staging_bytes(
         return {}
     batch, dim, value_dim = q.shape[0], q.shape[3], v.shape[3]
     acc_dtype = torch.promote_types(q.dtype, torch.float32).itemsize
-    sizes = {
-        "all_to_all": max(
-            max(
-                chunk.qkv.staging_bytes(
-                    batch, (dim, dim, value_dim)[: len(chunk.qkv.ranges)], q.element_size()
-                ),
-                chunk.out.staging_bytes(batch, (value_dim,), q.element_size()),
-                chunk.out.staging_bytes(batch, (1,), acc_dtype),  # the log-sum-exp
-            )
-            for chunk in chunks
-        )
-    }
+    itemsize, qkv_dims = q.element_size(), (dim, dim, value_dim)
+
+    def all_to_all(chunk: ChunkExchanges) -> int:
+        sizes = [
+            chunk.qkv.staging_bytes(batch, qkv_dims[: len(chunk.qkv.ranges)], itemsize),
+            chunk.out.staging_bytes(batch, (value_dim,), itemsize),
+            chunk.out.staging_bytes(batch, (1,), acc_dtype),  # the log-sum-exp
+        ]
+        if backward and saves_shards:
+            dims = *qkv_dims[: len(chunk.shards.ranges) - 2], value_dim, value_dim
+            sizes.append(chunk.shards.staging_bytes(batch, dims, itemsize))
+        return max(sizes)
+
+    sizes = {"all_to_all": max(map(all_to_all, chunks))}
     if ring.schedule.ring_degree > 1:
         kv_heads = max(chunk.qkv.local_heads[1] for chunk in chunks)
         token_elements = batch * kv_heads * (dim + value_dim)  # keys and values of one token

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.all_to_all import HeadAllToAll, HeadRanges
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.keywords import MASKS
 from ds_usp.comm.mesh import SequenceMesh
@@ -46,12 +46,15 @@ class ChunkExchanges:
 
     Args:
         qkv: of q, and of k and v if they are exchanged with this chunk.
+        shards: of all that backward needs, from shards of all heads: q, k and v if this is the last
+            chunk that uses them, the output and its gradient.
         kv_chunk: the chunk with which its k and v are exchanged.
         has_kv: it is this one.
     """
 
     qkv: HeadAllToAll
     out: HeadAllToAll
+    shards: HeadAllToAll
     kv_chunk: int = 0
     has_kv: bool = True
 
@@ -82,20 +85,20 @@ def plan_head_exchanges(
     use_copy_engines: bool = False,
 ) -> tuple[ChunkExchanges, ...]:
     """The head exchanges of q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, for each chunk."""
+
+    def exchange(*tensors: tuple[TokenLayout, HeadRanges]) -> HeadAllToAll:
+        layouts, ranges = zip(*tensors, strict=True)
+        return HeadAllToAll(mesh, layouts, ranges, use_copy_engines)
+
+    heads = [split.chunk(chunks, index) for index in range(chunks)]
     exchanges = []
-    for index in range(chunks):
-        chunk = split.chunk(chunks, index)
+    for index, chunk in enumerate(heads):
+        q, kv = (layout, chunk.queries), 2 * ((kv_layout, chunk.keys),)
         has_kv = chunk.kv_chunk == index
-        layouts = (layout, kv_layout, kv_layout) if has_kv else (layout,)
-        ranges = (chunk.queries, chunk.keys, chunk.keys) if has_kv else (chunk.queries,)
-        exchanges.append(
-            ChunkExchanges(
-                HeadAllToAll(mesh, layouts, ranges, use_copy_engines),
-                HeadAllToAll(mesh, (layout,), (chunk.queries,), use_copy_engines),
-                chunk.kv_chunk,
-                has_kv,
-            )
-        )
+        is_last = all(later.kv_chunk != chunk.kv_chunk for later in heads[index + 1 :])
+        qkv = exchange(q, *kv) if has_kv else exchange(q)
+        shards = exchange(q, *kv, q, q) if is_last else exchange(q, q, q)
+        exchanges.append(ChunkExchanges(qkv, exchange(q), shards, chunk.kv_chunk, has_kv))
     return tuple(exchanges)
 
 

@@ -296,8 +296,14 @@ def num_slots(kind: str, *, ring: bool) -> int:
     chunks = [ring_schedule(layout, mask, 0, position="local_first")] * 5
     return max(
         staging_slots(pipeline_schedule(chunks, ulysses=True, backward=False), kind),
-        staging_slots(
-            pipeline_schedule(chunks, ulysses=True, backward=True, stage_return=not ring), kind
+        *(
+            staging_slots(
+                pipeline_schedule(
+                    chunks, ulysses=True, backward=True, stage_return=not ring, from_shards=shards
+                ),
+                kind,
+            )
+            for shards in (False, True)
         ),
     )
 

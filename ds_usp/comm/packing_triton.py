@@ -1,4 +1,4 @@
-"""Packing of up to three tensors for all ranks as one kernel."""
+"""Packing of tensors for all ranks: up to three in one kernel, more in several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.comm.packing import PackPlan
+from ds_usp.comm.packing import PackPlan, SendViews
 from ds_usp.geometry.layout import MAX_SLICES
 from ds_usp.lowlevel import PreparedLaunch
 
@@ -74,50 +74,63 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
 
 def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
     """:meth:`PackPlan.pack` as one kernel, which returns False for tensors of several dtypes, of
-    all tokens and of this rank's own; None where heads are no neighbours, for more than three
-    tensors or two own runs."""
+    all tokens and of this rank's own; None where heads are no neighbours, or for more than two own
+    runs."""
     strides: list[tuple[int, ...]] = []
-    max_width = 0
     for view, local_out in plan.views:
         heads, dim = view.size[3:]
         if not view.stride[3:] == local_out.stride[2:] == (dim, 1):
             return None
         strides.append((*view.stride[:3], *local_out.stride[:2], heads * dim))
-        max_width = max(max_width, heads * dim)
     pieces, tokens, batch, features = plan.shape
     own, runs = plan.own
-    count = len(plan.views)
-    if count > _MAX_TENSORS or len(runs) > MAX_SLICES:
+    if len(runs) > MAX_SLICES:
         return None
-    strides += strides[:1] * (_MAX_TENSORS - count)
-    columns = min(triton.next_power_of_2(max_width), _COLUMNS)
-    rows = _TILE // columns
     own_runs = (*chain(*runs), *(0, 0, 0) * (MAX_SLICES - len(runs)))
     longest = max([stop - start for start, stop, _ in runs])
+    parts = [slice(i, i + _MAX_TENSORS) for i in range(0, len(strides), _MAX_TENSORS)]
 
     def launch_of(tokens_of_grid: int, pieces_of_grid: int, only_own: bool) -> Callable[..., bool]:
-        launch = PreparedLaunch(
-            _pack_for_send,
-            (triton.cdiv(tokens_of_grid * batch, rows), pieces_of_grid, count),
-            (own, *own_runs, tokens, batch, features, *chain(*strides)),
-            num_warps=8,
-            ONLY_OWN=only_own,
-            ROWS=rows,
-            COLUMNS=columns,
+        packs = []
+        for part in parts:
+            of_part = strides[part]
+            unused = _MAX_TENSORS - len(of_part)
+            columns = min(triton.next_power_of_2(max([x[-1] for x in of_part])), _COLUMNS)
+            rows = _TILE // columns
+            launch = PreparedLaunch(
+                _pack_for_send,
+                (triton.cdiv(tokens_of_grid * batch, rows), pieces_of_grid, len(of_part)),
+                (own, *own_runs, tokens, batch, features, *chain(*of_part, *of_part[:1] * unused)),
+                num_warps=8,
+                ONLY_OWN=only_own,
+                ROWS=rows,
+                COLUMNS=columns,
+            )
+            before = sum([x[-1] for x in strides[: part.start]])
+            packs.append(_bind_addresses(launch, plan.views[part], before))
+        if len(packs) == 1:
+            return packs[0]
+        pairs = list(zip(packs, parts, strict=True))
+        return lambda staging, sources, outs: all(
+            pack(staging, sources[part], outs[part]) for pack, part in pairs
         )
-        return _bind_addresses(launch, plan)
 
     return launch_of(tokens, pieces, False), launch_of(longest, len(runs), True)
 
 
-def _bind_addresses(launch: PreparedLaunch, plan: PackPlan) -> Callable[..., bool]:
+def _bind_addresses(
+    launch: PreparedLaunch, views: Sequence[SendViews], features_before: int
+) -> Callable[..., bool]:
     """The launch as a function of tensors; False, and nothing is launched, if dtypes differ.
 
-    The launch has the plan's strides: a tensor of other ones is not noticed. Tensors that the plan
-    does not have are given the first one's address, which no program reads.
+    The launch has the views' strides: a tensor of other ones is not noticed. Tensors that are not
+    there are given the first one's address, which no program reads.
+
+    Args:
+        features_before: a token's features of other launches that lie before those of this one.
     """
-    unused = _MAX_TENSORS - len(plan.views)
-    offsets = [(source.offset, out.offset) for source, out in plan.views]
+    unused = _MAX_TENSORS - len(views)
+    offsets = [(source.offset, out.offset) for source, out in views]
 
     def pack(
         staging: torch.Tensor, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
@@ -130,7 +143,7 @@ def _bind_addresses(launch: PreparedLaunch, plan: PackPlan) -> Callable[..., boo
             source_addresses.append(source.data_ptr() + first * itemsize)
             out_addresses.append(out.data_ptr() + local_first * itemsize)
         addresses = [
-            staging.data_ptr(),
+            staging.data_ptr() + features_before * itemsize,
             *source_addresses,
             *source_addresses[:1] * unused,
             *out_addresses,

@@ -127,7 +127,8 @@ def parse(text: str) -> Schedule:
 # kernel call has no "after the first", and all its ring exchanges stood between two kernels (0.4 ms
 # for each of 16 chunks, 2 x 2, 128K tokens). Where K and V come by an all-to-all, that one is
 # posted another chunk earlier for the same reason; the first chunks have no time for that and post
-# after the first call.
+# after the first call. Backward as well, where a checkpoint keeps no exchanged tensors
+# (``from_shards``): q, k, v and the output then come to heads again, with dout.
 #
 # Every rank writes its own schedule, and only the order of posts of one kind must be the same on
 # all (exchange_order). So posts never depend on how many kernel calls this rank has: "after the
@@ -139,7 +140,8 @@ def parse(text: str) -> Schedule:
 # (dout) and three return last (dq, dk, dv). Chunk 0 is cut small (HeadSplit.chunk), so it must be
 # where three tensors are exposed: first forward, last backward. And where chunks divide a KV group,
 # K and V are exchanged with the group's first chunk, whose return brings dK and dV back: they are
-# complete when all chunks of the group are done, that is, when the first of them comes last.
+# complete when all chunks of the group are done, that is, when the first of them comes last. Where
+# backward exchanges K and V again, they come with the group's last chunk.
 #
 # Note [when a chunk is returned]
 #
@@ -153,6 +155,7 @@ def pipeline_schedule(
     backward: bool,
     return_lse: bool = False,
     stage_return: bool = False,
+    from_shards: bool = False,
 ) -> Schedule:
     """Instructions of one pass of one rank, in the order in which they are issued.
 
@@ -162,8 +165,10 @@ def pipeline_schedule(
         backward: the pass, which takes the chunks from the last to the first.
         return_lse: the log-sum-exp is returned in an exchange of its own.
         stage_return: a kernel writes what is returned into the staging buffer.
+        from_shards: keys and values come with a chunk's heads in backward, too: what is saved is
+            this rank's shards of all heads, as it always is without Ulysses.
     """
-    writer = _ScheduleWriter(chunks, ulysses, backward, return_lse, stage_return)
+    writer = _ScheduleWriter(chunks, ulysses, backward, return_lse, stage_return, from_shards)
     writer.write_pass()
     return tuple(writer.instrs)
 
@@ -178,6 +183,7 @@ class _ScheduleWriter:
         backward: bool,
         return_lse: bool,
         stage_return: bool,
+        from_shards: bool,
     ) -> None:
         self._order = list(range(len(chunks)))[:: -1 if backward else 1]
         self._steps = [x.backward_steps if backward else x.steps for x in chunks]
@@ -185,13 +191,14 @@ class _ScheduleWriter:
         self._ulysses, self._backward = ulysses, backward
         self._return_lse, self._stage_return = return_lse, stage_return
         self._defer_return = self._has_ring and backward
+        self._kv_with_heads = not backward or from_shards or not ulysses
         self._dkv_in_flight: dict[int, int] = {}  # chunk -> number of the exchange of gradients
         self._written: set[Instr] = set()
         self.instrs: list[Instr] = []
 
     def write_pass(self) -> None:
-        # Keys and values are there before a chunk is exchanged: backward has saved them.
-        kv_early = self._has_ring and (self._backward or not self._ulysses)
+        # Keys and values are there before a chunk is exchanged: all heads are, or they were saved.
+        kv_early = self._has_ring and not (self._ulysses and self._kv_with_heads)
         lookahead = 2 if self._has_ring and not kv_early else 1
         for position, chunk in enumerate(self._order):
             self._post_until(position + 1)
@@ -227,7 +234,7 @@ class _ScheduleWriter:
         if position >= len(self._order):
             return
         chunk = self._order[position]
-        if not self._backward:
+        if self._kv_with_heads:
             self._take_heads(chunk)
         self._post_kv(chunk, 0)
 

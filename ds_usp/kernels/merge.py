@@ -130,7 +130,7 @@ class GradAccumulator:
     """
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._like = like
+        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
         # The tokens that each partial gradient is for, and the gradient. Once there is a sum, the
         # first is that one.
         self._spans: list[Span] = []
@@ -164,10 +164,10 @@ class GradAccumulator:
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The sum in a dtype, the shard's if None; zeros where nothing was added."""
-        dtype = dtype or self._like.dtype
+        dtype = dtype or self._dtype
         if self._is_single() and (self._first_is_sum or _owns_storage(self._partials[0])):
             return self._partials[0].to(dtype)
-        total = _dense_like(self._like, dtype)
+        total = torch.empty(self._shape, dtype=dtype, device=self._device)
         self.write(total)
         return total
 
@@ -175,11 +175,11 @@ class GradAccumulator:
         """The sum in the shard's dtype if it is one tensor already; else None."""
         if self._first_is_sum or not self._is_single():
             return None
-        return self._partials[0] if self._partials[0].dtype == self._like.dtype else None
+        return self._partials[0] if self._partials[0].dtype == self._dtype else None
 
     def _is_single(self) -> bool:
         """There is one tensor, and it covers the shard."""
-        return len(self._partials) == 1 and self._partials[0].shape == self._like.shape
+        return len(self._partials) == 1 and self._partials[0].shape == self._shape
 
     def write(self, out: torch.Tensor, first: int = 0) -> None:
         """Write the sum of the tokens from ``first`` on into ``out``, as many as it has."""
@@ -203,9 +203,10 @@ class GradAccumulator:
             for (start, stop), partial in zip(self._spans[1:], partials, strict=True):
                 total[:, start:stop] += partial
         else:
-            total = _dense_like(self._like, _acc_dtype(self._like))
+            dtype = torch.promote_types(self._dtype, torch.float32)
+            total = torch.empty(self._shape, dtype=dtype, device=self._device)
             self.write(total)
-        self._spans, self._partials = [(0, self._like.shape[1])], [total]
+        self._spans, self._partials = [(0, self._shape[1])], [total]
         self._first_is_sum = True
 
 
@@ -215,10 +216,6 @@ def _acc_dtype(x: torch.Tensor) -> torch.dtype:
 
 def _owns_storage(x: torch.Tensor) -> bool:
     return bool(x.untyped_storage().nbytes() == x.numel() * x.element_size())
-
-
-def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:

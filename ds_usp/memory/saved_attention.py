@@ -6,9 +6,9 @@ backward needs; the second run replays them: no kernel, no exchange and no consi
 It works with every checkpoint (torch's two, DeepSpeed's, Megatron's), because all of them call the
 function that they are passed, twice.
 
-Memory that it adds, in elements per token: the output, and with Ulysses also the results of the
-all-to-all, ``q + 2 k`` features, and the output before the return all-to-all. Without Ulysses the
-recomputed q, k and v are reused.
+Memory that it adds, in elements per token: the output and the log-sum-exp; the recomputed q, k and
+v are reused. Of a local attention between two exchanges, and of a compiled call with Ulysses, also
+the results of the all-to-all, ``q + 2 k`` features, and the output before the return all-to-all.
 
 Here too are the saved-tensor hooks that all of :mod:`ds_usp.memory` is made of. torch runs the
 innermost pair of hooks alone; these nest: a pair packs what it handles and passes the rest on.

@@ -17,7 +17,7 @@ from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule, pipeline_sche
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.geometry.ring_traffic import total_length
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster, interpolate_curve
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_shards_again
 from ds_usp.planner.pipeline_timeline import Cost, Timeline, simulate
 from ds_usp.planner.traffic import (
     DIRECT,
@@ -76,8 +76,8 @@ def sent_by_operation(
 ) -> Mapping[Op, SentBytes]:
     """Bytes of one pass by the operation that posts them.
 
-    Forward sends q, k, v to heads and the output back; backward the output's gradient to heads and
-    those of q, k, v back.
+    Forward sends q, k, v to heads and the output back; backward the output's gradient to heads, and
+    with ``recompute="attention"`` q, k, v and the output; then the gradients of q, k, v back.
 
     Args:
         all_to_all: of both directions.
@@ -87,8 +87,12 @@ def sent_by_operation(
     keys = kv_features(work, config) * config.ulysses
     out = all_to_all * queries / (2 * queries + 2 * keys)
     qkv = SentBytes(out, all_to_all - 2 * out)
+    to_heads = qkv
+    if backward:
+        again = exchanges_shards_again(config)
+        to_heads = SentBytes(3 * out, qkv.keys) if again else SentBytes(out)
     return {
-        Op.A2A_POST: SentBytes(out) if backward else qkv,
+        Op.A2A_POST: to_heads,
         Op.RETURN_POST: qkv if backward else SentBytes(out),
         **dict.fromkeys((Op.KV_POST, Op.DKV_POST), SentBytes(keys=ring)),
     }
@@ -103,7 +107,8 @@ class RelativeCosts:
 
     Args:
         heads: fraction of the query heads in each chunk.
-        kv_heads: fraction of the key/value heads that are exchanged with each chunk.
+        kv_heads: fraction of the key/value heads that are exchanged with each chunk, first of those
+            that come with its heads, then of those whose gradients return with it.
         merges: partial results that each chunk merges.
         calls: fraction of its chunk's (query, key) pairs in each kernel call.
         exchanges: fraction of its chunk's tokens of that kind in each ring exchange.
@@ -111,7 +116,7 @@ class RelativeCosts:
 
     schedule: Schedule
     heads: tuple[float, ...]
-    kv_heads: tuple[float, ...]
+    kv_heads: tuple[tuple[float, ...], tuple[float, ...]]
     merges: tuple[int, ...]
     calls: Mapping[Instr, float]
     exchanges: Mapping[Instr, float]
@@ -129,7 +134,7 @@ class RelativeCosts:
         if not op.is_post:
             return Cost()
         queries, keys = seconds.sent.get(op, SentBytes())
-        sent = queries * fraction + keys * self.kv_heads[instr.chunk]
+        sent = queries * fraction + keys * self.kv_heads[op is Op.RETURN_POST][instr.chunk]
         sent *= self.exchanges.get(instr, 1.0)
         pack = seconds.pack * sent if op.channel == "all_to_all" else 0.0
         return Cost(pack, seconds.exchange(op.channel, sent))
@@ -144,12 +149,14 @@ def relative_costs(
     *,
     ulysses: bool,
     backward: bool,
+    from_shards: bool = False,
 ) -> RelativeCosts:
     """The schedule of one pass of a rank, with the relative costs of its instructions.
 
     Args:
         chunks: the ring schedule of each head chunk on this rank.
         heads: the heads of each chunk.
+        from_shards: as of :func:`pipeline_schedule`.
     """
     merges: list[int] = []
     calls: dict[Instr, float] = {}
@@ -169,13 +176,21 @@ def relative_costs(
         for number, tokens in enumerate(received):
             for op in (Op.KV_POST, Op.DKV_POST):
                 exchanges[Instr(op, index, number)] = tokens / (sum(received) or 1)
-    schedule = pipeline_schedule(chunks, ulysses=ulysses, backward=backward)
+    schedule = pipeline_schedule(
+        chunks, ulysses=ulysses, backward=backward, from_shards=from_shards
+    )
     queries = [_count(chunk.queries[0]) for chunk in heads]
     keys = [_count(chunk.keys[0]) * (chunk.kv_chunk == index) for index, chunk in enumerate(heads)]
-    fractions, kv_fractions = (
+    fractions, returned = (
         tuple(count / sum(counts) for count in counts) for counts in (queries, keys)
     )
-    return RelativeCosts(schedule, fractions, kv_fractions, tuple(merges), calls, exchanges)
+    arriving = returned
+    if from_shards:  # with the last chunk of a KV group
+        groups = [chunk.kv_chunk for chunk in heads]
+        is_last = [group not in groups[index + 1 :] for index, group in enumerate(groups)]
+        arriving = tuple(returned[x] * last for x, last in zip(groups, is_last, strict=True))
+    kv_heads = arriving, returned
+    return RelativeCosts(schedule, fractions, kv_heads, tuple(merges), calls, exchanges)
 
 
 def _count(heads: tuple[int, int]) -> int:
@@ -192,6 +207,7 @@ def mean_costs(
     ulysses: bool,
     gather: bool,
     backward: bool,
+    from_shards: bool = False,
 ) -> tuple[RelativeCosts, float]:
     """A pass whose ring steps all have equal work, as those of a causal zigzag have in the mean
     over ranks; and the number of ring steps that each of them stands for.
@@ -199,6 +215,7 @@ def mean_costs(
     Args:
         heads, kv_heads: of a rank.
         gather: keys and values are all-gathered.
+        from_shards: as of :func:`pipeline_schedule`.
     """
     priced_ring = min(ring, _MAX_RING)
     # A full mask over equal shards has equal steps. Of 2 tokens a rank: where there is one chunk,
@@ -212,7 +229,9 @@ def mean_costs(
     for forward, last_first in chunk_positions([_count(chunk.keys[0]) for chunk in head_chunks]):
         backward_steps = plan(position=last_first).backward_steps
         schedules.append(replace(plan(position=forward), backward_steps=backward_steps))
-    costs = relative_costs(schedules, head_chunks, ulysses=ulysses, backward=backward)
+    costs = relative_costs(
+        schedules, head_chunks, ulysses=ulysses, backward=backward, from_shards=from_shards
+    )
     return costs, 1.0 if gather else ring / priced_ring
 
 
@@ -338,6 +357,7 @@ def simulated_pass(
         ulysses=config.ulysses > 1,
         gather=impl.chunks and size.all_gathers_kv(chunks),
         backward=backward,
+        from_shards=backward and exchanges_shards_again(config),
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)
     # The ranks of a node share its link, and on one of two nodes all are the ring's busiest. Inside

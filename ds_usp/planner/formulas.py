@@ -166,9 +166,8 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
     without a gate). ``gemm-last`` saves neither norm outputs nor what follows fc1. With Ulysses
     the attention's output is saved twice, before and after the exchange, unless the core is
     recomputed; a KV head with several users is saved by each. ``full`` saves the layer's input.
-    ``attention`` saves that and attention's output; with Ulysses also q, k, v and out after the
-    all-to-all, which recomputation would have to repeat. An MLP in chunks saves the input of norm 2
-    and nothing behind it.
+    ``attention`` saves that and attention's output, on any mesh. An MLP in chunks saves the input
+    of norm 2 and nothing behind it.
 
     Without Megatron's sequence parallelism tp does not shard what the norms save. Of a gated output
     gate and product are saved; of each of a token's experts also its input and its output, as
@@ -179,8 +178,7 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
         return (h, 0.0) if config.tp_sequence else (0.0, h)
     kv_copies = max(1.0, config.ulysses * config.tp / model.kv_heads)
     if config.recompute == "attention":
-        core = 3 * q + 2 * k * kv_copies if config.ulysses > 1 else q
-        return (h + core, 0.0) if config.tp_sequence else (core, h)
+        return (h + q, 0.0) if config.tp_sequence else (q, h)
     attention = 2 * q + 2 * k * (1 if config.recompute == "attention-only" else kv_copies)
     if config.ulysses > 1 and config.recompute != "attention-only":
         attention += q

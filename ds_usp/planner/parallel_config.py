@@ -89,7 +89,7 @@ class ParallelConfig:
         micro_batch: sequences that a replica (dp) computes at a time.
         recompute: one of :data:`RECOMPUTE`. ``gemm-last``: norms and activation functions are
             recomputed in backward, no GEMM (Kuaishou, ATC 24). ``attention-only``: the attention
-            core. ``attention``: all but that and its exchanges (``--usp-recompute attention``).
+            core. ``attention``: all but that (``--usp-recompute attention``).
             ``full``: all of a layer.
         offload_ratio: fraction of the saved activations in host memory.
         offload_unit: chunk | layer; how much is copied at once.
@@ -140,6 +140,7 @@ class ParallelConfig:
             order=self.order,
             micro_batch=self.micro_batch,
             param_bytes=self.param_bytes,
+            recompute="attention" if exchanges_shards_again(self) else "none",
         )
 
     def replace(self, **changes: object) -> ParallelConfig:
@@ -200,6 +201,11 @@ class ParallelConfig:
             parts.append(f"offload {self.offload_ratio:.2f}")
         parts += self.length_words()
         return ", ".join(parts)
+
+
+def exchanges_shards_again(config: ParallelConfig) -> bool:
+    """Whether backward brings q, k, v and the output to heads again, and does not save them."""
+    return config.recompute == "attention" and config.ulysses > 1
 
 
 def infeasible_reason(

@@ -28,7 +28,7 @@ from ds_usp.planner.formulas import (
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import states_bytes
 from ds_usp.planner.models import fc1_width, qkv_width
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_shards_again
 from ds_usp.planner.traffic import (
     COLLECTIVE,
     DIRECT,
@@ -89,7 +89,8 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
             for name in COMPONENTS
         )
         return LayerTime(*means)
-    core, core_backward, rest = _layer_once(cluster, work, config.replace(recompute="none"))
+    alike = config if exchanges_shards_again(config) else config.replace(recompute="none")
+    core, core_backward, rest = _layer_once(cluster, work, alike)
     scan, scan_backward = (
         _recurrence_s(cluster, work, config, backward=backward) for backward in (False, True)
     )
@@ -141,7 +142,7 @@ def _recurrence_s(
 def _layer_once(
     cluster: Cluster, work: Workload, config: ParallelConfig
 ) -> tuple[AttentionTime, AttentionTime, _NonAttention]:
-    """Attention forward and backward, and the rest: independent of the recomputation."""
+    """Attention forward and backward, and the rest, without what is recomputed."""
     core = core_backward = AttentionTime(0.0, 0.0, 0.0)
     if work.model.attention:
         core, core_backward = (

@@ -28,7 +28,7 @@ from ds_usp.planner.formulas import (
 )
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.models import ModelShape, RecurrentMixer
-from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_shards_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,10 @@ def attention_bytes(
     counts.
 
     Ulysses: q, k and v go to the ranks of their heads (a KV head to each of its users), the output
-    returns; gradients do the reverse. Ring: keys and values go directly to the ranks whose queries
-    attend to them, forward and backward; their gradients return directly to the owner, once.
+    returns; gradients do the reverse, and with ``recompute="attention"`` q, k, v and the output go
+    to heads again with the output's gradient. Ring: keys and values go directly to the ranks whose
+    queries attend to them, forward and backward; their gradients return directly to the owner,
+    once.
 
     Args:
         rank: in the sequence-parallel group.
@@ -90,13 +92,14 @@ def attention_bytes(
     to_heads, to_sequence, queries_to_heads, queries_to_sequence = _exchange(
         tokens, heads, ulysses_rank, ring_rank
     )
+    again = to_heads + queries_to_heads if exchanges_shards_again(config) else 0
     ring = _ring_tokens(tokens, mask or layer_mask(model), ring_rank)
     kv_begin, kv_end = heads.kv_range(ulysses_rank)
     token = 2 * (kv_end - kv_begin) * config.micro_batch * model.head_dim
     kv, dkv = token * config.param_bytes, token * (gradient_bytes or config.param_bytes)
     return AttentionBytes(
         all_to_all_forward=(to_heads + queries_to_sequence) * element,
-        all_to_all_backward=(to_sequence + queries_to_heads) * element,
+        all_to_all_backward=(to_sequence + queries_to_heads + again) * element,
         ring_kv_forward=ring.sent * kv,
         ring_kv_backward=ring.sent * kv,
         ring_dkv_backward=ring.received * dkv,
@@ -202,8 +205,9 @@ def _ring_tokens(tokens: TokenLayout, mask: MaskSpec, ring_rank: int) -> _RingTo
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
     """Bytes that a rank sends in one layer for one micro batch and one direction, mean over ranks;
-    ``ulysses``, ``states`` and ``halo`` in either direction. ``ring_busiest``: of one exchange of
-    the ring, keys and values or their gradients, by the rank that sends most of it."""
+    ``ulysses``, ``states`` and ``halo`` in either direction, the first of them twice in a backward
+    pass that exchanges shards again. ``ring_busiest``: of one exchange of the ring, keys and values
+    or their gradients, by the rank that sends most of it."""
 
     tp_forward: float
     tp_backward: float

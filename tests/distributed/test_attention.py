@@ -45,7 +45,7 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
     Each of the first is on two of the four layouts of a mesh, with one length as it is and with the
     other in chunks, and on the other two of the next mesh. On each mesh a layout has every mask and
     every number of heads, both lengths, some in chunks. Each of the others is on one layout of a
-    mesh, on the next one of the next mesh.
+    mesh, on the next one of the next mesh. Every second one is under keep_attention.
     """
     base, turn = Case(batch=1), ALL_LAYOUTS.index(layout)
     at = MESHES.index((ulysses, ring))
@@ -76,7 +76,8 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
         ),
     ]
     single_cases = single_cases[(turn + at) % 4 :: 4]
-    return [replace(case, layout=layout) for case in product_cases + single_cases]
+    cases = product_cases + single_cases
+    return [replace(case, layout=layout, kept=bool((i + at) % 2)) for i, case in enumerate(cases)]
 
 
 def tuned(case: Case, ulysses: int, index: int) -> Case:
@@ -111,7 +112,8 @@ def test_ranks_may_lie_ring_first(pool, ulysses, ring):
 
 @pytest.mark.parametrize("ulysses", [2, 3, 4])
 def test_chunks_may_be_smaller_than_a_kv_group(pool, ulysses):
-    """K and V are exchanged with the group's first chunk, and so are their gradients."""
+    """K and V are exchanged with the group's first chunk, and so are their gradients; from shards
+    backward exchanges K and V with its last."""
     heads = {2: [(8, 2), (12, 4), (7, 1)], 3: [(12, 3), (9, 1)], 4: [(8, 2), (16, 4), (14, 2)]}
     cases = []
     for (query_heads, kv_heads), layout in product(heads[ulysses], ("zigzag", "contiguous")):
@@ -124,7 +126,7 @@ def test_chunks_may_be_smaller_than_a_kv_group(pool, ulysses):
         )
         cases.append(replace(cases[-1], softcap=5.0, documents=()))
         cases.append(replace(cases[0], dtype=torch.float64, value_dim=8))
-    check(pool, cases, ulysses, 1)
+    check(pool, [replace(case, kept=i % 3 < 2) for i, case in enumerate(cases)], ulysses, 1)
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)

@@ -285,6 +285,20 @@ def wrong_local_attention(ctx: RankContext, how: str, kept: bool) -> tuple[Error
     return raised(lambda: first(*qkv)), good_call(mesh, module)
 
 
+def kept_by_one(ctx: RankContext) -> tuple[Error, float]:
+    mesh, attend, keep = mesh_of(2), attention_of("usp 2"), attention_of("kept 2")
+    qkv, _ = qkv_of(mesh, 0)
+    first = keep if ctx.rank == 1 else attend
+    return raised(lambda: first(*qkv)), good_call(mesh, attend)
+
+
+def test_backward_from_shards_on_one_rank_alone_is_refused(pool):
+    """It would send q, k, v and the output to ranks that expect the output's gradient."""
+    for (name, message), error in pool.run(kept_by_one, WORLD, timeout=TIMEOUT_S):
+        assert name == "MeshError" and error <= 1e-5
+        assert "saved: heads on ranks 0, 2-3, shards on rank 1" in message, message
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_local_attention_that_differs_on_one_rank_raises_everywhere(pool, kept):
     """Between two exchanges, and all can continue."""

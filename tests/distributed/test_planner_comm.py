@@ -1,5 +1,6 @@
 """What the planner says attention sends is what a rank's ledger counts, to the byte."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
+from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp.attention.tuning import AUTO_TUNING
+from ds_usp.memory import keep_attention
 from ds_usp.planner.models import ModelShape, RecurrentMixer
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import AttentionBytes, attention_bytes, layer_traffic, recurrent_bytes
@@ -31,6 +34,7 @@ def over(
     shape: ModelShape,
     seq_len: int,
     layout: str,
+    recompute: str = "none",
     tuning: ds_usp.Tuning = AUTO_TUNING,
 ) -> tuple[LEDGER, LEDGER]:
     """The same over any mesh."""
@@ -42,8 +46,11 @@ def over(
         )
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
-    mask = ds_usp.MaskSpec.causal()
-    out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=tokens, mask=mask, tuning=tuning)
+    options = {"mesh": mesh, "layout": tokens, "mask": ds_usp.MaskSpec.causal(), "tuning": tuning}
+    call = partial(ds_usp.usp_attention, **options)
+    if recompute == "attention":
+        call = partial(checkpoint, keep_attention(call), use_reentrant=False)
+    out = call(q, k, v)
     forward = dict(mesh.ledger.bytes)
     out.sum().backward()
     return forward, dict(mesh.ledger.bytes)
@@ -71,7 +78,8 @@ EVEN = [
 
 @pytest.mark.parametrize(("world", "ulysses", "tp", "kv_heads"), EVEN)
 def test_comm_is_the_ledger(pool, world, ulysses, tp, kv_heads):
-    compare(pool, world, ulysses, tp, model(HEADS, kv_heads))
+    recompute = ("none", "attention")[(ulysses + tp + kv_heads // 2) % 2]
+    compare(pool, world, ulysses, tp, model(HEADS, kv_heads), recompute=recompute)
 
 
 def on_the_grid(
@@ -109,7 +117,7 @@ def test_comm_is_the_ledger_beside_tensor_parallel_ranks(pool, world, tp, ulysse
 def test_comm_of_every_layout(pool, layout, order, seq_len):
     compare(pool, 4, 2, 1, model(6, 3), seq_len, layout, order)
     compare(pool, 4, 1, 1, model(4, 2), seq_len, layout, order)
-    compare(pool, 4, 4, 1, model(10, 5), seq_len, layout, order)
+    compare(pool, 4, 4, 1, model(10, 5), seq_len, layout, order, "attention")
 
 
 def compare(
@@ -121,12 +129,12 @@ def compare(
     seq_len: int = 96,
     layout: str = "zigzag",
     order: str = "ulysses-ring",
+    recompute: str = "none",
 ) -> None:
-    config = ParallelConfig(
-        tp=tp, ulysses=ulysses, ring=world // ulysses, micro_batch=B, order=order
-    )
-    work = Workload(shape, seq_len)
-    results = pool.run(counted, world, mesh=(ulysses, order), call=(tp, shape, seq_len, layout))
+    degrees = {"tp": tp, "ulysses": ulysses, "ring": world // ulysses, "order": order}
+    config = ParallelConfig(**degrees, micro_batch=B, recompute=recompute)  # type: ignore[arg-type]
+    work, call = Workload(shape, seq_len), (tp, shape, seq_len, layout, recompute)
+    results = pool.run(counted, world, mesh=(ulysses, order), call=call)
     for rank, result in enumerate(results):
         assert result == expected_ledgers(attention_bytes(work, config, rank, layout)), rank
 

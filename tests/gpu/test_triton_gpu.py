@@ -95,7 +95,15 @@ def launched(plan: PackPlan, sources: list[Tensor], outs: list[Tensor]) -> Tenso
 @pytest.mark.parametrize("layout", ["contiguous", "context_parallel"])
 @pytest.mark.parametrize("rest", [0, 1, 3])  # tokens over a multiple of the ranks' slices
 @pytest.mark.parametrize("ranks, own_rank", [(2, 0), (2, 1), (4, 2), (3, 2)])
-@pytest.mark.parametrize("shapes", [((4, 128),) * 3, ((6, 64), (2, 64), (2, 32)), ((40, 128),)])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((4, 128),) * 3,
+        ((6, 64), (2, 64), (2, 32)),
+        ((40, 128),),
+        ((6, 64), (2, 64), (2, 32), (6, 32), (6, 32)),
+    ],
+)
 def test_each_rank_gets_its_heads_and_its_tokens(shapes, ranks, own_rank, rest, layout, batch):
     tokens = 2 * TOKENS * ranks + rest
     slices = TokenSlices.from_runs(TokenLayout(layout, tokens, ranks, 1).runs(0), ranks)

@@ -146,13 +146,14 @@ def test_every_memory_policy_trains_as_one_rank_does(server, grid, zero, model, 
     check(server, grid, zero, model, more)
 
 
-def test_saved_attention_sends_what_a_plain_run_does(server):
+def test_saved_attention_sends_less_than_a_recomputed_one(server):
+    """Nothing again in the ring, q, k, v and the output between heads and sequence."""
     plain, saved, full = (
         server.run(4, flags(sp=4, u=2, zero=1, more=f"--train-iters 2 --usp-recompute {recompute}"))
         for recompute in ("none", "attention", "full")
     )
     for rank in range(4):
-        assert 0 < plain[rank]["sent"] == saved[rank]["sent"] < full[rank]["sent"]
+        assert 0 < plain[rank]["sent"] < saved[rank]["sent"] < full[rank]["sent"]
 
 
 OUTPUTS: list[int] = []  # on a rank: bytes of what layers return when they are recomputed

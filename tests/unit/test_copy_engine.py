@@ -133,7 +133,7 @@ def test_the_simulation_sees_a_defect_of_the_protocol(mutant, seeds):
         assert any(outcome(seed) != (0, True) for seed in seeds)
 
 
-def seconds_of(has_ring: bool, backward: bool, steps: int, extra: int) -> int:
+def seconds_of(has_ring: bool, way: str, steps: int, extra: int) -> int:
     """How long four ranks compute six parts, with so many more slots than there are."""
     slots = {kind: num_slots(kind, ring=has_ring) + extra for kind in KINDS}
     world = World(4, slots)
@@ -141,7 +141,7 @@ def seconds_of(has_ring: bool, backward: bool, steps: int, extra: int) -> int:
     def calls(rank: int) -> None:
         call = Call(world, rank, random.Random(1), 0)
         call.share, call.return_lse, call.ulysses = 1.0, False, True
-        call.ring, call.backward = has_ring, backward
+        call.ring, call.backward = has_ring, way != "forward"
         with world.on(world.main[rank][0]):
             call.run(6, steps)
 
@@ -149,6 +149,7 @@ def seconds_of(has_ring: bool, backward: bool, steps: int, extra: int) -> int:
         world.patched(),
         mock.patch.object(FakeChannel, "most", 1),
         mock.patch.object(Call, "stages_return", lambda _: True),
+        mock.patch.object(Call, "starts_from_shards", lambda _: way == "from shards"),
         mock.patch.object(Call, "writes_in_place", lambda *_: True),
         mock.patch.object(Call, "merges_local", lambda *_: False),
         mock.patch.object(Call, "kernel_calls", lambda call, *_: 1 + call.rank % 2),
@@ -157,25 +158,25 @@ def seconds_of(has_ring: bool, backward: bool, steps: int, extra: int) -> int:
     return seconds(world, {"work": 20, "pull": 2})
 
 
-WAYS = list(product([False, True], [False, True], [1, 3]))
+WAYS = list(product([False, True], ["forward", "backward", "from shards"], [1, 3]))
 
 
-@pytest.mark.parametrize(("has_ring", "backward", "steps"), WAYS)
-def test_ranks_do_not_wait_for_slots(has_ring, backward, steps):
+@pytest.mark.parametrize(("has_ring", "way", "steps"), WAYS)
+def test_ranks_do_not_wait_for_slots(has_ring, way, steps):
     """But once, for one pull: the third all-to-all is packed before the first chunk is computed."""
-    way = has_ring, backward, steps
-    once = 2 if has_ring and not backward else 0
-    assert seconds_of(*way, 0) - seconds_of(*way, 5) == once
+    case = has_ring, way, steps
+    once = 2 if has_ring and way != "backward" else 0
+    assert seconds_of(*case, 0) - seconds_of(*case, 5) == once
 
 
 @pytest.mark.parametrize(
-    ("has_ring", "backward", "steps"), [way for way in WAYS if way[0] or way[1]]
+    ("has_ring", "way", "steps"), [case for case in WAYS if case[0] or case[1] != "forward"]
 )
-def test_with_a_slot_less_ranks_wait(has_ring, backward, steps):
+def test_with_a_slot_less_ranks_wait(has_ring, way, steps):
     """Or a staging buffer that is posted again has been acquired by another exchange."""
-    way = has_ring, backward, steps
+    case = has_ring, way, steps
     with contextlib.suppress(MeshError):
-        assert seconds_of(*way, -1) > seconds_of(*way, 0)
+        assert seconds_of(*case, -1) > seconds_of(*case, 0)
 
 
 def test_a_slot_that_was_never_published_is_acquired_again():

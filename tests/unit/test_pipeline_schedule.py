@@ -64,9 +64,16 @@ PRINTED = {
         " 1attn0.0 2dkv0? 2ret 1kv0? 1attn1.0 1dkv0 1end 0a2a?"
         " 0attn0.0 1dkv0? 1ret 2ret? 0kv0? 0attn1.0 0dkv0 0end 0dkv0? 0ret 1ret? 0ret?",
     ),
+    "ulysses 2 x ring 2, backward, from shards": (
+        {"ring": 2, "ulysses": True, "backward": True, "from_shards": True},
+        "2a2a 1a2a 2a2a? 2kv0 0a2a"
+        " 2attn0.0 1a2a? 1kv0 2kv0? 2attn1.0 2dkv0 2end"
+        " 1attn0.0 2dkv0? 2ret 0a2a? 0kv0 1kv0? 1attn1.0 1dkv0 1end"
+        " 0attn0.0 1dkv0? 1ret 2ret? 0kv0? 0attn1.0 0dkv0 0end 0dkv0? 0ret 1ret? 0ret?",
+    ),
     "ring 4, backward, one chunk": (
         {"ring": 4, "ulysses": False, "backward": True, "chunks": 1},
-        "0kv0 0slice 0attn0.0 0kv0? 0kv1 0attn1.0 0dkv0 0kv1? 0kv2 0attn2.0 0dkv0? 0dkv1"
+        "0slice 0kv0 0attn0.0 0kv0? 0kv1 0attn1.0 0dkv0 0kv1? 0kv2 0attn2.0 0dkv0? 0dkv1"
         " 0kv2? 0attn3.0 0dkv1? 0dkv2 0dkv2? 0end 0store",
     ),
 }
@@ -125,6 +132,7 @@ def modes(draw: st.DrawFn) -> Mode:
         "ulysses": ulysses,
         "return_lse": not backward and draw(st.booleans()),
         "stage_return": backward and ulysses and ring == 1 and draw(st.booleans()),
+        "from_shards": backward and draw(st.booleans()),
     }
     return Mode([rank() for _ in range(draw(st.integers(1, 3)))], flags)
 
@@ -163,7 +171,7 @@ def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mod
         take = Op.A2A_WAIT if mode.flags["ulysses"] else Op.SLICE_HEADS
         leave = Op.RETURN_POST if mode.flags["ulysses"] else Op.STORE
         sends_kv = [x for x in schedule if x.op is Op.KV_POST]
-        if not backward:  # they come with the chunk's heads
+        if not backward or mode.flags["from_shards"]:  # they come with the chunk's heads
             assert all(first[take, x.chunk] < at[x] for x in sends_kv)
         for chunk, ring in enumerate(chunks):
             received = 0

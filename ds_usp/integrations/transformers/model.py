@@ -113,7 +113,7 @@ def enable(
         logits: outputs per token: ``shard``, of this rank's tokens; ``whole``, joined on every
             rank; ``auto``, whole where no labels are given and shards where they are.
         recompute: what backward computes again of each layer: ``none``; ``attention``: all but
-            attention and its exchanges; ``full``: all. Turns torch's checkpoints on. Where
+            attention; ``full``: all. Turns torch's checkpoints on. Where
             transformers' own are on (``gradient_checkpointing_enable``, before or after this call),
             those are used: ``attention`` keeps attention's results in them, the others leave them.
         offload_ratio: fraction of what layers save that waits for backward in host memory.
