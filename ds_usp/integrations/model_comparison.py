@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import chain, zip_longest
 from typing import Any
@@ -288,12 +288,14 @@ class ModelComparison:
         for path, module in self._modules.items():
             dot, values = f"{path}." if path else "", vars(module)
             entries[path or "model"] = [type(module).__name__]
-            for hooks in _HOOKS:
+            for hooks in filter(values.get, _HOOKS):
                 entries |= _hooks(dot + hooks[1:], values[hooks])
-            # What is None may be a tensor later, and was one before where passes leave states.
-            named = {x: value for x, value in values.items() if value is not None}
-            plain = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
-            known = self._known.setdefault(module, plain)
+            known = self._known.get(module)
+            if known is None:
+                # What is None may be a tensor later, and was one before where passes leave states.
+                named = {x: value for x, value in values.items() if value is not None}
+                known = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
+                self._known[module] = known
             methods = {x for x in values if callable(values[x]) and _is_setting(x)}
             self._methods += ((values, x) for x in methods)
             names = values.keys() & {*known, *_OF_ADAPTERS, *methods}
@@ -431,6 +433,7 @@ def _is_whole(weight: Any) -> bool:
     return readable and weight.numel() > 0 and weight.data_ptr() != 0
 
 
+@lru_cache(maxsize=4096)
 def _is_setting(name: str) -> bool:
     return name[:1] != "_" and _NO_SETTINGS.isdisjoint(name.lower().split("_"))
 
