@@ -114,6 +114,11 @@ first_imports() {
   return "$status"
 }
 
+# The pip that an older Python brings takes twice the time for what it installs next.
+install_pip_and() {
+  "${pip[@]}" pip && "${pip[@]}" "$@"
+}
+
 build() {
   local python have="" make_venv pip compiling constraints="$root/constraints.txt" torch=(torch)
   python="$(find_python)"
@@ -139,7 +144,8 @@ build() {
   pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install
     --constraint "$constraints" --no-compile)
   # DeepSpeed is built from source, and its setup imports what this stage installs.
-  stage "2/4 torch" "${pip[@]}" "${torch[@]}" numpy packaging setuptools wheel ninja py-cpuinfo
+  torch+=(numpy packaging setuptools wheel ninja py-cpuinfo)
+  stage "2/4 torch" install_pip_and "${torch[@]}"
   # pip works on one core: another compiles torch meanwhile.
   first_import torch, torch._dynamo, torch.distributed.fsdp >>"$log" 2>&1 9>&- &
   compiling=$!
