@@ -48,6 +48,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # What ranks need, imported by the server before it forks; what is not installed is skipped by it.
 # A rank that imports a test module would import pytest, and the modules of tests, alone.
 PRELOAD = (
+    "without_garbage",
     "harness",
     "pytest",
     "cases",
@@ -199,6 +200,7 @@ def _serve(rank: int, world: int, channel: connection.Connection, directory: str
     end_with_the_server()
     # A collection that visits what the server has imported copies the pages it shares with ranks.
     gc.freeze()
+    gc.enable()
     stacks = open(Path(directory, f"stack{rank}"), "w")  # noqa: SIM115 - open for the whole life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import product
 
@@ -29,6 +30,7 @@ from ds_usp.planner.max_length import (
     needs_at,
 )
 from ds_usp.planner.memory import (
+    Memory,
     attention_peak,
     bucket_bytes,
     memory,
@@ -271,19 +273,19 @@ def ends(case: str, budget_gib: float = 135.0, host_gib: float = 1024.0) -> list
 
 
 def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: float) -> bool:
-    """Whether any offload ratio will do, tried one by one."""
+    """Whether any offload ratio will do: the least that leaves the GPU enough needs the least of
+    the host, of a thousand ratios."""
     model, config = CASES[case]
     work = Workload(load_model(model), seq_len, 2 * config.pp * config.dp * config.micro_batch)
-    ratios = [n / 1000 for n in range(1001)] if end.config.offload_ratio else [0.0]
-    for ratio in ratios:
-        asked = replace(
-            config, recompute=end.config.recompute, offload_ratio=ratio, offload_unit="layer"
-        )
-        memory_needed = memory(work, asked, GIB)
-        on_host = memory_needed.offloaded * min(config.gpus, H200.gpus_per_node)
-        if memory_needed.total <= budget_gib * GIB and on_host <= 0.8 * host_gib * GIB:
-            return True
-    return False
+    asked = replace(config, recompute=end.config.recompute, offload_unit="layer")
+
+    def needed(thousandths: int) -> Memory:
+        return memory(work, replace(asked, offload_ratio=thousandths / 1000), GIB)
+
+    most = 1000 if end.config.offload_ratio else 0
+    least = bisect_left(range(most), True, key=lambda n: needed(n).total <= budget_gib * GIB)
+    on_host = needed(least).offloaded * min(config.gpus, H200.gpus_per_node)
+    return needed(least).total <= budget_gib * GIB and on_host <= 0.8 * host_gib * GIB
 
 
 @pytest.mark.parametrize("host_gib", [1024.0, 64.0])
