@@ -1,11 +1,16 @@
 """The harness: failures that show, stuck ranks that end, and then the next case."""
 
 import os
+import sys
 import time
+from pathlib import Path
 
+import harness
 import pytest
 import torch.distributed as dist
 from harness import RankContext, RankError, RankTimeoutError
+
+TESTS = Path(harness.__file__).parent
 
 
 def raise_on(ctx: RankContext, ranks: list[int]) -> int:
@@ -29,6 +34,17 @@ def hang(ctx: RankContext, sleeper: int) -> None:
 def die(ctx: RankContext, victim: int) -> None:
     if ctx.rank == victim:
         os._exit(7)
+
+
+def imported(ctx: RankContext) -> set[str]:
+    return {*sys.modules}
+
+
+def test_the_server_has_imported_our_modules(pool):
+    """It leaves out in silence what does not import, and then each rank pays for it."""
+    ours = {name for name in harness.PRELOAD if any(TESTS.rglob(f"{name}.py"))}
+    (have,) = pool.run(imported, 1)
+    assert ours >= {"cases", "without_garbage"} and ours <= have, ours - have
 
 
 def test_first_traceback_shows_and_the_pool_goes_on(pool):

@@ -2,12 +2,14 @@
 once for all ranks."""
 
 from contextlib import suppress
-
-from trainer_runs import read_sources_once
+from functools import cache
 
 import megatron_patches
 from ds_usp import PatchError
+from megatron_patches import guards
 
-read_sources_once()
-with suppress(PatchError):  # of another megatron-core, where tests report it
-    megatron_patches.check("megatron_core")
+guards.fingerprint = cache(guards.fingerprint)
+guards.fingerprint_at = cache(guards.fingerprint_at)
+for framework in ("megatron_core", "deepspeed"):
+    with suppress(PatchError):  # of another version, where tests report it
+        megatron_patches.check(framework)
