@@ -118,9 +118,12 @@ def torchrun_env() -> TorchrunEnv:
     return TorchrunEnv(*(int(value) for value in values if value is not None))
 
 
-def num_ranks_on_node(world: int) -> int:
-    """Of a program of so many ranks, those on this node: as the launcher says, else all."""
-    return min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+def num_ranks_on_node(world: int | None = None) -> int:
+    """Of a program of so many ranks, those on this node: as the launcher says, torchrun's,
+    DeepSpeed's or MPI's; else all, and 1 where their number is not known."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    here = int(next((os.environ[name] for name in names if name in os.environ), world or 1))
+    return min(world or here, here)
 
 
 def is_first_on_node() -> bool:
@@ -135,7 +138,9 @@ def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
 
 def free_memory() -> float:
     """Bytes of host memory that this process and its ranks can still take: of the machine, and of
-    the container's limit. Infinite where neither is known."""
+    the container's limit; or USP_HOST_MEMORY_GIB. Infinite where nothing is known."""
+    if given := os.environ.get("USP_HOST_MEMORY_GIB"):
+        return float(given) * 2**30
     free = [math.inf]
     with suppress(OSError):
         text = Path("/proc/meminfo").read_text()

@@ -176,9 +176,13 @@ class PlannedRun:
         ratio = solved_ratio(
             self.args.usp_offload_ratio, self.workload(), self.parallel_config(), device
         )
+        layers = self.layers_per_virtual_stage or (
+            self.args.num_layers // self.args.pipeline_model_parallel_size
+        )
+        layers = -(-layers // self.args.usp_checkpoint_layers)  # those that save their input
         return LayerMemory(
             self.args.usp_recompute,
-            Offload(ratio, device),
+            Offload(ratio, device, layers=layers),
             checkpoint_layers=self.args.usp_checkpoint_layers,
             **options,
         )

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_usp.config import is_first_on_node, single_hw_queue
+from ds_usp.config import free_memory, is_first_on_node, num_ranks_on_node, single_hw_queue
 from ds_usp.errors import ConfigError, RecomputeError, warn_once
 from ds_usp.memory.saved_attention import StorageView, check_version, saved_tensors, storage_id
 
@@ -60,6 +60,8 @@ class Offload:
         device: where the layers compute.
         min_bytes: tensors of fewer bytes stay.
         copier: copies between device and host; for tests.
+        layers: of a forward pass that save anything, on this rank; where it is given, host memory
+            for all of them is asked for once two have run. Else each layer asks for its own.
 
     Attributes:
         counts: bytes saved and offloaded.
@@ -75,6 +77,7 @@ class Offload:
         *,
         min_bytes: int = _MIN_BYTES,
         copier: HostDeviceCopier | None = None,
+        layers: int = 0,
     ) -> None:
         if not 0 <= ratio <= 1:
             raise ConfigError(f"offload ratio {ratio} must be between 0 and 1")
@@ -84,9 +87,12 @@ class Offload:
                 "behind copies to and from the host. Unset it, unless tensor parallelism needs it",
                 rank=0 if is_first_on_node() else 1,
             )
-        self.ratio, self.min_bytes = ratio, min_bytes
+        self.ratio, self.min_bytes, self.layers = ratio, min_bytes, layers
         self.counts = Counts()
-        self.copier = copier or HostDeviceCopier(torch.device(device))
+        self.copier = copier or HostDeviceCopier(
+            torch.device(device),
+            advice=f"use an offload ratio below {ratio}, recompute more of a layer",
+        )
         self._passes: list[list[_Layer]] = []
         self._last: _Layer | None = None
 
@@ -180,6 +186,7 @@ class _Layer:
     def __init__(self, offload: Offload, number: int, previous: _Layer | None) -> None:
         self.number, self.previous = number, previous
         self.backward_started = False
+        self.num_offloaded = 0  # layers of this pass up to this one that offloaded something
         self._offload, self.copier = offload, offload.copier
         self._state = _State.OPEN
         self._copy_event: CopyEvent = None
@@ -228,6 +235,7 @@ class _Layer:
 
     def start_offload(self) -> None:
         items, counts = self.items, self._offload.counts
+        self.num_offloaded = self.previous.num_offloaded if self.previous else 0
         if self._state is not _State.ON_DEVICE or self.backward_started or not items:
             return
         # The budget is cumulative over layers: what one layer could not give, as it had small
@@ -244,6 +252,10 @@ class _Layer:
                 slices.append(data)
                 offset += len(data)
         if offloaded:
+            self.num_offloaded += 1
+            # The first layer may save what all share. The last one of a pass stays on the device.
+            if self.num_offloaded == 2:
+                self.copier.pool.reserve(offset, self._offload.layers - 2)
             counts.offloaded += offset
             allocation, self._copy_event = self.copier.to_host(slices)
             for item in offloaded:
@@ -382,7 +394,7 @@ class HostStorages:
 
     def __init__(self, device: torch.device, *, copier: HostDeviceCopier | None = None) -> None:
         self._device = device
-        self._copier = copier or HostDeviceCopier(device)
+        self._copier = copier or HostDeviceCopier(device, advice="leave the states on the device")
         self._sent: _Sent | None = None
         self._is_freed = False
 
@@ -474,22 +486,51 @@ CopyEvent = torch.cuda.Event | None  # None: the copies are done
 
 
 class PinnedBlockPool:
-    """Host memory in blocks of one size, reused: to pin memory takes longer than to fill it."""
+    """Host memory in blocks of one size, reused: to pin memory takes longer than to fill it.
 
-    def __init__(self, pinned: bool, block_bytes: int = _BLOCK_BYTES) -> None:
+    Args:
+        advice: to users for whom host memory does not suffice.
+    """
+
+    def __init__(self, pinned: bool, block_bytes: int = _BLOCK_BYTES, advice: str = "") -> None:
         self.block_bytes = block_bytes
-        self._pinned = pinned
+        self._pinned, self._advice = pinned, advice
         self._free: list[torch.Tensor] = []
-        self.num_blocks = 0
+        self.num_blocks = self._num_reserved = 0
 
     def allocate(self, size: int) -> PinnedAllocation:
         # Blocks of one size never fragment: any of them serves any layer, of any shape, and after
         # the first pass none is pinned any more.
+        self.reserve(size)
         count = -(-size // self.block_bytes)
         blocks = [self._free.pop() if self._free else self._new() for _ in range(count)]
         allocation = PinnedAllocation(tuple(blocks), self.block_bytes)
         weakref.finalize(allocation, self._free.extend, blocks)
         return allocation
+
+    def reserve(self, size: int, count: int = 1) -> None:
+        """Let ``count`` allocations of ``size`` bytes follow, none of which frees another.
+
+        The kernel ends a process that touches more memory than there is, without a word.
+
+        Raises:
+            ConfigError: every rank of this host that needs as much would take more than is free.
+        """
+        new_blocks = count * -(-size // self.block_bytes) - len(self._free)
+        if self.num_blocks + new_blocks <= self._num_reserved:
+            return
+        ranks = num_ranks_on_node()
+        needed, free = new_blocks * self.block_bytes / 2**30, free_memory() / 2**30
+        if ranks * needed > free:
+            held = self.num_blocks * self.block_bytes / 2**30
+            raise ConfigError(
+                f"offload needs {needed:.2f} GiB of host memory beside the {held:.2f} GiB that "
+                f"this rank holds: {ranks} ranks of this host {ranks * needed:.2f} GiB, of which "
+                f"{free:.2f} GiB are free, by the machine and its container. To make it fit, "
+                f"{self._advice}, or use more hosts. Where the machine has more than it shows, "
+                "set USP_HOST_MEMORY_GIB"
+            )
+        self._num_reserved = self.num_blocks + new_blocks
 
     @property
     def num_free(self) -> int:
@@ -518,12 +559,14 @@ class PinnedAllocation:
 class HostDeviceCopier:
     """Asynchronous copies, each direction on its own stream; on a CPU synchronous."""
 
-    def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, block_bytes: int = _BLOCK_BYTES, *, advice: str = ""
+    ) -> None:
         # Ordered by events alone: copies start after all work queued so far on the current stream,
         # and the caller keeps their sources and destinations alive until the current stream has
         # waited for them. So the caching allocator, which tracks the current stream only, is right.
         on_gpu = device.type == "cuda"
-        self.pool = PinnedBlockPool(on_gpu, block_bytes)
+        self.pool = PinnedBlockPool(on_gpu, block_bytes, advice)
         self.device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []
 

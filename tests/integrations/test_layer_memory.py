@@ -157,6 +157,21 @@ def test_less_is_saved(pool):
     assert offloaded == pytest.approx(0.5, abs=0.02)
 
 
+def train_in_a_tenth_of_a_gib(ctx: RankContext) -> None:
+    model = llama()
+    mesh = ds_usp.SequenceMesh.from_group(None, ulysses_degree=2)
+    with pytest.MonkeyPatch.context() as patch, enable(model, mesh, offload_ratio=1.0):
+        patch.setenv("USP_HOST_MEMORY_GIB", "0.1")
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        forward(model, batch_of(512))
+
+
+def test_offload_beyond_host_memory_is_refused_on_every_rank(pool):
+    """Each rank would take a block of 64 MiB."""
+    for error in pool.errors(train_in_a_tenth_of_a_gib, 2):
+        assert isinstance(error, ConfigError) and "2 ranks of this host 0.12 GiB" in str(error)
+
+
 @pytest.mark.parametrize("backward", [True, False], ids=["trained", "dropped"])
 @pytest.mark.parametrize("switch", CHECKPOINTS)
 def test_a_pass_is_freed_with_its_loss(switch, backward):

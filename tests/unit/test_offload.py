@@ -376,3 +376,32 @@ def test_one_hardware_queue_of_a_gpu_is_warned_of(monkeypatch, caplog):
     for ratio, device, warned in ((0.0, "cuda", 0), (0.5, "cpu", 0), (0.5, "cuda", 1)):
         Offload(ratio, device, copier=copier)
         assert [x.levelname for x in caplog.records] == ["WARNING"] * warned
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_memory_that_the_ranks_of_a_host_lack_is_refused_before_it_is_taken(monkeypatch, ranks):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    layer_input = 4 * SIZES.tokens * SIZES.heads * SIZES.dim  # all that is saved of a layer
+    needed = ranks * 2 * layer_input  # of 4 layers the first has its own, the last one stays
+    for free in (needed, needed - 1):
+        monkeypatch.setenv("USP_HOST_MEMORY_GIB", repr(free / 2**30))
+        copier = HostDeviceCopier(CPU, BLOCK)
+        model = stack(LayerMemory("full", Offload(1.0, CPU, copier=copier, min_bytes=1, layers=4)))
+        (x,) = model.inputs(1)
+        if free == needed:
+            model(x).backward()
+            assert copier.pool.num_blocks == 3 * layer_input // BLOCK
+        else:
+            with pytest.raises(ConfigError, match=f"{ranks} ranks of this host"):
+                model(x)
+            assert copier.pool.num_blocks == layer_input // BLOCK
+
+
+def test_states_that_find_no_host_memory_are_refused_and_stay(monkeypatch):
+    states = [torch.ones(1 << 16) for _ in range(3)]
+    storages = HostStorages(CPU, copier=HostDeviceCopier(CPU, 1 << 17))
+    monkeypatch.setenv("USP_HOST_MEMORY_GIB", repr(5 * 2**17 / 2**30))
+    with pytest.raises(ConfigError, match="USP_HOST_MEMORY_GIB"):
+        storages.send(states)
+    storages.free()
+    assert all(x.untyped_storage().nbytes() == 1 << 18 for x in states)

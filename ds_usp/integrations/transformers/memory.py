@@ -170,7 +170,7 @@ class LayersMemory:
 
     def offload(self, device: torch.device) -> Offload | None:
         if self._ratio and self._offload is None:
-            self._offload = Offload(self._ratio, device)
+            self._offload = Offload(self._ratio, device, layers=len(self._layers))
         return self._offload
 
 
