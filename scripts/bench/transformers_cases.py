@@ -284,7 +284,7 @@ def alst_case(settings: Settings) -> Training:
         model, settings.attention, dist.get_world_size(), micro_batch_size=1
     )
     for layer in model.model.layers:
-        layer.mlp.forward = types.MethodType(_tiled_mlp, layer.mlp)
+        layer.mlp.forward = types.MethodType(tiled_mlp, layer.mlp)
     model.forward = types.MethodType(_tiled_forward, model)
     engine = zero3(settings, model, mpu)
     # For one rank DeepSpeed makes no groups, and attention is not wrapped.
@@ -292,7 +292,7 @@ def alst_case(settings: Settings) -> Training:
     return Training(partial(_alst_loss, engine, group), engine.backward, engine.step)
 
 
-def _tiled_mlp(self: nn.Module, x: Tensor) -> Tensor:
+def tiled_mlp(self: nn.Module, x: Tensor) -> Tensor:
     """ALST's example of a tiled MLP: a tile has as many tokens as the hidden size."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 

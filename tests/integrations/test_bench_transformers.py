@@ -1,4 +1,4 @@
-"""A smoke run of the benchmark of transformers models: it compares losses and writes its rows."""
+"""Smoke runs of the benchmarks of transformers models: they compare losses and write their rows."""
 
 import json
 from pathlib import Path
@@ -23,3 +23,17 @@ def test_cases_are_compared_and_written(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert found["packed:96", CASES[0]]["tokens_per_s_per_gpu"] > 0
     assert found["packed:96", CASES[1]]["refused"] == "not right for packed documents"
+
+
+@pytest.mark.slow
+def test_long_sequences_have_the_first_loss_of_alst(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    short = ("--device", "cpu", "--layers", 2, "--tokens", 96, "--warm-up", 64, "--mlp-chunks", 2)
+    for case in ("ds_usp", "ALST", "GRPO"):
+        flags = ("--case", case, "--out", path, *short)
+        done = python(BENCH / "bench_long_context.py", *map(str, flags), CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["ds_usp", "ALST", "GRPO"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    assert rows[2]["grad_norm"] > 0 and rows[2]["tokens_per_s_per_gpu"] > 0
