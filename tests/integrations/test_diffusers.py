@@ -70,23 +70,40 @@ def computed_again(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def every_case(ctx: RankContext, name: str) -> Errors:
     """Errors by case and mesh, on one of which further classes compute their blocks again in
-    backward. Each rank has the truth of its share of the cases."""
+    backward. Each rank has the truth of its share of the cases, the first one that of the first
+    case: layers that are given fewer tokens on the mesh are those that the plan says."""
     transformer, cases = build(name), cases_of(name)
     rank_cases = [case for index, case in enumerate(cases) if index % ctx.world == ctx.rank]
+    sharded, inputs = list[Any](), dict[str, list[Any]]()
+
+    def note(layer: torch.nn.Module, given: tuple[Tensor, ...], name: str) -> None:
+        of_shard = [x.is_shard(layer, given[0]) for x in sharded]
+        inputs.setdefault(name, []).append((given[0].shape, *of_shard))
+
+    for path, layer in transformer.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(partial(note, name=path))
     wants = {case: alone(transformer, cases[case]) for case in rank_cases}
-    errors = {}
+    whole, errors = {path: shapes[0][0] for path, shapes in inputs.items()}, {}
+    inputs.clear()
     for ulysses in ULYSSES:
         if name in further_diffusers.CONFIGS and ulysses == 2:
             transformer.enable_gradient_checkpointing(computed_again)
         else:
             transformer.disable_gradient_checkpointing()
-        with enable(transformer, mesh_of(ulysses)):
+        with enable(transformer, mesh_of(ulysses)) as enabled:
+            sharded[:] = enabled._sharded
+            sharded[0]._given_tokens = sharded[0]._plan.given_tokens(transformer)
             for case, given in cases.items():
                 if ulysses not in meshes_of(case, cases):
                     continue
                 have = on_the_mesh(transformer, given)
                 if case in wants:
                     errors[f"{case}, ulysses {ulysses}"] = have.error(wants[case])
+    first = {path: seen[0] for path, seen in inputs.items()}
+    if ctx.rank == 0:
+        wrong = [path for path, (shape, of) in first.items() if of != (shape != whole[path])]
+        assert not wrong, wrong
     return errors
 
 

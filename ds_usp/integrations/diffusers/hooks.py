@@ -41,7 +41,6 @@ _HARMLESS_HOOKS = frozenset(
         *("lazy_leafs", "layerwise_casting", "peft_autocast_disable"),
     }
 )
-_WHOLE_KEYS = ("to_k", "to_v", "add_k_proj", "add_v_proj")  # of attention that is local
 _KINDS = 64
 _CHECKPOINT = "_gradient_checkpointing_func"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -128,6 +127,7 @@ class ShardedTransformer:
         self._parts = branches  # of the pass that runs, or has run last
         self.state: PassState | None = None
         self._removed = False
+        self._given_tokens: dict[nn.Module, bool] = {}
         self._stock_checkpoints: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._processors: list[tuple[nn.Module, Any, Any]] = []
         for path, tokens in plan.tokens.items():
@@ -514,19 +514,14 @@ class ShardedTransformer:
 
     # Note [noise inside of blocks]
     # Blocks have whole tensors beside shards: the conditioning that scales them, text that is
-    # attended to. Their dropout must be alike on all ranks, and that of shards must not, so each
-    # dropout decides by its input. Again in a block that a checkpoint computes again.
-    # A rank cannot tell by sizes alone: where shards are of two lengths, a whole tensor may be as
-    # long as the shards of some ranks. So both draw from a seed of their own and leave the
-    # generator one number further, and ranks that decide otherwise stay in one random state.
+    # attended to. Their dropout must be alike on all ranks, and that of shards must not. The plan
+    # says by path which modules are given tokens, as sizes do not: a whole tensor may be as long as
+    # a shard of some ranks. Again in a block that a checkpoint computes again.
     def _hook_dropouts(self) -> None:
         """Hook those that drop now: adapters may have come since the pass before."""
         handles = []
-        local = (x for path in self._plan.local for x in modules_at(self.transformer, path))
-        keys = [getattr(x, name, None) for x in local for name in _WHOLE_KEYS]
-        of_keys = {x for module in keys if module is not None for x in module.modules()}
         for module in self.transformer.modules():
-            if not isinstance(module, _DropoutNd) or not module.p or module in of_keys:
+            if not isinstance(module, _DropoutNd) or not module.p:
                 continue
             hooks = module._forward_pre_hooks.values()
             if any(getattr(hook, "__self__", None) is self for hook in hooks):
@@ -535,14 +530,21 @@ class ShardedTransformer:
                 module.register_forward_pre_hook(self._before_dropout),
                 module.register_forward_hook(self._after_dropout, prepend=True),
             ]
+        if handles:
+            self._given_tokens = self._plan.given_tokens(self.transformer)
         self._inner_handles += handles
         if self._graphs is not None:
             self._graphs.own_hooks |= {handle.id for handle in handles}
 
+    def is_shard(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether the input of a module in a pass that runs is of this rank's tokens."""
+        flat = self._given_tokens.get(module)
+        return flat is not None and self.state is not None and self.state.is_shard(x, flat)
+
     @disable_in_compile("each rank draws noise of its own")
     def _before_dropout(self, dropout: nn.Module, args: tuple[Any, ...]) -> None:
         if dropout.training and self.state is not None:
-            self._noise.begin(args[0].device, of_shard=self.state.is_shard(args[0]))
+            self._noise.begin(args[0].device, of_shard=self.is_shard(dropout, args[0]))
 
     @disable_in_compile("each rank draws noise of its own")
     def _after_dropout(self, *_: Any) -> None:

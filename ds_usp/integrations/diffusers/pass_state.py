@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -115,6 +114,7 @@ class PassState:
         self.joined, self.values, self.attended = False, values, 0
         self._name, self._mesh, self._options = name, mesh, options
         self._attentions = attentions
+        self._batch: int | None = None
         self._lengths: dict[Kind, int] = {}
         self._layouts: dict[Kind, TokenLayout] = {}
         # Made once for all layers, and outside of compiled blocks.
@@ -174,6 +174,8 @@ class PassState:
         layout = self.layout(token_dim.kind)
         if is_first:
             self._prepare_calls()
+        if argument and token_dim.dim == 1:  # not what is made for all samples, as rotations
+            self._batch = len(x)
         rank = self._mesh.rank
         # A view of an argument costs no copy, as its caller keeps the whole tensor anyway. With
         # gradients backward would keep it; an output is copied, so that the whole tensor is freed.
@@ -183,12 +185,10 @@ class PassState:
                 return view
         return layout.shard(x, token_dim.dim, rank)
 
-    def is_shard(self, x: Tensor) -> bool:
-        """Whether a module's input seems to be of this rank's tokens: ``[b, tokens, ...]``, or
-        ``[b * tokens, c]``, with as many as it has of one kind or of several in a sequence."""
-        own = [layout.length(self._mesh.rank) for layout in self._layouts.values()]
-        sums = {sum(some) for n in range(len(own)) for some in combinations(own, n + 1)}
-        return x.shape[1] in sums if x.ndim > 2 else any(x.shape[0] % n == 0 for n in sums)
+    def is_shard(self, x: Tensor, may_be_flat: bool) -> bool:
+        """Whether an input of a module that is given tokens is of them: ``[b, tokens, ...]``, or
+        ``[b * tokens, c]``; ``[b, c]`` is what conditions all tokens."""
+        return x.ndim > 2 or (may_be_flat and self._batch not in (None, len(x)))
 
     def join(self, x: Tensor, kind: Kind, last: bool) -> Tensor:
         """``[b, tokens, ...]`` on every rank, from the ranks' shards.

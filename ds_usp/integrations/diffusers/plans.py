@@ -15,6 +15,7 @@ from torch import nn
 from ds_usp.errors import ConfigError
 
 Kind = Literal["image", "text", "joint", "audio", "reference"]
+_KEYS = ("to_k", "to_v", "add_k_proj", "add_v_proj")  # modules of attention that are given keys
 
 
 class Tokens(NamedTuple):
@@ -86,6 +87,9 @@ class Plan:
             has no values (on the device ``meta``), and what they make of it is not looked at.
         adapters: keys of the attention arguments whose values are keys of their own for every
             image token (IP-Adapters); they stay whole.
+        split: modules outside of the blocks that are given this rank's tokens: those that embed
+            them, ``[b, tokens, c]``, or what conditions each, which may be ``[b * tokens, c]``.
+            Their dropout, and that of their adapters, is this rank's own.
         refused: by option of the configuration, the value that gives tokens a meaning by index.
     """
 
@@ -106,6 +110,7 @@ class Plan:
     also_joined: Mapping[str, Kind] = field(default_factory=dict)
     shared_by_branches: str | None = None
     adapters: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Mapping[str, Tokens]:
@@ -124,6 +129,20 @@ class Plan:
     @property
     def arguments(self) -> frozenset[str]:
         return frozenset({*self.whole, *self.inputs.get("", ())})
+
+    def given_tokens(self, transformer: nn.Module) -> dict[nn.Module, bool]:
+        """The modules whose inputs are this rank's tokens, with whether those of two dims may be:
+        blocks, what ``inputs`` and ``joined`` name, and ``split``."""
+        blocks = [path.rpartition(".")[0] or path for path in self.attention]
+        named = [path for path in (*blocks, *self.inputs, *self.also_joined, self.joined) if path]
+        found: dict[nn.Module, bool] = {}
+        for path in (*named, *self.split):
+            for module in modules_at(transformer, path, optional=True):
+                found |= dict.fromkeys(module.modules(), path in self.split)
+        local = [x for path in self.local for x in modules_at(transformer, path, optional=True)]
+        keys = [getattr(module, name, None) for module in local for name in _KEYS]
+        whole = {x for module in keys if module is not None for x in module.modules()}
+        return {module: flat for module, flat in found.items() if module not in whole}
 
     def check(self, transformer: ModelMixin) -> None:
         """ConfigError for a module, an argument or an option that the transformer does not have."""
@@ -147,7 +166,7 @@ class Plan:
                 if not hasattr(module, "processor"):
                     raise _differs(transformer, f"{path} has no attention processor")
         self._check_attention(transformer)
-        for path in (*self.outputs, *self.gathered, *self.also_joined, self.joined):
+        for path in (*self.outputs, *self.gathered, *self.also_joined, *self.split, self.joined):
             if not list(modules_at(transformer, path)) and path not in self.outputs:
                 raise _differs(transformer, f"there is no module {path}")
         for option in self.refused:
@@ -217,6 +236,7 @@ _FLUX = Plan(
     whole=("timestep", "guidance", "pooled_projections"),
     unbatched=("img_ids", "txt_ids"),
     shared_by_branches="hidden_states",
+    split=("x_embedder", "context_embedder"),
 )
 # A ControlNet's, one tensor for some blocks: of all image tokens, in their order.
 _RESIDUALS = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), _IMAGE)
@@ -231,6 +251,7 @@ _WAN = Plan(
     local=("blocks.*.attn2",),
     whole=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image"),
     shared_by_branches="hidden_states",
+    split=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
 )
 _HUNYUAN = Plan(
     inputs={_FIRST_BLOCK: _JOINT},
@@ -288,6 +309,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("img_shapes", "guidance", "additional_t_cond"),
             ),
             shared_by_branches="hidden_states",
+            split=("img_in",),
         ),
         "LTXVideoTransformer3DModel": Plan(
             inputs={"": {"hidden_states": _IMAGE, "timestep": _OPTIONAL_IMAGE}},
@@ -299,6 +321,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("width", "rope_interpolation_scale", "video_coords"),
             ),
             unbatched=("rope_interpolation_scale",),
+            split=("proj_in", "time_embed"),
         ),
         "HunyuanVideoTransformer3DModel": replace(
             _HUNYUAN, refused={"image_condition_type": "token_replace"}
@@ -350,6 +373,10 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             },
             whole=("timestep", "target_timestep"),
             unbatched=(*_FLUX.unbatched, "image_cond_ids"),
+            split=(
+                *("x_embedders", "context_embedder", "norm_out"),
+                *("early_stream_modulations", "single_stream_modulations"),
+            ),
         ),
         "HunyuanImageTransformer2DModel": replace(
             _HUNYUAN, whole=(*_HUNYUAN_TWO_TEXTS, "guidance")
@@ -465,6 +492,11 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("isolate_modalities", "use_cross_timestep"),
             ),
             also_joined={"audio_proj_out": "audio"},
+            split=(
+                *("proj_in", "audio_proj_in", "time_embed", "audio_time_embed"),
+                *("av_cross_attn_video_scale_shift", "av_cross_attn_video_a2v_gate"),
+                *("av_cross_attn_audio_scale_shift", "av_cross_attn_audio_v2a_gate"),
+            ),
         ),
         "HunyuanVideo15Transformer3DModel": replace(
             _HUNYUAN,
