@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import baselines
 import bench_attention
 import bench_harness
+import long_context_rows
 import pytest
 import reference
 import shapes
@@ -30,6 +31,25 @@ def test_tables_are_made_of_the_results(name):
     assert tables.rewritten(text) == text, "run python scripts/bench/tables.py"
     stale = tables.BLOCK.sub(r"\g<1>| another number |\n\g<3>", text)
     assert stale != text and tables.rewritten(stale) == text
+
+
+def long_row(**values: object) -> dict[str, object]:
+    row = {"case": "ds_usp", "tokens": 1 << 20, "layers": 36, "ulysses": 1, "recompute": "full"}
+    row |= {"offload_ratio": 0.0, "checkpointing": {}, "world": 2, "run": "day, 2 x NVIDIA H200, x"}
+    row |= {"loss": 12.75, "peak_gib": 1.0, "host_gib": 1.0, "tflops_per_gpu": 1.0, **values}
+    return {**row, "tokens_per_s_per_gpu": (1 << 19) / row["seconds"]}
+
+
+def test_times_of_the_whole_model_are_extrapolated_and_marked_and_other_losses_found():
+    rows = [long_row(layers=layers, seconds=20.0 + 25 * layers) for layers in (12, 24)]
+    *_, whole = long_context_rows.cells(rows)
+    assert (whole["seconds"], whole["layers"], whole["marked"]) == (920.0, 36, True)
+    assert whole["tokens_per_s_per_gpu"] == pytest.approx((1 << 19) / 920)
+    assert "| 920.0 (extrapolated) | 570 |" in long_context_rows.table(rows)
+    assert not long_context_rows.differences(rows)
+    for loss, found in ((12.77, 0), (12.78, 1)):  # 2e-3 is 0.0255
+        other = long_row(case="ALST", layers=12, seconds=400.0, loss=loss)
+        assert len(long_context_rows.differences([*rows, other])) == found
 
 
 # ------------------------------------------------------------------ what is timed, and how

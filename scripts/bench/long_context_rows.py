@@ -1,0 +1,152 @@
+"""Compares rows of ``bench_long_context.py``: their table, their losses, their picture.
+
+    python scripts/bench/long_context_rows.py rows.jsonl --plot rows.svg
+
+Exit code 1 where first losses of one length, number of layers and machine differ by more than 2e-3.
+A time of the whole model is extrapolated, and marked, where two numbers of layers were timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_harness import read_rows
+
+LIMIT = 2e-3
+LAYERS = 36
+NAMES = {"Accelerate": "Accelerate `cp_size`", "ALST": "ALST, ZeRO-3", "GRPO": "GRPO, ds_usp"}
+Row = Mapping[str, Any]
+
+
+def label(row: Row) -> str:
+    """The program of a row with what it was told, short."""
+    name = NAMES.get(row["case"], row["case"])
+    if row["case"] in ("ds_usp", "GRPO"):
+        name += f" {row['ulysses']} x {row['world'] // row['ulysses']}, `{row['recompute']}`"
+        name += f", offload {row['offload_ratio']}" if row["offload_ratio"] else ""
+    return name + (", offload" if row["checkpointing"].get("offload") else "")
+
+
+def machine(row: Row) -> str:
+    """Number and kind of the GPUs."""
+    return str(row["run"].split(", ")[1]).replace("NVIDIA ", "").replace(" x ", " ")
+
+
+def cells(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows of equal settings as one with their medians; what was extrapolated comes last."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = (machine(row), row["case"] == "GRPO", row["tokens"], label(row), row["layers"])
+        groups.setdefault(key, []).append(row)
+    found = []
+    for (where, is_rl, tokens, name, layers), same in sorted(groups.items(), key=str):
+        ran = [row for row in same if "seconds" in row]
+        cell = {"machine": where, "rl": is_rl, "tokens": tokens, "name": name, "layers": layers}
+        cell |= {"rows": len(ran), "refused": "" if ran else same[-1]["refused"], "marked": False}
+        for field in ("loss", "seconds", "tokens_per_s_per_gpu", "tflops_per_gpu"):
+            cell[field] = statistics.median(row[field] for row in ran) if ran else 0.0
+        for field in ("peak_gib", "host_gib"):
+            cell[field] = max((row[field] for row in ran), default=0.0)
+        found.append(cell)
+    return found + list(extrapolated(found))
+
+
+def extrapolated(found: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """The whole model's time from two numbers of layers: what a layer adds does not change."""
+    ran = [cell for cell in found if cell["rows"] and not cell["rl"]]
+    for key in dict.fromkeys((c["machine"], c["tokens"], c["name"]) for c in ran):
+        same = [c for c in ran if (c["machine"], c["tokens"], c["name"]) == key]
+        if len(same) < 2 or same[-1]["layers"] == LAYERS:
+            continue
+        first, last = sorted(same, key=lambda c: c["layers"])[-2:]
+        a_layer = (last["seconds"] - first["seconds"]) / (last["layers"] - first["layers"])
+        seconds = last["seconds"] + a_layer * (LAYERS - last["layers"])
+        rate = last["tokens_per_s_per_gpu"] * last["seconds"] / seconds
+        yield {**last, "layers": LAYERS, "seconds": seconds, "tokens_per_s_per_gpu": rate,
+               "marked": True, "tflops_per_gpu": 0.0, "peak_gib": 0.0}  # fmt: skip
+
+
+def table(rows: Iterable[Row], *, rl: bool = False) -> str:
+    """A Markdown table."""
+    head = ("tokens", "machine", "program", "layers", "s a step", "tokens/s a GPU", "TFLOP/s a GPU",
+            "GPU GiB", "host GiB", "first loss")  # fmt: skip
+    lines = [head, ("---",) * len(head)]
+    for c in sorted(cells(rows), key=lambda c: (c["machine"], c["tokens"], c["layers"], c["name"])):
+        if c["rl"] is not rl:
+            continue
+        measured = (c["refused"], "", "", "", "", "")
+        if c["rows"]:
+            measured = (
+                f"{c['seconds']:.1f}{' (extrapolated)' if c['marked'] else ''}",
+                f"{c['tokens_per_s_per_gpu']:,.0f}",
+                f"{c['tflops_per_gpu']:.0f}" if c["tflops_per_gpu"] else "",
+                f"{c['peak_gib']:.1f}" if c["peak_gib"] else "",
+                f"{c['host_gib']:.0f}",
+                "" if rl else f"{c['loss']:.5f}",
+            )
+        lines.append((f"{c['tokens']:,}", c["machine"], c["name"], str(c["layers"]), *measured))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def differences(rows: Iterable[Row]) -> list[str]:
+    """First losses that are not those of the first program of their length and layers."""
+    first: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found = []
+    for cell in cells(rows):
+        if cell["rows"] and not cell["rl"] and not cell["marked"]:
+            same = first.setdefault((cell["machine"], cell["tokens"], cell["layers"]), cell)
+            if abs(cell["loss"] - same["loss"]) > LIMIT * abs(same["loss"]):
+                found.append(f"{cell['tokens']:,} {cell['name']}: {cell['loss']} {same['loss']}")
+    return found
+
+
+def plot(rows: Iterable[Row], path: Path) -> None:
+    """Tokens/s a GPU over length, a line each program and machine, its longest length written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines: dict[str, dict[int, float]] = {}
+    for c in cells(rows):
+        if c["rows"] and c["layers"] == LAYERS and not c["rl"]:
+            name = f"{c['name'].split(',')[0].replace('`', '')}, {c['machine']}"
+            points = lines.setdefault(name, {})
+            points[c["tokens"]] = max(points.get(c["tokens"], 0.0), c["tokens_per_s_per_gpu"])
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, points in lines.items():
+        lengths = sorted(points)
+        axes.plot(lengths, [points[x] for x in lengths], marker="o", label=name)
+        text = f"{lengths[-1] // 1024}K"
+        axes.annotate(text, (lengths[-1], points[lengths[-1]]), (4, 4), textcoords="offset points")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({x for points in lines.values() for x in points})
+    axes.set_xticks(ticks, [f"{x // 1024}K" for x in ticks])
+    axes.set(xlabel="tokens of the sequence", ylabel="tokens/s a GPU")
+    axes.set_title("Qwen3-8B whole, bf16, attention to all tokens, one step")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> int:
+    """Print the tables, draw the picture, compare the losses."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, help="JSON lines of bench_long_context.py")
+    parser.add_argument("--plot", type=Path, help="the picture to write")
+    args = parser.parse_args()
+    rows = read_rows(args.rows)
+    print(table(rows), table(rows, rl=True), *differences(rows), sep="\n")
+    if args.plot:
+        plot(rows, args.plot)
+    return int(not rows or bool(differences(rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
