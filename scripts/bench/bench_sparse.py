@@ -6,10 +6,11 @@
 of 128, dense MLP) with a small vocabulary, forward + backward in bf16. Every GPU computes all
 tokens by itself, then all share them; ``exposed_ms`` is what a step is faster by where the gathers
 of keys are left out. ``step``: a training step of --layers such layers with GLM-5's vocabulary,
-FSDP2 with fp32 weights, AdamW, nothing recomputed but in chunks of queries; of two steps the second
-is timed. ``errors``: a layer in bf16 against fp64 on few tokens, attention as transformers computes
-it and in chunks, loss and the gradient of all parameters.
-Smallest run, on CPUs: --device cpu --tokens 96 --error-tokens 64 --step-tokens 96 --tiny
+FSDP2 with fp32 weights, AdamW, nothing recomputed but in chunks of queries, after one of 4,096
+tokens; with --alone also on each GPU by itself, which may have no memory for it. ``errors``: a
+layer in bf16 against fp64 on few tokens, attention as transformers computes it and in chunks, loss
+and the gradient of all parameters.
+Smallest run, on CPUs: --device cpu --tokens 96 --error-tokens 64 --step-tokens 96 --tiny --alone
 """
 
 from __future__ import annotations
@@ -169,6 +170,8 @@ def bench_step(bench: Bench, tokens: int) -> None:
     vocabulary = 1024 if args.tiny else 154880
     batch = bench.batch(tokens, vocabulary)
     for gpus, mesh in reversed(bench.meshes.items()):
+        if gpus < session.world and not args.alone:
+            continue
         bench.free()
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
         policy = precision if session.on_gpu else MixedPrecisionPolicy()
@@ -185,24 +188,23 @@ def bench_step(bench: Bench, tokens: int) -> None:
             fully_shard(model, mesh=devices, mp_policy=policy)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=session.on_gpu)
 
-            losses: list[float] = []
-
-            def step() -> None:
-                loss = model(**batch).loss
+            def step(tokens: int) -> float:
+                loss = model(**{name: x[:, :tokens] for name, x in batch.items()}).loss
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                losses.append(loss.item())
+                return loss.item()
 
-            step()
-            return session.seconds(step), losses
+            step(min(tokens, 4096))
+            losses: list[float] = []
+            return session.seconds(lambda: losses.append(step(tokens))), losses[0]
 
         found = session.try_all_ranks(train)
         if isinstance(found, str):
             bench.add("step", tokens, args.layers, gpus, remark=found)
             continue
-        seconds, losses = found
-        remark = "losses " + " ".join(f"{x:.5f}" for x in losses)
+        seconds, loss = found
+        remark = f"loss {loss:.5f}"
         bench.add(
             "step",
             tokens,
@@ -280,6 +282,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--matmul-precision", default="highest", help="of fp32: the scores of the indexer"
     )
+    parser.add_argument("--alone", action="store_true", help="the training step on one GPU too")
     parser.add_argument("--tiny", action="store_true", help="small dims, to show that it runs")
     return parser.parse_args()
 

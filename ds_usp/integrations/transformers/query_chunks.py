@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from math import ceil
 from typing import Any, Final, cast
 
@@ -109,20 +110,24 @@ class _KeysOfChunk(Keys):
 
     Args:
         of_layer: the keys of all tokens.
+        make: makes what the layer gets for its keys and values.
         picked: by each chunk's first query.
         start: this chunk's.
     """
 
     def __init__(
-        self, of_layer: Keys, sums: _SumsInFp32, picked: dict[int, Any], start: int
+        self,
+        of_layer: Keys,
+        make: Callable[[], tuple[Tensor, Tensor]],
+        picked: dict[int, Any],
+        start: int,
     ) -> None:
         super().__init__(of_layer._layer, of_layer._gather)
-        self.updated, self.indexed = of_layer.updated, of_layer.indexed
-        self._sums, self._picked, self._start = sums, picked, start
+        self.indexed = of_layer.indexed
+        self._make, self._picked, self._start = make, picked, start
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self._sums.of_chunk(cast(tuple[Tensor, Tensor], self.updated))
-        return keys, values
+        return self._make()
 
     def update_indexer(self, *_: Any) -> Tensor:
         return cast(Tensor, self.indexed)
@@ -202,14 +207,13 @@ def run_in_chunks(
         )
     check()
     with_latents = reads_picked_latents(layer)
-    sums = _SumsInFp32(casts=not with_latents)
-    if keys.updated is not None:
-        keys.updated = sums.of(keys.updated)
+    each = _OfEachChunk(joined=with_latents)
+    whole = () if keys.updated is None else each.of(keys.updated)
     # Keys that layers share are as the first run has left them: chunks get a copy, to read.
     shared = {name: x for name, x in arguments.items() if isinstance(x, MutableMapping)}
     reads = getattr(layer, "is_kv_shared_layer", False)
     summed = {
-        name: {key: sums.of(pair) for key, pair in mapping.items()} if reads else {}
+        name: {key: each.of(pair) for key, pair in mapping.items()} if reads else {}
         for name, mapping in shared.items()
     }
     picked: dict[int, Any] = {}
@@ -218,12 +222,12 @@ def run_in_chunks(
     def run(part: Tensor, start: int, stop: int) -> Tensor:
         given = {name: _of_queries(name, x, start, stop) for name, x in arguments.items()}
         for name, mapping in summed.items():
-            given[name] = {key: sums.of_chunk(pair) for key, pair in mapping.items()}
+            given[name] = {key: each.of_chunk(pair) for key, pair in mapping.items()}
         with _attends_to_picked(layer) if with_latents else nullcontext():
             out = forward(
                 hidden_states=part,
                 attention_mask=seen(start, stop),
-                past_key_values=_KeysOfChunk(keys, sums, picked, start),
+                past_key_values=_KeysOfChunk(keys, partial(each.of_chunk, whole), picked, start),
                 **given,
             )
         if not isinstance(out, tuple):
@@ -243,28 +247,70 @@ def run_in_chunks(
     return result, None, *joined
 
 
-class _SumsInFp32:
-    """Makes tensors whose gradients are summed over chunks.
+class _OfEachChunk:
+    """Keys as each chunk is given them, with gradients that are summed over chunks in fp32.
 
     Args:
-        casts: each chunk gets them in their own dtype, and not in fp32.
+        joined: latents and their rotary part as one tensor, with what its gradients go to.
     """
 
-    def __init__(self, *, casts: bool) -> None:
-        self._casts = casts
-        self._dtype: torch.dtype | None = None
+    def __init__(self, *, joined: bool) -> None:
+        self._joined = joined
 
     def of(self, tensors: tuple[Tensor, ...]) -> Any:
-        low = all(x.dtype in LOW_PRECISION for x in tensors)
-        if not low or not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-            return tensors
-        self._dtype = tensors[0].dtype
-        return tuple(x.float() for x in tensors)
+        if self._joined:
+            tensors = (torch.cat(tensors, -1),)
+        return tuple(
+            (x.detach(), _SumInFp32.apply(x) if x.dtype in LOW_PRECISION else x) for x in tensors
+        )
 
-    def of_chunk(self, tensors: tuple[Tensor, ...]) -> Any:
-        if not self._casts or self._dtype is None:
-            return tensors
-        return tuple(x.to(self._dtype) for x in tensors)
+    def of_chunk(self, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Any:
+        if self._joined:
+            return pairs[0]
+        return tuple(_ForChunk.apply(total, x) for x, total in pairs)
+
+
+class _SumInFp32(torch.autograd.Function):
+    """What fp32 gradients of a 16-bit tensor go to; it has no values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.new_zeros((), dtype=torch.float32).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.to(ctx.dtype)
+
+
+class _ForChunk(torch.autograd.Function):
+    """``x``, whose gradient goes to ``total``."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, x: Tensor) -> Tensor:
+        ctx.dtype = total.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+class _Pick(torch.autograd.Function):
+    """Rows of ``x`` at ``places``; their gradients are summed in the dtype of ``total``."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape, ctx.dtype = total.shape, total.dtype
+        return x.flatten(0, -2).index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+        total.view(-1, ctx.shape[-1]).index_add_(0, places, grad.to(ctx.dtype))
+        return total, None, None
 
 
 def _of_queries(name: str, value: Any, start: int, stop: int) -> Any:
@@ -301,7 +347,7 @@ def attend_to_picked(
     module: Any,
     query: Tensor,
     latents: Tensor,
-    rotary: Tensor,
+    total: Tensor,
     seen: Tensor,
     scaling: float,
     *,
@@ -312,37 +358,38 @@ def attend_to_picked(
     """Attention of queries to the latents that were picked for them (MLA).
 
     Shapes:
-        query ``[b, h, s, nope + rope]``; latents ``[b, 1, t, r]``, rotary ``[b, 1, t, rope]``; seen
-        ``[b or 1, 1, s, t]``, bool; indices ``[b, s, k]``; s_aux ``[h]`` -> ``[b, s, h, d_v]``.
+        query ``[b, h, s, nope + rope]``; latents ``[b, 1, t, r + rope]``, whose gradients go to
+        total; seen ``[b, 1, s, t]``, bool; indices ``[b, s, k]``; s_aux ``[h]`` -> ``[b, s, h,
+        d_v]``.
 
     Source: DeepSeek-V2 (2405.04434), 2.1.2: the matrices of keys and values move to the query and
     the result.
     """
     if not seen.numel():
         raise KeysAreMade
-    rows, heads, length, _width = query.shape
-    rank, widths = latents.shape[-1], query.shape[-1] - rotary.shape[-1]
+    rows, heads, length, width = query.shape
+    rank, tokens, number = module.kv_lora_rank, latents.shape[-2], indices.shape[-1]
+    nope = width - (latents.shape[-1] - rank)
     identity = torch.eye(rank, dtype=query.dtype, device=query.device)
     matrix = module.kv_b_proj(identity).view(rank, heads, -1)
-    to_key, to_value = matrix.split((widths, matrix.shape[-1] - widths), -1)
+    to_key, to_value = matrix[..., :nope], matrix[..., nope:]
     query = query.to(matrix.dtype).transpose(1, 2)
-    nope, rope = query.split((widths, rotary.shape[-1]), -1)
-    query = torch.cat([torch.einsum("bshn,rhn->bshr", nope, to_key), rope], -1).flatten(0, 1)
+    of_latents = torch.einsum("bshn,rhn->bshr", query[..., :nope], to_key)
+    query = torch.cat([of_latents, query[..., nope:]], -1).flatten(0, 1)
 
-    number, tokens = indices.shape[-1], latents.shape[-2]
-    first = torch.arange(rows, device=indices.device)[:, None, None] * tokens
-    places = (indices.long() + first).flatten()
-    # Read in the dtype in which gradients are summed over queries, and then cast.
-    parts = [x.flatten(0, 2).index_select(0, places).to(query.dtype) for x in (latents, rotary)]
-    picked = torch.cat(parts, -1).view(rows * length, number, -1)
-    scores = torch.bmm(query, picked.transpose(1, 2)).float() * scaling
-    visible = seen[:, 0].expand(rows, -1, -1).gather(-1, indices.long())
-    visible = visible.view(rows * length, 1, number)
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    at = indices.long()
+    first = torch.arange(rows, device=at.device)[:, None, None] * tokens
+    picked = _Pick.apply(total, latents, (at + first).flatten()).to(query.dtype)
+    picked = picked.view(rows * length, number, -1)
+    # Half of the least number: a score that is added must not make it infinite.
+    unseen = torch.finfo(query.dtype).min / 2
+    mask = torch.zeros_like(at, dtype=query.dtype).masked_fill(~seen[:, 0].gather(-1, at), unseen)
+    mask = mask.view(rows * length, 1, number).expand(-1, heads, -1)
+    scores = torch.baddbmm(mask, query, picked.transpose(1, 2), alpha=scaling)
     if s_aux is not None:
-        sinks = s_aux.float().view(1, heads, 1).expand(len(scores), -1, -1)
+        sinks = s_aux.to(scores.dtype).view(1, heads, 1).expand(len(scores), -1, -1)
         scores = torch.cat([scores, sinks], -1)
-    weights = scores.softmax(-1)[..., :number].to(picked.dtype)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., :number].to(picked.dtype)
     out = torch.bmm(weights, picked[..., :rank]).view(rows, length, heads, rank)
     return torch.einsum("bshr,rhv->bshv", out, to_value), None
 
