@@ -491,6 +491,8 @@ _ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "starcoder2": MappingProxyType({"gated": False, "tied": True, "biases": True}),
     }
 )
+# How many keys, or blocks of keys, an indexer picks.
+_INDEXERS = ("index_topk", "index_topk_blocks")
 # Those whose layers the fields of ModelShape describe, apart from what _other_facts lists. The
 # other architectures scale, normalize or add in ways of their own.
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "starcoder2")
@@ -624,6 +626,13 @@ def _check_spelling(
 
 def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The defaults of a HuggingFace configuration's model_type; none without a model_type."""
+    indexers = [key for key in _INDEXERS if entry.get(key)]
+    if indexers:
+        raise ConfigError(
+            f"{path}: {indexers[0]}={entry[indexers[0]]}: layers whose indexer picks the keys are "
+            "not planned. Their keys are gathered over all ranks of a sequence: the split into "
+            "Ulysses and ring means nothing to them (docs/usage/sparse-models.md)"
+        )
     experts = [key for key in _EXPERTS if entry.get(key) not in (None, 0, 1)]
     if experts and entry.get("model_type") not in list(_EXPERT_WIDTH):
         raise ConfigError(

@@ -4,13 +4,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tiny_models
 import torch
 from cases import mesh_of
 from harness import RankContext
 from torch.distributed.tensor import DTensor
 from training_models import Model, adapted, batch_of, granite, llama
 
-from ds_usp.integrations.transformers import enable
+from ds_usp.integrations.transformers import enable, query_chunks
 from ds_usp.memory import chunks
 from ds_usp.training import prepare_deepspeed
 
@@ -21,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mlp": {"mlp_chunks": 3},
     "all": {"recompute": "attention", "offload_ratio": 0.6, "loss_chunks": 4, "mlp_chunks": 3},
     "lora": {"recompute": "attention"},
+    "sparse": {"query_chunks": 3, "loss_chunks": 4},
 }
 
 
@@ -29,7 +31,7 @@ def step_of_one_rank(model: Model) -> dict[str, torch.Tensor]:
     for tokens in (30, 41):
         model(**batch_of(tokens, tokens)).loss.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {name: -RATE * grad for name, grad in trained.items()}
+    return {name: -RATE * grad for name, grad in trained.items() if grad is not None}
 
 
 def deepspeed_step(model: Model) -> None:
@@ -83,6 +85,8 @@ def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: boo
     make = granite if options == "loss" else llama  # whose logits are scaled
 
     def build() -> Model:
+        if options == "sparse":
+            return tiny_models.build("glm_moe_dsa")
         return adapted(make(), "all") if options == "lora" else make()
 
     model = build()
@@ -92,8 +96,11 @@ def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: boo
         model.gradient_checkpointing_enable({"use_reentrant": True})
     enable(model, mesh_of(2), **OPTIONS[options])
     # Gradients of chunks are summed as those of bf16 parameters are, but in fp32 to the digit.
-    as_of_bf16 = (torch.float32,) if options == "mlp" else chunks.LOW_PRECISION
-    with mock.patch.object(chunks, "LOW_PRECISION", as_of_bf16):
+    as_of_bf16 = (torch.float32,) if options in ("mlp", "sparse") else chunks.LOW_PRECISION
+    with (
+        mock.patch.object(chunks, "LOW_PRECISION", as_of_bf16),
+        mock.patch.object(query_chunks, "LOW_PRECISION", as_of_bf16),
+    ):
         if wrapper == "ZeRO-3":
             deepspeed_step(model)
         else:
@@ -111,6 +118,7 @@ CASES = [("loss", False), ("mlp", False), ("all", False), ("all", True)]
         *((wrapper, *case) for wrapper in WRAPPERS[1:] for case in CASES),
         # Which hands on what each module of a PEFT model returns, and its loss, as another tensor.
         *(("ZeRO-3", *case) for case in [("lora", False), *CASES] if case[0] != "mlp"),
+        *((wrapper, "sparse", False) for wrapper in WRAPPERS[:2] if tiny_models.HAS_STATES),
     ],
 )
 def test_a_step_is_that_of_one_rank(pool, wrapper, options, reentrant):

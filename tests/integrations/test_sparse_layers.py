@@ -2,17 +2,21 @@
 what is planted is seen."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hf_trainer_runs
+import peft
 import pytest
+import rl_runs
 import torch
 from cases import mesh_of
 from harness import RankContext
+from hf_trainer_runs import Split
 from model_runs import (
     BOUND,
     on_the_mesh,
@@ -27,11 +31,12 @@ from programs import losses_of_first_program
 from tiny_models import build
 from tiny_towers import TOWERS, build_with_tower
 from torch import Tensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_usp
 from ds_usp import MeshError
 from ds_usp import UnsupportedAttentionError as Unsupported
-from ds_usp.integrations.transformers import enable, sparse_layers
+from ds_usp.integrations.transformers import enable, query_chunks, sparse_layers
 
 PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "sparse-models.md"
 OF_ROWS = "minimax_m3_vl_text"  # blocks are counted in rows: no packed documents
@@ -112,7 +117,8 @@ def with_options(ctx: RankContext, model_type: str) -> dict[str, float]:
         found[name] = max(float((have[n] - plain[n]).norm()) for n in plain) / scale
 
     note("attention", train(recompute="attention", offload_ratio=0.5, query_chunks=2))
-    note("full", train(recompute="full", query_chunks=3))
+    with mock.patch.object(query_chunks, "LOW_PRECISION", (torch.float32,)):  # summed as of bf16
+        note("full", train(recompute="full", query_chunks=3))
     if model_type != "mistral_large4":
         note("loss in chunks", train(loss_chunks=3))
     for reentrant in (False, True):
@@ -300,6 +306,53 @@ def test_what_is_not_served_is_refused_on_every_rank(pool):
         assert "picks keys by an indexer" in tree and "share_prefixes" in tree
         assert "its forward is not transformers' own" in replaced
         assert "row 0 has a document at token 9" in blocks
+
+
+# ------------------------------------------------------------------ trainers
+
+
+def trained(ctx: RankContext, run: str, split: Split, **options: Any) -> tuple[Any, ...]:
+    """Losses, weights of a few steps of a trainer, all but one rank's with queries in chunks."""
+    model, attach = build("glm_moe_dsa"), rl_runs.attach
+    model.generation_config.update(eos_token_id=2, pad_token_id=0)
+    lora = partial(peft.LoraConfig, target_modules="all-linear")  # PEFT knows none of this model
+
+    def in_chunks(trainer: Any, mesh: Any) -> None:
+        enable(trainer.model, mesh, query_chunks=2)
+        attach(trainer, mesh)
+
+    modules = hf_trainer_runs, rl_runs
+    with ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(mock.patch.object(module, "tiny_model", lambda *_, **__: model))
+            patches.enter_context(mock.patch.object(module, "attach", in_chunks))
+        patches.enter_context(mock.patch.object(peft, "LoraConfig", lora))
+        module = rl_runs if run == "run_rl" else hf_trainer_runs
+        done = getattr(module, run)(ctx, split=split, max_steps=2, **options)
+    unset_hf_deepspeed_config()  # models of the next case are whole
+    losses = [x["loss"] for x in done.logs] if run == "run_rl" else done.losses
+    return losses, done.weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "engine", "options"),
+    [
+        ("run_trainer", "ddp", {}),
+        ("run_sft", "zero3", {"packing": True}),
+        ("run_sft", "fsdp2", {"packing": True, "lora": True}),
+        ("run_rl", "zero3", {"seed": 3}),
+        ("run_rl", "fsdp2", {"seed": 3}),
+    ],
+)
+def test_trainers_train_as_on_one_rank(pool, run, engine, options):
+    if run == "run_sft":  # indexers have no gradient
+        options = {**options, "ddp_find_unused_parameters": True}
+    losses, weights = pool.run(trained, 1, run=run, split=Split(), **options)[0]
+    have, moved = pool.run(trained, 2, run=run, split=Split(1, 2, engine), **options)[0]
+    assert have == pytest.approx(losses, rel=1e-5)
+    for want, x in zip(weights, moved, strict=True):
+        assert float((x - want).norm()) <= 1e-5 * float(want.norm()) + 1e-7
 
 
 # ------------------------------------------------------------------ the page
