@@ -61,7 +61,7 @@ def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
     share = [name for i, name in enumerate(names) if i % ctx.world == ctx.rank]
     want = {name: reference(model, BATCHES[name]()) for name in share}
     runs = [("zigzag", 1, "eager", "auto"), ("contiguous", 1, "eager", 3)]
-    runs += [("balanced", 1, "eager", 1), ("contiguous", 1, "eager", 1)]
+    runs += [("balanced", 1, "eager", 1)]
     runs += [("zigzag", 2, "eager", 4)] if ctx.world % 2 == 0 else []
     chunks = 2 if model_type == OF_ROWS else 1  # others attend to latents in chunks
     runs += [("zigzag", 1, "sdpa", chunks)] if type(model)._supports_sdpa else []

@@ -75,7 +75,7 @@ class Options:
 
     def of_frozen_model(self) -> dict[str, Any]:
         """Arguments for a second model that is not trained, such as a reference."""
-        names = ("layout", "kernel", "tuning", "mlp_chunks", "query_chunks", "share_prefixes")
+        names = ("layout", "kernel", "tuning", "mlp_chunks", "share_prefixes")
         return {name: getattr(self, name) for name in names}
 
 
