@@ -30,7 +30,9 @@ from model_runs import (
 from programs import losses_of_first_program
 from tiny_models import build
 from tiny_towers import TOWERS, build_with_tower
-from torch import Tensor
+from torch import Tensor, is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_usp
@@ -188,6 +190,43 @@ def test_picked_keys_are_those_of_one_process_and_latents_are_sent(pool):
     for other, sent, expected in chain(*pool.run(picked_and_sent, 3)):
         assert other == 0
         assert sent == expected
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor of scores or masks that an operator returns: its last dim has all
+    keys."""
+
+    keys, elements = 211, 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found = [x for x in tree_leaves(out) if is_tensor(x) and x.shape[-1:] == (self.keys,)]
+        self.elements = max(self.elements, *(x.numel() for x in found), 0)
+        return out
+
+
+def largest_tensors(ctx: RankContext) -> dict[str, list[int]]:
+    """Of a training pass: all queries at once, in 10 chunks, in as many as a bound gives."""
+    found: dict[str, list[int]] = {}
+    for model_type in ("glm_moe_dsa", OF_ROWS):
+        model, found[model_type] = build(model_type), []
+        for chunks in (1, 10, "auto"):
+            with (
+                enable(model, mesh_of(1), query_chunks=chunks),
+                mock.patch.object(query_chunks, "BYTES_OF_CHUNK", 2**16),
+                Largest() as largest,
+            ):
+                model(**plain_batch(1, Largest.keys)).loss.backward()
+            found[model_type].append(largest.elements)
+    return found
+
+
+def test_no_tensor_has_all_queries_and_all_keys(pool):
+    for found in pool.run(largest_tensors, 2):
+        for whole, in_chunks, bounded in found.values():
+            assert whole >= 105 * 211 * 4  # scores of each head
+            assert in_chunks < whole / 9
+            assert bounded <= 2**16 / 4
 
 
 # ------------------------------------------------------------------ what is planted is seen

@@ -147,24 +147,18 @@ def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return keys.pick(lambda: forward(*args, **kwargs))
 
 
-def number_of_chunks(
-    layer: Any, given: int | str, layout: TokenLayout, rows: int, implementation: str
-) -> int:
+def number_of_chunks(layer: Any, given: int | str, layout: TokenLayout, rows: int) -> int:
     """How many chunks a layer's queries go in, on every rank: those that were asked for, or as many
     as keep the largest tensor of one within ``BYTES_OF_CHUNK``."""
     lengths = [layout.length(rank) for rank in range(layout.degree)]
     if given != AUTO:
         return int(given)
-    indexer = getattr(layer, "indexer", None)
-    index_heads = 0
-    if indexer is not None:
-        index_heads = getattr(indexer, "n_heads", 0) or getattr(indexer, "num_heads", 1)
-    if reads_picked_latents(layer) or implementation != "eager":
-        heads = max(1, index_heads)
-    else:
-        heads = max(index_heads, layer.config.num_attention_heads)
-    size = rows * max(lengths) * layout.seq_len * heads * 4  # scores are in fp32
-    return min(ceil(size / BYTES_OF_CHUNK), min(lengths))
+    indexer: Any = getattr(layer, "indexer", None)
+    heads = getattr(indexer, "n_heads", 0) or getattr(indexer, "num_heads", 1)
+    if not reads_picked_latents(layer):  # a mask of each head at the least
+        heads = max(heads, layer.config.num_attention_heads)
+    queries = max(1, BYTES_OF_CHUNK // (rows * layout.seq_len * heads * 4))  # scores are in fp32
+    return min(ceil(max(lengths) / queries), min(lengths))
 
 
 def reads_picked_latents(layer: Any) -> bool:

@@ -192,7 +192,7 @@ def _run_layer(
     keys = Keys(kind, partial(gather_tokens, dim=-2, mesh=usp.call.mesh, layout=usp.layout))
     check = partial(_check_keys, layer, keys, reads_keys=reads_keys)
     rows, device = len(hidden_states), hidden_states.device
-    chunks = number_of_chunks(layer, query_chunks, usp.layout, rows, implementation)
+    chunks = number_of_chunks(layer, query_chunks, usp.layout, rows)
     kwargs |= {"position_ids": position_ids}
     if chunks > 1:
         bools = implementation != "eager" or reads_picked_latents(layer)
