@@ -225,7 +225,7 @@ def test_no_tensor_has_all_queries_and_all_keys(pool):
     for found in pool.run(largest_tensors, 2):
         for whole, in_chunks, bounded in found.values():
             assert whole >= 105 * 211 * 4  # scores of each head
-            assert in_chunks < whole / 9
+            assert in_chunks < whole / 6  # keys have 64 channels
             assert bounded <= 2**16 / 4
 
 
