@@ -20,7 +20,10 @@ def _sum_of_bits(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     sums = []
-    pieces = x.detach().reshape(-1).view(INTEGERS[min(x.element_size(), 4)]).split(_CHUNK)
+    values = x.detach().reshape(-1)
+    if values.stride(0) != 1:  # a time step that is expanded to a batch of one
+        values = values.clone(memory_format=torch.contiguous_format)
+    pieces = values.view(INTEGERS[min(x.element_size(), 4)]).split(_CHUNK)
     for number, piece in enumerate(pieces):
         index = torch.arange(1, 1 + len(piece), device=x.device) + number * _CHUNK
         weights = index * 0x1E3779B97F4A7C15
