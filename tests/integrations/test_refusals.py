@@ -725,6 +725,11 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: run(build("llama").model, unlabeled(), loss_chunks=2),
         lambda: run(build("llama").model, unlabeled()),
     ),
+    "chunks of queries": (
+        "query_chunks=2",
+        lambda: run(build("llama"), query_chunks=2),
+        lambda: run(build("llama")),
+    ),
     "states of images": (
         "cross_attention_states",
         lambda: hands_on(True, cross_attention_states=torch.ones(2, 3)),
