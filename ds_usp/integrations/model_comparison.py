@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ds_usp.comm.call_record import CallRecord, Signature, mismatch_error
 from ds_usp.comm.mesh import SequenceMesh
@@ -119,6 +120,7 @@ class ModelComparison:
         self._before_first_pass: Entries | None = None
         self._written_by_passes: set[str] | None = None  # settings; None before the first one
         self._modes = 0
+        self._dropouts: list[_DropoutNd] = []
         self._slots: list[tuple[dict[str, Any], str, str, str]] = []  # of weights, and their names
         self._trained: list[bool] = []  # of all weights
         self._identities: list[int] = []  # of all weights
@@ -189,6 +191,11 @@ class ModelComparison:
             if sum(weights[i].numel() for i in changed) <= _FEW:
                 compared["their elements"] = _by_dtype(weights[i].reshape(-1) for i in changed)
         return compared
+
+    @property
+    def drops(self) -> bool:
+        """A module drops elements in the pass that runs, whether or not it is given any here."""
+        return any(x.training and x.p for x in self._dropouts)
 
     def state(self) -> object:
         """Equal as long as no setting is changed, and no weight written, moved or replaced."""
@@ -346,6 +353,7 @@ class ModelComparison:
         if self._structure != self._structure_now():
             self._modules = dict(self._model.named_modules())
             self._held = list(map(vars, self._modules.values()))
+            self._dropouts = [x for x in self._modules.values() if isinstance(x, _DropoutNd)]
             self._hooks = [x[kind] for x in self._held for kind in _HOOKS]
             self._structure, self._digest, self._identities = self._structure_now(), "", []
             self._slots = [

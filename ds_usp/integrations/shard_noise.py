@@ -15,10 +15,10 @@ class ShardNoise:
 
     The ranks of a mesh are in one random state, as a Trainer seeds them, and would drop the same
     elements of every shard. Between :meth:`begin` and :meth:`end` the generator is seeded by this
-    state and the rank. Afterwards it goes on where it was, one number further if the part has drawn
-    any: the ranks are in one state again, and the next part draws other numbers. Nothing is counted
-    here, so a state that was saved, by a checkpoint of activations or of a training, draws the same
-    numbers again.
+    state and the rank. Afterwards it goes on where it was, one number further if the part may have
+    drawn any: the ranks are in one state again, and the next part draws other numbers. Nothing is
+    counted here, so a state that was saved, by a checkpoint of activations or of a training, draws
+    the same numbers again.
 
     Args:
         rank: of the mesh, whose tokens the part computes with.
@@ -33,10 +33,16 @@ class ShardNoise:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._states: tuple[Generator, Tensor, Tensor] | None = None
+        self._draws = False
 
-    def begin(self, device: torch.device, *, of_shard: bool = True) -> None:
+    def begin(self, device: torch.device, *, draws: bool, of_shard: bool = True) -> None:
         """Seed the generator of a device for this rank, or not ``of_shard`` alike on all ranks; no
-        other device's, and none of ``meta``."""
+        other device's, and none of ``meta``.
+
+        Args:
+            draws: the part drops, on some rank at least: an expert that has no tokens on this one
+                draws nothing here. The same on all ranks; where False, what this one draws counts.
+        """
         self.end()  # of a pass that Ctrl-C has ended: its state is this rank's alone
         generator = torch.default_generator
         if device.type == "cuda":
@@ -53,15 +59,14 @@ class ShardNoise:
         owner = self._rank.to_bytes(4, "big") if of_shard else b"all"
         text = before.numpy().tobytes() + owner
         generator.manual_seed(int.from_bytes(blake2b(text, digest_size=7).digest(), "big"))
-        self._states = generator, before, generator.get_state()
+        self._states, self._draws = (generator, before, generator.get_state()), draws
 
-    def end(self, *, has_drawn: bool = False) -> None:
-        """Go on as before :meth:`begin`; nothing if it was not called, or has ended. Other ranks'
-        parts may have drawn (``has_drawn``) where this one's has not."""
+    def end(self) -> None:
+        """Go on as before :meth:`begin`; nothing if it was not called, or has ended."""
         if self._states is None:
             return
         (generator, before, seeded), self._states = self._states, None
-        has_drawn |= not torch.equal(generator.get_state(), seeded)
+        draws = self._draws or not torch.equal(generator.get_state(), seeded)
         generator.set_state(before)
-        if has_drawn:
+        if draws:
             torch.rand((), generator=generator, device=generator.device)

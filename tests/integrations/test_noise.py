@@ -84,6 +84,36 @@ def two_passes(model: Model, batch: Batch) -> tuple[list[float], dict[str, Tenso
     return [float(x) for x in losses], gradients(model), torch.rand(3)
 
 
+class Expert(nn.Module):
+    """An MLP that drops elements of the one token whose first channel is the largest."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.dropout, self.limit, self.count = mlp, nn.Dropout(P), 0.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, first = self.mlp(x), x[..., 0]
+        self.limit = self.limit or float(first.flatten().topk(2).values.mean())
+        own = out[first > self.limit]
+        self.count = len(own)
+        return out.masked_scatter(
+            (first > self.limit)[..., None], self.dropout(own) if len(own) else own
+        )
+
+
+def streams_beside_an_expert(batch: Batch) -> float:
+    """How far the ranks' generators are apart after a pass in which one rank alone has drawn."""
+    model = llama().train()
+    expert = model.model.layers[0].mlp = Expert(model.model.layers[0].mlp)
+    model(**batch)
+    with enable(model, mesh_of(2)):
+        torch.manual_seed(11)
+        model(**batch)
+        assert sorted(of_both_ranks(expert.count)) == [0, 1]
+        drawn = torch.rand(3)
+    return max(float((drawn - x).abs().max()) for x in of_both_ranks(drawn))
+
+
 def noise_of_a_model(ctx: RankContext) -> dict[str, float]:
     """By name what must be 0, or nearly."""
     batch, model = batch_of(TOKENS), adapted(llama())
@@ -128,7 +158,7 @@ def noise_of_a_model(ctx: RankContext) -> dict[str, float]:
         before = torch.get_rng_state()
         model(**batch)
         found["without dropout"] = float(not torch.equal(torch.get_rng_state(), before))
-    return found
+    return found | {"streams beside an expert": streams_beside_an_expert(batch)}
 
 
 def test_each_rank_draws_noise_of_its_own_that_comes_again_in_backward(pool):

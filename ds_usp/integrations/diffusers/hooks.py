@@ -544,11 +544,12 @@ class ShardedTransformer:
     @disable_in_compile("each rank draws noise of its own")
     def _before_dropout(self, dropout: nn.Module, args: tuple[Any, ...]) -> None:
         if dropout.training and self.state is not None:
-            self._noise.begin(args[0].device, of_shard=self.is_shard(dropout, args[0]))
+            of_shard = self.is_shard(dropout, args[0])
+            self._noise.begin(args[0].device, draws=True, of_shard=of_shard)
 
     @disable_in_compile("each rank draws noise of its own")
     def _after_dropout(self, *_: Any) -> None:
-        self._noise.end(has_drawn=True)  # an expert that has no tokens here has some elsewhere
+        self._noise.end()
 
     @disable_in_compile("padding is counted")
     def _take_mask(

@@ -475,7 +475,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         """Note that modules are given this rank's tokens from here on, until :meth:`_end_shard`."""
         self._running.is_sharded = True
         if self.mesh.sp_degree > 1:  # alone it is the noise of the model itself
-            self._noise.begin(tokens.device)
+            self._noise.begin(tokens.device, draws=self._compared.drops)
 
     @disable_in_compile("random numbers are the caller's again")
     def _end_shard(self) -> None:
