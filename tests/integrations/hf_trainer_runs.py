@@ -21,6 +21,12 @@ from ds_usp.geometry.ranks import RankGrid
 from ds_usp.integrations.transformers import attach, enable
 from ds_usp.training import prepare_deepspeed
 
+with contextlib.suppress(ImportError):  # before transformers 5
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    # By the server of ranks, once: whatever loads or saves a model compiles 800 patterns, 0.25 s.
+    get_checkpoint_conversion_mapping("qwen3")
+
 WORDS = 97
 STEPS = 2
 BATCH = 4  # sequences in a step, in micro batches of all replicas

@@ -47,8 +47,6 @@ RLOO: dict[str, Any] = {"name": "rloo", "beta": 0.1, "normalize_advantages": Tru
 SEQUENCE: dict[str, Any] = {"importance_sampling_level": "sequence"}
 CASES: list[Any] = [
     (2, Split(2, 1), {x: value for x, value in KL.items() if not x.startswith("eval_")}),
-    (4, Split(1, 2, "zero3"), ACROSS),
-    (4, Split(2, 1, "zero2"), RLOO),
     (2, Split(1, 2), {"rollouts": True, "loss_type": "grpo"}),
     (4, Split(2, 1), {"vllm": True, "num_generations": 4}),
 ]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -295,12 +297,19 @@ def build(model_type: str, **changes: Any) -> Any:
     cls = model_class(model_type)
     tiny = config(model_type, **changes)
     torch.manual_seed(0)
-    with torch.device("meta"):
-        shape = cls._from_config(tiny)
-    count = sum(p.numel() for p in shape.parameters())
-    if count > MAX_PARAMETERS:
-        raise MemoryError(f"{model_type} has {count} parameters")
-    model = cls._from_config(tiny, attn_implementation="eager")
+    count = 0
+
+    def counted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        count += parameter.numel() if parameter is not None else 0
+        if count > MAX_PARAMETERS:  # before they are written, which takes memory
+            raise MemoryError(f"{model_type} has more than {MAX_PARAMETERS} parameters")
+
+    handle = register_module_parameter_registration_hook(counted)
+    try:
+        model = cls._from_config(tiny, attn_implementation="eager")
+    finally:
+        handle.remove()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * SPREAD)
