@@ -66,7 +66,7 @@ class Run(transformers.TrainerCallback):
     def __init__(self, session: Session, args: argparse.Namespace) -> None:
         self.session, self.args = session, args
         self._reserved_bytes: Callable[[], int] = int  # outside torch's allocator
-        self._seconds, self._host_bytes = 0.0, 0
+        self._seconds, self._host_bytes, self._kernel = 0.0, 0, "sdpa"
         # ALST's ranks load a sequence each, and all train them one after the other.
         self._copies = session.world if args.case == "ALST" else 1
         settings = Settings(
@@ -103,6 +103,7 @@ class Run(transformers.TrainerCallback):
         if args.case in ("ds_usp", "GRPO"):
             from ds_usp import SequenceMesh
             from ds_usp.integrations.transformers import attach, enable
+            from ds_usp.training import attention_kernel
 
             mesh = SequenceMesh.from_group(None, args.ulysses)
             enable(
@@ -110,6 +111,10 @@ class Run(transformers.TrainerCallback):
                 mlp_chunks=args.mlp_chunks, offload_ratio=args.offload_ratio,
             )  # fmt: skip
             attach(trainer, mesh)
+            head_dim = self.model.model.layers[0].self_attn.head_dim
+            self._kernel = attention_kernel(
+                args.kernel, device=self.session.device, dtype=self.model.dtype, head_dim=head_dim
+            )
             self._reserved_bytes = lambda: mesh.reserved_bytes
         trainer.train()
 
@@ -153,6 +158,7 @@ class Run(transformers.TrainerCallback):
         """Append a row; a failure by whichever rank fails."""
         names = ("case", "tokens", "layers", "warm_up", "ulysses", "recompute", "mlp_chunks")
         given = {x: getattr(self.args, x) for x in (*names, "offload_ratio", "checkpointing")}
+        given["attention"] = self._kernel
         session = replace(self.session, rank=0) if "refused" in row else self.session
         note = f"{SHAPES[self.args.device]}, bf16, random weights, synthetic books"
         append_row(session, self.args.out, {**given, **row}, PACKAGES, note)

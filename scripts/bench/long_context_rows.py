@@ -9,18 +9,23 @@ A time of the whole model is extrapolated, and marked, where two numbers of laye
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_harness import read_rows
-
 LIMIT = 2e-3
 LAYERS = 36
 NAMES = {"Accelerate": "Accelerate `cp_size`", "ALST": "ALST, ZeRO-3", "GRPO": "GRPO, ds_usp"}
+KERNELS = {"flash4": "FlashAttention-4", "cudnn": "cuDNN"}
 Row = Mapping[str, Any]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def label(row: Row) -> str:
@@ -28,8 +33,19 @@ def label(row: Row) -> str:
     name = NAMES.get(row["case"], row["case"])
     if row["case"] in ("ds_usp", "GRPO"):
         name += f" {row['ulysses']} x {row['world'] // row['ulysses']}, `{row['recompute']}`"
+        name += f", {KERNELS.get(row['attention'], row['attention'])}"
         name += f", offload {row['offload_ratio']}" if row["offload_ratio"] else ""
     return name + (", offload" if row["checkpointing"].get("offload") else "")
+
+
+def timed_case(row: Row) -> dict[str, Any]:
+    """The row as ``tables.py`` reads those of other benchmarks of steps."""
+    name = "Accelerate context parallel" if row["case"] == "Accelerate" else row["case"]
+    if row["case"] == "ds_usp":
+        name += f" {row['ulysses']}x{row['world'] // row['ulysses']} {row['attention']}"
+    timed = {"seconds": [row["seconds"]]} if "seconds" in row else {}
+    workload = f"{row['tokens']} on {machine(row)}"
+    return {**row, "case": f"{name}, {row['layers']} layers", "workload": workload, **timed}
 
 
 def machine(row: Row) -> str:
@@ -141,7 +157,7 @@ def main() -> int:
     parser.add_argument("rows", type=Path, help="JSON lines of bench_long_context.py")
     parser.add_argument("--plot", type=Path, help="the picture to write")
     args = parser.parse_args()
-    rows = read_rows(args.rows)
+    rows = read(args.rows)
     print(table(rows), table(rows, rl=True), *differences(rows), sep="\n")
     if args.plot:
         plot(rows, args.plot)

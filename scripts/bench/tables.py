@@ -21,9 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import long_context_rows
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/one-real-run.md", "docs/usage/diffusers.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/one-real-run.md",
+    "docs/usage/diffusers.md",
+    "docs/usage/million-tokens.md",
+)
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 ALL_METHODS = (
@@ -96,6 +104,12 @@ HEADLINES = (
         )
     ),
     ("Llama 3, 8 layers, 32K, 2 H200", "transformers_32k.jsonl", "plain:32768", "FSDP2"),
+    (
+        "Qwen3-8B whole, 128K, cuDNN, 2 H200",
+        "long_context.jsonl",
+        "131072 on 2 H200",
+        "cudnn, 36 layers",
+    ),
     ("Wan 2.1, 10 blocks, guided step, 480p", "diffusers_guided.jsonl", "wan-480p:guided", "cudnn"),
 )
 MODELS = {
@@ -394,7 +408,8 @@ def json_lines(name: str) -> list[dict[str, Any]]:
     for index, row in enumerate(map(json.loads, lines)):
         key = (row["run_id"], row["workload"], row["case"]) if "run_id" in row else index
         last[key] = row
-    return list(last.values())
+    long = long_context_rows.timed_case
+    return [long(row) if "checkpointing" in row else row for row in last.values()]
 
 
 def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
@@ -493,6 +508,12 @@ def _differences(curves: Mapping[str, Mapping[int, float]], name: str) -> list[f
 TABLES: Mapping[str, Callable[[], str]] = {
     "headline": partial(headline_table, HEADLINES),
     "long-run": long_run_table,
+    "long-context": lambda: long_context_rows.table(
+        long_context_rows.read(RESULTS / "long_context.jsonl")
+    ),
+    "long-context-rl": lambda: long_context_rows.table(
+        long_context_rows.read(RESULTS / "long_context.jsonl"), rl=True
+    ),
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),

@@ -121,7 +121,7 @@ def test_an_mlp_in_chunks_is_never_whole():
     [("none", 0, 43.36), ("none", 4, 28.36), ("full", 4, 22.84)],
 )
 def test_a_loss_in_chunks_has_a_peak(recompute, mlp_chunks, measured):
-    """GiB of 2 layers on 2 H100, 131,072 tokens, loss in 16 chunks (docs/usage/million-tokens.md),
+    """GiB of 2 layers on 2 H100, 131,072 tokens, loss in 16 chunks (results/length_settings.csv),
     less the workspace."""
     work = Workload(replace(LLAMA, layers=2), 131072)
     config = FULL.replace(recompute=recompute, mlp_chunks=mlp_chunks)
@@ -140,7 +140,7 @@ def test_a_loss_in_chunks_has_a_peak(recompute, mlp_chunks, measured):
     ],
 )
 def test_the_longest_sequences_of_one_gpu(tokens, on_host, measured):
-    """GiB of 4 layers on one H200 (docs/usage/million-tokens.md). Without states on the host the
+    """GiB of 4 layers on one H200 (results/length.jsonl). Without states on the host the
     runs were of one step, which has no moments of Adam yet, 8 bytes a parameter."""
     work = Workload(replace(LLAMA, layers=4), tokens)
     config = FULL.replace(
