@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -126,12 +127,14 @@ def plot(rows: Iterable[Row], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "ds_usp"  # the same names in every run
     from matplotlib import pyplot
 
     lines: dict[str, dict[int, float]] = {}
     for c in cells(rows):
         if c["rows"] and c["layers"] == LAYERS and not c["rl"]:
-            name = f"{c['name'].split(',')[0].replace('`', '')}, {c['machine']}"
+            name = re.sub(r"(, `\w+`)|`", "", c["name"].split(", offload")[0])
+            name = f"{name}, {c['machine']}"
             points = lines.setdefault(name, {})
             points[c["tokens"]] = max(points.get(c["tokens"], 0.0), c["tokens_per_s_per_gpu"])
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -142,6 +145,8 @@ def plot(rows: Iterable[Row], path: Path) -> None:
         axes.annotate(text, (lengths[-1], points[lengths[-1]]), (4, 4), textcoords="offset points")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("{x:,.0f}")
     ticks = sorted({x for points in lines.values() for x in points})
     axes.set_xticks(ticks, [f"{x // 1024}K" for x in ticks])
     axes.set(xlabel="tokens of the sequence", ylabel="tokens/s a GPU")
