@@ -25,7 +25,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import ds_usp
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import enable
-from ds_usp.integrations.transformers.attention import RunningPass
+from ds_usp.integrations.transformers.attention import RunningPass, Targets
 from ds_usp.integrations.transformers.trainer import _whole_logits
 from ds_usp.integrations.transformers.whole_batch_loss import ChunkedHead, ChunkedLogits
 
@@ -173,3 +173,20 @@ def test_refusals(pool, case, error, words):
 def test_options_that_are_no_numbers_of_chunks(options):
     with pytest.raises(ConfigError, match="_chunks="):
         enable(llama(), ds_usp.SequenceMesh.single(), **options)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_compiled_model_that_writes_its_labels_is_told(writes):
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def are_given(labels: torch.Tensor, targets: Targets) -> bool:
+        if writes:
+            labels.add_(1)
+        return targets.is_given(labels)
+
+    for version in range(3):
+        labels = torch.zeros(2, 4, dtype=torch.long)
+        for _ in range(version):
+            labels.add_(0)
+        assert are_given(labels, Targets(labels, labels, 1, False)) is not writes
