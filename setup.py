@@ -122,6 +122,8 @@ setup(
         "flash": ["flash-attn>=2.6"],
         # Only pre-releases so far; naming one lets pip take it and later ones without --pre.
         "flash4": ["flash-attn-4>=4.0.0b36"],
+        # Its fused exchange of heads, for Tuning(copies="flashinfer").
+        "flashinfer": ["flashinfer-python>=0.7.4"],
         # Kernels of layers with a state; ds_usp/recurrence/kernels.py was read of fla-core 0.6.
         "recurrence": ["fla-core>=0.6,<0.7", "mamba-ssm>=2.2,<3"],
         "megatron": MEGATRON,

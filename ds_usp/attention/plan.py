@@ -369,7 +369,13 @@ def _new_plan(
     # The mesh caches the plan: a reference back would keep its process groups until the exit.
     mesh_ref = cast(SequenceMesh, weakref.proxy(mesh))
     exchanges = plan_head_exchanges(
-        split, mesh_ref, layout, kv_layout, resolved.chunks, resolved.use_copy_engines
+        split,
+        mesh_ref,
+        layout,
+        kv_layout,
+        resolved.chunks,
+        resolved.use_copy_engines,
+        resolved.use_fused,
     )
     parts += f"mask {mask}", f"scale {scale:.9g}", f"kernel {chosen.name}"
     sinks_text = "no" if sinks is None else "learned" if trainable else "fixed"
@@ -452,7 +458,9 @@ def _staging_bytes(
 
     Returns:
         ``all_to_all``, with a ring ``ring_kv`` (a block of keys and values) and before a backward
-        pass ``ring_dkv`` (its gradients); empty where exchanges go by NCCL.
+        pass ``ring_dkv`` (its gradients); empty where exchanges go by NCCL. ``fused``: the largest
+        tensor, where FlashInfer's kernel carries one; a CUDA graph of the call, which takes copy
+        engines, finds their memory as well.
     """
     ring, schedules = ring_calls[0], [ring.schedule for ring in ring_calls]
     if not ring.use_copy_engines:
@@ -473,6 +481,16 @@ def _staging_bytes(
         return max(sizes)
 
     sizes = {"all_to_all": max(map(all_to_all, chunks))}
+    fused = max(
+        max(
+            chunk.qkv.fused_bytes(batch, qkv_dims, itemsize),
+            chunk.out.fused_bytes(batch, (value_dim,), itemsize),
+            chunk.out.fused_bytes(batch, (1,), acc_dtype),
+        )
+        for chunk in chunks
+    )
+    if fused:
+        sizes["fused"] = fused
     if ring.schedule.ring_degree > 1:
         kv_heads = max(chunk.qkv.local_heads[1] for chunk in chunks)
         token_elements = batch * kv_heads * (dim + value_dim)  # keys and values of one token

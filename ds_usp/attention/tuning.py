@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ds_usp.comm.fused_exchange import RANKS as FUSED_RANKS
+from ds_usp.comm.fused_exchange import fused_unavailable_reason
 from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import p2p_disabled_reason, single_hw_queue
@@ -23,6 +25,9 @@ from ds_usp.geometry.chunking import (
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
+
+# The longest call that FlashInfer's kernel was measured to shorten (exchange_flashinfer.csv).
+_MAX_FUSED_TOKENS = 8192
 
 
 # Note [head chunks]
@@ -51,21 +56,24 @@ class Tuning:
             the ring. ``"auto"``: all-gathered where that takes no more memory, or little.
         copies: exchanges use the GPUs' copy engines and peer memory, and leave the SMs to
             attention; else NCCL. ``"auto"``: on NVIDIA GPUs of one node, except under
-            ``NCCL_P2P_DISABLE=1``.
+            ``NCCL_P2P_DISABLE=1``. ``"flashinfer"``: FlashInfer's kernel exchanges the heads of
+            short calls (one sample of up to 8,192 tokens, in one chunk, not in a CUDA graph) where
+            the ranks have equal shares of heads and tokens; others as ``"auto"``.
     """
 
     chunks: int | Literal["auto"] = "auto"
     gather: bool | Literal["auto"] = "auto"
-    copies: bool | Literal["auto"] = "auto"
+    copies: bool | Literal["auto", "flashinfer"] = "auto"
 
     def __post_init__(self) -> None:
         number = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
         if self.chunks != "auto" and (not number or self.chunks < 1):
             raise ConfigError(f"chunks={self.chunks!r} must be 'auto' or a number of 1 or more")
-        for name in ("gather", "copies"):
+        for name, words in (("gather", ("auto",)), ("copies", ("auto", "flashinfer"))):
             value = getattr(self, name)
-            if value != "auto" and not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r} must be 'auto', True or False")
+            if value not in words and not isinstance(value, bool):
+                known = ", ".join(map(repr, words))
+                raise ConfigError(f"{name}={value!r} must be {known}, True or False")
 
     def resolve(
         self,
@@ -88,7 +96,8 @@ class Tuning:
             varlen: the kernel computes many documents in one call.
 
         Raises:
-            ConfigError: more chunks than heads allow, or copy engines that cannot be used.
+            ConfigError: more chunks than heads allow, copy engines or FlashInfer that cannot be
+                used.
         """
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
@@ -112,7 +121,15 @@ class Tuning:
             [end - begin for begin, end in sizes],
             launch_bound=use_copy_engines and is_launch_bound(size.flop),
         )
-        return ResolvedTuning(chunks, gather and layout.ring > 1, use_copy_engines, positions)
+        use_fused = (
+            self.copies == "flashinfer"
+            and chunks == q.shape[0] == 1
+            and max(layout.seq_len, keys or 0) <= _MAX_FUSED_TOKENS
+            and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+        return ResolvedTuning(
+            chunks, gather and layout.ring > 1, use_copy_engines, positions, use_fused
+        )
 
     def _resolve_copy_engines(self, q: torch.Tensor, mesh: SequenceMesh) -> bool:
         """``copies`` for such a call.
@@ -124,8 +141,15 @@ class Tuning:
         why_not = mesh.copy_engine_unavailable or p2p_disabled_reason()
         if why_not is None and not q.is_cuda:
             why_not = f"the tensors are on {q.device.type}"
-        if self.copies is True and why_not is not None:
-            raise ConfigError(f"copies=True, but {why_not}. Use copies='auto'")
+        if why_not is None and self.copies == "flashinfer":
+            why_not = fused_unavailable_reason()
+            if mesh.ring_degree > 1 or mesh.ulysses_degree not in FUSED_RANKS:
+                why_not = (
+                    f"the mesh is ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}, and its "
+                    f"kernel is for ulysses {', '.join(map(str, FUSED_RANKS))} without a ring"
+                )
+        if self.copies in (True, "flashinfer") and why_not is not None:
+            raise ConfigError(f"copies={self.copies!r}, but {why_not}. Use copies='auto'")
         use_copy_engines = self.copies is not False and why_not is None
         if use_copy_engines and single_hw_queue() and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
@@ -166,12 +190,13 @@ def _call_size(
 
 class ResolvedTuning(NamedTuple):
     """A :class:`Tuning` for one call, nothing left open; ``chunk_positions``: of each chunk in the
-    pipeline, forward and backward."""
+    pipeline, forward and backward; ``use_fused``: FlashInfer's kernel exchanges heads."""
 
     chunks: int
     gather_kv: bool
     use_copy_engines: bool
     chunk_positions: ChunkPositions = (("only", "only"),)
+    use_fused: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -179,7 +204,7 @@ class ResolvedTuning(NamedTuple):
         return (
             "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks",
             "KV all-gathered" if self.gather_kv else "KV stepwise",
-            "copy engines" if self.use_copy_engines else "P2P",
+            "FlashInfer" if self.use_fused else "copy engines" if self.use_copy_engines else "P2P",
         )
 
     def __str__(self) -> str:

@@ -83,12 +83,13 @@ def plan_head_exchanges(
     kv_layout: TokenLayout,
     chunks: int = 1,
     use_copy_engines: bool = False,
+    use_fused: bool = False,
 ) -> tuple[ChunkExchanges, ...]:
     """The head exchanges of q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, for each chunk."""
 
     def exchange(*tensors: tuple[TokenLayout, HeadRanges]) -> HeadAllToAll:
         layouts, ranges = zip(*tensors, strict=True)
-        return HeadAllToAll(mesh, layouts, ranges, use_copy_engines)
+        return HeadAllToAll(mesh, layouts, ranges, use_copy_engines, use_fused)
 
     heads = [split.chunk(chunks, index) for index in range(chunks)]
     exchanges = []

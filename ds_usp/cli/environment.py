@@ -31,10 +31,11 @@ _DISTRIBUTIONS = re.compile(
     r"cuda-bindings|nvidia-(nccl|cudnn|cuda-runtime)\S*|einops|numpy|transformers|accelerate|peft|"
     r"trl|diffusers|datasets|tokenizers|safetensors|huggingface[-_]hub|fla[-_]core|"
     r"flash-linear-attention|mamba[-_]ssm|causal[-_]conv1d|verl|openrlhf|axolotl|ms[-_]swift|"
-    r"llamafactory|vllm|ring[-_]flash[-_]attn|liger[-_]kernel|bitsandbytes|apex"
+    r"llamafactory|vllm|flashinfer[-_]\S+|apache[-_]tvm[-_]ffi|ring[-_]flash[-_]attn|liger[-_]kernel|bitsandbytes|apex"
 )
 _VARIABLES = (
-    *("CUDA_", "DS_", "FLASH_ATTENTION_", "FLASH_ATTN_", "GLOO_", "LOCAL_", "MASTER_", "MEGATRON_"),
+    *("CUDA_", "DS_", "FLASH_ATTENTION_", "FLASH_ATTN_", "FLASHINFER_", "GLOO_", "LOCAL_"),
+    *("MASTER_", "MEGATRON_"),
     *("NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_", "PYTORCH_", "RANK", "TORCH", "TRITON_", "USP_"),
     "WORLD_SIZE",
 )
@@ -202,6 +203,7 @@ def _copy_engines() -> dict[str, str]:
     import torch
 
     from ds_usp.comm.copy_engine import peer_copy_unavailable_reason
+    from ds_usp.comm.fused_exchange import fused_unavailable_reason
 
     count = torch.cuda.device_count()
     reason = peer_copy_unavailable_reason(max(count, 1))
@@ -212,6 +214,7 @@ def _copy_engines() -> dict[str, str]:
         return {"usable": "no", "reason": reason}
     facts = {"usable": "yes", "reason": f"all {count} GPUs reach each other"}
     facts["needs"] = "NCCL, all ranks of a mesh on one node, each on a GPU of its own"
+    facts["FlashInfer"] = fused_unavailable_reason() or "for Tuning(copies='flashinfer')"
     if single_hw_queue():
         facts["limit"] = "CUDA_DEVICE_MAX_CONNECTIONS=1: not inside of CUDA graphs"
     return facts

@@ -8,14 +8,18 @@ differ from tensor to tensor (q, k, v).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
+from math import prod
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from ds_usp.comm.channel import NO_RANGE, PendingExchange, exchange_range, profiler_enabled
+from ds_usp.comm.fused_exchange import FusedExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import DeferredSum, PreallocatedSend, copy_or_sum_into
 from ds_usp.comm.uniform_all_to_all import UniformAllToAll
@@ -36,7 +40,8 @@ Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
 # links for large messages only. Two ways lead there. Where all ranks use equally many heads of
 # tokens that lie in one or two slices a rank, one dense buffer is packed, on GPUs by one kernel
 # (UniformAllToAll). Else (6 heads on 4 ranks, KV heads shared by ranks, joint tokens) the slices
-# are copied one by one here: slower, and right for any ranges and runs.
+# are copied one by one here: slower, and right for any ranges and runs. A short call, which the
+# host's work decides, may take a third: FlashInfer's kernel, once a tensor (FusedExchange).
 @dataclass(frozen=True)
 class HeadAllToAll:
     """The Ulysses all-to-all of some tensors (q, k, v) within one ring rank.
@@ -47,12 +52,14 @@ class HeadAllToAll:
             overlap: such a head goes to each of its users, and their results are summed (in fp32)
             on the way back.
         copies: use copy engines where all ranks use equally many heads.
+        fused: use FlashInfer's kernel where the ranks have equal shares of all heads and tokens.
     """
 
     mesh: SequenceMesh
     layouts: tuple[TokenLayout, ...]
     ranges: tuple[HeadRanges, ...]
     copies: bool = False
+    fused: bool = False
 
     def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """All tokens of the ring rank for this rank's heads: ``[B, s, H, D] -> [B, S, h, D]``. The
@@ -77,6 +84,9 @@ class HeadAllToAll:
         """Start :meth:`to_heads` of tensors of one dtype and device: callers check it, as others
         would be cast to the first's. On one Ulysses rank results are views of the tensors;
         ``overlapped`` as of :meth:`P2PChannel.post`."""
+        if self.is_fused:
+            with self._count_fused(tensors):
+                return PendingExchange(partial(tuple, self._fused.to_heads(tensors)))
         if self._uniform is not None:
             return self._uniform.post_to_heads(tensors, self._all_to_all, overlapped=overlapped)
         ranks = range(self.mesh.ulysses_degree)
@@ -104,7 +114,9 @@ class HeadAllToAll:
     ) -> PreallocatedSend | None:
         """The staging buffer of a later :meth:`post_to_sequence` to outputs of these sizes, which
         may be written before; None if nothing is packed, or in another way."""
-        return None if self._uniform is None else self._uniform.preallocate_send(like, sizes)
+        if self.is_fused or self._uniform is None:
+            return None
+        return self._uniform.preallocate_send(like, sizes)
 
     def post_to_sequence(
         self,
@@ -115,6 +127,10 @@ class HeadAllToAll:
         overlapped: bool = True,
     ) -> PendingExchange:
         """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for."""
+        if self.is_fused:
+            with self._count_fused(outs):
+                self._fused.to_sequence(sources, outs)
+            return PendingExchange(tuple)
         if self._uniform is not None:
             return self._uniform.post_to_sequence(
                 sources, outs, self._all_to_all, prealloc, overlapped=overlapped
@@ -168,6 +184,41 @@ class HeadAllToAll:
         layout = self.layouts[0]  # the ranks reserve as much
         tokens = max(layout.length(rank) for rank in range(layout.degree))
         return self._uniform.staging_bytes(tokens, batch, dims, itemsize)
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """FlashInfer's kernel carries the exchange: asked for, and each rank has one slice, in the
+        order of the ranks, and an equal share of all heads and of all tokens."""
+        if not self.fused:
+            return False
+        ranks = range(self.mesh.ulysses_degree)
+        for layout, ranges in zip(self.layouts, self.ranges, strict=True):
+            slices = TokenSlices.from_runs(layout.runs(self.mesh.ring_rank), len(ranks))
+            if slices is None or not slices.in_rank_order or len(set(slices.lengths)) > 1:
+                return False
+            share = ranges[0][1]
+            if ranges != tuple((rank * share, (rank + 1) * share) for rank in ranks):
+                return False
+        return True
+
+    @property
+    def _fused(self) -> FusedExchange:
+        return cast(FusedExchange, self.mesh.copy_engines["fused"])
+
+    def _count_fused(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        """Count the exchange of tensors ``[B, s, H, D]`` in the ledger; its range in a profile."""
+        ranks = self.mesh.ulysses_degree
+        sent_bytes = sum([x.numel() * x.element_size() for x in tensors]) // ranks * (ranks - 1)
+        self.mesh.ledger.add("all_to_all", sent_bytes)
+        return exchange_range("all_to_all", sent_bytes) if profiler_enabled() else NO_RANGE
+
+    def fused_bytes(self, batch: int, dims: Sequence[int], itemsize: int) -> int:
+        """Bytes of the largest tensor of these head dims that FlashInfer's kernel exchanges."""
+        if not self.is_fused:
+            return 0
+        tokens = [layout.length(self.mesh.rank) for layout in self.layouts]  # as on other ranks
+        heads = [ranges[-1][1] for ranges in self.ranges]
+        return batch * max(map(prod, zip(tokens, heads, dims, strict=True))) * itemsize
 
     @cached_property
     def _uniform(self) -> UniformAllToAll | None:

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -656,25 +656,35 @@ class CopyEngineChannel(Channel):
         self._done, self._recvs, self.in_flight = None, (), False
 
 
-def num_exchanges(engines: Mapping[str, CopyEngine]) -> int:
+class Engine(Protocol):
+    """What moves a mesh's exchanges, beside NCCL."""
+
+    exchanges: int
+
+    def note_replay(self) -> None: ...
+
+    def abort_waits(self) -> bool: ...
+
+
+def num_exchanges(engines: Mapping[str, Engine]) -> int:
     """Exchanges that the copy engines of a mesh have started."""
     return sum([engine.exchanges for engine in engines.values()])
 
 
-def note_replay(engines: Mapping[str, CopyEngine]) -> None:
+def note_replay(engines: Mapping[str, Engine]) -> None:
     """The current stream launches a CUDA graph with exchanges of the copy engines of a mesh."""
     for engine in engines.values():
         engine.note_replay()
 
 
-def abort_waits(engines: Mapping[str, CopyEngine]) -> None:
+def abort_waits(engines: Mapping[str, Engine]) -> None:
     """End whatever this rank's streams wait for, from a thread: each exchange in flight waits anew
     when the one before it is done. A process that ends meanwhile waits for it, a minute at most."""
     if engines:
         Thread(target=_abort_until_idle, args=(list(engines.values()),)).start()
 
 
-def _abort_until_idle(engines: Sequence[CopyEngine]) -> None:
+def _abort_until_idle(engines: Sequence[Engine]) -> None:
     deadline = time.monotonic() + _ABORT_TIMEOUT_S
     with contextlib.suppress(RuntimeError):  # the GPU is lost
         while [engine for engine in engines if engine.abort_waits()]:

@@ -31,6 +31,7 @@ from ds_usp.comm.copy_engine import (
     num_slots,
 )
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
+from ds_usp.comm.fused_exchange import FusedExchange
 from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.process_groups import (
     align_group_counters,
@@ -272,7 +273,7 @@ class SequenceMesh:
         copy_engine_unavailable: why copy engines cannot carry its exchanges; None if they can.
         ulysses_in_node: all-to-alls cross no network.
         other_nodes: by group (``ulysses``, ``ring``, ``sp``), its ranks that are not on this node.
-        copy_engines: those in use, by kind of traffic.
+        copy_engines: those in use, by kind of traffic; ``fused``: FlashInfer's exchange of heads.
         plans: validated calls over this mesh, by their arguments.
         readings: what layers have read of their batch's positions, lengths and masks.
         checks: what else :meth:`check` compares; each is given the mesh.
@@ -298,7 +299,7 @@ class SequenceMesh:
     copy_engine_unavailable: str | None = "one process has no peer to exchange with"
     ulysses_in_node: bool = True
     other_nodes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
-    copy_engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
+    copy_engines: dict[str, CopyEngine | FusedExchange] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
     readings: Readings = field(default_factory=Readings, init=False, repr=False)
@@ -508,11 +509,13 @@ class SequenceMesh:
             return P2PChannel(self._group_of(kind), self.ledger, kind, others)
         if kind not in self.copy_engines:
             raise MeshError(f"copy engines have no staging memory for {kind}: call reserve first")
-        return CopyEngineChannel(self.copy_engines[kind], self.ledger, kind)
+        engine = cast(CopyEngine, self.copy_engines[kind])
+        return CopyEngineChannel(engine, self.ledger, kind)
 
     def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
-        """Reserve staging memory for copy-engine exchanges of up to so many bytes a rank, by kind.
-        Collective when it has to allocate; the ranks of a mesh ask for the same sizes.
+        """Reserve staging memory for exchanges of up to so many bytes a rank, by kind; for
+        ``fused`` of one tensor. Collective when it has to allocate; the ranks of a mesh ask for the
+        same sizes.
 
         Args:
             device: this rank's GPU.
@@ -532,14 +535,17 @@ class SequenceMesh:
             if size == 0 or group is None:
                 continue
             try:
-                if kind not in self.copy_engines:
+                if kind not in self.copy_engines and kind == "fused":
+                    self.copy_engines[kind] = FusedExchange(group, device)
+                elif kind not in self.copy_engines:
                     slots = num_slots(kind, ring=self.ring_degree > 1)
                     self.copy_engines[kind] = CopyEngine(group, device, slots)
                 self.copy_engines[kind].reserve(size)
             except RuntimeError as error:
+                fix = "'auto'" if kind == "fused" else "False"
                 raise MeshError(
                     f"the GPUs of this node do not share {size / 2**20:.0f} MiB for {kind}: "
-                    f"{error}. Use Tuning(copies=False)"
+                    f"{error}. Use Tuning(copies={fix})"
                 ) from error
 
     def needs_reserve(self, sizes: Mapping[str, int]) -> bool:
@@ -579,12 +585,14 @@ class SequenceMesh:
             torch.cuda.synchronize()
             self.agree("released")
             for kind in [kind for kind, engine in self.copy_engines.items() if not engine.captured]:
-                del self.copy_engines[kind]
+                engine = self.copy_engines.pop(kind)
+                if isinstance(engine, FusedExchange):
+                    engine.close()
             self.consistency.clear_verified()
 
     def _group_of(self, kind: str) -> dist.ProcessGroup | None:
         groups = {"ring_kv": self.kv_group, "ring_dkv": self.dkv_group}
-        return self.ulysses_group if kind == "all_to_all" else groups[kind]
+        return groups.get(kind, self.ulysses_group)
 
     def layout(self, kind: str, seq_len: int, documents: Any = ()) -> TokenLayout:
         """The :class:`TokenLayout` of a kind for the degrees and rank order of this mesh."""

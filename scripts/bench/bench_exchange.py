@@ -7,9 +7,10 @@ r"""What each way to exchange heads and keys gains: calls with one part of it le
 
 ``all`` is what ds_usp does by itself. ``nccl`` leaves out the copy engines, ``no triton`` the
 kernel that packs for them, ``slices`` copy engines and the dense buffer, so that torch copies each
-slice of heads and NCCL sends them. ``plain`` is Ulysses by hand, ``flashinfer`` Ulysses by
-FlashInfer's fused exchange (forward, if it is installed). The kernel ``none`` times the exchanges
-of a forward call alone.
+slice of heads and NCCL sends them. ``fused`` asks for FlashInfer's fused exchange
+(``Tuning(copies="flashinfer")``: eager calls of up to 8,192 tokens). ``plain`` is Ulysses by hand,
+``flashinfer`` Ulysses by FlashInfer's exchange, by hand and without a comparison of ranks. The
+kernel ``none`` times the exchanges of a forward call alone.
 
 A cell is a shape, a split, a kernel, and eager calls or the replay of a CUDA graph; its arms run
 interleaved. ``ms`` is the time of a step, ``host_ms`` of starting it, both of the slowest rank. The
@@ -51,6 +52,7 @@ from shapes import Shape
 import ds_usp
 from ds_usp.attention.tuning import Tuning
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.fused_exchange import fused_unavailable_reason
 from ds_usp.comm.packing import PackPlan
 from ds_usp.geometry.degrees import divisors
 
@@ -77,10 +79,17 @@ class Parts:
     copy_engines: bool = True
     triton_packing: bool = True
     dense_buffer: bool = True
+    fused: bool = False
+
+    @property
+    def tuning(self) -> Tuning:
+        """What a call asks for."""
+        return Tuning(copies="flashinfer") if self.fused else Tuning()
 
 
 ARMS = {
     "all": Parts(),
+    "fused": Parts(fused=True),
     "nccl": Parts(copy_engines=False),
     "no triton": Parts(triton_packing=False),
     "slices": Parts(copy_engines=False, dense_buffer=False),
@@ -90,6 +99,7 @@ JUDGED_BY = {
     "copy engines": ("nccl", "all"),
     "Triton packing": ("no triton", "all"),
     "dense buffer": ("slices", "nccl"),
+    "FlashInfer": ("all", "fused"),
 }
 
 
@@ -161,13 +171,20 @@ class Run:
     @staticmethod
     def arms_of(split: Split) -> list[str]:
         """The arms of a split; a ring alone packs no heads."""
-        return list(ARMS) if split[0] > 1 else ["all", "nccl"]
+        if split[0] == 1:
+            return ["all", "nccl"]
+        if split[1] == 1 and fused_unavailable_reason() is None:
+            return list(ARMS)
+        return [arm for arm, parts in ARMS.items() if not parts.fused]
 
     def baselines(self, shape: Shape, split: Split, kernel: str) -> dict[str, Baseline]:
         """What is compared in the cells of a shape, split and kernel."""
         arms = self.arms_of(split)
         if kernel != NO_KERNEL:
-            of_arms = {arm: ds_usp_baseline(self.meshes[split, arm], kernel) for arm in arms}
+            of_arms = {
+                arm: ds_usp_baseline(self.meshes[split, arm], kernel, ARMS[arm].tuning)
+                for arm in arms
+            }
         elif split[1] > 1 or not shape.forward:
             return {}
         else:
@@ -177,7 +194,7 @@ class Run:
             if kernel == NO_KERNEL:
                 plain = plain_exchanges()
             of_arms["plain"] = plain
-            if shape.forward and self.session.on_gpu:
+            if "fused" in arms:
                 of_arms["flashinfer"] = flashinfer(kernel)
         return of_arms
 
@@ -192,7 +209,9 @@ class Run:
                 continue
             step = self.switch.step(name, step)
             eager[name] = Arm(step, baseline.extra_gib(session, step))
-            if session.on_gpu:
+            # The library has no fused exchange in a graph: streams would wait for those outside.
+            captures = kernel != NO_KERNEL or not ARMS.get(name, Parts()).fused
+            if session.on_gpu and not self.args.eager and captures:
                 replay = session.try_all_ranks(partial(session.capture_graph, step))
                 if isinstance(replay, str):
                     session.print0(f"{shape}  {name}: no CUDA graph, {replay}")
@@ -282,9 +301,13 @@ def exchanges_alone(mesh: ds_usp.SequenceMesh, parts: Parts) -> Baseline:
         q_ranges = head_ranges(shape.heads, mesh.sp_degree)
         kv_ranges = head_ranges(shape.kv_heads, mesh.sp_degree)
         copies = parts.copy_engines and torch.cuda.is_available()
-        qkv = HeadAllToAll(mesh, (layout,) * 3, (q_ranges, kv_ranges, kv_ranges), copies)
-        back = HeadAllToAll(mesh, (layout,), (q_ranges,), copies)
-        if copies:
+        by = copies, parts.fused
+        qkv = HeadAllToAll(mesh, (layout,) * 3, (q_ranges, kv_ranges, kv_ranges), *by)
+        back = HeadAllToAll(mesh, (layout,), (q_ranges,), *by)
+        if parts.fused:
+            largest = back.fused_bytes(shape.batch, [shape.head_dim], itemsize=2)
+            mesh.reserve({"fused": largest}, torch.device("cuda", torch.cuda.current_device()))
+        elif copies:
             most = qkv.staging_bytes(shape.batch, [shape.head_dim] * 3, itemsize=2)
             mesh.reserve({"all_to_all": most}, torch.device("cuda", torch.cuda.current_device()))
 
@@ -318,8 +341,24 @@ def plain_exchanges() -> Baseline:
     return Baseline("plain exchanges", NO_KERNEL, attend)
 
 
+class FlashInferExchange(torch.autograd.Function):
+    """One of FlashInfer's exchanges of a tensor; its gradient goes by the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, there: Callable[..., Any], back: Callable[..., Any]
+    ) -> torch.Tensor:
+        ctx.back = back
+        out: torch.Tensor = there(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(grads[0].contiguous()), None, None
+
+
 def flashinfer(kernel: str) -> Baseline:
-    """Ulysses by FlashInfer's fused exchange, forward."""
+    """Ulysses by FlashInfer's fused exchange."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, list[int]]:
         from flashinfer.comm.ulysses import UlyssesCommunicator
@@ -328,16 +367,22 @@ def flashinfer(kernel: str) -> Baseline:
         positions = even_piece(shape)
         most = 2 * shape.batch * len(positions) * shape.heads * shape.head_dim
         exchange = UlyssesCommunicator(max_bytes=most, dtype=torch.bfloat16, backend="nvlink")
-        local = None if kernel == NO_KERNEL else local_kernel(shape, kernel)
+        attend_local = None if kernel == NO_KERNEL else local_kernel(shape, kernel)
+        ways = exchange.scatter_heads, exchange.gather_heads
 
-        def run(*tensors: torch.Tensor) -> torch.Tensor:
-            heads = [exchange.scatter_heads(x) for x in tensors]
-            out: torch.Tensor = exchange.gather_heads(
-                heads[0] if local is None else local(*heads).contiguous()
-            )
+        def forward(*tensors: torch.Tensor) -> torch.Tensor:
+            heads = [ways[0](x) for x in tensors]
+            attended = heads[0] if attend_local is None else attend_local(*heads).contiguous()
+            out: torch.Tensor = ways[1](attended)
             return out
 
-        return run, shape, positions
+        def with_gradient(*tensors: torch.Tensor) -> torch.Tensor:
+            q, k, v = (FlashInferExchange.apply(x, *ways) for x in tensors)
+            attended = attend_local(q, k, v).contiguous()
+            out: torch.Tensor = FlashInferExchange.apply(attended, *reversed(ways))
+            return out
+
+        return forward if shape.forward else with_gradient, shape, positions
 
     return Baseline("flashinfer", kernel, attend)
 
@@ -371,6 +416,8 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--kernels", nargs="+", default=(NO_KERNEL, "flash4", "cudnn"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--ulysses", type=int, nargs="+", help="degrees; none: all")
     parser.add_argument("--llama", type=int, default=32768, help="tokens of its step; 0: none")
     parser.add_argument("--decide", nargs="+", type=Path, help="files to decide from")
     args = parser.parse_args()
@@ -384,7 +431,8 @@ def main() -> int:
         for split in run.splits:
             run.llama(args.llama, split)
     shapes = map(Shape.parse, args.shapes)
-    for shape, split, kernel in itertools.product(shapes, run.splits, args.kernels):
+    splits = [split for split in run.splits if args.ulysses is None or split[0] in args.ulysses]
+    for shape, split, kernel in itertools.product(shapes, splits, args.kernels):
         run.cells(shape, split, kernel)
     session.close()
     return 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ds_usp import ConfigError, MaskSpec, SequenceMesh, TokenLayout, Tuning
 from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning
+from ds_usp.comm import fused_exchange
 from ds_usp.geometry.chunking import chunk_positions, visible_pairs
 from ds_usp.geometry.heads import HeadSplit
 
@@ -27,10 +28,10 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def tensor(tokens: int, heads: int, device: str) -> Any:
-    """What :meth:`Tuning.resolve` reads of q ``[1, tokens, heads, 128]`` in bf16, on any device."""
+def tensor(tokens: int, heads: int, device: str, batch: int) -> Any:
+    """What :meth:`Tuning.resolve` reads of q ``[b, tokens, heads, 128]`` in bf16, on any device."""
     return SimpleNamespace(
-        shape=(1, tokens, heads, 128),
+        shape=(batch, tokens, heads, 128),
         device=torch.device(device),
         is_cuda=device == "cuda",
         element_size=lambda: 2,
@@ -53,6 +54,8 @@ def resolve(
     in_node: bool = True,
     backward: bool = True,
     varlen: bool = True,
+    batch: int = 1,
+    keys: int | None = None,
 ) -> ResolvedTuning:
     """``tuning`` for one call; ``in_node``: all Ulysses ranks of a ring rank are on one node."""
     layout = TokenLayout(kind, seq_len, ulysses, ring)
@@ -64,8 +67,8 @@ def resolve(
         copy_engine_unavailable=no_copies,
     )
     split = HeadSplit(heads, kv_heads or heads, ulysses)
-    q = tensor(layout.length(rank), heads, device)
-    return tuning.resolve(split, layout, q, mesh, mask, backward=backward, varlen=varlen)
+    q = tensor(layout.length(rank), heads, device, batch)
+    return tuning.resolve(split, layout, q, mesh, mask, keys, backward=backward, varlen=varlen)
 
 
 def test_a_kernel_without_varlen_calls_each_document_once():
@@ -85,7 +88,7 @@ def test_chunks_that_are_no_number_are_refused(value):
 @pytest.mark.parametrize("value", [None, "yes", 0, 1, 2, "True"])
 @pytest.mark.parametrize("name", ["gather", "copies"])
 def test_switches_that_are_no_bool_are_refused(name, value):
-    with pytest.raises(ConfigError, match=f"{name}={value!r} must be 'auto', True or False"):
+    with pytest.raises(ConfigError, match=f"{name}={value!r} must be 'auto',.* True or False"):
         Tuning(**{name: value})
 
 
@@ -180,7 +183,7 @@ def test_equal_blocks_fill_the_last_waves_of_kernels(
 
 @pytest.mark.parametrize("seq_len", [2 * K, 128 * K])
 def test_cpus_and_single_ranks_use_one_chunk_stepwise(seq_len):
-    alone = (1, False, False, (("only", "only"),))
+    alone = (1, False, False, (("only", "only"),), False)
     for ring, device in ((1, "cpu"), (4, "cpu"), (1, "cuda")):
         assert resolve(ring=ring, seq_len=seq_len, device=device) == alone
 
@@ -332,6 +335,31 @@ def test_copy_engines_are_used_where_they_can_be(monkeypatch):
         assert copies() == allowed, value
     with pytest.raises(ConfigError, match="copies=True, but NCCL_P2P_DISABLE=1"):
         copies(Tuning(copies=True))
+
+
+def test_flashinfer_carries_short_calls_where_it_is_asked_for(monkeypatch):
+    def fused(chunks: int = 1, copies: Any = "flashinfer", **options: Any) -> bool:
+        sizes: dict[str, Any] = {"seq_len": 8192, "ulysses": 2, "ring": 1, "no_copies": None}
+        resolved = resolve(Tuning(chunks, copies=copies), **sizes | options)
+        assert resolved.use_copy_engines  # whose memory a graph of the call needs
+        return resolved.use_fused
+
+    with pytest.raises(ConfigError, match="copies='flashinfer', but FlashInfer cannot be imported"):
+        fused()
+    monkeypatch.setattr(fused_exchange, "communicator_class", lambda: object)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert fused() and not fused(copies="auto") and not fused(chunks=2)
+    assert not fused(seq_len=8193) and not fused(batch=2) and not fused(keys=8193)
+    for options, reason in (
+        ({"ring": 2}, "the mesh is ulysses 2 x ring 2"),
+        ({"ulysses": 3, "heads": 33}, "for ulysses 2, 4, 6, 8 without a ring"),
+        ({"device": "cpu"}, "the tensors are on cpu"),
+        ({"no_copies": NO_COPIES}, NO_COPIES),
+    ):
+        with pytest.raises(ConfigError, match=f"copies='flashinfer', but .*{reason}"):
+            fused(**options)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not fused()
 
 
 def test_copy_engines_are_refused_in_a_graph_where_all_streams_share_a_queue(monkeypatch):
