@@ -46,6 +46,7 @@ def test_the_command_refuses_what_the_sweep_finds_refused(pool):
         ("llama", 0, r"LlamaForCausalLM \(transformers \d\S+\): served\n$"),
         ("modernbert", 0, r"ModernBertForMaskedLM .*: served\n$"),
         ("roberta", 0, r"served, where position_ids are given"),
+        ("bart", 0, r"BartForCausalLM .*: served\n  BartForCausalLM .* computes its loss"),
         ("zaya", 1, r"ZayaForCausalLM .*: refused\n  its layers \(hybrid\)"),
         ("doge", 1, r"refused\n  the model computes with its attention mask"),
         ("t5", 1, r"refused\n  encoder-decoder"),

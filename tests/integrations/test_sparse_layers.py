@@ -234,7 +234,7 @@ def test_no_tensor_has_all_queries_and_all_keys(pool):
 
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
-    gather, seen = sparse_layers.gather_tokens, sparse_layers._seen
+    gather, seen = sparse_layers.gather_tokens, sparse_layers.seen_keys
 
     def without_backward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return gather(x.detach(), *args, **kwargs)
@@ -257,10 +257,10 @@ def planted(fault: str) -> Iterator[None]:
 
     patches = {
         "a gather without its backward": ("gather_tokens", without_backward),
-        "offsets for places": ("_seen", by_offsets),
+        "offsets for places": ("seen_keys", by_offsets),
         "top-k of a rank's own keys": ("gather_tokens", own_keys),
-        "the mask of the first chunk": ("_seen", of_first_chunk),
-        "": ("_seen", seen),
+        "the mask of the first chunk": ("seen_keys", of_first_chunk),
+        "": ("seen_keys", seen),
     }
     name, instead = patches[fault]
     with mock.patch(f"{sparse_layers.__name__}.{name}", instead):

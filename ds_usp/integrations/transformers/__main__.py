@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import USPError
+from ds_usp.errors import UnsupportedAttentionError, USPError
 from ds_usp.integrations.transformers import attention, refusals
 from ds_usp.integrations.transformers.model import enable
 
@@ -33,7 +33,8 @@ def judge(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str], str]:
     if reasons := list(refusals.reasons_against(model)):
         return model, reasons, ""
     ids = torch.zeros((1, 16), dtype=torch.long, device="meta")
-    batch = {"input_ids": ids, **({"labels": ids} if refusals.has_head(model) else {})}
+    batch = {"input_ids": ids}
+    batch |= {"labels": ids} if refusals.has_head(model) and not _own_loss(model) else {}
     if refusals.positions_are_offset(model):
         batch["position_ids"] = torch.arange(16)[None]
     try:
@@ -49,11 +50,21 @@ def judge(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str], str]:
     return model, [], ""
 
 
+def _own_loss(model: PreTrainedModel) -> str:
+    """Why labels are refused beside logits that are served; nothing where they are not."""
+    try:
+        refusals.check_loss(model)
+    except UnsupportedAttentionError as refusal:
+        return str(refusal)
+    return ""
+
+
 def _check(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **call: Any
 ) -> tuple[Tensor, None]:
     causal, window, usp = (call.pop(x, None) for x in ("is_causal", "sliding_window", "usp"))
     others = {x: y for x, y in call.items() if x not in ("scaling", "dropout", "softcap", "s_aux")}
+    usp = attention.PASS.get() if usp is None else usp
     attention.check_call(module, attention_mask, causal, window, usp, others)
     return query.new_empty((*query.transpose(1, 2).shape[:3], value.shape[-1])), None
 
@@ -73,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     where = ", where position_ids are given" if refusals.positions_are_offset(model) else ""
     title = f"{type(model).__name__} (transformers {transformers.__version__})"
     lines = [f"{title}: {'refused' if reasons else f'served{where}'}"]
+    lines += [x for x in [_own_loss(model)] if x and not reasons]
     lines += [f"or refused by its first forward pass, which has failed here: {doubt}"] * bool(doubt)
     print("\n  ".join([*lines, *reasons]))
     return 1 if reasons else 0

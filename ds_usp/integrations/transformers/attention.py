@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import CodeType, MappingProxyType
@@ -81,11 +81,17 @@ class Shard:
         targets: None where no labels were given.
         shares_keys_without_graph: a layer without gradients has made keys that later layers read.
         masks: of layers whose indexer picks the keys, by what they depend on: made once a pass.
+        positions, key_positions: of this rank's tokens and of all, ``[1 or b, tokens]``, for
+            decoders that are given none; None for others.
+        mask_of_keys: makes a mask for layers that add it to scores themselves; None for others.
     """
 
     largest_position: Tensor | int = 0
     drop_last = shares_keys_without_graph = False
     targets: Targets | None = None
+    positions: Tensor | None = None
+    key_positions: Tensor | None = None
+    mask_of_keys: Callable[..., Tensor] | None = None
 
     # Note [the pass travels with the layers]
     # A shard goes through the layers as their keyword argument `usp`, not in a global. Backward
@@ -93,6 +99,8 @@ class Shard:
     # accumulation has run other batches, of other lengths and documents. The
     # checkpoint keeps the layer's arguments, and with them the shard that the layer had. It is no
     # dataclass, because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
+    # To layers that are handed no keyword arguments it comes as PASS, which is set while the model
+    # is given shards, and again by `carry` where a checkpoint computes a layer once more.
     def __init__(self, call: AttentionOptions, packing: Packing = NO_PACKING) -> None:
         self.call, self.packing = call, packing
         self.layout = cast(TokenLayout, call.layout)
@@ -102,6 +110,25 @@ class Shard:
     @property
     def length(self) -> int:
         return self.layout.length(self.call.mesh.rank)
+
+
+# The pass whose layers run now.
+PASS: Final[ContextVar[Shard | None]] = ContextVar("pass", default=None)
+
+
+def carry(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint is given instead of a layer's forward: with the shard of this pass, also
+    when it is recomputed. Some layers hand no keyword arguments on (Mamba, Jamba, Nemotron)."""
+    shard = PASS.get()
+
+    def run_with_shard(*args: Any, **kwargs: Any) -> Any:
+        before = PASS.set(shard)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            PASS.reset(before)
+
+    return run if shard is None else run_with_shard
 
 
 class RunningPass:
@@ -160,6 +187,8 @@ def usp_attention_forward(
     """
     if dropout:
         raise UnsupportedAttentionError(text_of_dropout(module, dropout))
+    if usp is None and query.shape[2] == getattr(PASS.get(), "length", None):
+        usp = PASS.get()
     usp, mask = check_call(module, attention_mask, is_causal, sliding_window, usp, others)
     layer = getattr(module, "layer_idx", None) or 0
     q, k, v = (x.transpose(1, 2) for x in _in_one_dtype(query, key, value))
@@ -172,9 +201,9 @@ def usp_attention_forward(
     return out, None
 
 
-def text_of_dropout(module: nn.Module, dropout: float) -> str:
+def text_of_dropout(module: nn.Module, dropout: float, config: Any = None) -> str:
     """Why a layer's attention dropout is refused, with the key of its configuration."""
-    values = vars(getattr(module, "config", object)).items()
+    values = vars(config or getattr(module, "config", object)).items()
     keys = [key for key, x in values if "att" in key and "drop" in key and x == dropout]
     return (
         f"{type(module).__name__} drops attention weights in training, {' or '.join(keys)}="
@@ -203,11 +232,6 @@ def check_call(
     """The shard and the mask of a layer's call, with :func:`usp_attention_forward`'s arguments."""
     name = type(module).__name__
     if usp is None:  # it would be attention within a shard, or of the whole batch on every rank
-        if holder := _last_holder_of_the_shard():
-            raise UnsupportedAttentionError(
-                f"{holder} does not hand its keyword arguments on to {name}, which learns from "
-                "them of which tokens its shard is: this model is not served"
-            )
         raise ConfigError(
             f"{name} runs attention 'usp' without a sharded batch. Call the model that was given "
             "to ds_usp.integrations.transformers.enable, not a part of it"
@@ -216,17 +240,6 @@ def check_call(
     usp.layers.append(name)
     mask = _layer_mask(module, attention_mask, is_causal, sliding_window)
     return usp, mask_of(mask, usp.packing, usp.layout.seq_len, name)
-
-
-def _last_holder_of_the_shard() -> str:
-    """The innermost module that runs and was given a shard; "" for none."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        module, given = (frame.f_locals.get(x) for x in ("self", "kwargs"))
-        if isinstance(module, nn.Module) and isinstance(given, dict) and given.get("usp"):
-            return type(module).__name__
-        frame = frame.f_back
-    return ""
 
 
 def _layer_mask(
@@ -453,13 +466,19 @@ def usp_mask(
     *,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Any = None,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
     **_: Any,
-) -> LayerMask:
+) -> LayerMask | Tensor:
     """The mask interface of the attention implementation ``usp``; UnsupportedAttentionError for a
     mask function that is not known."""
     if isinstance(attention_mask, LayerMask):  # made around the text model, for all of its layers
         return attention_mask
-    return LayerMask(_read(mask_function))
+    mask, shard = LayerMask(_read(mask_function)), PASS.get()
+    if shard is None or shard.mask_of_keys is None:
+        return mask
+    return shard.mask_of_keys(shard, mask, batch_size, dtype, device)
 
 
 def _read(function: Callable[..., Any]) -> _Band:

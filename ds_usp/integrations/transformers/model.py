@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import Token
 from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
@@ -30,12 +31,14 @@ from ds_usp.integrations.replicas import (
     sum_of_shards,
 )
 from ds_usp.integrations.shard_noise import ShardNoise
-from ds_usp.integrations.transformers import refusals
+from ds_usp.integrations.transformers import decoders, refusals
 from ds_usp.integrations.transformers.attention import (
     IMPLEMENTATION,
+    PASS,
     RunningPass,
     Shard,
     Targets,
+    carry,
     is_layer_mask,
     register,
 )
@@ -234,12 +237,13 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._rows: RowsAsTree | None = None  # of the pass that runs
         self._parameters = refusals.positional_arguments(model, inner)
         self._enabled = True
+        self._pass: Token[Shard | None] | None = None
         self._running, self._noise = RunningPass(), ShardNoise(mesh.rank)
         self._image_positions = ImagePositions(inner)
         head = refusals.find_head(inner) if options.loss_chunks else None
-        self._recurrent = RecurrentLayers(inner, self._running)
-        carry = self._recurrent.carry if self._recurrent.layers else None
-        self._memory = LayersMemory(inner, options, carry)
+        is_carried = any(recurrent_layers(inner)) or decoders.need_carry(inner)
+        self._memory = LayersMemory(inner, options, carry if is_carried else None)
+        self._recurrent, self._decoders = RecurrentLayers(inner), decoders.Decoders(inner)
         self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
         self._router_loss = RouterLoss(inner, mesh, options.gradients, self._running)
         self._loss: WholeBatchLoss | None = None
@@ -304,6 +308,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
         self._recurrent.restore()
+        self._decoders.restore()
         if self._head is not None:
             self._head.remove()
         if self._loss is not None:
@@ -442,6 +447,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         positions = batch.arguments.get("position_ids")
         shard.largest_position = batch.seq_len - 1 if positions is None else positions.max()
         local = batch.shard(shard.layout, self.mesh.rank)
+        self._decoders.begin(shard, local, positions)
         return {**local, "use_cache": False, "usp": shard}
 
     # Note [where shards begin]
@@ -474,6 +480,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _begin_shard(self, tokens: Tensor) -> None:
         """Note that modules are given this rank's tokens from here on, until :meth:`_end_shard`."""
         self._running.is_sharded = True
+        self._pass = PASS.set(self._running.shard)
         if self.mesh.sp_degree > 1:  # alone it is the noise of the model itself
             self._noise.begin(tokens.device, draws=self._compared.drops)
 
@@ -481,6 +488,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _end_shard(self) -> None:
         self._running.is_sharded = False
         self._noise.end()
+        if self._pass is not None:
+            PASS.reset(self._pass)
+        self._pass = None
 
     @disable_in_compile("the text model's outputs are joined over the ranks")
     def _after_text(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:

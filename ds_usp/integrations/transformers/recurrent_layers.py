@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.transformers.attention import RunningPass, Shard
+from ds_usp.integrations.transformers.attention import PASS, Shard
 from ds_usp.integrations.transformers.recurrent_functions import FUNCTIONS, METHODS, Row
 from ds_usp.integrations.transformers.text_model import text_modules
 from ds_usp.lowlevel import with_globals
@@ -26,7 +26,7 @@ from ds_usp.memory.compile_guard import disable_in_compile
 
 @dataclass(frozen=True)
 class _LayerCall:
-    """One forward pass of a recurrent layer, or what carries a shard to one that is recomputed.
+    """One forward pass of a recurrent layer.
 
     Args:
         ran: names of the functions that have run in it.
@@ -129,9 +129,6 @@ class ReplacedAttributes:
 class RecurrentLayers:
     """The recurrent layers of a model, whose functions run over the mesh until :meth:`restore`.
 
-    Args:
-        running: the model's last forward pass.
-
     Attributes:
         layers: in order.
         forgets_at_0: one begins a state where a position is 0, and nowhere else.
@@ -144,8 +141,7 @@ class RecurrentLayers:
     # Nothing of transformers is changed: other models, and a second one in the same process, call
     # what they called. What stands under a name is looked up at the call: the package `kernels`
     # exchanges it after a model is made.
-    def __init__(self, model: PreTrainedModel, running: RunningPass) -> None:
-        self._running = running
+    def __init__(self, model: PreTrainedModel) -> None:
         self._replaced = ReplacedAttributes()
         self.layers = list(recurrent_layers(model))
         self.forgets_at_0 = any("rg_lru._rnn_scan" in functions_of(x) for x in self.layers)
@@ -163,22 +159,8 @@ class RecurrentLayers:
                 else:
                     self._replaced.set(module, name, method)
             needed = frozenset(name for name, row in rows.items() if row.is_needed)
-            run = partial(_run_layer, layer, forward, needed, running)
+            run = partial(_run_layer, layer, forward, needed)
             self._replaced.set(layer, "forward", run)
-
-    def carry(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What a checkpoint is given instead of a layer's forward: with the shard of this pass,
-        also when it is recomputed. Some layers hand no keyword arguments on (Mamba, Jamba)."""
-        carried = _CALL.get()
-        shard = carried.shard if carried is not None else self._running.shard
-        if not self.layers or shard is None:
-            return run
-
-        def run_with_shard(*args: Any, **kwargs: Any) -> Any:
-            with _running(_LayerCall(shard)):
-                return run(*args, **kwargs)
-
-        return run_with_shard
 
     def restore(self) -> None:
         self._replaced.restore()
@@ -189,15 +171,12 @@ def _run_layer(
     layer: nn.Module,
     forward: Callable[..., Any],
     needed: frozenset[str],
-    running: RunningPass,
     *args: Any,
     usp: Shard | None = None,
     **kwargs: Any,
 ) -> Any:
-    name, carried = type(layer).__name__, _CALL.get()
-    shard = usp if usp is not None else carried.shard if carried is not None else None
-    if shard is None and running.is_sharded:
-        shard = running.shard
+    name = type(layer).__name__
+    shard = usp if usp is not None else PASS.get()
     if shard is None:  # it would be a state within a shard, or of the whole batch on every rank
         raise ConfigError(
             f"{name} runs without a sharded batch. Call the model that was given to "

@@ -19,6 +19,11 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ds_usp.attention.model_sources import counts_tokens, source_of_forward
 from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError
+from ds_usp.integrations.transformers.decoders import (
+    counts_positions,
+    gathered_layers,
+    reason_against_attention,
+)
 from ds_usp.integrations.transformers.memory import Options
 from ds_usp.integrations.transformers.recurrent_functions import (
     NOT_SERVED,
@@ -140,9 +145,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
         yield "encoder-decoder models have two sequences, and only one is sharded"
     yield from _reasons_against_states(model)
     yield from filter(None, map(reason_against_sparse_layer, sparse_layers(model)))
-    forwards = model.forward, model.base_model.forward  # the latter without the head
-    counts = not all("position_ids" in inspect.signature(x).parameters for x in forwards)
-    if counts and text.model_type not in WITHOUT_ATTENTION:
+    if counts_positions(model) and text.model_type not in WITHOUT_ATTENTION:
         yield "it takes no position_ids: each rank would count its tokens from 0"
     # Sparse layers are given positions, and their indexers the keys of all tokens.
     sparse = {module for layer in sparse_layers(model) for module in layer.modules()}
@@ -155,7 +158,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
             )
             break
     if not (text_model(model)._supports_attention_backend or text.model_type in SERVED):
-        yield "it computes attention itself (_supports_attention_backend is not set)"
+        yield from filter(None, [reason_against_attention(model)])
     if getattr(model.config, "output_attentions", False):
         yield "config.output_attentions: " + _FLAGS["output_attentions"]
     if getattr(model.config, "return_dict", True) is False:
@@ -326,6 +329,8 @@ def check_tree(
         reason = "carries a state from token to token, which goes on in one branch only"
     elif any(sparse_layers(model)):
         reason = "picks keys by an indexer, which is tried with documents and not with trees"
+    elif gathered_layers(model):
+        reason = "computes attention itself, by masks that know documents and not trees"
     elif at_text:
         reason = (
             "is given more than tokens, or has a head that reads single tokens of a row, and a "

@@ -198,8 +198,8 @@ def _run_layer(
         bools = implementation != "eager" or reads_picked_latents(layer)
 
         def seen_by(start: int, stop: int) -> Tensor:
-            seen = _seen(spec, usp, device, start, stop)
-            seen = seen if bools else _as_scores(seen, hidden_states.dtype)
+            seen = seen_keys(spec, usp, device, start, stop)
+            seen = seen if bools else as_scores(seen, hidden_states.dtype)
             return seen.expand(rows, -1, -1, -1)
 
         out = run_in_chunks(layer, forward, keys, chunks, seen_by, check, hidden_states, kwargs)
@@ -207,9 +207,9 @@ def _run_layer(
         key = spec, implementation, hidden_states.dtype
         seen = usp.masks.get(key)  # of a layer before, which is of the same pass
         if seen is None:
-            seen = _seen(spec, usp, device, 0, usp.length)
+            seen = seen_keys(spec, usp, device, 0, usp.length)
             if implementation == "eager":
-                seen = _as_scores(seen, hidden_states.dtype)
+                seen = as_scores(seen, hidden_states.dtype)
             usp.masks[key] = seen
         seen = seen.expand(rows, -1, -1, -1)
         kwargs |= {"attention_mask": seen, "past_key_values": keys}
@@ -228,19 +228,21 @@ def _check_keys(layer: nn.Module, keys: Keys, *, reads_keys: bool) -> None:
         )
 
 
-def _as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """What eager attention adds to scores."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
-def _seen(spec: MaskSpec, shard: Shard, device: torch.device, start: int, stop: int) -> Tensor:
+def seen_keys(spec: MaskSpec, shard: Shard, device: torch.device, start: int, stop: int) -> Tensor:
     """Which of all keys each of this rank's queries from ``start`` to ``stop`` may see, ``[rows or
     1, 1, stop - start, seq_len]``; of the places of tokens in the sequence, whatever positions
     their embeddings have."""
     layout = shard.layout
     keys = torch.arange(layout.seq_len, device=device)
     queries = local_positions(layout, shard.call.mesh.rank, device)[start:stop]
-    seen = (keys <= queries[:, None])[None]
+    distance = keys - queries[:, None]
+    seen = (distance <= (layout.seq_len if spec.right is None else spec.right))[None]
+    seen = seen if spec.left is None else seen & (distance >= -spec.left)
     if spec.documents:
         borders = (torch.tensor(row[1:], device=device) for row in spec.documents)
         numbers = torch.stack([torch.searchsorted(row, keys, right=True) for row in borders])

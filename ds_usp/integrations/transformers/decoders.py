@@ -1,0 +1,318 @@
+"""Decoders of an older make: their attention is no function of transformers' interface, their
+layers hand no keyword arguments on, or they take no positions."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.integrations.transformers.attention import (
+    PASS,
+    LayerMask,
+    Shard,
+    mask_of,
+    text_of_dropout,
+)
+from ds_usp.integrations.transformers.query_chunks import Keys
+from ds_usp.integrations.transformers.recurrent_layers import (
+    ReplacedAttributes,
+    is_of_transformers,
+)
+from ds_usp.integrations.transformers.sparse_layers import as_scores, gather_tokens, seen_keys
+from ds_usp.integrations.transformers.text_model import text_model, text_modules
+from ds_usp.memory.compile_guard import disable_in_compile
+from ds_usp.training.whole_batch import local_positions
+
+_OLDEST: Final = "5.23"  # as far as every such type was run: see the table of types
+# What a layer calls its KV cache, and how it puts keys there.
+_CACHES: Final = ("past_key_values", "layer_past")
+_PUTS_KEYS: Final = re.compile(r"\b(layer_past|(\w+_)?past_key_values)\.update\(")
+_INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
+# What embeds positions as angles, for layers that take them of one row.
+_ANGLES: Final = frozenset({"RoFormerSinusoidalPositionalEmbedding"})
+# Models whose positions are a bias of scores, and the method that makes it: "" where it has a
+# value for each key that only differs from key to key by their distance, which no shard changes.
+_BIASES: Final[Mapping[str, str]] = MappingProxyType(
+    {"BloomModel": "build_alibi_tensor", "MptModel": ""}
+)
+
+
+def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of the text model that put keys into a KV cache."""
+    return [x for x in text_modules(model) if _PUTS_KEYS.search(_source(type(x)))]
+
+
+@lru_cache(maxsize=1024)
+def _source(kind: Any) -> str:
+    """The code of a class's forward where it is transformers' own, without wrappers; else nothing.
+    FSDP2 makes classes of its own around those of models."""
+    of_transformers = next(filter(is_of_transformers, kind.__mro__), None)
+    if of_transformers is None or not hasattr(kind, "forward"):
+        return ""
+    forward: Any = inspect.unwrap(kind.forward)
+    if forward is not inspect.unwrap(vars(of_transformers).get("forward", of_transformers.forward)):
+        return ""
+    return inspect.getsource(forward)
+
+
+def gathered_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Attention layers that compute scores themselves, in a model without transformers' attention
+    interface: they run on the keys of all tokens."""
+    if text_model(model)._supports_attention_backend:
+        return []
+    return [x for x in attention_layers(model) if _INTERFACE not in _source(type(x))]
+
+
+def reason_against_attention(model: PreTrainedModel) -> str:
+    """Why layers of a model without transformers' attention interface cannot be sharded."""
+    text = text_model(model)
+    layers, gathered = attention_layers(model), gathered_layers(model)
+    own = "it computes attention itself (_supports_attention_backend is not set)"
+    if Version(transformers.__version__) < Version(_OLDEST):
+        return f"{own}: such models are served with transformers>={_OLDEST}"
+    if hasattr(text, "set_attention_type") and text.config.attention_type != "original_full":
+        return (
+            f"{own}, which kind by the tokens that it is given: set attention_type='original_full'"
+        )
+    if not layers:
+        return f"{own}, and puts no keys into a KV cache, by which a rank could get all of them"
+    if 0 < len(gathered) < len(layers):
+        return f"{own} in some layers only"
+    models = (type(x) for x in text_modules(model) if isinstance(x, PreTrainedModel))
+    if gathered and not any("create_causal_mask" in _source_of_class(x) for x in models):
+        return f"{own}, and makes its masks of the tokens that it is given"
+    for layer in gathered:
+        kind = type(layer)
+        forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
+        if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
+            return f"{own}, and the forward of {kind.__name__} is not transformers' own"
+        if "_flash_attention_forward" in _source(kind):
+            return f"{own} by FlashAttention: load it with attn_implementation='eager' or 'sdpa'"
+    if getattr(text.config, "alibi", False) and _bias(text) is None:
+        return f"{own}, and biases scores by positions that it counts (config.alibi)"
+    return ""
+
+
+def counts_positions(model: PreTrainedModel) -> bool:
+    """Whether a model takes no position_ids and has no other way by which a shard's positions
+    could reach it."""
+    forwards = model.forward, model.base_model.forward  # the latter without the head
+    if all("position_ids" in inspect.signature(x).parameters for x in forwards):
+        return False
+    known = _bias(text_model(model)) is not None or any(_position_embeddings(model))
+    return not known or Version(transformers.__version__) < Version(_OLDEST)
+
+
+def _bias(text: PreTrainedModel) -> str | None:
+    return next((_BIASES[x.__name__] for x in type(text).__mro__ if x.__name__ in _BIASES), None)
+
+
+def _position_embeddings(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Modules that count positions, and take them instead."""
+    for module in text_modules(model):
+        if "past_key_values_length" in _source(type(module)):
+            taken = inspect.signature(type(module).forward).parameters.keys()
+            if {"position_ids", "past_key_values_length"} <= taken:
+                yield module
+
+
+def need_carry(model: PreTrainedModel) -> bool:
+    """Whether layers may hand no keyword arguments on, so that checkpoints must carry the pass."""
+    layers = (type(x) for x in text_modules(model) if isinstance(x, GradientCheckpointingLayer))
+    return not text_model(model)._supports_attention_backend or not all(map(_hands_on, layers))
+
+
+class Decoders:
+    """What of a decoder runs otherwise than as it was made, until :meth:`restore`."""
+
+    # Note [older decoders]
+    # Where a layer calls transformers' attention interface, `usp` is its function, and learns of
+    # the pass from PASS. Else the layer runs as sparse layers do (Note [sparse layers]): on this
+    # rank's queries and a KV cache that returns the keys of all tokens, with a mask of this rank's
+    # queries x all keys. That mask is made as a tensor where the model asks transformers for it,
+    # so a model may do with it what it does with its own. Positions come as `position_ids`; where
+    # a model takes none, its embedding of positions is given them, or its bias those of all keys.
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._replaced = ReplacedAttributes()
+        text = text_model(model)
+        gathered = gathered_layers(model)
+        for layer in gathered:
+            forward = partial(type(layer).forward, layer)
+            self._replaced.set(layer, "forward", partial(_run_layer, layer, forward, text.config))
+        self._mask_of_keys = _mask_of_keys if gathered else None
+        self._takes_positions = "position_ids" in inspect.signature(text.forward).parameters
+        if not self._takes_positions:
+            for module in _position_embeddings(model):
+                forward = partial(type(module).forward, module)
+                rotates = type(module).__name__ in _ANGLES
+                self._replaced.set(module, "forward", partial(_embed_positions, forward, rotates))
+        if name := _bias(text):
+            self._replaced.set(text, name, partial(_bias_of_keys, getattr(text, name)))
+
+    def begin(self, shard: Shard, local: dict[str, Any], positions: Tensor | None) -> None:
+        """Give a shard what layers ask it for.
+
+        Args:
+            local: arguments of this rank, of which those that the model does not take are dropped.
+            positions: of the whole batch; None: each token's place.
+        """
+        shard.mask_of_keys = self._mask_of_keys
+        if self._takes_positions:
+            return
+        shard.positions, shard.key_positions = local.pop("position_ids"), positions
+
+    def restore(self) -> None:
+        self._replaced.restore()
+
+
+@lru_cache(maxsize=256)
+def _source_of_class(kind: Any) -> str:
+    return inspect.getsource(kind) if is_of_transformers(kind) else ""
+
+
+@lru_cache(maxsize=256)
+def _hands_on(kind: Any) -> bool:
+    return _source(kind).count("**") > 1  # its own, and those of a call
+
+
+@lru_cache(maxsize=256)
+def _signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
+@disable_in_compile("keys are gathered over the ranks, in calls that they compare")
+def _run_layer(layer: nn.Module, forward: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    name, shard = type(layer).__name__, PASS.get()
+    given = _signature(type(layer)).bind(layer, *args, **kwargs).arguments
+    others = given.pop("kwargs", {})
+    hidden = next(x for x in given.values() if isinstance(x, Tensor))
+    if shard is None or hidden.shape[1] != shard.length:
+        raise ConfigError(
+            f"{name} runs without a sharded batch. Call the model that was given to "
+            "ds_usp.integrations.transformers.enable, not a part of it"
+        )
+    if layer.training and (dropout := _dropout(layer)):
+        raise UnsupportedAttentionError(text_of_dropout(layer, dropout, config))
+    gather = partial(gather_tokens, dim=-2, mesh=shard.call.mesh, layout=shard.layout)
+    keys = _AllKeys(name, gather)
+    keys.before = shard.layout.seq_len - shard.length
+    cache = next(x for x in _CACHES if x in _signature(type(layer)).parameters)
+    del given["self"]
+    with _RowsOfMask(layer, shard):
+        out = forward(**{**given, **others, cache: keys})
+    if keys.updated is None:
+        raise UnsupportedAttentionError(
+            f"{name} has not put its keys into the KV cache that it was given: each query would "
+            "see those of its rank alone"
+        )
+    shard.layers.append(name)
+    return out
+
+
+def _dropout(layer: nn.Module) -> float:
+    """The probability by which a layer drops attention weights."""
+    for name in ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout"):
+        value = getattr(layer, name, 0.0)
+        if probability := getattr(value, "p", value):
+            return float(probability)
+    return 0.0
+
+
+class _AllKeys(Keys):
+    """Keys of a decoder.
+
+    Attributes:
+        before: how many of them no query of this rank is of.
+    """
+
+    before = 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(keys, values)
+        return keys.contiguous(), values.contiguous()  # as a cache's: some layers take views
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.before
+
+
+class _RowsOfMask:
+    """A layer's own mask of all positions (GPT-Neo's), in a ``with`` block as its rows of this
+    rank's queries, whatever rows the layer takes."""
+
+    def __init__(self, layer: nn.Module, shard: Shard) -> None:
+        mask = layer._buffers.get("bias")
+        is_square = mask is not None and mask.ndim == 4 and mask.dtype == torch.bool
+        self._names, self._shard = vars(layer), shard
+        self._mask = mask if is_square else None
+
+    def __enter__(self) -> None:
+        if self._mask is not None:
+            self._names["bias"] = self
+
+    def __getitem__(self, _: Any) -> Tensor:
+        layout, mask = self._shard.layout, cast(Tensor, self._mask)
+        rows = local_positions(layout, self._shard.call.mesh.rank, mask.device)
+        return mask[:, :, rows, : layout.seq_len]
+
+    def __exit__(self, *_: object) -> None:
+        self._names.pop("bias", None)
+
+
+def _mask_of_keys(
+    shard: Shard, mask: LayerMask, rows: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What layers add to scores of this rank's queries x all keys, ``[rows, 1, q, keys]``."""
+    spec = mask_of(mask, shard.packing, shard.layout.seq_len)
+    if spec != MaskSpec(spec.left, spec.right, documents=spec.documents):
+        raise UnsupportedAttentionError(
+            f"layers compute attention themselves under {spec}: served are causal masks and "
+            "windows, of documents too, without blocks and trees"
+        )
+    seen = as_scores(seen_keys(spec, shard, device, 0, shard.length), dtype)
+    return seen.expand(rows, -1, -1, -1)
+
+
+def _embed_positions(forward: Any, embeds_angles: bool, *args: Any, **kwargs: Any) -> Any:
+    """An embedding of positions, of those of this rank's tokens and not of a count."""
+    shard = PASS.get()
+    if shard is None or shard.positions is None:
+        return forward(*args, **kwargs)
+    positions = shard.positions
+    kwargs = {x: y for x, y in kwargs.items() if x != "past_key_values_length"}
+    out: Tensor = forward(*args[:1], **{**kwargs, "position_ids": positions.flatten()})
+    if len(positions) == 1:
+        return out.view(len(positions[0]), -1)
+    if embeds_angles:
+        raise DataError(
+            "the model takes rotary angles of one row of positions for all rows, and the batch has "
+            f"positions of {len(positions)} rows: give documents of the same lengths in all rows, "
+            "as positions [1, tokens], or a batch of one row"
+        )
+    return out.view(*positions.shape, -1)
+
+
+def _bias_of_keys(original: Any, mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """ALiBi of the keys of all tokens, ``[rows * heads, 1, keys]``, by their positions."""
+    shard = PASS.get()
+    if shard is None:
+        return original(mask, heads, dtype)
+    positions = shard.key_positions
+    count = shard.layout.seq_len if positions is None else int(shard.largest_position) + 1
+    bias: Tensor = original(mask.new_ones(1, count), heads, dtype)  # of each position
+    if positions is not None:
+        bias = bias[:, 0, positions].transpose(0, 1)  # [rows, heads, keys]
+    bias = bias.view(-1, heads, 1, shard.layout.seq_len)
+    return bias.expand(len(mask), -1, -1, -1).reshape(len(mask) * heads, 1, -1)
