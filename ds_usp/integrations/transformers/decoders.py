@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import transformers
@@ -50,12 +50,21 @@ _BIASES: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
+T = TypeVar("T")
+
+
+def _cached(of_class: Callable[[Any], T]) -> Callable[[Any], T]:
+    """The function, computed once for each class; classes are hashable, though those of modules are
+    not to a type checker."""
+    return lru_cache(maxsize=1024)(of_class)
+
+
 def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules of the text model that put keys into a KV cache."""
     return [x for x in text_modules(model) if _PUTS_KEYS.search(_source(type(x)))]
 
 
-@lru_cache(maxsize=1024)
+@_cached
 def _source(kind: Any) -> str:
     """The code of a class's forward where it is transformers' own, without wrappers; else nothing.
     FSDP2 makes classes of its own around those of models."""
@@ -178,17 +187,17 @@ class Decoders:
         self._replaced.restore()
 
 
-@lru_cache(maxsize=256)
+@_cached
 def _source_of_class(kind: Any) -> str:
     return inspect.getsource(kind) if is_of_transformers(kind) else ""
 
 
-@lru_cache(maxsize=256)
+@_cached
 def _hands_on(kind: Any) -> bool:
     return _source(kind).count("**") > 1  # its own, and those of a call
 
 
-@lru_cache(maxsize=256)
+@_cached
 def _signature(kind: Any) -> inspect.Signature:
     return inspect.signature(kind.forward)
 
