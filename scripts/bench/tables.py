@@ -112,6 +112,16 @@ HEADLINES = (
     ),
     ("Wan 2.1, 10 blocks, guided step, 480p", "diffusers_guided.jsonl", "wan-480p:guided", "cudnn"),
 )
+# Those of README: wins and losses, one of each kind; docs/benchmarks.md has all.
+README_HEADLINES = (
+    "8K, 32/8 heads, FlashAttention-4, 2 H200",
+    "128K, 32/32, cuDNN",
+    "32K, 32/8, packed, cuDNN",
+    "GPT 1.3B, 16K, default kernels",
+    "Llama 3, 8 layers, 32K, 2 H200",
+    "Qwen3-8B whole, 128K, cuDNN, 2 H200",
+    "Wan 2.1, 10 blocks, guided step, 480p",
+)
 MODELS = {
     ("gpt-1.3b", "24"): "GPT 1.3B",
     ("llama3-8b", "8"): "Llama 3 8B, 8 layers",
@@ -413,7 +423,7 @@ def json_lines(name: str) -> list[dict[str, Any]]:
 
 
 def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
-    """Milliseconds of the fastest ds_usp mesh and of the fastest other method.
+    """Times of the fastest ds_usp mesh and of the fastest other method.
 
     The last column is the time of the other over that of ds_usp: above 1, ds_usp is faster.
 
@@ -441,7 +451,7 @@ def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
         mesh = best.removeprefix("ds_usp ").removesuffix(kernel).strip()
         mesh = mesh.replace("x", " x ").replace("graphs", "CUDA graphs,")
         method = SHORT_NAMES.get(other, other)
-        cells = [f"{_rounded(ours[best])} ms, {mesh}", f"{_rounded(others[other])} ms, {method}"]
+        cells = [f"{_time(ours[best])}, {mesh}", f"{_time(others[other])}, {method}"]
         lines.append([label, *cells, f"{others[other] / ours[best]:.3f}"])
     ratio_means = "ratio; above 1: ds_usp is faster"
     return markdown(["2 H100 unless named", "ds_usp", "fastest other", ratio_means], lines)
@@ -452,6 +462,12 @@ def _milliseconds(row: Mapping[str, Any]) -> float:
     if "seconds" in row:
         return 1e3 * statistics.median(row["seconds"])
     return statistics.median(row["ms"]) if isinstance(row["ms"], list) else float(row["ms"])
+
+
+def _time(milliseconds: float) -> str:
+    """Whole steps of large models take seconds, and are told in them."""
+    long = milliseconds >= 10_000
+    return f"{milliseconds / 1e3:.1f} s" if long else f"{_rounded(milliseconds)} ms"
 
 
 def _rounded(milliseconds: float) -> str:
@@ -507,6 +523,9 @@ def _differences(curves: Mapping[str, Mapping[int, float]], name: str) -> list[f
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "headline": partial(headline_table, HEADLINES),
+    "headline-readme": partial(
+        headline_table, [case for case in HEADLINES if case[0] in README_HEADLINES]
+    ),
     "long-run": long_run_table,
     "long-context": lambda: long_context_rows.table(
         long_context_rows.read(RESULTS / "long_context.jsonl")
