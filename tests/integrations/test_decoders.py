@@ -148,6 +148,32 @@ def test_what_is_planted_is_seen(pool):
     assert min(wrong.values()) > 100 * BOUND, wrong
 
 
+def error_beyond_a_table(ctx: RankContext) -> float:
+    """Of more tokens than XGLM's table has positions, which it grows by the tokens it is given."""
+    want = reference(build("xglm", max_position_embeddings=16), plain_batch())
+    model = build("xglm", max_position_embeddings=16)
+    with enable(model, mesh_of(1), layout="contiguous", logits="whole"):
+        return on_the_mesh(model, mesh_of(1), plain_batch()).error(want)
+
+
+def test_a_table_grows_by_all_tokens(pool):
+    assert max(pool.run(error_beyond_a_table, 2)) <= BOUND
+
+
+def test_ctrl_c_leaves_no_pass_behind():
+    model, mesh = build("gptj"), ds_usp.SequenceMesh.single()
+    layer = model.transformer.h[0].mlp
+    for ends in ("by another pass", "by disable"):
+        with enable(model, mesh):
+            interrupted = mock.patch.object(layer, "forward", side_effect=KeyboardInterrupt)
+            with interrupted, pytest.raises(KeyboardInterrupt):
+                model(**plain_batch())
+            if ends == "by another pass":
+                model(**plain_batch())
+                assert PASS.get() is None
+        assert PASS.get() is None, ends
+
+
 # ------------------------------------------------------------------ refusals
 
 
@@ -165,6 +191,7 @@ def test_what_is_not_served_is_refused():
     refused("takes no position_ids", build("trocr", use_learned_position_embeddings=False))
     refused("attn_pdrop=0.25 of its", build("gptj", attn_pdrop=0.25))
     refused("attention_dropout=0.25 of its", build("gpt_neox_japanese", attention_dropout=0.25))
+    refused("decoder_layerdrop=0.5", build("bart", decoder_layerdrop=0.5))
     refused("know documents and not trees", build("gptj"), share_prefixes=True)
     refused("angles of one row", build("roformer"), packed_batch((1, 9, 20, 11), (30, 11)))
     refused("no layers that transformers can checkpoint", build("clvp_decoder"), recompute="full")

@@ -163,11 +163,13 @@ class Decoders:
             self._replaced.set(layer, "forward", partial(_run_layer, layer, forward, text.config))
         self._mask_of_keys = _mask_of_keys if gathered else None
         self._takes_positions = "position_ids" in inspect.signature(text.forward).parameters
-        if not self._takes_positions:
-            for module in _position_embeddings(model):
-                forward = partial(type(module).forward, module)
-                rotates = type(module).__name__ in _ANGLES
+        for module in _position_embeddings(model):
+            forward = partial(type(module).forward, module)
+            rotates = type(module).__name__ in _ANGLES
+            if not self._takes_positions:
                 self._replaced.set(module, "forward", partial(_embed_positions, forward, rotates))
+            elif hasattr(module, "make_weights"):
+                self._replaced.set(module, "forward", partial(_embed_in_table, forward))
         if name := _bias(text):
             self._replaced.set(text, name, partial(_bias_of_keys, getattr(text, name)))
 
@@ -311,6 +313,15 @@ def _embed_positions(forward: Any, embeds_angles: bool, *args: Any, **kwargs: An
             "as positions [1, tokens], or a batch of one row"
         )
     return out.view(*positions.shape, -1)
+
+
+def _embed_in_table(forward: Any, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
+    """An embedding by a table that grows with the count of tokens (XGLM's), of those of all ranks:
+    this one's may have any positions of the batch."""
+    if (shard := PASS.get()) is not None:
+        past_key_values_length = int(shard.largest_position) + 1
+    embedded: Tensor = forward(position_ids, past_key_values_length)
+    return embedded
 
 
 def _bias_of_keys(original: Any, mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import Token
 from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
@@ -237,7 +236,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._rows: RowsAsTree | None = None  # of the pass that runs
         self._parameters = refusals.positional_arguments(model, inner)
         self._enabled = True
-        self._pass: Token[Shard | None] | None = None
+        self._outer_pass: tuple[Shard | None] | None = None  # while shards are given
         self._running, self._noise = RunningPass(), ShardNoise(mesh.rank)
         self._image_positions = ImagePositions(inner)
         head = refusals.find_head(inner) if options.loss_chunks else None
@@ -295,7 +294,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._restore()
 
     def _restore(self) -> None:
-        self._noise.end()  # of a pass that was interrupted
+        self._end_shard()  # of a pass that was interrupted
         self._image_positions.end()
         for handle in self._handles:
             handle.remove()
@@ -479,8 +478,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def _begin_shard(self, tokens: Tensor) -> None:
         """Note that modules are given this rank's tokens from here on, until :meth:`_end_shard`."""
+        self._end_shard()  # of a pass that Ctrl-C has ended, after which torch calls no hooks
         self._running.is_sharded = True
-        self._pass = PASS.set(self._running.shard)
+        self._outer_pass = (PASS.get(),)  # no token, which a notebook's next cell could not use
+        PASS.set(self._running.shard)
         if self.mesh.sp_degree > 1:  # alone it is the noise of the model itself
             self._noise.begin(tokens.device, draws=self._compared.drops)
 
@@ -488,9 +489,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _end_shard(self) -> None:
         self._running.is_sharded = False
         self._noise.end()
-        if self._pass is not None:
-            PASS.reset(self._pass)
-        self._pass = None
+        if self._outer_pass is not None:
+            PASS.set(*self._outer_pass)
+        self._outer_pass = None
 
     @disable_in_compile("the text model's outputs are joined over the ranks")
     def _after_text(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:

@@ -255,12 +255,13 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
 def check_layerdrop(trunk: PreTrainedModel, batch: WholeArguments) -> None:
     """UnsupportedAttentionError where ranks would leave out other layers: on a CPU the generator
     that chooses them is that of dropout, which is another one on each rank."""
-    layerdrop = getattr(trunk.config, "layerdrop", 0)
+    # Of the modules, not of the configuration, where some call it decoder_layerdrop.
+    layerdrop = max(getattr(module, "layerdrop", None) or 0.0 for module in trunk.modules())
     if layerdrop and trunk.training and next(iter(batch.tensors.values())).device.type == "cpu":
         raise UnsupportedAttentionError(
-            f"{type(trunk).__name__} leaves out layers at random in training (layerdrop="
-            f"{layerdrop}), and ranks on CPUs would leave out different ones: make the model with "
-            "layerdrop=0, or train on GPUs"
+            f"{type(trunk).__name__} leaves out layers at random in training (layerdrop or "
+            f"decoder_layerdrop={layerdrop}), and ranks on CPUs would leave out different ones: "
+            "make the model with 0, or train on GPUs"
         )
 
 
