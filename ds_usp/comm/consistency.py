@@ -621,6 +621,9 @@ class ConsistencyChecker:
         calls: dict[str, _Call] = {}
         number = self.number + 1
         while self._unread and self._unread[0].number + read_after <= number:
+            # A wait for the GPU ends the capture of a CUDA graph: read after it, on every rank.
+            if self._unread[0].numbers.is_on_gpu and torch.cuda.is_current_stream_capturing():
+                break
             call = self._unread.popleft()
             fields = call.numbers.fields(f", {number - call.number} comparisons before")
             calls |= dict.fromkeys(fields, call)

@@ -443,13 +443,20 @@ def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool):
 
 
 def numbers_on_gpus(
-    ctx: RankContext, odd: int, calls: int, passes: int = 0, refused: bool = False
+    ctx: RankContext,
+    odd: int,
+    calls: int,
+    passes: int = 0,
+    refused: bool = False,
+    captured: bool = False,
 ) -> tuple[str, int]:
     """Calls with tables that are read as a GPU's are, with another element in one call on rank 1,
-    and backward passes; what is said, and after how many of them."""
+    and backward passes, captured by a CUDA graph or not; what is said, and after how many."""
     consistency = checker_of(ctx, True)
     count = 0
+    is_captured = mock.patch("torch.cuda.is_current_stream_capturing", return_value=False)
     try:
+        stream = is_captured.start()
         for call in range(calls):
             tables = {"cos": torch.ones(3, 5, 400), "sin": torch.ones(3, 5, 400)}
             tables["sin"][2, 3, 77] += 1e-7 * (call == odd and ctx.rank == 1)
@@ -462,25 +469,30 @@ def numbers_on_gpus(
             with contextlib.suppress(ds_usp.ConfigError, ds_usp.MeshError):
                 error = ds_usp.ConfigError("no") if ctx.rank == 1 else None
                 consistency.check_call("a call", error=error)
+        stream.return_value = captured
         for _ in range(passes):
             consistency.check_backward(1, wait=False)
             count += 1
+        stream.return_value = False
         consistency.check()
     except ds_usp.MeshError as error:
         return str(error), count
+    finally:
+        is_captured.stop()
     consistency.check()
     return "", count
 
 
 def test_numbers_on_gpus_are_compared_eight_comparisons_later_or_by_a_check(pool):
     assert pool.run(numbers_on_gpus, 2, odd=-1, calls=20, passes=9) == [("", 29)] * 2
-    for odd, calls, passes, refused, found in (
-        (2, 20, 0, False, range(6, 8)),  # each call is two comparisons
-        (9, 12, 0, False, range(12, 13)),
-        (9, 10, 13, False, range(17, 22)),  # found by a pass, before the check
-        (6, 10, 0, True, range(10, 11)),  # the refused call's record has them
+    for odd, calls, passes, how, found in (
+        (2, 20, 0, {}, range(6, 8)),  # each call is two comparisons
+        (9, 12, 0, {}, range(12, 13)),
+        (9, 10, 13, {}, range(17, 22)),  # found by a pass, before the check
+        (9, 10, 13, {"captured": True}, range(23, 24)),  # by the check, which may wait
+        (6, 10, 0, {"refused": True}, range(10, 11)),  # the refused call's record has them
     ):
-        arguments = {"odd": odd, "calls": calls, "passes": passes, "refused": refused}
+        arguments = {"odd": odd, "calls": calls, "passes": passes, **how}
         for message, count in pool.run(numbers_on_gpus, 2, **arguments):
             assert "numbers of torch.float32 sin 3x5x400, " in message, message
             assert "comparisons before, digest: " in message and " cos" not in message, message
