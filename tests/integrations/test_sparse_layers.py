@@ -14,6 +14,7 @@ import peft
 import pytest
 import rl_runs
 import torch
+import torch.distributed as dist
 from cases import mesh_of
 from harness import RankContext
 from hf_trainer_runs import Split
@@ -298,10 +299,10 @@ class _OwnKeys:
 
 
 def refused(ctx: RankContext) -> list[str]:
-    found = []
+    found, mesh = [], mesh_of(1)
 
     def note(error: type[Exception], model: Any, batch: Any, **options: Any) -> None:
-        with pytest.raises(error) as caught, enable(model, mesh_of(1), **options):
+        with pytest.raises(error) as caught, enable(model, mesh, **options):
             model(**batch)
         found.append(str(caught.value))
 
@@ -329,6 +330,8 @@ def refused(ctx: RankContext) -> list[str]:
             raise OSError("full")
 
     failing.model.layers[0].self_attn.indexer.register_forward_pre_hook(fail)
+    # Of a group of its own: it fails for good, and other tests have the mesh of all ranks.
+    mesh = ds_usp.SequenceMesh.from_group(dist.new_group(), 1)
     note(OSError if ctx.rank else MeshError, failing, plain_batch())
     return found
 
