@@ -119,8 +119,8 @@ def torchrun_env() -> TorchrunEnv:
 
 
 def num_ranks_on_node(world: int | None = None) -> int:
-    """Of a program of so many ranks, those on this node: as the launcher says, torchrun's,
-    DeepSpeed's or MPI's; else all, and 1 where their number is not known."""
+    """Return how many ranks of a program are on this node: as torchrun, DeepSpeed or MPI say.
+    Where none does, all ``world`` of them are; 1 where that is not given."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     here = int(next((os.environ[name] for name in names if name in os.environ), world or 1))
     return min(world or here, here)

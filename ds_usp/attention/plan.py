@@ -231,7 +231,7 @@ class AttentionPlan:
     def pack_saved(
         self, saved: Sequence[SavedChunk], shards: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What is saved for backward: the shards of q, k, v and the output, and each chunk's
+        """Return what is saved for backward: the shards of q, k, v and the output, and each chunk's
         log-sum-exp; or the tensors of all chunks one after the other, of which those that share
         keys and values have them once."""
         if self.saves_shards:
@@ -242,7 +242,7 @@ class AttentionPlan:
         return tensors
 
     def unpack_saved(self, tensors: Sequence[torch.Tensor]) -> list[SavedChunk]:
-        """The chunks of :meth:`pack_saved`; not of shards."""
+        """Return the chunks that :meth:`pack_saved` was given, where it has not taken shards."""
         saved, start = list[SavedChunk](), 0
         for chunk in self.chunks:
             stop = start + (5 if chunk.has_kv else 3)

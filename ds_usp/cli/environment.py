@@ -31,7 +31,8 @@ _DISTRIBUTIONS = re.compile(
     r"cuda-bindings|nvidia-(nccl|cudnn|cuda-runtime)\S*|einops|numpy|transformers|accelerate|peft|"
     r"trl|diffusers|datasets|tokenizers|safetensors|huggingface[-_]hub|fla[-_]core|"
     r"flash-linear-attention|mamba[-_]ssm|causal[-_]conv1d|verl|openrlhf|axolotl|ms[-_]swift|"
-    r"llamafactory|vllm|flashinfer[-_]\S+|apache[-_]tvm[-_]ffi|ring[-_]flash[-_]attn|liger[-_]kernel|bitsandbytes|apex"
+    r"llamafactory|vllm|flashinfer[-_]\S+|apache[-_]tvm[-_]ffi|ring[-_]flash[-_]attn|"
+    r"liger[-_]kernel|bitsandbytes|apex"
 )
 _VARIABLES = (
     *("CUDA_", "DS_", "FLASH_ATTENTION_", "FLASH_ATTN_", "FLASHINFER_", "GLOO_", "LOCAL_"),

@@ -657,7 +657,7 @@ class CopyEngineChannel(Channel):
 
 
 class Engine(Protocol):
-    """What moves a mesh's exchanges, beside NCCL."""
+    """Moves exchanges of a mesh in place of NCCL: copy engines, or FlashInfer's kernel."""
 
     exchanges: int
 

@@ -70,11 +70,11 @@ class FusedExchange:
         return 0 if self._communicator is None else int(self._communicator.max_bytes)
 
     def has_capacity(self, size: int) -> bool:
-        """Whether a tensor of so many bytes fits; the same on every rank."""
+        """Return whether a tensor of so many bytes fits; the same on every rank."""
         return self._communicator is not None and size <= self.reserved_bytes
 
     def reserve(self, size: int) -> None:
-        """Make room for tensors of so many bytes; collective.
+        """Reserve staging memory for tensors of so many bytes; collective.
 
         Raises:
             RuntimeError: a rank cannot compile the kernel, or has no NVLink; on all of them.

@@ -67,8 +67,8 @@ def in_chunks_at(
     dim: int,
     module: nn.Module | None,
 ) -> Tensor:
-    """:func:`in_chunks`, of a function that is told which indices its chunk has: the first one, and
-    that after its last one."""
+    """Compute as :func:`in_chunks` does, with a function that also takes the chunk's first index
+    and the one behind its last."""
     size = x.shape[dim]
     borders = list(pairwise(index * size // chunks for index in range(chunks + 1)))
     if torch.compiler.is_compiling():  # a compiler has no use for the order of writes

@@ -204,7 +204,7 @@ class ParallelConfig:
 
 
 def exchanges_shards_again(config: ParallelConfig) -> bool:
-    """Whether backward brings q, k, v and the output to heads again, and does not save them."""
+    """Return whether backward brings q, k, v and the output to heads again, and saves shards."""
     return config.recompute == "attention" and config.ulysses > 1
 
 

@@ -537,7 +537,8 @@ class ShardedTransformer:
             self._graphs.own_hooks |= {handle.id for handle in handles}
 
     def is_shard(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether the input of a module in a pass that runs is of this rank's tokens."""
+        """Return whether ``x``, the input of a module in the pass that runs, is this rank's
+        tokens, and not a tensor that all ranks have."""
         flat = self._given_tokens.get(module)
         return flat is not None and self.state is not None and self.state.is_shard(x, flat)
 

@@ -186,8 +186,8 @@ class PassState:
         return layout.shard(x, token_dim.dim, rank)
 
     def is_shard(self, x: Tensor, may_be_flat: bool) -> bool:
-        """Whether an input of a module that is given tokens is of them: ``[b, tokens, ...]``, or
-        ``[b * tokens, c]``; ``[b, c]`` is what conditions all tokens."""
+        """Return whether ``x`` has tokens, in a module that is given some: ``[b, tokens, ...]``
+        and, where ``may_be_flat``, ``[b * tokens, c]`` have; ``[b, c]`` conditions all tokens."""
         return x.ndim > 2 or (may_be_flat and self._batch not in (None, len(x)))
 
     def join(self, x: Tensor, kind: Kind, last: bool) -> Tensor:

@@ -131,18 +131,18 @@ class Plan:
         return frozenset({*self.whole, *self.inputs.get("", ())})
 
     def given_tokens(self, transformer: nn.Module) -> dict[nn.Module, bool]:
-        """The modules whose inputs are this rank's tokens, with whether those of two dims may be:
-        blocks, what ``inputs`` and ``joined`` name, and ``split``."""
+        """Return the modules whose inputs are this rank's tokens: blocks, what ``inputs`` and
+        ``joined`` name, and ``split``; with whether inputs of two dims may be tokens too."""
         blocks = [path.rpartition(".")[0] or path for path in self.attention]
         named = [path for path in (*blocks, *self.inputs, *self.also_joined, self.joined) if path]
-        found: dict[nn.Module, bool] = {}
+        may_be_flat: dict[nn.Module, bool] = {}
         for path in (*named, *self.split):
             for module in modules_at(transformer, path, optional=True):
-                found |= dict.fromkeys(module.modules(), path in self.split)
+                may_be_flat |= dict.fromkeys(module.modules(), path in self.split)
         local = [x for path in self.local for x in modules_at(transformer, path, optional=True)]
         keys = [getattr(module, name, None) for module in local for name in _KEYS]
         whole = {x for module in keys if module is not None for x in module.modules()}
-        return {module: flat for module, flat in found.items() if module not in whole}
+        return {module: flat for module, flat in may_be_flat.items() if module not in whole}
 
     def check(self, transformer: ModelMixin) -> None:
         """ConfigError for a module, an argument or an option that the transformer does not have."""

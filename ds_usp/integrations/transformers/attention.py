@@ -117,8 +117,9 @@ PASS: Final[ContextVar[Shard | None]] = ContextVar("pass", default=None)
 
 
 def carry(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What a checkpoint is given instead of a layer's forward: with the shard of this pass, also
-    when it is recomputed. Some layers hand no keyword arguments on (Mamba, Jamba, Nemotron)."""
+    """Return the function that a checkpoint is given instead of a layer's forward, ``run``: it runs
+    with the shard of this pass, also when it is recomputed. Some layers hand no keyword arguments
+    on (Mamba, Jamba, Nemotron)."""
     shard = PASS.get()
 
     def run_with_shard(*args: Any, **kwargs: Any) -> Any:

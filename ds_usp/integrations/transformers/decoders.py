@@ -54,8 +54,8 @@ T = TypeVar("T")
 
 
 def _cached(of_class: Callable[[Any], T]) -> Callable[[Any], T]:
-    """The function, computed once for each class; classes are hashable, though those of modules are
-    not to a type checker."""
+    """Make a function compute once for each class. Type checkers take classes of modules for not
+    hashable, which they are."""
     return lru_cache(maxsize=1024)(of_class)
 
 
@@ -101,7 +101,8 @@ def reason_against_attention(model: PreTrainedModel) -> str:
     if 0 < len(gathered) < len(layers):
         return f"{own} in some layers only"
     models = (type(x) for x in text_modules(model) if isinstance(x, PreTrainedModel))
-    if gathered and not any("create_causal_mask" in _source_of_class(x) for x in models):
+    codes = (inspect.getsource(x) for x in models if is_of_transformers(x))
+    if gathered and not any("create_causal_mask" in code for code in codes):
         return f"{own}, and makes its masks of the tokens that it is given"
     for layer in gathered:
         kind = type(layer)
@@ -116,8 +117,8 @@ def reason_against_attention(model: PreTrainedModel) -> str:
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
-    """Whether a model takes no position_ids and has no other way by which a shard's positions
-    could reach it."""
+    """Return whether a model takes no position_ids and has no other way by which a shard's
+    positions could reach it."""
     forwards = model.forward, model.base_model.forward  # the latter without the head
     if all("position_ids" in inspect.signature(x).parameters for x in forwards):
         return False
@@ -139,13 +140,16 @@ def _position_embeddings(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def need_carry(model: PreTrainedModel) -> bool:
-    """Whether layers may hand no keyword arguments on, so that checkpoints must carry the pass."""
+    """Return whether layers may hand no keyword arguments on: checkpoints must carry the pass."""
+    if not text_model(model)._supports_attention_backend:
+        return True
     layers = (type(x) for x in text_modules(model) if isinstance(x, GradientCheckpointingLayer))
-    return not text_model(model)._supports_attention_backend or not all(map(_hands_on, layers))
+    return any(_source(kind).count("**") <= 1 for kind in layers)  # its own, and none of a call
 
 
 class Decoders:
-    """What of a decoder runs otherwise than as it was made, until :meth:`restore`."""
+    """Replaces what a decoder cannot compute from a shard alone, until :meth:`restore`: forwards of
+    attention layers, embeddings of positions, biases."""
 
     # Note [older decoders]
     # Where a layer calls transformers' attention interface, `usp` is its function, and learns of
@@ -187,16 +191,6 @@ class Decoders:
 
     def restore(self) -> None:
         self._replaced.restore()
-
-
-@_cached
-def _source_of_class(kind: Any) -> str:
-    return inspect.getsource(kind) if is_of_transformers(kind) else ""
-
-
-@_cached
-def _hands_on(kind: Any) -> bool:
-    return _source(kind).count("**") > 1  # its own, and those of a call
 
 
 @_cached
@@ -285,7 +279,8 @@ class _RowsOfMask:
 def _mask_of_keys(
     shard: Shard, mask: LayerMask, rows: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What layers add to scores of this rank's queries x all keys, ``[rows, 1, q, keys]``."""
+    """Return the mask that layers add to scores of this rank's queries x all keys, ``[rows, 1, q,
+    keys]``."""
     spec = mask_of(mask, shard.packing, shard.layout.seq_len)
     if spec != MaskSpec(spec.left, spec.right, documents=spec.documents):
         raise UnsupportedAttentionError(
@@ -297,7 +292,7 @@ def _mask_of_keys(
 
 
 def _embed_positions(forward: Any, embeds_angles: bool, *args: Any, **kwargs: Any) -> Any:
-    """An embedding of positions, of those of this rank's tokens and not of a count."""
+    """Embed the positions of this rank's tokens, where the model would count them."""
     shard = PASS.get()
     if shard is None or shard.positions is None:
         return forward(*args, **kwargs)
@@ -316,8 +311,8 @@ def _embed_positions(forward: Any, embeds_angles: bool, *args: Any, **kwargs: An
 
 
 def _embed_in_table(forward: Any, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
-    """An embedding by a table that grows with the count of tokens (XGLM's), of those of all ranks:
-    this one's may have any positions of the batch."""
+    """Embed positions by a table that grows with the count of tokens (XGLM's): those of all ranks,
+    since this rank's tokens may have any positions of the batch."""
     if (shard := PASS.get()) is not None:
         past_key_values_length = int(shard.largest_position) + 1
     embedded: Tensor = forward(position_ids, past_key_values_length)
@@ -325,7 +320,7 @@ def _embed_in_table(forward: Any, position_ids: Tensor, past_key_values_length: 
 
 
 def _bias_of_keys(original: Any, mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """ALiBi of the keys of all tokens, ``[rows * heads, 1, keys]``, by their positions."""
+    """Return ALiBi of the keys of all tokens, ``[rows * heads, 1, keys]``, by their positions."""
     shard = PASS.get()
     if shard is None:
         return original(mask, heads, dtype)

@@ -83,8 +83,8 @@ class Keys:
         return self.update_indexer(keys)
 
     def pick(self, run: Callable[[], Any]) -> Any:
-        """What the layer's indexer returns. Its module ends as ever: hooks of engines count on
-        it."""
+        """Return what ``run``, the layer's indexer, returns; None in the first run, which ends
+        there. The module ends as it always does: hooks of engines count on that."""
         try:
             return run()
         except KeysAreMade:
@@ -140,7 +140,7 @@ class _KeysOfChunk(Keys):
 
 
 def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``forward`` of an indexer, whose cache decides what comes of it."""
+    """Run ``forward`` of an indexer by its cache: picks of a chunk are made once."""
     keys = next((x for x in (*args, *kwargs.values()) if isinstance(x, Keys)), None)
     if keys is None:
         return forward(*args, **kwargs)
@@ -148,8 +148,8 @@ def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def number_of_chunks(layer: Any, given: int | str, layout: TokenLayout, rows: int) -> int:
-    """How many chunks a layer's queries go in, on every rank: those that were asked for, or as many
-    as keep the largest tensor of one within ``BYTES_OF_CHUNK``."""
+    """Return how many chunks a layer's queries go in, the same on every rank: as many as were asked
+    for, or as keep the largest tensor of one within ``BYTES_OF_CHUNK``."""
     lengths = [layout.length(rank) for rank in range(layout.degree)]
     if given != AUTO:
         return int(given)
@@ -162,8 +162,8 @@ def number_of_chunks(layer: Any, given: int | str, layout: TokenLayout, rows: in
 
 
 def reads_picked_latents(layer: Any) -> bool:
-    """Whether attention of a layer in chunks reads the picked latents, and makes no keys and values
-    of heads: ``kv_b_proj`` is one matrix, as it is but for a bias or an adapter's dropout."""
+    """Return whether attention of a layer in chunks reads the picked latents, and makes no keys and
+    values of heads: ``kv_b_proj`` must be one matrix, without a bias or an adapter's dropout."""
     projection = getattr(layer, "kv_b_proj", None)
     if not hasattr(layer, "expand_kv") or projection is None:
         return False
@@ -184,7 +184,7 @@ def run_in_chunks(
     hidden_states: Tensor,
     arguments: Mapping[str, Any],
 ) -> Any:
-    """What ``forward(hidden_states=hidden_states, ...)`` returns, in chunks of the queries.
+    """Return what ``forward(hidden_states=hidden_states, ...)`` does, by chunks of the queries.
 
     Args:
         seen: the mask of queries from and to these, as the layer's attention wants it.
@@ -265,7 +265,8 @@ class _OfEachChunk:
 
 
 class _SumInFp32(torch.autograd.Function):
-    """What fp32 gradients of a 16-bit tensor go to; it has no values."""
+    """Makes an fp32 tensor without memory, whose gradients are those of a 16-bit tensor: autograd
+    sums them before they are rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -308,7 +309,7 @@ class _Pick(torch.autograd.Function):
 
 
 def _of_queries(name: str, value: Any, start: int, stop: int) -> Any:
-    """The part of a layer's argument that is of these queries."""
+    """Return the part of a layer's argument that belongs to these queries."""
     if isinstance(value, tuple):
         return tuple(_of_queries(name, x, start, stop) for x in value)
     if not isinstance(value, Tensor):
@@ -323,7 +324,8 @@ def _of_queries(name: str, value: Any, start: int, stop: int) -> Any:
 
 @contextmanager
 def _attends_to_picked(layer: Any) -> Iterator[None]:
-    """The layer calls :func:`attend_to_picked`, with the latents if it has some."""
+    """Let the layer call :func:`attend_to_picked`, with the latents if it has some."""
+    AttentionInterface.register(_PICKED, attend_to_picked)
     config, before = layer.config, layer.config._attn_implementation_internal
     config._attn_implementation_internal = _PICKED
     expands = hasattr(layer, "expand_kv")
@@ -386,8 +388,3 @@ def attend_to_picked(
     weights = scores.softmax(-1, dtype=torch.float32)[..., :number].to(picked.dtype)
     out = torch.bmm(weights, picked[..., :rank]).view(rows, length, heads, rank)
     return torch.einsum("bshr,rhv->bshv", out, to_value), None
-
-
-def register() -> None:
-    """Make :func:`attend_to_picked` known to transformers."""
-    AttentionInterface.register(_PICKED, attend_to_picked)

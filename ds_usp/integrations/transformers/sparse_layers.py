@@ -28,7 +28,6 @@ from ds_usp.integrations.transformers.query_chunks import (
     Keys,
     number_of_chunks,
     reads_picked_latents,
-    register,
     run_in_chunks,
     run_indexer,
 )
@@ -105,7 +104,6 @@ class SparseLayers:
     def __init__(
         self, model: PreTrainedModel, implementation: str | None, query_chunks: int | str
     ) -> None:
-        register()
         self._replaced = ReplacedAttributes()
         self.layers = list(sparse_layers(model))
         name = "sdpa" if implementation == "sdpa" else "eager"
@@ -229,14 +227,14 @@ def _check_keys(layer: nn.Module, keys: Keys, *, reads_keys: bool) -> None:
 
 
 def as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What eager attention adds to scores."""
+    """Return the mask that eager attention adds to scores: 0 where a key is seen."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def seen_keys(spec: MaskSpec, shard: Shard, device: torch.device, start: int, stop: int) -> Tensor:
-    """Which of all keys each of this rank's queries from ``start`` to ``stop`` may see, ``[rows or
-    1, 1, stop - start, seq_len]``; of the places of tokens in the sequence, whatever positions
-    their embeddings have."""
+    """Return which of all keys this rank's queries from ``start`` to ``stop`` may see, ``[rows or
+    1, 1, stop - start, seq_len]``. It goes by the places of tokens in the sequence, whatever
+    positions their embeddings have."""
     layout = shard.layout
     keys = torch.arange(layout.seq_len, device=device)
     queries = local_positions(layout, shard.call.mesh.rank, device)[start:stop]
