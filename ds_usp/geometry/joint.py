@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.layout import Shards, TokenLayout
@@ -21,9 +20,8 @@ from ds_usp.geometry.segments import Segment, coalesce
 @dataclass(frozen=True)
 class ContinuedLayout(TokenLayout):
     """Contiguous shards whose longer ones are those of the ranks from ``first`` on, around the
-    ranks. Of fewer tokens than ranks some hold none: they have tokens of the other sequence."""
+    ranks."""
 
-    LEAST: ClassVar[int] = 0
     first: int = 0
 
     @classmethod
@@ -35,7 +33,7 @@ class ContinuedLayout(TokenLayout):
     def _make_shards(self) -> Shards:
         size, longer = divmod(self.seq_len, self.degree)
         lengths = [size + ((r - self.first) % self.degree < longer) for r in range(self.degree)]
-        return tuple(coalesce([Segment(sum(lengths[:r]), n)]) for r, n in enumerate(lengths))
+        return tuple((Segment(sum(lengths[:rank]), n),) for rank, n in enumerate(lengths))
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class JointLayout(TokenLayout):
     its shard of the earlier one first. ``seq_len`` is the length of both together.
 
     Args:
-        joint: tokens of the joint sequence, at least one for every rank unless continued.
+        joint: tokens of the joint sequence, at least one for every rank.
         front: they come before the others, else after them.
         continued: their layout is a :class:`ContinuedLayout`, the other one being contiguous.
 
@@ -75,10 +73,9 @@ class JointLayout(TokenLayout):
     def layouts(self) -> tuple[TokenLayout, TokenLayout]:
         """The layouts of the joint sequence alone and of the other one alone."""
         shape = self.ulysses, self.ring, self.order
-        other = TokenLayout(self.kind, self.seq_len - self.joint, *shape)
-        if self.continued:
-            return ContinuedLayout.after(other, self.joint), other
-        return TokenLayout(self.kind, self.joint, *shape), other
+        lengths = self.joint, self.seq_len - self.joint
+        joint, other = (TokenLayout(self.kind, length, *shape) for length in lengths)
+        return (ContinuedLayout.after(other, joint.seq_len) if self.continued else joint), other
 
     def _make_shards(self) -> Shards:
         first, second = self.layouts if self.front else self.layouts[::-1]

@@ -9,7 +9,7 @@ backward passes and so needs to tell ZeRO which of its gradients is the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -57,20 +57,20 @@ def in_chunks(
     if chunks == 1:
         return run(x)
     module = module or _module_of(run)
-    return in_chunks_at(lambda part, _start, _stop: run(part), x, chunks, dim, module)
+    borders = list(pairwise(index * size // chunks for index in range(chunks + 1)))
+    return in_chunks_at(lambda part, _start, _stop: run(part), x, borders, dim, module)
 
 
 def in_chunks_at(
     run: Callable[[Tensor, int, int], Tensor],
     x: Tensor,
-    chunks: int,
+    borders: Sequence[tuple[int, int]],
     dim: int,
     module: nn.Module | None,
 ) -> Tensor:
-    """Compute as :func:`in_chunks` does, with a function that also takes the chunk's first index
-    and the one behind its last."""
+    """Compute as :func:`in_chunks` does, between these borders, with a function that also takes the
+    chunk's first index and the one behind its last."""
     size = x.shape[dim]
-    borders = list(pairwise(index * size // chunks for index in range(chunks + 1)))
     if torch.compiler.is_compiling():  # a compiler has no use for the order of writes
         parts = [(x.narrow(dim, start, stop - start), start, stop) for start, stop in borders]
         return torch.cat([checkpoint(run, *part, use_reentrant=False) for part in parts], dim)

@@ -158,7 +158,7 @@ def test_the_page_lists_what_is_exact_and_what_is_refused(pool, outcomes, pytest
 
 def page(outcomes: dict[str, Outcome], with_towers: dict[str, Outcome]) -> str:
     """The page: counts, then model types by outcome."""
-    exact, with_positions, in_rows = [], [], []
+    exact, with_positions = [], []
     refused: dict[str, list[str]] = defaultdict(list)
     for name, found in outcomes.items():
         reasons = [x for x in found.values() if isinstance(x, str)]
@@ -166,8 +166,6 @@ def page(outcomes: dict[str, Outcome], with_towers: dict[str, Outcome]) -> str:
             exact.append(name)
         elif len(reasons) < len(found) and "give position_ids" in reasons[0]:
             with_positions.append(name)
-        elif all(isinstance(x, float) or batch.startswith("packed") for batch, x in found.items()):
-            in_rows.append(name)
         else:
             refused[reason(reasons[0])].append(name)
     count = sum(len(names) for names in refused.values())
@@ -190,7 +188,6 @@ def page(outcomes: dict[str, Outcome], with_towers: dict[str, Outcome]) -> str:
         "|---|---:|",
         f"| exact, plain and packed | {len(exact)} |",
         f"| exact where `position_ids` are given, else refused | {len(with_positions)} |",
-        f"| exact, plain; packed documents are refused | {len(in_rows)} |",
         f"| refused | {count} |",
         f"| not tried: no tiny model of its own can be made | {len(NOT_BUILT)} |",
         f"| all causal language models of transformers | {len(model_types())} |",
@@ -203,9 +200,6 @@ def page(outcomes: dict[str, Outcome], with_towers: dict[str, Outcome]) -> str:
         "",
         "Where `position_ids` are given (they do not count positions from 0): "
         f"{listed(with_positions)}.",
-        "",
-        "Where each document is a row of its own (keys are picked in blocks of a row): "
-        f"{listed(in_rows)}.",
         "",
         "## Refused",
         "",

@@ -286,8 +286,6 @@ def meta(model_type: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("deepseek_v4", "keys are compressed"),
-        ("qwen4_exp_text", "indexer"),
         ("inkling_text", "biases by position"),
         ("inkling2_text", "biases by position"),
         ("zaya", "convolutions and a delayed value"),

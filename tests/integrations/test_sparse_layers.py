@@ -39,17 +39,30 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import ds_usp
 from ds_usp import MeshError
 from ds_usp import UnsupportedAttentionError as Unsupported
-from ds_usp.integrations.transformers import enable, query_chunks, sparse_layers
+from ds_usp.integrations.transformers import (
+    enable,
+    query_chunks,
+    recurrent_functions,
+    sparse_layers,
+)
 
 PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "sparse-models.md"
-OF_ROWS = "minimax_m3_vl_text"  # blocks are counted in rows: no packed documents
+OF_HEADS = "minimax_m3_vl_text"  # each head has blocks of keys of its own
+COMPARING = (OF_HEADS, "deepseek_v4")  # positions with counts of a document's tokens
 BATCHES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
     "odd": lambda: plain_batch(3, 53),
     "packed": packed_batch,
     "others in each row": lambda: packed_batch((1, 9, 20, 11), (30, 11)),
+    "short": lambda: packed_batch((3, 1, 2, 11)),  # nothing is compressed on some ranks
     "right": lambda: padded_batch("right"),
     "left": lambda: padded_batch("left"),
+    "left, counted": lambda: counted(padded_batch("left")),
 }
+
+
+def counted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Positions that count from the first real token."""
+    return {**batch, "position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)}
 
 
 def sparse_model(model_type: str) -> Any:
@@ -60,13 +73,13 @@ def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
     """Errors by layout, mesh, attention, chunks and batch; each rank has the reference of some
     batches."""
     model, errors = sparse_model(model_type), {}
-    names = [x for x in BATCHES if model_type != OF_ROWS or x in ("odd", "right")]
+    names = [x for x in BATCHES if x != ("left" if model_type in COMPARING else "left, counted")]
     share = [name for i, name in enumerate(names) if i % ctx.world == ctx.rank]
     want = {name: reference(model, BATCHES[name]()) for name in share}
     runs = [("zigzag", 1, "eager", "auto"), ("contiguous", 1, "eager", 3)]
     runs += [("balanced", 1, "eager", 1)]
     runs += [("zigzag", 2, "eager", 4)] if ctx.world % 2 == 0 else []
-    chunks = 2 if model_type == OF_ROWS else 1  # others attend to latents in chunks
+    chunks = 2 if model_type == OF_HEADS else 1  # others attend to latents in chunks
     runs += [("zigzag", 1, "sdpa", chunks)] if type(model)._supports_sdpa else []
     for layout, ulysses, implementation, chunks in runs:
         model.set_attn_implementation(implementation)
@@ -85,7 +98,10 @@ def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
     [
         ("glm_moe_dsa", 3),
         ("dots3_note_text", 3),
-        (OF_ROWS, 3),
+        (OF_HEADS, 3),
+        ("deepseek_v4", 3),
+        ("qwen4_exp_text", 3),
+        ("glm5_next", 4),
         ("hy_v4", 4),
         ("mistral_large4", 4),
         pytest.param("deepseek_v32", 3, marks=pytest.mark.slow),
@@ -142,7 +158,7 @@ def with_options(ctx: RankContext, model_type: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("model_type", ["hy_v4", "dots3_note_text", "mistral_large4"])
+@pytest.mark.parametrize("model_type", ["hy_v4", "glm5_next", "mistral_large4", "deepseek_v4"])
 def test_checkpoints_and_chunks_change_nothing(pool, model_type):
     for found in pool.run(with_options, 2, model_type=model_type):
         assert max(found.values()) <= BOUND, found
@@ -159,7 +175,7 @@ def picked_and_sent(ctx: RankContext) -> list[tuple[int, int, int]]:
     picked: dict[int, list[Tensor]] = {id(m): [] for m in indexers}
     for module in indexers:
         module.register_forward_hook(
-            lambda m, _, out: None if out is None else picked[id(m)].append(out.long())
+            lambda m, _, out: picked[id(m)].append(out.long()) if out.numel() else None
         )
 
     def visible(indices: Tensor, at: Tensor) -> Tensor:
@@ -209,7 +225,7 @@ class Largest(TorchDispatchMode):
 def largest_tensors(ctx: RankContext) -> dict[str, list[int]]:
     """Of a training pass: all queries at once, in 10 chunks, in as many as a bound gives."""
     found: dict[str, list[int]] = {}
-    for model_type in ("glm_moe_dsa", OF_ROWS):
+    for model_type in ("glm_moe_dsa", OF_HEADS):
         model, found[model_type] = build(model_type), []
         for chunks in (1, 10, "auto"):
             with (
@@ -223,11 +239,12 @@ def largest_tensors(ctx: RankContext) -> dict[str, list[int]]:
 
 
 def test_no_tensor_has_all_queries_and_all_keys(pool):
-    for found in pool.run(largest_tensors, 2):
-        for whole, in_chunks, bounded in found.values():
-            assert whole >= 105 * 211 * 4  # scores of each head
-            assert in_chunks < whole / 6  # keys have 64 channels
-            assert bounded <= 2**16 / 4
+    first, second = pool.run(largest_tensors, 2)
+    for found in zip(first.values(), second.values(), strict=True):
+        whole, in_chunks, bounded = map(max, *found)
+        assert whole >= 52 * 211 * 4  # scores of each head
+        assert in_chunks <= max(64 * 211, whole / 6)  # keys have 64 channels
+        assert bounded <= 2**16 / 4
 
 
 # ------------------------------------------------------------------ what is planted is seen
@@ -270,6 +287,54 @@ def planted(fault: str) -> Iterator[None]:
 
 FAULTS = ("", "a gather without its backward", "offsets for places", "top-k of a rank's own keys")
 FAULTS = (*FAULTS, "the mask of the first chunk")
+
+
+def of_rows(chains: Any, rank: int, chunks: int) -> Any:
+    """Parts whose keys begin with the row, and not with their document."""
+    right = query_chunks.parts_of_documents(chains, rank, chunks)
+    return [part._replace(first=0) for part in right]
+
+
+def own_angles(usp: Any, angles: Any, _: Any) -> Any:
+    return tuple(torch.cat([x] * 2, 1)[:, : usp.layout.seq_len] for x in angles)
+
+
+def without_halo(conv: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return conv(x)
+
+
+# By class: patches of a module, each of which makes one type's numbers wrong on packed documents.
+COUNTED_FAULTS = {
+    "glm5_next": [(sparse_layers, "parts_of_documents", of_rows)],
+    "deepseek_v4": [
+        (sparse_layers, "parts_of_documents", of_rows),
+        (sparse_layers, "_counts", lambda usp, *_: torch.arange(usp.length)[None]),
+    ],
+    "qwen4_exp_text": [
+        (sparse_layers, "_angles_of_keys", own_angles),
+        (recurrent_functions, "causal_conv", without_halo),
+    ],
+}
+
+
+def errors_of_counted(ctx: RankContext) -> dict[str, list[float]]:
+    """Of each type, without a fault and with each."""
+    found = {}
+    for model_type, faults in COUNTED_FAULTS.items():
+        model, batch = sparse_model(model_type), packed_batch((9, 21))
+        want = reference(model, batch)
+        with enable(model, mesh_of(1), logits="whole"):
+            found[model_type] = [on_the_mesh(model, mesh_of(1), batch).error(want)]
+            for fault in faults:
+                with mock.patch.object(*fault):
+                    error = on_the_mesh(model, mesh_of(1), batch).error(want)
+                    found[model_type].append(error)
+    return found
+
+
+def test_wrong_counts_of_documents_are_seen(pool):
+    for right, *wrong in pool.run(errors_of_counted, 2)[0].values():
+        assert right <= BOUND and min(wrong) > 100 * BOUND
 
 
 def errors_of_planted(ctx: RankContext) -> list[float]:
@@ -316,7 +381,7 @@ def refused(ctx: RankContext) -> list[str]:
     attention = replaced.model.layers[0].self_attn
     attention.forward = partial(type(attention).forward, attention)
     note(Unsupported, replaced, batch)
-    note(ds_usp.DataError, build(OF_ROWS), batch)
+    note(ds_usp.DataError, build(OF_HEADS), padded_batch("left"))
     alone = build("deepseek_v32")
     alone.model.layers[0].self_attn.indexer.register_forward_pre_hook(
         lambda _, args, kwargs: (args, {**kwargs, "past_key_values": _OwnKeys()}),
@@ -347,7 +412,7 @@ def test_what_is_not_served_is_refused_on_every_rank(pool):
         assert "attention_dropout=0.1" in dropout
         assert "picks keys by an indexer" in tree and "share_prefixes" in tree
         assert "its forward is not transformers' own" in replaced
-        assert "row 0 has a document at token 9" in blocks
+        assert "token 13 of row 1 has positions 13 to 40 for 28 tokens" in blocks
 
 
 # ------------------------------------------------------------------ trainers

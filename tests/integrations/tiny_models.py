@@ -122,6 +122,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "deepseek_v3": {"head_dim": 8, "num_hidden_layers": 3},
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "index_topk": 4,
+        "num_key_value_heads": 1,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "partial_rotary_factor": 0.5,
+    },
     "dots1": {
         "layer_types": WINDOWS,
         "num_experts_per_tok": 2,
@@ -181,6 +191,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # Value and key heads that four ranks cannot share out.
     "qwen3_next": {"linear_num_value_heads": 6, "linear_num_key_heads": 3},
     "qwen4_exp": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "ple_layer_ids": [1],
+        "eos_token_id": 7,  # one of a batch: n-grams end there
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "split_ngram_parts": 1,
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,

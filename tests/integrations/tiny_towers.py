@@ -80,6 +80,11 @@ LARGE4 = {"kv_source_layers": [0, 1, 0, 1], "indexer_types": ["full", "shared"] 
 LARGE4 |= {"no_rope_layers": [1, 0, 1, 0], "layer_types": ["indexed_attention"] * 4}
 LARGE4 |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "num_hidden_layers": 4}
 LARGE4 = tiny("mistral_large4_text", **LARGE4)
+# Layers with a state, an indexer of their own, and the indices of the layer before.
+GLM5 = {"layer_types": ["linear_attention", *["indexed_attention"] * 2], "num_hidden_layers": 3}
+GLM5 |= {"indexer_types": ["full", "full", "shared"], "num_key_value_heads": 4}
+GLM5 |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "index_kpool": 4}
+GLM5 = tiny("glm5_next_text", **GLM5, qk_rope_head_dim=0)
 PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
 PERCEIVER = {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_head_dim": 16}
 PERCEIVER |= {"hidden_size": 64, "resampler_n_heads": 4, "num_key_value_heads": 2}
@@ -151,6 +156,13 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
         parts(mrope("glm4v_moe_text", GLM_ROPE), GLM | {"model_type": "glm4v_moe_vision"}),
         patches(12),
     ),
+    "glm5_next": (
+        parts(
+            GLM5,
+            tiny("glm5_next_vision", **QWEN | {"projection_intermediate_size": 64}),
+        ),
+        patches(12),
+    ),
     "glm_ocr": (
         parts(mrope("glm_ocr_text", GLM_ROPE), GLM | {"model_type": "glm_ocr_vision"}),
         patches(12),
@@ -210,6 +222,10 @@ TOWERS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Batch]]] = {
     "qwen2_vl": (parts(mrope("qwen2_vl_text"), QWEN), patches(12)),
     "qwen3_5": (parts(mrope("qwen3_5_text"), QWEN_FLAT), patches(12)),
     "qwen3_5_moe": (parts(mrope("qwen3_5_moe_text"), QWEN_FLAT), patches(12)),
+    "qwen4_exp": (
+        parts(mrope("qwen4_exp_text"), tiny("qwen4_exp_vision", **QWEN_FLAT)),
+        patches(12),
+    ),
     "qwen3_vl": (parts(mrope("qwen3_vl_text"), QWEN_DEEP), patches(12)),
     "qwen3_vl_moe": (parts(mrope("qwen3_vl_moe_text"), QWEN_DEEP), patches(12)),
     "qwen3_omni_moe_thinker": (

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.fx.experimental import _config as meta_config
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -37,8 +38,10 @@ def judge(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str], str]:
     batch |= {"labels": ids} if refusals.has_head(model) and not _own_loss(model) else {}
     if refusals.positions_are_offset(model):
         batch["position_ids"] = torch.arange(16)[None]
+    # What counts true values (routers, indexers) takes all for true.
+    counts = cast(Any, meta_config).patch(meta_nonzero_assume_all_nonzero=True)
     try:
-        with torch.no_grad(), enable(model, SequenceMesh.single()):
+        with torch.no_grad(), counts, enable(model, SequenceMesh.single()):
             AttentionInterface.register(attention.IMPLEMENTATION, _check)
             model(**batch)
     except USPError as refusal:

@@ -239,13 +239,14 @@ def check_call(
         )
     _refuse_unknown(name, others)
     usp.layers.append(name)
-    mask = _layer_mask(module, attention_mask, is_causal, sliding_window)
+    mask = layer_mask(module, attention_mask, is_causal, sliding_window)
     return usp, mask_of(mask, usp.packing, usp.layout.seq_len, name)
 
 
-def _layer_mask(
+def layer_mask(
     module: nn.Module, mask: Any, is_causal: bool | None, sliding_window: int | None
 ) -> LayerMask:
+    """Return the mask that a layer was given, or that it means by giving none."""
     if isinstance(mask, LayerMask):
         return mask
     if mask is not None:

@@ -3,11 +3,12 @@ attention to picked latents reads these alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from itertools import pairwise
 from math import ceil
-from typing import Any, Final, cast
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from transformers import AttentionInterface
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.state_chains import StateChains
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.chunks import LOW_PRECISION, in_chunks_at
 
@@ -35,6 +37,9 @@ _QUERY_DIMS: Final = {"position_embeddings": -2, "position_ids": -1, "prev_topk_
 # values of all heads, and the picked ones alone are read: `kv_b_proj` is moved from the keys to the
 # query and the result. Its matrix is what the module makes of an identity, so that adapters and
 # engines that shard it are as in any call.
+# Layers that count tokens in their cache (`sparse_layers._COUNTS`) run so for each piece of a
+# document, in no checkpoint where that is one chunk: the cache has the document's keys alone, up to
+# the last query. A chunk, or a piece of one, is a Part.
 
 
 class KeysAreMade(Exception):  # noqa: N818 - ends a run whose keys are all that it was for
@@ -50,6 +55,7 @@ class Keys:
 
     Attributes:
         updated, indexed: keys and values that were put in, and those of the indexer, of all tokens.
+        compressed: by its name, what a compressor makes fewer keys of (DeepSeek V4), of all tokens.
         is_first_run: nothing but the keys is asked for (Note [queries in chunks]).
     """
 
@@ -57,9 +63,13 @@ class Keys:
         self._layer, self._gather = layer, gather
         self.updated: tuple[Tensor, Tensor] | None = None
         self.indexed: Tensor | None = None
+        self.compressed: dict[str, tuple[Tensor, Tensor]] = {}
         self.is_first_run = False
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if keys is values:
+            self.updated = (self._gather(keys),) * 2
+            return (keys[..., :0, :],) * 2 if self.is_first_run else self.updated
         if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
             self.updated = self._gather(keys), self._gather(values)
         else:
@@ -82,13 +92,27 @@ class Keys:
     def update_index(self, keys: Tensor) -> Tensor:  # its name in MiniMax M3
         return self.update_indexer(keys)
 
+    def store_compression_weights(
+        self, name: str, keys: Tensor, gates: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Gather what DeepSeek V4 compresses, and return none of it: only the first run asks."""
+        whole = self._gather(torch.cat([keys, gates], -1))
+        self.compressed[name] = whole[..., : keys.shape[-1]], whole[..., keys.shape[-1] :]
+        return keys[:, :0], gates[:, :0], 0
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        return None, None  # nothing comes before the first window of a document
+
+    def update_compressor_states(self, _: str, compressed: Tensor) -> Tensor:
+        return compressed
+
     def pick(self, run: Callable[[], Any]) -> Any:
-        """Return what ``run``, the layer's indexer, returns; None in the first run, which ends
+        """Return what ``run``, the layer's indexer, returns; nothing in the first run, which ends
         there. The module ends as it always does: hooks of engines count on that."""
         try:
             return run()
         except KeysAreMade:
-            return None
+            return cast(Tensor, self.indexed).new_empty((1, 0, 0), dtype=torch.int32)
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedAttentionError(
@@ -105,38 +129,97 @@ class _EveryLayer:
         return self._keys
 
 
-class _KeysOfChunk(Keys):
+class Part(NamedTuple):
+    """Queries that a layer computes together.
+
+    Attributes:
+        start, stop: from and to which of the rank's queries. Where rows differ in their documents
+            they lie one after the other.
+        row: of the batch; None: of all rows.
+        at: of the first query in its row.
+        first, last: from and to which place of the sequence these queries may see keys.
+    """
+
+    start: int
+    stop: int
+    row: int | None
+    at: int
+    first: int
+    last: int
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        return x if self.row is None or len(x) == 1 else x[self.row : self.row + 1]
+
+    def queries(self, x: Tensor, dim: int) -> Tensor:
+        return self.of_rows(x).narrow(dim, self.at, self.stop - self.start)
+
+    def keys(self, x: Tensor) -> Tensor:
+        x = self.of_rows(x)
+        whole = self.last - self.first == x.shape[-2]
+        return x if whole else x.narrow(-2, self.first, self.last - self.first)
+
+
+def parts_of_shard(length: int, chunks: int, seq_len: int) -> list[Part]:
+    """Return so many chunks of a rank's queries, which may see all keys."""
+    borders = pairwise(index * length // chunks for index in range(chunks + 1))
+    return [Part(start, stop, None, start, 0, seq_len) for start, stop in borders]
+
+
+def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> list[Part]:
+    """Return the pieces of documents that a rank has, each as queries of a prefill of its document
+    alone: none has keys of other documents or behind its last query. They are cut where a chunk
+    of the shard would be shorter."""
+    length = chains.layout.length(rank)
+    parts = []
+    for piece in chains.by_rank[rank]:
+        count = ceil(piece.length * chunks / length)
+        at = piece.offset - length * (piece.row or 0)
+        for a, b in pairwise(index * piece.length // count for index in range(count + 1)):
+            of_row = piece.row, at + a, piece.first, piece.start + b
+            parts.append(Part(piece.offset + a, piece.offset + b, *of_row))
+    return parts
+
+
+class _KeysOfPart(Keys):
     """Returns the keys that were gathered, and what was picked when backward asks again.
 
     Args:
         of_layer: the keys of all tokens.
-        make: makes what the layer gets for its keys and values.
-        picked: by each chunk's first query.
-        start: this chunk's.
+        part: of the queries.
+        gathered: what the layer gets its keys and values of.
+        picked: by each part's first query.
     """
 
     def __init__(
-        self,
-        of_layer: Keys,
-        make: Callable[[], tuple[Tensor, Tensor]],
-        picked: dict[int, Any],
-        start: int,
+        self, of_layer: Keys, part: Part, gathered: _Gathered, picked: dict[int, Any]
     ) -> None:
         super().__init__(of_layer._layer, of_layer._gather)
-        self.indexed = of_layer.indexed
-        self._make, self._picked, self._start = make, picked, start
+        self.indexed = None if of_layer.indexed is None else part.keys(of_layer.indexed)
+        self._part, self._gathered, self._picked = part, gathered, picked
 
-    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self._make()
+    def update(self, *_: Any, **__: Any) -> Any:
+        return self._gathered.keys_of(self._part)
 
     def update_indexer(self, *_: Any) -> Tensor:
+        return self.keys
+
+    @property
+    def keys(self) -> Tensor:
         return cast(Tensor, self.indexed)
 
+    def get_seq_length(self) -> int:
+        return self._part.last - self._part.first
+
+    def store_compression_weights(
+        self, name: str, keys: Tensor, gates: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        return (*self._gathered.to_compress(self._part, name), 0)
+
     def pick(self, run: Callable[[], Any]) -> Any:
-        if self._start not in self._picked:
+        if self._part.start not in self._picked:
             with torch.no_grad():  # nor has what backward runs again a graph of it
-                self._picked[self._start] = run()
-        return self._picked[self._start]
+                self._picked[self._part.start] = run()
+        return self._picked[self._part.start]
 
 
 def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,17 +230,31 @@ def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return keys.pick(lambda: forward(*args, **kwargs))
 
 
-def number_of_chunks(layer: Any, given: int | str, layout: TokenLayout, rows: int) -> int:
+def number_of_chunks(
+    layer: Any, given: int | str, layout: TokenLayout, hidden_states: Tensor, rows: int
+) -> int:
     """Return how many chunks a layer's queries go in, the same on every rank: as many as were asked
-    for, or as keep the largest tensor of one within ``BYTES_OF_CHUNK``."""
+    for, or as keep the largest tensor of one within ``BYTES_OF_CHUNK``.
+
+    Args:
+        rows: of the batch that are computed together.
+    """
     lengths = [layout.length(rank) for rank in range(layout.degree)]
     if given != AUTO:
         return int(given)
-    indexer: Any = getattr(layer, "indexer", None)
+    owner = getattr(layer, "compressor", None) or layer
+    indexer: Any = getattr(owner, "indexer", None)
     heads = getattr(indexer, "n_heads", 0) or getattr(indexer, "num_heads", 1)
-    if not reads_picked_latents(layer):  # a mask of each head at the least
-        heads = max(heads, layer.config.num_attention_heads)
-    queries = max(1, BYTES_OF_CHUNK // (rows * layout.seq_len * heads * 4))  # scores are in fp32
+    # Scores of the indexer are in fp32; GLM-5 Next's are of pools, beside a count of each key.
+    of_query = max(4 * heads // getattr(indexer, "index_kpool", 1), 8) * layout.seq_len
+    if reads_picked_latents(layer):
+        picked = min(getattr(layer.config, "index_topk", 0), layout.seq_len)
+        width = layer.kv_lora_rank + layer.qk_rope_head_dim
+        of_query = max(of_query, picked * width * hidden_states.element_size())
+    else:  # a mask of each head at the least
+        of_query = max(of_query, 4 * layer.config.num_attention_heads * layout.seq_len)
+    of_query //= getattr(owner, "compress_rate", 1)
+    queries = max(1, BYTES_OF_CHUNK // (rows * of_query))
     return min(ceil(max(lengths) / queries), min(lengths))
 
 
@@ -174,94 +271,160 @@ def reads_picked_latents(layer: Any) -> bool:
     )
 
 
-def run_in_chunks(
+def run_in_parts(
     layer: Any,
     forward: Callable[..., Any],
     keys: Keys,
-    chunks: int,
-    seen: Callable[[int, int], Tensor],
+    parts: Sequence[Part],
+    seen: Callable[[Part], Tensor],
     check: Callable[[], None],
     hidden_states: Tensor,
     arguments: Mapping[str, Any],
+    *,
+    recomputed: bool,
+    real: Tensor | None = None,
+    of_keys: Mapping[str, Any] = MappingProxyType({}),
+    window: int | None = None,
 ) -> Any:
-    """Return what ``forward(hidden_states=hidden_states, ...)`` does, by chunks of the queries.
+    """Return what ``forward(hidden_states=hidden_states, ...)`` does, by parts of the queries.
 
     Args:
-        seen: the mask of queries from and to these, as the layer's attention wants it.
+        seen: the mask of a part, as the layer's attention wants it.
         check: raises if the layer has not put its keys into ``keys``.
+        recomputed: each part is computed again in backward, and reads picked latents alone.
+        real: the mask of the first run, which only tells padding; None: nothing is seen in it.
+        of_keys: arguments that a part is given of its keys' tokens, instead of its queries'.
+        window: tokens that a query sees of what is not compressed; None: all.
     """
     keys.is_first_run = True
     nothing = hidden_states.new_empty((1, 1, 0, 0), dtype=torch.bool)
-    with _attends_to_picked(layer), suppress(KeysAreMade):
+    with _attends_to_picked(layer, nothing), suppress(KeysAreMade):
         forward(
             hidden_states=hidden_states,
-            attention_mask=nothing,
+            attention_mask=nothing if real is None else real,
             past_key_values=keys,
             **arguments,
         )
     check()
-    with_latents = reads_picked_latents(layer)
-    each = _OfEachChunk(joined=with_latents)
-    whole = () if keys.updated is None else each.of(keys.updated)
-    # Keys that layers share are as the first run has left them: chunks get a copy, to read.
-    shared = {name: x for name, x in arguments.items() if isinstance(x, MutableMapping)}
-    reads = getattr(layer, "is_kv_shared_layer", False)
-    summed = {
-        name: {key: each.of(pair) for key, pair in mapping.items()} if reads else {}
-        for name, mapping in shared.items()
+    with_latents = recomputed and reads_picked_latents(layer)
+    gathered = _Gathered(layer, keys, window, joined=with_latents)
+    # Keys that layers share are as the first run has left them: parts get a copy, to read.
+    mappings = {name: x for name, x in arguments.items() if isinstance(x, MutableMapping)}
+    shared = {
+        name: gathered.of_mapping(x) for name, x in mappings.items() if name not in _QUERY_DIMS
     }
     picked: dict[int, Any] = {}
     further: list[tuple[Any, ...]] = []  # results beside attention's and its weights
+    at = {part.start: part for part in parts}
 
-    def run(part: Tensor, start: int, stop: int) -> Tensor:
-        given = {name: _of_queries(name, x, start, stop) for name, x in arguments.items()}
-        for name, mapping in summed.items():
-            given[name] = {key: each.of_chunk(pair) for key, pair in mapping.items()}
+    def run(x: Tensor, start: int, _: int) -> Tensor:
+        part = at[start]
+        given = {name: _of_queries(name, value, part) for name, value in arguments.items()}
+        for name, mapping in shared.items():
+            given[name] = {key: gathered.of_part(pair, part) for key, pair in mapping.items()}
+        for name, value in of_keys.items():
+            given[name] = tuple(part.keys(y).expand(len(x), -1, -1) for y in value)
         with _attends_to_picked(layer) if with_latents else nullcontext():
             out = forward(
-                hidden_states=part,
-                attention_mask=seen(start, stop),
-                past_key_values=_KeysOfChunk(keys, partial(each.of_chunk, whole), picked, start),
+                hidden_states=x,
+                attention_mask=seen(part),
+                past_key_values=_KeysOfPart(keys, part, gathered, picked),
                 **given,
             )
         if not isinstance(out, tuple):
             return cast(Tensor, out)
-        if len(further) < chunks:  # and not what backward runs again
+        if len(further) < len(parts):  # and not what backward runs again
             further.append(out[2:])
         return cast(Tensor, out[0])
 
-    result = in_chunks_at(run, hidden_states, chunks, dim=1, module=layer)
-    if not further:
-        return result
-    joined = [torch.cat(parts, 1) for parts in zip(*further, strict=True)]
-    further[:] = [()] * chunks
-    if joined and picked:  # what a checkpoint keeps of them is a part of what the next layer has
-        for start, part in picked.items():
-            picked[start] = joined[0].narrow(1, start, part.shape[1])
-    return result, None, *joined
+    rows = 0 if parts[0].row is None else len(hidden_states)  # that lie one after the other
+    x = hidden_states.flatten(0, 1)[None] if rows else hidden_states
+    borders = [(part.start, part.stop) for part in parts]
+    if recomputed:
+        result = in_chunks_at(run, x, borders, dim=1, module=layer)
+    else:
+        result = torch.cat([run(x[:, a:b], a, b) for a, b in borders], 1)
+    result = _in_rows(gathered.with_gradients(result), rows)
+    return result if not further else (result, None, *_joined(further, picked, rows))
 
 
-class _OfEachChunk:
-    """Keys as each chunk is given them, with gradients that are summed over chunks in fp32.
+def _in_rows(x: Tensor, rows: int) -> Tensor:
+    return x[0].unflatten(0, (rows, -1)) if rows else x
+
+
+def _joined(further: list[tuple[Any, ...]], picked: dict[int, Any], rows: int) -> list[Any]:
+    """Join results of parts, of which the first is what was picked, if it goes to the next layer:
+    what a checkpoint keeps of that is a part of what the next layer has."""
+    joined = [x[0] if x[0] is None else torch.cat(x, 1) for x in zip(*further, strict=True)]
+    further[:] = [()] * len(further)
+    if joined and joined[0] is not None:
+        for start, of_part in picked.items():
+            picked[start] = joined[0].narrow(1, start, of_part.shape[1])
+    return [x if x is None else _in_rows(x, rows) for x in joined]
+
+
+class _WithGradients(torch.autograd.Function):
+    """``x``; backward gives others gradients of zeros, beside those that they have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.like = [(y.shape, y.dtype) for y in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        zeros = (grad.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
+        return grad, *zeros
+
+
+class _Gathered:
+    """What was gathered of a layer as each part is given it, with gradients that are summed over
+    parts in fp32.
 
     Args:
+        window: tokens that a query sees of what is not compressed; None: all.
         joined: latents and their rotary part as one tensor, with what its gradients go to.
     """
 
-    def __init__(self, *, joined: bool) -> None:
-        self._joined = joined
+    def __init__(self, layer: Any, keys: Keys, window: int | None, *, joined: bool) -> None:
+        self._joined, self._window = joined, window
+        self._keys = () if keys.updated is None else self._summed(keys.updated)
+        self._reads = getattr(layer, "is_kv_shared_layer", False)
+        self._rate = getattr(getattr(layer, "compressor", None), "compress_rate", 1)
+        self._compressed = {name: self._summed(pair) for name, pair in keys.compressed.items()}
+        self._all = [x for pair in keys.compressed.values() for x in pair if x.requires_grad]
 
-    def of(self, tensors: tuple[Tensor, ...]) -> Any:
+    def _summed(self, tensors: tuple[Tensor, ...]) -> Any:
         if self._joined:
             tensors = (torch.cat(tensors, -1),)
         return tuple(
             (x.detach(), _SumInFp32.apply(x) if x.dtype in LOW_PRECISION else x) for x in tensors
         )
 
-    def of_chunk(self, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Any:
+    def of_part(self, pairs: tuple[tuple[Tensor, Tensor], ...], part: Part) -> Any:
         if self._joined:
-            return pairs[0]
-        return tuple(_ForChunk.apply(total, x) for x, total in pairs)
+            return tuple(map(part.keys, pairs[0]))
+        return tuple(part.keys(_ForChunk.apply(total, x)) for x, total in pairs)
+
+    def of_mapping(self, mapping: Mapping[Any, tuple[Tensor, ...]]) -> dict[Any, Any]:
+        """Keys that layers share, of a layer that reads them."""
+        return {key: self._summed(x) for key, x in mapping.items()} if self._reads else {}
+
+    def keys_of(self, part: Part) -> Any:
+        pair = self.of_part(self._keys, part)
+        if self._window is None:
+            return pair
+        return tuple(x[..., 1 - self._window - part.stop + part.start :, :] for x in pair)
+
+    def to_compress(self, part: Part, name: str) -> Any:
+        """Return the keys and gates of the document's tokens that fill whole windows."""
+        pair = self.of_part(self._compressed[name], part)
+        return tuple(x[..., : x.shape[-2] // self._rate * self._rate, :] for x in pair)
+
+    def with_gradients(self, x: Tensor) -> Tensor:
+        """Return ``x``; what is compressed has a gradient also where a rank has used none of it,
+        since the gathers' backward passes are collective."""
+        return _WithGradients.apply(x, *self._all) if self._all and x.requires_grad else x
 
 
 class _SumInFp32(torch.autograd.Function):
@@ -308,10 +471,12 @@ class _Pick(torch.autograd.Function):
         return total, None, None
 
 
-def _of_queries(name: str, value: Any, start: int, stop: int) -> Any:
+def _of_queries(name: str, value: Any, part: Part) -> Any:
     """Return the part of a layer's argument that belongs to these queries."""
     if isinstance(value, tuple):
-        return tuple(_of_queries(name, x, start, stop) for x in value)
+        return tuple(_of_queries(name, x, part) for x in value)
+    if isinstance(value, dict):  # of kinds of rotary embeddings
+        return {kind: _of_queries(name, x, part) for kind, x in value.items()}
     if not isinstance(value, Tensor):
         return value
     if name not in _QUERY_DIMS:
@@ -319,24 +484,32 @@ def _of_queries(name: str, value: Any, start: int, stop: int) -> Any:
             f"a layer whose queries go in chunks was given the tensor {name}, which is not known "
             "to have queries in a dim: use query_chunks=1"
         )
-    return value.narrow(_QUERY_DIMS[name], start, stop - start)
+    return part.queries(value, _QUERY_DIMS[name])
 
 
 @contextmanager
-def _attends_to_picked(layer: Any) -> Iterator[None]:
-    """Let the layer call :func:`attend_to_picked`, with the latents if it has some."""
+def _attends_to_picked(layer: Any, nothing: Tensor | None = None) -> Iterator[None]:
+    """Let the layer call :func:`attend_to_picked`, with the latents if it has some.
+
+    Args:
+        nothing: what is seen in the first run; None in others.
+    """
     AttentionInterface.register(_PICKED, attend_to_picked)
     config, before = layer.config, layer.config._attn_implementation_internal
     config._attn_implementation_internal = _PICKED
-    expands = hasattr(layer, "expand_kv")
-    if expands:
-        layer.expand_kv = lambda latents, rotary: (latents, rotary)
+    instead: dict[str, Any] = {"expand_kv": lambda latents, rotary: (latents, rotary)}
+    # GLM-5 Next hands attention a mask of what is picked, and not the indices.
+    instead["build_attention_mask_from_topk"] = lambda topk_indices, **_: (
+        topk_indices if nothing is None else nothing
+    )
+    instead = {name: method for name, method in instead.items() if hasattr(layer, name)}
+    vars(layer).update(instead)
     try:
         yield
     finally:
         config._attn_implementation_internal = before
-        if expands:
-            del layer.expand_kv
+        for name in instead:
+            del vars(layer)[name]
 
 
 def attend_to_picked(
@@ -355,14 +528,19 @@ def attend_to_picked(
 
     Shapes:
         query ``[b, h, s, nope + rope]``; latents ``[b, 1, t, r + rope]``, whose gradients go to
-        total; seen ``[b, 1, s, t]``, bool; indices ``[b, s, k]``; s_aux ``[h]`` -> ``[b, s, h,
-        d_v]``.
+        total; seen ``[b, 1, s, t]``, bool; indices ``[b, s, k]``, or in the place of seen, with -1
+        where nothing is picked; s_aux ``[h]`` -> ``[b, s, h, d_v]``.
 
     Source: DeepSeek-V2 (2405.04434), 2.1.2: the matrices of keys and values move to the query and
     the result.
     """
     if not seen.numel():
         raise KeysAreMade
+    if indices is None:
+        indices = seen.clamp(min=0)
+        seen_picks = seen >= 0
+    else:
+        seen_picks = seen[:, 0].gather(-1, indices.long())
     rows, heads, length, width = query.shape
     rank, tokens, number = module.kv_lora_rank, latents.shape[-2], indices.shape[-1]
     nope = width - (latents.shape[-1] - rank)
@@ -379,7 +557,7 @@ def attend_to_picked(
     picked = picked.view(rows * length, number, -1)
     # Half of the least number: a score that is added must not make it infinite.
     unseen = torch.finfo(query.dtype).min / 2
-    mask = torch.zeros_like(at, dtype=query.dtype).masked_fill(~seen[:, 0].gather(-1, at), unseen)
+    mask = torch.zeros_like(at, dtype=query.dtype).masked_fill(~seen_picks, unseen)
     mask = mask.view(rows * length, 1, number).expand(-1, heads, -1)
     scores = torch.baddbmm(mask, query, picked.transpose(1, 2), alpha=scaling)
     if s_aux is not None:

@@ -22,6 +22,7 @@ SERVED = frozenset(
     {"lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"}
     | {"kimi_linear", "bailing_hybrid", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1"}
     | {"zamba2", "mamba2", "jamba", "zamba", "mamba", "falcon_mamba", "minimax", "recurrent_gemma"}
+    | {"glm5_next_text", "qwen4_exp_text"}
 )
 WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba"})
 # Types that would run and be wrong, or end in an error of something else, and why.
@@ -29,15 +30,15 @@ _BIASES = "their attention adds biases by position, and convolutions are given n
 _MAXIMUM = "their states are normalized by a running maximum"
 NOT_SERVED: Mapping[str, str] = MappingProxyType(
     {
-        "deepseek_v4": "keys are compressed, to another number than a rank has tokens",
-        "qwen4_exp_text": "its indexer reads the mask of the whole sequence",
         **dict.fromkeys(("inkling_text", "inkling2_text"), _BIASES),
         "zaya": "their projections hold convolutions and a delayed value",
         **dict.fromkeys(("rwkv", "xlstm"), _MAXIMUM),
     }
 )
-# Kinds of layers in `config.layer_types` that hold one recurrent layer.
+# Kinds of layers in `config.layer_types` that hold one recurrent layer; and what may be in them
+# beside it.
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
+BESIDE = frozenset({"Qwen4ExpTextPLELayer"})
 
 
 Place = Mapping[str, Any]
@@ -202,6 +203,27 @@ def _lightning_blocks(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     return torch.cat(outs, dim=2), state
 
 
+def _ngrams(place: Place, forward: Any, embedding: Any, ids: Tensor, _: None) -> Tensor:
+    """Embed each token with those before it in its document: a convolution of their numbers."""
+
+    def embed(numbers: Tensor) -> Tensor:  # each one more than a token's, 0 before a document
+        tokens = numbers[:, 0].long() - 1
+        embedded: Tensor = forward(tokens.where(tokens >= 0, embedding.eos_token_id), None)
+        return embedded.transpose(1, 2)
+
+    numbers = (ids + 1).to(torch.float64)[:, None]
+    return causal_conv(embed, numbers, embedding.ngram_size, **place).transpose(1, 2)
+
+
+def _dilated_conv(place: Place, conv: Any, layer: Any, hidden_states: Tensor, _: None) -> Tensor:
+    def of_channels(x: Tensor) -> Tensor:
+        out: Tensor = conv(x.transpose(1, 2), None)
+        return out.transpose(1, 2)
+
+    x, taps = hidden_states.transpose(1, 2), layer.short_conv_state_len + 1
+    return causal_conv(of_channels, x, taps, **place).transpose(1, 2)
+
+
 # By the names that a layer's forward calls in its module.
 FUNCTIONS: Mapping[str, Row] = MappingProxyType(
     {
@@ -223,6 +245,10 @@ FUNCTIONS: Mapping[str, Row] = MappingProxyType(
 METHODS: Mapping[str, Mapping[str, Row]] = MappingProxyType(
     {
         "MiniMaxLightningAttention": {"forward": Row(_lightning)},
+        "Qwen4ExpTextPLELayer": {
+            "ple_embedding.forward": Row(_ngrams),
+            "_short_conv": Row(_dilated_conv),
+        },
         "RecurrentGemmaRecurrentBlock": {
             "conv_1d.forward": Row(_conv_module),
             "rg_lru._rnn_scan": Row(_rg_lru),

@@ -26,6 +26,7 @@ from ds_usp.integrations.transformers.decoders import (
 )
 from ds_usp.integrations.transformers.memory import Options
 from ds_usp.integrations.transformers.recurrent_functions import (
+    BESIDE,
     NOT_SERVED,
     RECURRENT_KINDS,
     SERVED,
@@ -178,7 +179,9 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
         kinds -= SPARSE_KINDS
     layers = list(recurrent_layers(model))
     known = text.model_type in NOT_SERVED
-    if not (kinds or layers or known or getattr(model, "_is_stateful", False)):
+    # What compresses keys has a state in a KV cache alone.
+    stateful = getattr(model, "_is_stateful", False) and not any(sparse_layers(model))
+    if not (kinds or layers or known or stateful):
         return
     names = ", ".join(sorted(kinds)) or "stateful"
     states = f"its layers ({names}) carry a state from token to token"
@@ -201,9 +204,10 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
         )
         return
     count = sum(kind in RECURRENT_KINDS for kind in given)
-    if count != len(layers):
+    have = sum(type(layer).__name__ not in BESIDE for layer in layers)
+    if count != have:
         yield (
-            f"{states}: the configuration names {count} of them, and {len(layers)} call functions "
+            f"{states}: the configuration names {count} of them, and {have} call functions "
             "that are known here"
         )
     for why in filter(None, map(reason_against_layer, layers)):

@@ -4,7 +4,7 @@ on this rank's queries and a KV cache that returns the keys of all tokens."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, Final
 
@@ -18,17 +18,21 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.state_chains import StateChains, state_chains
 from ds_usp.integrations.transformers.attention import (
-    LayerMask,
     Shard,
+    layer_mask,
     mask_of,
     text_of_dropout,
 )
 from ds_usp.integrations.transformers.query_chunks import (
     Keys,
+    Part,
     number_of_chunks,
+    parts_of_documents,
+    parts_of_shard,
     reads_picked_latents,
-    run_in_chunks,
+    run_in_parts,
     run_indexer,
 )
 from ds_usp.integrations.transformers.recurrent_layers import (
@@ -42,14 +46,17 @@ from ds_usp.recurrence.exchange import ExchangeCall
 from ds_usp.training.whole_batch import local_positions
 
 _OLDEST: Final = "5.23"  # earlier indexers keep their keys themselves: refused by their masks
-# Classes that are exact with gathered keys. By their names: others with an indexer read positions
-# as offsets into a cache (`glm5_next`), or compress keys there (`deepseek_v4`).
-_CLASSES: Final = frozenset(
-    {"DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention"}
-    | {"Dots3NoteTextAttention", "MistralLarge4TextAttention", "MiniMaxM3VLAttention"}
-)
-# Of these, what picks keys in blocks that are counted from the first token of a row.
-_BLOCKS_OF_ROWS: Final = frozenset({"MiniMaxM3VLAttention"})
+# Classes that count tokens in their KV cache: blocks, pools and windows of keys begin at its first
+# one, and queries are its last ones. Of these, those that compare such counts with positions.
+_COMPARES: Final = frozenset({"MiniMaxM3VLAttention", "DeepseekV4Attention"})
+_COUNTS: Final = _COMPARES | {"Glm5NextTextAttention", "Qwen4ExpTextAttention"}
+# Classes that are exact with gathered keys, by their names.
+_CLASSES: Final = _COUNTS | {
+    *("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention"),
+    *("Dots3NoteTextAttention", "MistralLarge4TextAttention"),
+}
+_ANGLES_OF_KEYS: Final = frozenset({"Qwen4ExpTextAttention"})  # are given those of all keys
+_PADDING_MASKS: Final = frozenset({"Glm5NextTextAttention"})  # see all before them but padding
 # Kinds of layers in `config.layer_types` whose names do not say that they are attention.
 SPARSE_KINDS: Final = frozenset({"minimax_m3_sparse"})
 
@@ -64,10 +71,13 @@ def sparse_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 def _is_sparse(module: nn.Module) -> bool:
     kind = type(module)
-    known = any(x.__name__ in _CLASSES and is_of_transformers(x) for x in kind.__mro__)
     # A class may have layers of other kinds too (windows of `dots3_note`), which have no indexer.
-    picks = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
-    return known and picks
+    owners = (getattr(module, name, None) is not None for name in ("indexer", "compressor"))
+    return _is_any(kind, _CLASSES) and (any(owners) or getattr(module, "skip_topk", False))
+
+
+def _is_any(kind: type, names: frozenset[str]) -> bool:
+    return any(x.__name__ in names and is_of_transformers(x) for x in kind.__mro__)
 
 
 def reason_against_layer(layer: nn.Module) -> str:
@@ -116,32 +126,35 @@ class SparseLayers:
             forward = partial(type(layer).forward, layer)
             run = partial(_run_layer, layer, forward, name, query_chunks)
             self._replaced.set(layer, "forward", run)
-            if (indexer := getattr(layer, "indexer", None)) is not None:
+            if (indexer := _indexer_of(layer)) is not None:
                 forward = partial(type(indexer).forward, indexer)
                 self._replaced.set(indexer, "forward", partial(run_indexer, forward))
         self._name = type(model).__name__
-        self._in_blocks = any(type(x).__name__ in _BLOCKS_OF_ROWS for x in self.layers)
+        self._compares = any(_is_any(type(x), _COMPARES) for x in self.layers)
 
     def check(self, batch: WholeArguments) -> None:
-        """DataError for documents whose blocks of keys would not be theirs: some indexers pick keys
-        in blocks, which are counted from the first token of a row."""
-        if not self._in_blocks:
+        """DataError for documents whose positions are not the counts of their tokens, with which
+        some layers compare them."""
+        if not self._compares:
             return
         positions = batch.arguments.get("position_ids")
-        counted = None if positions is None else positions.cpu()
+        counted = torch.arange(batch.seq_len)[None] if positions is None else positions.cpu()
         for row, start, stop in batch.runs():
-            first = torch.arange(stop)
-            if start or (
-                counted is not None and not counted[row % len(counted), :stop].equal(first)
-            ):
+            have = counted[row % len(counted), start:stop]
+            if not have.equal(torch.arange(stop - start)):
                 raise DataError(
-                    f"{self._name} picks keys in blocks that are counted from the first token of a "
-                    f"row, and row {row} has a document at token {start}, or positions that do not "
-                    "count from 0: give each document as a row of its own, padded on the right"
+                    f"{self._name} compares positions with the counts of a document's keys, and "
+                    f"the document at token {start} of row {row} has positions {have[0]} to "
+                    f"{have[-1]} for {stop - start} tokens: give position_ids that count from 0 in "
+                    "each document, or pad on the right"
                 )
 
     def restore(self) -> None:
         self._replaced.restore()
+
+
+def _indexer_of(layer: nn.Module) -> Any:
+    return getattr(getattr(layer, "compressor", None) or layer, "indexer", None)
 
 
 @disable_in_compile("keys are gathered over the ranks, in calls that they compare")
@@ -150,64 +163,75 @@ def _run_layer(
     forward: Any,
     implementation: str,
     query_chunks: int | str,
-    *,
     hidden_states: Tensor,
+    position_embeddings: Any = None,
+    *,
     attention_mask: Any,
     position_ids: Tensor | None = None,
     usp: Shard | None = None,
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> Any:
-    kind = type(layer).__name__
-    if usp is None or position_ids is None:
+    kind, counts = type(layer).__name__, _is_any(type(layer), _COUNTS)
+    if usp is None or (position_ids is None and not counts):
         raise ConfigError(
             f"{kind} runs without a sharded batch, or without its positions. Call the model that "
             "was given to ds_usp.integrations.transformers.enable, not a part of it"
         )
-    if getattr(layer, "store_full_length_kv", False) and not torch.is_grad_enabled():
-        usp.shares_keys_without_graph = any(x.requires_grad for x in layer.parameters())
-    reads_keys = getattr(layer, "is_kv_shared_layer", False)
-    if reads_keys and usp.shares_keys_without_graph and torch.is_grad_enabled():
-        raise UnsupportedAttentionError(
-            f"{kind} reads the keys of a layer before it, which a reentrant checkpoint has made "
-            "without a graph: their gradients would be lost, as they are in one process. Use "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}"
-        )
-    dropout = getattr(layer, "attention_dropout", 0.0)
-    if layer.training and dropout:
-        raise UnsupportedAttentionError(text_of_dropout(layer, dropout))
-    if not isinstance(attention_mask, LayerMask):
-        raise UnsupportedAttentionError(
-            f"{kind} was given a mask of its own ({type(attention_mask).__name__}): masks are "
-            "served as transformers' mask functions make them, not as tensors"
-        )
-    spec = mask_of(attention_mask, usp.packing, usp.layout.seq_len, kind)
-    if spec != MaskSpec.causal(documents=spec.documents):
-        raise UnsupportedAttentionError(
-            f"{kind} picks keys by an indexer under {spec}: served are causal masks, of documents "
-            "too, without windows, blocks and trees"
-        )
-    keys = Keys(kind, partial(gather_tokens, dim=-2, mesh=usp.call.mesh, layout=usp.layout))
+    reads_keys = _check_layer(layer, usp)
+    spec = _spec_of(layer, attention_mask, usp)
+    layout, (rows, length, _) = usp.layout, hidden_states.shape
+    device, dtype = hidden_states.device, hidden_states.dtype
+    gather = partial(gather_tokens, dim=-2, mesh=usp.call.mesh, layout=layout)
+    keys = Keys(kind, gather)
     check = partial(_check_keys, layer, keys, reads_keys=reads_keys)
-    rows, device = len(hidden_states), hidden_states.device
-    chunks = number_of_chunks(layer, query_chunks, usp.layout, rows)
-    kwargs |= {"position_ids": position_ids}
-    if chunks > 1:
-        bools = implementation != "eager" or reads_picked_latents(layer)
+    kwargs["position_embeddings"] = position_embeddings
+    if position_ids is not None:
+        kwargs["position_ids"] = position_ids
+    chains = state_chains(layout, spec.documents, rows) if counts else None
+    together = rows if chains is None else chains.rows_of_piece
+    chunks = number_of_chunks(layer, query_chunks, layout, hidden_states, together)
+    bools = implementation != "eager" or (chunks > 1 and reads_picked_latents(layer))
+    run = partial(run_in_parts, layer, forward, keys, check=check, recomputed=chunks > 1)
+    run = partial(run, hidden_states=hidden_states, arguments=kwargs)
+    if chains is not None:
+        if _is_any(type(layer), _COMPARES):
+            kwargs["position_ids"] = _counts(usp, chains, device)
+        of_keys: dict[str, Any] = {}
+        if _is_any(type(layer), _ANGLES_OF_KEYS):
+            of_keys["position_embeddings"] = _angles_of_keys(usp, position_embeddings, gather)
+        real = hidden_states.new_ones((rows, length), dtype=torch.bool)
+        of_padding = _is_any(type(layer), _PADDING_MASKS)
+        window = None if spec.left is None else spec.left + 1
 
-        def seen_by(start: int, stop: int) -> Tensor:
-            seen = seen_keys(spec, usp, device, start, stop)
-            seen = seen if bools else as_scores(seen, hidden_states.dtype)
+        def seen_in_document(part: Part) -> Tensor:
+            if of_padding:
+                return part.queries(real, 1)
+            seen = seen_keys_in_document(part, window, device)
+            seen = seen if bools else as_scores(seen, dtype)
+            return seen.expand(together, -1, -1, -1)
+
+        out = run(
+            parts=parts_of_documents(chains, usp.call.mesh.rank, chunks),
+            seen=seen_in_document,
+            real=real if of_padding else None,
+            of_keys=of_keys,
+            window=window,
+        )
+    elif chunks > 1:
+
+        def seen_by(part: Part) -> Tensor:
+            seen = seen_keys(spec, usp, device, part.start, part.stop)
+            seen = seen if bools else as_scores(seen, dtype)
             return seen.expand(rows, -1, -1, -1)
 
-        out = run_in_chunks(layer, forward, keys, chunks, seen_by, check, hidden_states, kwargs)
+        out = run(parts=parts_of_shard(length, chunks, layout.seq_len), seen=seen_by)
     else:
-        key = spec, implementation, hidden_states.dtype
+        key = spec, implementation, dtype
         seen = usp.masks.get(key)  # of a layer before, which is of the same pass
         if seen is None:
-            seen = seen_keys(spec, usp, device, 0, usp.length)
-            if implementation == "eager":
-                seen = as_scores(seen, hidden_states.dtype)
+            seen = seen_keys(spec, usp, device, 0, length)
+            seen = seen if bools else as_scores(seen, dtype)
             usp.masks[key] = seen
         seen = seen.expand(rows, -1, -1, -1)
         kwargs |= {"attention_mask": seen, "past_key_values": keys}
@@ -217,9 +241,68 @@ def _run_layer(
     return out
 
 
+def _check_layer(layer: nn.Module, usp: Shard) -> bool:
+    """Return whether a layer reads the keys of one before it; UnsupportedAttentionError for what
+    would be other numbers than those of one process."""
+    if getattr(layer, "store_full_length_kv", False) and not torch.is_grad_enabled():
+        usp.shares_keys_without_graph = any(x.requires_grad for x in layer.parameters())
+    reads_keys = getattr(layer, "is_kv_shared_layer", False)
+    if reads_keys and usp.shares_keys_without_graph and torch.is_grad_enabled():
+        raise UnsupportedAttentionError(
+            f"{type(layer).__name__} reads the keys of a layer before it, which a reentrant "
+            "checkpoint has made without a graph: their gradients would be lost, as they are in "
+            "one process. Use gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+    dropout = getattr(layer, "attention_dropout", 0.0)
+    if layer.training and dropout:
+        raise UnsupportedAttentionError(text_of_dropout(layer, dropout))
+    return bool(reads_keys)
+
+
+def _spec_of(layer: nn.Module, mask: Any, usp: Shard) -> MaskSpec:
+    """Return what a layer's queries may see before it picks of that."""
+    kind = type(layer).__name__
+    if _is_any(type(layer), _PADDING_MASKS) and isinstance(mask, Tensor) and mask.ndim == 2:
+        mask = None  # padding is a document of its own
+    spec = mask_of(layer_mask(layer, mask, None, None), usp.packing, usp.layout.seq_len, kind)
+    # Windows are served beside what is compressed.
+    left = spec.left if getattr(layer, "compressor", None) is not None else None
+    if spec != MaskSpec(left, 0, documents=spec.documents):
+        raise UnsupportedAttentionError(
+            f"{kind} picks keys by an indexer under {spec}: served are causal masks, of documents "
+            "too, without windows, blocks and trees"
+        )
+    return spec
+
+
+def _angles_of_keys(
+    usp: Shard, angles: tuple[Tensor, Tensor], gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the cosines and sines of all tokens, which are gathered once a pass."""
+    whole = usp.masks.get("angles")
+    if whole is None:
+        whole = usp.masks["angles"] = gather(torch.cat(angles, -1))
+    return whole.chunk(2, -1)
+
+
+def _counts(usp: Shard, chains: StateChains, device: torch.device) -> Tensor:
+    """Return the count of each of this rank's tokens in its document, ``[1 or rows, tokens]``: what
+    its position is (``SparseLayers.check``), also of padding."""
+    counts = usp.masks.get("counts")
+    if counts is None:
+        pieces = chains.by_rank[usp.call.mesh.rank]
+        runs = [torch.arange(x.start - x.first, x.stop - x.first) for x in pieces]
+        counts = usp.masks["counts"] = torch.cat(runs).view(-1, usp.length).to(device)
+    return counts
+
+
 def _check_keys(layer: nn.Module, keys: Keys, *, reads_keys: bool) -> None:
-    picks = getattr(layer, "indexer", None) is not None
-    if (keys.updated is None and not reads_keys) or (picks and keys.indexed is None):
+    picks = _indexer_of(layer) is not None
+    if getattr(layer, "compressor", None) is not None:
+        missing = len(keys.compressed) < 1 + picks
+    else:
+        missing = picks and keys.indexed is None
+    if (keys.updated is None and not reads_keys) or missing:
         raise UnsupportedAttentionError(
             f"{type(layer).__name__} has not put its keys, or those of its indexer, into the KV "
             "cache that it was given: each query would see those of its rank alone"
@@ -246,6 +329,16 @@ def seen_keys(spec: MaskSpec, shard: Shard, device: torch.device, start: int, st
         numbers = torch.stack([torch.searchsorted(row, keys, right=True) for row in borders])
         seen = seen & (numbers[:, queries, None] == numbers[:, None])
     return seen[:, None]
+
+
+def seen_keys_in_document(part: Part, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys queries see that are the last tokens of those of their document,
+    ``[1, 1, queries, keys]``; of a window those that the first query sees, and on."""
+    queries, keys = part.stop - part.start, part.last - part.first
+    keys = keys if window is None else min(keys, window + queries - 1)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    seen = seen if window is None else seen.triu(keys - queries - window + 1)
+    return seen[None, None]
 
 
 def gather_tokens(x: Tensor, dim: int, *, mesh: SequenceMesh, layout: TokenLayout) -> Tensor:

@@ -57,8 +57,8 @@ TOKEN_DIM = MappingProxyType(
     }
 )
 # Those that a model with towers hands its text model beside the embeddings: which tokens are an
-# image's, one more embedding of each layer.
-PLACED_DIM = MappingProxyType({"visual_pos_masks": 1, "per_layer_inputs": 1})
+# image's, one more embedding of each layer, the numbers of tokens.
+PLACED_DIM = MappingProxyType({"visual_pos_masks": 1, "per_layer_inputs": 1, "ple_input_ids": 1})
 # Arguments of FlashAttention's packed sequences, and trees: the layout and documents replace them.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 BORDERS = (*_LENGTHS, "max_length_q", "max_length_k", "seq_idx", TREE)
