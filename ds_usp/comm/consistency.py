@@ -52,7 +52,8 @@ from ds_usp.comm.shm_mailbox import (
 )
 from ds_usp.errors import MeshError
 
-# Comparisons, of calls and backward passes: a GPU has long computed what it was given before.
+# Comparisons, of calls and backward passes, after which numbers leave the GPU, and as many again
+# before they are read: a GPU has long computed what it was given before.
 _READ_AFTER = 8
 _FEW_ELEMENTS = 1024  # of a tensor that ranks hold alike: of larger ones sums are compared
 _ROWS = 4096  # of that many elements are summed at a time: 32 MiB of products
@@ -98,17 +99,31 @@ class SharedNumbers:
         parts = [_few_bits(x) for x in compress(tensors.values(), known)]
         lengths = map(len, parts)
         self._lengths = [next(lengths) if is_known else 0 for is_known in known]
-        if len(parts) != 1:
-            parts = [torch.cat(parts) if parts else torch.empty(0, device="cpu")]
-        self._bits = parts[0].to("cpu", non_blocking=self.is_on_gpu)
-        self._copied: torch.cuda.Event | None = None
-        if self.is_on_gpu:
-            self._copied = torch.cuda.current_stream(parts[0].device).record_event()
+        # A copy, of one tensor too: what it was taken from may be written to before it is read.
+        self._bits = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._stream = torch.cuda.current_stream(self._bits.device) if self.is_on_gpu else None
+        self._arrival: torch.cuda.Event | None = None
+
+    @staticmethod
+    def copy_to_host(several: Sequence[SharedNumbers]) -> None:
+        """Start the way of several to the host, behind the GPU's work, by one copy a device."""
+        for device in dict.fromkeys(x._bits.device for x in several):
+            of_device = [x for x in several if x._bits.device == device]
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            for x in of_device:
+                if stream is not None and x._stream is not None and x._stream != stream:
+                    stream.wait_stream(x._stream)
+                    x._bits.record_stream(stream)
+            parts = [x._bits for x in of_device]
+            host = torch.cat(parts).to("cpu", non_blocking=True)
+            arrival = None if stream is None else stream.record_event()
+            for x, part in zip(of_device, host.split([len(part) for part in parts]), strict=True):
+                x._bits, x._arrival = part, arrival
 
     def fields(self, when: str = "") -> list[str]:
-        """The field of each tensor's numbers; waits for the GPU."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """The field of each tensor's numbers, which are on the host or on their way there."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
         data, start, fields = self._bits.numpy(), 0, list[str]()
         for name, length in zip(self.names, self._lengths, strict=True):
             digest = hashlib.blake2b(
@@ -270,10 +285,10 @@ def _wait_for(
 # at the same call. No CUDA stream waits for it.
 #
 # Numbers of tensors that all ranks hold alike, as sinks, are compared by content in each call. On a
-# GPU their bits, or sums of many, are copied to the host behind its work. They are part of the
-# record of a call or backward pass eight comparisons later, or of a check: reading them at once
-# would let the GPU run empty in each layer. Where one is refused for another reason, the next one
-# has them.
+# GPU a call copies their bits, or sums of many. Those of several calls go to the host together, as
+# a copy there costs more time of the host than all else. They are part of the record of a call or
+# backward pass sixteen comparisons later, or of a check: reading them at once would let the GPU run
+# empty in each layer. Where one is refused for another reason, the next one has them.
 #
 # Note [fail-stop]
 #
@@ -314,7 +329,8 @@ class ConsistencyChecker:
     # attributes                          written by, and under        read by
     # number, _failure, _calls, _passes,  comparisons, _lock           the next comparison; number:
     #   _passes_since_call, _verified,                                 the call it is of
-    #   _pending, _unread, _read, _has_left
+    #   _pending, _unread, _arriving, _read,
+    #   _has_left
     # ranks_know                          comparisons; who begins      who has caught an error
     #                                     what may raise before one
     # _owner, _thread_field               a thread's first call, _lock calls, _lock
@@ -333,7 +349,8 @@ class ConsistencyChecker:
         self._calls = self._passes = self._passes_since_call = 0  # backward passes
         self._verified: set[Signature | str] = set()  # signatures that were equal on all ranks
         self._pending: deque[int] = deque()  # comparisons in flight
-        self._unread: deque[_Call] = deque()  # on GPUs, whose numbers are still to be compared
+        self._unread: deque[_Call] = deque()  # whose numbers are on the GPU
+        self._arriving: deque[_Call] = deque()  # whose numbers are on their way to the host
         self._read: dict[int, dict[str, _Call]] = {}  # those in a comparison's record, by its field
         self._has_left = False  # the last one in flight says so
         self._failure: MeshError | None = None  # raised as copies: it would keep frames
@@ -386,7 +403,7 @@ class ConsistencyChecker:
             signature: of the call; a text has ``", "`` between its fields.
             error: what this rank already knows to be wrong.
             wait: wait for the comparison even if the signature is verified.
-            numbers: of arguments that are no shards. On a GPU they are compared eight comparisons
+            numbers: of arguments that are no shards. On a GPU they are compared sixteen comparisons
                 later.
 
         Raises:
@@ -550,7 +567,8 @@ class ConsistencyChecker:
         Args:
             max_pending: at most so many comparisons are in flight before this one.
             computes: the mesh becomes this thread's, or belongs to it.
-            read_after: numbers on GPUs of a call so many comparisons before are part of the record.
+            read_after: numbers of a call so many comparisons before leave the GPU; those of twice
+                as many before are part of the record.
         """
         transport = self._transport
         if transport is None:
@@ -568,7 +586,7 @@ class ConsistencyChecker:
                 self.drain(0 if wait else max_pending)
             if self.in_pass and error is None and (computes or kind is Kind.BACKWARD):
                 self.abort_pass()  # else another thread may be in it
-            calls = self._read_numbers(read_after) if self._unread else {}
+            calls = self._read_numbers(read_after) if self._unread or self._arriving else {}
             if calls:
                 signature = Signature(signature.fields + tuple(calls), signature.layouts)
             record = self._record(signature, kind, deferred=not wait)
@@ -612,19 +630,25 @@ class ConsistencyChecker:
             self.ranks_know = True
             if others:
                 self._unread.clear()  # on every rank: it would be refused for these again
+                self._arriving.clear()
             else:
-                self._unread.extendleft(reversed(dict.fromkeys(calls.values())))
+                self._arriving.extendleft(reversed(dict.fromkeys(calls.values())))
             raise raised
 
     def _read_numbers(self, read_after: float) -> dict[str, _Call]:
-        """Take the calls so many comparisons before the one that begins, by fields of numbers."""
+        """Take the calls twice as many comparisons before the one that begins, by fields of their
+        numbers."""
         calls: dict[str, _Call] = {}
         number = self.number + 1
-        while self._unread and self._unread[0].number + read_after <= number:
-            # A wait for the GPU ends the capture of a CUDA graph: read after it, on every rank.
-            if self._unread[0].numbers.is_on_gpu and torch.cuda.is_current_stream_capturing():
-                break
-            call = self._unread.popleft()
+        # A wait for the GPU ends the capture of a CUDA graph: read after it, on every rank.
+        if torch.cuda.is_current_stream_capturing():
+            return calls
+        if self._unread and self._unread[0].number + read_after <= number:
+            SharedNumbers.copy_to_host([call.numbers for call in self._unread])
+            self._arriving += self._unread
+            self._unread.clear()
+        while self._arriving and self._arriving[0].number + 2 * read_after <= number:
+            call = self._arriving.popleft()
             fields = call.numbers.fields(f", {number - call.number} comparisons before")
             calls |= dict.fromkeys(fields, call)
         return calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.layout import Shards, TokenLayout
@@ -20,8 +21,9 @@ from ds_usp.geometry.segments import Segment, coalesce
 @dataclass(frozen=True)
 class ContinuedLayout(TokenLayout):
     """Contiguous shards whose longer ones are those of the ranks from ``first`` on, around the
-    ranks."""
+    ranks. Of fewer tokens than ranks some hold none: they have tokens of the other sequence."""
 
+    LEAST: ClassVar[int] = 0
     first: int = 0
 
     @classmethod
@@ -33,7 +35,7 @@ class ContinuedLayout(TokenLayout):
     def _make_shards(self) -> Shards:
         size, longer = divmod(self.seq_len, self.degree)
         lengths = [size + ((r - self.first) % self.degree < longer) for r in range(self.degree)]
-        return tuple((Segment(sum(lengths[:rank]), n),) for rank, n in enumerate(lengths))
+        return tuple(coalesce([Segment(sum(lengths[:r]), n)]) for r, n in enumerate(lengths))
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class JointLayout(TokenLayout):
     its shard of the earlier one first. ``seq_len`` is the length of both together.
 
     Args:
-        joint: tokens of the joint sequence, at least one for every rank.
+        joint: tokens of the joint sequence, at least one for every rank unless continued.
         front: they come before the others, else after them.
         continued: their layout is a :class:`ContinuedLayout`, the other one being contiguous.
 
@@ -73,9 +75,10 @@ class JointLayout(TokenLayout):
     def layouts(self) -> tuple[TokenLayout, TokenLayout]:
         """The layouts of the joint sequence alone and of the other one alone."""
         shape = self.ulysses, self.ring, self.order
-        lengths = self.joint, self.seq_len - self.joint
-        joint, other = (TokenLayout(self.kind, length, *shape) for length in lengths)
-        return (ContinuedLayout.after(other, joint.seq_len) if self.continued else joint), other
+        other = TokenLayout(self.kind, self.seq_len - self.joint, *shape)
+        if self.continued:
+            return ContinuedLayout.after(other, self.joint), other
+        return TokenLayout(self.kind, self.joint, *shape), other
 
     def _make_shards(self) -> Shards:
         first, second = self.layouts if self.front else self.layouts[::-1]

@@ -137,12 +137,14 @@ class TokenLayout:
         ConfigError: documents that are no borders.
 
     Attributes:
+        LEAST: tokens that every rank needs.
         CALLERS_KIND: the default of every entry point whose caller shards the tokens itself: the
             order that the caller has already. Another kind is taken only where it is named.
         LOADERS_KIND: the default of programs that shard the batch themselves, whose user never
             sees the order: causal work is balanced.
     """
 
+    LEAST: ClassVar[int] = 1
     CALLERS_KIND: ClassVar[str] = "contiguous"
     LOADERS_KIND: ClassVar[str] = "zigzag"
 
@@ -174,7 +176,7 @@ class TokenLayout:
             ("_shards", "_lengths", "_places"), _cached_shards(self), strict=True
         ):
             object.__setattr__(self, name, value)
-        if min(self._lengths) < 1:
+        if min(self._lengths) < self.LEAST:
             raise LayoutError(
                 f"{self.seq_len} tokens leave a rank of ulysses {self.ulysses} x ring {self.ring} "
                 f"({self.kind}) without any. Use a sequence of at least {self.degree} tokens "

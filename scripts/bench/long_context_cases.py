@@ -24,6 +24,7 @@ def engine(case: str, session: Session) -> dict[str, Any]:
         bf16 = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
         handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
         return {
+            "bf16": session.on_gpu,  # transformers refuses another word than DeepSpeed's
             "parallelism_config": ParallelismConfig(sp_size=session.world, sp_handler=handler),
             "deepspeed": {
                 "train_micro_batch_size_per_gpu": 1,

@@ -104,11 +104,18 @@ HEADLINES = (
         )
     ),
     ("Llama 3, 8 layers, 32K, 2 H200", "transformers_32k.jsonl", "plain:32768", "FSDP2"),
-    (
-        "Qwen3-8B whole, 128K, cuDNN, 2 H200",
-        "long_context.jsonl",
-        "131072 on 2 H200",
-        "cudnn, 36 layers",
+    *(
+        (
+            f"Qwen3-8B whole, {tokens >> 10}K, {kernel_label}, 2 H200",
+            "long_context.jsonl",
+            f"{tokens} on 2 H200",
+            f"{kernel}, 36 layers",
+        )
+        for tokens, kernel, kernel_label in (
+            (131072, "flash4", "default kernels"),
+            (131072, "cudnn", "cuDNN"),
+            (262144, "cudnn", "cuDNN"),
+        )
     ),
     ("Wan 2.1, 10 blocks, guided step, 480p", "diffusers_guided.jsonl", "wan-480p:guided", "cudnn"),
 )
@@ -119,7 +126,7 @@ README_HEADLINES = (
     "32K, 32/8, packed, cuDNN",
     "GPT 1.3B, 16K, default kernels",
     "Llama 3, 8 layers, 32K, 2 H200",
-    "Qwen3-8B whole, 128K, cuDNN, 2 H200",
+    "Qwen3-8B whole, 128K, default kernels, 2 H200",
     "Wan 2.1, 10 blocks, guided step, 480p",
 )
 MODELS = {

@@ -93,6 +93,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "LTX2VideoTransformer3DModel": {
         "attention_head_dim": 8,
         "rope_type": "split",
+        "perturbed_attn": True,
         "audio_cross_attention_dim": 32,
         **dict.fromkeys(("audio_in_channels", "audio_out_channels"), 4),
         "audio_num_attention_heads": 8,

@@ -23,6 +23,9 @@ from ds_usp.training import prepare_deepspeed
 PIXART = "PixArtTransformer2DModel"
 WORLD = 4
 ULYSSES = (4, 2, 1)
+# Fewer tokens than ranks: text before the image, with padding too, and after it.
+SHORT_TEXT = ("QwenImageTransformer2DModel", "HunyuanVideoTransformer3DModel")
+PERTURBED = torch.tensor([0.0, 0.7])  # of a sample all self-attention is skipped
 Errors = dict[str, float]
 
 
@@ -34,13 +37,25 @@ def cases_of(name: str) -> dict[str, dict[str, Any]]:
         cases["even"] = arguments(name, odd=False)
     if name in MASKS and not further:
         cases["padded"] = arguments(name, padded=True)
+    if name in SHORT_TEXT:
+        cases["short"] = arguments(name, padded=name in MASKS, text=3)
+    if name == "ChromaTransformer2DModel":  # attention adds it to its scores
+        cases["even"]["attention_mask"] = torch.rand(2, 8 + 32)
+    if name == "LTX2VideoTransformer3DModel":
+        cases["even"] |= {"spatio_temporal_guidance_blocks": [0], "perturbation_mask": PERTURBED}
     return cases
 
 
 def meshes_of(case: str, cases: Collection[str]) -> tuple[int, ...]:
     """Ulysses degrees: of lengths that divide the one with a ring, of others either alone, where
     there are both."""
-    return (2,) if case == "even" else (4, 1) if case == "padded" or "even" in cases else ULYSSES
+    return (
+        (2,)
+        if case in ("even", "short")
+        else (4, 1)
+        if case == "padded" or "even" in cases
+        else ULYSSES
+    )
 
 
 def forward_and_backward(transformer: Any, *passes: dict[str, Any]) -> tuple[Tensor, Tensor]:

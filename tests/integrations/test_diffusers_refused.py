@@ -73,9 +73,10 @@ def holes(rank: int) -> tuple[str, dict[str, Any]]:
 
 
 def few_tokens(rank: int) -> tuple[str, dict[str, Any]]:
-    given = arguments("FluxTransformer2DModel")
+    """Of text that attends to itself alone."""
+    given = arguments("Flux3Transformer2DModel")
     text = {name: given[name].narrow(-2, 0, 3) for name in ("encoder_hidden_states", "txt_ids")}
-    return "FluxTransformer2DModel", given | text
+    return "Flux3Transformer2DModel", given | text
 
 
 REFUSED: tuple[tuple[Callable[[int], tuple[str, dict[str, Any]]], type[USPError], str], ...] = (

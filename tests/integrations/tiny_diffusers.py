@@ -124,17 +124,21 @@ def output_of(transformer: Any, given: Mapping[str, Any]) -> Tensor:
     return torch.cat([x.flatten() for x in (outputs if len(outputs) > 1 else outputs[0])])
 
 
-def arguments(name: str, odd: bool = True, padded: bool = False, seed: int = 1) -> dict[str, Any]:
+def arguments(
+    name: str, odd: bool = True, padded: bool = False, seed: int = 1, text: int = 0
+) -> dict[str, Any]:
     """The arguments of a forward pass of two samples.
 
     Args:
         odd: numbers of tokens that 4 ranks share unevenly.
-        padded: the first sample's text is 3 tokens shorter, if the class knows of padding.
+        padded: the first sample's text is 3 tokens shorter, or 2 of a short one, if the class knows
+            of padding.
+        text: tokens, if not as many as are shared unevenly.
     """
     variant = name
     name = VARIANTS.get(name, (name, {}))[0]
     torch.manual_seed(seed)
-    text = 7 if odd else 8
+    text = text or (7 if odd else 8)
     rows, columns = (5, 7) if odd else (4, 8)
     if name in further_diffusers.CONFIGS:
         frames, rows = (3, 3) if odd else (2, 4)
@@ -146,7 +150,7 @@ def arguments(name: str, odd: bool = True, padded: bool = False, seed: int = 1) 
     else:
         given = _arguments(name, variant, rows, columns, text, odd)
     if name in MASKS and MASKS[name] not in given and (padded or name in ALWAYS_MASKED):
-        real = torch.tensor([[text - 3 if padded else text], [text]])
+        real = torch.tensor([[max(1, text - 3) if padded else text], [text]])
         given[MASKS[name]] = torch.arange(text) < real
     return given
 

@@ -570,7 +570,7 @@ class ShardedTransformer:
                     "is padded, or use cuda_graphs=False"
                 )
             state, mask = self._active(module), arguments[argument]
-            state.read_mask(mask, order)
+            state.read_mask(mask, order, self._plan.added_products)
             arguments[argument] = state.mask_without_values(mask) if self._plan.needs_mask else None
         return (), arguments
 

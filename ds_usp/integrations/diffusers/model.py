@@ -53,7 +53,8 @@ def enable(
     goes on over another mesh by the same call, as when its mesh has failed for good.
 
     Image tokens are sharded, and text tokens where they take part in the same attention; text that
-    is attended to by cross-attention stays whole. Any number of tokens, at least one for each rank.
+    is attended to by cross-attention stays whole. Any number of text tokens, and of image tokens at
+    least one for each rank.
 
     Args:
         model_or_pipeline: a transformer of a class of :data:`PLANS`, or a pipeline: then its

@@ -77,6 +77,8 @@ class AttentionCall:
         lengths, kv_lengths: of this rank's shards of the queries and keys, in their order.
         options: of the attention, without its scale.
         moved: tokens at the front that attention takes last: text, whose padding is at the end.
+        empty: the place in the order of a kind of which this rank has no token: what attends holds
+            a stand-in for one, which attention leaves out.
         seq_lens: of the layouts of queries and keys; None for a call that no graph can hold.
     """
 
@@ -84,6 +86,7 @@ class AttentionCall:
     kv_lengths: tuple[int, ...]
     options: AttentionOptions
     moved: int
+    empty: int | None
     seq_lens: Tensor | None
 
 
@@ -121,6 +124,7 @@ class PassState:
         self._calls: dict[Tokens, AttentionCall] = {}
         self._documents: tuple[Borders, ...] | None = None  # None: no mask was given yet
         self._masked: frozenset[Kind] = frozenset()
+        self._added: tuple[tuple[Kind, ...], Tensor] | None = None  # a mask that scores are given
 
     def layout(self, kind: Kind) -> TokenLayout:
         """The layout of tokens.
@@ -134,21 +138,30 @@ class PassState:
         if kind not in self._lengths:
             raise ConfigError(f"{self._name}: its plan shards no {kind} before it is needed")
         length, ranks = self._lengths[kind], self._mesh.sp_degree
-        if length < ranks:
-            raise LayoutError(
-                f"{self._name}, {kind}: {length} tokens for {ranks} ranks, each of which needs at "
-                "least one. Use smaller degrees, or more tokens"
-            )
         # Shards are longer where those of what comes before, if that is known by now, are not.
         before = sum(self._lengths.get(earlier, 0) for earlier in _BEFORE.get(kind, ()))
-        layout = self._mesh.layout(LAYOUT, length)
+        # A rank may have no token of what attends and is attended to beside others alone.
+        alone = any(
+            kind in each and set(each) <= {kind, "reference"}
+            for tokens in self._attentions
+            for each in tokens
+        )
+        if length < ranks and (alone or not before):
+            raise LayoutError(
+                f"{self._name}, {kind}: {length} tokens for {ranks} ranks, each of which needs at "
+                "least one. Use smaller degrees, or cfg_degree=2 where guidance is on"
+            )
         if before:
             layout = ContinuedLayout.after(self._mesh.layout(LAYOUT, before), length)
+        else:
+            layout = self._mesh.layout(LAYOUT, length)
         self._layouts[kind] = layout
         return layout
 
     def shard(self, x: Tensor, token_dim: TokenDim, *, argument: bool = False) -> Tensor:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
+        The first token where this rank has none of them, of fewer than there are ranks: processors
+        and kernels of modules need not take a tensor of no tokens.
 
         Args:
             argument: of a module, whose caller keeps the whole tensor while it runs.
@@ -177,6 +190,8 @@ class PassState:
         if argument and token_dim.dim == 1:  # not what is made for all samples, as rotations
             self._batch = len(x)
         rank = self._mesh.rank
+        if not layout.length(rank):
+            return x.narrow(token_dim.dim, 0, 1).clone()
         # A view of an argument costs no copy, as its caller keeps the whole tensor anyway. With
         # gradients backward would keep it; an output is copied, so that the whole tensor is freed.
         if argument and not torch.is_grad_enabled():
@@ -201,18 +216,26 @@ class PassState:
         gradients = self._options.gradients if last else "mean"
         return join_shards(x, self.layout(kind), self._mesh, 1, gradients)
 
-    def read_mask(self, mask: Tensor, order: tuple[Kind, ...]) -> None:
+    def read_mask(self, mask: Tensor, order: tuple[Kind, ...], products: bool) -> None:
         """Take a mask of keys: of the whole text, of image and text, or of both in one sequence.
 
         Args:
             mask: ``[b, ...]`` with one number for each key, not 0 for real tokens.
             order: of the keys.
+            products: one of floats is added to scores, see ``added_products`` of the plan.
 
         Raises:
             UnsupportedAttentionError: padding before real text, or other numbers than 0 and 1.
             LayoutError: a mask of another length.
         """
         if self._documents is not None:  # of another layer, or a recomputation
+            return
+        if mask.is_floating_point() and products:
+            lengths = [self.layout(kind).seq_len for kind in order]
+            parts = zip(order, mask.split(lengths, 1), strict=True)
+            own = [self.layout(kind).shard(x, 1, self._mesh.rank) for kind, x in parts]
+            self._added, self._documents = (order, torch.cat(own, 1)), ()
+            self._prepare_calls()
             return
         if mask.is_floating_point():
             raise UnsupportedAttentionError(
@@ -242,7 +265,7 @@ class PassState:
         self._prepare_calls()
 
     def mask_without_values(self, mask: Tensor) -> Tensor:
-        text = self.layout("text").length(self._mesh.rank)
+        text = max(1, self.layout("text").length(self._mesh.rank))
         return torch.empty((mask.shape[0], text), dtype=mask.dtype, device="meta")
 
     def _prepare_calls(self) -> None:
@@ -261,12 +284,15 @@ class PassState:
         lengths, kv_lengths = (
             tuple(self.layout(kind).length(self._mesh.rank) for kind in each) for each in tokens
         )
+        few = [kind for kind in order if self.layout(kind).seq_len < self._mesh.sp_degree]
+        empty = lengths.index(0) if 0 in lengths else None
         kv_layout = None if keys == order else self._attention_layout(keys, False)
         documents = self._documents_of(order) if kv_layout is None else ()
-        # Padding is at the end only if text is.
-        moved = lengths[0] if documents and order[0] == "text" else 0
+        # Padding is at the end only if text is, of which this rank may have none.
+        is_moved = bool(documents) and order[0] == "text"
+        moved = lengths[0] if is_moved else 0
         mask = MaskSpec.full(documents)
-        layout = self._attention_layout(order, bool(moved))
+        layout = self._attention_layout(order, is_moved)
         options = AttentionOptions(
             self._mesh,
             layout,
@@ -277,9 +303,10 @@ class PassState:
         )
         layouts = layout, layout if kv_layout is None else kv_layout
         seq_lens = None
-        if not documents and all(type(layout) is TokenLayout for layout in layouts):
+        traced = not documents and self._added is None and not few
+        if traced and all(type(layout) is TokenLayout for layout in layouts):
             seq_lens = torch.tensor([layout.seq_len for layout in layouts], device="cpu")
-        return AttentionCall(lengths, kv_lengths, options, moved, seq_lens)
+        return AttentionCall(lengths, kv_lengths, options, moved, empty, seq_lens)
 
     def _documents_of(self, order: tuple[Kind, ...]) -> tuple[Borders, ...]:
         return (self._documents or ()) if self._masked == frozenset(order) else ()
@@ -316,6 +343,9 @@ class PassState:
         tokens: Tokens,
         scale: float | None,
     ) -> Tensor:
+        if call.empty is not None:
+            row = sum(call.lengths[: call.empty])
+            q, k, v = (torch.cat([x[:, :row], x[:, row + 1 :]], 1) for x in (q, k, v))
         if q.shape[1] != sum(call.lengths) or k.shape[1] != sum(call.kv_lengths):
             each = zip(tokens, (call.lengths, call.kv_lengths), strict=True)
             have = [f"{' + '.join(map(str, n))} tokens ({' + '.join(kinds)})" for kinds, n in each]
@@ -323,9 +353,15 @@ class PassState:
                 f"{self._name}: an attention of {q.shape[1]} queries and {k.shape[1]} keys, where "
                 f"this rank has {' and '.join(dict.fromkeys(have))}"
             )
+        if self._added is not None and self._added[0] == tokens.queries == tokens.keys:
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            q, k = _with_products(q, k, self._added[1], scale)
         if call.moved:
             q, k, v = (x.roll(-call.moved, 1) for x in (q, k, v))
         out = mesh_attention(q, k, v, call.options._replace(softmax_scale=scale))
+        if call.empty is not None:
+            nothing = out.new_zeros(out.shape[0], 1, *out.shape[2:])
+            return torch.cat([out[:, :row], nothing, out[:, row:]], 1)
         return out.roll(call.moved, 1) if call.moved else out
 
     _attend_outside = disable_in_compile("no graph has attention over padded or joint tokens")(
@@ -351,6 +387,25 @@ class PassState:
         image, text = self.layout("image"), self.layout("text")
         front, continued = order[0] == "text" and not moved, isinstance(text, ContinuedLayout)
         return JointLayout.of(image, text.seq_len, front, continued)
+
+
+def _with_products(
+    q: Tensor, k: Tensor, numbers: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose scores have the product of their tokens' numbers added: features more
+    of each head, of which kernels know no difference.
+
+    Shapes:
+        numbers: ``[b, s_local]``.
+    """
+    features = numbers.new_zeros(*numbers.shape, 1, 8)  # head dims are multiples of 8
+    features[..., :2] = numbers[..., None, None]
+    keys = features.to(k.dtype).expand(*k.shape[:-1], 8)
+    features = features / softmax_scale
+    # In two parts, as 1 / softmax_scale is no number of bf16.
+    features[..., 1] -= features[..., 0].to(q.dtype)
+    queries = features.to(q.dtype).expand(*q.shape[:-1], 8)
+    return torch.cat([q, queries], -1), torch.cat([k, keys], -1)
 
 
 def _contiguous_view(x: Tensor, dim: int, segments: Sequence[Segment]) -> Tensor | None:

@@ -85,6 +85,8 @@ class Plan:
             they are sharded otherwise afterwards.
         needs_mask: whether attention processors cannot do without the mask: they are given one that
             has no values (on the device ``meta``), and what they make of it is not looked at.
+        added_products: whether a mask of floats is added to the scores, as the product of the
+            query's and the key's number.
         adapters: keys of the attention arguments whose values are keys of their own for every
             image token (IP-Adapters); they stay whole.
         split: modules outside of the blocks that are given this rank's tokens: those that embed
@@ -104,6 +106,7 @@ class Plan:
     refused: Mapping[str, Any] = field(default_factory=dict)
     gathered: Mapping[str, Kind] = field(default_factory=dict)
     needs_mask: bool = False
+    added_products: bool = False
     batched: str = "hidden_states"
     zero_or_not: tuple[str, ...] = ()
     keys: Mapping[str, Kind] = field(default_factory=dict)
@@ -356,6 +359,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             _FLUX_CONTROLLED,
             masks={_BLOCKS: "attention_mask", _SINGLE_BLOCKS: "attention_mask"},
             whole=("timestep", "attention_mask", "controlnet_blocks_repeat"),
+            added_products=True,
         ),
         "Flux3Transformer2DModel": Plan(
             inputs={
@@ -490,7 +494,9 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("audio_encoder_attention_mask", "sigma", "audio_sigma", "num_frames", "height"),
                 *("width", "fps", "audio_num_frames", "video_coords", "audio_coords"),
                 *("isolate_modalities", "use_cross_timestep"),
+                *("spatio_temporal_guidance_blocks", "perturbation_mask"),
             ),
+            unbatched=("spatio_temporal_guidance_blocks",),
             also_joined={"audio_proj_out": "audio"},
             split=(
                 *("proj_in", "audio_proj_in", "time_embed", "audio_time_embed"),

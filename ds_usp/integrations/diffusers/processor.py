@@ -24,6 +24,7 @@ from ds_usp.memory.compile_guard import disable_in_compile
 
 _BACKEND = "_attention_backend"
 _MARK, _TOKENS = "_sharded_by_ds_usp", "_tokens_of_ds_usp"
+_SKIPPED = "all_perturbed"  # an argument of processors: they do not attend
 # Processors that attend to the tokens first, and then give each image token keys of their own, of
 # an IP-Adapter, which stay whole on every rank. SD3's gives both at once, and is refused.
 _ADAPTED = frozenset({"FluxIPAdapterAttnProcessor"})
@@ -121,6 +122,11 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
                 out = call(self, *args, **kwargs)
         else:
             out = run_with(attention, eager_call, self, *args, **kwargs)
+        # LTX-2's guidance by changed attention has tokens' own values in place of the output.
+        if kwargs.get(_SKIPPED) is not None and kwargs[_SKIPPED] and not attention.calls:
+            if not torch.compiler.is_compiling():
+                state.attended += 1  # as in the passes that skip none
+            return out
         # No call: it attended within the shard, by something that was not replaced.
         if len(attention.calls) != 1:
             raise UnsupportedAttentionError(
