@@ -37,12 +37,11 @@ class SharedPrefixes:
     Attributes:
         segments: ``(start, end, parent)``, as of ``MaskSpec.tree``, depth first.
         places: of each row's tokens, in order, the token of the tree that stands for it, ``[n]``.
-        sources: of each token of the tree a row and the index in it, ``[tokens, 2]``.
+            Rows that are equal have the same tensor.
     """
 
     segments: tuple[tuple[int, int, int], ...]
     places: tuple[Tensor, ...]
-    sources: Tensor
 
     # Note [the last token of a prefix is in each of its branches]
     # A token predicts the next one, and the last token of a prompt has as many next ones as there
@@ -78,54 +77,43 @@ class SharedPrefixes:
         empty = [index for index, row in enumerate(rows) if not len(row)]
         if empty or not rows:
             raise DataError(f"rows {empty[:8]} of {len(rows)} have no tokens: leave them out")
-        lengths = [len(row) for row in rows]
-        tokens = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-        places = [torch.empty(n, dtype=torch.long) for n in lengths]
-        segments, sources, total = list[tuple[int, int, int]](), list[Tensor](), 0
-
-        def emit(group: list[int], start: int, stop: int, parent: int) -> int:
-            nonlocal total
-            at = torch.arange(total, total + stop - start)
-            for row in group:
-                places[row][start:stop] = at
-            inside = torch.arange(start, stop)
-            sources.append(torch.stack([torch.full_like(inside, group[0]), inside], dim=1))
-            segments.append((total, total + stop - start, parent))
-            total += stop - start
-            return len(segments) - 1
-
+        places: list[Tensor] = [torch.empty(0)] * len(rows)
+        segments, total = list[tuple[int, int, int]](), 0
+        path = torch.empty(max(map(len, rows)), dtype=torch.long)  # of the prefix that is visited
         # A stack, not recursion: rows that are prefixes of each other make a tree as deep as many.
-        # Groups of rows that are alike up to `start`, with the segment before it.
-        by_start = _grouped(range(len(rows)), list(starts) or [0] * len(rows))
-        stack = [(group, 0, -1) for group in reversed(by_start)]
+        # The prefixes with the first of their tokens that has no segment yet, and the one before.
+        stack = [(root, 0, -1) for root in reversed(_tries(rows, list(starts) or [0] * len(rows)))]
         while stack:
-            group, start, parent = stack.pop()
-            shortest = min(lengths[row] for row in group)
-            alike = (tokens[group, start:shortest] == tokens[group[0], start:shortest]).all(0)
-            stop = (
-                start + int(alike.logical_not().to(torch.uint8).argmax())
-                if not alike.all()
-                else shortest
-            )
-            nexts = [int(tokens[row, stop]) if stop < lengths[row] else -1 for row in group]
-            children = _grouped(group, nexts)
-            if len(children) == 1:  # one row, or equal ones
-                emit(group, start, stop, parent)
-                continue
-            if stop - start >= min_shared:
-                parent = emit(group, start, stop - 1, parent)
-                start = stop - 1
-            stack += [(child, start, parent) for child in reversed(children)]
-        return cls(tuple(segments), tuple(places), torch.cat(sources))
+            prefix, start, parent = stack.pop()
+            stop = prefix.length - 1 if prefix.longer else prefix.length
+            if not prefix.longer or prefix.length - start >= min_shared:
+                path[start:stop] = torch.arange(total, total + stop - start)
+                segments.append((total, total + stop - start, parent))
+                total += stop - start
+                start, parent = stop, len(segments) - 1
+            if prefix.longer:
+                branches = [*prefix.longer, *prefix.whole_rows()]
+                branches.sort(key=lambda branch: branch.first, reverse=True)
+                stack += [(branch, start, parent) for branch in branches]
+            else:
+                place = path[:stop].clone()
+                for row in prefix.rows:
+                    places[row] = place
+        return cls(tuple(segments), tuple(places))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the tree."""
+        return self.segments[-1][1]
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of all rows; those of the tree are ``len(sources)``."""
+        """Tokens of all rows."""
         return sum(map(len, self.places))
 
     def gather_from(self, rows: Sequence[Tensor]) -> Tensor:
         """What the tree's tokens have of the rows' values, where these are alike, ``[tokens]``."""
-        out = rows[0].new_zeros(len(self.sources))
+        out = rows[0].new_zeros(self.tokens)
         for row, place in zip(rows, self.places, strict=True):
             out[place] = row
         return out
@@ -139,28 +127,86 @@ class SharedPrefixes:
         Raises:
             DataError: rows with different labels for the same token: they are not the next tokens.
         """
-        joined = torch.full((len(self.sources),), IGNORE_INDEX)
+        joined = torch.full((self.tokens,), IGNORE_INDEX)
         total = torch.zeros(len(joined), dtype=torch.float64)
         for index, (row, of_row, place) in enumerate(
             zip(labels, weights, self.places, strict=True)
         ):
             counts = row != IGNORE_INDEX
-            before, at = joined[place[counts]], place[counts]
-            if bool(((before != IGNORE_INDEX) & (before != row[counts])).any()):
+            at, given = place[counts], row[counts]
+            before = joined[at]
+            if bool(((before != IGNORE_INDEX) & (before != given)).any()):
                 raise DataError(
                     f"row {index} has other labels than a row with the same tokens before them: "
                     "labels of shared prefixes are the next tokens, or -100"
                 )
-            joined[at] = row[counts]
+            joined[at] = given
             total[at] += of_row[counts].double()
         return joined, total
 
 
-def _grouped(rows: Sequence[int] | range, keys: Sequence[int]) -> list[list[int]]:
-    groups: dict[int, list[int]] = {}
-    for row, key in zip(rows, keys, strict=True):
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
+@dataclass
+class _Prefix:
+    """The tokens with which some rows begin, up to where these rows part or one of them ends.
+
+    Args:
+        length: in tokens.
+        rows: those that end there.
+        first: the smallest index of the rows that begin so.
+        longer: prefixes that go on from there.
+    """
+
+    length: int
+    rows: list[int]
+    first: int
+    longer: list[_Prefix]
+
+    def whole_rows(self) -> Iterator[_Prefix]:
+        """The rows that end where others go on, as a prefix of their own."""
+        if self.rows:
+            yield _Prefix(self.length, self.rows, self.rows[0], [])
+
+    def join(self, other: _Prefix) -> None:
+        self.longer.append(other)
+        self.first = min(self.first, other.first)
+
+
+# In sorted order rows that begin alike are neighbors, whatever the order is. That of their bytes is
+# compared at the speed of memory, each row with log2(rows) others, and tokens that are alike are
+# bytes that are. How far neighbors are alike then says which prefixes there are (a radix tree).
+def _tries(rows: Sequence[Tensor], starts: Sequence[int]) -> list[_Prefix]:
+    """The prefixes of the rows that begin at one position, one of no tokens for each position."""
+    arrays = [row.numpy() for row in rows]
+    in_bytes = [array.tobytes() for array in arrays]
+    by_start: dict[int, list[int]] = {start: [] for start in starts}
+    for row in sorted(range(len(rows)), key=in_bytes.__getitem__):
+        by_start[starts[row]].append(row)
+    found = []
+    for group in by_start.values():
+        path = [_Prefix(0, [], group[0], [])]
+        before = arrays[group[0]][:0]
+        for row in group:
+            array, shorter = arrays[row], min(len(before), len(arrays[row]))
+            differ = before[:shorter] != array[:shorter]
+            alike = int(differ.argmax()) if differ.any() else shorter
+            _close(path, alike)
+            if len(array) == path[-1].length:  # as the row before
+                path[-1].rows.append(row)
+            else:
+                path.append(_Prefix(len(array), [row], row, []))
+            before = array
+        _close(path, 0)
+        found += path
+    return found
+
+
+def _close(path: list[_Prefix], length: int) -> None:
+    """End the prefixes that go on after so many tokens; the last one of ``path`` then has them."""
+    while path[-1].length > length:
+        ended = path.pop()
+        if path[-1].length < length:
+            path.append(_Prefix(length, [], ended.first, []))
+        path[-1].join(ended)
 
 
 class PrefixTree:

@@ -372,7 +372,7 @@ class RowsAsTree:
             return [host[row, start:stop] for row, start, stop in runs]
 
         shared = SharedPrefixes.of(of_runs(ids), firsts)
-        if len(shared.sources) == shared.row_tokens:
+        if shared.tokens == shared.row_tokens:
             return None
         index = torch.zeros(ids.shape, dtype=torch.long)
         is_real = torch.zeros(ids.shape, dtype=torch.bool)
