@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -271,32 +272,6 @@ def layer_matrices(model: ModelShape) -> LayerMatrices:
 _GPT: Mapping[str, bool] = MappingProxyType(
     {"gated": False, "tied": True, "learned_positions": True, "biases": True}
 )
-_QWEN: Mapping[str, float] = MappingProxyType(
-    {"rope_theta": 1e6, "norm_epsilon": 1e-6, "qkv_bias": True}
-)
-
-
-def _model(name: str, sizes: str, *aliases: str, **facts: Any) -> tuple[ModelShape, list[str]]:
-    """A shape and its other names; ``sizes``: layers, hidden, ffn, heads, kv_heads, vocab."""
-    layers, hidden, ffn, heads, kv_heads, vocab = map(int, sizes.split())
-    return ModelShape(name, layers, hidden, ffn, heads, kv_heads, vocab, **facts), [*aliases]
-
-
-# Names are matched in lower case. Llama-3's and Qwen2.5's facts are those of their config.json. The
-# vocabulary of 32004 is that of Kuaishou's runs (kwai/Megatron-Kwai, examples/atc24); gpt shapes
-# are those of examples_deepspeed.
-_BUILT_IN = (
-    _model("llama-7b", "32 4096 11008 32 32 32004", "7b", "llama2-7b"),
-    _model("llama-65b", "80 8192 22016 64 64 32004", "65b"),
-    _model("llama-70b", "80 8192 28672 64 8 32004", "70b", "llama2-70b"),
-    _model("llama-175b", "96 12288 32768 96 96 32004", "175b"),
-    _model("llama3-8b", "32 4096 14336 32 8 128256", "8b", "llama-3-8b", rope_theta=5e5),
-    _model("llama3-70b", "80 8192 28672 64 8 128256", "llama-3-70b", rope_theta=5e5),
-    _model("qwen2.5-7b", "28 3584 18944 28 4 152064", "qwen-2.5-7b", **_QWEN),
-    _model("gpt-1.3b", "24 2048 8192 16 16 50257", "1.3b", **_GPT),
-    _model("gpt-6.7b", "32 4096 16384 32 32 50257", "6.7b", **_GPT),
-    _model("gpt-30b", "64 6144 24576 64 64 50257", "30b", **_GPT),
-)
 
 
 def _delta(keys: int, values: int, dim: int) -> RecurrentMixer:
@@ -332,23 +307,20 @@ _MIXERS: Mapping[str, Callable[..., RecurrentMixer]] = MappingProxyType(
 )
 
 
-def _hybrid(
-    name: str,
-    sizes: str,
-    layers: str,
-    aliases: str = "",
-    experts: str = "",
-    source: str = "",
-    **facts: Any,
-) -> tuple[ModelShape, list[str]]:
-    """A row of ``hybrid_models.json``; ``source``: whose config.json it is, as transformers reads
-    it; ``sizes``: of :func:`_model`; ``layers``: how many have what; ``experts``: of
-    :class:`Experts`."""
+def _built_in(
+    name: str, sizes: str, layers: str = "", experts: str = "", source: str = "", **facts: Any
+) -> ModelShape:
+    """A row of ``models.json``; ``source``: whose config.json it is, as transformers reads it;
+    ``sizes``: layers, hidden, ffn, heads, kv_heads, vocab; ``layers``: where they differ or are
+    not attention and an MLP: how many have what; ``experts``: of :class:`Experts`."""
     # A word with a colon is a mixer and its sizes; a window is a fact of attention beside it.
     if ":" in layers.replace("window:", ""):
         facts["other_facts"] = ("layers that carry a state",)
+    facts["other_facts"] = tuple(facts.get("other_facts", ()))
     facts["experts"] = Experts(*map(int, experts.split())) if experts else None
-    model, names = _model(name, sizes, *aliases.split(), **facts)
+    model = ModelShape(name, *map(int, sizes.split()), **facts)
+    if not layers:
+        return model
     kinds = []
     for kind in layers.split(" | "):  # in any order: no plan depends on it
         count, *has = kind.split()
@@ -363,23 +335,34 @@ def _hybrid(
         kinds.append(replace(model, **own))
     # One kind of attention is the model itself, which has more programs than layers that differ.
     alone = len(kinds) == 1 and not kinds[0].recurrent
-    return kinds[0] if alone else replace(model, kinds=tuple(kinds)), names
+    return kinds[0] if alone else replace(model, kinds=tuple(kinds))
 
 
-_ROWS = json.loads(Path(__file__).with_name("hybrid_models.json").read_text(encoding="utf-8"))
-_ALL = (*_BUILT_IN, *(_hybrid(name, **row) for name, row in _ROWS.items()))
-MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model, _ in _ALL})
-_OWNERS = ("mistralai", "openai", "qwen", "google")  # whose models have their ids as aliases
+_ROWS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 _ALIASES: Mapping[str, str] = MappingProxyType(
-    {alias: model.name for model, aliases in _ALL for alias in aliases}
+    {
+        alias: name
+        for name, row in _ROWS.items()
+        for alias in (
+            *row.pop("aliases", "").split(),
+            row.get("source", "").partition(",")[0].rpartition("/")[2].lower(),
+        )
+        if alias not in _ROWS
+    }
 )
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    {name: _built_in(name, **row) for name, row in _ROWS.items()}
+)
+# What makers append to the id of a model that they have trained on; its shape stays.
+_TRAINED_ON = re.compile(r"-(instruct|base|chat|it|pt|hf|thinking|bf16|2507)$")
 
 
 def built_in(name: str) -> ModelShape | None:
-    """The built-in model of a name or an alias, in any case; None if there is none."""
-    key = name.strip().lower().replace("_", "-").replace("gpt3", "gpt")
-    owner, _, model = key.partition("/")  # an id of the hub
-    key = model if owner in _OWNERS else key
+    """The built-in model of a name, an alias or an id of the hub, in any case; None if there is
+    none."""
+    key = name.strip().lower().replace("_", "-").replace("gpt3", "gpt").rpartition("/")[2]
+    while _ALIASES.get(key, key) not in MODELS and _TRAINED_ON.search(key):
+        key = _TRAINED_ON.sub("", key)
     return MODELS.get(_ALIASES.get(key, key))
 
 
@@ -407,9 +390,13 @@ def load_model(name: str) -> ModelShape:
         return _from_file(path / "config.json" if path.is_dir() else path, "")
     model = built_in(name)
     if model is None:
+        own = name.strip().lower().rpartition("/")[2]
+        near = get_close_matches(own, [*MODELS, *_ALIASES], n=3, cutoff=0.7)
+        names = dict.fromkeys(_ALIASES.get(each, each) for each in near)
+        meant = f"did you mean {' or '.join(names)}?" if near else f"there are {', '.join(MODELS)}."
         raise ConfigError(
-            f"no model {name!r}; there are {', '.join(MODELS)}. Or give FILE.json:NAME or a "
-            "HuggingFace config.json (hf download ID config.json)"
+            f"no model {name!r}; {meant} Any other is planned by its config.json: hf download "
+            f"{name if '/' in name else 'ID'} config.json, then --model with the path it prints"
         )
     return model
 
@@ -491,6 +478,9 @@ _ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "starcoder2": MappingProxyType({"gated": False, "tied": True, "biases": True}),
     }
 )
+# What a configuration of an unknown model_type has if its layers are not attention and an MLP:
+# attention by latents, states, convolutions.
+_OTHER_LAYERS = ("kv_lora", "q_lora", "mamba", "ssm", "state_size", "conv", "linear_", "time_step")
 # How many keys, or blocks of keys, an indexer picks.
 _INDEXERS = ("index_topk", "index_topk_blocks")
 # Those whose layers the fields of ModelShape describe, apart from what _other_facts lists. The
@@ -522,6 +512,12 @@ def _shape(name: str, entry: Any, path: Path) -> ModelShape:
     """The shape from one JSON object: its keys by their aliases, defaults by its architecture."""
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{path}: model {name} must be an object with layers, hidden, ...")
+    if isinstance(entry.get("text_config"), Mapping):  # what enable shards of such a model
+        outer = {key: value for key, value in entry.items() if not isinstance(value, Mapping)}
+        text = _shape(name, {**outer, **entry["text_config"]}, path)
+        facts = *text.other_facts, "towers for images or sounds"
+        kinds = tuple(replace(kind, other_facts=facts) for kind in text.kinds)
+        return replace(text, other_facts=facts, kinds=kinds)
     defaults = _architecture_defaults(name, entry, path)
     rope = entry.get("rope_parameters")
     values: dict[str, Any] = dict(defaults)
@@ -589,6 +585,11 @@ def _with_layer_types(model: ModelShape, entry: Mapping[str, Any], path: Path) -
         first = entry.get("max_window_layers", 28)
         names = ("full_attention", "sliding_attention")
         types = [names[number >= first] for number in range(model.layers)]
+    if types is None and kind is not None and kind not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{path}: model {model.name} has a sliding_window of {window}, and no layer_types says "
+            "in which layers: add them"
+        )
     if types is None:
         return replace(model, window=window)
     windows = {"full_attention": 0, "sliding_attention": window}
@@ -639,15 +640,15 @@ def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> M
             f"{path}: {experts[0]}={entry[experts[0]]}: experts are planned of model_type "
             f"{', '.join(_EXPERT_WIDTH)}"
         )
-    if entry.get("text_config"):
-        raise ConfigError(
-            f"{path}: model {name} has several parts; give its text_config as a file of its own"
-        )
     kind = entry.get("model_type")
-    if kind is not None and kind not in list(_ARCHITECTURES):  # a list: it may be no text
+    if kind is None or kind in list(_ARCHITECTURES):  # a list: it may be no text
+        return _ARCHITECTURES[kind] if kind is not None else MappingProxyType({})
+    other = [key for key in entry if key.startswith(_OTHER_LAYERS) and entry[key]]
+    if "gated" not in entry and (other or entry.get("hidden_act") not in ("silu", "swish")):
+        has = f"has {other[0]}" if other else "does not say whether its MLP is gated"
         raise ConfigError(
-            f"{path}: the layers of model_type {kind!r} are not known; known are "
-            f"{', '.join(_ARCHITECTURES)}. Leave model_type out and state gated, tied, "
+            f"{path}: the layers of model_type {kind!r} are not known, and the file {has}; known "
+            f"are {', '.join(_ARCHITECTURES)}. Leave model_type out and state gated, tied, "
             "learned_positions and biases to plan it as such a model"
         )
-    return _ARCHITECTURES[kind] if kind is not None else MappingProxyType({})
+    return MappingProxyType({})
