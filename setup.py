@@ -80,7 +80,10 @@ def readme() -> str:
 setup(
     name="ds-usp",
     version=VERSION["__version__"],
-    description="Unified Sequence Parallelism (Ulysses x Ring) for DeepSpeed and Megatron",
+    description=(
+        "Sequences that one GPU cannot hold: Ulysses x Ring Attention (USP) for torch, "
+        "transformers, diffusers, DeepSpeed and Megatron"
+    ),
     long_description=readme(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,36 +123,36 @@ def differences(rows: Iterable[Row]) -> list[str]:
 
 
 def plot(rows: Iterable[Row], path: Path) -> None:
-    """Tokens/s a GPU over length, a line each program and machine, its longest length written."""
+    """Draw tokens/s a GPU of each program's fastest settings, where programs can be compared."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "ds_usp"  # the same names in every run
     from matplotlib import pyplot
 
-    lines: dict[str, dict[int, float]] = {}
-    for c in cells(rows):
+    best: dict[str, dict[str, float]] = {}  # by program, then by length and machine
+    for c in sorted(cells(rows), key=lambda c: (c["machine"], c["tokens"])):
         if c["rows"] and c["layers"] == LAYERS and not c["rl"]:
-            name = re.sub(r"(, `\w+`)|`", "", c["name"].split(", offload")[0])
-            name = f"{name}, {c['machine']}"
-            points = lines.setdefault(name, {})
-            points[c["tokens"]] = max(points.get(c["tokens"], 0.0), c["tokens_per_s_per_gpu"])
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for name, points in lines.items():
-        lengths = sorted(points)
-        axes.plot(lengths, [points[x] for x in lengths], marker="o", label=name)
-        text = f"{lengths[-1] // 1024}K"
-        axes.annotate(text, (lengths[-1], points[lengths[-1]]), (4, 4), textcoords="offset points")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter("{x:,.0f}")
-    ticks = sorted({x for points in lines.values() for x in points})
-    axes.set_xticks(ticks, [f"{x // 1024}K" for x in ticks])
-    axes.set(xlabel="tokens of the sequence", ylabel="tokens/s a GPU")
-    axes.set_title("Qwen3-8B whole, bf16, attention to all tokens, one step")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
+            rates = best.setdefault(c["name"].split(" ")[0].strip(","), {})
+            place = f"{c['tokens'] // 1024}K tokens\n{c['machine']}"
+            rates[place] = max(rates.get(place, 0.0), c["tokens_per_s_per_gpu"])
+    reached = Counter(place for rates in best.values() for place in rates)
+    places = [place for place, programs in reached.items() if programs > 1] or list(reached)
+    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.9 * len(places)), layout="constrained")
+    programs = sorted(best, key=lambda name: name != "ds_usp")
+    height = 0.8 / len(programs)
+    for index, name in enumerate(programs):
+        rates = {place: rate for place, rate in best[name].items() if place in places}
+        middles = [places.index(place) + index * height for place in rates]
+        color = "#1f6feb" if name == "ds_usp" else f"{0.7 + 0.1 * (index - 1):.1f}"
+        bars = axes.barh(middles, rates.values(), 0.92 * height, label=name, color=color)
+        axes.bar_label(bars, fmt="{:,.0f}", padding=4)
+    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(places))], places)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_title("tokens/s a GPU: Qwen3-8B whole, attention to all tokens, a training step")
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -119,13 +119,11 @@ HEADLINES = (
     ),
     ("Wan 2.1, 10 blocks, guided step, 480p", "diffusers_guided.jsonl", "wan-480p:guided", "cudnn"),
 )
-# Those of README: wins and losses, one of each kind; docs/benchmarks.md has all.
+# Those of README: five, wins and losses; docs/benchmarks.md has all.
 README_HEADLINES = (
     "8K, 32/8 heads, FlashAttention-4, 2 H200",
-    "128K, 32/32, cuDNN",
     "32K, 32/8, packed, cuDNN",
     "GPT 1.3B, 16K, default kernels",
-    "Llama 3, 8 layers, 32K, 2 H200",
     "Qwen3-8B whole, 128K, default kernels, 2 H200",
     "Wan 2.1, 10 blocks, guided step, 480p",
 )
@@ -429,6 +427,16 @@ def json_lines(name: str) -> list[dict[str, Any]]:
     return [long(row) if "checkpointing" in row else row for row in last.values()]
 
 
+def gpu_tests_table(*names: str) -> str:
+    """The last runs of the tests under tests/gpu that were recorded."""
+    lines = []
+    for run in (json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names):
+        skipped = "; ".join(f"{count} {reason}" for reason, count in run["skipped"].items())
+        counts = str(run["passed"]), str(len(run["failed"])), skipped
+        lines.append([run["machine"], run["date"], run["commit"], run["software"], *counts])
+    return markdown(["machine", "date", "commit", "", "passed", "failed", "skipped"], lines)
+
+
 def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
     """Times of the fastest ds_usp mesh and of the fastest other method.
 
@@ -534,6 +542,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         headline_table, [case for case in HEADLINES if case[0] in README_HEADLINES]
     ),
     "long-run": long_run_table,
+    "gpu-tests": partial(gpu_tests_table, "gpu_tests.json", "gpu_tests_one.json"),
     "long-context": lambda: long_context_rows.table(
         long_context_rows.read(RESULTS / "long_context.jsonl")
     ),

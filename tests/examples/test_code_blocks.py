@@ -3,6 +3,7 @@
 A block that cannot be run says why in a comment above it, ``<!-- not run: reason -->``.
 """
 
+import ast
 import contextlib
 import doctest
 import io
@@ -219,6 +220,24 @@ def test_the_blocks_that_are_not_run_are_counted():
     marked = [f"{block}: {block.reason}" for block in ALL if block.reason]
     assert len(marked) == MARKED, "\n".join(marked)
     assert any(block.language == "python" for block in ALL)
+
+
+def test_the_diffs_of_readme_are_python_and_name_what_there_is():
+    public = (ROOT / "tests" / "data" / "public_api.txt").read_text(encoding="utf-8")
+    diffs = [block.text for block in blocks(ROOT / "README.md") if block.language == "diff"]
+    assert len(diffs) == 2
+    for text in diffs:
+        lines = [line[1:] for line in text.splitlines() if not line.startswith("-")]
+        nodes = list(ast.walk(ast.parse("\n".join(lines))))
+        names = [
+            f"{node.module}.{alias.name}"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        ]
+        called = {node.id for node in nodes if isinstance(node, ast.Name)}
+        assert names and all(f"\n{name}(" in public for name in names), names
+        assert {name.rpartition(".")[2] for name in names} <= called, text
 
 
 def python_of(path: Path) -> list[Block]:
