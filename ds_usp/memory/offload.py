@@ -497,6 +497,8 @@ class PinnedBlockPool:
         self._pinned, self._advice = pinned, advice
         self._free: list[torch.Tensor] = []
         self.num_blocks = self._num_reserved = 0
+        # Before any rank of this host has pinned some: one that reads later would count that twice.
+        self._free_bytes_at_start = free_memory()
 
     def allocate(self, size: int) -> PinnedAllocation:
         # Blocks of one size never fragment: any of them serves any layer, of any shape, and after
@@ -519,10 +521,12 @@ class PinnedBlockPool:
         new_blocks = count * -(-size // self.block_bytes) - len(self._free)
         if self.num_blocks + new_blocks <= self._num_reserved:
             return
-        ranks = num_ranks_on_node()
-        needed, free = new_blocks * self.block_bytes / 2**30, free_memory() / 2**30
-        if ranks * needed > free:
-            held = self.num_blocks * self.block_bytes / 2**30
+        ranks, free_bytes = num_ranks_on_node(), free_memory()
+        new_bytes, held_bytes = new_blocks * self.block_bytes, self.num_blocks * self.block_bytes
+        fits_now = ranks * new_bytes <= free_bytes
+        fitted_at_start = ranks * (held_bytes + new_bytes) <= self._free_bytes_at_start
+        if not fits_now and (not fitted_at_start or new_bytes > free_bytes):
+            needed, held, free = new_bytes / 2**30, held_bytes / 2**30, free_bytes / 2**30
             raise ConfigError(
                 f"offload needs {needed:.2f} GiB of host memory beside the {held:.2f} GiB that "
                 f"this rank holds: {ranks} ranks of this host {ranks * needed:.2f} GiB, of which "

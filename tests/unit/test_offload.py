@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -395,6 +396,16 @@ def test_memory_that_the_ranks_of_a_host_lack_is_refused_before_it_is_taken(monk
             with pytest.raises(ConfigError, match=f"{ranks} ranks of this host"):
                 model(x)
             assert copier.pool.num_blocks == layer_input // BLOCK
+
+
+def test_a_rank_that_comes_late_does_not_count_the_others_memory_twice(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for at_start, now, fits in ((8, 4, True), (7, 4, False), (8, 3, False), (7, 8, True)):
+        readings = iter((at_start * BLOCK, now * BLOCK))
+        monkeypatch.setattr(offload_module, "free_memory", lambda readings=readings: next(readings))
+        pool = offload_module.PinnedBlockPool(False, BLOCK)
+        with nullcontext() if fits else pytest.raises(ConfigError, match="2 ranks of this host"):
+            pool.reserve(BLOCK, 4)
 
 
 def test_states_that_find_no_host_memory_are_refused_and_stay(monkeypatch):
