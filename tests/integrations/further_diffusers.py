@@ -61,6 +61,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "max_size": (4, 32, 32),
         "patch_size": (1, 1, 1),
         "concat_padding_mask": False,  # which needs torchvision
+        "controlnet_block_every_n": 1,
     },
     "SkyReelsV2Transformer3DModel": WAN,
     "ChronoEditTransformer3DModel": WAN,

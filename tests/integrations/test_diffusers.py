@@ -43,6 +43,8 @@ def cases_of(name: str) -> dict[str, dict[str, Any]]:
         cases["even"]["attention_mask"] = torch.rand(2, 8 + 32)
     if name == "LTX2VideoTransformer3DModel":
         cases["even"] |= {"spatio_temporal_guidance_blocks": [0], "perturbation_mask": PERTURBED}
+    if name == "SkyReelsV2Transformer3DModel":  # diffusion forcing: a timestep for each frame
+        cases["even"] |= {"enable_diffusion_forcing": True, "timestep": torch.rand(2, 2) * 20}
     return cases
 
 
@@ -382,14 +384,22 @@ def test_modules_of_the_plan_may_be_switched(pool):
 
 
 def compiled(ctx: RankContext, name: str) -> Errors:
-    """Two passes of other lengths, so that nothing of one is compiled into the next."""
+    """Two passes of other lengths, so that nothing of one is compiled into the next; after one that
+    was not compiled."""
     torch._dynamo.reset()
     transformer = build(name, num_layers=1)
     passes = arguments(name), arguments(name, odd=False, seed=2)
     want = alone(transformer, *passes)
     with enable(transformer, mesh_of(1)):
+        with torch.no_grad():
+            transformer(**passes[0])
         transformer.compile(backend="aot_eager")  # in place: parameters keep their names
         have = on_the_mesh(transformer, *passes, divisor=ctx.world)
+    transformer = build(name, num_layers=1)
+    with enable(transformer, mesh_of(1)), torch.no_grad():
+        transformer(**passes[0])
+        outer = torch.compile(transformer, backend="aot_eager")
+        assert relative(outer(**passes[1]).sample, want.logits) < BOUND
     return {f"rank {ctx.rank}": have.error(want)}
 
 

@@ -33,6 +33,7 @@ RESIDUALS: Mapping[str, Mapping[str, int]] = {
     "BriaTransformer2DModel": {"controlnet_block_samples": 1},
     "QwenImageTransformer2DModel": {"controlnet_block_samples": 1},
     "SD3Transformer2DModel": {"block_controlnet_hidden_states": 1},
+    "CosmosTransformer3DModel": {"block_controlnet_hidden_states": 1},
 }
 
 
@@ -43,8 +44,9 @@ def with_residuals(ctx: RankContext) -> dict[str, float]:
     for index, (name, residuals) in enumerate(RESIDUALS.items()):
         transformer, given = build(name), arguments(name)
         latents, draw = given["hidden_states"], torch.Generator().manual_seed(7)
-        tokens = latents.shape[1] if latents.ndim == 3 else TOKENS
-        size = 2, tokens, transformer.inner_dim
+        tokens = latents.shape[1] if latents.ndim == 3 else latents[0, 0].numel()
+        config = transformer.config
+        size = 2, tokens, config.num_attention_heads * config.attention_head_dim
         leaves = {
             f"{argument}.{i}": torch.randn(size, generator=draw).requires_grad_()
             for argument, count in residuals.items()

@@ -359,15 +359,22 @@ def refuse_capture(name: str) -> None:
 def check_compiled(transformer: nn.Module, option: str) -> None:
     """UnsupportedAttentionError for a pass that ``torch.compile`` of the transformer has called,
     with an option of ``enable`` whose passes run outside of what is traced."""
+    if is_called_compiled(transformer):
+        raise UnsupportedAttentionError(
+            f"torch.compile of a {type(transformer).__name__} with {option} has no "
+            "effect: use its compile_repeated_blocks()"
+        )
+
+
+def is_called_compiled(transformer: nn.Module) -> bool:
+    """Return whether ``torch.compile`` of the transformer has called what runs now."""
     frame = inspect.currentframe()
     while frame is not None:
         caller: Any = frame.f_locals.get("self")
         if type(caller).__name__ == "OptimizedModule" and caller._orig_mod is transformer:
-            raise UnsupportedAttentionError(
-                f"torch.compile of a {type(transformer).__name__} with {option} has no "
-                "effect: use its compile_repeated_blocks()"
-            )
+            return True
         frame = frame.f_back
+    return False
 
 
 def check_device(name: str, device: torch.device) -> None:

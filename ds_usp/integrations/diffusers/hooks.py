@@ -23,10 +23,11 @@ from ds_usp.integrations.diffusers.graphs import (
     ForwardGraphs,
     Mode,
     check_compiled,
+    is_called_compiled,
     refuse_capture,
 )
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
-from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
+from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at, parameters_of
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import ValuesComparison, same_on_all_ranks
@@ -230,7 +231,9 @@ class ShardedTransformer:
             for module in modules_at(transformer, path) if path else ():
                 # Before the masks', which need the lengths.
                 yield module.register_forward_pre_hook(
-                    partial(self._shard_inputs, entries), with_kwargs=True, prepend=True
+                    partial(self._shard_inputs, entries, path == plan.joined),
+                    with_kwargs=True,
+                    prepend=True,
                 )
         for path, outputs in plan.outputs.items():
             for module in modules_at(transformer, path):
@@ -283,6 +286,7 @@ class ShardedTransformer:
             compared["parts of the mesh"], compared["caches"] = parts.degree, caches.text
             # What may leave out attentions by itself: arguments that are absent, and plain ones.
             self._kind = ", ".join(sorted(f"{k} {_plain(x)}" for k, x in arguments.items()))
+            self._kind += f", compiled {self._compiled_parts()}"  # whose attentions are not counted
             samples = "some samples of the batch"
             if len(step) > 1:
                 given, samples = arguments, f"branch {parts.index} of a step"
@@ -313,6 +317,8 @@ class ShardedTransformer:
         tokens = frozenset(self._plan.tokens.values())
         self.state = PassState(name, parts.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
+        if self._plan.gathered_if is not None:
+            self.state.gathers = bool(given.get(self._plan.gathered_if))
         if torch.is_grad_enabled() or self.transformer.training:
             self._wrap_checkpoints(self.state)
             self._hook_dropouts()
@@ -399,6 +405,14 @@ class ShardedTransformer:
             check_heads(self.transformer, self._plan, ulysses, why)
         return parts
 
+    def _compiled_parts(self) -> int:
+        blocks = {path.rpartition(".")[0] for path in self._plan.attention}
+        modules = [x for path in blocks for x in modules_at(self.transformer, path)]
+        calls = [vars(x).get("_compiled_call_impl") for x in (*modules, self.transformer)]
+        return is_called_compiled(self.transformer) + sum(
+            not (call is None or isinstance(call, BranchCalls)) for call in calls
+        )
+
     def _check_attended(self, state: PassState) -> None:
         # A cache of another package may have wrapped blocks in any way, but blocks that it skips do
         # not attend. It decides by this rank's tokens: where ranks came to other decisions they
@@ -407,12 +421,14 @@ class ShardedTransformer:
         if len(self._attended) >= _KINDS:  # a plain number that is another one in each step
             self._attended.clear()
         self._attended[self._kind] = most
-        if state.joined and state.attended < most and not self._caches and self._graphs is None:
+        known = self._caches or self._options.step_cache or self._graphs is not None
+        if state.joined and state.attended < most and not known:
             raise UnsupportedAttentionError(
                 f"{type(self.transformer).__name__}: {state.attended} attentions in a pass, and "
                 f"{most} in an earlier one of the same arguments: something skips blocks, and "
-                "decides by the tokens of a shard. Remove it; diffusers' FirstBlockCache, "
-                "MagCache and TaylorSeer and cache-dit decide for all ranks"
+                "may decide by the tokens of a shard. If it decides by the step or the time alone, "
+                "enable(step_cache=True); else remove it: diffusers' FirstBlockCache, MagCache and "
+                "TaylorSeer and cache-dit decide for all ranks"
             )
 
     def _check_caches(self, caches: Caches, parts: Branches, step: Sequence[WaitingCall]) -> None:
@@ -495,11 +511,15 @@ class ShardedTransformer:
     def _shard_inputs(
         self,
         entries: Mapping[str, TokenDim],
+        again: bool,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Arguments:
-        return (), _sharded(self._active(module), bind(module, args, kwargs), entries)
+        state, arguments = self._active(module), bind(module, args, kwargs)
+        if state.gathers or not again:
+            arguments = _sharded(state, arguments, entries)
+        return _as_given(module, args, arguments)
 
     @disable_in_compile("tokens are counted and sharded")
     def _shard_outputs(
@@ -572,11 +592,14 @@ class ShardedTransformer:
             state, mask = self._active(module), arguments[argument]
             state.read_mask(mask, order, self._plan.added_products)
             arguments[argument] = state.mask_without_values(mask) if self._plan.needs_mask else None
-        return (), arguments
+        return _as_given(module, args, arguments)
 
     @disable_in_compile("outputs are joined over the ranks")
     def _join(self, kind: Kind, last: bool, module: nn.Module, _: Any, out: Tensor) -> Tensor:
-        join = partial(self._active(module).join, kind=kind, last=last)
+        state = self._active(module)
+        if not (last or state.gathers):
+            return out
+        join = partial(state.join, kind=kind, last=last)
         return join(out) if self._graphs is None else self._graphs.outside(join, out)
 
 
@@ -622,9 +645,18 @@ def _is_running(transformer: nn.Module) -> bool:
 def _sharded(
     state: PassState, arguments: dict[str, Any], entries: Mapping[str, TokenDim]
 ) -> dict[str, Any]:
-    for name, token_dim in entries.items():
-        arguments[name] = _shard_value(state, arguments.get(name), token_dim, argument=True)
+    for named, token_dim in entries.items():
+        name = named or next(iter(arguments))
+        if name in arguments:
+            arguments[name] = _shard_value(state, arguments[name], token_dim, argument=True)
     return arguments
+
+
+def _as_given(module: nn.Module, args: Sequence[Any], arguments: dict[str, Any]) -> Arguments:
+    """Arguments by position again where they were: a ``forward`` that was replaced may have other
+    names for them than the class."""
+    names = parameters_of(module)[: len(args)]
+    return tuple(arguments.pop(name) for name in names), arguments
 
 
 def _shard_value(
@@ -632,6 +664,8 @@ def _shard_value(
 ) -> Any:
     if token_dim is None:
         return value
+    if isinstance(value, dict):
+        return {k: _shard_value(state, x, token_dim, argument=argument) for k, x in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_shard_value(state, x, token_dim, argument=argument) for x in value)
     return state.shard(value, token_dim, argument=argument) if isinstance(value, Tensor) else value

@@ -42,6 +42,7 @@ def enable(
     tuning: Tuning = AUTO_TUNING,
     cfg_degree: int = 1,
     cuda_graphs: bool = False,
+    step_cache: bool = False,
 ) -> EnabledTransformer:
     """Shard every forward pass of a diffusion transformer over the ranks of a mesh.
 
@@ -72,6 +73,9 @@ def enable(
             same shapes the first pass runs without, the second is captured, all others are
             replayed. For calls that are launch-bound, as at a few thousand tokens. Needs GPUs that
             exchange by copy engines. The memory of one pass stays allocated.
+        step_cache: code of your own skips blocks of some passes, and decides by what all ranks have
+            alike, as the time or the number of the step, never by tokens. Ranks that decide
+            otherwise are refused.
 
     Raises:
         ConfigError: another version of diffusers, no transformer, one that is enabled on this mesh
@@ -85,7 +89,7 @@ def enable(
     check_mesh(mesh)
     with mesh.agreeing("enable") as words:
         _check_version()
-        options = Options(kernel, gradients, tuning, cuda_graphs)
+        options = Options(kernel, gradients, tuning, cuda_graphs, step_cache)
         transformers = _transformers_of(model_or_pipeline)
         plans = [plan or _plan_of(transformer) for transformer in transformers]
         names = ", ".join(type(x).__name__ for x in transformers)

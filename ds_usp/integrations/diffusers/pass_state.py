@@ -41,6 +41,7 @@ class Options:
     gradients: Reduction = "mean"
     tuning: Tuning = AUTO_TUNING
     cuda_graphs: bool = False
+    step_cache: bool = False
 
     def __post_init__(self) -> None:
         check_kernel_name(self.kernel)
@@ -100,6 +101,7 @@ class PassState:
     Attributes:
         joined: whether an output was joined.
         attended: how many attentions ran, but for those in compiled blocks.
+        gathers: see ``gathered_if`` of the plan.
     """
 
     # Note [the order of a diffusion model's tokens]
@@ -115,6 +117,7 @@ class PassState:
         values: ValuesComparison,
     ) -> None:
         self.joined, self.values, self.attended = False, values, 0
+        self.gathers = True
         self._name, self._mesh, self._options = name, mesh, options
         self._attentions = attentions
         self._batch: int | None = None

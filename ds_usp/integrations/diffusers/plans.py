@@ -60,7 +60,7 @@ class Plan:
 
     Args:
         inputs: by module, its arguments that are sharded when it is called: tensors, or tuples of
-            them.
+            them; "" is the first one, for modules that LoRA wraps in others with other names.
         outputs: by module, the same for each of its outputs; None: it stays whole.
         attention: by attention module, its tokens in the order of its keys.
         keys: by attention module, the tokens of its keys if they are others than its queries'
@@ -83,6 +83,8 @@ class Plan:
         also_joined: by module, the tokens of further outputs that become whole.
         gathered: by module within the transformer, the tokens of its output that become whole, as
             they are sharded otherwise afterwards.
+        gathered_if: an argument of the transformer: passes that it is not given to leave out
+            ``gathered`` and what is sharded again, ``inputs`` of ``joined``.
         needs_mask: whether attention processors cannot do without the mask: they are given one that
             has no values (on the device ``meta``), and what they make of it is not looked at.
         added_products: whether a mask of floats is added to the scores, as the product of the
@@ -105,6 +107,7 @@ class Plan:
     unbatched: tuple[str, ...] = ()
     refused: Mapping[str, Any] = field(default_factory=dict)
     gathered: Mapping[str, Kind] = field(default_factory=dict)
+    gathered_if: str | None = None
     needs_mask: bool = False
     added_products: bool = False
     batched: str = "hidden_states"
@@ -159,7 +162,7 @@ class Plan:
         )
         for path, arguments in named.items():
             for module in modules_at(transformer, path):
-                missing = [name for name in arguments if name not in parameters_of(module)]
+                missing = [x for x in arguments if x and x not in parameters_of(module)]
                 if missing:
                     raise _differs(
                         transformer, f"{path or 'the transformer'} takes no {', '.join(missing)}"
@@ -397,6 +400,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "CosmosTransformer3DModel": Plan(
             inputs={
+                "": {"block_controlnet_hidden_states": _IMAGE},
                 _FIRST_BLOCK: {"hidden_states": _IMAGE},
                 # One for each token where it is one for each frame.
                 _BLOCKS: {"embedded_timestep": _IMAGE_TIMESTEP, "temb": _IMAGE_TIMESTEP},
@@ -413,9 +417,16 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "SkyReelsV2Transformer3DModel": replace(
             _WAN,
-            inputs={"blocks.0": {"hidden_states": _IMAGE}},
-            whole=(*_WAN.whole, "timestep", "fps"),
+            inputs={
+                "blocks.0": {"hidden_states": _IMAGE},
+                "blocks.*": {"temb": TokenDim("image", 2, ndim=4)},  # one for each token
+                "proj_out": {"": _IMAGE},
+            },
+            whole=(*_WAN.whole, "timestep", "fps", "enable_diffusion_forcing"),
             unbatched=("fps",),
+            # Which scales the last norm's output by what was made of whole frames.
+            gathered={"norm_out": "image"},
+            gathered_if="enable_diffusion_forcing",
         ),
         "ChronoEditTransformer3DModel": _WAN,
         "AuraFlowTransformer2DModel": Plan(
@@ -434,6 +445,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "ZImageTransformer2DModel": Plan(
             inputs={
+                "": {"controlnet_block_samples": _SEQUENCE},
                 "noise_refiner.0": {"x": _IMAGE},
                 "noise_refiner.*": {"freqs_cis": _IMAGE},
                 "layers.0": {"x": _SEQUENCE},
