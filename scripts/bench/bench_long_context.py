@@ -16,8 +16,9 @@ keeps its rows; what a case raises (out of memory) is a row, too.
 TFLOP/s count 6 N + 6 L H D T a token: N the parameters without the embedding, L layers of H heads
 of D, causal attention over T tokens, forward and backward, without what is computed again.
 
-GRPO is a step of TRL's ``GRPOTrainer`` on ds_usp's mesh, on two completions of --tokens tokens
-that a ``rollout_func`` gives; TRL refuses cp_size and sp_size there.
+GRPO is a step of TRL's ``GRPOTrainer`` on ds_usp's mesh, on --completions of --tokens tokens to a
+prompt of --prompt that a ``rollout_func`` gives; TRL refuses cp_size and sp_size there. Each is a
+micro batch, or with --share-prefixes all are one, as a tree.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 import transformers
 from bench_harness import Session, append_row, common_flags, start_ranks
-from long_context_cases import PROMPT, engine, grpo, sft
+from long_context_cases import engine, grpo, sft
 from torch.distributed import ReduceOp
 from transformers_cases import Settings, new_model, tiled_mlp
 
@@ -95,7 +96,9 @@ class Run(transformers.TrainerCallback):
         options |= engine(args.case, self.session)
         lengths = [args.warm_up] + [args.tokens] * args.steps
         if args.case == "GRPO":
-            trainer = grpo(self.model, lengths, options)
+            steps = [(min(args.prompt, args.warm_up), args.warm_up)]
+            steps += [(args.prompt, args.tokens)] * args.steps
+            trainer = grpo(self.model, steps, args.completions, args.share_prefixes, options)
         else:
             trainer = sft(self.model, lengths, self._copies, options)
         trainer.remove_callback(transformers.PrinterCallback)
@@ -109,6 +112,7 @@ class Run(transformers.TrainerCallback):
             enable(
                 trainer.model, mesh, recompute=args.recompute, kernel=args.kernel,
                 mlp_chunks=args.mlp_chunks, offload_ratio=args.offload_ratio,
+                share_prefixes=args.share_prefixes,
             )  # fmt: skip
             attach(trainer, mesh)
             head_dim = self.model.model.layers[0].self_attn.head_dim
@@ -142,7 +146,10 @@ class Run(transformers.TrainerCallback):
         if state.global_step <= self._copies:
             self.session.print0(f"warm-up: {seconds:.1f} s, {peak / 2**30:.1f} GiB, {logs}")
             return
-        tokens = 2 * (PROMPT + length) if self.args.case == "GRPO" else length
+        tokens = length
+        if self.args.case == "GRPO":  # of rows, also where these are a tree
+            length += self.args.prompt
+            tokens = self.args.completions * length
         heads = config.num_hidden_layers * config.num_attention_heads
         head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         flop = 6 * tokens * (self._parameters + heads * head_dim * length)
@@ -158,6 +165,8 @@ class Run(transformers.TrainerCallback):
         """Append a row; a failure by whichever rank fails."""
         names = ("case", "tokens", "layers", "warm_up", "ulysses", "recompute", "mlp_chunks")
         given = {x: getattr(self.args, x) for x in (*names, "offload_ratio", "checkpointing")}
+        if self.args.case == "GRPO":
+            given |= {x: getattr(self.args, x) for x in ("prompt", "completions", "share_prefixes")}
         given["attention"] = self._kernel
         session = replace(self.session, rank=0) if "refused" in row else self.session
         note = f"{SHAPES[self.args.device]}, bf16, random weights, synthetic books"
@@ -182,6 +191,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=36, help="fewer to extrapolate a time from")
     parser.add_argument("--steps", type=int, default=1, help="after the warm-up")
     parser.add_argument("--warm-up", type=int, default=32768, help="tokens of the first step")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens, of GRPO")
+    parser.add_argument("--completions", type=int, default=2, help="of GRPO")
+    parser.add_argument("--share-prefixes", action="store_true", help="GRPO's group as a tree")
     parser.add_argument("--ulysses", type=int, default=1, help="of ds_usp")
     parser.add_argument("--recompute", default="attention", help="of ds_usp")
     parser.add_argument("--kernel", default="auto", help="of ds_usp")

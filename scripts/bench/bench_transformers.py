@@ -12,8 +12,9 @@ transformers, as it is and enabled. Cases take turns: every round starts each in
 own, because they replace functions of transformers, and each case trains all workloads. Losses of
 the first step are compared with the first case's; a case that is not right for packed documents is
 left out there. `tree:PROMPT+NxANSWER` is N answers to a prompt that is there once, `rows:` the same
-as packed rows that repeat it; their losses are compared too. Rows are JSON lines, which --out
-collects over several runs; the summary is the median over all steps of all rounds.
+as packed rows that repeat it, `each:` as rows of which each is a micro batch of a step; answers may
+be prompts of further ones (+NxANSWER). Their losses are compared too. Rows are JSON lines, which
+--out collects over several runs; the summary is the median over all steps of all rounds.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_harness import Session, append_row, common_flags, read_rows, start_ranks
 from torch.distributed import ReduceOp
-from transformers_cases import Batch, Case, Settings, Training, cases, new_batch
+from transformers_cases import Batch, Case, Settings, Training, cases, new_batches
 
 PACKAGES = ("transformers", "accelerate", "deepspeed")
 WORKLOADS = ["plain:32768", "packed:65536", "plain:131072"]
@@ -87,14 +88,16 @@ def run_case(args: argparse.Namespace) -> None:
             row["refused"] = "not right for packed documents"
         elif workload.startswith("tree") and not args.case.startswith("ds_usp"):
             row["refused"] = "has no trees"
+        elif workload.startswith("each") and args.case.endswith("ZeRO-3"):
+            row["refused"] = "its engine counts micro batches itself"
         else:
-            row |= measured(session, args, training, new_batch(settings, workload))
+            row |= measured(session, args, training, new_batches(settings, workload))
         write(session, args, row)
     session.close()
 
 
 def measured(
-    session: Session, args: argparse.Namespace, training: Training, batch: Batch
+    session: Session, args: argparse.Namespace, training: Training, batches: Sequence[Batch]
 ) -> dict[str, Any]:
     """Loss, seconds of each step and peak memory of a workload, or why a rank cannot train it."""
     gc.collect()
@@ -102,22 +105,24 @@ def measured(
         torch.cuda.empty_cache()
 
     def warm_up() -> None:
-        training.step(batch, report=True)
+        training.step(batches if args.warm_up else batches[:1], report=True)
         for _ in range(args.warm_up - 1):
-            training.step(batch)
+            training.step(batches)
 
     failed = session.try_all_ranks(warm_up)
     if isinstance(failed, str):
         return {"refused": failed}
     if session.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds = [session.seconds(lambda: training.step(batch)) for _ in range(args.iterations)]
+    # Reporting waits for the end of a step, as its clock does.
+    seconds = [
+        session.seconds(lambda: training.step(batches, report=True)) for _ in range(args.iterations)
+    ]
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
     row = {
         "loss": training.loss,
         "seconds": [round(s, 5) for s in seconds],
-        "tokens_per_s_per_gpu": round(
-            batch["input_ids"].numel() / statistics.median(seconds) / session.world, 2
-        ),
+        "tokens_per_s_per_gpu": round(tokens / statistics.median(seconds) / session.world, 2),
     }
     if session.on_gpu:
         peak = torch.cuda.max_memory_allocated() + training.reserved_bytes()
@@ -139,7 +144,7 @@ def summarize(path: Path, device: str) -> int:
     for workload in dict.fromkeys(row["workload"] for row in rows):
         of_workload = [row for row in rows if row["workload"] == workload]
         # A tree has the loss of its rows.
-        same = {workload, workload.replace("tree:", "rows:")}
+        same = {workload, *(workload.replace("tree:", x) for x in ("rows:", "each:"))}
         losses = [row["loss"] for row in rows if row["workload"] in same and "loss" in row]
         for name in dict.fromkeys(row["case"] for row in of_workload):
             case_rows = [row for row in of_workload if row["case"] == name]
@@ -178,7 +183,7 @@ def parse() -> argparse.Namespace:
         "--workloads",
         nargs="+",
         metavar="KIND:TOKENS",
-        help="plain or packed; tree or rows, as 16384+8x2048",
+        help="plain or packed; tree, rows or each, as 16384+8x2048 or 8192+2x4096+4x2048",
     )
     parser.add_argument("--documents", help="SHORTEST:LONGEST tokens (default: 256:16384)")
     parser.add_argument("--cases", nargs="+", help="names of cases (default: all)")
@@ -190,7 +195,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bf16-weights", action="store_true", help="under FSDP2 all is bf16")
     parser.add_argument("--attention", default="sdpa", help="transformers' own, of the others")
     parser.add_argument("--iterations", type=int)
-    parser.add_argument("--warm-up", type=int)
+    parser.add_argument("--warm-up", type=int, help="steps; 0: one micro batch")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--case-timeout", type=float, default=600.0, help="seconds of a case")
     parser.add_argument("--case", help=argparse.SUPPRESS)

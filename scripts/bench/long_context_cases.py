@@ -14,8 +14,6 @@ from bench_harness import Session
 from tokenizers import Tokenizer, models
 from transformers_cases import start_deepspeed
 
-PROMPT = 64  # tokens, of GRPO
-
 
 def engine(case: str, session: Session) -> dict[str, Any]:
     """Arguments of a trainer: how weights and, by the peers, sequences are sharded."""
@@ -78,25 +76,33 @@ def sft(model: Any, lengths: list[int], copies: int, options: dict[str, Any]) ->
     )
 
 
-def grpo(model: Any, lengths: list[int], options: dict[str, Any]) -> Any:
-    """TRL's GRPOTrainer on two completions of each length, one a micro batch."""
+def grpo(
+    model: Any, steps: list[tuple[int, int]], completions: int, share: bool, options: dict[str, Any]
+) -> Any:
+    """TRL's GRPOTrainer on so many completions to one prompt.
+
+    Args:
+        steps: tokens of prompt and completions of each step.
+        share: all are one micro batch, which shares its prompt; else each is one.
+    """
     vocabulary = model.config.vocab_size
-    remaining = iter(lengths)
+    remaining, micro = iter(steps), 1 if share else completions
+    options = options | {"per_device_train_batch_size": completions // micro}
 
     def rollout(prompts: list[Any], _trainer: Any) -> dict[str, Any]:
-        length, count = next(remaining), len(prompts)
+        (prompt, length), count = next(remaining), len(prompts)
         return {
-            "prompt_ids": [book(PROMPT, vocabulary, 99)] * count,
+            "prompt_ids": [book(prompt, vocabulary, 99)] * count,
             "completion_ids": [book(length, vocabulary, seed) for seed in range(count)],
             "logprobs": [[0.0] * length] * count,  # of vLLM, which is not there
         }
 
     config = trl.GRPOConfig(
         **options,
-        num_generations=2,
-        max_completion_length=max(lengths),
-        gradient_accumulation_steps=2,
-        steps_per_generation=2,
+        num_generations=completions,
+        max_completion_length=max(length for _, length in steps),
+        gradient_accumulation_steps=micro,
+        steps_per_generation=micro,
         beta=0.0,
     )
     return trl.GRPOTrainer(
@@ -104,6 +110,6 @@ def grpo(model: Any, lengths: list[int], options: dict[str, Any]) -> Any:
         args=config,
         rollout_func=rollout,
         reward_funcs=lambda completion_ids, **_: [float(sum(x) % 1009) for x in completion_ids],
-        train_dataset=datasets.Dataset.from_list([{"prompt": "w9"}] * 8),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "w9"}] * 4 * completions),
         processing_class=tokenizer(vocabulary),
     )

@@ -36,6 +36,9 @@ def label(row: Row) -> str:
         name += f" {row['ulysses']} x {row['world'] // row['ulysses']}, `{row['recompute']}`"
         name += f", {KERNELS.get(row['attention'], row['attention'])}"
         name += f", offload {row['offload_ratio']}" if row["offload_ratio"] else ""
+        if row.get("completions", 2) != 2:
+            name += f", {row['completions']} of {row['prompt']} + {row['tokens']}"
+        name += ", a tree" if row.get("share_prefixes") else ""
     return name + (", offload" if row["checkpointing"].get("offload") else "")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,22 @@ SHAPES = {
         "head_dim": 128,
         "vocab_size": 151936,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    # Three layers with a state, then one of attention, as in Qwen3-Next; without its experts.
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "mlp_only_layers": list(range(48)),
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "vocab_size": 151936,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
     },
     "tiny": {
         "hidden_size": 64,
@@ -102,18 +118,17 @@ def new_model(settings: Settings, attention: str, dtype: torch.dtype) -> nn.Modu
     return model.train()
 
 
-def new_batch(settings: Settings, workload: str) -> Batch:
-    """The whole batch of ``plain:TOKENS``, ``packed:TOKENS``, or ``tree:PROMPT+NxANSWER`` and its
-    ``rows:PROMPT+NxANSWER``, packed; on every rank the same."""
+def new_batches(settings: Settings, workload: str) -> list[Batch]:
+    """The micro batches of ``plain:TOKENS``, ``packed:TOKENS``, or ``tree:PROMPT+NxANSWER``, its
+    ``rows:PROMPT+NxANSWER``, packed, and its ``each:PROMPT+NxANSWER``, a row a micro batch; on
+    every rank the same."""
     kind, _, tokens = workload.partition(":")
     vocabulary = SHAPES[settings.model.split("/")[0]]["vocab_size"]
     draw = torch.Generator().manual_seed(1)
-    if kind in ("tree", "rows"):
-        prompt, count, answer = map(int, re.split(r"[+x]", tokens))
-        ids = torch.randint(vocabulary, (prompt + count * answer,), generator=draw)
-        answers = list(ids[prompt:].split(answer))
-        batch = of_answers(ids[:prompt], answers, as_tree=kind == "tree")
-        return {name: x.to(settings.device) for name, x in batch.items()}
+    if kind in ("tree", "rows", "each"):
+        sizes = [int(x) for x in re.split(r"[+x]", tokens)]
+        batches = of_answers(answered(sizes, vocabulary, draw), kind)
+        return [{name: x.to(settings.device) for name, x in batch.items()} for batch in batches]
     length = int(tokens)
     ids = torch.randint(vocabulary, (1, length), generator=draw)
     positions, labels = torch.arange(length)[None], ids.clone()
@@ -122,22 +137,45 @@ def new_batch(settings: Settings, workload: str) -> Batch:
         positions = positions - starts[torch.searchsorted(starts, positions[0], right=True) - 1]
         labels[0, starts] = -100  # no document predicts the first token of the next
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return {name: x.to(settings.device) for name, x in batch.items()}
+    return [{name: x.to(settings.device) for name, x in batch.items()}]
 
 
-def of_answers(prompt: Tensor, answers: list[Tensor], *, as_tree: bool) -> Batch:
-    """Answers to a prompt, which are learned: a tree, or packed rows that repeat the prompt."""
-    if as_tree:
+def answered(sizes: list[int], vocabulary: int, draw: torch.Generator) -> Any:
+    """A prompt of ``sizes[0]`` tokens with ``sizes[1]`` answers of ``sizes[2]``, each of which is a
+    prompt of what follows in ``sizes``, if anything does."""
+    ids = torch.randint(vocabulary, (sizes[0],), generator=draw)
+    if len(sizes) == 1:
+        return ids
+    answers = [answered(sizes[2:], vocabulary, draw) for _ in range(sizes[1])]
+    return {"prompt": ids, "answers": answers}
+
+
+def of_answers(example: Any, kind: str) -> list[Batch]:
+    """Answers to a prompt, which are learned: a tree, or rows that repeat the prompt."""
+    if kind == "tree":
         from ds_usp.training import PrefixTree
 
-        return PrefixTree()([{"prompt": prompt, "answers": answers}])
-    rows = [torch.cat([prompt, x]) for x in answers]
-    labels = [row.clone().index_fill_(0, torch.arange(len(prompt)), -100) for row in rows]
-    return {
-        "input_ids": torch.cat(rows)[None],
-        "labels": torch.cat(labels)[None],
-        "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
-    }
+        return [PrefixTree()([example])]
+    rows = []
+    for parts in paths_of(example):
+        row = torch.cat(parts)
+        learned = torch.arange(len(row)) >= len(row) - len(parts[-1])
+        rows.append((row, row.where(learned, -100), torch.arange(len(row))))
+    names = ("input_ids", "labels", "position_ids")
+    groups = [rows] if kind == "rows" else [[row] for row in rows]
+    return [
+        {name: torch.cat(x)[None] for name, x in zip(names, zip(*group, strict=True), strict=True)}
+        for group in groups
+    ]
+
+
+def paths_of(example: Any) -> Iterator[list[Tensor]]:
+    """The prompts before each answer, and the answer."""
+    if isinstance(example, Tensor):
+        yield [example]
+        return
+    for answer in example["answers"]:
+        yield from ([example["prompt"], *path] for path in paths_of(answer))
 
 
 class Training:
@@ -167,14 +205,18 @@ class Training:
         self.reserved_bytes: Callable[[], int] = int
         self.loss = float("nan")
 
-    def step(self, batch: Batch, report: bool = False) -> None:
-        """Forward, backward, update; with ``report`` the loss is kept, which waits for it."""
-        with self._around(batch) as inputs:
-            loss = self._loss_of(inputs)
-            self._backward(loss)
+    def step(self, batches: Sequence[Batch], report: bool = False) -> None:
+        """Forward and backward of micro batches of as many labels, update; with ``report`` the loss
+        is kept, which waits for it."""
+        losses = []
+        for batch in batches:
+            with self._around(batch) as inputs:
+                loss = self._loss_of(inputs) / len(batches)
+                self._backward(loss)
+            losses.append(loss.detach())
         self._update()
         if report:
-            self.loss = float(self._reported(loss.detach()))
+            self.loss = float(self._reported(torch.stack(losses).sum()))
 
 
 # ------------------------------------------------------------------ engines
