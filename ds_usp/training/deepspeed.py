@@ -183,7 +183,7 @@ def initialize_deepspeed(
     stage = int(config.get("zero_optimization", {}).get("stage", 0))
     bf16 = bool(config.get("bf16", {}).get("enabled"))
     check_zero_stage(stage, stages=groups.stages, bf16=bf16)
-    _check_config(config)
+    _check_config(config, groups)
     config = with_large_enough_buckets(config, model.parameters())
     rule = gradient_rule(stage, groups)
     if stage == 0:
@@ -218,7 +218,7 @@ def _check_arguments(optimizer: object, config: object, groups: object) -> None:
         )
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
+def _check_config(config: Mapping[str, Any], groups: ParallelGroups) -> None:
     # By its name it separates sequence from data parallel ranks; it reduces over the latter alone.
     if "sequence_parallel_size" in config:
         raise ConfigError(
@@ -232,6 +232,19 @@ def _check_config(config: Mapping[str, Any]) -> None:
             "stage and under a pipeline. Give train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps"
         )
+    zero, tp = config.get("zero_optimization", {}), dist.get_world_size(groups.tp)
+    if zero.get("zero_hpz_partition_size", 1) > 1 and tp > 1:
+        raise ConfigError(
+            f"zero_hpz_partition_size={zero['zero_hpz_partition_size']} takes ranks that follow "
+            f"each other for those of the same weights, and {tp} tensor-parallel ranks have "
+            "others. Leave it out, or use no tensor parallelism"
+        )
+    for key, off in (("zero_quantized_gradients", False), ("mics_shard_size", -1)):
+        if zero.get(key, off) > off:
+            raise ConfigError(
+                f"{key}={zero[key]} reduces gradients by groups of its own, in 4 bits or over "
+                "parts of the ranks: the step would not be that of one process. Leave it out"
+            )
 
 
 def own_clipping(

@@ -172,13 +172,22 @@ _REFUSALS = (
         "Use ZeRO-1, or bf16",
     ),
     Refusal(
-        lambda _, config: (
+        lambda args, config: (
             config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) > 1
-            or config.get("zero_optimization", {}).get("zero_quantized_gradients")
+            and args.tensor_model_parallel_size > 1
+        ),
+        "zero_hpz_partition_size takes ranks that follow each other for those of the same weights, "
+        "and with --tensor-model-parallel-size {tensor_model_parallel_size} they have others",
+        "Leave it out, or use --tensor-model-parallel-size 1",
+    ),
+    Refusal(
+        lambda _, config: (
+            config.get("zero_optimization", {}).get("zero_quantized_gradients")
             or config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0
         ),
-        "ZeRO++ and MiCS reduce gradients by groups that know no sequence axis",
-        "Leave out zero_hpz_partition_size, zero_quantized_gradients and mics_shard_size",
+        "zero_quantized_gradients and mics_shard_size reduce gradients by groups of their own, in "
+        "4 bits or over parts of the ranks",
+        "Leave them out",
     ),
     Refusal(
         lambda _, config: config.get("optimizer", {}).get("type", "").lower() in _ONE_BIT,

@@ -203,14 +203,18 @@ def test_what_is_not_finite_or_contradicts_deepspeed_ends_on_every_rank(tmp_path
     over some of the ranks are refused."""
     mesh_route = tmp_path / "ds_config.json"
     mesh_route.write_text('{"sequence_parallel_size": 2}')
+    in_bits = tmp_path / "in_bits.json"
+    in_bits.write_text('{"zero_optimization": {"zero_quantized_gradients": true}}')
     run = f"{degrees(sp=2, zero=1)} --output-dir {tmp_path} --train-iters 5"
     runs = [
         f"{run} --optimizer sgd --clip-grad 0 --lr 1e30 --save {tmp_path / 'save'}",
         f"{run} --deepspeed_config {mesh_route}",
+        f"{run} --deepspeed_config {in_bits}",
     ]
-    not_finite, refused = pretrain(2, *runs)
+    not_finite, refused, rounded = pretrain(2, *runs)
     for error, _, _ in not_finite:
         assert type(error).__name__ == "NotFiniteError" and "norm inf" in str(error)
     assert not (tmp_path / "save").exists()
     for error, _, _ in refused:
         assert isinstance(error, ConfigError) and "sequence_parallel_size=2" in str(error)
+    assert all("zero_quantized_gradients=True" in str(error) for error, _, _ in rounded)

@@ -376,7 +376,7 @@ def test_deepspeeds_configuration_is_read_too(server):
     for config, message in (
         ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size is enough"),
         ({"curriculum_learning": {"enabled": True}}, "Train at one length"),
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "ZeRO++ and MiCS"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "in 4 bits"),
         ({"optimizer": {"type": "OneBitAdam"}}, "1-bit optimizer"),
     ):
         for seen in server.attempt(2, flags(config=config, **SP2)):

@@ -232,6 +232,11 @@ ZERO = {
         "stage3_param_persistence_threshold": 10,
     },
     "z3-all-reduce": {"stage": 3, "reduce_scatter": False},
+    "z3-hpz": {
+        "stage": 3,
+        "zero_hpz_partition_size": 2,
+        "stage3_param_persistence_threshold": 10,
+    },
     "z3-offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "z2-buckets": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1000},
     "z2-all-reduce": {"stage": 2, "reduce_scatter": False},
