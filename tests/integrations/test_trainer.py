@@ -5,9 +5,11 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import transformers
 from golden_curves import STEPS as RECORDED
 from harness import RankContext, WorkerPool
 from hf_trainer_runs import (
+    STEPS,
     Documents,
     Record,
     Run,
@@ -34,6 +37,7 @@ import ds_usp
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import attach, enable, replicate_batches, share_batches
 from ds_usp.integrations.transformers.model import find_enabled
+from ds_usp.integrations.transformers.run import main as run_unedited
 from ds_usp.training import prepare_deepspeed
 
 PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "transformers.md"
@@ -740,3 +744,61 @@ def test_an_error_in_reading_reaches_every_rank(pool):
 def test_a_sampler_for_all_ranks_is_refused(pool):
     for text in pool.run(read_by_all_ranks, 4):
         assert "out to 4 replicas, and there are 2 meshes" in text
+
+
+PROGRAM = """
+import json, sys
+import transformers
+from hf_trainer_runs import Documents, Record, Split, arguments, tiny_model
+
+out, replicas, trains = sys.argv[1:]
+record, args = Record(), transformers.TrainingArguments(**arguments(Split(), int(replicas)))
+trainer = transformers.Trainer(
+    model=tiny_model(), args=args, train_dataset=Documents(), callbacks=[record],
+    data_collator=transformers.DataCollatorWithFlattening(),
+)
+if trains == "yes":
+    trainer.train()
+    json.dump([log["loss"] for log in record.logs if "loss" in log], open(out, "w"))
+    sys.exit()
+"""
+
+
+def run_program(ctx: RankContext, arguments: list[str], folder: str, sharded: bool) -> Any:
+    """The losses of an unedited program on this rank, or what refused it."""
+    path, out = Path(folder, "program.py"), Path(folder, f"{ctx.world} {ctx.rank}")
+    words = [*arguments[:-2], str(path), str(out), *arguments[-2:]]
+    # A rank of the pool goes on after the program.
+    with (
+        restored_environment(),
+        mock.patch.object(sys, "argv", words),
+        contextlib.suppress(SystemExit),
+    ):
+        try:
+            if sharded:
+                run_unedited(words)
+            else:
+                sys.argv = words
+                exec(compile(PROGRAM, str(path), "exec"), {"__name__": "__main__"})
+        except ds_usp.USPError as error:
+            return str(error)
+    return json.loads(out.read_text())
+
+
+def test_an_unedited_program_trains_as_on_one_process(pool, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (want,) = pool.run(run_program, 1, arguments=["1", "yes"], folder=str(tmp_path), sharded=False)
+    flags = ["--ulysses-degree", "2", "--sequence-parallel-size", "2", "--usp-loss-chunks", "2"]
+    for losses in pool.run(
+        run_program, 4, arguments=[*flags, "2", "yes"], folder=str(tmp_path), sharded=True
+    ):
+        assert losses == pytest.approx(want, rel=1e-5) and len(losses) == STEPS
+    for flags, trains, text in (
+        (["--ulysses-degree", "2"], "no", "nothing was sharded"),
+        (["--ulysses-degree", "3"], "yes", "--ulysses-degree 3 must divide it"),
+    ):
+        arguments = [*flags, "1", trains]
+        for said in pool.run(
+            run_program, 4, arguments=arguments, folder=str(tmp_path), sharded=True
+        ):
+            assert text in said
