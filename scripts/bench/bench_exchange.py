@@ -13,8 +13,12 @@ slice of heads and NCCL sends them. ``fused`` asks for FlashInfer's fused exchan
 kernel ``none`` times the exchanges of a forward call alone.
 
 A cell is a shape, a split, a kernel, and eager calls or the replay of a CUDA graph; its arms run
-interleaved. ``ms`` is the time of a step, ``host_ms`` of starting it, both of the slowest rank. The
-Llama step is a forward and backward pass of 8 layers of Llama 3 8B's shape.
+interleaved. ``ms`` is the time of a step, ``host_ms`` of starting it, both of the slowest rank; a
+replay's ``ms`` is what the GPU alone takes. The Llama step is a forward and backward pass of 8
+layers of Llama 3 8B's shape. ``--profile`` prints where the host's time of an eager call goes:
+
+    torchrun --nproc-per-node 2 scripts/bench/bench_exchange.py --llama 0 --kernels cudnn \
+        --arms all plain --profile 25 --shapes 8192:32:8:128:forward 8192:32:8:128
 
 ``--decide`` prints what a part gains in each cell, by the medians over the files. A gain counts
 where it is above the spread of the files and 2 %, or 5 % below 32K tokens.
@@ -23,8 +27,10 @@ where it is above the spread of the files and 2 %, or 5 % below 32K tokens.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import csv
 import itertools
+import pstats
 import statistics
 import sys
 import time
@@ -168,14 +174,14 @@ class Run:
             for arm in self.arms_of(split)
         }
 
-    @staticmethod
-    def arms_of(split: Split) -> list[str]:
+    def arms_of(self, split: Split) -> list[str]:
         """The arms of a split; a ring alone packs no heads."""
+        arms = [arm for arm, parts in ARMS.items() if not parts.fused]
         if split[0] == 1:
-            return ["all", "nccl"]
-        if split[1] == 1 and fused_unavailable_reason() is None:
-            return list(ARMS)
-        return [arm for arm, parts in ARMS.items() if not parts.fused]
+            arms = ["all", "nccl"]
+        elif split[1] == 1 and fused_unavailable_reason() is None:
+            arms = list(ARMS)
+        return [arm for arm in arms if arm in self.args.arms]
 
     def baselines(self, shape: Shape, split: Split, kernel: str) -> dict[str, Baseline]:
         """What is compared in the cells of a shape, split and kernel."""
@@ -189,13 +195,11 @@ class Run:
             return {}
         else:
             of_arms = {arm: exchanges_alone(self.meshes[split, arm], ARMS[arm]) for arm in arms}
-        if split[1] == 1:
+        if "plain" in self.args.arms:  # over all ranks, whatever the split
             plain = next(iter(plain_all_to_alls([kernel])))
-            if kernel == NO_KERNEL:
-                plain = plain_exchanges()
-            of_arms["plain"] = plain
-            if "fused" in arms:
-                of_arms["flashinfer"] = flashinfer(kernel)
+            of_arms["plain"] = plain_exchanges() if kernel == NO_KERNEL else plain
+        if "fused" in arms:
+            of_arms["flashinfer"] = flashinfer(kernel)
         return of_arms
 
     def cells(self, shape: Shape, split: Split, kernel: str) -> None:
@@ -222,6 +226,25 @@ class Run:
         self.time([*eager.values(), *graphs.values()], self.args.rounds, repeats)
         self.report(str(shape), split, kernel, "eager", eager)
         self.report(str(shape), split, kernel, "graph", graphs)
+        if self.args.profile and "all" in eager and split[0] == 1:
+            self.profile(eager["all"].step)
+
+    def profile(self, step: Step) -> None:
+        """Print the functions in which rank 0's host spends most time of its own in a call."""
+        calls, profiler = 50, cProfile.Profile()
+        with torch.autograd.set_multithreading_enabled(False):  # a profile is of one thread
+            for _ in range(calls):
+                self.session.synchronize()  # a full queue would be profiled as well
+                profiler.runcall(step)
+        if self.session.rank:
+            return
+        stats = pstats.Stats(profiler)
+        table = stats.stats  # type: ignore[attr-defined]
+        rows = sorted(table.items(), key=lambda row: -row[1][2])
+        for (path, line, name), (_, count, own_s, total_s, _) in rows[: self.args.profile]:
+            where = f"{Path(path).name}:{line} {name}" if line else name
+            times = f"{own_s / calls * 1e6:7.1f} us of its own, {total_s / calls * 1e6:7.1f} in all"
+            print(f"  {times}, {count / calls:5.1f} x {where}", flush=True)
 
     def llama(self, tokens: int, split: Split) -> None:
         """Time a step of a model under each arm."""
@@ -416,6 +439,8 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--kernels", nargs="+", default=(NO_KERNEL, "flash4", "cudnn"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--arms", nargs="+", default=(*ARMS, "plain"))
+    parser.add_argument("--profile", type=int, default=0, help="functions to show, on rings alone")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--ulysses", type=int, nargs="+", help="degrees; none: all")
     parser.add_argument("--llama", type=int, default=32768, help="tokens of its step; 0: none")
