@@ -14,6 +14,9 @@ import contextlib
 import functools
 import http.server
 import importlib
+import inspect
+import json
+import logging
 import os
 import posixpath
 import re
@@ -28,8 +31,52 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from reference_pages import MODULES, ROOT
 
+from ds_usp._version import BASE
+
 SITE = ROOT / "build" / "site"
 DOCS = PurePosixPath("docs")
+# The README has the first screen: install, code, numbers. The README of docs is a list of pages.
+HOME = {
+    PurePosixPath("README.md"): PurePosixPath("README.md"),
+    DOCS / "README.md": PurePosixPath("all-pages.md"),
+}
+# On a page of the API these come first, as a program meets them; errors come last.
+FIRST = {
+    "ds_usp": "usp_attention SequenceMesh USPAttention TokenLayout MaskSpec Scores "
+    "usp_joint_attention Tuning one_line_errors Degrees CommLedger",
+    "ds_usp.training": "SequenceParallelDataLoader ShardedBatch SequenceBatch shard_batch "
+    "mean_loss weighted_loss loss_token_weight global_gradient_norm "
+    "initialize_deepspeed prepare_deepspeed",
+    "ds_usp.memory": "recompute_before keep_attention Offload in_chunks",
+    "ds_usp.integrations.transformers": "enable attach replicate_batches share_batches "
+    "patch_accelerate EnabledModel",
+    "ds_usp.integrations.diffusers": "enable enable_vae EnabledTransformer EnabledVAE",
+    "ds_usp.planner": "search explain Plan SearchResult Workload load_model load_cluster",
+    "megatron_patches": "apply",
+}
+# What a name of one page is looked for on another one.
+SEE_TOO = {"ds_usp": ("ds_usp.integrations.transformers", ("enable", "attach"))}
+# A search multiplies what it finds on a page by the weight of the longest beginning of its address:
+# who searches has a program that does not do what it should.
+SEARCH_WEIGHTS = {
+    "": 1.0,
+    "index": 3.0,
+    "troubleshooting": 4.0,
+    "tutorials/": 2.0,
+    "usage/": 2.0,
+    "which-degrees": 2.0,
+    "all-pages": 0.3,
+    "benchmarks": 0.5,
+    "design/": 0.1,
+    "reference/api/": 0.3,
+    "repository/": 0.1,
+    "repository/examples_deepspeed/": 1.0,
+    "repository/megatron_patches/": 1.0,
+}
+NAME_WEIGHT, MEMBER_WEIGHT = (
+    1.0,
+    0.1,
+)  # on pages of the API: a public name, a method or field of one
 STYLE = ROOT / "scripts" / "site.css"
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
@@ -61,7 +108,9 @@ def copy_pages(pages: Path) -> None:
 
 
 def place(source: PurePosixPath) -> PurePosixPath:
-    """Where a file of the repository is in the site."""
+    """Where a file of the repository is in the site, whose home is the README of the repository."""
+    if source in HOME:
+        return HOME[source]
     return source.relative_to(DOCS) if DOCS in source.parents else "repository" / source
 
 
@@ -84,8 +133,31 @@ def relinked(source: PurePosixPath) -> tuple[str, set[PurePosixPath]]:
 def api_page(module: str) -> str:
     """The public names of a module; mkdocstrings writes them from their docstrings."""
     topic = MODULES[module]
-    names = "\n".join(f"::: {module}.{name}" for name in public_names()[module])
-    return f"# {module}\n\n{topic[0].upper()}{topic[1:]}.\n\n{names}\n"
+    names = in_order_of_use(module)
+    other, seen_too = SEE_TOO.get(module, ("", ()))
+    rows = [(module, name) for name in names]
+    rows[3:3] = [(other, name) for name in seen_too]
+    lines = [f"# {module}", "", f"{topic[0].upper()}{topic[1:]}.", "", "| name | |", "|---|---|"]
+    for home, name in rows:
+        link = f"#{module}.{name}" if home == module else f"{home}.md#{home}.{name}"
+        lines.append(f"| [`{name}`]({link}) | {first_sentence(home, name)} |")
+    return "\n".join([*lines, "", *(f"::: {module}.{name}" for name in names)]) + "\n"
+
+
+def in_order_of_use(module: str) -> list[str]:
+    """The public names of a module: those of FIRST, others as they are frozen, errors."""
+    first, names = FIRST.get(module, "").split(), public_names()[module]
+    rest = [name for name in names if name not in first]
+    return [*first, *sorted(rest, key=lambda name: name.endswith("Error"))]
+
+
+def first_sentence(module: str, name: str) -> str:
+    """What the docstring of a public name begins with, for a cell of a table."""
+    member = getattr(importlib.import_module(module), name)
+    if not callable(member):
+        return "constant"
+    paragraph = (inspect.getdoc(member) or "").partition("\n\n")[0]
+    return ROLE.sub(r"`\1`", " ".join(paragraph.split())).replace("|", "\\|")
 
 
 @functools.cache
@@ -142,6 +214,20 @@ def write_pages(pages: Path) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def weigh_search(index: Path) -> None:
+    """Give each entry of the search its weight, and leave source code out of it."""
+    found = json.loads(index.read_text(encoding="utf-8"))
+    names = {f"{module}.{name}" for module, names in public_names().items() for name in names}
+    for entry in found["docs"]:
+        page, _, anchor = entry["location"].partition("#")
+        start = max((start for start in SEARCH_WEIGHTS if page.startswith(start)), key=len)
+        entry["boost"] = SEARCH_WEIGHTS[start]
+        if page.startswith("reference/api/") and anchor:
+            entry["boost"] = NAME_WEIGHT if anchor in names else MEMBER_WEIGHT
+            entry["text"] = entry["text"].partition(" Source code in <code>")[0]
+    index.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+
+
 def build_site(pages: Path, html: Path, **changes: Any) -> None:
     """Build a folder of pages by mkdocs.yml, with changes of its settings.
 
@@ -149,11 +235,12 @@ def build_site(pages: Path, html: Path, **changes: Any) -> None:
         mkdocs.exceptions.Abort: a broken link or anchor, a page that is not in the navigation.
     """
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # Material's, of its successor
-    folders = {"docs_dir": str(pages), "site_dir": str(html)}
-    config = load_config(str(ROOT / "mkdocs.yml"), **folders, **changes)
+    fixed = {"docs_dir": str(pages), "site_dir": str(html), "site_name": f"ds_usp {BASE}"}
+    config = load_config(str(ROOT / "mkdocs.yml"), **fixed, **changes)
     config.plugins.on_startup(command="build", dirty=False)
     build(config)
     config.plugins.on_shutdown()
+    weigh_search(html / "search" / "search_index.json")
 
 
 def main(argv: list[str]) -> int:
@@ -161,6 +248,7 @@ def main(argv: list[str]) -> int:
     if argv not in ([], ["serve"]):
         print(__doc__, file=sys.stderr)
         return 2
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # why a build failed
     pages, html = SITE / "pages", SITE / "html"
     shutil.rmtree(SITE, ignore_errors=True)
     write_pages(pages)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
+import shutil
+import subprocess
 from difflib import ndiff
 
 import pytest
@@ -81,28 +84,26 @@ import ds_usp
 print([i for i, (a, b) in enumerate(zip(before, state())) if a != b])
 heads = {name.split(".")[0] for name in sys.modules}
 print(sorted(heads & {"deepspeed", "megatron", "flash_attn", "matplotlib", "einops"}))
+modules = ["memory", "planner", "training"]
+print([getattr(ds_usp, name).__name__ for name in modules if name in dir(ds_usp)])
+print(ds_usp.training.chunked_weighted_loss.__name__, ds_usp.Tuning())
 """
 
 
 def test_import_has_no_side_effects_and_needs_no_framework():
+    """And submodules are there without an import of their own."""
     done = python("-W", "error::DeprecationWarning:ds_usp", "-c", PROBE)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]", "[]"]
+    submodules = [f"ds_usp.{name}" for name in ("memory", "planner", "training")]
+    assert done.stdout.splitlines()[:3] == ["[]", "[]", str(submodules)]
+    assert done.stdout.splitlines()[3].startswith("chunked_weighted_loss Tuning(")
 
 
 def test_names_that_need_torch_are_imported_on_access():
-    """And submodules without an import of their own."""
-    modules = ["memory", "planner", "training"]
-    probe = (
-        "import sys, ds_usp; print('torch' in sys.modules, ds_usp.Tuning(), dir(ds_usp)); "
-        f"print([getattr(ds_usp, name).__name__ for name in {modules} if name in dir(ds_usp)]); "
-        "ds_usp.training.chunked_weighted_loss"
-    )
+    probe = "import sys, ds_usp; print('torch' in sys.modules, dir(ds_usp))"
     done = python("-c", probe)
     assert done.returncode == 0, done.stderr
-    names, submodules = done.stdout.splitlines()
-    assert names.startswith("False Tuning(") and all(name in names for name in NAMES)
-    assert submodules == str([f"ds_usp.{name}" for name in modules])
+    assert done.stdout.startswith("False ") and all(name in done.stdout for name in NAMES)
     with pytest.raises(AttributeError, match="no attribute 'uspattention'"):
         ds_usp.uspattention  # noqa: B018
 
@@ -110,22 +111,55 @@ def test_names_that_need_torch_are_imported_on_access():
 # ------------------------------------------------------------------ the site
 
 
-def test_the_site_builds_and_has_every_name_and_command(tmp_path):
+@pytest.fixture(scope="module")
+def html(tmp_path_factory):
     """Strict: every link, every anchor, every page in the navigation."""
     pytest.importorskip("diffusers")  # as above
     build_site = pytest.importorskip("build_site", exc_type=ModuleNotFoundError)
-    pages, html = tmp_path / "pages", tmp_path / "html"
-    build_site.write_pages(pages)
-    build_site.build_site(pages, html)
+    folder = tmp_path_factory.mktemp("site")
+    build_site.write_pages(folder / "pages")
+    build_site.build_site(folder / "pages", folder / "html")
+    return folder / "html"
+
+
+def test_the_site_has_every_name_and_command(html):
+    import build_site
+
     for module, names in build_site.public_names().items():
         page = (html / "reference" / "api" / f"{module}.html").read_text(encoding="utf-8")
         assert names and [name for name in names if f'id="{module}.{name}"' not in page] == []
     page = (html / "reference" / "command-line.html").read_text(encoding="utf-8")
     headings = re.findall(r'<h2 id="[^"]+">([^<]+)', page)
     assert headings == [command.strip() for command in reference_pages.COMMANDS]
-    # Nothing is fetched from elsewhere.
+    # Nothing is fetched from elsewhere; the version, code and first heading of README are there.
     home = (html / "index.html").read_text(encoding="utf-8")
+    shown = f"ds_usp {ds_usp.__version__.partition('+')[0]}", "highlight", '<h1 id="ds_usp"'
+    assert [text for text in shown if text not in home] == []
     assert not re.search(r"""(?:src|<link[^>]+href)=["']?(?:https?:)?//""", home)
+
+
+# What users type, and the page that answers.
+SEARCHES = {
+    "out of memory": "troubleshooting.html#out-of-memory",
+    "loss differs": "troubleshooting.html#the-loss-differs-from-that-of-one-gpu",
+    "hang": "troubleshooting.html#ranks-hang",
+    "DPO": "usage/transformers.html#which-call-for-which-program",
+    "A100": "usage/python.html#kernels",
+    "attach": "reference/api/ds_usp.integrations.transformers.html"
+    "#ds_usp.integrations.transformers.attach",
+}
+
+
+def test_a_search_finds_the_page_that_answers(html):
+    """By the site's own script; without the weights of pages, others would be first."""
+    if not shutil.which("node"):
+        pytest.skip("needs node, which runs the script that searches")
+    script = ROOT / "tests" / "data" / "site_search.js"
+    command = ["node", str(script), str(html), *SEARCHES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found, unweighed = json.loads(done.stdout)
+    assert dict(zip(SEARCHES, found, strict=True)) == SEARCHES
+    assert sum(a != b for a, b in zip(found, unweighed, strict=True)) >= 3, unweighed
 
 
 def test_a_broken_link_fails_the_build(tmp_path, caplog):
