@@ -60,7 +60,7 @@ SEE_TOO = {"ds_usp": ("ds_usp.integrations.transformers", ("enable", "attach"))}
 # who searches has a program that does not do what it should.
 SEARCH_WEIGHTS = {
     "": 1.0,
-    "index": 3.0,
+    "index": 1.5,
     "troubleshooting": 4.0,
     "tutorials/": 2.0,
     "usage/": 2.0,
