@@ -482,7 +482,12 @@ _ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 # attention by latents, states, convolutions.
 _OTHER_LAYERS = ("kv_lora", "q_lora", "mamba", "ssm", "state_size", "conv", "linear_", "time_step")
 # How many keys, or blocks of keys, an indexer picks.
-_INDEXERS = ("index_topk", "index_topk_blocks")
+_INDEXERS = ("index_topk", "index_topk_blocks", "indexer_budget")
+# Older decoders that compute attention themselves, of a rank's queries and the keys of all tokens.
+_GATHERED = frozenset(
+    {"bloom", "clvp_decoder", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt"}
+    | {"megatron-bert", "mvp", "rembert", "roformer", "trocr", "xglm"}
+)
 # Those whose layers the fields of ModelShape describe, apart from what _other_facts lists. The
 # other architectures scale, normalize or add in ways of their own.
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "starcoder2")
@@ -627,12 +632,14 @@ def _check_spelling(
 
 def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The defaults of a HuggingFace configuration's model_type; none without a model_type."""
-    indexers = [key for key in _INDEXERS if entry.get(key)]
-    if indexers:
+    indexers = [f"{key}={entry[key]}" for key in _INDEXERS if entry.get(key)]
+    kind = entry.get("model_type")
+    if indexers or kind in list(_GATHERED):  # a list: it may be no text
+        what = "whose indexer picks the keys" if indexers else "that compute attention themselves"
         raise ConfigError(
-            f"{path}: {indexers[0]}={entry[indexers[0]]}: layers whose indexer picks the keys are "
-            "not planned. Their keys are gathered over all ranks of a sequence: the split into "
-            "Ulysses and ring means nothing to them (docs/usage/sparse-models.md)"
+            f"{path}: {[*indexers, f'model_type {kind!r}'][0]}: layers {what} are not planned. "
+            "Their keys are gathered over all ranks of a sequence: the split into Ulysses and ring "
+            "means nothing to them (docs/usage/sparse-models.md)"
         )
     experts = [key for key in _EXPERTS if entry.get(key) not in (None, 0, 1)]
     if experts and entry.get("model_type") not in list(_EXPERT_WIDTH):
@@ -640,7 +647,6 @@ def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> M
             f"{path}: {experts[0]}={entry[experts[0]]}: experts are planned of model_type "
             f"{', '.join(_EXPERT_WIDTH)}"
         )
-    kind = entry.get("model_type")
     if kind is None or kind in list(_ARCHITECTURES):  # a list: it may be no text
         return _ARCHITECTURES[kind] if kind is not None else MappingProxyType({})
     other = [key for key in entry if key.startswith(_OTHER_LAYERS) and entry[key]]

@@ -359,6 +359,7 @@ QWEN_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
             "are planned",
         ),
         ({**QWEN_MOE, "index_topk": 2048}, "index_topk=2048: .* Ulysses and ring means nothing"),
+        ({"model_type": "falcon"}, "model_type .falcon.: .* Ulysses and ring means nothing"),
         ({**QWEN_MOE, "decoder_sparse_step": 2}, "experts in some layers and an MLP in others"),
         ({**QWEN_MOE, "num_experts_per_tok": "8"}, "experts a token '8': a whole number"),
         ({**LLAMA, "sliding_window": 64, "layer_types": ["chunked"]}, "among them chunked that is"),

@@ -138,10 +138,11 @@ class SparseLayers:
         if not self._compares:
             return
         positions = batch.arguments.get("position_ids")
-        counted = torch.arange(batch.seq_len)[None] if positions is None else positions.cpu()
+        places = torch.arange(batch.seq_len, device="cpu")
+        counted = places[None] if positions is None else positions.cpu()
         for row, start, stop in batch.runs():
             have = counted[row % len(counted), start:stop]
-            if not have.equal(torch.arange(stop - start)):
+            if not have.equal(places[: stop - start]):
                 raise DataError(
                     f"{self._name} compares positions with the counts of a document's keys, and "
                     f"the document at token {start} of row {row} has positions {have[0]} to "
@@ -291,8 +292,9 @@ def _counts(usp: Shard, chains: StateChains, device: torch.device) -> Tensor:
     counts = usp.masks.get("counts")
     if counts is None:
         pieces = chains.by_rank[usp.call.mesh.rank]
-        runs = [torch.arange(x.start - x.first, x.stop - x.first) for x in pieces]
-        counts = usp.masks["counts"] = torch.cat(runs).view(-1, usp.length).to(device)
+        spans = [(piece.start - piece.first, piece.stop - piece.first) for piece in pieces]
+        counts = torch.cat([torch.arange(*span, device=device) for span in spans])
+        counts = usp.masks["counts"] = counts.view(-1, usp.length)
     return counts
 
 
