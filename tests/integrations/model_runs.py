@@ -112,8 +112,10 @@ def forward(model: Any, batch: Mapping[str, Tensor], **given: Any) -> tuple[Tens
         check_loss(model)
     except ds_usp.UnsupportedAttentionError:
         unlabeled = {name: x for name, x in batch.items() if name != "labels"}
-        logits = model(**unlabeled, **given).logits
-        return cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()), logits
+        logits, labels = model(**unlabeled, **given).logits, batch["labels"]
+        if "MaskedLM" in type(model).__name__:
+            return cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+        return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits
     out = model(**batch, **given)
     return out.loss, out.logits
 
@@ -195,10 +197,16 @@ BATCHES = {"plain": plain_batch, "packed": packed_batch}
 MESHES = {"ulysses 2": 2, "ring 2": 1}
 
 
-def sweep_case(ctx: RankContext, model_type: str, layout: str = "auto") -> dict[str, float | str]:
+def sweep_case(
+    ctx: RankContext, model_type: str, layout: str = "auto", masked: bool = False
+) -> dict[str, float | str]:
     """How a type fares on two ranks, by batch and mesh: its error, or why it is refused. Each rank
-    has the reference of one batch; where the model cannot compute it the error is infinite."""
-    model = build(model_type)
+    has the reference of one batch; where the model cannot compute it the error is infinite.
+
+    Args:
+        masked: with the head of a masked language model.
+    """
+    model = build(model_type, masked=masked)
     batch_name = tuple(BATCHES)[ctx.rank]
     outcomes: dict[str, float | str] = {}
     want: Result | None = None

@@ -61,14 +61,17 @@ def of_types(ctx: RankContext, types: tuple[str, ...]) -> dict[str, float]:
         share = [name for i, name in enumerate(names) if i % ctx.world == ctx.rank]
         want = {name: expected(model, BATCHES[name](), name) for name in share}
         runs = [("zigzag", names), ("contiguous", ["others in each row"])]
+        if decoders.gathered_layers(model):
+            runs += [("zigzag, in chunks", ["left" if "left" in names else "odd"])]
         if model.supports_gradient_checkpointing:
             runs += [("zigzag, reentrant", ["odd"]), ("zigzag, not reentrant", ["odd"])]
         for run, of_run in runs:
             layout, *checkpoints = run.split(", ")
-            if checkpoints:
+            chunks = 3 if checkpoints == ["in chunks"] else "auto"
+            if checkpoints and chunks == "auto":
                 model.gradient_checkpointing_enable({"use_reentrant": checkpoints == ["reentrant"]})
                 model.enable_input_require_grads()
-            with enable(model, mesh_of(1), layout=layout, logits="whole"):
+            with enable(model, mesh_of(1), layout=layout, logits="whole", query_chunks=chunks):
                 for name in of_run:
                     have = on_the_mesh(model, mesh_of(1), BATCHES[name]())
                     if name in want:

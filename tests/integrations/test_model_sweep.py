@@ -19,6 +19,7 @@ from model_runs import BOUND, plain_batch, sweep_case
 from tiny_models import (
     FP64,
     HAS_STATES,
+    MASKED,
     NOT_BUILT,
     OVERRIDES,
     config,
@@ -58,6 +59,23 @@ def test_the_model_is_exact_or_refused(pool, outcomes, model_type):
     for batch in ("plain", "packed"):
         on_each_mesh = {isinstance(x, str) for name, x in found.items() if batch in name}
         assert len(on_each_mesh) == 1, f"{model_type}: refused on one mesh only: {found}"
+
+
+def masked_cases(ctx: RankContext) -> dict[str, Outcome]:
+    return {name: sweep_case(ctx, name, masked=True) for name in MASKED if name != "mobilebert"}
+
+
+def test_masked_models_are_exact_or_refused(pool):
+    plain, packed = pool.run(masked_cases, 2)
+    found = {name: {**plain[name], **packed[name]} for name in plain}
+    errors = {
+        (name, case): x
+        for name, of in found.items()
+        for case, x in of.items()
+        if not isinstance(x, str)
+    }
+    assert not {case: x for case, x in errors.items() if not x <= BOUND}
+    assert len(errors) >= 4 * 14
 
 
 @pytest.mark.parametrize("model_type", TRIED)

@@ -220,6 +220,28 @@ def next_sentence() -> Any:
     ).eval()
 
 
+class OwnAttention(torch.nn.Module):
+    """Attention to this many times its keys, by transformers' interface or by its own way."""
+
+    def __init__(self, keys: int, called: bool) -> None:
+        super().__init__()
+        self.keys, self.called, self.is_causal = keys, called, True
+
+    def forward(self, hidden_states: torch.Tensor, usp: Any, **_: Any) -> tuple[torch.Tensor, None]:
+        x = hidden_states[:, None]
+        if self.called:
+            keys = torch.cat([x] * self.keys, 2)
+            attend = transformers.AttentionInterface().get_interface("usp", None)
+            return attend(self, x, keys, keys, None, usp=usp)[0].flatten(2), None
+        return x[:, 0], None
+
+
+def own_attention(*, keys: int = 1, called: bool = True) -> Any:
+    model = build("llama")
+    model.model.layers[1].self_attn = OwnAttention(keys, called)
+    return run(model)
+
+
 def part(alone: bool) -> Any:
     model = build("llama")
     with enable(model, ds_usp.SequenceMesh.single()):
@@ -729,6 +751,17 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         "query_chunks=2",
         lambda: run(build("llama"), query_chunks=2),
         lambda: run(build("llama")),
+    ),
+    "attention in one's own way": (
+        "OwnAttention in the place of a layer's attention",
+        lambda: own_attention(called=False),
+        own_attention,
+    ),
+    "keys of others": ("from 41 tokens to 82 keys", lambda: own_attention(keys=2), own_attention),
+    "neighbors in embeddings": (
+        "trigram_input=False",
+        lambda: run(build("mobilebert", masked=True), unlabeled()),
+        lambda: run(build("mobilebert", masked=True, trigram_input=False), unlabeled()),
     ),
     "states of images": (
         "cross_attention_states",

@@ -241,19 +241,27 @@ def model_types() -> Mapping[str, str]:
     return types
 
 
+# Types of masked language models that can be made here; others are larger, or have parts.
+MASKED = sorted(
+    set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    - {"esm", "esmc", "luke", "modernvbert", "ultravbert", "perceiver", "wav2vec2"}
+)
 model_types()  # by the server of ranks, once: it imports 20 files and takes each rank 0.3 s
 
 
-def config(model_type: str, **changes: Any) -> Any:
+def config(model_type: str, masked: bool = False, **changes: Any) -> Any:
     """A tiny configuration; ``changes`` go beyond :data:`OVERRIDES`."""
-    cls = model_class(model_type).config_class
-    return cls(**shrunk(cls) | changes)
+    cls = model_class(model_type, masked).config_class
+    small = shrunk(cls) | changes
+    if masked:
+        small.pop("is_decoder", None)
+    return cls(**small)
 
 
-def model_class(model_type: str) -> type[Any]:
+def model_class(model_type: str, masked: bool = False) -> type[Any]:
     """The class of a causal language model, or of a masked one where there is none."""
-    masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type, "")
-    cls: type[Any] = getattr(transformers, model_types().get(model_type, masked))
+    name = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type, "")
+    cls: type[Any] = getattr(transformers, name if masked else model_types().get(model_type, name))
     return cls
 
 
@@ -308,10 +316,10 @@ def read(values: Any, name: str = "", otherwise: Any = None) -> Any:
     return otherwise
 
 
-def build(model_type: str, **changes: Any) -> Any:
+def build(model_type: str, masked: bool = False, **changes: Any) -> Any:
     """A model with weights of a seed, in training mode, with attention computed eagerly."""
-    cls = model_class(model_type)
-    tiny = config(model_type, **changes)
+    cls = model_class(model_type, masked)
+    tiny = config(model_type, masked, **changes)
     torch.manual_seed(0)
     count = 0
 

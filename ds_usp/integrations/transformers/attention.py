@@ -188,6 +188,11 @@ def usp_attention_forward(
     """
     if dropout:
         raise UnsupportedAttentionError(text_of_dropout(module, dropout))
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]} keys, "
+            "which are not its shard's: attention to other sequences, or to a cache, is not served"
+        )
     if usp is None and query.shape[2] == getattr(PASS.get(), "length", None):
         usp = PASS.get()
     usp, mask = check_call(module, attention_mask, is_causal, sliding_window, usp, others)

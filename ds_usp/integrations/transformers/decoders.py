@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
@@ -26,13 +27,21 @@ from ds_usp.integrations.transformers.attention import (
     mask_of,
     text_of_dropout,
 )
-from ds_usp.integrations.transformers.query_chunks import Keys
+from ds_usp.integrations.transformers.query_chunks import (
+    Gathered,
+    Keys,
+    KeysAreMade,
+    number_of_chunks,
+    of_queries,
+    parts_of_shard,
+)
 from ds_usp.integrations.transformers.recurrent_layers import (
     ReplacedAttributes,
     is_of_transformers,
 )
 from ds_usp.integrations.transformers.sparse_layers import as_scores, gather_tokens, seen_keys
 from ds_usp.integrations.transformers.text_model import text_model, text_modules
+from ds_usp.memory.chunks import in_chunks_at
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import local_positions
 
@@ -40,6 +49,13 @@ _OLDEST: Final = "5.23"  # as far as every such type was run: see the table of t
 # What a layer calls its KV cache, and how it puts keys there.
 _CACHES: Final = ("past_key_values", "layer_past")
 _PUTS_KEYS: Final = re.compile(r"\b(layer_past|(\w+_)?past_key_values)\.update\(")
+# Tensors that a layer is given: the dim of its queries, None where it has none.
+_QUERY_DIMS: Final[Mapping[str, int | None]] = MappingProxyType(
+    dict.fromkeys(("hidden_states", "residual"), 1)
+    | dict.fromkeys(("attention_mask", "position_embeddings", "sinusoidal_pos"), -2)
+    | {"position_ids": -1}
+    | dict.fromkeys(("alibi", "position_bias", "rotary_pos_emb"))
+)
 _INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
 # What embeds positions as angles, for layers that take them of one row.
 _ANGLES: Final = frozenset({"RoFormerSinusoidalPositionalEmbedding"})
@@ -158,13 +174,14 @@ class Decoders:
     # queries x all keys. That mask is made as a tensor where the model asks transformers for it,
     # so a model may do with it what it does with its own. Positions come as `position_ids`; where
     # a model takes none, its embedding of positions is given them, or its bias those of all keys.
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, query_chunks: int | str) -> None:
         self._replaced = ReplacedAttributes()
         text = text_model(model)
         gathered = gathered_layers(model)
         for layer in gathered:
             forward = partial(type(layer).forward, layer)
-            self._replaced.set(layer, "forward", partial(_run_layer, layer, forward, text.config))
+            run = partial(_run_layer, layer, forward, text.config, query_chunks)
+            self._replaced.set(layer, "forward", run)
         self._mask_of_keys = _mask_of_keys if gathered else None
         self._takes_positions = "position_ids" in inspect.signature(text.forward).parameters
         for module in _position_embeddings(model):
@@ -199,7 +216,14 @@ def _signature(kind: Any) -> inspect.Signature:
 
 
 @disable_in_compile("keys are gathered over the ranks, in calls that they compare")
-def _run_layer(layer: nn.Module, forward: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_layer(
+    layer: nn.Module,
+    forward: Any,
+    config: Any,
+    query_chunks: int | str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     name, shard = type(layer).__name__, PASS.get()
     given = _signature(type(layer)).bind(layer, *args, **kwargs).arguments
     others = given.pop("kwargs", {})
@@ -207,7 +231,8 @@ def _run_layer(layer: nn.Module, forward: Any, config: Any, *args: Any, **kwargs
     if shard is None or hidden.shape[1] != shard.length:
         raise ConfigError(
             f"{name} runs without a sharded batch. Call the model that was given to "
-            "ds_usp.integrations.transformers.enable, not a part of it"
+            "ds_usp.integrations.transformers.enable, not a part of it; checkpoints are served as "
+            "gradient_checkpointing_enable and enable(..., recompute=) make them"
         )
     if layer.training and (dropout := _dropout(layer)):
         raise UnsupportedAttentionError(text_of_dropout(layer, dropout, config))
@@ -216,8 +241,14 @@ def _run_layer(layer: nn.Module, forward: Any, config: Any, *args: Any, **kwargs
     keys.before = shard.layout.seq_len - shard.length
     cache = next(x for x in _CACHES if x in _signature(type(layer)).parameters)
     del given["self"]
-    with _RowsOfMask(layer, shard):
-        out = forward(**{**given, **others, cache: keys})
+    scores = 4 * len(hidden) * config.num_attention_heads * shard.layout.seq_len
+    chunks = number_of_chunks(query_chunks, shard.layout, scores)
+    run = partial(forward, **others)
+    if chunks > 1:
+        out = _run_in_chunks(layer, shard, keys, chunks, run, given, cache)
+    else:
+        with _RowsOfMask(layer, shard, slice(None)):
+            out = run(**{**given, cache: keys})
     if keys.updated is None:
         raise UnsupportedAttentionError(
             f"{name} has not put its keys into the KV cache that it was given: each query would "
@@ -225,6 +256,47 @@ def _run_layer(layer: nn.Module, forward: Any, config: Any, *args: Any, **kwargs
         )
     shard.layers.append(name)
     return out
+
+
+def _run_in_chunks(
+    layer: nn.Module,
+    shard: Shard,
+    keys: _AllKeys,
+    chunks: int,
+    forward: Any,
+    given: Mapping[str, Any],
+    cache: str,
+) -> Any:
+    """Return what ``forward`` returns, by chunks of the queries (Note [queries in chunks])."""
+    keys.is_first_run = True
+    with suppress(KeysAreMade), _RowsOfMask(layer, shard, slice(None)):
+        forward(**{**given, cache: keys})
+    gathered = Gathered(layer, keys, None, joined=False)
+    seq_len = shard.layout.seq_len
+    parts = {x.start: x for x in parts_of_shard(shard.length, chunks, seq_len)}
+    name = next(name for name, x in given.items() if isinstance(x, Tensor))
+    further: list[Any] = []  # results beside attention's: its weights, biases that are added later
+
+    def run(x: Tensor, start: int, stop: int) -> Tensor:
+        part = parts[start]
+        own = _KeysOfChunk(keys, gathered.keys_of(part))
+        own.before = seq_len - stop + start
+        sliced = {key: of_queries(key, y, part, _QUERY_DIMS) for key, y in given.items()}
+        with _RowsOfMask(layer, shard, slice(start, stop)):
+            out = forward(**{**sliced, name: x, cache: own})
+        if not isinstance(out, tuple):
+            return cast(Tensor, out)
+        further[:] = None, *out[2:]
+        if any(isinstance(x, Tensor) and x.ndim > 1 for x in out[2:]):
+            raise UnsupportedAttentionError(
+                f"{type(layer).__name__} returns more of its queries than attention's result and "
+                "weights, which is not joined over chunks: use query_chunks=1"
+            )
+        return cast(Tensor, out[0])
+
+    borders = [(part.start, part.stop) for part in parts.values()]
+    result = in_chunks_at(run, given[name], borders, 1, layer)
+    return (result, *further) if further else result
 
 
 def _dropout(layer: nn.Module) -> float:
@@ -247,21 +319,35 @@ class _AllKeys(Keys):
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(keys, values)
+        if self.is_first_run:
+            raise KeysAreMade
         return keys.contiguous(), values.contiguous()  # as a cache's: some layers take views
 
     def get_seq_length(self, *_: Any) -> int:
         return self.before
 
 
-class _RowsOfMask:
-    """A layer's own mask of all positions (GPT-Neo's), in a ``with`` block as its rows of this
-    rank's queries, whatever rows the layer takes."""
+class _KeysOfChunk(_AllKeys):
+    """Returns the keys that were gathered."""
 
-    def __init__(self, layer: nn.Module, shard: Shard) -> None:
+    def __init__(self, of_layer: _AllKeys, pair: tuple[Tensor, Tensor]) -> None:
+        super().__init__(of_layer._layer, of_layer._gather)
+        self._pair = pair
+
+    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._pair
+
+
+class _RowsOfMask:
+    """A layer's own mask of all positions (GPT-Neo's), in a ``with`` block as its rows of these of
+    this rank's queries, whatever rows the layer takes."""
+
+    def __init__(self, layer: nn.Module, shard: Shard, queries: slice) -> None:
         mask = layer._buffers.get("bias")
         is_square = mask is not None and mask.ndim == 4 and mask.dtype == torch.bool
         self._names, self._shard = vars(layer), shard
         self._mask = mask if is_square else None
+        self._queries = queries
 
     def __enter__(self) -> None:
         if self._mask is not None:
@@ -269,7 +355,7 @@ class _RowsOfMask:
 
     def __getitem__(self, _: Any) -> Tensor:
         layout, mask = self._shard.layout, cast(Tensor, self._mask)
-        rows = local_positions(layout, self._shard.call.mesh.rank, mask.device)
+        rows = local_positions(layout, self._shard.call.mesh.rank, mask.device)[self._queries]
         return mask[:, :, rows, : layout.seq_len]
 
     def __exit__(self, *_: object) -> None:

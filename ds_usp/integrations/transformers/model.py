@@ -122,9 +122,9 @@ def enable(
         loss_chunks: head and loss in so many chunks of tokens where labels are given: logits of all
             tokens never exist, and the output has none; 0: not in chunks.
         mlp_chunks: the MLP of each layer in so many chunks of tokens; 0: not in chunks.
-        query_chunks: attention of layers whose indexer picks the keys in so many chunks of queries,
-            each computed again in backward; ``auto``: as many as keep what scores all keys within
-            2 GiB.
+        query_chunks: attention of layers whose indexer picks the keys, and of older decoders that
+            compute it themselves, in so many chunks of queries, each computed again in backward;
+            ``auto``: as many as keep what scores all keys within 2 GiB.
         share_prefixes: rows, or packed documents, that begin alike run as one tree: what they have
             in common once. Losses, log-probabilities and whole logits are those of the rows;
             shards are of the tree.
@@ -242,7 +242,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         head = refusals.find_head(inner) if options.loss_chunks else None
         is_carried = any(recurrent_layers(inner)) or decoders.need_carry(inner)
         self._memory = LayersMemory(inner, options, carry if is_carried else None)
-        self._recurrent, self._decoders = RecurrentLayers(inner), decoders.Decoders(inner)
+        self._replaced = refusals.replaced_attention(inner)
+        self._recurrent = RecurrentLayers(inner)
+        self._decoders = decoders.Decoders(inner, options.query_chunks)
         self._head = None if head is None else ChunkedHead(head, options.loss_chunks, self._running)
         self._router_loss = RouterLoss(inner, mesh, options.gradients, self._running)
         self._loss: WholeBatchLoss | None = None
@@ -585,6 +587,13 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             raise UnsupportedAttentionError(
                 f"{name}: no layer has called transformers' attention interface; the model "
                 "computes attention, or mixes tokens, in its own way and is not served"
+            )
+        ran = set(shard.layers)
+        if silent := [kind for kind, parts in self._replaced.items() if parts.isdisjoint(ran)]:
+            raise UnsupportedAttentionError(
+                f"{name} has {', '.join(silent)} in the place of a layer's attention, which has "
+                "not called transformers' attention interface: it computes attention, or mixes "
+                "tokens, in its own way and is not served"
             )
         if self._whole_head:
             return out

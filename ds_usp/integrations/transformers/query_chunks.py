@@ -191,7 +191,7 @@ class _KeysOfPart(Keys):
     """
 
     def __init__(
-        self, of_layer: Keys, part: Part, gathered: _Gathered, picked: dict[int, Any]
+        self, of_layer: Keys, part: Part, gathered: Gathered, picked: dict[int, Any]
     ) -> None:
         super().__init__(of_layer._layer, of_layer._gather)
         self.indexed = None if of_layer.indexed is None else part.keys(of_layer.indexed)
@@ -216,10 +216,13 @@ class _KeysOfPart(Keys):
         return (*self._gathered.to_compress(self._part, name), 0)
 
     def pick(self, run: Callable[[], Any]) -> Any:
-        if self._part.start not in self._picked:
+        start = self._part.start
+        if start not in self._picked:
             with torch.no_grad():  # nor has what backward runs again a graph of it
-                self._picked[self._part.start] = run()
-        return self._picked[self._part.start]
+                picked = run()
+            self._gathered.dtype_of_picks = picked.dtype
+            self._picked[start] = picked.int() if picked.dtype == torch.int64 else picked
+        return self._picked[start].to(self._gathered.dtype_of_picks)
 
 
 def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -230,32 +233,33 @@ def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return keys.pick(lambda: forward(*args, **kwargs))
 
 
-def number_of_chunks(
-    layer: Any, given: int | str, layout: TokenLayout, hidden_states: Tensor, rows: int
-) -> int:
+def number_of_chunks(given: int | str, layout: TokenLayout, of_query: int) -> int:
     """Return how many chunks a layer's queries go in, the same on every rank: as many as were asked
     for, or as keep the largest tensor of one within ``BYTES_OF_CHUNK``.
 
     Args:
-        rows: of the batch that are computed together.
+        of_query: the bytes of that tensor for one query of each row.
     """
     lengths = [layout.length(rank) for rank in range(layout.degree)]
     if given != AUTO:
         return int(given)
+    queries = max(1, BYTES_OF_CHUNK // of_query)
+    return min(ceil(max(lengths) / queries), min(lengths))
+
+
+def bytes_of_query(layer: Any, keys: int, itemsize: int) -> int:
+    """Return the bytes of the largest tensor that a sparse layer makes for a query of one row."""
     owner = getattr(layer, "compressor", None) or layer
     indexer: Any = getattr(owner, "indexer", None)
     heads = getattr(indexer, "n_heads", 0) or getattr(indexer, "num_heads", 1)
     # Scores of the indexer are in fp32; GLM-5 Next's are of pools, beside a count of each key.
-    of_query = max(4 * heads // getattr(indexer, "index_kpool", 1), 8) * layout.seq_len
+    scores = max(4 * heads // getattr(indexer, "index_kpool", 1), 8) * keys
     if reads_picked_latents(layer):
-        picked = min(getattr(layer.config, "index_topk", 0), layout.seq_len)
         width = layer.kv_lora_rank + layer.qk_rope_head_dim
-        of_query = max(of_query, picked * width * hidden_states.element_size())
-    else:  # a mask of each head at the least
-        of_query = max(of_query, 4 * layer.config.num_attention_heads * layout.seq_len)
-    of_query //= getattr(owner, "compress_rate", 1)
-    queries = max(1, BYTES_OF_CHUNK // (rows * of_query))
-    return min(ceil(max(lengths) / queries), min(lengths))
+        return int(max(scores, min(layer.config.index_topk, keys) * width * itemsize))
+    # A mask of each head at the least.
+    scores = max(scores, 4 * layer.config.num_attention_heads * keys)
+    return int(scores // getattr(owner, "compress_rate", 1))
 
 
 def reads_picked_latents(layer: Any) -> bool:
@@ -307,7 +311,7 @@ def run_in_parts(
         )
     check()
     with_latents = recomputed and reads_picked_latents(layer)
-    gathered = _Gathered(layer, keys, window, joined=with_latents)
+    gathered = Gathered(layer, keys, window, joined=with_latents)
     # Keys that layers share are as the first run has left them: parts get a copy, to read.
     mappings = {name: x for name, x in arguments.items() if isinstance(x, MutableMapping)}
     shared = {
@@ -319,7 +323,7 @@ def run_in_parts(
 
     def run(x: Tensor, start: int, _: int) -> Tensor:
         part = at[start]
-        given = {name: _of_queries(name, value, part) for name, value in arguments.items()}
+        given = {name: of_queries(name, x, part, _QUERY_DIMS) for name, x in arguments.items()}
         for name, mapping in shared.items():
             given[name] = {key: gathered.of_part(pair, part) for key, pair in mapping.items()}
         for name, value in of_keys.items():
@@ -377,14 +381,19 @@ class _WithGradients(torch.autograd.Function):
         return grad, *zeros
 
 
-class _Gathered:
+class Gathered:
     """What was gathered of a layer as each part is given it, with gradients that are summed over
     parts in fp32.
 
     Args:
         window: tokens that a query sees of what is not compressed; None: all.
         joined: latents and their rotary part as one tensor, with what its gradients go to.
+
+    Attributes:
+        dtype_of_picks: in which the layer reads what is kept in 32 bits.
     """
+
+    dtype_of_picks = torch.int32
 
     def __init__(self, layer: Any, keys: Keys, window: int | None, *, joined: bool) -> None:
         self._joined, self._window = joined, window
@@ -471,20 +480,25 @@ class _Pick(torch.autograd.Function):
         return total, None, None
 
 
-def _of_queries(name: str, value: Any, part: Part) -> Any:
-    """Return the part of a layer's argument that belongs to these queries."""
+def of_queries(name: str, value: Any, part: Part, dims: Mapping[str, int | None]) -> Any:
+    """Return the part of a layer's argument that belongs to these queries.
+
+    Args:
+        dims: the dim of queries of each argument that is a tensor or has some; None: it has none.
+    """
     if isinstance(value, tuple):
-        return tuple(_of_queries(name, x, part) for x in value)
+        return tuple(of_queries(name, x, part, dims) for x in value)
     if isinstance(value, dict):  # of kinds of rotary embeddings
-        return {kind: _of_queries(name, x, part) for kind, x in value.items()}
+        return {kind: of_queries(name, x, part, dims) for kind, x in value.items()}
     if not isinstance(value, Tensor):
         return value
-    if name not in _QUERY_DIMS:
+    if name not in dims:
         raise UnsupportedAttentionError(
             f"a layer whose queries go in chunks was given the tensor {name}, which is not known "
             "to have queries in a dim: use query_chunks=1"
         )
-    return part.queries(value, _QUERY_DIMS[name])
+    dim = dims[name]
+    return value if dim is None else part.queries(value, dim)
 
 
 @contextmanager

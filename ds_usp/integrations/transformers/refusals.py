@@ -15,7 +15,10 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GradientCheckpointingLayer,
+)
 
 from ds_usp.attention.model_sources import counts_tokens, source_of_forward
 from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError
@@ -158,6 +161,11 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
                 "attn_temperature_tuning=False is the same for fewer than floor_scale tokens)"
             )
             break
+    if any(getattr(module, "trigram_input", False) for module in text_modules(model)):
+        yield (
+            "it embeds each token with its neighbors (config.trigram_input), which another rank "
+            "may have: make it with trigram_input=False"
+        )
     if not (text_model(model)._supports_attention_backend or text.model_type in SERVED):
         yield from filter(None, [reason_against_attention(model)])
     if getattr(model.config, "output_attentions", False):
@@ -217,6 +225,27 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
 
 def _package(kind: type) -> str:
     return kind.__module__.rpartition(".")[0]
+
+
+# What holds a layer's attention, and no norm, gate or dropout beside it.
+_ATTENTION = re.compile(r"(?!.*(norm|drop|ln))\w*(attn|attention)")
+
+
+def replaced_attention(model: PreTrainedModel) -> dict[str, frozenset[str]]:
+    """Modules that are neither transformers' nor torch's in the place of a layer's attention: by
+    their names, the classes of what is in them, of which attention has to be heard."""
+    found: dict[str, frozenset[str]] = {}
+    for layer in text_modules(model):
+        if not isinstance(layer, GradientCheckpointingLayer):
+            continue
+        for name, part in layer.named_children():
+            kind = type(part)
+            ours = any(map(is_of_transformers, kind.__mro__)) or kind.__module__.startswith(
+                "torch."
+            )
+            if _ATTENTION.match(name) and not ours:
+                found[kind.__name__] = frozenset(type(module).__name__ for module in part.modules())
+    return found
 
 
 def layout_of_states(model: PreTrainedModel, options: Options) -> str:
@@ -310,10 +339,12 @@ def _trains_with(model: PreTrainedModel, adapter: str) -> bool:
 
 def check_query_chunks(model: PreTrainedModel, options: Options) -> None:
     """ConfigError for chunks of queries that no layer would compute."""
-    if options.query_chunks not in (AUTO, 1) and not any(sparse_layers(model)):
+    if options.query_chunks in (AUTO, 1) or any(sparse_layers(model)):
+        return
+    if not gathered_layers(model):
         raise ConfigError(
             f"query_chunks={options.query_chunks}: {type(model).__name__} has no layers whose "
-            "indexer picks the keys: leave query_chunks out"
+            "indexer picks the keys, or that compute attention themselves: leave query_chunks out"
         )
 
 

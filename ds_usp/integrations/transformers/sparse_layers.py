@@ -28,6 +28,7 @@ from ds_usp.integrations.transformers.attention import (
 from ds_usp.integrations.transformers.query_chunks import (
     Keys,
     Part,
+    bytes_of_query,
     number_of_chunks,
     parts_of_documents,
     parts_of_shard,
@@ -191,7 +192,8 @@ def _run_layer(
         kwargs["position_ids"] = position_ids
     chains = state_chains(layout, spec.documents, rows) if counts else None
     together = rows if chains is None else chains.rows_of_piece
-    chunks = number_of_chunks(layer, query_chunks, layout, hidden_states, together)
+    of_query = together * bytes_of_query(layer, layout.seq_len, hidden_states.element_size())
+    chunks = number_of_chunks(query_chunks, layout, of_query)
     bools = implementation != "eager" or (chunks > 1 and reads_picked_latents(layer))
     run = partial(run_in_parts, layer, forward, keys, check=check, recomputed=chunks > 1)
     run = partial(run, hidden_states=hidden_states, arguments=kwargs)
@@ -234,8 +236,7 @@ def _run_layer(
             seen = seen_keys(spec, usp, device, 0, length)
             seen = seen if bools else as_scores(seen, dtype)
             usp.masks[key] = seen
-        seen = seen.expand(rows, -1, -1, -1)
-        kwargs |= {"attention_mask": seen, "past_key_values": keys}
+        kwargs |= {"attention_mask": seen.expand(rows, -1, -1, -1), "past_key_values": keys}
         out = forward(hidden_states=hidden_states, **kwargs)
         check()
     usp.layers.append(kind)
