@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_usp
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.integrations.transformers import attach, enable
+from ds_usp.integrations.transformers import attach
 from ds_usp.training import prepare_deepspeed
 
 with contextlib.suppress(ImportError):  # before transformers 5
@@ -243,9 +243,7 @@ def finish(
     trainer.remove_callback(transformers.PrinterCallback)
     if split.ulysses * split.ring > 1:
         mesh = mesh_of(ctx, split)
-        if share_prefixes:
-            enable(trainer.model, mesh, share_prefixes=True)
-        attach(trainer, mesh)
+        attach(trainer, mesh, share_prefixes=share_prefixes)
     trainer.train(resume_from_checkpoint=resume)
     steps = [log for log in record.logs if "loss" in log]
     return Run(

@@ -25,7 +25,7 @@ from PIL import Image
 from tiny_towers import IMAGE, build_with_tower
 from torch import Tensor
 
-from ds_usp.integrations.transformers import attach, enable
+from ds_usp.integrations.transformers import attach
 
 STEPS = 3
 ALONE = Split()
@@ -238,9 +238,7 @@ def run_rl(
                 layers = [x for x in counts.modules() if type(x).__name__.endswith("DecoderLayer")]
                 layers[0].register_forward_pre_hook(count)
         if mesh:
-            if share_prefixes:
-                enable(model, mesh, share_prefixes=True)
-            attach(trainer, mesh)
+            attach(trainer, mesh, share_prefixes=share_prefixes)
         trainer.train()
         return Rollouts(
             [log for log in record.logs if "loss" in log],

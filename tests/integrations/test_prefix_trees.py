@@ -35,10 +35,22 @@ from ds_usp.training.prefix_tree import SharedPrefixes
 FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
 # Of each the mesh, the layout, what else is asked of enable, and how losses are averaged.
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
-    ("llama", {"num_attention_heads": 8, "head_dim": 8}, 4, {"layout": "auto"}, {}),
+    (
+        "llama",
+        {"num_attention_heads": 8, "head_dim": 8},
+        4,
+        {"recompute": "attention", "offload_ratio": 0.5},
+        {},
+    ),
     ("qwen3", FULL, 2, {"layout": "auto", "recompute": "full"}, {"train_on_prompt": True}),
     ("gemma3_text", FULL, 1, {"layout": "zigzag", "loss_chunks": 3}, {"reduction": "rows"}),
-    ("gpt2", {}, 2, {"layout": "striped"}, {"train_on_prompt": True, "reduction": "rows"}),
+    (
+        "gpt2",
+        {},
+        2,
+        {"layout": "striped", "mlp_chunks": 2},
+        {"train_on_prompt": True, "reduction": "rows"},
+    ),
     ("deepseek_v3", {}, 1, {"layout": "balanced"}, {"train_on_prompt": True}),
     # Its window holds the longest row.
     ("mistral", {"sliding_window": 64}, 4, {"layout": "contiguous"}, {}),
@@ -152,7 +164,9 @@ def as_padded_rows(questions: list[dict[str, Any]]) -> Any:
     )
 
 
-def train_on_questions(ctx: RankContext, split: Split = ALONE, micro: int = 4) -> Run:
+def train_on_questions(
+    ctx: RankContext, split: Split = ALONE, micro: int = 4, share_prefixes: bool = False
+) -> Run:
     """With prompts, whose tokens count once for each answer; on one process without ds_usp."""
     with restored_environment():
         size, record = split.ulysses * split.ring, Record()
@@ -164,19 +178,29 @@ def train_on_questions(ctx: RankContext, split: Split = ALONE, micro: int = 4) -
             ),
             train_dataset=Questions(),
             eval_dataset=Questions(),
-            data_collator=PrefixTree(train_on_prompt=True) if size > 1 else as_padded_rows,
+            data_collator=PrefixTree(train_on_prompt=True)
+            if size > 1 and not share_prefixes
+            else as_padded_rows,
             callbacks=[record],
         )
-        return finish(ctx, trainer, split, record, evaluate=True)
+        return finish(
+            ctx, trainer, split, record, evaluate=not share_prefixes, share_prefixes=share_prefixes
+        )
 
 
 def test_a_trainer_on_trees_trains_as_one_on_rows(pool):
-    """Two meshes with two micro batches each: the step's loss is divided by all weights."""
+    """Two meshes with two micro batches each: the step's loss is divided by all weights, which the
+    collator gives, or by the labels of the rows, of which the model makes a tree."""
     want = pool.run(train_on_questions, 1)[0]
-    got = pool.run(train_on_questions, 4, split=Split(2, 1), micro=1)[0]
-    assert_same(got, want)
-    # Each batch is weighed as a Trainer does: by its share of the samples.
-    assert got.evaluation["eval_loss"] == pytest.approx(want.evaluation["eval_loss"], rel=2e-3)
+    for share_prefixes in (False, True):
+        options = {"split": Split(2, 1), "micro": 1, "share_prefixes": share_prefixes}
+        got = pool.run(train_on_questions, 4, **options)[0]
+        assert_same(got, want)
+        if (
+            not share_prefixes
+        ):  # each batch is weighed as a Trainer does: by its share of the samples
+            loss = got.evaluation["eval_loss"]
+            assert loss == pytest.approx(want.evaluation["eval_loss"], rel=2e-3)
 
 
 def test_dpo_that_shares_prompts_trains_as_one_process_does(pool):
@@ -203,19 +227,24 @@ def test_trls_other_trainers_that_share_prompts_do(pool, name):
 
 @pytest.mark.parametrize("name", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_groups_that_share_prompts_train_as_one_process_does(pool, tmp_path, name):
-    """A group is a tree, of prompts that are padded on the left."""
+    """A group is a tree, of prompts that are padded on the left. The second step is of the same
+    completions: its ratios to the policy that has made them are not 1, and some are clipped."""
     options = {
         "name": name,
         "micro": 4,
         "num_generations": 4,
         "prompt": 20,
         "beta": 0.1,
-        "max_steps": 1,
+        "max_steps": 2,
+        "num_iterations": 2,
+        "learning_rate": 0.05,
     }
     options["folder"] = saved_reference(str(tmp_path))
     want = pool.run(run_rl, 1, **options)[0]
     got = pool.run(run_rl, 2, split=Split(2, 1), share_prefixes=True, **options)[0]
     same_logs(got, want)
+    clipped = "clip_ratio/region_mean"
+    assert want.logs[1][clipped] > want.logs[0][clipped] == 0, want.logs
     for weight, expected in zip(got.weights, want.weights, strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
     # One row, and three more completions of 9 with the prompt's last token, which is in each.

@@ -493,6 +493,8 @@ def test_loaders_that_keep_a_state_or_were_prepared_before_are_refused():
 def test_a_model_that_is_enabled_before_keeps_its_options():
     trainer, mesh = trainer_with(), ds_usp.SequenceMesh.single()
     enabled = enable(trainer.model, mesh, layout="striped")
+    with pytest.raises(ConfigError, match="attach is given share_prefixes"):
+        attach(trainer, mesh, share_prefixes=True)
     assert attach(trainer, mesh) is enabled
 
 

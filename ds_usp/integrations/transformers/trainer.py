@@ -36,7 +36,7 @@ from ds_usp.training.data_loader import BatchBroadcast, data_parallel_ranks
 from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS, next_token_labels
 
 
-def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
+def attach(trainer: Trainer, mesh: SequenceMesh, **options: Any) -> EnabledModel:
     """Let a Trainer, or one of TRL's, train with sequences that are sharded over a mesh.
 
     Collective over the world, which is a whole number of meshes. Call it after the trainer is
@@ -48,19 +48,25 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     made, and their weights (:meth:`SequenceMesh.check`).
 
     Args:
-        trainer: its model is enabled here if it is not yet; enable it before with other options
-            than the default ones.
+        trainer: its model is enabled here if it is not yet.
+        options: those of :func:`ds_usp.integrations.transformers.enable`, as ``share_prefixes``.
 
     Returns:
         The enabled model.
 
     Raises:
         ConfigError: an option of the trainer that would not train as one process does; another
-            trainer or a callback that generates; a model that is enabled for another mesh; meshes
-            of different sizes. On every rank.
+            trainer or a callback that generates; a model that is enabled for another mesh, or
+            before with other options; meshes of different sizes. On every rank.
         UnsupportedAttentionError: a model that is not served, which is named.
     """
     _check_trainer(trainer)
+    enabled = find_enabled(trainer.model, find_model(trainer.model))
+    if enabled is not None and options:
+        raise ConfigError(
+            f"the model is enabled already, and attach is given {', '.join(options)}: give its "
+            "options to enable or to attach, not to both"
+        )
     replicas = share_batches(trainer.accelerator, mesh)
     if makes_rollouts(trainer):
         count_completions(trainer, replicas.size)
@@ -68,7 +74,7 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
         trainer.accelerator.gather_for_metrics,
         use_gather_object=trainer.args.eval_use_gather_object,
     )
-    enabled = find_enabled(trainer.model, find_model(trainer.model)) or enable(trainer.model, mesh)
+    enabled = enabled or enable(trainer.model, mesh, **options)
     _check_mesh_of(enabled, mesh, "model")
     _enable_others(trainer, enabled)
     _count_replicas(trainer, mesh.sp_degree)
