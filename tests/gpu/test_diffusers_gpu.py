@@ -121,9 +121,11 @@ def output_and_gradients(transformer: Any, given: Mapping[str, Any]) -> tuple[Te
 
 def classes(device: torch.device) -> Iterator[tuple[str, float]]:
     """Outputs and gradients of every class with a plan, on both meshes."""
-    from ds_usp.integrations.diffusers import PLANS, enable
+    from tiny_diffusers import CLASSES
 
-    for name in PLANS:
+    from ds_usp.integrations.diffusers import enable
+
+    for name in CLASSES:
         transformer, given = model_on(device, name)
         want, gradients = output_and_gradients(transformer, given)
         for ulysses in MESHES:
@@ -304,11 +306,11 @@ NOT_CAPTURED = (
 
 def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
     """Passes that ds_usp captures, of two batches in turns, compiled too; a rank that differs."""
-    from tiny_diffusers import ALWAYS_MASKED, arguments, build, output_of
+    from tiny_diffusers import ALWAYS_MASKED, CLASSES, arguments, build, output_of
 
-    from ds_usp.integrations.diffusers import PLANS, enable
+    from ds_usp.integrations.diffusers import enable
 
-    for name in [name for name in PLANS if name not in (*ALWAYS_MASKED, *NOT_CAPTURED)]:
+    for name in [name for name in CLASSES if name not in (*ALWAYS_MASKED, *NOT_CAPTURED)]:
         transformer = build(name).eval().to(device)
         batches = [moved(arguments(name, seed=seed), device) for seed in (1, 2)]
         with torch.no_grad():

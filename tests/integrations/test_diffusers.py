@@ -13,11 +13,11 @@ import torch
 from cases import mesh_of
 from harness import RankContext
 from model_runs import BOUND, Result, counted_attention, mean_gradients, relative, take_gradients
-from tiny_diffusers import MASKS, VARIANTS, arguments, build, output_of
+from tiny_diffusers import CLASSES, MASKS, VARIANTS, arguments, build, output_of
 from torch import Tensor
 
 import ds_usp
-from ds_usp.integrations.diffusers import PLANS, enable, pass_state
+from ds_usp.integrations.diffusers import enable, pass_state
 from ds_usp.training import prepare_deepspeed
 
 PIXART = "PixArtTransformer2DModel"
@@ -131,7 +131,7 @@ def check(errors: list[Errors], count: int) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("name", [*PLANS, *VARIANTS])
+@pytest.mark.parametrize("name", [*CLASSES, *VARIANTS])
 def test_outputs_and_gradients_are_exact_at_every_split(pool, name):
     errors = pool.run(every_case, WORLD, name=name)
     cases = cases_of(name)

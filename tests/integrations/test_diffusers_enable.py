@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from model_runs import relative
-from tiny_diffusers import arguments, build, flux_pipeline, output_of
+from tiny_diffusers import CLASSES, arguments, build, flux_pipeline, output_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -51,7 +51,7 @@ def hooks_of(transformer: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in transformer.modules())
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", CLASSES)
 def test_no_processor_needs_a_mode_and_disable_leaves_the_transformer_as_it_was(name):
     transformer, given = build(name), arguments(name, padded=True)
     before = output_of(transformer, given)
@@ -173,9 +173,9 @@ def unet_pipeline() -> Any:
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
-        lambda: diffusers.DiTTransformer2DModel(num_layers=0),
+        lambda: diffusers.TransformerTemporalModel(in_channels=32, num_layers=0),
         Unsupported,
-        "no plan for DiTTransformer2DModel; there are plans for FluxTransformer2DModel, ",
+        "no plan for TransformerTemporalModel: its tokens are frames.*; there are plans for Flux",
     ),
     (token_replace, Unsupported, "image_condition_type='token_replace'"),
     (with_an_ip_adapter, Unsupported, "IP-Adapters"),
@@ -362,18 +362,6 @@ def test_masks_dropout_and_causality_of_attention_are_refused():
     enable(transformer, MESH, plan=replace(PLANS[name], masks={}))
     with pytest.raises(Unsupported, match=r"a mask \[2, 1, 1, 42\]"):
         transformer(**arguments(name, padded=True))
-
-
-def test_a_mask_of_floats_is_refused_as_attention_adds_it():
-    name = "ChromaTransformer2DModel"
-    transformer, given = build(name), arguments(name, padded=True)
-    want = transformer(**given).sample
-    floats = given | {"attention_mask": given["attention_mask"].float()}
-    assert relative(transformer(**floats).sample, want) > 1e-2
-    with enable(transformer, MESH):
-        with pytest.raises(Unsupported, match="boolean mask"):
-            transformer(**floats)
-        assert relative(transformer(**given).sample, want) < 1e-6
 
 
 def test_parts_of_a_transformer_are_not_called_alone():

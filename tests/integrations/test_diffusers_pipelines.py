@@ -8,13 +8,16 @@ from pathlib import Path
 from unittest import mock
 
 import diffusers
+import newest_diffusers
 import pytest
 import torch.distributed as dist
+from diffusers.models import transformers
 from harness import RankContext
 from tiny_diffusers import MASKS
 
 from ds_usp.integrations.diffusers import PLANS
 from ds_usp.integrations.diffusers.pass_state import ATTENTION_KWARGS
+from ds_usp.integrations.diffusers.plans import WITHOUT_PLAN
 
 # Folders of pipelines by their transformer, and what of their arguments is refused by name.
 PIPELINES = {
@@ -82,15 +85,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "usage" / "diffusers.md"
 def test_the_page_lists_the_classes():
     table = PAGE.read_text(encoding="utf-8").partition("## Table of classes\n\n")[2]
     rows = []
+    known = MASKS | newest_diffusers.MASKS
     for name, plan in PLANS.items():
         kinds = {kind for order in plan.attention.values() for kind in order}
         kinds = {"image", "text"} if "joint" in kinds else kinds - {"reference"}
-        mask = f" `{MASKS[name]}`" if name in MASKS else ""
+        mask = f" `{known[name]}`" if name in known else ""
         rows.append(f"| `{name}` | {' and '.join(sorted(kinds))} |{mask} |")
     assert table.partition("\n\n")[0].splitlines()[2:] == rows
-    # Z-Image makes its mask itself, of the lengths of a list of samples.
+    # Z-Image makes its mask itself, of the lengths of a list of samples, and Lumina one of ones.
     masked = {name for name, plan in PLANS.items() if plan.masks}
-    assert masked - {*MASKS} == {"ZImageTransformer2DModel"}
+    assert masked - {*known} == {"ZImageTransformer2DModel"}
+
+
+def test_the_page_says_of_every_class_without_a_plan_why():
+    classes = {
+        name
+        for name, cls in vars(transformers).items()
+        if isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)
+    }
+    assert classes == {*PLANS, *WITHOUT_PLAN} and PLANS.keys().isdisjoint(WITHOUT_PLAN)
+    rows = [f"| `{name}` | {why} |" for name, why in WITHOUT_PLAN.items()]
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.partition("| class | why |\n|---|---|\n")[2].strip().splitlines() == rows
 
 
 def first_program(ctx: RankContext) -> bool:

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import newest_diffusers
 import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, relative
 from test_diffusers import ULYSSES, WORLD, every_case
-from tiny_diffusers import VARIANTS, build, flux_pipeline, wan_pipeline
+from test_diffusers_classes import SPLITS, errors_of
+from test_diffusers_classes import WORLD as NEWEST_WORLD
+from tiny_diffusers import CLASSES, VARIANTS, build, flux_pipeline, wan_pipeline
 from torch import Tensor
 
 from ds_usp.integrations.diffusers import PLANS, enable
@@ -119,19 +122,33 @@ def test_eight_steps_give_one_rank_s_latents(sampler_errors):
 
 def test_the_page_lists_classes_and_samplers(pool, sampler_errors, pytestconfig):
     if pytestconfig.getoption("--write-support-table"):
-        of_ranks = {name: pool.run(every_case, WORLD, name=name) for name in (*PLANS, *VARIANTS)}
+        of_ranks = {name: pool.run(every_case, WORLD, name=name) for name in (*CLASSES, *VARIANTS)}
         errors = {name: by_mesh(ranks) for name, ranks in of_ranks.items()}
-        PAGE.write_text(page(errors, sampler_errors), encoding="utf-8")
+        further = {
+            name: pool.run(errors_of, NEWEST_WORLD, name=name) for name in newest_diffusers.CONFIGS
+        }
+        newest = {
+            name: [
+                max(e for errors in ranks for c, e in errors.items() if c.endswith(split))
+                for split in SPLITS
+            ]
+            for name, ranks in further.items()
+        }
+        PAGE.write_text(page(errors, newest, sampler_errors), encoding="utf-8")
     shown = PAGE.read_text(encoding="utf-8")
     orders = [float(x) for x in re.findall(r"\| (1e-\d+) ", shown)]
-    assert len(orders) == len(ULYSSES) * (len(PLANS) + len(VARIANTS)) + len(SAMPLERS)
+    count = len(ULYSSES) * (len(CLASSES) + len(VARIANTS)) + len(SAMPLERS)
+    assert len(orders) == count + len(SPLITS) * len(newest_diffusers.CONFIGS)
     assert max(orders) <= BOUND
     measured = iter(orders)
-    errors = {name: [next(measured) for _ in ULYSSES] for name in (*PLANS, *VARIANTS)}
+    errors = {name: [next(measured) for _ in ULYSSES] for name in (*CLASSES, *VARIANTS)}
+    newest = {name: [next(measured) for _ in SPLITS] for name in newest_diffusers.CONFIGS}
     of_samplers = {name: next(measured) for name in SAMPLERS}
     version = re.search(r"diffusers (\d[\w.]*)", shown)
     assert version is not None
-    text = page(errors, of_samplers).replace(f"diffusers {diffusers.__version__}", version[0])
+    text = page(errors, newest, of_samplers).replace(
+        f"diffusers {diffusers.__version__}", version[0]
+    )
     assert shown == text, (
         "docs/reference/diffusers-models.md is out of date; write it anew with scripts/test.sh "
         "tests/integrations/test_diffusion_sampling.py --write-support-table"
@@ -144,7 +161,11 @@ def by_mesh(ranks: list[dict[str, float]]) -> list[float]:
     return [max(e for case, e in errors.items() if case.endswith(f"ulysses {u}")) for u in ULYSSES]
 
 
-def page(errors: Mapping[str, list[float]], of_samplers: Mapping[str, float]) -> str:
+def page(
+    errors: Mapping[str, list[float]],
+    newest: Mapping[str, list[float]],
+    of_samplers: Mapping[str, float],
+) -> str:
     """The page: errors of classes on every mesh, and of samplers, as powers of ten."""
     meshes = [f"{u} x {WORLD // u}" for u in ULYSSES]
     lines = [
@@ -153,7 +174,7 @@ def page(errors: Mapping[str, list[float]], of_samplers: Mapping[str, float]) ->
         "What `enable` of `ds_usp.integrations.diffusers` gives with diffusers "
         f"{diffusers.__version__}: written by `tests/integrations/test_diffusion_sampling.py`. "
         f"Tiny random models, fp32, {WORLD} CPU ranks, errors relative to one rank, rounded up to "
-        f"a power of ten. Every test run checks that none is above {BOUND:g}.",
+        f"a power of ten. Tests check that none is above {BOUND:g}.",
         "",
         "## Classes",
         "",
@@ -164,6 +185,13 @@ def page(errors: Mapping[str, list[float]], of_samplers: Mapping[str, float]) ->
         f"| class | {' | '.join(meshes)} |",
         f"|---|{'---|' * len(meshes)}",
         *(f"| {row(name)} | {' | '.join(map(order, errors[name]))} |" for name in errors),
+        "",
+        f"Further classes on {NEWEST_WORLD} ranks (`test_diffusers_classes.py`), "
+        "blocks computed again in backward on 1 x 3 and gradients summed on 2 x 3:",
+        "",
+        f"| class | {' | '.join(SPLITS)} |",
+        f"|---|{'---|' * len(SPLITS)}",
+        *(f"| {row(name)} | {' | '.join(map(order, newest[name]))} |" for name in newest),
         "",
         "## Samplers",
         "",

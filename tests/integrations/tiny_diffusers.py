@@ -9,6 +9,8 @@ import further_diffusers
 import torch
 from torch import Tensor
 
+from ds_usp.integrations.diffusers import PLANS
+
 diffusers.utils.logging.set_verbosity_error()
 
 _WAN = {
@@ -75,6 +77,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{name: further_diffusers.config(name, own) for name, own in _OWN.items()},
     **further_diffusers.CONFIGS,
 }
+CLASSES = [name for name in PLANS if name in CONFIGS]  # others: newest_diffusers.py
 HEADS = 8
 # Variants of a class that have tokens where it has none by default.
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ds_usp.comm.mesh import SequenceMesh
@@ -27,7 +28,14 @@ from ds_usp.integrations.diffusers.graphs import (
     refuse_capture,
 )
 from ds_usp.integrations.diffusers.pass_state import Options, PassState, bind, check_arguments
-from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at, parameters_of
+from ds_usp.integrations.diffusers.plans import (
+    Dims,
+    Kind,
+    Plan,
+    TokenDim,
+    modules_at,
+    parameters_of,
+)
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import ValuesComparison, same_on_all_ranks
@@ -133,7 +141,7 @@ class ShardedTransformer:
         self._processors: list[tuple[nn.Module, Any, Any]] = []
         for path, tokens in plan.tokens.items():
             for module in modules_at(transformer, path):
-                processor = sharded(module.processor, tokens, self)
+                processor = sharded(module.processor, tokens, self, 1 + (path in plan.twice))
                 self._processors.append((module, module.processor, processor))
                 module.processor = processor
         self._graphs: ForwardGraphs | None = None
@@ -166,8 +174,8 @@ class ShardedTransformer:
 
     def _modules_of_plan(self) -> Iterator[nn.Module]:
         plan = self._plan
-        named = (*plan.inputs, *plan.outputs, *plan.masks, *plan.gathered, *plan.also_joined)
-        for path in (*named, plan.joined):
+        named = (*plan.inputs, *plan.outputs, *plan.masks, *plan.gathered, *plan.joins)
+        for path in (*named, *plan.whole_inputs, *plan.counts):
             yield from modules_at(self.transformer, path)
 
     def _attention_modules(self) -> list[nn.Module]:
@@ -221,32 +229,30 @@ class ShardedTransformer:
 
     def _register_inside(self) -> Iterator[RemovableHandle]:
         plan, transformer = self._plan, self.transformer
+        before: list[tuple[str, Callable[..., Arguments]]] = []
+        # Of a module's inputs those that are added last run first: masks need the shards' lengths.
+        before += [(p, partial(self._count_last, counts)) for p, counts in plan.counts.items()]
+        before += [(p, partial(self._join_inputs, dims)) for p, dims in plan.whole_inputs.items()]
         for path, argument in plan.masks.items():
-            order = plan.order_of_mask(path)
-            for module in modules_at(transformer, path):
-                yield module.register_forward_pre_hook(
-                    partial(self._take_mask, argument, order), with_kwargs=True
-                )
+            before.append((path, partial(self._take_mask, argument, plan.order_of_mask(path))))
         for path, entries in plan.inputs.items():
-            for module in modules_at(transformer, path) if path else ():
-                # Before the masks', which need the lengths.
-                yield module.register_forward_pre_hook(
-                    partial(self._shard_inputs, entries, path == plan.joined),
-                    with_kwargs=True,
-                    prepend=True,
-                )
+            if path:
+                before.append((path, partial(self._shard_inputs, entries, path == plan.joined)))
+        for path, hook in before:
+            for module in modules_at(transformer, path):
+                yield module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         for path, outputs in plan.outputs.items():
             for module in modules_at(transformer, path):
                 if self._graphs is not None:
                     yield module.register_forward_pre_hook(self._graphs.watch)
                     yield module.register_forward_hook(self._graphs.unwatch, always_call=True)
                 yield module.register_forward_hook(partial(self._shard_outputs, outputs))
-        for path, kind in plan.gathered.items():
-            for module in modules_at(transformer, path):
-                yield module.register_forward_hook(partial(self._join, kind, False))
-        for path, kind in ((plan.joined, plan.joined_kind), *plan.also_joined.items()):
-            for module in modules_at(transformer, path):
-                yield module.register_forward_hook(partial(self._join, kind, True))
+        within = {path: (kind,) for path, kind in plan.gathered.items()}
+        for last, joins in ((False, within), (True, plan.joins)):
+            for path, kinds in joins.items():
+                dims = tuple(kind and TokenDim(kind, plan.joined_dim) for kind in kinds)
+                for module in modules_at(transformer, path):
+                    yield module.register_forward_hook(partial(self._join, dims, last))
 
     def _register(self) -> Iterator[RemovableHandle]:
         # Around the transformer it is the last hook before and the first after: other hooks, if
@@ -357,6 +363,8 @@ class ShardedTransformer:
                 )
             if state is not None and not torch.is_grad_enabled():
                 self._check_attended(state)
+            if state is not None and torch.is_grad_enabled():
+                out = tree_map_only(Tensor, state.output, out)
             return self._parts.join(out, self.mesh)
 
     # ------------------------------------------------------------------ calls of a step
@@ -510,7 +518,7 @@ class ShardedTransformer:
     @disable_in_compile("tokens are counted and sharded")
     def _shard_inputs(
         self,
-        entries: Mapping[str, TokenDim],
+        entries: Mapping[str, Dims],
         again: bool,
         module: nn.Module,
         args: tuple[Any, ...],
@@ -591,16 +599,54 @@ class ShardedTransformer:
                 )
             state, mask = self._active(module), arguments[argument]
             state.read_mask(mask, order, self._plan.added_products)
-            arguments[argument] = state.mask_without_values(mask) if self._plan.needs_mask else None
+            needed = self._plan.needs_mask
+            arguments[argument] = state.mask_without_values(mask, order) if needed else None
         return _as_given(module, args, arguments)
 
     @disable_in_compile("outputs are joined over the ranks")
-    def _join(self, kind: Kind, last: bool, module: nn.Module, _: Any, out: Tensor) -> Tensor:
-        state = self._active(module)
-        if not (last or state.gathers):
+    def _join(
+        self, dims: tuple[TokenDim | None, ...], last: bool, module: nn.Module, _: Any, out: Any
+    ) -> Any:
+        if not (last or self._active(module).gathers):
             return out
-        join = partial(state.join, kind=kind, last=last)
-        return join(out) if self._graphs is None else self._graphs.outside(join, out)
+        if not isinstance(out, Tensor):
+            outputs = zip(out, dims, strict=True)
+            return type(out)(self._join_one(module, x, token_dim, last) for x, token_dim in outputs)
+        return self._join_one(module, out, dims[0], last)
+
+    def _join_one(
+        self, module: nn.Module, x: Tensor | None, token_dim: TokenDim | None, last: bool
+    ) -> Tensor | None:
+        if x is None or token_dim is None:
+            return x
+        join = partial(self._active(module).join, token_dim=token_dim, last=last)
+        return join(x) if self._graphs is None else self._graphs.outside(join, x)
+
+    @disable_in_compile("arguments are joined over the ranks")
+    def _join_inputs(
+        self,
+        entries: Mapping[str, TokenDim],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments:
+        arguments = bind(module, args, kwargs)
+        for name, token_dim in entries.items():
+            arguments[name] = self._join_one(module, arguments[name], token_dim, False)
+        return _as_given(module, args, arguments)
+
+    @disable_in_compile("tokens are counted")
+    def _count_last(
+        self,
+        counts: Mapping[str, Kind],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments:
+        arguments, state = bind(module, args, kwargs), self._active(module)
+        for name, kind in counts.items():
+            arguments[name] = state.count_last(arguments[name], kind)
+        return _as_given(module, args, arguments)
 
 
 def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[ShardedTransformer]:
@@ -643,7 +689,7 @@ def _is_running(transformer: nn.Module) -> bool:
 
 
 def _sharded(
-    state: PassState, arguments: dict[str, Any], entries: Mapping[str, TokenDim]
+    state: PassState, arguments: dict[str, Any], entries: Mapping[str, Dims]
 ) -> dict[str, Any]:
     for named, token_dim in entries.items():
         name = named or next(iter(arguments))
@@ -659,13 +705,15 @@ def _as_given(module: nn.Module, args: Sequence[Any], arguments: dict[str, Any])
     return tuple(arguments.pop(name) for name in names), arguments
 
 
-def _shard_value(
-    state: PassState, value: Any, token_dim: TokenDim | None, *, argument: bool = False
-) -> Any:
-    if token_dim is None:
+def _shard_value(state: PassState, value: Any, dims: Dims, *, argument: bool = False) -> Any:
+    if dims is None:
         return value
-    if isinstance(value, dict):
-        return {k: _shard_value(state, x, token_dim, argument=argument) for k, x in value.items()}
+    if isinstance(value, Mapping):
+        return {key: _shard_value(state, x, dims, argument=argument) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_shard_value(state, x, token_dim, argument=argument) for x in value)
-    return state.shard(value, token_dim, argument=argument) if isinstance(value, Tensor) else value
+        each = dims if isinstance(dims, tuple) else (dims,) * len(value)
+        pairs = zip(value, each, strict=True)
+        return type(value)(_shard_value(state, x, own, argument=argument) for x, own in pairs)
+    if isinstance(value, Tensor) and isinstance(dims, TokenDim):
+        return state.shard(value, dims, argument=argument)
+    return value

@@ -22,7 +22,7 @@ from ds_usp.integrations.diffusers.hooks import (
     leave_other_mesh,
 )
 from ds_usp.integrations.diffusers.pass_state import Options
-from ds_usp.integrations.diffusers.plans import PLANS, Plan
+from ds_usp.integrations.diffusers.plans import PLANS, WITHOUT_PLAN, Plan
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import Reduction
 from ds_usp.kernels.registry import AUTO
@@ -191,9 +191,11 @@ def _transformers_of(model_or_pipeline: Any) -> list[ModelMixin]:
 def _plan_of(transformer: ModelMixin) -> Plan:
     name = type(transformer).__name__
     if name not in PLANS:
+        why = f": {WITHOUT_PLAN[name]}" if name in WITHOUT_PLAN else ""
         raise UnsupportedAttentionError(
-            f"there is no plan for {name}; there are plans for {', '.join(PLANS)}. Give one of "
-            "your own (plan=...); enable a transformer before fully_shard renames its class"
+            f"there is no plan for {name}{why}; there are plans for {', '.join(PLANS)}. Give one "
+            "of your own (plan=...) if all that it does with tokens but for attention is done for "
+            "each by itself; enable a transformer before fully_shard renames its class"
         )
     return PLANS[name]
 

@@ -154,6 +154,7 @@ class PassState:
                 f"{self._name}, {kind}: {length} tokens for {ranks} ranks, each of which needs at "
                 "least one. Use smaller degrees, or cfg_degree=2 where guidance is on"
             )
+        layout: TokenLayout
         if before:
             layout = ContinuedLayout.after(self._mesh.layout(LAYOUT, before), length)
         else:
@@ -208,16 +209,32 @@ class PassState:
         and, where ``may_be_flat``, ``[b * tokens, c]`` have; ``[b, c]`` conditions all tokens."""
         return x.ndim > 2 or (may_be_flat and self._batch not in (None, len(x)))
 
-    def join(self, x: Tensor, kind: Kind, last: bool) -> Tensor:
-        """``[b, tokens, ...]`` on every rank, from the ranks' shards.
+    def join(self, x: Tensor, token_dim: TokenDim, last: bool = False) -> Tensor:
+        """The whole tensor on every rank, from the ranks' shards.
 
         Args:
-            last: it is the output; else what follows is sharded again, and the ranks' gradients are
-                those of their shards, whose sum is the gradient whatever is done with the output's.
+            last: it is an output, or all that comes after it is computed by every rank.
         """
         self.joined |= last
-        gradients = self._options.gradients if last else "mean"
-        return join_shards(x, self.layout(kind), self._mesh, 1, gradients)
+        layout = self.layout(token_dim.kind)
+        if not layout.length(self._mesh.rank):  # it has one that stands for none
+            x = x.narrow(token_dim.dim, 0, 0)
+        return join_shards(x, layout, self._mesh, token_dim.dim)
+
+    def output(self, x: Tensor) -> Tensor:
+        """An output of the pass. Its gradient is divided where the ranks' gradients are summed:
+        those of what every rank computes with all tokens are alike, and those of shards are made
+        for a mean."""
+        if self._options.gradients == "sum" and x.requires_grad:
+            x.register_hook(lambda grad: grad / self._mesh.sp_degree)
+        return x
+
+    def count_last(self, number: int, kind: Kind) -> int:
+        """How many of the last tokens, so many, this rank has."""
+        layout = self.layout(kind)
+        first = layout.seq_len - number
+        segments = layout.segments(self._mesh.rank)
+        return sum(position >= first for x in segments for position in x.positions)
 
     def read_mask(self, mask: Tensor, order: tuple[Kind, ...], products: bool) -> None:
         """Take a mask of keys: of the whole text, of image and text, or of both in one sequence.
@@ -245,8 +262,13 @@ class PassState:
                 f"{self._name}: a text mask of {mask.dtype}, which attention adds to its scores: "
                 "padding is not left out. Give a boolean mask, or none where no text is padded"
             )
-        image = 0 if order == ("joint",) else self.layout("image").seq_len
-        text = self.layout("joint" if order == ("joint",) else "text").seq_len
+        if len(order) == 1 and mask.ndim == 4 and mask.shape[2] > 1:
+            self._read_segments(mask[:, 0])
+            self._masked = frozenset(order)
+            self._prepare_calls()
+            return
+        image = 0 if len(order) == 1 else self.layout("image").seq_len
+        text = self.layout(order[0] if len(order) == 1 else "text").seq_len
         keys = mask.reshape(mask.shape[0], -1)
         if keys.shape[1] == image + text:
             keys = keys[:, image:] if order[-1] == "text" else keys[:, :text]
@@ -267,8 +289,25 @@ class PassState:
         self._masked = frozenset(order)
         self._prepare_calls()
 
-    def mask_without_values(self, mask: Tensor) -> Tensor:
-        text = max(1, self.layout("text").length(self._mesh.rank))
+    def _read_segments(self, mask: Tensor) -> None:
+        """Take ``[b, tokens, tokens]``, True for tokens of one segment: documents."""
+        first = mask.to(torch.uint8).argmax(-1)  # of the segment of each token
+        begins = (first == torch.arange(mask.shape[-1], device=first.device)).tolist()
+        total = mask.shape[-1]
+        rows = [tuple(i for i, is_first in enumerate(row) if is_first) for row in begins]
+        if not torch.equal(mask, first[:, :, None] == first[:, None]) or not torch.equal(
+            first, first.cummax(-1).values
+        ):
+            raise UnsupportedAttentionError(
+                f"{self._name}: a mask {list(mask.shape)} that is not made of segments, each of "
+                "tokens one after the other, which attend to their own segment"
+            )
+        padded = any(len(row) > 1 for row in rows)
+        self._documents = tuple((*row, total) for row in rows) if padded else ()
+
+    def mask_without_values(self, mask: Tensor, order: tuple[Kind, ...]) -> Tensor:
+        kind = order[0] if len(order) == 1 else "text"
+        text = max(1, self.layout(kind).length(self._mesh.rank))
         return torch.empty((mask.shape[0], text), dtype=mask.dtype, device="meta")
 
     def _prepare_calls(self) -> None:
@@ -289,6 +328,11 @@ class PassState:
         )
         few = [kind for kind in order if self.layout(kind).seq_len < self._mesh.sp_degree]
         empty = lengths.index(0) if 0 in lengths else None
+        if keys != order and self._documents and not self._masked.isdisjoint(keys):
+            raise UnsupportedAttentionError(
+                f"{self._name} attends to {' and '.join(keys)} from {' and '.join(order)} apart, "
+                "which knows no padding: leave padded tokens out, and the mask"
+            )
         kv_layout = None if keys == order else self._attention_layout(keys, False)
         documents = self._documents_of(order) if kv_layout is None else ()
         # Padding is at the end only if text is, of which this rank may have none.

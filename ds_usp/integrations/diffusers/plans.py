@@ -15,7 +15,8 @@ from torch import nn
 from ds_usp.errors import ConfigError
 
 Kind = Literal["image", "text", "joint", "audio", "reference"]
-_KEYS = ("to_k", "to_v", "add_k_proj", "add_v_proj")  # modules of attention that are given keys
+# Modules of attention that are given keys.
+_KEYS = ("to_k", "to_v", "add_k_proj", "add_v_proj", "to_key", "to_value", "to_kv")
 
 
 class Tokens(NamedTuple):
@@ -44,6 +45,10 @@ class TokenDim:
     ndim: int | None = None
 
 
+# Of a tensor, or of each entry of a tuple; None: that has no tokens.
+Dims = TokenDim | tuple["Dims", ...] | None
+
+
 # Note [why a plan of a class]
 # Models of transformers take positions as an argument and hand keyword arguments to one attention
 # interface; diffusers' classes do neither. Where a class makes positions, where text joins the
@@ -59,8 +64,9 @@ class Plan:
     the last one. A module that is None there (as an optional one) is left out.
 
     Args:
-        inputs: by module, its arguments that are sharded when it is called: tensors, or tuples of
-            them; "" is the first one, for modules that LoRA wraps in others with other names.
+        inputs: by module, its arguments that are sharded when it is called: tensors, or tuples,
+            lists and dictionaries of them; "" is the first one, for modules that LoRA wraps in
+            others with other names.
         outputs: by module, the same for each of its outputs; None: it stays whole.
         attention: by attention module, its tokens in the order of its keys.
         keys: by attention module, the tokens of its keys if they are others than its queries'
@@ -78,13 +84,20 @@ class Plan:
         shared_by_branches: for pipelines that call the transformer once for each branch of the
             guidance, the argument that is one and the same tensor in all calls of a step; None:
             calls never wait for each other. Such a class returns one tensor.
-        joined: the module whose output ``[b, tokens, ...]``, of ``joint`` tokens if the plan has
-            them, else of the image's, becomes whole again.
+        joined: the module whose output becomes whole again: of ``joint`` tokens if the plan has
+            them, else of the image's. What comes after it is computed with all tokens on each rank.
+        joined_kinds: the tokens of each output of that module if it has several; None: it is left.
+        joined_dim: the dim of the tokens of that output.
         also_joined: by module, the tokens of further outputs that become whole.
         gathered: by module within the transformer, the tokens of its output that become whole, as
             they are sharded otherwise afterwards.
         gathered_if: an argument of the transformer: passes that it is not given to leave out
             ``gathered`` and what is sharded again, ``inputs`` of ``joined``.
+        whole_inputs: by module, its arguments that become whole before it is called: a module that
+            mixes tokens. ``outputs`` shards what it returns.
+        counts: by module, its whole numbers that say how many tokens come last, which become this
+            rank's share of them.
+        twice: the attention modules whose processors attend twice in a call.
         needs_mask: whether attention processors cannot do without the mask: they are given one that
             has no values (on the device ``meta``), and what they make of it is not looked at.
         added_products: whether a mask of floats is added to the scores, as the product of the
@@ -94,10 +107,12 @@ class Plan:
         split: modules outside of the blocks that are given this rank's tokens: those that embed
             them, ``[b, tokens, c]``, or what conditions each, which may be ``[b * tokens, c]``.
             Their dropout, and that of their adapters, is this rank's own.
+        conditions: modules within blocks that are given what conditions all tokens, and may have as
+            many dims as tokens have.
         refused: by option of the configuration, the value that gives tokens a meaning by index.
     """
 
-    inputs: Mapping[str, Mapping[str, TokenDim]]
+    inputs: Mapping[str, Mapping[str, Dims]]
     attention: Mapping[str, tuple[Kind, ...]]
     outputs: Mapping[str, tuple[TokenDim | None, ...]] = field(default_factory=dict)
     masks: Mapping[str, str] = field(default_factory=dict)
@@ -117,6 +132,12 @@ class Plan:
     shared_by_branches: str | None = None
     adapters: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
+    joined_kinds: tuple[Kind | None, ...] = ()
+    joined_dim: int = 1
+    whole_inputs: Mapping[str, Mapping[str, TokenDim]] = field(default_factory=dict)
+    counts: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
+    twice: tuple[str, ...] = ()
+    conditions: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Mapping[str, Tokens]:
@@ -124,8 +145,11 @@ class Plan:
         return {path: Tokens(q, keys.get(path, q)) for path, q in self.attention.items()}
 
     @property
-    def joined_kind(self) -> Kind:
-        return "joint" if ("joint",) in self.attention.values() else "image"
+    def joins(self) -> Mapping[str, tuple[Kind | None, ...]]:
+        """By module whose outputs are the transformer's, their tokens."""
+        last: Kind = "joint" if ("joint",) in self.attention.values() else "image"
+        also = {path: (kind,) for path, kind in self.also_joined.items()}
+        return {self.joined: self.joined_kinds or (last,), **also}
 
     def order_of_mask(self, path: str) -> tuple[Kind, ...]:
         """The tokens of the keys that the mask at a module is of."""
@@ -147,14 +171,16 @@ class Plan:
                 may_be_flat |= dict.fromkeys(module.modules(), path in self.split)
         local = [x for path in self.local for x in modules_at(transformer, path, optional=True)]
         keys = [getattr(module, name, None) for module in local for name in _KEYS]
+        keys += [module for path in self.conditions for module in modules_at(transformer, path)]
         whole = {x for module in keys if module is not None for x in module.modules()}
         return {module: flat for module, flat in may_be_flat.items() if module not in whole}
 
     def check(self, transformer: ModelMixin) -> None:
         """ConfigError for a module, an argument or an option that the transformer does not have."""
-        named = {path: tuple(arguments) for path, arguments in self.inputs.items()}
-        for path, argument in self.masks.items():
-            named[path] = (*named.get(path, ()), argument)
+        named: dict[str, tuple[str, ...]] = {}
+        taken = *self.inputs.items(), *self.whole_inputs.items(), *self.counts.items()
+        for path, its_arguments in (*taken, *((path, (x,)) for path, x in self.masks.items())):
+            named[path] = (*named.get(path, ()), *its_arguments)
         shared = (self.shared_by_branches,) if self.shared_by_branches else ()
         named[""] = (
             *named.get("", ()),
@@ -172,7 +198,8 @@ class Plan:
                 if not hasattr(module, "processor"):
                     raise _differs(transformer, f"{path} has no attention processor")
         self._check_attention(transformer)
-        for path in (*self.outputs, *self.gathered, *self.also_joined, *self.split, self.joined):
+        named_only = *self.split, *self.conditions
+        for path in (*self.outputs, *self.gathered, *self.also_joined, *named_only, self.joined):
             if not list(modules_at(transformer, path)) and path not in self.outputs:
                 raise _differs(transformer, f"there is no module {path}")
         for option in self.refused:
@@ -231,10 +258,18 @@ _JOINT: Mapping[str, TokenDim] = MappingProxyType(
     {"hidden_states": _IMAGE, "encoder_hidden_states": _TEXT}
 )
 _IMAGE_ROWS = TokenDim("image", 0), TokenDim("image", 0)
+_TEXT_ROWS = TokenDim("text", 0), TokenDim("text", 0)
+_SEQUENCE_ROWS = TokenDim("joint", 0), TokenDim("joint", 0)
+_PACKED = (
+    *("timestep_indices", "token_tags", "position_ids"),
+    *("video_indices", "audio_indices", "text_indices"),
+)
 _OPTIONAL_IMAGE = TokenDim("image", 1, ndim=2)
 _IMAGE_TIMESTEP = TokenDim("image", 1, ndim=3)
 _BLOCKS, _SINGLE_BLOCKS = "transformer_blocks.*", "single_transformer_blocks.*"
-_FIRST_BLOCK = "transformer_blocks.0"
+_FIRST_BLOCK, _LAST_BLOCK = "transformer_blocks.0", "transformer_blocks.-1"
+_USUAL = "hidden_states", "encoder_hidden_states", "timestep"
+_KANDINSKY = "visual_transformer_blocks.*"
 
 _FLUX = Plan(
     inputs={"": {**_JOINT, "img_ids": TokenDim("image", -2), "txt_ids": TokenDim("text", -2)}},
@@ -524,5 +559,349 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             whole=(*_HUNYUAN_TWO_TEXTS, "image_embeds"),
             zero_or_not=("image_embeds",),
         ),
+        "Krea2Transformer2DModel": Plan(
+            inputs={"transformer_blocks.0": {"hidden_states": _SEQUENCE}},
+            outputs={"rotary_emb": _SEQUENCE_ROWS},
+            attention={f"{_BLOCKS}.attn": ("joint",)},
+            local=("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn"),
+            masks={_BLOCKS: "attention_mask"},
+            whole=(*_USUAL, "position_ids", "encoder_attention_mask"),
+            unbatched=("position_ids",),
+            joined=_LAST_BLOCK,
+            shared_by_branches="hidden_states",
+        ),
+        "CogView3PlusTransformer2DModel": Plan(
+            inputs={_FIRST_BLOCK: _JOINT},
+            attention={f"{_BLOCKS}.attn1": ("text", "image")},
+            whole=(*_USUAL, "original_size", "target_size", "crop_coords"),
+        ),
+        "ErnieImageTransformer2DModel": Plan(  # [tokens, b, c]
+            inputs={
+                "layers.0": {"x": TokenDim("joint", 0)},
+                "layers.*": {"rotary_pos_emb": _SEQUENCE, "temb": TokenDim("joint", 0)},
+            },
+            attention={"layers.*.self_attention": ("joint",)},
+            masks={"layers.*": "attention_mask"},
+            whole=("hidden_states", "timestep", "text_bth", "text_lens"),
+            joined="layers.-1",
+            joined_dim=0,
+        ),
+        "Ideogram4Transformer2DModel": Plan(
+            inputs={"layers.0": {"hidden_states": _SEQUENCE}},
+            outputs={"rotary_emb": (_SEQUENCE, _SEQUENCE)},
+            attention={"layers.*.attention": ("joint",)},
+            masks={"layers.*": "attention_mask"},
+            conditions=("layers.*.adaln_modulation",),
+            whole=(*_USUAL, "position_ids", "segment_ids", "indicator"),
+            joined="layers.-1",
+        ),
+        "MiniMaxH3Transformer3DModel": Plan(
+            inputs={
+                _FIRST_BLOCK: {"hidden_states": _SEQUENCE},
+                _BLOCKS: {"adaln_indices": TokenDim("joint", 0)},
+                "norm_out": {"timestep_indices": TokenDim("joint", 0)},
+            },
+            outputs={"rope": _SEQUENCE_ROWS},
+            attention={f"{_BLOCKS}.attn": ("joint",)},
+            local=("token_refiner.refiner_blocks.*.attn",),
+            whole=(
+                *("hidden_states", "audio_hidden_states", "encoder_hidden_states", "timestep"),
+                *_PACKED,
+            ),
+            unbatched=("timestep", *_PACKED),
+            also_joined={"audio_proj_out": "joint"},
+        ),
+        "Kandinsky6Transformer3DModel": Plan(
+            inputs={
+                "visual_transformer_blocks.0": {"vis": _IMAGE, "aud": TokenDim("audio", 1)},
+                "visual_transformer_blocks.*": {
+                    "vis_rope": TokenDim("image", 0),
+                    "aud_rope": TokenDim("audio", 0),
+                },
+            },
+            attention={
+                f"{_KANDINSKY}.video_dec_block.self_attention": ("image",),
+                f"{_KANDINSKY}.audio_dec_block.self_attention": ("audio",),
+                f"{_KANDINSKY}.va_cross_attention": ("image",),
+                f"{_KANDINSKY}.av_cross_attention": ("audio",),
+            },
+            keys={
+                f"{_KANDINSKY}.va_cross_attention": "audio",
+                f"{_KANDINSKY}.av_cross_attention": "image",
+            },
+            local=(
+                f"{_KANDINSKY}.video_dec_block.cross_attention",
+                f"{_KANDINSKY}.audio_dec_block.cross_attention",
+                "video_text_transformer_blocks.*.attn",
+                "audio_text_transformer_blocks.*.attn",
+            ),
+            whole=(
+                *_USUAL,
+                "pooled_projections",
+                "audio_hidden_states",
+                "visual_rope_pos",
+                "encoder_attention_mask",
+                "visual_token_type_ids",
+            ),
+            unbatched=("visual_rope_pos",),
+            joined="visual_transformer_blocks.-1",
+            joined_kinds=("image", "audio"),
+        ),
+        "GlmImageTransformer2DModel": Plan(
+            inputs={"": {"image_rotary_emb": TokenDim("image", 0)}, _FIRST_BLOCK: _JOINT},
+            outputs={"rope": _IMAGE_ROWS},
+            attention={f"{_BLOCKS}.attn1": ("text", "image")},
+            whole=(*_USUAL, "prior_token_id", "prior_token_drop", "target_size", "crop_coords"),
+            unbatched=("image_rotary_emb",),
+            shared_by_branches="hidden_states",
+        ),
+        "BriaFiboTransformer2DModel": replace(
+            _FLUX,
+            inputs={"": {**_FLUX.inputs[""], "text_encoder_layers": _TEXT}},
+            split=(*_FLUX.split, "caption_projection"),
+        ),
+        "BriaFibo2Transformer2DModel": Plan(
+            inputs={
+                "noise_refiner.0": {"x": _IMAGE},
+                "noise_refiner.*": {"freqs_cis": _IMAGE, "noise_mask": _IMAGE},
+                "layers.0": {"x": _SEQUENCE},
+                "layers.*": {"freqs_cis": _SEQUENCE, "noise_mask": _SEQUENCE},
+            },
+            attention={"noise_refiner.*.attention": ("image",), "layers.*.attention": ("joint",)},
+            local=(
+                *("layers.*.cross_attention", "perceiver.layers.*.cross_attention"),
+                "perceiver.layers.*.self_attention",
+            ),
+            masks={"layers.*": "attn_mask"},
+            whole=(*_USUAL, "encoder_attention_mask", "context_latents"),
+            gathered={"noise_refiner.-1": "image"},
+            joined="layers.-1",
+        ),
+        "WanAnimateTransformer3DModel": replace(
+            _WAN,
+            inputs={"blocks.0": {"hidden_states": _IMAGE}},
+            outputs={**_WAN.outputs, "face_adapter.*": (_IMAGE,)},
+            # Attends to the face of each frame, for which it knows tokens by their index.
+            whole_inputs={"face_adapter.*": {"hidden_states": _IMAGE}},
+            local=(*_WAN.local, "face_adapter.*"),
+            whole=(
+                *(*_WAN.whole, "timestep", "pose_hidden_states", "face_pixel_values"),
+                "motion_encode_batch_size",
+            ),
+            unbatched=("motion_encode_batch_size",),
+        ),
+        "HeliosTransformer3DModel": Plan(
+            inputs={
+                "blocks.0": {"hidden_states": _SEQUENCE},
+                "blocks.*": {"rotary_emb": _SEQUENCE, "temb": _SEQUENCE},
+            },
+            attention={"blocks.*.attn1": ("joint",)},
+            local=("blocks.*.attn2",),
+            counts={"blocks.*": {"original_context_length": "joint"}},
+            whole=(
+                *("hidden_states", "timestep", "encoder_hidden_states", "indices_hidden_states"),
+                *(f"indices_latents_history_{x}" for x in ("short", "mid", "long")),
+                *(f"latents_history_{x}" for x in ("short", "mid", "long")),
+            ),
+            joined="blocks.-1",
+            shared_by_branches="hidden_states",
+        ),
+        "HunyuanVideoFramepackTransformer3DModel": replace(
+            _HUNYUAN,
+            inputs={
+                _FIRST_BLOCK: _JOINT,
+                _BLOCKS: {"freqs_cis": TokenDim("image", 0)},
+                _SINGLE_BLOCKS: {"image_rotary_emb": TokenDim("image", 0)},
+            },
+            outputs={},
+            whole=(
+                *(*_HUNYUAN.whole, "image_embeds", "indices_latents"),
+                *("latents_clean", "indices_latents_clean"),
+                *("latents_history_2x", "indices_latents_history_2x"),
+                *("latents_history_4x", "indices_latents_history_4x"),
+            ),
+            joined="single_transformer_blocks.-1",
+            joined_kinds=("image", "text"),
+            refused={"has_clean_x_embedder": False},
+        ),
+        "StableAudioDiTModel": Plan(
+            inputs={
+                "": {"rotary_embedding": TokenDim("image", 0)},
+                _FIRST_BLOCK: {"hidden_states": _IMAGE},
+            },
+            attention={f"{_BLOCKS}.attn1": ("image",)},
+            local=(f"{_BLOCKS}.attn2",),
+            whole=(*_USUAL, "global_hidden_states", "encoder_attention_mask"),
+            unbatched=("rotary_embedding",),
+        ),
+        "StableAudio3DiTModel": Plan(
+            inputs={_FIRST_BLOCK: {"hidden_states": _IMAGE}},
+            outputs={"rotary_pos_emb": (TokenDim("image", 0),)},
+            attention={f"{_BLOCKS}.self_attn": ("image",)},
+            local=(f"{_BLOCKS}.cross_attn",),
+            whole=(*_USUAL, "global_hidden_states", "encoder_attention_mask"),
+            twice=(f"{_BLOCKS}.self_attn",),
+            joined=_LAST_BLOCK,
+        ),
+        "MiniMaxMusic3Transformer1DModel": Plan(
+            inputs={_FIRST_BLOCK: {"hidden_states": _IMAGE}},
+            outputs={"rotary_emb": _IMAGE_ROWS},
+            attention={f"{_BLOCKS}.attn": ("image",)},
+            whole=_USUAL,
+            joined=_LAST_BLOCK,
+        ),
+        "LongCatAudioDiTTransformer": Plan(
+            inputs={
+                "blocks.0": {"hidden_states": _IMAGE},
+                "blocks.*": {"rope": TokenDim("image", 0)},
+            },
+            attention={"blocks.*.self_attn": ("image",)},
+            local=("blocks.*.cross_attn",),
+            whole=(*_USUAL, "encoder_attention_mask", "latent_cond"),
+            joined="blocks.-1",
+        ),
+        "MotifVideoTransformer3DModel": replace(
+            _HUNYUAN,
+            local=(),
+            whole=(*_USUAL, "encoder_attention_mask"),
+            attention={
+                **_HUNYUAN.attention,
+                f"{_BLOCKS}.cross_attn": ("image",),
+                f"{_SINGLE_BLOCKS}.cross_attn": ("image",),
+            },
+            keys={f"{_BLOCKS}.cross_attn": "text", f"{_SINGLE_BLOCKS}.cross_attn": "text"},
+        ),
+        "JoyImageEditTransformer3DModel": Plan(
+            inputs={
+                "double_blocks.0": _JOINT,
+                "double_blocks.*": {"image_rotary_emb": (_IMAGE_ROWS, _TEXT_ROWS)},
+            },
+            attention={"double_blocks.*.attn": ("image", "text")},
+            whole=_USUAL,
+        ),
+        "HunyuanDiT2DModel": Plan(
+            inputs={
+                "": {"image_rotary_emb": TokenDim("image", 0), "controlnet_block_samples": _IMAGE}
+            },
+            outputs={"pos_embed": (_IMAGE,)},
+            attention={"blocks.*.attn1": ("image",)},
+            local=("blocks.*.attn2",),
+            whole=(
+                *_USUAL,
+                "text_embedding_mask",
+                "encoder_hidden_states_t5",
+                "text_embedding_mask_t5",
+                "image_meta_size",
+                "style",
+            ),
+            unbatched=("image_rotary_emb",),
+        ),
+        "EasyAnimateTransformer3DModel": Plan(
+            inputs={_FIRST_BLOCK: _JOINT},
+            outputs={"rope_embedding": _IMAGE_ROWS},
+            attention={f"{_BLOCKS}.attn1": ("text", "image")},
+            whole=(
+                *_USUAL,
+                "timestep_cond",
+                "encoder_hidden_states_t5",
+                "inpaint_latents",
+                "control_latents",
+            ),
+        ),
+        "LuminaNextDiT2DModel": Plan(
+            inputs={},
+            outputs={"patch_embedder": (_IMAGE, None, None, _IMAGE)},
+            attention={"layers.*.attn1": ("image",)},
+            local=("layers.*.attn2",),
+            masks={"layers.*": "attention_mask"},
+            needs_mask=True,
+            whole=(*_USUAL, "encoder_mask", "image_rotary_emb"),
+            unbatched=("image_rotary_emb",),
+            joined="norm_out",
+        ),
+        "DiTTransformer2DModel": Plan(
+            inputs={},
+            outputs={"pos_embed": (_IMAGE,)},
+            attention={f"{_BLOCKS}.attn1": ("image",)},
+            whole=("hidden_states", "timestep", "class_labels"),
+            joined="proj_out_2",
+        ),
+        "AllegroTransformer3DModel": Plan(
+            inputs={
+                # Tables of rotations, and each token's rows of them.
+                "": {"image_rotary_emb": (None, TokenDim("image", -1))},
+                _FIRST_BLOCK: {"hidden_states": _IMAGE},
+            },
+            attention={f"{_BLOCKS}.attn1": ("image",)},
+            local=(f"{_BLOCKS}.attn2",),
+            whole=(*_USUAL, "encoder_attention_mask"),
+            unbatched=("image_rotary_emb",),
+        ),
+        "AnyFlowTransformer3DModel": Plan(
+            inputs={
+                "blocks.0": {"hidden_states": _IMAGE},
+                "blocks.*": {"rotary_emb": TokenDim("image", 2), "temb": _IMAGE},
+            },
+            attention={"blocks.*.attn1": ("image",)},
+            local=("blocks.*.attn2",),
+            whole=(*_USUAL, "r_timestep", "encoder_hidden_states_image"),
+            joined="blocks.-1",
+            shared_by_branches="hidden_states",
+        ),
+        "ConsisIDTransformer3DModel": Plan(
+            inputs={"": {"image_rotary_emb": TokenDim("image", 0)}, _FIRST_BLOCK: _JOINT},
+            attention={f"{_BLOCKS}.attn1": ("text", "image")},
+            whole=(*_USUAL, "timestep_cond", "id_cond", "id_vit_hidden"),
+            unbatched=("image_rotary_emb",),
+            split=("perceiver_cross_attention.*.to_q", "perceiver_cross_attention.*.to_out"),
+            joined=_LAST_BLOCK,
+            joined_kinds=("image", "text"),
+        ),
+        "DreamLiteTransformer2DModel": Plan(
+            inputs={_FIRST_BLOCK: {"hidden_states": _IMAGE}},
+            attention={f"{_BLOCKS}.attn1": ("image",)},
+            local=(f"{_BLOCKS}.attn2",),
+            whole=(*_USUAL, "class_labels", "added_cond_kwargs", "encoder_attention_mask"),
+            joined=_LAST_BLOCK,
+        ),
+    }
+)
+
+# The other classes of diffusers, and why none of them has a plan.
+WITHOUT_PLAN: Mapping[str, str] = MappingProxyType(
+    {
+        "Cosmos3OmniTransformer": "one processor attends causally to text, and then to text and "
+        "image, without a dim of samples",
+        "WanAnimate2Transformer3DModel": "a cache of keys, and a block mask of FlexAttention made "
+        "from all frames",
+        "SanaWMTransformer3DModel": "recurrent attention over frames, and convolutions over the "
+        "grid of tokens in each block",
+        "SanaWMLTX2RefinerTransformer3DModel": "a cache of keys of earlier frames",
+        "SanaTransformer2DModel": "linear attention, and a convolution over the grid of tokens in "
+        "each block",
+        "SanaVideoTransformer3DModel": "linear attention, and convolutions over the grid of tokens "
+        "in each block",
+        "Kandinsky6SRTransformer3DModel": "block-sparse attention (NABLA), whose blocks are chosen "
+        "from all queries and keys",
+        "Kandinsky5Transformer3DModel": "queries and keys are rounded to bf16 in fp32 passes too, "
+        "so no pass could be compared to 1e-5",
+        "QwenImage21Transformer2DModel": "attention is causal between images",
+        "AnyFlowFARTransformer3DModel": "attention is causal between chunks of frames, with a "
+        "cache of keys",
+        "JoyImageEditPlusTransformer3DModel": "images of a batch are padded, each to its own "
+        "number of tokens",
+        "NucleusMoEImageTransformer2DModel": "experts choose their tokens among all of the image",
+        "AceStepTransformer1DModel": "every second layer attends within a window",
+        "PRXTransformer2DModel": "the image attends to text that is no query itself",
+        "OmniGenTransformer2DModel": "a mask of any shape over text, which is causal, and images",
+        "HiDreamImageTransformer2DModel": "every block joins other text to the tokens",
+        "MochiTransformer3DModel": "attention runs for one sample at a time, over its real text",
+        "LatteTransformer3DModel": "blocks attend over space and over time by turns",
+        "RFD4ProteinaTransformer": "a bias of its own for each pair of tokens",
+        "PriorTransformer": "attention is causal, over some 80 tokens",
+        "TransformerTemporalModel": "its tokens are frames, of one position at a time",
+        "Transformer2DModel": "it is several classes by its options, and a part of UNets",
+        "T5FilmDecoder": "a decoder of spectrograms of a few hundred tokens",
+        "MiniMaxMusic3RVQDepthDecoder": "a causal decoder of the codes of one frame",
     }
 )

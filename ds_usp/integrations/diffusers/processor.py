@@ -23,7 +23,7 @@ from ds_usp.lowlevel import with_globals
 from ds_usp.memory.compile_guard import disable_in_compile
 
 _BACKEND = "_attention_backend"
-_MARK, _TOKENS = "_sharded_by_ds_usp", "_tokens_of_ds_usp"
+_MARK, _TOKENS, _TIMES = "_sharded_by_ds_usp", "_tokens_of_ds_usp", "_attends_of_ds_usp"
 _SKIPPED = "all_perturbed"  # an argument of processors: they do not attend
 # Processors that attend to the tokens first, and then give each image token keys of their own, of
 # an IP-Adapter, which stay whole on every rank. SD3's gives both at once, and is refused.
@@ -82,17 +82,19 @@ def check_backend_of(processor: Any) -> None:
         check_backend(cls.__name__, active, advice)
 
 
-def sharded(processor: Any, tokens: Tokens, owner: HoldsState) -> Any:
+def sharded(processor: Any, tokens: Tokens, owner: HoldsState, times: int = 1) -> Any:
     """A copy of an attention processor whose attention runs over the mesh.
 
     Args:
         tokens: of its queries and keys.
         owner: holds the forward pass that runs; a copy of both has its own.
+        times: how often it attends in a call.
     """
     cls: Any = type(processor)
     copied = _copy_as(processor, _sharded_class(cls))
     setattr(copied, _MARK, owner)
     setattr(copied, _TOKENS, tokens)
+    setattr(copied, _TIMES, times)
     return copied
 
 
@@ -128,11 +130,11 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
                 state.attended += 1  # as in the passes that skip none
             return out
         # No call: it attended within the shard, by something that was not replaced.
-        if len(attention.calls) != 1:
+        if len(attention.calls) != (times := getattr(self, _TIMES)):
             raise UnsupportedAttentionError(
                 f"{name} has called torch's scaled_dot_product_attention {len(attention.calls)} "
-                "times, and once is served. It computes attention itself (adapters, caches), or "
-                "by another backend: call set_attention_backend('native')"
+                f"times, where its plan says {times}. It computes attention itself "
+                "(adapters, caches), or by another backend: call set_attention_backend('native')"
             )
         return out
 
