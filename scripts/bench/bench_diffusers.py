@@ -8,7 +8,9 @@ to 10 blocks at 480p and 720p (32,760 and 75,600 tokens), one sample, bf16, rand
 ``forward`` is a forward pass as in sampling, ``train`` a forward and backward pass with gradient
 checkpointing; gradients stay on their rank, as averaging them costs all methods the same;
 ``guided`` is a step with guidance, which calls the transformer once for each branch, and
-``cached`` two of them with the same latents, where FirstBlockCache skips the second one. Cases:
+``cached`` two of them with the same latents, where FirstBlockCache skips the second one. ``loop``
+are four steps of the denoising loop of FLUX.2-dev at 1024 pixels, or two of Wan 2.1 14B with all 40
+layers and guidance; rows have the milliseconds of a loop, the summary those of a step. Cases:
 diffusers on one GPU (rank 0, the others wait), ds_usp on every ulysses x ring of the ranks, without
 and with CUDA graphs (sampling only), with both branches at once on half of the ranks each (cfg),
 diffusers' Ulysses and its ring, and xDiT's transformers on every ulysses x ring (sampling only, if
@@ -53,8 +55,13 @@ WORKLOADS = [
     f"{shape}:{kind}"
     for shape in ("flux-1024", "wan-480p", "wan-720p", "flux-2048")
     for kind in KINDS
+    if kind != "loop"
 ]
-SMOKE = ["tiny-flux-small:forward", "tiny-flux-small:train", "tiny-wan-small:train"]
+WORKLOADS += ["flux2-1024:loop", "wan14b-480p:loop"]
+SMOKE = [
+    *("tiny-flux-small:forward", "tiny-flux-small:train", "tiny-wan-small:train"),
+    *("tiny-flux2-small:loop", "tiny-wan-small:loop"),
+]
 NEVER_WRONG = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # relative differences
 OTHER_KERNEL = {"cudnn": "flash2", "sdpa": "eager"}  # for the spread; of the others "cudnn"
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -277,6 +284,7 @@ class Run:
     def _write(self, name: str, row: dict[str, Any]) -> None:
         labels = {"workload": self._workload.name, "case": name, "run_id": self._args.run_id}
         sizes = {"tokens": self._workload.tokens}
+        sizes |= {"steps": self._workload.loop} if self._workload.loop else {}
         append_row(self._session, self._args.out, {**labels, **sizes, **row}, PACKAGES, "")
         if "refused" in row:
             self._say(name, row)
@@ -306,8 +314,10 @@ def summarize(rows: Sequence[Mapping[str, Any]], workloads: Sequence[str]) -> in
             if "refused" in row:
                 print(f"  {row['case']:36} left out: {row['refused']}")
                 continue
-            ms = statistics.median(row["ms"])
-            speed = statistics.median(first["ms"]) / ms if first else math.nan
+            ms = statistics.median(row["ms"]) / (Workload(workload).loop or 1)
+            speed = math.nan
+            if first:
+                speed = statistics.median(first["ms"]) / statistics.median(row["ms"])
             memory = f" {row['peak_gib']:7.2f} GiB" if "peak_gib" in row else ""
             off = row.get("difference", math.nan)
             text = f"{ms:10,.2f} ms {speed:6.3f} x{memory}, {off:.1e} off"

@@ -30,8 +30,9 @@ KERNELS = {
     "eager": "_native_math",
 }
 # What a step is. Of "cached" FirstBlockCache, where a case has it, skips the second of two steps of
-# sampling, whose latents are those of the first.
-KINDS = ("forward", "train", "guided", "cached")
+# sampling, whose latents are those of the first. "loop" are some steps of a pipeline's denoising
+# loop, each from the latents of the one before; Wan's are guided, Flux's guidance is an argument.
+KINDS = ("forward", "train", "guided", "cached", "loop")
 SHARPNESS = 3.0  # of the norms of queries: softmax over random tokens is otherwise nearly a mean
 GATES = ("norm1.linear.bias", "norm1_context.linear.bias", ".norm.linear.bias")
 COMPARED = ("to_q.weight", "to_v.weight")  # gradients of the first and the last such parameter
@@ -65,6 +66,11 @@ _TINY_FLUX = {
     "pooled_projection_dim": 32,
     "axes_dims_rope": [4, 4, 8],
 }
+_TINY_FLUX2 = {
+    **{key: x for key, x in _TINY_FLUX.items() if key != "pooled_projection_dim"},
+    "timestep_guidance_channels": 32,
+    "axes_dims_rope": [4, 4, 4, 4],
+}
 _TINY_WAN = {
     "in_channels": 4,
     "out_channels": 4,
@@ -86,6 +92,10 @@ SHAPES = {
         {"num_layers": 10},  # the other defaults are Wan 2.1 14B's, which has 40 layers
         {"480p": (21, 60, 104), "720p": (21, 90, 160)},
     ),
+    # FLUX.2-dev, 32 billion parameters.
+    "flux2": Shape("Flux2Transformer2DModel", {}, {"1024": (64, 64)}),
+    "wan14b": Shape("WanTransformer3DModel", {}, {"480p": (21, 60, 104), "720p": (21, 90, 160)}),
+    "tiny-flux2": Shape("Flux2Transformer2DModel", _TINY_FLUX2, {"small": (6, 8)}, text=8),
     "tiny-flux": Shape("FluxTransformer2DModel", _TINY_FLUX, {"small": (6, 8)}, text=8),
     "tiny-wan": Shape("WanTransformer3DModel", _TINY_WAN, {"small": (3, 8, 8)}, text=8),
 }
@@ -115,7 +125,14 @@ class Workload:
     @property
     def guided(self) -> int:
         """How many times both branches of the guidance are called; 0: one call by itself."""
+        if self.loop:
+            return int(self.loop == 2)
         return {"guided": 1, "cached": 2}.get(self.name.partition(":")[2], 0)
+
+    @property
+    def loop(self) -> int:
+        """Of how many steps a denoising loop is; 0: a step is none."""
+        return (2 if "wan" in self.model else 4) * self.name.endswith(":loop")
 
     @property
     def tokens(self) -> int:
@@ -174,6 +191,8 @@ def inputs(workload: Workload, transformer: Any, device: torch.device) -> Given:
     ``calls``, the sequences that steps run in turns, each call with its name and arguments."""
     draw = torch.Generator().manual_seed(1)
     given = _inputs(workload, transformer, device, draw)
+    if workload.loop and not workload.guided:
+        return {"loop": workload.loop, "calls": [[("", given)]]}
     if not workload.guided:
         return given
     other, sequences = _inputs(workload, transformer, device, draw), []
@@ -181,7 +200,7 @@ def inputs(workload: Workload, transformer: Any, device: torch.device) -> Given:
         branches = zip(("cond", "uncond"), (given, other), strict=True)
         calls = [(name, {**x, "hidden_states": hidden_states}) for name, x in branches]
         sequences.append(workload.guided * calls)
-    return {"calls": sequences}
+    return {"calls": sequences} | ({"loop": workload.loop} if workload.loop else {})
 
 
 def _inputs(
@@ -205,10 +224,15 @@ def _inputs(
         "hidden_states": random(1, rows * columns, config.in_channels),
         "timestep": torch.tensor([0.5], device=device, dtype=dtype),
         "encoder_hidden_states": random(1, shape.text, config.joint_attention_dim),
-        "pooled_projections": random(1, config.pooled_projection_dim),
-        "img_ids": nn.functional.pad(grid, (1, 0)).to(device, dtype),
-        "txt_ids": torch.zeros(shape.text, 3, device=device, dtype=dtype),
     }
+    if "flux2" in workload.model:  # ids of time, height, width and place in the text
+        given["img_ids"] = nn.functional.pad(grid, (1, 1)).to(device, dtype)[None]
+        text_ids = nn.functional.pad(torch.arange(shape.text)[:, None], (3, 0))
+        given["txt_ids"] = text_ids.to(device, dtype)[None]
+    else:
+        given["pooled_projections"] = random(1, config.pooled_projection_dim)
+        given["img_ids"] = nn.functional.pad(grid, (1, 0)).to(device, dtype)
+        given["txt_ids"] = torch.zeros(shape.text, 3, device=device, dtype=dtype)
     guidance = {"guidance": torch.tensor([3.5], device=device, dtype=dtype)}
     return given | (guidance if config.guidance_embeds else {})
 
@@ -255,7 +279,10 @@ class Step:
         if self._idle:
             return torch.empty(0)
         with torch.set_grad_enabled(self._train):
-            output = self._sampled() if "calls" in self._given else self._call(self._given)
+            if "loop" in self._given:
+                output = self._denoised()
+            else:
+                output = self._sampled() if "calls" in self._given else self._call(self._given)
         if self._train:
             output.float().square().mean().backward()
         return output.detach()
@@ -267,11 +294,33 @@ class Step:
     def _sampled(self) -> Tensor:
         """As a pipeline with guidance calls its transformer: one branch after the other."""
         sequences = self._given["calls"]
-        calls, outputs = sequences[self._steps % len(sequences)], []
+        calls = sequences[self._steps % len(sequences)]
         self._steps += 1
+        return self._guided(calls)
+
+    def _denoised(self) -> Tensor:
+        """Latents after the steps of Euler's method for flow matching."""
+        calls = self._given["calls"][0]
+        latents = calls[0][1]["hidden_states"]
+        scale = 1000 if latents.ndim == 5 else 1  # Wan counts time in thousandths
+        steps: int = self._given["loop"]
+        for step in range(steps):
+            time = scale * (1 - step / steps)
+            changed = [
+                (name, given | {"hidden_states": latents, "timestep": given["timestep"] * 0 + time})
+                for name, given in calls
+            ]
+            latents = latents - self._guided(changed) / steps
+        return latents
+
+    def _guided(self, calls: Sequence[tuple[str, Given]]) -> Tensor:
+        """The output of one call, or of guidance that has made several."""
+        outputs = []
         for name, given in calls:
             with self._transformer.cache_context(name):
                 outputs.append(self._call(given))
+        if len(outputs) == 1:
+            return outputs[0]
         for cond, uncond in zip(outputs[::2], outputs[1::2], strict=True):
             output = uncond + 4.0 * (cond - uncond)
         return output
